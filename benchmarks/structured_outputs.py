@@ -3,8 +3,9 @@
     python -m benchmarks.structured_outputs
 
 For each language, in milliseconds: the first compilation, the worker's time for the masks of a step of
---num-running rows, the time that the step waits for them, and the time to apply them; then whole steps with
-and without structured output, alternating. Every output is first checked against its language.
+--num-running rows, the time that the scheduler waits for them, and the time to gather and apply them; then
+whole steps with and without structured output, alternating. Every output is first checked against its
+language.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 from benchmarks.common import checkpoint, print_json, print_table
 from paged import LLMEngine, SamplingParams, StructuredOutputsParams
+from paged.engine.grammar_waits import GrammarWaits
+from paged.sampling.grammar_jobs import MaskJob
 from paged.sampling.structured_outputs import GrammarMasks, Grammars
 
 PERSON = {
@@ -83,26 +86,26 @@ def measure(engine: LLMEngine, name: str, args: argparse.Namespace) -> dict[str,
     grammars.start(StructuredOutputsParams(choice=["a"]))  # reads the tokenizer
     compile_ms = milliseconds(lambda: grammars.start(LANGUAGES[name]))
     again_ms = milliseconds(lambda: grammars.start(LANGUAGES[name]))
-    parts: dict[str, list[float]] = {"_fill": [], "wait": [], "apply": []}
+    parts = [(MaskJob, "_run_fast"), (GrammarWaits, "settle"), (GrammarMasks, "apply")]
+    times: list[list[float]] = [[] for _ in parts]
     with_grammar, without = list[float](), list[float]()
-    originals = {part: getattr(GrammarMasks, part) for part in parts}
-    for part, times in parts.items():
-        setattr(GrammarMasks, part, timed(originals[part], times))
+    originals = [getattr(owner, part) for owner, part in parts]
+    for (owner, part), original, own in zip(parts, originals, times, strict=True):
+        setattr(owner, part, timed(original, own))
     try:
         for _ in range(3):
             with_grammar += steps(engine, name, args)
             without += steps(engine, None, args)
     finally:
-        for part, original in originals.items():
-            setattr(GrammarMasks, part, original)
+        for (owner, part), original in zip(parts, originals, strict=True):
+            setattr(owner, part, original)
     return {
         "language": name,
         "compile ms": compile_ms,
         "again ms": again_ms,
-        "masks ms": statistics.median(parts["_fill"]),
-        # apply() also waits: every other time is its own.
-        "waits ms": statistics.median(parts["wait"][::2]),
-        "apply ms": statistics.median(parts["apply"]),
+        "masks ms": statistics.median(times[0]),
+        "waits ms": statistics.median(times[1]),
+        "apply ms": statistics.median(times[2]),
         "step ms": statistics.median(with_grammar),
         "free step ms": statistics.median(without),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 
 from ..errors import EngineDeadError, RequestError
@@ -18,7 +18,13 @@ from ..scheduler.scheduler import Scheduler
 from ..text.outputs import OutputProcessor
 from ..text.prompt_parser import ParsedPrompt
 from ..text.tokenizer import Tokenizer
+from .grammar_waits import GrammarWaits
 from .request_factory import RequestFactory, RequestSpec
+
+# Log-probabilities that one step makes readable: about 10 ms of Python where other requests run.
+CANDIDATES_OF_STEP = 4096
+CANDIDATES_OF_EACH = CANDIDATES_OF_STEP // 8
+CANDIDATES_ALONE = 8 * CANDIDATES_OF_STEP
 
 
 class EngineCore:
@@ -42,7 +48,10 @@ class EngineCore:
         self.outbox = Outbox()
         self.dead: EngineDeadError | None = None
         self._with_stops: set[RequestGroup] = set()  # requests with stop strings
+        self._with_grammars: set[RequestGroup] = set()
+        self._waits = GrammarWaits(scheduler)
         self._finished: dict[RequestGroup, None] = {}  # finished requests that are not published yet
+        self._reporting: dict[RequestGroup, None] = {}  # requests with log-probabilities
         self._ids = itertools.count()
 
     # Steps
@@ -69,6 +78,7 @@ class EngineCore:
             with self._recovery():
                 expired = self.scheduler.expire()
                 self._collect_finished(expired)
+                self._collect_finished(self._waits.settle())
                 schedule = self.scheduler.schedule()
                 if on_schedule is not None:
                     on_schedule(schedule)
@@ -79,13 +89,37 @@ class EngineCore:
         return advanced
 
     def publish(self, groups: Iterable[RequestGroup] = ()) -> None:
-        """Put an output into the outbox of each finished request, and of each of `groups` that wants one."""
-        finished = [*self._finished]
+        """Put an output into the outbox of each finished request, and of each of `groups` that wants one.
+
+        One whose log-probabilities are not readable yet has to wait for a later call.
+        """
+        unread = self._read_logprobs() if self._reporting else frozenset[RequestGroup]()
+        finished = [group for group in self._finished if group not in unread]
         for group in dict.fromkeys([*groups, *finished]):
+            if group in unread:
+                continue
             if group in self._finished or group.outbox.wants(group.output_kind):
                 group.outbox.put(self.outputs.output(group))
         for group in finished:
             self._forget(group)
+
+    def _read_logprobs(self) -> Set[RequestGroup]:
+        """Make log-probabilities readable, within bounds. Return the requests of which some are left."""
+        budget = CANDIDATES_OF_STEP if self.scheduler.has_runnable() else CANDIDATES_ALONE
+        unread = set[RequestGroup]()
+        for group in self._reporting:  # few of each, so that many of one delay no other
+            num = self.outputs.read_logprobs(group, CANDIDATES_OF_EACH)
+            budget -= num
+            if num >= CANDIDATES_OF_EACH:
+                unread.add(group)
+        # The finished ones first, as their readers wait.
+        for group in sorted(unread, key=lambda group: group not in self._finished):
+            if budget > 0:
+                num = self.outputs.read_logprobs(group, budget)
+                if num < budget:
+                    unread.remove(group)
+                budget -= num
+        return unread
 
     def groups_of(self, requests: Iterable[Request]) -> Iterator[RequestGroup]:
         """Yield the unfinished group of each sample."""
@@ -125,6 +159,8 @@ class EngineCore:
         output.record_logprobs(schedule)
         advanced = self.scheduler.update(schedule, output.tokens, output.errors)
         num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
+        if self._with_grammars:
+            self._begin_masks(advanced)
         # Most steps finish no request, and the search is skipped.
         if num_stopped or self.scheduler.counters.num_finished > num_finished:
             self._collect_finished([request for request in advanced if request.finish_reason is not None])
@@ -136,6 +172,13 @@ class EngineCore:
             if request.inputs.params.stop:
                 self.outputs.end_at_stop_string(request, self.scheduler.clock())
         return sum(request.finish_reason is not None for request in advanced)
+
+    def _begin_masks(self, advanced: list[Request]) -> None:
+        """Begin the masks of the next tokens."""
+        self._waits.begin(advanced)
+        # Without stop tokens, the mask says whether the output ends: with its last token, if it is not late.
+        if any(not request.stop_ids for request in advanced):
+            self._collect_finished(self._waits.settle())
 
     def _collect_finished(self, requests: list[Request]) -> None:
         """Free the blocks of finished requests, and have `publish` put out the groups that are finished."""
@@ -204,6 +247,12 @@ class EngineCore:
         self.groups[group.request_id] = group
         if group.samples[0].inputs.params.stop:
             self._with_stops.add(group)
+        params = group.samples[0].inputs.params
+        if params.logprobs or params.prompt_logprobs:
+            self._reporting[group] = None
+        if group.samples[0].sampling.grammar is not None:
+            self._with_grammars.add(group)
+            self._waits.begin(group.samples)
 
     def fork(
         self,
@@ -291,4 +340,6 @@ class EngineCore:
         del self.groups[group.request_id]
         self._finished.pop(group, None)
         self._with_stops.discard(group)
+        self._with_grammars.discard(group)
+        self._reporting.pop(group, None)
         self.outputs.forget(group)

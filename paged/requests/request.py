@@ -229,20 +229,24 @@ class Request:
     def on_token(self, token_id: int, now: float) -> None:
         """Record the time of the first token, and finish the request if token_id, the newest, ends it."""
         inputs, params = self.inputs, self.inputs.params
-        # Without stop tokens, the output may end where the grammar is complete.
-        grammar = None if self.stop_ids else self.sampling.grammar
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
-        self.alert_at = inputs.max_total_tokens if grammar is None else self.num_tokens + 1
+        self.alert_at = inputs.max_total_tokens
         if inputs.long_from is not None and self.num_tokens < inputs.long_from:
             self.alert_at = min(self.alert_at, inputs.long_from)
         if token_id in self.stop_ids and self.num_output_tokens > params.min_tokens:
             # As in vLLM, stop_reason is None for EOS.
             self.finish("stop", now, token_id if token_id in params.stop_token_ids else None)
-        elif grammar and self.num_output_tokens >= params.min_tokens and grammar.is_complete(self):
-            self.finish("stop", now)
         elif len(self.token_ids) >= inputs.max_total_tokens:
-            self.finish("length", now)
+            self.finish("stop" if self.is_complete else "length", now)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output ends here, as its grammar is complete and no stop token could say so."""
+        grammar = None if self.stop_ids else self.sampling.grammar
+        if grammar is None or self.num_output_tokens < self.inputs.params.min_tokens:
+            return False
+        return grammar.is_complete(self)
 
     @property
     def ended_by_token(self) -> bool:
@@ -357,4 +361,4 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int | None
     metrics: RequestMetrics
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None

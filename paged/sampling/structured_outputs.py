@@ -18,8 +18,8 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from functools import lru_cache
 from typing import Any
 
@@ -35,6 +35,7 @@ from ..scheduler.schedule import StepOutput
 from ..structural_tag import NAME, exact_json, grammars_of
 from ..text.tokenizer import Tokenizer
 from .forced_text import ForcedText
+from .grammar_jobs import CompiledGrammar, MaskJob
 from .grammar_limits import check_grammar, library_limits
 from .json_grammar import JsonGrammar
 from .json_schema import SchemaPath
@@ -60,7 +61,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self._vocabulary: _Vocabulary | None = None
-        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
 
     def start(self, params: StructuredOutputsParams) -> GrammarState:
@@ -81,18 +82,23 @@ class Grammars:
             vocabulary = self._vocabulary = self._vocabulary or _Vocabulary(
                 self._tokenizer, self._vocab_size, self._eos_token_ids
             )
-            matcher = self._compiled.get((kind, text))
-            if matcher is not None:
+            grammar = self._compiled.get((kind, text))
+            if grammar is not None:
                 self._compiled.move_to_end((kind, text))
-                return GrammarState(matcher.deep_copy(), vocabulary)
-        # Outside the lock, so that threads which need another grammar do not wait.
-        matcher = _in_thread(kind, lambda: _compile(kind, text, vocabulary))
-        with self._lock:
-            self._keep((kind, text), matcher)
-            return GrammarState(matcher.deep_copy(), vocabulary)
+                return GrammarState(grammar, vocabulary)
 
-    def _keep(self, key: tuple[str, str], matcher: Any) -> None:
-        self._compiled[key] = matcher
+        def compile_it() -> CompiledGrammar:
+            matcher = _compile(kind, text, vocabulary)
+            return CompiledGrammar(matcher, vocabulary.allowed(matcher))
+
+        # Outside the lock, so that threads which need another grammar do not wait.
+        grammar = _in_thread(kind, compile_it)
+        with self._lock:
+            self._keep((kind, text), grammar)
+            return GrammarState(grammar, vocabulary)
+
+    def _keep(self, key: tuple[str, str], grammar: CompiledGrammar) -> None:
+        self._compiled[key] = grammar
         num_characters = sum(len(text) for _, text in self._compiled)
         while len(self._compiled) > MAX_CACHED or num_characters > MAX_CACHED_CHARACTERS:
             (_, text), _ = self._compiled.popitem(last=False)
@@ -222,12 +228,12 @@ def _one_line(message: str) -> str:
     return " ".join(message.split())[:500]
 
 
-def _in_thread(kind: str, compile_it: Callable[[], Any]) -> Any:
+def _in_thread(kind: str, compile_it: Callable[[], CompiledGrammar]) -> CompiledGrammar:
     """Run a compilation in a thread with a deep stack, and wait COMPILE_TIMEOUT_S for it at most.
 
     One that takes longer cannot be stopped: it continues in its thread until the library's limits end it.
     """
-    result: Future[Any] = Future()
+    result: Future[CompiledGrammar] = Future()
 
     def run() -> None:
         try:
@@ -272,27 +278,67 @@ def _start_thread(run: Callable[[], None]) -> None:
 class GrammarState:
     """The position of one output in its grammar: a matcher that has consumed num_taken of its tokens.
 
-    It catches up with the request's tokens when asked, so preemption and failed steps do not affect it.
+    It catches up with the request's tokens when asked, so preemption and failed steps do not affect it. While
+    a worker computes its next mask, nothing else touches the matcher.
+
+    grammar: which all outputs of it share.
     """
 
-    __slots__ = ("matcher", "num_taken", "vocabulary")
+    __slots__ = ("_job", "_matcher", "_row", "grammar", "num_taken", "vocabulary")
 
-    def __init__(self, matcher: Any, vocabulary: _Vocabulary, num_taken: int = 0) -> None:
-        self.matcher, self.vocabulary, self.num_taken = matcher, vocabulary, num_taken
+    def __init__(self, grammar: CompiledGrammar, vocabulary: _Vocabulary) -> None:
+        self.grammar = grammar
+        self.vocabulary = vocabulary
+        self.num_taken = 0
+        self._matcher = grammar.matcher.deep_copy()
+        self._job: MaskJob | None = None  # of the mask after num_taken tokens
+        self._row = 0  # of that mask in the job
+
+    @property
+    def matcher(self) -> Any:
+        """The matcher, once no worker uses it."""
+        if (job := self.pending) is not None:
+            wait((job.done,))
+        return self._matcher
+
+    @property
+    def pending(self) -> MaskJob | None:
+        """The job that computes the next mask; None if it is computed, or not begun."""
+        return None if self._job is None or self._job.done.done() else self._job
 
     def copy(self) -> GrammarState:
-        """Return an independent state at the same position."""
-        return GrammarState(self.matcher.deep_copy(), self.vocabulary, self.num_taken)
+        """Return an independent state at the same position; at the start, while a worker has the matcher."""
+        copy = GrammarState(self.grammar, self.vocabulary)
+        if self.pending is None:
+            copy._matcher = self._matcher.deep_copy()
+            copy.num_taken = self.num_taken
+        return copy
 
     def missing(self, request: Request) -> list[int]:
         """Return the tokens that the matcher has not consumed yet, and count them as consumed."""
         start, self.num_taken = request.num_prompt_tokens + self.num_taken, request.num_output_tokens
+        self._job = None
         return request.token_ids[start:]
 
     def follow(self, request: Request) -> bool:
         """Consume all of the output. Return whether the grammar allows it."""
-        tokens = self.missing(request)
-        return not tokens or bool(self.matcher.consume_tokens(tokens))
+        if self.num_taken == request.num_output_tokens:
+            return True
+        matcher = self.matcher
+        return bool(matcher.consume_tokens(self.missing(request)))
+
+    def has_mask(self, request: Request) -> bool:
+        """Return whether the request's next mask is computed, or is being computed."""
+        return self.num_taken == request.num_output_tokens and (self._job is not None or not self.num_taken)
+
+    def begin(self, job: MaskJob, row: int) -> None:
+        """Let a job compute the next mask."""
+        self._job = job
+        self._row = row
+
+    def mask(self) -> NDArray[np.int32]:
+        """Wait for the next mask and return it, i32[num_words]. Raises the error of the library."""
+        return self.grammar.first if self._job is None else self._job.wait()[self._row]
 
     def possible(self, stop_ids: frozenset[int]) -> frozenset[int]:
         """Return the tokens that may come next, if these stop tokens end an output."""
@@ -307,25 +353,52 @@ class GrammarState:
         """Return whether the output is complete and nothing can follow it."""
         if not self.follow(request) or not self.matcher.is_accepting():
             return False
-        return not (self.vocabulary.allowed(self.matcher) & self.vocabulary.not_ends).any()
+        vocabulary = self.vocabulary
+        # A mask that a worker has made says it at once.
+        row = (
+            self.mask() & vocabulary.in_logits if self.has_mask(request) else vocabulary.allowed(self.matcher)
+        )
+        return not (row & vocabulary.not_ends).any()
+
+
+def begin_masks(requests: Iterable[Request]) -> None:
+    """Have workers compute the next masks of requests with a grammar, where they do not yet.
+
+    Outputs of one grammar are computed together; those of a slow one each by itself.
+    """
+    groups: dict[Any, list[tuple[GrammarState, Request]]] = {}
+    for request in requests:
+        state: GrammarState | None = request.sampling.grammar  # type: ignore[assignment]
+        if state is not None and not state.has_mask(request):
+            groups.setdefault(state if state.grammar.is_slow else state.grammar, []).append((state, request))
+    for group in groups.values():
+        first = group[0][0]
+        advances = [(state.matcher, state.missing(request)) for state, request in group]
+        job = MaskJob(first.grammar, advances, first.vocabulary.num_words)
+        for row, (state, _) in enumerate(group):
+            state.begin(job, row)
+
+
+def pending_mask(request: Request) -> MaskJob | None:
+    """Return the job that computes the request's next mask; None if it is computed, or not begun."""
+    state: GrammarState = request.sampling.grammar  # type: ignore[assignment]
+    return state.pending
 
 
 class GrammarMasks:
     """Masks of the tokens that grammars allow in the rows of one step.
 
-    A worker thread computes them: `start` comes before the forward, and `apply`, which waits for the worker,
-    after it. `check` reports errors.
+    Workers have computed them, or do now: `start` comes before the forward, and `apply`, which waits for
+    them, after it. `check` reports errors.
     """
 
     def __init__(self, rows: list[int], requests: list[Request]) -> None:
         self.rows, self.errors = rows, dict[int, str]()
         self._requests = requests
         self._states: list[GrammarState] = [request.sampling.grammar for request in requests]  # type: ignore[misc]
-        vocabulary = self._states[0].vocabulary
-        # i32[len(rows), num_words]: bit b of word w is token 32 w + b
-        self._bits = np.zeros((len(rows), vocabulary.num_words), np.int32)
-        self._filled = False
-        self._job: Future[None] = _worker().submit(self._fill, *self._advances())
+        # i32[len(rows), num_words], once they are gathered: bit b of word w is token 32 w + b
+        self._bits: NDArray[np.int32] | None = None
+        begin_masks(requests)
 
     @classmethod
     def start(cls, requests: Sequence[Request]) -> GrammarMasks | None:
@@ -339,12 +412,21 @@ class GrammarMasks:
     ) -> None:
         """Set the logits of tokens that are not allowed to -inf. NaN stays NaN, as the sampler reports it."""
         device = logits.device
+        if device.type == "cpu":
+            self._apply_here(logits.numpy())
+            return
         bits = torch.from_numpy(self.wait().view(np.uint8)).to(device, non_blocking=True)
         # [len(rows), bytes, 8] -> [len(rows), vocab_size]; a table of bytes is far faster than shifts.
         bias = torch.nn.functional.embedding(bits.int(), _byte_table(device, logits.dtype))
         bias = bias.flatten(1)[:, : logits.shape[1]]
         # Add rather than fill, to keep NaN.
         logits.index_add_(0, torch.tensor(self.rows).to(device, non_blocking=True), bias)
+
+    def _apply_here(self, logits: NDArray[np.float32]) -> None:
+        # On this thread alone: beside other work, torch's threads wait 100 ms for each other.
+        table = _byte_table(torch.device("cpu"), torch.float32).numpy()
+        for row, bits in zip(self.rows, self.wait().view(np.uint8), strict=True):
+            logits[row] += table[bits].reshape(-1)[: logits.shape[1]]
 
     def check(self, output: StepOutput) -> None:
         """Replace the tokens of failed rows by errors."""
@@ -359,52 +441,47 @@ class GrammarMasks:
         output.errors |= self.errors
 
     def wait(self) -> NDArray[np.int32]:
-        """Wait for the worker. Return the bits."""
-        self._job.result()
-        if not self._filled:
-            self._filled = True
-            self._finish()
+        """Wait for the workers. Return the bits."""
+        if self._bits is None:
+            self._bits = self._gathered()
+            self._finish(self._bits)
         return self._bits
 
-    def _advances(self) -> tuple[list[tuple[Any, int]], list[tuple[Any, int]]]:
-        """Return the worker's input: tokens to consume and rows to fill, in calls that release the GIL."""
-        single = []
-        for request, state in zip(self._requests, self._states, strict=True):
-            tokens = state.missing(request)
-            if len(tokens) == 1:
-                single.append((state.matcher, tokens[0]))
-            elif tokens:  # several at once, as after a fork
-                state.matcher.consume_tokens(tokens)
-        return single, [(state.matcher, i) for i, state in enumerate(self._states)]
+    def _gathered(self) -> NDArray[np.int32]:
+        """Return the masks as the library makes them. That of an output with an error is empty."""
+        bits = np.zeros((len(self.rows), self._states[0].vocabulary.num_words), np.int32)
+        for i, (row, state) in enumerate(zip(self.rows, self._states, strict=True)):
+            try:
+                bits[i] = state.mask()
+            except BaseException as error:  # a Rust panic is not an Exception
+                self.errors[row] = f"structured_outputs: {_one_line(str(error))}"
+        return bits
 
-    def _fill(self, single: list[tuple[Any, int]], matchers: list[tuple[Any, int]]) -> None:
-        executor, bits = _executor(), self._bits
-        if single:
-            executor.consume_token_par(single)
-        executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
-
-    def _finish(self) -> None:
+    def _finish(self, bits: NDArray[np.int32]) -> None:
         """Replace the library's end tokens by the requests', and note errors."""
-        for i, (request, state) in enumerate(zip(self._requests, self._states, strict=True)):
+        for row, request, state in zip(bits, self._requests, self._states, strict=True):
             if request.stop_ids != state.vocabulary.ends or request.inputs.params.min_tokens:
-                self._set_ends(i, request, state)
-        self._bits &= self._states[0].vocabulary.in_logits
-        empty = {*np.flatnonzero(~self._bits.any(1)).tolist()}
+                _set_ends(row, request, state)
+        bits &= self._states[0].vocabulary.in_logits
+        empty = {*np.flatnonzero(~bits.any(1)).tolist()}
         for i, (row, request, state) in enumerate(zip(self.rows, self._requests, self._states, strict=True)):
+            if row in self.errors:
+                continue
             if state.matcher.is_error():
                 self.errors[row] = f"structured_outputs: {_error(state.matcher)}"
             elif i in empty:
                 self.errors[row] = _dead_end(request)
         broken = [i for i, row in enumerate(self.rows) if row in self.errors]
-        self._bits[broken] = -1  # their tokens are discarded
+        bits[broken] = -1  # their tokens are discarded
 
-    def _set_ends(self, i: int, request: Request, state: GrammarState) -> None:
-        row, ends = self._bits[i], _bits(request.stop_ids, self._bits.shape[1])
-        row &= state.vocabulary.not_ends
-        if request.num_output_tokens < request.inputs.params.min_tokens:
-            row &= ~ends
-        elif state.matcher.is_accepting():
-            row |= ends
+
+def _set_ends(row: NDArray[np.int32], request: Request, state: GrammarState) -> None:
+    ends = _bits(request.stop_ids, len(row))
+    row &= state.vocabulary.not_ends
+    if request.num_output_tokens < request.inputs.params.min_tokens:
+        row &= ~ends
+    elif state.matcher.is_accepting():
+        row |= ends
 
 
 def _dead_end(request: Request) -> str:
@@ -426,16 +503,3 @@ def _byte_table(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return [256, 8]: for each byte, 0 where a bit is set and -inf where it is not."""
     flags = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return torch.from_numpy(np.where(flags, 0.0, -np.inf)).to(device, dtype)
-
-
-@lru_cache(maxsize=1)
-def _worker() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "paged-grammar-masks")
-
-
-@lru_cache(maxsize=1)
-def _executor() -> Any:
-    """Return the library's thread pool."""
-    from llguidance import LLExecutor
-
-    return LLExecutor()

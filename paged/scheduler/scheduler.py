@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from ..blocks.manager import BlockManager
 from ..errors import QueueFullError, UsageError
-from ..requests.request import NO_MASK, TIMEOUT_MESSAGE, Request, RequestStatus
+from ..requests.request import NO_MASK, TIMEOUT_MESSAGE, FinishReason, Request, RequestStatus
 from .deadlines import Deadlines
 from .policies import FirstComeFirstServed, Policy
 from .preemption import Preemption
@@ -397,9 +397,17 @@ class Scheduler:
 
     def abort(self, request: Request, message: str | None = None) -> None:
         """End a request, running or waiting, and free its blocks."""
+        self._end(request, "abort", message)
+
+    def complete(self, request: Request) -> None:
+        """End a request that no step computes, running or waiting, as nothing can follow its output."""
+        self._end(request, "stop", None)
+        self.counters.num_finished += 1
+
+    def _end(self, request: Request, reason: FinishReason, message: str | None) -> None:
         (self._running if request.status is RequestStatus.RUNNING else self._queue).remove(request)
         for ended in (request, *request.siblings):
-            ended.finish("abort", self.clock(), message)
+            ended.finish(reason, self.clock(), message)
             self.preemption.release(ended)
         self.block_manager.release(request.blocks)
 

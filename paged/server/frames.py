@@ -7,9 +7,9 @@ docs/serving.md describes each.
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import msgspec
 
@@ -22,6 +22,7 @@ from ..scheduler.stats import EngineStats
 from ..validation import MAX_INT
 
 T = TypeVar("T")
+P = TypeVar("P")
 
 NOT_SENT = {"logits_processors": "Python functions cannot cross to the engine's process"}
 LENGTH_BYTES = 4
@@ -37,7 +38,9 @@ Params: type[msgspec.Struct] = msgspec.defstruct(
     forbid_unknown_fields=True,
 )
 
-Place = list[tuple[int, float, int, str | None]]  # token id, log-probability, rank, text of each candidate
+# The token ids, log-probabilities, ranks and texts of the candidates at one place of a text. By columns they
+# are decoded several times as fast: the event loop waits for it.
+Place = tuple[list[int], list[float], list[int], list[str | None]]
 
 
 class Frame(msgspec.Struct, array_like=True, tag=True):
@@ -320,9 +323,59 @@ def completion_to_wire(completion: CompletionOutput) -> Completion:
 
 def place_to_wire(place: dict[int, Logprob]) -> Place:
     """Return the candidates at one place of a text as a frame holds them."""
-    return [(i, c.logprob, c.rank, c.decoded_token) for i, c in place.items()]
+    candidates = [*place.values()]
+    return (
+        [*place],
+        [candidate.logprob for candidate in candidates],
+        [candidate.rank for candidate in candidates],
+        [candidate.decoded_token for candidate in candidates],
+    )
 
 
 def place_from_wire(place: Place) -> dict[int, Logprob]:
     """Return the candidates of a frame."""
-    return {i: Logprob(logprob, rank, text) for i, logprob, rank, text in place}
+    return dict(zip(place[0], map(Logprob, *place[1:]), strict=True))
+
+
+class Places(Sequence[P]):
+    """The candidates at places of a text, which are made of frames whenever they are read.
+
+    Reading takes long, and is for a thread; adding is for the event loop.
+    """
+
+    __slots__ = ("_wire",)
+
+    def __init__(self, wire: Sequence[Place | None] = ()) -> None:
+        self._wire = [*wire]
+
+    def add(self, wire: Sequence[Place | None]) -> None:
+        """Add the next places."""
+        self._wire += wire
+
+    @property
+    def num_candidates(self) -> int:
+        """How many candidates all places have."""
+        return sum(len(place[0]) for place in self._wire if place is not None)
+
+    def __len__(self) -> int:
+        return len(self._wire)
+
+    @overload
+    def __getitem__(self, index: int) -> P: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[P]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [place and place_from_wire(place) for place in self._wire[index]]
+        place = self._wire[index]
+        return place and place_from_wire(place)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self[:] == [*other]
+
+    __hash__ = None  # type: ignore[assignment]  # like a list
+
+    def __repr__(self) -> str:
+        return repr(self[:])

@@ -20,7 +20,7 @@ class _Sample:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: frames.Places[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -31,8 +31,8 @@ class _Sample:
         self.token_ids += new.token_ids
         self.cumulative_logprob = new.cumulative_logprob
         if new.logprobs is not None:
-            self.logprobs = self.logprobs or []
-            self.logprobs += map(frames.place_from_wire, new.logprobs)
+            self.logprobs = self.logprobs or frames.Places()
+            self.logprobs.add(new.logprobs)
 
     def output(self) -> CompletionOutput:
         """Return the sample as it is now: as lists at the end, before that as views, to copy nothing."""
@@ -80,7 +80,7 @@ class Inbox:
         self._samples: list[_Sample] = []
         self._metrics = RequestMetrics(0.0)
         self._num_cached_tokens: int | None = None
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._prompt_logprobs: frames.Places[dict[int, Logprob] | None] | None = None
         self.finished = self._has_news = False
         self.result: Any = None
         self._error: BaseException | None = None
@@ -101,8 +101,7 @@ class Inbox:
         if new.metrics is not None:
             self._metrics = new.metrics
         if new.prompt_logprobs is not None:
-            places = new.prompt_logprobs
-            self._prompt_logprobs = [None if p is None else frames.place_from_wire(p) for p in places]
+            self._prompt_logprobs = frames.Places(new.prompt_logprobs)
         size = size_of(new)
         self._num_bytes += size
         if self.comes_in_parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar, overload
@@ -20,7 +21,7 @@ class View(Sequence[T]):
 
     __slots__ = ("_items", "_start", "_stop")
 
-    def __init__(self, items: list[T], start: int, stop: int) -> None:
+    def __init__(self, items: Sequence[T], start: int, stop: int) -> None:
         self._items, self._start, self._stop = items, start, stop
 
     def __len__(self) -> int:
@@ -97,6 +98,17 @@ class OutputProcessor:
         for sample in group.samples:
             self._progress.pop(sample, None)
 
+    def read_logprobs(self, group: RequestGroup, most: int) -> int:
+        """Make log-probabilities of a request readable, about `most` candidates. Return how many were.
+
+        An output needs all of them. Those of a long prompt or of many samples take longer than a step.
+        """
+        num = self._read_prompt(group, most)
+        for sample in group.samples:
+            if num < most and sample.inputs.wants_logprobs:
+                num += self._progress_of(sample).read_logprobs(most - num)
+        return num
+
     def _progress_of(self, request: Request) -> _Progress:
         progress = self._progress.get(request)
         if progress is None:
@@ -122,10 +134,21 @@ class OutputProcessor:
         report, params = group.samples[0].report, group.samples[0].inputs.params
         if params.prompt_logprobs is None or report is None or report.failed or not report.is_complete:
             return None
-        if group not in self._prompt_logprobs:
-            tokenizer = self._tokenizer if params.detokenize else None
-            self._prompt_logprobs[group] = [None, *(_readable(row, tokenizer) for row in report.logprobs)]
+        self._read_prompt(group, math.inf)
         return self._prompt_logprobs[group]
+
+    def _read_prompt(self, group: RequestGroup, most: float) -> int:
+        report, params = group.samples[0].report, group.samples[0].inputs.params
+        if params.prompt_logprobs is None or report is None or report.failed:
+            return 0
+        tokenizer = self._tokenizer if params.detokenize else None
+        places, num = self._prompt_logprobs.setdefault(group, [None]), 0
+        # The rows of a failed step are taken again: only those that were recorded count.
+        while num < most and len(places) <= report.next_row - report.start:
+            row = report.logprobs[len(places) - 1]
+            places.append(_readable(row, tokenizer))
+            num += len(row.token_ids)
+        return num
 
 
 class _Progress:
@@ -186,17 +209,25 @@ class _Progress:
         """Add the text and log-probabilities of new tokens."""
         if self.transcript is not None:
             self.transcript.read()
-        request = self._request
-        if request.inputs.wants_logprobs:
-            # A failed step may have added log-probabilities without their token.
-            new = request.sampling.logprobs[self._num_summed : request.num_output_tokens]
-            for place in new:  # one by one: the sum must not depend on how often outputs are made
-                self._cumulative += place.logprobs[0]
-            self._num_summed += len(new)
-            if request.inputs.params.logprobs is not None:
-                for place in new:
-                    first = self._starts_text and not self._logprobs
-                    self._logprobs.append(_readable(place, self._tokenizer, first=first))
+        if self._request.inputs.wants_logprobs:
+            self.read_logprobs(math.inf)
+
+    def read_logprobs(self, most: float) -> int:
+        """Make log-probabilities of new tokens readable, about `most` candidates. Return how many were."""
+        request, num = self._request, 0
+        shows = request.inputs.params.logprobs is not None
+        # A failed step may have added log-probabilities without their token.
+        for place in request.sampling.logprobs[self._num_summed : request.num_output_tokens]:
+            if num >= most:
+                break
+            # One by one: the sum must not depend on how often outputs are made.
+            self._cumulative += place.logprobs[0]
+            self._num_summed += 1
+            num += len(place.token_ids)
+            if shows:
+                first = self._starts_text and not self._logprobs
+                self._logprobs.append(_readable(place, self._tokenizer, first=first))
+        return num
 
 
 def _readable(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from ...errors import EngineDeadError, PagedError
-from ...requests.request import RequestOutput
+from ...requests.request import Logprob, RequestOutput
+from ..frames import Places
 
 if TYPE_CHECKING:
     from ..served_engine import OutputStream
@@ -58,11 +59,16 @@ def num_parts_of(outcomes: Iterable[Outcome]) -> int:
 
 
 def _num_parts(output: RequestOutput) -> int:
-    places = list[Any](output.prompt_logprobs or ())
+    num = _num_candidates(output.prompt_logprobs)
     for completion in output.outputs:
-        places += completion.logprobs or ()
-    num_candidates = sum(len(place) for place in places if place is not None)
-    return num_candidates + sum(1 + len(completion.token_ids) for completion in output.outputs)
+        num += 1 + len(completion.token_ids) + _num_candidates(completion.logprobs)
+    return num
+
+
+def _num_candidates(places: Sequence[Mapping[int, Logprob] | None] | None) -> int:
+    if isinstance(places, Places):
+        return places.num_candidates  # without reading them
+    return sum(len(place) for place in places or () if place is not None)
 
 
 class MergedOutcomes:

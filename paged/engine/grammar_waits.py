@@ -1,0 +1,72 @@
+"""GrammarWaits: holds requests whose next mask is not computed yet, so that they delay no other request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, wait
+
+from ..requests.request import Request
+from ..sampling.grammar_jobs import SLOW_S, MaskJob
+from ..sampling.structured_outputs import begin_masks, pending_mask
+from ..scheduler.scheduler import Scheduler
+
+ALL_HELD_S = 0.05  # for which a step waits where nothing else can run; aborts and deadlines are seen after it
+
+
+class GrammarWaits:
+    """Begins the masks of requests as soon as their newest token is known, and holds those which are late.
+
+    Before each step `settle` waits for the masks of fast grammars, SLOW_S at most. A slow grammar is not
+    waited for: its request is held, and released before the first step that finds its mask computed.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._begun: dict[Request, None] = {}  # requests whose masks were not computed when they were begun
+
+    def begin(self, requests: Iterable[Request]) -> None:
+        """Begin the next masks of unfinished requests, where they have a grammar."""
+        wanted = [r for r in requests if r.sampling.grammar is not None and r.finish_reason is None]
+        if wanted:
+            begin_masks(wanted)
+            self._begun |= dict.fromkeys(wanted)
+
+    def settle(self) -> list[Request]:
+        """Hold and release requests before a step. Return those which end, as their grammars are complete."""
+        if not self._begun:
+            return []
+        self._wait_for_fast()
+        ended = self._release_computed()
+        if self._begun and not self._scheduler.has_runnable() and not ended:
+            wait([job.done for job in self._jobs()], ALL_HELD_S, FIRST_COMPLETED)
+            ended = self._release_computed()
+        return ended
+
+    def _jobs(self) -> list[MaskJob]:
+        jobs = (pending_mask(request) for request in self._begun if request.finish_reason is None)
+        return [*dict.fromkeys(job for job in jobs if job is not None)]
+
+    def _wait_for_fast(self) -> None:
+        until = time.monotonic() + SLOW_S
+        fast = [job for job in self._jobs() if not job.is_slow]
+        late = wait([job.done for job in fast], max(0.0, until - time.monotonic())).not_done if fast else ()
+        for job in fast:
+            if job.done in late:
+                job.record_late()
+
+    def _release_computed(self) -> list[Request]:
+        """Release the requests whose masks are computed, hold the others. Return those which end."""
+        ended = []
+        for request in [*self._begun]:
+            if request.finish_reason is None and pending_mask(request) is not None:
+                self._scheduler.hold(request)
+                continue
+            del self._begun[request]
+            if request.finish_reason is not None:
+                continue
+            self._scheduler.release(request)
+            if request.is_complete:
+                self._scheduler.complete(request)
+                ended.append(request)
+        return ended

@@ -1,0 +1,114 @@
+"""Workers that compute the masks of grammars beside the steps, so that a slow grammar delays its own outputs.
+
+There are two lanes. Grammars whose masks are fast share a pool of workers and the library's threads. A slow
+one gets the single worker of the other lane, so that any number of them takes no more than one core.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SLOW_S = 0.01  # a step waits no longer for the masks that are not ready when it is scheduled
+MOST_FAST = 16  # grammars whose masks are computed at once
+PROOFS = 4  # fast masks after which a slow grammar is taken for a fast one again
+
+
+class CompiledGrammar:
+    """A grammar, which all its outputs share.
+
+    matcher: before the first token. It is only copied.
+    first: i32[num_words], the mask of the first token.
+    is_slow: whether its masks take long.
+    """
+
+    def __init__(self, matcher: Any, first: NDArray[np.int32]) -> None:
+        self.matcher = matcher
+        self.first = first
+        self._num_to_prove = 0
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether one of the last masks took longer than SLOW_S."""
+        return self._num_to_prove > 0
+
+    def record(self, *, was_slow: bool) -> None:
+        """Record whether masks took longer than SLOW_S."""
+        self._num_to_prove = PROOFS if was_slow else max(0, self._num_to_prove - 1)
+
+
+class MaskJob:
+    """The next masks of some outputs of one grammar, which a worker computes.
+
+    advances: the matcher of each output, and the tokens that it has not consumed yet.
+    bits: i32[len(advances), num_words], once `wait` returns; the mask of each output.
+    done: done once the masks are computed, or with the error of the library.
+    """
+
+    def __init__(
+        self, grammar: CompiledGrammar, advances: Sequence[tuple[Any, list[int]]], num_words: int
+    ) -> None:
+        self._grammar = grammar
+        self._advances = advances
+        self.bits = np.zeros((len(advances), num_words), np.int32)
+        lane, run = (_slow_lane(), self._run_slow) if grammar.is_slow else (_fast_lane(), self._run_fast)
+        self.done: Future[None] = lane.submit(run)
+
+    def wait(self) -> NDArray[np.int32]:
+        """Wait for the masks. Raises the error of the library."""
+        self.done.result()
+        return self.bits
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether its grammar's masks take long."""
+        return self._grammar.is_slow
+
+    def record_late(self) -> None:
+        """Record that a step has waited for the job in vain."""
+        self._grammar.record(was_slow=True)
+
+    def _run_fast(self) -> None:
+        started = time.perf_counter()
+        executor, bits = _executor(is_slow=False), self.bits
+        self._consume(executor)
+        rows = [(matcher, i) for i, (matcher, _) in enumerate(self._advances)]
+        executor.unsafe_compute_mask_ptr(rows, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
+        if time.perf_counter() - started > SLOW_S:
+            self._grammar.record(was_slow=True)
+
+    def _run_slow(self) -> None:
+        self._consume(_executor(is_slow=True))
+        for (matcher, _), row in zip(self._advances, self.bits, strict=True):
+            started = time.thread_time()  # other work on the same cores does not make a grammar slow
+            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self._grammar.record(was_slow=time.thread_time() - started > SLOW_S / 4)
+
+    def _consume(self, executor: Any) -> None:
+        """Consume one token of each output at a time: these calls release the GIL."""
+        for i in range(max(len(tokens) for _, tokens in self._advances)):
+            executor.consume_token_par([(m, tokens[i]) for m, tokens in self._advances if i < len(tokens)])
+
+
+@lru_cache(maxsize=1)
+def _fast_lane() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MOST_FAST, "paged-grammar-masks")
+
+
+@lru_cache(maxsize=1)
+def _slow_lane() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "paged-slow-grammar-masks")
+
+
+@lru_cache(maxsize=2)
+def _executor(*, is_slow: bool) -> Any:
+    """Return the library's threads of a lane."""
+    from llguidance import LLExecutor
+
+    return LLExecutor(num_threads=1) if is_slow else LLExecutor()

@@ -1,0 +1,151 @@
+"""A mask that is not computed yet delays its own request, and no other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paged
+from paged import LLMEngine, SamplingParams, StructuredOutputsParams
+from paged.engine import grammar_waits
+from paged.sampling.grammar_jobs import MaskJob
+from tests.support.checkpoints import assert_all_free, new_engine
+
+DEMO = Path(paged.__file__).parent / "demo"
+SLOW = "[a-z]{20,30}"
+FAST = "[0-9]{20,30}"
+
+
+@pytest.fixture(scope="module")
+def demo() -> LLMEngine:
+    return new_engine(DEMO, skip_tokenizer_init=False)
+
+
+class Gate:
+    """Keeps the workers of one grammar from computing masks until it opens. errors: what they raise then."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.num_reached = 0
+        self.errors: list[BaseException] = []
+
+
+@pytest.fixture
+def gate(demo: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Slow the masks of SLOW down until the gate opens."""
+    made, consume = Gate(), MaskJob._consume
+    monkeypatch.setattr(grammar_waits, "ALL_HELD_S", 0.001)
+    # What is compiled is cached, so this is the grammar of all later requests.
+    slow = demo.core.factory.grammars.start(StructuredOutputsParams(regex=SLOW)).grammar
+
+    def gated(self: MaskJob, executor: Any) -> None:
+        if self._grammar is slow:
+            made.num_reached += 1
+            assert made.opened.wait(60)
+            if made.errors:
+                raise made.errors[0]
+        consume(self, executor)
+
+    monkeypatch.setattr(MaskJob, "_consume", gated)
+    yield made
+    made.opened.set()
+
+
+def bound(regex: str, **params: Any) -> SamplingParams:
+    given = {"max_tokens": 40, "seed": 1, **params}
+    return SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex), **given)
+
+
+def add(engine: LLMEngine, **requests: SamplingParams) -> None:
+    for name, params in requests.items():
+        engine.add_request(name, [1, 2, 3], params)
+
+
+def run_until(engine: LLMEngine, *names: str) -> dict[str, Any]:
+    """Step until these requests have finished. Return the outputs of all that did."""
+    outputs: dict[str, Any] = {}
+    for _ in range(1000):
+        outputs |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.scheduler.check()
+        if outputs.keys() >= set(names):
+            return outputs
+    raise AssertionError(f"{names} have not finished, but {[*outputs]}")
+
+
+@pytest.mark.parametrize("ends", [{}, {"ignore_eos": True}], ids=["eos", "ignore_eos"])
+def test_others_finish_while_a_mask_is_computed_and_tokens_are_the_same(demo, gate, ends):
+    gate.opened.set()
+    expected = demo.generate([[1, 2, 3]], bound(SLOW, **ends), use_tqdm=False)[0].outputs[0]
+    gate.opened.clear()
+    free = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+    add(demo, slow=bound(SLOW, n=2, **ends), free=free, fast=bound(FAST, **ends))
+    finished = run_until(demo, "free", "fast")
+    assert gate.num_reached, "no mask was waited for"
+    assert "slow" not in finished
+    assert [sample.num_output_tokens for sample in demo.core.groups["slow"].samples] == [1, 1]
+    gate.opened.set()
+    slow = run_until(demo, "slow")["slow"].outputs[0]
+    assert (slow.token_ids, slow.finish_reason) == (expected.token_ids, expected.finish_reason)
+    assert_all_free(demo)
+
+
+def test_aborts_and_deadlines_hold_while_a_mask_is_computed(demo, gate):
+    add(demo, gone=bound(SLOW), late=bound(SLOW, timeout_s=0.2))
+    while not gate.num_reached:
+        demo.step()
+    demo.abort_request("gone")
+    late = run_until(demo, "late")["late"].outputs[0]
+    assert (late.finish_reason, late.stop_reason) == ("abort", "timeout_s has passed")
+    assert_all_free(demo)
+
+
+def test_a_held_request_that_is_preempted_goes_on_with_the_same_tokens(demo, gate):
+    gate.opened.set()
+    expected = demo.generate([[1, 2, 3]], bound(SLOW), use_tqdm=False)[0].outputs[0].token_ids
+    gate.opened.clear()
+    add(demo, slow=bound(SLOW))
+    while not gate.num_reached:
+        demo.step()
+    demo.step()  # which holds it
+    demo.scheduler.cancel()  # all blocks are lost
+    free = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    add(demo, free=free)
+    run_until(demo, "free")
+    gate.opened.set()
+    assert run_until(demo, "slow")["slow"].outputs[0].token_ids == expected
+    assert_all_free(demo)
+
+
+def test_generate_waits_without_another_request(demo, gate):
+    opener = threading.Timer(0.05, gate.opened.set)
+    opener.start()
+    output = demo.generate([[1, 2, 3]], bound(SLOW), use_tqdm=False)[0].outputs[0]
+    opener.join()
+    assert output.finish_reason == "stop"
+    assert gate.num_reached
+
+
+def test_a_fork_of_a_held_request_continues_its_text(demo, gate):
+    add(demo, slow=bound(SLOW))
+    while not gate.num_reached:
+        demo.step()
+    demo.step()
+    demo.fork("slow", "fork", bound(SLOW, seed=2))
+    gate.opened.set()
+    outputs = run_until(demo, "slow", "fork")
+    assert outputs["fork"].outputs[0].token_ids[0] == outputs["slow"].outputs[0].token_ids[0]
+    assert outputs["fork"].outputs[0].finish_reason == "stop"
+
+
+def test_an_error_of_the_library_ends_its_request_alone(demo, gate):
+    gate.errors.append(RuntimeError("the grammar is too complex"))
+    add(demo, slow=bound(SLOW), fast=bound(FAST))
+    gate.opened.set()
+    outputs = run_until(demo, "slow", "fast")
+    assert outputs["slow"].outputs[0].finish_reason == "error"
+    assert outputs["slow"].outputs[0].stop_reason == "structured_outputs: the grammar is too complex"
+    assert outputs["fast"].outputs[0].finish_reason == "stop"
