@@ -20,13 +20,13 @@ from ...config import EngineConfig
 from ...scheduler.histogram import Histogram, HistogramCounts
 from ...scheduler.stats import EngineStats
 from .families import FINISH_REASONS, METRIC_FAMILIES, REQUESTS, MetricFamily, length_bounds
-from .records import CLIENT_GONE, REFUSALS, Ending, RequestProgress, RequestRecord
+from .records import CLIENT_GONE, REFUSALS, TOO_MANY_CONNECTIONS, Ending, RequestProgress, RequestRecord
 
 # Not OpenMetrics, in which prometheus_client writes the colon of the names as an underscore.
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 # Label values from outside are bounded: others than these become OTHER.
 OTHER = "other"
-_REASONS = frozenset(REFUSALS.values())
+_REASONS = frozenset((*REFUSALS.values(), TOO_MANY_CONNECTIONS))
 
 
 class ServerMetrics:

@@ -19,6 +19,7 @@ from .trace_context import TraceContext
 logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499  # the status of a request whose client disconnected, as in nginx; it is never sent
+TOO_MANY_CONNECTIONS = "connections"  # why a connection beyond the limit was refused
 # Why a request was refused, by the status of its response.
 REFUSALS = {
     400: "invalid",
