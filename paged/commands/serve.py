@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import closing
@@ -64,6 +65,8 @@ def _settings(config: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
     types = {name: option_type(owner, name) for owner, names in (SERVE, SERVED_ENGINE) for name in names}
     types |= {"model": str, "config": str}
     environment = from_environment(types)
+    # The processes that this one starts need no keys.
+    os.environ.pop("PAGED_API_KEY", None)
     file = config or environment.pop("config", None)
     names = [name for name in types if name != "config"]
     from_flags = common.given(flags, names)

@@ -24,7 +24,7 @@ from ..validation import check_bool, check_int, shown
 # be refused each time; beside it there is room for those of another one, or of as many clients.
 MAX_WAITING = 2 * MAX_PROMPTS
 LOG_FORMATS = ("text", "json")
-_HOST_NAME = re.compile(r"\*|[\w.-]+|[0-9A-Fa-f:.]+", re.ASCII)
+_HOST_NAME = re.compile(r"\*|[\w.-]+", re.ASCII)
 _HOST_HEADER = re.compile(r"(?:\[([^\[\]]*)\]|([^\[\]:]*))(?::\d*)?", re.ASCII)
 _OPTIONAL_TEXTS = (
     "uds",
@@ -128,7 +128,7 @@ class ServeOptions:
         for key in self.api_key:
             _check_key(key)
         for host in self.allowed_hosts:
-            if not _HOST_NAME.fullmatch(host):
+            if not (_HOST_NAME.fullmatch(host) or _is_address(host)):
                 raise ConfigError(
                     f"allowed_hosts must be names such as llm.example without ports, or *; got {shown(host)}"
                 )
@@ -202,10 +202,15 @@ class ServeOptions:
 
 def is_loopback(host: str) -> bool:
     """Return whether only this machine reaches a host."""
+    return ipaddress.ip_address(host).is_loopback if _is_address(host) else host == "localhost"
+
+
+def _is_address(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        ipaddress.ip_address(host)
     except ValueError:
-        return host == "localhost"
+        return False
+    return True
 
 
 def _check_key(key: str) -> None:
