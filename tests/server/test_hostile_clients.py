@@ -6,14 +6,17 @@ import json
 import logging
 import re
 import socket
+import ssl
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
 from paged.server.http import acceptor, connection, listener
 from paged.server.http.cycle import Cycle
 from tests.server.test_refusals import COMPLETION, LONG, posted
+from tests.support.certificate import CERTIFICATE
+from tests.support.certificate import KEY as KEY_PEM
 from tests.support.served import Served, eventually, serving
 
 KEY = b"authorization: Bearer one\r\n"
@@ -252,6 +255,45 @@ def test_an_idle_connection_beyond_the_limit_is_told(engine, monkeypatch):
     monkeypatch.setattr(connection, "SPARE_TIMEOUT_S", 0.05)
     with serving(engine, max_connections=1) as served, served.connect(), served.connect() as client:
         assert statuses(rest_of(client)) == [503]
+
+
+@pytest.fixture
+def encrypted(engine, tmp_path, monkeypatch) -> Iterator[tuple[Served, ssl.SSLContext]]:
+    """Yield a server over TLS that takes one connection and two spare ones, and what its clients need."""
+    monkeypatch.setattr(acceptor, "NUM_SPARE", 2)
+    (tmp_path / "key.pem").write_text(KEY_PEM)
+    (tmp_path / "certificate.pem").write_text(CERTIFICATE)
+    files = {"ssl_keyfile": str(tmp_path / "key.pem"), "ssl_certfile": str(tmp_path / "certificate.pem")}
+    with serving(engine, max_connections=1, max_request_bytes=2**16, **files) as served:
+        yield served, ssl.create_default_context(cadata=CERTIFICATE)
+
+
+def test_a_handshake_that_does_not_end(encrypted, monkeypatch):
+    """It counts as a connection, does not silence /health, and has a deadline."""
+    monkeypatch.setattr(acceptor, "HANDSHAKE_TIMEOUT_S", 0.5)
+    served, context = encrypted
+
+    def answer(sent: bytes) -> bytes:
+        with context.wrap_socket(served.connect(), server_hostname="localhost") as client:
+            client.sendall(sent)
+            return rest_of(client)
+
+    with ExitStack() as stack:
+        idle = [stack.enter_context(served.connect()) for _ in range(10)]
+        last = b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+        assert statuses(answer(b"GET /health" + last)) == [200]
+        assert statuses(answer(b"GET /version" + last)) == [503]
+        for client in idle:
+            with suppress(ConnectionResetError):
+                assert client.recv(1) == b""
+    assert statuses(answer(b"GET /version" + last)) == [200]
+    large = POST + b"content-length: 8000000\r\n\r\n" + b" " * 8_000_000
+    with context.wrap_socket(served.connect(), server_hostname="localhost") as client:
+        client.sendall(large)
+        assert statuses(client.recv(2**16)) == [413]
+    eventually(lambda: served.num_connections == 0)
+    stream = posted({"prompt": "a", "max_tokens": 2, "stream": True}).replace(b"1.1", b"1.0", 1)
+    assert answer(stream).endswith(b"}\n\ndata: [DONE]\n\n")
 
 
 HOSTS = {

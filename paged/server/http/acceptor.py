@@ -7,6 +7,7 @@ import logging
 import resource
 import socket
 import ssl
+from functools import partial
 
 from ...errors import ConfigError
 from .connection import Connection, ConnectionContext
@@ -106,7 +107,9 @@ class Acceptor:
     def _admit(self, accepted: socket.socket) -> None:
         is_spare = len(self._open) - len(self._spare) >= self._context.max_connections
         connection = Connection(self._context, is_spare=is_spare, on_lost=self._on_lost)
-        self._open[connection] = self._loop.create_task(self._connect(connection, accepted))
+        making = self._loop.create_task(self._connect(connection, accepted))
+        making.add_done_callback(partial(self._on_made, connection, accepted))
+        self._open[connection] = making
         if not is_spare:
             return
         self._spare[connection] = None
@@ -122,21 +125,18 @@ class Acceptor:
             making.cancel()
 
     async def _connect(self, connection: Connection, accepted: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(
-                lambda: connection,
-                accepted,
-                ssl=self._tls,
-                ssl_handshake_timeout=None if self._tls is None else HANDSHAKE_TIMEOUT_S,
-            )
-        except OSError as error:  # of the handshake: ssl.SSLError and TimeoutError are such
-            logger.debug("a connection was not made: %s", error)
+        await self._loop.connect_accepted_socket(
+            lambda: connection,
+            accepted,
+            ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else HANDSHAKE_TIMEOUT_S,
+        )
+
+    def _on_made(self, connection: Connection, accepted: socket.socket, making: asyncio.Task[None]) -> None:
+        """End a connection that was not made: its handshake failed, was too slow, or had to give way."""
+        if making.cancelled() or making.exception() is not None:
             accepted.close()
             self._on_lost(connection)
-        except BaseException:
-            accepted.close()
-            self._on_lost(connection)
-            raise
 
     def _on_lost(self, connection: Connection) -> None:
         self._open.pop(connection, None)

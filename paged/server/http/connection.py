@@ -466,9 +466,11 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        if not (lingers or self._incoming is not None or self._num_discarded):
+        # TLS cannot end its output alone: its client would wait for the end, unless it still sends.
+        can_end = transport.can_write_eof()
+        if self._incoming is None and not self._num_discarded and not (lingers and can_end):
             transport.close()
-        elif transport.can_write_eof():
+        elif can_end:
             transport.write_eof()
         self.update_reading()
         self._num_unsent = transport.get_write_buffer_size()
