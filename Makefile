@@ -1,12 +1,12 @@
-# make demo | test | lint | simulation | mutants | test-real | test-triton-3.6 | clients | peers | clean. Each makes its
-# own virtual environment first, in .venv.
+# make demo | test | lint | simulation | mutants | test-real | test-triton-3.6 | test-newest-server | clients | peers | clean.
+# Each makes its own virtual environment first, in .venv.
 # Another Python: make test PYTHON=python3.12. Arguments for pytest: make test ARGS="-k scheduler".
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint simulation mutants test-real test-triton-3.6 clients peers clean
+.PHONY: demo test lint simulation mutants test-real test-triton-3.6 test-newest-server clients peers clean
 
 demo: $(INSTALLED)
 	$(BIN)/paged generate "def fibonacci(n):" --temperature 0.9 --top-p 0.95 --max-tokens 128
@@ -49,6 +49,13 @@ test-triton-3.6:
 	$(VENV)-triton-3.6/bin/python -m pytest -W "ignore:Conversion of an array:DeprecationWarning" \
 	  tests/ops $(ARGS)
 
+# The server on the newest releases of what its HTTP comes from, beyond the bound of pyproject.toml: if this passes,
+# the bound may be raised.
+test-newest-server:
+	$(MAKE) VENV=$(VENV)-newest-server $(VENV)-newest-server/.installed
+	$(VENV)-newest-server/bin/python -m pip install --upgrade uvicorn httptools starlette uvloop
+	$(VENV)-newest-server/bin/python -m pytest tests/server $(ARGS)
+
 # Clients of the server for tests/server/test_clients.py, which are not Python or conflict with what paged needs.
 clients: $(VENV)-clients/litellm/.installed $(VENV)-clients/javascript/.installed
 
@@ -75,7 +82,7 @@ $(VENV)-peers/%/.installed: benchmarks/peers/requirements/%.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-triton-3.6 $(VENV)-clients $(VENV)-peers $(VENV)-real build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-triton-3.6 $(VENV)-newest-server $(VENV)-clients $(VENV)-peers $(VENV)-real build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 # torch goes first and by its exact version: an open range takes gigabytes of CUDA even where a smaller
 # build of this version is at hand.

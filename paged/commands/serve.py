@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import closing
@@ -67,6 +68,8 @@ def _settings(config: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
     types = {name: option_type(owner, name) for owner, names in (SERVE, SERVED_ENGINE) for name in names}
     types |= {"model": str, "config": str}
     environment = from_environment(types)
+    # The processes that this one starts need no keys.
+    os.environ.pop("PAGED_API_KEY", None)
     file = config or environment.pop("config", None)
     names = [name for name in types if name != "config"]
     from_flags = common.given(flags, names)
@@ -92,7 +95,8 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
     from ..server.app import new_app
     from ..server.engine_client import EngineClient
     from ..server.front_end import FrontEnd
-    from ..server.http.listener import Server, allow_many_connections, url_of
+    from ..server.http.acceptor import allow_many_connections
+    from ..server.http.listener import Server, url_of
     from ..server.telemetry.records import Observer
     from ..server.telemetry.request_log import RequestLog, set_up_logging
 

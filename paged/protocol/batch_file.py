@@ -29,7 +29,7 @@ EMPTY = bytes(KEY_BYTES)
 SUCCEEDED = b'"error": null}\n'
 # What a line may ask for. It is trusted, as the file is that of the user.
 BATCH_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-BATCH_LIMITS = Limits(max_logprobs=-1, trust_chat_template=True)
+BATCH_LIMITS = Limits(max_logprobs=-1, cached_tokens=True, trust_chat_template=True)
 FIELDS = ("custom_id", "method", "url", "body")
 
 

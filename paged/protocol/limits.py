@@ -28,6 +28,8 @@ class Limits:
     """What the operator of a server allows, and the defaults of chats.
 
     max_logprobs: most candidates that a request may ask for at each position; -1 sets no limit.
+    cached_tokens: whether answers say how many tokens of their prompts were in the prefix cache, from which
+        one client may learn what others sent.
     trust_chat_template: whether a body may bring a chat template, which is code.
     chat_template: the template of bodies without one; None takes the checkpoint's.
     chat_template_kwargs: variables for the template; a body may replace them.
@@ -35,6 +37,7 @@ class Limits:
     """
 
     max_logprobs: int = 20
+    cached_tokens: bool = False
     trust_chat_template: bool = False
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -42,7 +42,8 @@ class App:
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
-        self._keys = [key.encode() for key in front.options.api_key]
+        # In a header, some clients encode what is not ASCII as latin-1, and others as UTF-8.
+        self._keys = [key.encode(coding) for key in front.options.api_key for coding in ("latin-1", "utf-8")]
         routes = [
             Route(
                 route.path.replace("{model}", "{model:path}"),  # a name may contain slashes
@@ -68,6 +69,7 @@ class App:
         )
         scope[EXCHANGE], scope["app"] = exchange, self
         try:
+            self._check_host(exchange)
             self._check_key(exchange)
             await self._router(scope, receive, send)
         except ClientGone as gone:
@@ -85,6 +87,16 @@ class App:
             front.end(exchange, exchange.status or 200, exchange.error)
         finally:
             exchange.end()
+
+    def _check_host(self, exchange: Exchange) -> None:
+        host = exchange.header("host")
+        if not self._front.options.allows_host(host):
+            raise HttpError(
+                403,
+                f"this server is not known as {host!r}; use localhost, or start it with --allowed-hosts",
+                param="host",
+                code="host_not_allowed",
+            )
 
     def _check_key(self, exchange: Exchange) -> None:
         if not self._keys or exchange.route in OPEN_PATHS:

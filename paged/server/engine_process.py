@@ -34,6 +34,7 @@ from ..sampling_params import SamplingParams
 from ..scheduler.stats import EngineStats
 from ..text.prompt_parser import ParsedPrompt
 from . import frames
+from .telemetry.log_queue import log_to_stderr
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +193,7 @@ class EngineServer:
         except BaseException:
             logger.exception("the orders of the front end cannot be read")
         finally:
+            logging.shutdown()  # writes what is buffered
             os._exit(code)
 
     def _take(self, order: frames.Order | frames.Refused) -> None:
@@ -375,6 +377,7 @@ def take_share(start: frames.Start) -> None:
 def main() -> None:
     """Serve the front end at the other end of the socket whose descriptor is the argument."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the front end
+    log_to_stderr()
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     threading.Thread(target=end_with_front_end, args=(connection,), name="paged-parent", daemon=True).start()

@@ -72,6 +72,7 @@ class FrontEnd:
         self.observers = Observers(self.metrics, *observers)
         self._limits = Limits(
             max_logprobs=options.max_logprobs,
+            cached_tokens=options.enable_prompt_tokens_details,
             trust_chat_template=options.trust_request_chat_template,
             chat_template=options.chat_template,
             chat_template_kwargs=options.chat_template_kwargs,

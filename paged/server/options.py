@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
+import re
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,8 @@ from ..validation import check_bool, check_int, check_number, shown
 # be refused each time; beside it there is room for those of another one, or of as many clients.
 MAX_WAITING = 2 * MAX_PROMPTS
 LOG_FORMATS = ("text", "json")
-LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
+_HOST_NAME = re.compile(r"\*|[\w.-]+", re.ASCII)
+_HOST_HEADER = re.compile(r"(?:\[([^\[\]]*)\]|([^\[\]:]*))(?::\d*)?", re.ASCII)
 _OPTIONAL_TEXTS = (
     "uds",
     "root_path",
@@ -35,8 +38,8 @@ _OPTIONAL_TEXTS = (
     "otlp_traces_endpoint",
 )
 _TEXTS = ("host", "metrics_prefix")
-_LISTS = ("api_key", "served_model_name", "allowed_origins")
-_SWITCHES = ("enable_auto_tool_choice", "trust_request_chat_template")
+_LISTS = ("api_key", "served_model_name", "allowed_origins", "allowed_hosts")
+_SWITCHES = ("enable_auto_tool_choice", "trust_request_chat_template", "enable_prompt_tokens_details")
 
 
 @partial(strict, neutral={}, error=ConfigError, name="paged serve")
@@ -51,7 +54,10 @@ class ServeOptions:
     ssl_certfile: the certificate, in PEM.
     root_path: the path under which a proxy makes the server known, such as /llm.
     api_key: a key that requests must bear in the header Authorization, one of several. /health, /ready,
-        /version, /metrics and /openapi.json need none.
+        /version, /metrics and /openapi.json need none. A flag is visible to all users of the machine, as in
+        ps: PAGED_API_KEY is not.
+    allowed_hosts: a name under which clients may reach the server besides localhost, such as llm.example, or
+        * for all. The names are checked where this is given, and on a loopback address without keys.
     allowed_origins: a website whose pages may call the server from a browser, such as https://example.com,
         or * for all.
     served_model_name: the model's name in requests and responses, the first one in responses. The default is
@@ -59,12 +65,16 @@ class ServeOptions:
     max_request_bytes: largest body of a request.
     slow_client_timeout_s: seconds in which a client has to read some of a response that waits for it; then
         its connection is cut, and its request ends.
+    max_connections: most open connections; further ones are refused. The default is what the system's limit
+        of open files has room for, at most 8,192.
     max_logprobs: most log-probabilities that a request may ask for at each position.
     chat_template: a Jinja template in place of the checkpoint's: a file, the template itself, the name of one
         of several that the checkpoint has, or plain, which writes roles as words.
     default_chat_template_kwargs: variables of the chat template as a JSON object, for requests that do not
         give them.
     trust_request_chat_template: let requests bring a chat template of their own.
+    enable_prompt_tokens_details: tell clients how many tokens of their prompts were in the prefix cache, from
+        which they may learn what others sent.
     enable_auto_tool_choice: let the model decide whether to call a tool where tool_choice is "auto"; needs
         tool_call_parser.
     tool_call_parser: the form in which the model writes tool calls.
@@ -87,14 +97,17 @@ class ServeOptions:
     ssl_certfile: str | None = None
     root_path: str | None = None
     api_key: Sequence[str] = field(default=(), repr=False)
+    allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     served_model_name: Sequence[str] = ()
     max_request_bytes: int = 16 * 2**20
     slow_client_timeout_s: float = 60.0
+    max_connections: int | None = None
     max_logprobs: int = 20
     chat_template: str | None = None
     default_chat_template_kwargs: str | Mapping[str, Any] | None = None
     trust_request_chat_template: bool = False
+    enable_prompt_tokens_details: bool = False
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
@@ -119,6 +132,15 @@ class ServeOptions:
         check_interval(self.stream_interval_s)
         check_int(ConfigError, "max_request_bytes", self.max_request_bytes, 1024)
         check_number(ConfigError, "slow_client_timeout_s", self.slow_client_timeout_s, 0.001)
+        if self.max_connections is not None:
+            check_int(ConfigError, "max_connections", self.max_connections, 1)
+        for key in self.api_key:
+            _check_key(key)
+        for host in self.allowed_hosts:
+            if not (_HOST_NAME.fullmatch(host) or _is_address(host)):
+                raise ConfigError(
+                    f"allowed_hosts must be names such as llm.example without ports, or *; got {shown(host)}"
+                )
         check_int(ConfigError, "max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
         for name, choices in (("router", ROUTERS), ("log_format", LOG_FORMATS)):
             if (value := getattr(self, name)) not in choices:
@@ -164,7 +186,51 @@ class ServeOptions:
     @property
     def is_exposed(self) -> bool:
         """Whether other machines may reach the server and need no key."""
-        return self.uds is None and self.host not in LOCAL_HOSTS and not self.api_key
+        return self.uds is None and not is_loopback(self.host) and not self.api_key
+
+    @property
+    def checks_hosts(self) -> bool:
+        """Whether requests must name a known host.
+
+        Without keys on a loopback address, a page in a browser of this machine could else reach the server
+        under a name of its own that it has made an alias of this address (DNS rebinding).
+        """
+        if "*" in self.allowed_hosts:
+            return False
+        is_open = self.uds is None and is_loopback(self.host) and not self.api_key
+        return is_open or bool(self.allowed_hosts)
+
+    def allows_host(self, header: str | None) -> bool:
+        """Return whether requests may name this host, which may have a port."""
+        if not self.checks_hosts:
+            return True
+        found = _HOST_HEADER.fullmatch(header or "")
+        name = "" if found is None else (found[1] or found[2]).rstrip(".").lower()
+        return is_loopback(name) or name in {host.lower() for host in (self.host, *self.allowed_hosts)}
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches a host."""
+    return ipaddress.ip_address(host).is_loopback if _is_address(host) else host == "localhost"
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_key(key: str) -> None:
+    """Raise ConfigError for a key that no request can bear, without showing it."""
+    if key != key.strip():
+        raise ConfigError("api_key must have no white space at its ends, which clients and servers cut off")
+    if not key.isprintable() or any(ord(character) > 255 for character in key):
+        raise ConfigError(
+            "api_key must be printable and of latin-1, as it is sent in a header; ASCII letters and digits "
+            "are understood by all clients"
+        )
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:

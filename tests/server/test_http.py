@@ -111,7 +111,7 @@ def test_requests_with_the_same_id_run_together_and_are_repeatable(served):
 def test_slow_bodies_and_heads(served, monkeypatch):
     monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 0.05)
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.05)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
     full = head + b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{"
     for sent, is_answered in [(head, True), (full, True), (b"", False)]:
         with served.connect() as client:
@@ -123,7 +123,8 @@ def test_slow_bodies_and_heads(served, monkeypatch):
 
 def test_a_large_body_that_does_not_say_so(small):
     with small.connect() as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n")
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
+        client.sendall(b"content-type: application/json\r\n")
         client.sendall(b"authorization: Bearer one\r\ntransfer-encoding: chunked\r\n\r\n")
         client.sendall(b"1000\r\n" + b" " * 0x1000 + b"\r\n")
         client.sendall((b"8000\r\n" + b" " * 0x8000 + b"\r\n") * 2)
@@ -189,7 +190,7 @@ def pipelined(*bodies: dict) -> bytes:
     sent = []
     for body in bodies:
         data = json.dumps(body).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         sent.append(head + b"content-length: %d\r\n\r\n%b" % (len(data), data))
     return b"".join(sent)
 
@@ -218,7 +219,7 @@ def test_a_change_of_protocol_is_not_made(name, is_split, served):
     wanted = served.post(COMPLETION, prompt="def ", max_tokens=3, temperature=0)["choices"]
     data = pipelined({"prompt": "def ", "max_tokens": 3, "temperature": 0}).replace(b"host:", b"Host:")
     data = data.replace(b"\r\nHost:", b"\r\n" + UPGRADES[name] + b"host:", 1)
-    last = b"GET /version HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+    last = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     with served.connect() as client:
         sent = data + data + last
         for part in [sent[i : i + 7] for i in range(0, len(sent), 7)] if is_split else [sent]:

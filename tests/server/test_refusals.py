@@ -26,7 +26,7 @@ LONG = {"prompt": "a", "temperature": 0, "max_tokens": 1900, "ignore_eos": True}
 
 def posted(body: dict, path: str = COMPLETION) -> bytes:
     data = json.dumps(body).encode()
-    head = b"POST %b HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n" % path.encode()
+    head = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" % path.encode()
     return head + b"content-length: %d\r\n\r\n%b" % (len(data), data)
 
 

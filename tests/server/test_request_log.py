@@ -76,6 +76,22 @@ def test_json_lines_have_counts_and_times():
     }
 
 
+@pytest.mark.parametrize("num_known", [0, 1, 2])
+def test_what_is_unknown_of_a_request_that_was_left_is_not_written(num_known):
+    """Its counts were written as 0, or as those of its first prompts."""
+    record = RequestRecord("id", "/v1/completions", num_requests=2, stream=True)
+    for i in range(num_known):
+        completion = CompletionOutput(0, "a", [7], finish_reason=None)
+        times = RequestMetrics(1.0, 1.5, 2.0, None)
+        record.on_output(RequestOutput(str(i), "a", [1, 2, 3], [completion], False, 2, times), 5.0)
+    request, _ = map(json.loads, written("json", record, status=499).splitlines())
+    counts = {name: request[name] for name in request if name.endswith("_tokens")}
+    known = {"prompt_tokens": 6, "cached_tokens": 4, "generated_tokens": 2}
+    assert counts == (known if num_known == 2 else {})
+    assert request["prompts"] == 2
+    assert "preemptions" not in request
+
+
 @pytest.mark.parametrize("log_format", ["text", "json"])
 @pytest.mark.parametrize(
     "evil",

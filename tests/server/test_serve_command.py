@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -9,9 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
 from paged.commands import serve
@@ -124,6 +127,15 @@ def test_the_environment():
         {"ssl_certfile": "/nowhere"},
         {"metrics_prefix": "a b"},
         {"api_key": [""]},
+        {"api_key": ["good", " a"]},
+        {"api_key": "a\n"},
+        {"api_key": "a\xa0"},
+        {"api_key": "a\x00b"},
+        {"api_key": "a€"},
+        {"max_connections": 0},
+        {"allowed_hosts": "http://a"},
+        {"allowed_hosts": ["a:80"]},
+        {"enable_prompt_tokens_details": 1},
         {"chat_template": 5},
         {"log_format": "xml"},
         {"stream_interval_s": -1},
@@ -208,13 +220,18 @@ def test_an_address_that_others_reach_needs_keys(run):
 
 
 def test_a_server_and_its_end():
-    """It says its address, serves with the tokens of its engine, and ends with 0 on a signal."""
+    """It says its address, serves with the tokens of its engine, and ends with 0 on a signal.
+
+    From then on nothing reads its log, which made it hang as soon as the pipe was full. No process that it
+    starts has its key.
+    """
     command = [sys.executable, "-m", "paged", "serve", "demo", "--device", "cpu", "--num-blocks", "64"]
-    environment = {**os.environ, "PAGED_PORT": "0", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PAGED_PORT": "0", "OMP_NUM_THREADS": "1", "PAGED_API_KEY": "topsecret"}
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env=environment, cwd=Path(__file__).parents[2]
     ) as process:
         try:
+            fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)
             lines = []
             while "is served at" not in (line := process.stderr.readline()):
                 assert line, lines
@@ -222,15 +239,22 @@ def test_a_server_and_its_end():
             assert lines[-1].startswith("LlamaForCausalLM")
             url = line.split()[-1]
             body = json.dumps({"prompt": "def add(a, b):", "max_tokens": 4}).encode()
-            headers = {"content-type": "application/json"}
+            headers = {"content-type": "application/json", "authorization": "Bearer topsecret"}
             request = urllib.request.Request(f"{url}/v1/completions", body, headers)
             with urllib.request.urlopen(request, timeout=20) as response:
                 assert json.load(response)["usage"]["completion_tokens"] == 4
+            for child in (children := psutil.Process(process.pid).children(recursive=True)):
+                assert "topsecret" not in repr(child.environ()) + repr(child.cmdline())
+            assert children
+            for _ in range(60):
+                with pytest.raises(urllib.error.HTTPError, match="401"):
+                    urllib.request.urlopen(f"{url}/v1/models", timeout=20)
             process.send_signal(signal.SIGTERM)
-            _, rest = process.communicate(timeout=20)
-            assert process.returncode == 0, rest
+            assert process.wait(20) == 0
+            rest = process.stderr.read()
             assert "Traceback" not in rest
             assert "request id=" in rest
+            assert 0 < rest.count("status=401") < 60
         finally:
             process.kill()
 

@@ -40,7 +40,7 @@ def send(client: socket.socket, body: dict) -> None:
     """Send a request and read nothing."""
     data = json.dumps(body).encode()
     client.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n%b" % (len(data), data)
     )
 

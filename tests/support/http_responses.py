@@ -68,6 +68,8 @@ async def _headers(reader: asyncio.StreamReader) -> dict[str, str]:
 
 async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
     length = headers.get("content-length")
+    if length is None and "transfer-encoding" not in headers and headers.get("connection") == "close":
+        return await reader.read()  # to a client of HTTP/1.0
     if (length is None) == (headers.get("transfer-encoding") != "chunked"):
         raise BadResponseError("the body must have either content-length or the transfer-encoding chunked")
     if length is not None:

@@ -126,7 +126,7 @@ class ResponseChecks:
 async def request(port: int, method: str, path: str, body: Any = None) -> Response:
     """Return the response to a request of its own connection."""
     data = b"" if body is None else json.dumps(body).encode()
-    head = f"{method} {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(data)}\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n"
     sent = f"{head}content-type: application/json\r\n\r\n".encode() + data
     loop = asyncio.get_running_loop()
     while True:

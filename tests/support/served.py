@@ -27,6 +27,7 @@ class Served:
     front: FrontEnd
     port: int
     loop: asyncio.AbstractEventLoop
+    server: Server
 
     @property
     def url(self) -> str:
@@ -41,6 +42,10 @@ class Served:
         """How many requests the engine has not finished."""
         stats = self.stats()
         return stats.num_running + stats.num_waiting
+
+    @property
+    def num_connections(self) -> int:
+        return len(self.server.server_state.connections)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
@@ -114,7 +119,7 @@ def serving(
         )
         loop = asyncio.get_running_loop()
         stop.append(lambda: loop.call_soon_threadsafe(server.stop))
-        served.append(Served(end, listener.getsockname()[1], loop))
+        served.append(Served(end, listener.getsockname()[1], loop, server))
         serving = loop.create_task(server.listen(listener))
         while not server.started:
             await asyncio.sleep(0.001)

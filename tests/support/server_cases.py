@@ -94,7 +94,7 @@ class _Request:
 
 
 def _request(number: int, target: Target, body: bytes = b"", content_type: str = JSON) -> _Request:
-    headers = [(b"host", b"a"), (b"x-request-id", b"case-%d" % number)]
+    headers = [(b"host", b"localhost"), (b"x-request-id", b"case-%d" % number)]
     if target.method == "POST":
         headers.append((b"content-length", b"%d" % len(body)))
         if content_type:
@@ -136,7 +136,7 @@ def _head_case(choose: random.Random, number: int) -> Case:
 _LINES = [
     b"GET", b"GET /", b"GET / HTTP/9.9", b"GET / HTTP/0.9", b"GET  /  HTTP/1.1", b"get / HTTP/1.1",
     b" GET / HTTP/1.1", b"\x00\x01\x02", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"PRI * HTTP/2.0",
-    b"GET * HTTP/1.1", b"OPTIONS * HTTP/1.1", b"GET http://other/health HTTP/1.1", b"GET //health HTTP/1.1",
+    b"GET * HTTP/1.1", b"OPTIONS * HTTP/1.1", b"GET http://[::1]/health HTTP/1.1", b"GET //health HTTP/1.1",
     b"GET /health?a=%ff&b=\xff HTTP/1.1", b"GET /%68ealth HTTP/1.1", b"GET /health%00 HTTP/1.1",
     b"GET /%ff%fe HTTP/1.1", b"GET /\xff HTTP/1.1", b"GET /../../etc/passwd HTTP/1.1",
     b"GET /health/ HTTP/1.1", b"GET /health#x HTTP/1.1", b"GET /%0d%0ax-evil:%201 HTTP/1.1",

@@ -68,7 +68,7 @@ def chat_body(outputs: Sequence[RequestOutput], head: Head, form: ChatForm) -> d
         if form.token_ids:
             choice["token_ids"] = [*completion.token_ids]
         choices.append(choice)
-    body = {**head.as_json(), "choices": choices, "usage": usage_of(outputs)}
+    body = {**head.as_json(), "choices": choices, "usage": usage_of(outputs, tells_cached=form.cached_tokens)}
     return body | form.prompt_fields(output)
 
 
@@ -94,7 +94,7 @@ class ChatChunks(Chunks):
     form: ChatForm
 
     def __init__(self, head: Head, form: ChatForm) -> None:
-        super().__init__(head, form, Usage())
+        super().__init__(head, form, Usage(tells_cached=form.cached_tokens))
         self._is_begun = False
         self._parsers: dict[int, OutputParser] = {}
 

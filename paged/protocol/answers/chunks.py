@@ -24,6 +24,7 @@ class Form:
     token_ids: return the ids of the tokens of prompts and outputs.
     include_usage: end a stream with the counts of tokens.
     continuous_usage: put the counts so far into each chunk.
+    cached_tokens: say how many tokens of the prompts were in the prefix cache.
     """
 
     n: int = 1
@@ -34,6 +35,7 @@ class Form:
     token_ids: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    cached_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ def completion_body(outputs: Sequence[RequestOutput], head: Head, form: Completi
         for index, output in enumerate(outputs)
         for completion in output.outputs
     ]
-    usage = usage_of(outputs, counts_output=not form.echo_only)
+    usage = usage_of(outputs, tells_cached=form.cached_tokens, counts_output=not form.echo_only)
     return {**head.as_json(), "choices": choices, "usage": usage}
 
 
@@ -111,7 +111,8 @@ class CompletionChunks(Chunks):
     form: CompletionForm
 
     def __init__(self, head: Head, form: CompletionForm) -> None:
-        super().__init__(head, form, Usage(counts_output=not form.echo_only))
+        usage = Usage(tells_cached=form.cached_tokens, counts_output=not form.echo_only)
+        super().__init__(head, form, usage)
         self._begun: set[int] = set()  # prompts
         self._places: dict[int, CompletionPlaces] = {}
 

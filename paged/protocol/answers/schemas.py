@@ -102,7 +102,7 @@ RESPONSES: dict[str, Schema] = {
     ),
     "Usage": _object(
         {"prompt_tokens": INTEGER, "completion_tokens": INTEGER, "total_tokens": INTEGER},
-        {"prompt_tokens_details": _object({"cached_tokens": INTEGER})},
+        {"prompt_tokens_details": _or_null(_object({"cached_tokens": INTEGER}))},
     ),
     "ChatCompletion": _object(
         {

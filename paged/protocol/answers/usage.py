@@ -9,9 +9,14 @@ from ...requests.request import RequestOutput
 
 
 class Usage:
-    """Counts the tokens of a response. counts_output: False if the generated token is not returned."""
+    """Counts the tokens of a response.
 
-    def __init__(self, *, counts_output: bool = True) -> None:
+    tells_cached: whether to say how many tokens of the prompts were in the prefix cache.
+    counts_output: False if the generated token is not returned.
+    """
+
+    def __init__(self, *, tells_cached: bool, counts_output: bool = True) -> None:
+        self._tells_cached = tells_cached
         self._counts_output = counts_output
         self._num_prompt = self._num_cached = self._num_new = 0
         self._seen: set[int] = set()
@@ -41,13 +46,15 @@ class Usage:
             "prompt_tokens": self._num_prompt,
             "completion_tokens": self._num_new,
             "total_tokens": self._num_prompt + self._num_new,
-            "prompt_tokens_details": {"cached_tokens": self._num_cached},
+            "prompt_tokens_details": {"cached_tokens": self._num_cached} if self._tells_cached else None,
         }
 
 
-def usage_of(outputs: Sequence[RequestOutput], *, counts_output: bool = True) -> dict[str, Any]:
-    """Return the usage of a whole response."""
-    usage = Usage(counts_output=counts_output)
+def usage_of(
+    outputs: Sequence[RequestOutput], *, tells_cached: bool, counts_output: bool = True
+) -> dict[str, Any]:
+    """Return the usage of a whole response; see `Usage`."""
+    usage = Usage(tells_cached=tells_cached, counts_output=counts_output)
     for index, output in enumerate(outputs):
         usage.add(index, output)
     return usage.as_json()

@@ -181,6 +181,7 @@ class AnswerCall(GenerationCall):
             "token_ids": self.values.get("return_token_ids", False),
             "include_usage": options.get("include_usage", False),
             "continuous_usage": options.get("continuous_usage_stats", False),
+            "cached_tokens": limits.cached_tokens,
         }
 
     def decode_with(self, tokenizer: Tokenizer | None, *, skip_special_tokens: bool = True) -> None:

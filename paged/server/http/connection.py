@@ -1,145 +1,451 @@
-"""HeadLimits: uvicorn's HTTP protocol with limits for the head of a request, which httptools has none of."""
+"""Connection: parses the requests of one client and answers one after another, all within limits."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+import re
+import urllib.parse
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
 
 import httptools
-from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from starlette.types import ASGIApp, Scope
 
 from ...protocol.answers.errors import error_body
-from .exchange import ABORT, JSON, encode_json, request_id_of
-from .failures import HttpError, retry_headers
+from ..telemetry.records import TOO_MANY_CONNECTIONS
+from .cycle import STATUS_LINES, Cycle
 
-MAX_HEAD_BYTES = 2**16  # request line and headers
+MAX_HEAD_BYTES = 2**16  # of request line and headers; also of trailers, and of what is around one chunk
+MAX_HEADERS = 256
 HEAD_TIMEOUT_S = 30.0  # from the connection, or a request's first byte, to the end of its headers
+KEEP_ALIVE_S = 75.0  # longer than clients and load balancers keep connections, so that they close them
+MAX_AHEAD = 4  # requests that are parsed while an earlier one is answered
+MAX_BUFFERED_BYTES = 2**16  # of input, and of bodies, that wait: beyond that, nothing more is read
+# Pieces of a body are at least this long where they end like a head. Few heads fit.
+BODY_PIECE_BYTES = 256
+# After the last response, input is discarded until the client has closed the connection: closed at once, the
+# system would reset it, and the client might lose the response.
+LINGER_S = 10.0
+MAX_LINGER_BYTES = 2**28
+# Of a connection beyond the limit, which may ask for the server's state alone.
+SPARE_TIMEOUT_S = 2.0
+PROBES = frozenset({"/health", "/ready", "/metrics"})
 
-TOO_LARGE = (431, f"the headers are larger than {MAX_HEAD_BYTES:,} bytes; send fewer or shorter ones")
-
-
+NOT_HTTP = (400, "the request is not valid HTTP/1.1")
+HEAD_TOO_LARGE = (431, f"the headers are larger than {MAX_HEAD_BYTES:,} bytes; send fewer or shorter ones")
+TOO_MANY_HEADERS = (431, f"the request has more than {MAX_HEADERS} headers; send fewer")
+FRAMES_TOO_LARGE = (
+    431,
+    f"trailers, or what is around a chunk, are larger than {MAX_HEAD_BYTES:,} bytes; send shorter ones",
+)
 UNKNOWN_ROUTE = "-"  # of a request whose head was refused
+# RFC 3986: a name or an address, and a port.
+_HOST = re.compile(rb"[\w.~!$&'()*+,;=%:\[\]-]*", re.ASCII)
 
 OnRefusal = Callable[..., None]  # `Observers.refused`
 
 
-class HeadLimits(HttpToolsProtocol):
-    """A connection whose requests have heads of limited size and time.
+@dataclass(eq=False)
+class ConnectionContext:
+    """What all connections of a server share.
+
+    on_refusal: is told the route, status, reason and id of each request that does not reach the application.
+    root_path: the path under which a proxy makes the server known.
+    max_connections: beyond it connections are spare.
+    default_headers: of all responses.
+    connections, tasks: that are open. uvicorn waits for them when it ends.
+    """
+
+    app: ASGIApp
+    on_refusal: OnRefusal
+    root_path: str
+    max_connections: int
+    default_headers: Callable[[], Sequence[Header]]
+    connections: set[Any] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def refusal(self) -> tuple[int, str]:
+        """The answer to a connection beyond the limit."""
+        return (
+            503,
+            f"{self.max_connections} connections are open, and --max-connections allows no more; try again",
+        )
+
+
+class Connection(asyncio.Protocol):
+    """A connection: its requests have heads of limited size and time, and few are parsed ahead.
 
     A request to change the protocol, as some clients send with every request for HTTP/2, is answered as if it
     did not ask for that.
 
-    on_refusal: is told the route, status and id of each request that is refused here.
+    is_spare: whether it is beyond the limit of connections.
+    on_lost: is called when it has ended.
     """
 
-    _head_bytes = 0  # received of the head that is being read
-    _in_head = True  # or between two requests
-    _running: RequestResponseCycle | None = None  # the oldest request without a whole response
-    _head_timer: asyncio.TimerHandle | None = None
-    _refusal = (400, "the request is not valid HTTP/1.1")
-    _upgrade_head: bytes | None = None  # without the header upgrade, while the parser skips the body
+    def __init__(
+        self, context: ConnectionContext, *, is_spare: bool, on_lost: Callable[[Connection], None]
+    ) -> None:
+        self._context = context
+        self.is_spare = is_spare
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._parser = self._new_parser()
+        self._transport: asyncio.Transport | None = None
+        self._addresses: dict[str, tuple[Any, ...] | None] = {}
+        self._scheme = "http"
+        self._is_writable = asyncio.Event()
+        self._is_writable.set()
+        self._is_reading = True
+        self._deadline: asyncio.TimerHandle | None = None
+        # Input
+        self._unparsed = bytearray()
+        self._url = b""
+        self._headers: list[Header] = []
+        self._in_head = True  # or between two requests
+        self._is_begun = False  # whether a request's first byte has come
+        self._head_bytes = 0  # received of the head that is being read
+        self._frame_bytes = 0  # received since the last byte of a body
+        self._trailer_bytes = 0  # of the body that is being read
+        self._refusal = NOT_HTTP  # why the parser stopped, where it did
+        self._upgrade_head: bytes | None = None  # without the header upgrade, while the parser skips the body
+        self._discards = False  # whether no further request is answered
+        self._num_discarded = 0
+        # Requests
+        self._queue: deque[Cycle] = (
+            deque()
+        )  # without a whole response, the oldest first; it is being answered
+        self._incoming: Cycle | None = None  # whose body is not whole
+        self._is_stopping = False
+        self._num_unsent = 0  # bytes that the client has not read, when it was last looked at
 
-    def __init__(self, *args: Any, on_refusal: OnRefusal, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._on_refusal = on_refusal
+    # Of asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to wait for a request."""
-        super().connection_made(transport)  # type: ignore[arg-type]
-        self._start_head_timer()
+        self._transport = cast(asyncio.Transport, transport)  # uvloop has a class of its own
+        for name, of in (("client", "peername"), ("server", "sockname")):
+            address = transport.get_extra_info(of)
+            self._addresses[name] = tuple(address[:2]) if isinstance(address, tuple) else None
+        self._scheme = "http" if transport.get_extra_info("ssl_object") is None else "https"
+        self._context.connections.add(self)
+        self._set_deadline(SPARE_TIMEOUT_S if self.is_spare else HEAD_TIMEOUT_S, self._on_head_timeout)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting, and tell the request that is being answered, which uvicorn does for the newest."""
-        self._stop_head_timer()
-        for cycle in self._unfinished():
-            cycle.disconnected = True
-            cycle.message_event.set()
-        super().connection_lost(exc)
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        """Tell the requests that there is no client any more."""
+        self._clear_deadline()
+        self._context.connections.discard(self)
+        self._discards = True
+        self._unparsed.clear()
+        self._drop_requests()
+        self._is_writable.set()
+        self._on_lost(self)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come, and refuse a head that is too large."""
+        """Parse what has come."""
+        if not self._discards:
+            self._unparsed += data
+            self._parse()
+            return
+        self._num_discarded += len(data)
+        if self._num_discarded > MAX_LINGER_BYTES:
+            self.abort()
+
+    def eof_received(self) -> None:
+        """Close the connection: a client that sends no more is taken for one that has left."""
+
+    def pause_writing(self) -> None:
+        """Let responses wait for the client."""
+        self._is_writable.clear()
+
+    def resume_writing(self) -> None:
+        """Let responses go on."""
+        self._is_writable.set()
+
+    # Of the server
+
+    def shutdown(self) -> None:
+        """Close the connection after the responses to the requests that have come."""
+        self._is_stopping = True
+        if self._queue:
+            self._queue[-1].closes = True
+        elif self._transport is not None:
+            self._transport.close()
+
+    def refuse_spare(self) -> None:
+        """Refuse a connection beyond the limit and close it at once, as others need its file."""
+        if self._discards or self._queue:
+            self.abort()
+        elif self._transport is not None:
+            self._discards = True
+            self._respond(*self._context.refusal)
+            self._transport.close()
+
+    # Of the requests: `Wire`
+
+    def write(self, data: bytes) -> None:
+        """Send bytes to the client, unless the connection is closed."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    async def drain(self) -> None:
+        """Wait until the client has read enough."""
+        await self._is_writable.wait()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def update_reading(self) -> None:
+        """Read from the connection unless too much waits to be parsed, or to be received."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        waiting = len(self._unparsed) + (0 if self._incoming is None else len(self._incoming.body))
+        should_read = self._discards or waiting <= MAX_BUFFERED_BYTES
+        if should_read == self._is_reading:
+            return
+        self._is_reading = should_read
+        if should_read:
+            transport.resume_reading()
+        else:
+            transport.pause_reading()
+
+    def on_response_end(self, cycle: Cycle) -> None:
+        """Go on with the next request, or end the connection."""
+        if self._queue and self._queue[0] is cycle:
+            self._queue.popleft()
+        if cycle.closes:
+            self._end()
+            return
+        if self._queue:
+            self._start(self._queue[0])
+        elif self._is_begun:
+            self._set_deadline(HEAD_TIMEOUT_S, self._on_head_timeout)
+        else:
+            self._set_deadline(KEEP_ALIVE_S, self._on_head_timeout)
+        self._parse()
+
+    def _start(self, cycle: Cycle) -> None:
+        task = self._loop.create_task(cycle.run(self._context.app))
+        self._context.tasks.add(task)
+        task.add_done_callback(self._context.tasks.discard)
+
+    def _drop_requests(self) -> None:
+        for cycle in self._queue:
+            cycle.leave()
+        self._queue.clear()
+
+    # Input
+
+    def _new_parser(self) -> Any:
+        return httptools.HttpRequestParser(self)
+
+    def _parse(self) -> None:
+        """Parse requests until input is lacking, or enough of them wait."""
+        while self._unparsed and not self._discards and not self._is_ahead:
+            self._feed(self._next_piece())
+        if self._discards:
+            self._unparsed.clear()
+        self.update_reading()
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether enough requests wait for the end of an earlier one."""
+        waiting = [*self._queue][1:]
+        num_bytes = sum(len(cycle.body) for cycle in waiting)
+        return len(waiting) >= MAX_AHEAD or num_bytes > MAX_BUFFERED_BYTES
+
+    def _next_piece(self) -> bytes:
+        """Take input up to what may be the end of a head, as the parser cannot stop after a request."""
+        end = self._unparsed.find(b"\r\n\r\n", 0 if self._in_head else BODY_PIECE_BYTES)
+        length = len(self._unparsed) if end < 0 else end + 4
+        piece = bytes(self._unparsed[:length])
+        del self._unparsed[:length]
+        return piece
+
+    def _feed(self, data: bytes) -> None:
         if self._in_head:
             self._head_bytes += len(data)
-        self._unset_keepalive_if_required()
+        else:
+            self._frame_bytes += len(data)
         try:
-            self._feed(memoryview(data))
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stopped:
+            self._go_on_without_upgrade(data[stopped.args[0] :])
         except httptools.HttpParserError:
-            self._refuse(*self._refusal)
+            if not self._discards:  # else it is what follows the last request
+                self._refuse(*self._refusal)
             return
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(*TOO_LARGE)
+            self._refuse(*HEAD_TOO_LARGE)
+        elif self._frame_bytes > MAX_HEAD_BYTES:
+            self._refuse(*FRAMES_TOO_LARGE)
 
-    def _feed(self, data: memoryview) -> None:
-        while True:
-            try:
-                self.parser.feed_data(data)
-                return
-            except httptools.HttpParserUpgrade as stopped:
-                head, self._upgrade_head = self._upgrade_head, None
-                if head is None:  # CONNECT, which has been answered
-                    return
-                # This parser takes what follows the head for another protocol.
-                self.parser = httptools.HttpRequestParser(self)
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
-                self.parser.feed_data(head)
-                data = data[stopped.args[0] :]
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        head = self._upgrade_head
+        self._upgrade_head = None
+        if head is None:  # CONNECT, which is answered
+            self._discards = True
+            return
+        # This parser takes what follows the head for another protocol.
+        self._parser = self._new_parser()
+        self._head_bytes = 0
+        self._unparsed[:0] = rest
+        self._feed(head)
+
+    # Of httptools
 
     def on_message_begin(self) -> None:
         """Begin a head."""
-        super().on_message_begin()
-        self._in_head = True
-        if self._head_timer is None:
-            self._start_head_timer()
+        self._url = b""
+        self._headers = []
+        self._is_begun = True
+        if not self._queue and not self.is_spare:
+            self._set_deadline(HEAD_TIMEOUT_S, self._on_head_timeout)
+
+    def on_url(self, part: bytes) -> None:
+        """Add a part of the URL."""
+        self._url += part
+
+    def on_header(self, name: bytes, value: bytes | None) -> None:
+        """Add a header. A trailer is no header: it is counted and dropped."""
+        if self._in_head:
+            self._headers.append((name.lower(), value or b""))
+            if len(self._headers) > MAX_HEADERS:
+                self._reject(TOO_MANY_HEADERS)
+            return
+        self._trailer_bytes += len(name) + len(value or b"") + len(": \r\n")
+        if self._trailer_bytes > MAX_HEAD_BYTES:
+            self._reject(FRAMES_TOO_LARGE)
 
     def on_headers_complete(self) -> None:
-        """End a head, and hand the request to the application unless the head is too large."""
-        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
-            self._refusal = TOO_LARGE
-            raise HttpError(*TOO_LARGE)  # ends the parsing
-        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
-            self._upgrade_head = self._head_without_upgrade()
+        """End a head, and hand the request to the application unless the head is wrong."""
+        method = self._parser.get_method()
+        self._check_head()
+        if self._parser.should_upgrade() and method != b"CONNECT":
+            self._upgrade_head = self._head_without_upgrade(method)
             return
-        super().on_headers_complete()
-        self._in_head, self._head_bytes = False, 0
-        self._stop_head_timer()
+        scope = self._scope(method)
+        if self.is_spare and scope["path"].removeprefix(scope["root_path"]) not in PROBES:
+            self._reject(self._context.refusal)
+        cycle = Cycle(
+            self,
+            scope,
+            self._context.default_headers(),
+            closes=self._is_stopping or self.is_spare or not self._parser.should_keep_alive(),
+            expects_continue=(b"expect", b"100-continue") in [(n, v.lower()) for n, v in self._headers],
+        )
+        self._in_head = False
+        self._head_bytes = self._frame_bytes = self._trailer_bytes = 0
+        self._incoming = cycle
+        self._queue.append(cycle)
+        if len(self._queue) == 1:
+            self._clear_deadline()
+            self._start(cycle)
+
+    def on_body(self, part: bytes) -> None:
+        """Add a part of the body of the request that is being read."""
+        self._frame_bytes = 0
+        if self._incoming is not None:
+            self._incoming.add_body(part)
 
     def on_message_complete(self) -> None:
         """End a request: what comes next is another one's head."""
-        if self._upgrade_head is not None:
+        if self._upgrade_head is not None or self._incoming is None:
             return
-        super().on_message_complete()
+        self._incoming.end_body()
+        if not self._parser.should_keep_alive():
+            self._discards = True
+        self._incoming = None
         self._in_head = True
+        self._is_begun = False
+        self._frame_bytes = 0
 
-    def _head_without_upgrade(self) -> bytes:
-        version = self.parser.get_http_version().encode()
-        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
-        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+    def _check_head(self) -> None:
+        """Reject a head that is too large, or that another server might read in another way."""
+        if len(self._url) + sum(len(name) + len(value) for name, value in self._headers) > MAX_HEAD_BYTES:
+            self._reject(HEAD_TOO_LARGE)
+        version = self._parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._reject((400, f"HTTP/{version} is not supported; use HTTP/1.1"))
+        codings = self._values(b"transfer-encoding")
+        if codings and version == "1.0":
+            self._reject((400, "HTTP/1.0 has no transfer-encoding; send content-length"))
+        if codings and [coding.lower() for coding in codings] != [b"chunked"]:
+            self._reject((400, f"transfer-encoding must be chunked, got {_shown(b', '.join(codings))}"))
+        if codings and self._values(b"content-length"):
+            self._reject((400, "a request has either content-length or transfer-encoding, not both"))
+        hosts = self._values(b"host")
+        if len(hosts) > 1 or (not hosts and version == "1.1"):
+            self._reject((400, f"a request has one header host; this one has {len(hosts)}"))
+        if hosts and not _HOST.fullmatch(hosts[0]):
+            self._reject((400, f"host must be a name and a port, got {_shown(hosts[0])}"))
+
+    def _values(self, wanted: bytes) -> list[bytes]:
+        return [value.strip() for name, value in self._headers if name == wanted]
+
+    def _scope(self, method: bytes) -> Scope:
+        url = httptools.parse_url(self._url)
+        path = urllib.parse.unquote(url.path.decode("ascii"))
+        if url.schema is not None:  # a URL with a host, which counts
+            port = b"" if url.port is None else b":%d" % url.port
+            others = [header for header in self._headers if header[0] != b"host"]
+            self._headers = [*others, (b"host", url.host + port)]
+        root_path = self._context.root_path
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": self._parser.get_http_version(),
+            "scheme": self._scheme,
+            "method": method.decode("ascii"),
+            "root_path": root_path,
+            "path": root_path + path,
+            "raw_path": root_path.encode() + url.path,
+            "query_string": url.query or b"",
+            "headers": self._headers,
+            ABORT: self.abort,
+            **self._addresses,
+        }
+
+    def _head_without_upgrade(self, method: bytes) -> bytes:
+        version = self._parser.get_http_version().encode()
+        lines = [method + b" " + self._url + b" HTTP/" + version]
+        lines += [name + b": " + value for name, value in self._headers if name != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
 
+    def _reject(self, refusal: tuple[int, str]) -> NoReturn:
+        """End the parsing, after which the request is refused."""
+        self._refusal = refusal
+        raise HttpError(*refusal)
+
+    # Ends
+
     def _refuse(self, status: int, message: str) -> None:
-        """Refuse what is being read, and close the connection after the responses to earlier requests."""
-        if self.transport.is_closing():
+        """Refuse what is being read, and end the connection after the responses to earlier requests."""
+        if self._transport is None or self._transport.is_closing() or self._discards:
             return
-        earlier = self._unfinished()
+        self._discards = True
         is_answered = False
-        if not self._in_head:  # it is the body of the newest request
-            is_answered = self.cycle.response_started
-            if earlier and earlier[-1] is self.cycle:
-                earlier.pop()
-                if earlier:
-                    self.pipeline.popleft()
-        if earlier:
-            earlier[-1].keep_alive = False
+        if self._incoming is not None:  # its body is wrong
+            is_answered = self._incoming.is_started
+            self._incoming.leave()
+            if self._incoming in self._queue:
+                self._queue.remove(self._incoming)
+        if self._queue:
+            self._queue[-1].closes = True
             return
         if not is_answered:
             self._respond(status, message)
-        self.transport.close()
+        self._end(lingers=True)
 
     def _respond(self, status: int, message: str) -> None:
         request_id = request_id_of(None)
-        self._on_refusal(UNKNOWN_ROUTE, status, request_id=request_id)
+        reason = TOO_MANY_CONNECTIONS if status == 503 else None
+        self._context.on_refusal(UNKNOWN_ROUTE, status, reason=reason, request_id=request_id)
         body = encode_json(error_body(status, message))
         headers = (
             (b"content-type", JSON.encode()),
@@ -149,32 +455,52 @@ class HeadLimits(HttpToolsProtocol):
             *retry_headers(status, 1),
         )
         lines = [name + b": " + value + b"\r\n" for name, value in headers]
-        self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", body]))
+        self.write(b"".join([STATUS_LINES[status], *lines, b"\r\n", body]))
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._running = cycle
-        cycle.scope[ABORT] = cycle.transport.abort  # type: ignore[literal-required]
-        super()._start_asgi_task(cycle, app)
+    def _end(self, *, lingers: bool = False) -> None:
+        """Close the connection once the client has what was sent. What it still sends is discarded."""
+        self._discards = True
+        self._unparsed.clear()
+        self._drop_requests()
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        # TLS cannot end its output alone: its client would wait for the end, unless it still sends.
+        can_end = transport.can_write_eof()
+        if self._incoming is None and not self._num_discarded and not (lingers and can_end):
+            transport.close()
+        elif can_end:
+            transport.write_eof()
+        self.update_reading()
+        self._num_unsent = transport.get_write_buffer_size()
+        self._set_deadline(LINGER_S, self._on_linger_timeout)
 
-    def _unfinished(self) -> list[RequestResponseCycle]:
-        """Return the requests without a whole response, the oldest first."""
-        running = self._running
-        is_open = running is not None and not running.response_complete
-        queued = [cycle for cycle, _ in reversed(self.pipeline)]
-        return [running, *queued] if is_open and running is not None else queued
-
-    def _start_head_timer(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._on_head_timeout)
-
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _on_linger_timeout(self) -> None:
+        assert self._transport is not None
+        num_unsent = self._transport.get_write_buffer_size()
+        if 0 < num_unsent < self._num_unsent:  # a slow reader
+            self._num_unsent = num_unsent
+            self._set_deadline(LINGER_S, self._on_linger_timeout)
+        else:
+            self.abort()
 
     def _on_head_timeout(self) -> None:
-        if self._unfinished():  # earlier requests on this connection
-            self._start_head_timer()
-        elif self._head_bytes:
+        if self.is_spare:
+            self.refuse_spare()
+        elif self._is_begun:
             self._refuse(408, f"the headers did not arrive within {HEAD_TIMEOUT_S:g} s; try again")
         else:
-            self.transport.close()
+            self._end()
+
+    def _set_deadline(self, seconds: float, on_time: Callable[[], None]) -> None:
+        self._clear_deadline()
+        self._deadline = self._loop.call_later(seconds, on_time)
+
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def _shown(value: bytes) -> str:
+    return repr(value[:100].decode("latin-1"))

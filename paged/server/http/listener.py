@@ -6,13 +6,11 @@ import asyncio
 import contextlib
 import errno
 import os
-import resource
 import signal
 import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -21,9 +19,9 @@ from starlette.types import ASGIApp
 
 from ...errors import ConfigError
 from ..options import ServeOptions
-from .connection import HeadLimits, OnRefusal
+from .acceptor import Acceptor, connection_limit
+from .connection import ConnectionContext, OnRefusal
 
-KEEP_ALIVE_S = 75  # longer than clients and load balancers keep connections, so that they close them
 CLOSING_S = 5.0  # for responses that go on when the server ends
 # What the kernel holds for a client that does not read: it doubles this.
 SEND_BUFFER_BYTES = 2**18
@@ -85,13 +83,6 @@ def _is_left_over(path: str) -> bool:
         return False
 
 
-def allow_many_connections() -> None:
-    """Raise the limit of open files, each connection being one, as far as the system allows."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def url_of(options: ServeOptions, listener: socket.socket) -> str:
     """Return the address that clients use, or the path of the socket."""
     if options.uds is not None:
@@ -107,11 +98,11 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn's server, which ends with exit code 0 on SIGTERM and Ctrl-C.
+    """Uvicorn's server with connections of its own, which ends with exit code 0 on SIGTERM and Ctrl-C.
 
     on_start: is called when it listens.
     on_exit: is called when it begins to end.
-    on_refusal: is told of requests that do not reach the application; see `HeadLimits`.
+    on_refusal: is told of requests that do not reach the application; see `Connection`.
     """
 
     def __init__(
@@ -126,11 +117,10 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http=partial(HeadLimits, on_refusal=on_refusal),  # type: ignore[arg-type]
+            http="httptools",  # its protocol is loaded, and not used
             ws="none",
             lifespan="off",
             workers=1,
-            root_path=options.root_path or "",
             ssl_keyfile=options.ssl_keyfile,
             ssl_certfile=options.ssl_certfile or "",
             proxy_headers=False,
@@ -138,11 +128,20 @@ class Server(uvicorn.Server):
             access_log=False,
             log_config=None,
             log_level="error",
-            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(CLOSING_S),
         )
         super().__init__(config)
-        self._on_start, self._on_exit = on_start, on_exit
+        self._on_start = on_start
+        self._on_exit = on_exit
+        self._context = ConnectionContext(
+            app,
+            on_refusal,
+            root_path=options.root_path or "",
+            max_connections=connection_limit(options.max_connections),
+            default_headers=lambda: self.server_state.default_headers,
+            connections=self.server_state.connections,
+            tasks=self.server_state.tasks,
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -161,9 +160,11 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
-        await super().startup(sockets)
-        if self.started:
-            self._on_start()
+        assert sockets is not None
+        self.servers = [Acceptor(sockets[0], self._context, self.config.ssl)]  # type: ignore[list-item]
+        self.servers[0].start()  # type: ignore[attr-defined]
+        self.started = True
+        self._on_start()
 
     async def listen(self, listener: socket.socket) -> None:
         """Serve until `stop` is called. Raises ConfigError if the address was taken meanwhile."""

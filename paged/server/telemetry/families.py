@@ -197,6 +197,9 @@ SERVER = (
         ("reason",),
     ),
     MetricFamily(
+        "log_lines_dropped", "counter", "Lines of the log that were dropped, as their reader is slow.", ()
+    ),
+    MetricFamily(
         "cache_config_info",
         "gauge",
         "Always 1; the labels describe the KV cache.",

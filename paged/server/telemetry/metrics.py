@@ -20,13 +20,14 @@ from ...config import EngineConfig
 from ...scheduler.histogram import Histogram, HistogramCounts
 from ...scheduler.stats import EngineStats
 from .families import FINISH_REASONS, METRIC_FAMILIES, REQUESTS, MetricFamily, length_bounds
-from .records import CLIENT_GONE, REFUSALS, Ending, RequestProgress, RequestRecord
+from .log_queue import num_dropped_lines
+from .records import CLIENT_GONE, REFUSALS, TOO_MANY_CONNECTIONS, Ending, RequestProgress, RequestRecord
 
 # Not OpenMetrics, in which prometheus_client writes the colon of the names as an underscore.
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 # Label values from outside are bounded: others than these become OTHER.
 OTHER = "other"
-_REASONS = frozenset(REFUSALS.values())
+_REASONS = frozenset((*REFUSALS.values(), TOO_MANY_CONNECTIONS))
 
 
 class ServerMetrics:
@@ -121,9 +122,10 @@ class ServerMetrics:
             "request_prefill_time_seconds": progress.seconds("first_scheduled_time", "first_token_time"),
             "request_inference_time_seconds": progress.seconds("first_scheduled_time", "finished_time"),
         }
+        num_prompt_tokens = progress.num_prompt_tokens or 0
         lengths = {
-            "request_prompt_tokens": progress.num_prompt_tokens,
-            "request_prefill_kv_computed_tokens": progress.num_prompt_tokens - progress.num_cached_tokens,
+            "request_prompt_tokens": num_prompt_tokens,
+            "request_prefill_kv_computed_tokens": num_prompt_tokens - (progress.num_cached_tokens or 0),
         }
         if progress.times is not None:
             lengths["request_num_preemptions"] = progress.times.num_preemptions
@@ -197,6 +199,8 @@ class ServerMetrics:
             return [((route,), count) for route, count in self._in_progress.items()]
         if name == "requests_refused":
             return [((reason,), count) for reason, count in self._refused.items()]
+        if name == "log_lines_dropped":
+            return [((), num_dropped_lines())]
         if name == "server_info":
             return [((__version__, self._model_name, str(self._max_model_len)), 1)]
         assert name == "cache_config_info", name

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 SLOW_CLIENT = "slow_client"  # the reason for which a connection was cut whose client did not read
 CLIENT_GONE = 499  # the status of a request whose client disconnected, as in nginx; it is never sent
+TOO_MANY_CONNECTIONS = "connections"  # why a connection beyond the limit was refused
 # Why a request was refused, by the status of its response.
 REFUSALS = {
     400: "invalid",
@@ -43,14 +44,15 @@ class RequestProgress:
     Times are of time.monotonic; those in `times` are of the engine's clock, and only their differences count.
 
     engine: the replica that computes it.
+    num_prompt_tokens, num_cached_tokens: None until they are known.
     num_generated: tokens of each sample.
     finish_reasons: of each sample; empty until the request is finished.
     """
 
     request_id: str
     engine: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
     num_generated: list[int] = field(default_factory=list)
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -59,9 +61,9 @@ class RequestProgress:
     times: RequestMetrics | None = None
 
     @property
-    def num_generated_tokens(self) -> int:
-        """The tokens of all samples."""
-        return sum(self.num_generated)
+    def num_generated_tokens(self) -> int | None:
+        """The tokens of all samples that have come; None while there may be some that have not been sent."""
+        return sum(self.num_generated) if self.num_generated or self.finished_at is not None else None
 
     def seconds(self, start: str, end: str) -> float | None:
         """Return the seconds between two times of `RequestMetrics`; None unless both are known."""
@@ -105,6 +107,9 @@ class RequestRecord:
         if progress is None or progress.request_id != output.request_id:
             progress = self._progress_of(output.request_id, engine)
         last, counts = progress.last_token_at, progress.num_generated
+        if progress.num_prompt_tokens is None:
+            progress.num_prompt_tokens = len(output.prompt_token_ids)
+            progress.num_cached_tokens = output.num_cached_tokens
         for completion in output.outputs:
             num_new = len(completion.token_ids)
             if not num_new:
@@ -120,6 +125,17 @@ class RequestRecord:
         if output.finished:
             reasons = tuple(completion.finish_reason or "stop" for completion in output.outputs)
             self._finish(progress, output, reasons or ("length",), now)
+
+    @property
+    def num_prompts(self) -> int:
+        """How many engine requests it makes."""
+        return max(self.num_requests, len(self.progress))
+
+    def total(self, count: Callable[[RequestProgress], int | None]) -> int | None:
+        """Return a sum over all its engine requests, None if a part of it is unknown."""
+        counts = map(count, self.progress.values())
+        known = [each for each in counts if each is not None]
+        return sum(known) if len(known) == self.num_prompts else None
 
     def on_place(self, request_id: str, engine: int) -> None:
         """Record which replica computes a request, of which there may be no output yet."""
@@ -139,7 +155,8 @@ class RequestRecord:
         Its engine is that of `on_place`.
         """
         progress = self._progress_of(request_id, 0)
-        progress.num_prompt_tokens, progress.num_cached_tokens = num_prompt_tokens, num_cached_tokens or 0
+        progress.num_prompt_tokens = num_prompt_tokens
+        progress.num_cached_tokens = num_cached_tokens
         progress.times, progress.finish_reasons = times, (reason,)
         progress.finished_at = time.monotonic()
 
@@ -168,7 +185,7 @@ class RequestRecord:
     ) -> None:
         progress.finished_at, progress.finish_reasons = now, reasons
         progress.num_prompt_tokens = len(output.prompt_token_ids)
-        progress.num_cached_tokens = output.num_cached_tokens or 0
+        progress.num_cached_tokens = output.num_cached_tokens
         progress.times = output.metrics
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-import sys
 from datetime import UTC, datetime
 from typing import IO, Any, Literal
 
+from .log_queue import log_to_stderr
 from .records import Ending, RequestProgress, RequestRecord
 
 LogFormat = Literal["text", "json"]
@@ -45,9 +45,10 @@ class RequestLog:
 
 
 def set_up_logging(log_format: LogFormat, stream: IO[str] | None = None) -> None:
-    """Send the lines of requests to stderr, or to another stream, in this form."""
-    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
-    handler.setFormatter(_JsonLine() if log_format == "json" else _TextLine())
+    """Write the log in this form: all of it to stderr, or the lines of requests to another stream."""
+    formatter = _JsonLine() if log_format == "json" else _TextLine()
+    handler = log_to_stderr(formatter) if stream is None else logging.StreamHandler(stream)
+    handler.setFormatter(formatter)
     _lines.handlers = [handler]
     _lines.setLevel(logging.INFO)
     _lines.propagate = False
@@ -65,11 +66,11 @@ def fields_of(record: RequestRecord, ending: Ending) -> dict[str, Any]:
         "status": ending.status,
         "reason": ending.reason,
         "error": ending.error,
-        "prompts": max(record.num_requests, len(progress)),
-        "prompt_tokens": sum(p.num_prompt_tokens for p in progress),
-        "cached_tokens": sum(p.num_cached_tokens for p in progress),
-        "generated_tokens": sum(p.num_generated_tokens for p in progress),
-        "preemptions": sum(p.times.num_preemptions for p in progress if p.times is not None),
+        "prompts": record.num_prompts,
+        "prompt_tokens": record.total(lambda p: p.num_prompt_tokens),
+        "cached_tokens": record.total(lambda p: p.num_cached_tokens),
+        "generated_tokens": record.total(lambda p: p.num_generated_tokens),
+        "preemptions": record.total(lambda p: None if p.times is None else p.times.num_preemptions),
         "queue_s": _longest(progress, "arrival_time", "first_scheduled_time"),
         "prefill_s": _longest(progress, "first_scheduled_time", "first_token_time"),
         "decode_s": _longest(progress, "first_token_time", "finished_time"),
@@ -91,26 +92,29 @@ def _first_token(record: RequestRecord, progress: list[RequestProgress]) -> floa
 
 
 class _TextLine(logging.Formatter):
-    """Time, message, then name=value for each field."""
+    """Time, message, then name=value for each field; the message alone where there are no fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
-        fields: dict[str, Any] = getattr(record, "fields", {})
+        fields: dict[str, Any] | None = getattr(record, "fields", None)
+        if fields is None:
+            return super().format(record)
         pairs = [f"{name}={_shown(value)}" for name, value in fields.items()]
         return " ".join([_time_of(record), record.getMessage(), *pairs])
 
 
 class _JsonLine(logging.Formatter):
-    """An object with the time, the level, the event and the fields."""
+    """An object with the time, the level, the event, the fields and the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
         fields: dict[str, Any] = getattr(record, "fields", {})
         shortened = {name: _shortened(value) for name, value in fields.items()}
         line = {"time": _time_of(record), "level": record.levelname.lower(), "event": record.getMessage()}
-        return json.dumps(
-            {**line, **shortened}
-        )  # other than ASCII is escaped, and so is every control character
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        # Other than ASCII is escaped, and so is every control character.
+        return json.dumps({**line, **shortened})
 
 
 def _time_of(record: logging.LogRecord) -> str:

@@ -1,0 +1,103 @@
+"""LogQueue: a log that never waits for what reads it. Lines beyond its bound are dropped and counted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections import deque
+
+MAX_LINES = 4096
+MAX_LINE_BYTES = 2**14  # of one line; a longer one is cut
+FLUSH_S = 1.0  # at the end of the process
+STDERR = 2
+
+
+class LogQueue(logging.Handler):
+    """Writes lines to a file descriptor, from a thread of its own.
+
+    A write to a pipe that is not read blocks for ever, which must not happen to an event loop or a step.
+
+    num_dropped: lines that found the queue full, or whose reader was gone.
+    """
+
+    def __init__(self, descriptor: int = STDERR, max_lines: int = MAX_LINES) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._max_lines = max_lines
+        self._lines = deque[bytes]()
+        self._num_unwritten = 0  # those in the queue, and those that are being written
+        self.num_dropped = 0
+        self._num_told = 0  # of these, in a line of the log
+        self._changed = threading.Condition()
+        threading.Thread(target=self._write_all, name="paged-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add the line of a record, unless the queue is full."""
+        try:
+            line = self._line(record)
+        except Exception:  # a wrong call of the logger must not fail what it tells of
+            line = b"a line of the log could not be made: %b\n" % ascii(record.msg).encode()[:200]
+        with self._changed:
+            if len(self._lines) >= self._max_lines:
+                self.num_dropped += 1
+                return
+            self._lines.append(line)
+            self._num_unwritten += 1
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until all lines are written, for FLUSH_S at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_unwritten, FLUSH_S)
+
+    def _line(self, record: logging.LogRecord) -> bytes:
+        return self.format(record).encode("utf-8", "backslashreplace")[:MAX_LINE_BYTES] + b"\n"
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines)
+                lines = [*self._lines]
+                self._lines.clear()
+            for line in lines:
+                is_written = self._write(line)
+                with self._changed:
+                    self.num_dropped += not is_written
+                    self._num_unwritten -= 1
+                    self._changed.notify_all()
+            self._tell_dropped()
+
+    def _tell_dropped(self) -> None:
+        num_new = self.num_dropped - self._num_told
+        if num_new:
+            message = f"{num_new} lines of the log were dropped, as they were not read fast enough"
+            record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, None, None)
+            if self._write(self._line(record)):
+                self._num_told += num_new
+
+    def _write(self, data: bytes) -> bool:
+        """Write data, however long it takes. Return False if there is no reader any more."""
+        while data:
+            try:
+                data = data[os.write(self._descriptor, data) :]
+            except BlockingIOError:  # another process has made it non-blocking
+                select.select([], [self._descriptor], [])
+            except OSError:
+                return False
+        return True
+
+
+def log_to_stderr(formatter: logging.Formatter | None = None) -> LogQueue:
+    """Send what all loggers write to stderr through a queue. Return it."""
+    handler = LogQueue()
+    handler.setFormatter(formatter)
+    logging.getLogger().addHandler(handler)
+    logging.captureWarnings(True)
+    return handler
+
+
+def num_dropped_lines() -> int:
+    """Return how many lines of the log were dropped."""
+    return sum(each.num_dropped for each in logging.getLogger().handlers if isinstance(each, LogQueue))
