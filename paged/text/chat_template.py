@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..errors import RequestError
 from ..strict_json import parse_json
-from ..validation import check_bool, shown
+from ..validation import check_bool
 from .worker import Worker, WorkerLimits, Workers
 
 # For models without a template; used only when named.

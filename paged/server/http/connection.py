@@ -16,6 +16,8 @@ from starlette.types import ASGIApp, Scope
 from ...protocol.answers.errors import error_body
 from ..telemetry.records import TOO_MANY_CONNECTIONS
 from .cycle import STATUS_LINES, Cycle
+from .exchange import ABORT, JSON, encode_json, request_id_of
+from .failures import Header, HttpError, retry_headers
 
 MAX_HEAD_BYTES = 2**16  # of request line and headers; also of trailers, and of what is around one chunk
 MAX_HEADERS = 256
