@@ -66,6 +66,11 @@ def begun(tmp_path):
 
 def test_every_option_is_compared_or_changes_no_result(begun):
     assert ENGINE.keys() == {field.name for field in fields(EngineConfig)}
+    assert ENGINE.keys() - WITHOUT_EFFECT == {
+        *("model", "tokenizer", "revision", "tokenizer_revision", "generation_config", "max_model_len"),
+        *("dtype", "quantization", "kv_cache_dtype", "device", "attention_backend", "deterministic"),
+        *("seed", "skip_tokenizer_init"),
+    }
     assert ENGINE.keys() | {field.name for field in fields(SamplingParams)} > WITHOUT_EFFECT
     runs = [(name, begun({name: value})) for name, value in ENGINE.items()]
     runs += [(name, begun(**{name: value})) for name, value in SAMPLING.items()]
