@@ -259,7 +259,7 @@ class JsonGrammar:
             tail = f"{comma}{item} {tail}".rstrip()
             if i >= array.least:
                 tail = self._rule(f"({tail})?")
-        return f'"[" {tail if items else rest} "]"'.replace("  ", " ")
+        return f'"[" {tail if items else rest} "]"'
 
     def _rest_of(self, array: Arrays, num_first: int, most: int | None, place: SchemaPath) -> str:
         """Return an expression of the items after the first ones, with a comma before each but the first."""

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from benchmarks.schemas import closed
+from benchmarks.schemas import closed, listed
 from paged import RequestError
 from paged.sampling import json_formats
 from paged.sampling.json_grammar import JsonGrammar
@@ -110,7 +110,7 @@ def test_numbers_are_exact(place):
             assert accepts(matcher, value.format(text)), (schema, text)
         for text in wrong:
             assert not accepts(matcher, value.format(text)), (schema, text)
-        for _ in range(3):
+        for _ in range(2):
             text = random_text(matcher, choose)
             assert is_valid(schema, text), (schema, text)
 
@@ -135,8 +135,8 @@ def test_what_is_not_exact_is_refused_with_its_key(schema):
 
 
 def test_random_schemas():
-    found = [try_one(seed) for seed in range(150)]
-    assert found.count("compared") > 90
+    found = [try_one(seed) for seed in range(100)]
+    assert found.count("compared") > 60
 
 
 @pytest.mark.parametrize(
@@ -219,8 +219,16 @@ def test_names_have_one_spelling():
     schema = '{"type":"object","properties":{"a":{"type":"null"}},"additionalProperties":{"type":"boolean"}}'
     matcher = matcher_of(schema)
     assert accepts(matcher, '{"a":null,"b\\n\\"é":true}')
+    assert not accepts(matcher, '{"a":  null}')  # one blank at most
     assert not accepts(matcher, '{"a":true}')
     assert not accepts(matcher, '{"\\u0061":true}')
+    for name in ("a  b", chr(34), chr(92), "é\x7f\n", "", "<|x|>", "/"):
+        value = json.dumps({name: [1.5]}, ensure_ascii=False, separators=(",", ":"))
+        for schema in (
+            {"enum": [[json.loads(value)]]},
+            listed(closed({name: listed({"const": 1.5}, 1, 1)}), 1, 1),
+        ):
+            assert accepts(matcher_of(json.dumps(schema)), f"[{value}]"), name
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Random JSON schemas, and random texts of their grammars, which are compared with jsonschema.
 
-python -m tests.support.random_schemas --seconds 60    # schemas until then; CI tries a few hundred
+python -m tests.support.random_schemas --seconds 60    # schemas until then; CI tries 100
 """
 
 from __future__ import annotations
