@@ -281,6 +281,17 @@ def test_a_sample_that_has_ended_has_no_more_lines():
     assert [line["sample"] for line in call.deltas(0, output)] == [1]
 
 
+def test_the_error_of_a_prompt_is_one_line_of_deltas():
+    """Also while its other samples go on."""
+    call = parse_call(GENERATE, {"prompts": ["x"], "n": 2, "stream": "deltas"})
+    output = output_that_ended("error", "NaN")
+    output.finished = False
+    output.outputs.append(CompletionOutput(1, "b", [5], None, None))
+    (line,) = call.deltas(0, output)
+    assert line["error"]["message"] == "NaN"
+    assert call.deltas(0, output) == []
+
+
 def test_failures_have_a_status():
     assert failure_of([output_that_ended("stop", None)]) is None
     assert failure_of([output_that_ended("error", "NaN")]) == (500, "NaN")

@@ -168,6 +168,11 @@ def _joined_results(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for line in lines:
         result = found.setdefault((line["index"], line.get("sample", 0)), {})
         _join(result, {"generated_text" if name == "text" else name: value for name, value in line.items()})
+    errors = {line["index"]: line for line in lines if "error" in line}
+    assert len(errors) == sum("error" in line for line in lines), "an error is said once"
+    # What came before an error is no part of the whole answer.
+    found = {place: result for place, result in found.items() if place[0] not in errors}
+    found |= {(index, 0): line for index, line in errors.items()}
     results = [found[place] for place in sorted(found)]
     # A line of deltas has those of the prompt once for all of its samples.
     of_prompts = {r["index"]: r["prompt_logprobs"] for r in results if "prompt_logprobs" in r}
@@ -226,6 +231,8 @@ def comparable(answer: dict[str, Any]) -> dict[str, Any]:
                 call["id"] = ""
         choice.setdefault("stop_reason", None)
     for result in kept.get("results", ()):
+        if "error" in result:  # of the sample that failed first, which is another one in a stream
+            result["error"] = True
         for name in ("seconds", "num_prompt_tokens", "num_tokens"):
             result.pop(name, None)
     return kept
@@ -244,7 +251,7 @@ def answers(served: Served, url: str, body: dict[str, Any]) -> tuple[Any, Any]:
         events = [event.removeprefix("data: ") for event in data.decode().split("\n\n") if event.strip()]
         parts = [json.loads(event) for event in events if event != "[DONE]"]
     if status != 200 or streamed_status != 200:
-        return whole, parts[0]
+        return {"error": "error" in whole}, {"error": "error" in parts[-1]}
     return comparable(whole), comparable(joined(url, parts))
 
 

@@ -67,6 +67,7 @@ class GenerateCall(GenerationCall):
         check_most_logprobs("logprobs", values.get("logprobs"), limits.max_logprobs)
         self.streams_deltas = values.get("stream") == "deltas"
         self._begun: set[int] = set()  # prompts with a line of deltas
+        self._failed: set[int] = set()  # prompts whose error was returned
         self._ended: set[tuple[int, int]] = set()  # samples whose last delta was returned
 
     def prompts(self, text: ModelText) -> Sequence[Prompt]:  # noqa: ARG002
@@ -96,7 +97,10 @@ class GenerateCall(GenerationCall):
 
         The first line of a prompt has the log-probabilities of its tokens.
         """
+        if index in self._failed:  # its other samples go on
+            return []
         if failure := failure_of([output]):
+            self._failed.add(index)
             return [{"index": index, **error_body(*failure)}]
         lines = []
         for completion in output.outputs:
