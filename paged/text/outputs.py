@@ -150,6 +150,7 @@ class _Progress:
     def cumulative(self) -> CompletionOutput:
         """Return the whole completion so far: as lists at the end, before that as views, to copy nothing."""
         self._catch_up()
+        self._logprobs += self._readable_from(len(self._logprobs))
         request = self._request
         text = self.transcript.visible if self.transcript is not None else ""
         if request.finish_reason is not None:
@@ -166,7 +167,8 @@ class _Progress:
             self._num_characters_shown += len(text)
         shown, self._num_tokens_shown = self._num_tokens_shown, request.num_output_tokens
         token_ids = request.token_ids[request.num_prompt_tokens + shown :]
-        return self._completion(text, token_ids, self._logprobs[shown:])
+        # Not kept: they take ten times the memory of what they are made of.
+        return self._completion(text, token_ids, self._readable_from(shown))
 
     def _completion(
         self, text: str, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]
@@ -183,7 +185,7 @@ class _Progress:
         )
 
     def _catch_up(self) -> None:
-        """Add the text and log-probabilities of new tokens."""
+        """Add the text of new tokens, and their log-probabilities to the sum."""
         if self.transcript is not None:
             self.transcript.read()
         request = self._request
@@ -193,10 +195,17 @@ class _Progress:
             for place in new:  # one by one: the sum must not depend on how often outputs are made
                 self._cumulative += place.logprobs[0]
             self._num_summed += len(new)
-            if request.inputs.params.logprobs is not None:
-                for place in new:
-                    first = self._starts_text and not self._logprobs
-                    self._logprobs.append(_readable(place, self._tokenizer, first=first))
+
+    def _readable_from(self, start: int) -> list[dict[int, Logprob]]:
+        """Return the log-probabilities of the tokens from `start` on, if they are reported."""
+        request = self._request
+        if request.inputs.params.logprobs is None:
+            return []
+        new = request.sampling.logprobs[start : request.num_output_tokens]
+        return [
+            _readable(place, self._tokenizer, first=self._starts_text and start + i == 0)
+            for i, place in enumerate(new)
+        ]
 
 
 def _readable(
