@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,8 +11,8 @@ from typing import Any, NamedTuple
 class TokenLogprobs(NamedTuple):
     """Log-probabilities at one position: of the token there, then of the most likely ones."""
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]  # as float32
     rank: int  # of the token there in the vocabulary, from 1
 
 

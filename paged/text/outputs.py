@@ -162,7 +162,9 @@ class _Progress:
         special = tokenizer.special_token_ids if tokenizer is not None else frozenset[int]()
         wants = request.inputs.params.logprobs is not None
         self._starts_text = wants and special.issuperset(request.inputs.prompt_token_ids)
+        # Those that are readable, without the first _num_dropped.
         self._logprobs: list[dict[int, Logprob]] = []
+        self._num_dropped = 0
         # The sum of the first _num_summed log-probabilities, extended by each output.
         self._cumulative, self._num_summed = 0.0, 0
         self._num_characters_shown, self._num_tokens_shown = 0, request.inputs.num_given_tokens
@@ -173,6 +175,9 @@ class _Progress:
     def cumulative(self) -> CompletionOutput:
         """Return the whole completion so far: as lists at the end, before that as views, to copy nothing."""
         self._catch_up()
+        if self._num_dropped:  # of a request whose deltas were returned
+            self._logprobs = [*map(self._readable_at, range(self._num_dropped)), *self._logprobs]
+            self._num_dropped = 0
         request = self._request
         text = self.transcript.visible if self.transcript is not None else ""
         if request.finish_reason is not None:
@@ -189,7 +194,11 @@ class _Progress:
             self._num_characters_shown += len(text)
         shown, self._num_tokens_shown = self._num_tokens_shown, request.num_output_tokens
         token_ids = request.token_ids[request.num_prompt_tokens + shown :]
-        return self._completion(text, token_ids, self._logprobs[shown:])
+        logprobs = self._logprobs[max(0, shown - self._num_dropped) :]
+        # Not kept: they take ten times the memory of what they are made of.
+        self._num_dropped += len(self._logprobs)
+        self._logprobs = []
+        return self._completion(text, token_ids, logprobs)
 
     def _completion(
         self, text: str, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]
@@ -206,7 +215,7 @@ class _Progress:
         )
 
     def _catch_up(self) -> None:
-        """Add the text and log-probabilities of new tokens."""
+        """Add the text of new tokens, and their log-probabilities to the sum."""
         if self.transcript is not None:
             self.transcript.read()
         if self._request.inputs.wants_logprobs:
@@ -214,20 +223,23 @@ class _Progress:
 
     def read_logprobs(self, most: float) -> int:
         """Make log-probabilities of new tokens readable, about `most` candidates. Return how many were."""
-        request, num = self._request, 0
-        shows = request.inputs.params.logprobs is not None
+        request = self._request
+        num = 0
         # A failed step may have added log-probabilities without their token.
         for place in request.sampling.logprobs[self._num_summed : request.num_output_tokens]:
             if num >= most:
                 break
+            if request.inputs.params.logprobs is not None:
+                self._logprobs.append(self._readable_at(self._num_summed))
             # One by one: the sum must not depend on how often outputs are made.
             self._cumulative += place.logprobs[0]
             self._num_summed += 1
             num += len(place.token_ids)
-            if shows:
-                first = self._starts_text and not self._logprobs
-                self._logprobs.append(_readable(place, self._tokenizer, first=first))
         return num
+
+    def _readable_at(self, i: int) -> dict[int, Logprob]:
+        place = self._request.sampling.logprobs[i]
+        return _readable(place, self._tokenizer, first=self._starts_text and i == 0)
 
 
 def _readable(

@@ -281,4 +281,5 @@ def test_every_log_probability_is_added_up_once(tokenizer):
         (completion,) = outputs.output(group).outputs
         assert completion.cumulative_logprob == -n * (n + 1) / 2
         assert [entry.logprob for place in completion.logprobs for entry in place.values()] == [-n]
-    assert logprobs.num_taken == 500
+    assert logprobs.num_taken == 1000  # each for the sum, and for the output that shows it
+    assert outputs._progress[request]._logprobs == []  # what a delta has shown is not kept
