@@ -95,8 +95,7 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
     from ..server.app import new_app
     from ..server.engine_client import EngineClient
     from ..server.front_end import FrontEnd
-    from ..server.http.acceptor import allow_many_connections
-    from ..server.http.listener import Server, url_of
+    from ..server.http.listener import Server, allow_many_connections, url_of
     from ..server.telemetry.records import Observer
     from ..server.telemetry.request_log import RequestLog, set_up_logging
 

@@ -11,7 +11,7 @@ import struct
 
 import pytest
 
-from paged.server.http.acceptor import allow_many_connections
+from paged.server.http.listener import allow_many_connections
 
 NUM_STREAMS, NUM_TOKENS = 2000, 6
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import socket
 import ssl
 from functools import partial
 
-from ...errors import ConfigError
 from .connection import Connection, ConnectionContext
 
 logger = logging.getLogger(__name__)
@@ -20,36 +18,6 @@ HANDSHAKE_TIMEOUT_S = 10.0
 PAUSE_S = 0.5  # without accepting, where the system refuses
 # Beyond the limit: each is told so once it has asked, or when the next ones come.
 NUM_SPARE = 32
-# Files beside the connections: of the engine processes, of workers, of libraries, and some that end.
-NUM_OTHER_FILES = 64
-MOST_BY_DEFAULT = 8192
-
-
-def allow_many_connections() -> None:
-    """Raise the limit of open files, each connection being one, as far as the system allows."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    except (OSError, ValueError):
-        logger.debug("the limit of open files stays")
-
-
-def connection_limit(wanted: int | None) -> int:
-    """Return the most connections: what is wanted, else as many as this process may have files for.
-
-    Raises ConfigError if more are wanted.
-    """
-    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = num_files == resource.RLIM_INFINITY
-    most = MOST_BY_DEFAULT if unlimited else max(1, num_files - NUM_SPARE - NUM_OTHER_FILES)
-    if wanted is None:
-        return min(most, MOST_BY_DEFAULT)
-    if wanted > most and not unlimited:
-        raise ConfigError(
-            f"max_connections must be at most {most}, as this process may open {num_files} files "
-            f"(ulimit -n); got {wanted}"
-        )
-    return wanted
 
 
 class Acceptor:

@@ -394,9 +394,10 @@ class Connection(asyncio.Protocol):
         url = httptools.parse_url(self._url)
         path = urllib.parse.unquote(url.path.decode("ascii"))
         if url.schema is not None:  # a URL with a host, which counts
+            name = b"[%b]" % url.host if b":" in url.host else url.host
             port = b"" if url.port is None else b":%d" % url.port
             others = [header for header in self._headers if header[0] != b"host"]
-            self._headers = [*others, (b"host", url.host + port)]
+            self._headers = [*others, (b"host", name + port)]
         root_path = self._context.root_path
         return {
             "type": "http",

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import signal
 import socket
 import stat
@@ -19,12 +20,15 @@ from starlette.types import ASGIApp
 
 from ...errors import ConfigError
 from ..options import ServeOptions
-from .acceptor import Acceptor, connection_limit
+from .acceptor import NUM_SPARE, Acceptor
 from .connection import ConnectionContext, OnRefusal
 
 CLOSING_S = 5.0  # for responses that go on when the server ends
 # What the kernel holds for a client that does not read: it doubles this.
 SEND_BUFFER_BYTES = 2**18
+# Files beside the connections: of the engine processes, of workers, of libraries, and some that end.
+NUM_OTHER_FILES = 64
+MOST_BY_DEFAULT = 8192
 
 
 def bind(options: ServeOptions) -> socket.socket:
@@ -81,6 +85,31 @@ def _is_left_over(path: str) -> bool:
         except ConnectionRefusedError:
             return True
         return False
+
+
+def allow_many_connections() -> None:
+    """Raise the limit of open files, each connection being one, as far as the system allows."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def connection_limit(wanted: int | None) -> int:
+    """Return the most connections: what is wanted, else as many as this process may have files for.
+
+    Raises ConfigError if more are wanted.
+    """
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = num_files == resource.RLIM_INFINITY
+    most = MOST_BY_DEFAULT if unlimited else max(1, num_files - NUM_SPARE - NUM_OTHER_FILES)
+    if wanted is None:
+        return min(most, MOST_BY_DEFAULT)
+    if wanted > most and not unlimited:
+        raise ConfigError(
+            f"max_connections must be at most {most}, as this process may open {num_files} files "
+            f"(ulimit -n); got {wanted}"
+        )
+    return wanted
 
 
 def url_of(options: ServeOptions, listener: socket.socket) -> str:
