@@ -10,8 +10,8 @@ engine     64 streams over HTTP and `generate`, in turns; the first token of one
 vllm       `vllm bench serve` against `paged serve` and `vllm serve`, in turns, at several numbers of clients
 budgets    the same client against `paged serve` alone, with the most of --clients, for several numbers of
            tokens in a step (--max-num-batched-tokens)
-aggressors a victim's completions of 8 tokens over HTTP, alone and beside clients that each ask for much of one
-           kind; for how long they held the front end's event loop, and the longest step. Nothing is pinned.
+aggressors a victim's completions of 8 tokens over HTTP, alone and beside clients that ask for much at once;
+           for how long they held the front end's event loop, and the longest step. Nothing is pinned.
 
 Front end, client and engine are processes of their own: the front end has the last core, the client another
 one; beside an engine, which has all the others, front end and client share it. First it is checked that

@@ -34,7 +34,7 @@ class Garbage:
         self._collected_at = clock()
 
     def collect(self, *, is_idle: bool) -> bool:
-        """Run a full collection if the process is idle or the last one long ago. Return whether it was due."""
+        """Run a full collection if the process is idle, or the last one long ago. Return whether it did."""
         if not (is_idle or self._clock() - self._collected_at > MOST_S):
             return False
         if gc.get_count()[2]:  # else nothing has grown old since the last one
