@@ -10,6 +10,8 @@ engine     64 streams over HTTP and `generate`, in turns; the first token of one
 vllm       `vllm bench serve` against `paged serve` and `vllm serve`, in turns, at several numbers of clients
 budgets    the same client against `paged serve` alone, with the most of --clients, for several numbers of
            tokens in a step (--max-num-batched-tokens)
+aggressors a victim's completions of 8 tokens over HTTP, alone and beside clients that ask for much at once;
+           for how long they held the front end's event loop, and the longest step. Nothing is pinned.
 
 Front end, client and engine are processes of their own: the front end has the last core, the client another
 one; beside an engine, which has all the others, front end and client share it. First it is checked that
@@ -25,7 +27,7 @@ from benchmarks.common import checkpoint, print_json, print_table
 from benchmarks.server import front_end_alone, with_engine
 from benchmarks.server.cores import Cores
 
-SECTIONS = ("front-end", "engine", "vllm", "budgets")
+SECTIONS = ("front-end", "engine", "vllm", "budgets", "aggressors")
 
 
 def main() -> None:
@@ -46,6 +48,8 @@ def main() -> None:
         default=[512, 1024, 2048],
         help="of the section budgets: tokens a step",
     )
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each aggressor")
+    parser.add_argument("--rate", type=float, default=10.0, help="the victim's requests a second")
     parser.add_argument("--quick", action="store_true", help="few requests: checks them, and proves no speed")
     args = parser.parse_args()
     sections, cores = args.section or ["front-end", "engine"], Cores.here()
@@ -86,6 +90,13 @@ def main() -> None:
         print()
         print_table(rows)
         result["budgets_alone"] = rows
+    if "aggressors" in sections:
+        from benchmarks.server import aggressors
+
+        rows = aggressors.measure("demo", seconds=1.0 if args.quick else args.seconds, rate=args.rate)
+        print()
+        print_table(rows)
+        result["aggressors"] = rows
     print_json(result)
 
 

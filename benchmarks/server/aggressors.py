@@ -20,7 +20,6 @@ from benchmarks.server.served import ServerProcess
 VICTIM = {"prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 AMBIGUOUS = 'root ::= s\ns ::= s s s | s s | "a" | ""'
 WORDS = ["the", "quick", "fox", "jumps", "over", "a", "value", "of", "self", "in", "def", "class", "import"]
-CONTEXT = 2048  # of the demo model
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from .settings import from_environment, from_file
 if TYPE_CHECKING:
     from socket import socket
 
+    from ..server.front_end import FrontEnd
+
 SERVED_MODEL_HELP = """A local directory, a Hugging Face hub id, or demo for the checkpoint that ships with
 paged. It may also come from the environment or the file, as all options may. [default: none]"""
 CONFIG_HELP = """A YAML file of options, such as port: 8000. Flags override PAGED_... in the environment, such
@@ -91,6 +93,16 @@ def _check_installed() -> None:
         ) from None
 
 
+async def _collect_garbage(front: FrontEnd) -> None:
+    from ..server.interpreter import Garbage, switch_often
+
+    switch_often()
+    garbage = Garbage()
+    while True:
+        await asyncio.sleep(1)
+        garbage.collect(is_idle=front.is_idle)
+
+
 async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, listener: socket) -> int:
     from ..server.app import new_app
     from ..server.engine_client import EngineClient
@@ -127,6 +139,8 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
             on_exit=front.stop,
             on_refusal=front.observers.refused,
         )
+        collecting = asyncio.get_running_loop().create_task(_collect_garbage(front))
         await server.listen(listener)
+        collecting.cancel()
         front.observers.close()
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
 from ..errors import ConfigError, RequestTimeoutError
@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 # Characters or tokens that are validated and encoded on the event loop; more would block it too long.
 MOST_AT_ONCE = 1024
+PARTS_OF_TURN = 8  # prompts of one request that are begun in one turn of the event loop
 STREAM_INTERVAL_S = 0.2  # text still appears to flow
 SHOW_SHARE = 0.01  # of the time may be spent on showing tokens of unfinished requests
 # About what is held of an answer until it is read.
@@ -24,6 +25,14 @@ PAUSE_BYTES = 2**20  # unread: the request computes nothing until its reader has
 LEAST_TIMEOUT_S = 1e-6  # of a request whose timeout_s has passed before its engine gets it
 # Is told the id of a request and the number of the engine that computes it, before it is computed.
 OnPlace = Callable[[str, int], object]
+
+
+async def paced(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield the parts of one request, and let the event loop do other work after every few."""
+    for i, item in enumerate(items):
+        if i and i % PARTS_OF_TURN == 0:
+            await asyncio.sleep(0)
+        yield item
 
 
 def ignore_place(request_id: str, replica: int) -> None:

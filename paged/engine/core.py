@@ -314,6 +314,10 @@ class EngineCore:
         samples = (sample for group in self.groups.values() for sample in group.samples)
         return max((sample.inputs.max_total_tokens for sample in samples), default=1)
 
+    def has_unpublished(self) -> bool:
+        """Return whether a finished request still waits to be published."""
+        return bool(self._finished)
+
     def has_work(self) -> bool:
         """Return whether there is anything to compute or to publish."""
         return bool(self._finished) or self.scheduler.has_unfinished()

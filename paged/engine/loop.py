@@ -178,7 +178,7 @@ class EngineLoop:
         if is_idle:
             self._unshown.clear()
         # Deadlines, and the seats of held requests, are looked at again after HELD_S.
-        is_held = self._is_blocked or not core.has_runnable()
+        is_held = not core.has_runnable() or (self._is_blocked and not core.has_unpublished())
         timeout_s = HELD_S if is_held and not is_idle else None
         while True:
             try:

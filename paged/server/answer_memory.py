@@ -128,12 +128,12 @@ def comes_in_parts(kind: RequestOutputKind) -> bool:
 
 def size_of(output: frames.Output) -> int:
     """Return about how many bytes an output holds until it is read."""
-    size = sum(len(place) for place in output.prompt_logprobs or () if place is not None) * CANDIDATE_BYTES
+    places = [place for place in output.prompt_logprobs or () if place is not None]
+    size = 0
     for completion in output.completions:
         size += len(completion.text) + len(completion.token_ids) * TOKEN_BYTES
-        if completion.logprobs:
-            size += sum(map(len, completion.logprobs)) * CANDIDATE_BYTES
-    return size
+        places += completion.logprobs or ()
+    return size + sum(len(token_ids) for token_ids, *_ in places) * CANDIDATE_BYTES
 
 
 def _bytes_of_token(num_top: int, vocab_size: int) -> int:

@@ -18,6 +18,7 @@ from ..engine.async_options import (
     OnPlace,
     check_interval,
     ignore_place,
+    paced,
 )
 from ..engine.embedding import EmbeddingRequestOutput, Pooling, check_pooling
 from ..engine.model_text import ModelText
@@ -374,7 +375,7 @@ class EngineClient:
         """Compute prompts for their reports alone, in one process, as they share a prefix."""
         connection, inboxes = self._choose(prompt.token_ids), list[Inbox]()
         try:
-            for order in orders:
+            async for order in paced(orders):
                 inbox = Inbox(order.request_id, None, order.token_ids, RequestOutputKind.FINAL_ONLY)
                 self._send(connection, order, inbox)
                 inboxes.append(inbox)

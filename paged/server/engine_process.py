@@ -34,6 +34,7 @@ from ..sampling_params import SamplingParams
 from ..scheduler.stats import EngineStats
 from ..text.prompt_parser import ParsedPrompt
 from . import frames
+from .interpreter import Garbage, switch_often
 from .telemetry.log_queue import log_to_stderr
 
 logger = logging.getLogger(__name__)
@@ -149,6 +150,7 @@ class EngineServer:
         self._outboxes: dict[int, FrameOutbox] = {}  # of unfinished requests, by key
         self._preparing = ThreadPoolExecutor(MOST_PREPARED, "paged-prepare")
         self._to_prepare: set[FrameOutbox] = set()  # the requests that the pool has not prepared yet
+        self._garbage = Garbage()
 
     def run(self) -> None:
         """Serve until a step raises. The thread that reads ends the process with the front end."""
@@ -322,6 +324,7 @@ class EngineServer:
     def _beat(self) -> None:
         while self.loop.dead is None:
             self.link.send(frames.Heartbeat(self.engine.scheduler.counters.num_steps, self.stats))
+            self._garbage.collect(is_idle=not self.engine.core.has_work())
             time.sleep(HEARTBEAT_S)
 
 
@@ -380,6 +383,7 @@ def main() -> None:
     log_to_stderr()
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
+    switch_often()
     threading.Thread(target=end_with_front_end, args=(connection,), name="paged-parent", daemon=True).start()
     link = Link(connection)
     start = next(orders := link.orders(), None)
@@ -394,8 +398,6 @@ def main() -> None:
     except Exception as error:
         link.send(frames.Refused(None, *described(error)))
         return
-    gc.freeze()
-    gc.enable()
     server = EngineServer(engine, start.stream_interval_s, link, orders)
     block_size = engine.block_manager.block_size
     link.send(frames.Ready(engine.max_model_len, block_size, engine.describe(), server.stats))

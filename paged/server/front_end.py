@@ -209,6 +209,11 @@ class FrontEnd:
         """
         return derived_seed(self.engine.config.seed, request_id) & MAX_SEED
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered or prepared."""
+        return not (self._num_open or self._num_preparing)
+
     def stop(self) -> None:
         """Refuse new requests, and end those that are being answered."""
         if not self.is_stopping:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
+from ...engine.async_options import paced
 from ...errors import EngineDeadError, PagedError
 from ...requests.request import Logprob, RequestOutput
 from ..frames import Places
@@ -33,7 +34,7 @@ async def finished_outcomes(
         return [await _last(streams[0], on_output, check)]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_last(stream, on_output, check)) for stream in streams]
+            tasks = [group.create_task(_last(stream, on_output, check)) async for stream in paced(streams)]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -86,7 +87,12 @@ class MergedOutcomes:
     async def __aenter__(self) -> Self:
         if len(self._streams) > 1:
             loop = asyncio.get_running_loop()
-            self._tasks = [loop.create_task(self._pump(i, s)) for i, s in enumerate(self._streams)]
+            try:
+                async for i, stream in paced(enumerate(self._streams)):
+                    self._tasks.append(loop.create_task(self._pump(i, stream)))
+            except asyncio.CancelledError:  # the client is gone
+                await self.__aexit__()
+                raise
         return self
 
     async def __aexit__(self, *_: object) -> None:

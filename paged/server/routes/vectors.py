@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from ...engine.async_options import paced
 from ...engine.embedding import EmbeddingRequestOutput
 from ...engine.scoring import names_of_scores
 from ...protocol.answers.errors import failure_of
@@ -39,7 +40,7 @@ class EmbeddingRoute:
                             group.create_task(
                                 self._embed(prompt, f"{engine_id}-{i}", call, record, timeout_s)
                             )
-                            for i, prompt in enumerate(prompts)
+                            async for i, prompt in paced(enumerate(prompts))
                         ]
                 except BaseExceptionGroup as errors:  # all others are cancelled
                     raise errors.exceptions[0] from None

@@ -1,0 +1,43 @@
+"""How the interpreters of the server's processes switch between threads and collect garbage."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+
+MOST_S = 60.0  # between two full collections of a process that is never idle
+NO_FULL_COLLECTION = 2**31 - 1
+SWITCH_S = 0.0005  # for which a thread runs Python while another one waits; Python's own 5 ms add up
+
+
+def switch_often() -> None:
+    """Let the event loop, or the thread of the steps, wait less for threads that work on one long request."""
+    sys.setswitchinterval(SWITCH_S)
+
+
+class Garbage:
+    """The collector of this process from now on, whose full collections wait until the process is idle.
+
+    A full collection looks at every object, and holds all threads: 0.5 s while a few answers with
+    log-probabilities are in memory. The younger generations are collected as always. What is in memory now
+    stays until the process ends.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        gc.freeze()
+        youngest, middle, _ = gc.get_threshold()
+        gc.set_threshold(youngest, middle, NO_FULL_COLLECTION)
+        gc.enable()
+        self._collected_at = clock()
+
+    def collect(self, *, is_idle: bool) -> bool:
+        """Run a full collection if the process is idle, or the last one long ago. Return whether it did."""
+        if not (is_idle or self._clock() - self._collected_at > MOST_S):
+            return False
+        if gc.get_count()[2]:  # else nothing has grown old since the last one
+            gc.collect()
+        self._collected_at = self._clock()
+        return True
