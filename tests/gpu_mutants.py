@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant(
         "attention is planned for each layer",
         "base",
-        "model/layers",
+        "model/layers/attention",
         "plan = queries.plans.get(key := (*self.plan_key, query.stride(0), table.shape[1]))",
         "plan = queries.plans.get(key := (self.layer, query.stride(0), table.shape[1]))",
     ),

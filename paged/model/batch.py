@@ -17,7 +17,7 @@ from ..blocks.sequence import SequenceBlocks
 from ..kernels.attention_options import AttentionPlan
 from ..requests.request import Request
 from ..scheduler.schedule import Schedule
-from .config import LongContext
+from .spec import LongContext
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from ..kernels.gpu.unpack_step import (
     unpack_step,
 )
 from ..model.batch import Batch, Queries
-from ..model.config import LongContext
+from ..model.spec import LongContext
 from ..model.transfers import Sent, Upload, arrived
 from ..requests.request import Request
 from ..scheduler.schedule import Schedule

@@ -14,7 +14,7 @@ from paged.errors import ConfigError
 from paged.kernels.gpu import unpack_step as kernel
 from paged.kernels.gpu.target import in_interpreter
 from paged.model.batch import Batch, BatchBuilder, Queries
-from paged.model.config import LongContext
+from paged.model.spec import LongContext
 from paged.model.transfers import Transfers
 from paged.requests.prompt_report import PromptReport
 from paged.runner.seated_batches import ALL_KEPT, SeatedBatches
