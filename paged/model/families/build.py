@@ -9,11 +9,18 @@ from typing import Any
 from ...errors import CheckpointError, UnsupportedModelError
 from ...validation import check_number, shown
 from ..config import ModelConfig
-from ..spec import AttentionSpec, FeedForwardSpec, KVShape, LayerSpec, NormSpec, RopeConfig
+from ..spec import AttentionSpec, FeedForwardSpec, KVShape, LayerSpec, NormNames, NormSpec, RopeConfig
 from .reading import Config, flag, head_dim_of, size
 from .rope import read_rope
 
 CHECKPOINT_DTYPES = ("float64", "float32", "float16", "bfloat16")
+# Where Gemma 2 and its successors normalise: what goes into each sublayer, and what comes out.
+AROUND_SUBLAYERS = NormNames(
+    before_attention="input_layernorm",
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
 
 
 def read_attention(hf: Config, **fields: Any) -> AttentionSpec:

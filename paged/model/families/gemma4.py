@@ -8,8 +8,8 @@ from typing import Any
 from ...errors import CheckpointError, UnsupportedModelError
 from ...validation import check_int, check_number, shown
 from ..config import LayerInputs, ModelConfig, TensorNames
-from ..spec import KVShape, LayerSpec, NormNames
-from .build import read_attention, read_feed_forward, read_model
+from ..spec import KVShape, LayerSpec
+from .build import AROUND_SUBLAYERS, read_attention, read_feed_forward, read_model
 from .reading import CEILINGS, Config, flag, full_every, head_dim_of, layer_types_of, size, softcap_of
 from .rope import by_layer_type, ropes_by_type
 
@@ -42,9 +42,6 @@ _ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
-_NORMS = NormNames(
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-)
 
 
 def gemma4(hf: Config) -> ModelConfig:
@@ -80,7 +77,7 @@ def gemma4(hf: Config) -> ModelConfig:
         )
         width = inner * (1 + (is_wide and source is not None))
         mlp = read_feed_forward(hf, size=width, activation="gelu_tanh")
-        layers.append(LayerSpec(attention=attention, feed_forward=mlp, norms=_NORMS, scaled=True))
+        layers.append(LayerSpec(attention=attention, feed_forward=mlp, norms=AROUND_SUBLAYERS, scaled=True))
     return read_model(
         hf,
         tuple(layers),

@@ -10,7 +10,7 @@ from ...errors import CheckpointError, UnsupportedModelError
 from ...validation import check_int, check_number, shown
 from ..config import ModelConfig
 from ..spec import NO_ROPE, AttentionSpec, NormNames
-from .build import read_attention, read_feed_forward, read_model, read_norm, repeat
+from .build import AROUND_SUBLAYERS, read_attention, read_feed_forward, read_model, read_norm, repeat
 from .gemma4 import GEMMA4, GEMMA4_UNIFIED, gemma4
 from .gpt import GPT2, GPT2_KEYS, GPT_NEOX, GPT_NEOX_KEYS, gpt2, gpt_neox
 from .reading import (
@@ -70,13 +70,6 @@ _GEMMA2 = {"max_position_embeddings": 8192, "num_key_value_heads": 4, "head_dim"
            "attn_logit_softcapping": 50.0}  # fmt: skip
 _GEMMA3 = {**_GEMMA2, "max_position_embeddings": 131072, "final_logit_softcapping": None,
            "attn_logit_softcapping": None, "sliding_window_pattern": 6}  # fmt: skip
-# Where Gemma 2 and its successors normalise: what goes into each sublayer, and what comes out.
-AROUND_SUBLAYERS = NormNames(
-    before_attention="input_layernorm",
-    after_attention="post_attention_layernorm",
-    before_mlp="pre_feedforward_layernorm",
-    after_mlp="post_feedforward_layernorm",
-)
 
 
 def _llama(hf: Config) -> ModelConfig:
