@@ -28,6 +28,7 @@ LAYERS = [
     ["requests"],
     ["scheduler"],
     ["kernels"],
+    ["device"],
     ["model"],
     ["text"],
     ["sampling"],

@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar
 
 from ...errors import RequestError
-from ...model.response_template import ResponseTemplate
 from .call_parsers import HermesCalls, JsonCalls, Llama3Calls, MistralCalls
 from .machine import CallMachine
 from .parts import OutputParser
 from .reasoning import THINK
+from .response_template import ResponseTemplate
 from .template_calls import TemplateMachine
 from .tools import ANY_OBJECT, Tool
 

@@ -27,7 +27,7 @@ from paged.model import panels
 from paged.model.layers.linear import Linear
 from paged.model.panels import PANEL_FORMS, PanelInt4Weight, PanelInt8Weight, PanelWeight, Table
 from paged.model.quantization import Int8Weight, int4_codes
-from paged.runner import devices
+from paged.device import devices
 from tests.support.checkpoints import (
     CONFIGS,
     assert_all_free,
