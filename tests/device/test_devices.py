@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from paged import ConfigError, EngineConfig, SamplingParams
+from paged.device import devices
 from paged.device.devices import resolve_device, resolve_dtype
 from paged.kernels.backend import load_kernels
-from paged.device import devices
 from tests.support.checkpoints import checkpoint, new_engine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
