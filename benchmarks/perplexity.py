@@ -4,8 +4,8 @@
     python -m benchmarks.perplexity --forms float32 int4-g64 int4-g128   # other groups, as an experiment
     python -m benchmarks.perplexity --forms float32 kv-bfloat16 kv-int8 kv-fp8   # only the KV cache
 
-The text is the part of this Python's standard library that benchmarks/demo/train.py holds out. The engine scores
-it in windows of its longest context; each window begins with the last token of the one before.
+The text is the part of this Python's standard library that benchmarks/demo/train.py holds out. The engine
+scores it in windows of its longest context; each window begins with the last token of the one before.
 """
 
 from __future__ import annotations
