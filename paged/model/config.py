@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from .spec import KVShape, LayerSpec, LongContext, NormSpec, RopeConfig
@@ -86,7 +87,7 @@ class LayerInputs:
     vocab_size: int  # the number of tokens that have such vectors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder: its layers, and what is around them."""
 
@@ -139,7 +140,7 @@ class ModelConfig:
                 return replace(self, long_context=LongContext(first_long, max_model_len))
         return self
 
-    # What follows from the layers
+    # What follows from the layers, and is found once, as every layer asks for it
 
     @property
     def num_layers(self) -> int:
@@ -151,23 +152,23 @@ class ModelConfig:
         """The most query heads of a layer."""
         return max(layer.attention.num_heads for layer in self.layers)
 
-    @property
+    @cached_property
     def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
         """The rotary embeddings of all layers and the dimensions of their heads, each pair once."""
         return tuple(dict.fromkeys((each.attention.rope, each.attention.kv.key_dim) for each in self.layers))
 
-    @property
+    @cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """What each layer reads of a token."""
         return tuple(layer.attention.kv for layer in self.layers)
 
-    @property
+    @cached_property
     def kv_sources(self) -> tuple[int, ...]:
         """The layer whose K and V each layer reads: mostly its own."""
         sources = (layer.attention.source for layer in self.layers)
         return tuple(i if source is None else source for i, source in enumerate(sources))
 
-    @property
+    @cached_property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
         """The layers with K and V of their own by window and shape, in groups that take about equal bytes.
 
