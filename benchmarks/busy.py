@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from benchmarks.common import checkpoint, print_json, print_table
 from paged import LLMEngine, SamplingParams
-from paged.runner.threads import usable_cores
+from paged.device.threads import usable_cores
 
 SPIN = "while True: pass"
 MAX_TOKENS = 128

@@ -43,10 +43,10 @@ from triton.runtime import JITFunction, driver
 
 from benchmarks.common import SHAPES, print_json, print_table
 from paged import LLMEngine, SamplingParams
+from paged.device.transfers import Transfers
 from paged.kernels.backend import load_kernels
 from paged.model.decoder import Decoder
-from paged.model.linear import Linear
-from paged.model.transfers import Transfers
+from paged.model.layers.linear import Linear
 from paged.runner.sizes import Sizes
 from tests.support.absent_gpu import TARGETS, AbsentGPU
 

@@ -4,8 +4,8 @@
     python -m benchmarks.perplexity --forms float32 int4-g64 int4-g128   # other groups, as an experiment
     python -m benchmarks.perplexity --forms float32 kv-bfloat16 kv-int8 kv-fp8   # only the KV cache
 
-The text is the part of this Python's standard library that paged/demo/train.py holds out. The engine scores
-it in windows of its longest context; each window begins with the last token of the one before.
+The text is the part of this Python's standard library that benchmarks/demo/train.py holds out. The engine
+scores it in windows of its longest context; each window begins with the last token of the one before.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from benchmarks.common import print_json, print_table
+from benchmarks.demo.train import encode, read_corpus
 from paged import LLMEngine
-from paged.demo.train import encode, read_corpus
 from paged.model.config import DEMO
 from paged.model.quantization import Int4Weight
 

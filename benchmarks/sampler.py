@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.common import checkpoint, print_json, print_table
 from paged import LLMEngine, SamplingParams
-from paged.model.transfers import Upload
+from paged.device.transfers import Upload
 from paged.requests.request import Request
 from paged.sampling.sampler import Draw
 

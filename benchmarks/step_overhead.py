@@ -49,7 +49,10 @@ def step_in_parts(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
     runner, times = engine.runner, [time.perf_counter()]
     schedule = engine.scheduler.schedule()
     times.append(time.perf_counter())
-    batch = runner.batch_builder.build(schedule)  # as on a CPU
+    upload = runner.transfers.new_upload()
+    step = runner.batches.put(schedule, upload)
+    upload.send()
+    batch = runner.batches.batch(step)
     times.append(time.perf_counter())
     with TrustedContents():  # as in runner.execute
         logits, best, _ = runner.compute(batch)

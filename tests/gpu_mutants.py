@@ -86,21 +86,21 @@ MUTANTS = [
     Mutant(
         "the upload of a step blocks",
         "base",
-        "model/transfers",
+        "device/transfers",
         "memory = staging.to(self.device, non_blocking=True)",
         "memory = staging.to(self.device)",
     ),
     Mutant(
         "a step's buffers are pageable",
         "base",
-        "model/transfers",
+        "device/transfers",
         ", pin_memory=True)",
         ")",
     ),
     Mutant(
         "the seats of tokens are uploaded after the draw",
         "base",
-        "runner/seated_batches",
+        "runner/batches/seats",
         "self.last_tokens.index_copy_(0, step.sampled_seats.tensor, tokens)",
         "self.last_tokens.index_copy_(0, torch.arange(len(tokens)).to(tokens.device), tokens)",
     ),
@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant(
         "attention is planned for each layer",
         "base",
-        "model/layers",
+        "model/layers/attention",
         "plan = queries.plans.get(key := (*self.plan_key, query.stride(0), table.shape[1]))",
         "plan = queries.plans.get(key := (self.layer, query.stride(0), table.shape[1]))",
     ),

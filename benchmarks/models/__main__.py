@@ -49,7 +49,7 @@ from benchmarks.models.starts import check_native_start, medians, start
 from benchmarks.models.ways import Turns, Way, ratio_rows
 from benchmarks.peers.process import ROOT
 from benchmarks.peers.report import Row
-from paged.runner.devices import resolve_dtype
+from paged.device.devices import resolve_dtype
 
 SECTIONS = ("llama", "generate", "before", "imports")
 FAMILIES = {"gemma3-1b": "gemma3-tiny", "phi3-1b": "phi3-tiny"}

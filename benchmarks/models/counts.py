@@ -42,5 +42,5 @@ def assert_equal_cost(ours: Row, twin: Row) -> None:
 
 def assert_within_windows(directory: str, longest: int) -> None:
     """Assert that no sliding window hides a token, so that all layers attend to as much as full ones."""
-    windows = [window for window in read_model(directory).layer_windows if window is not None]
+    windows = [group.window for group in read_model(directory).layer_groups if group.window is not None]
     assert longest <= min(windows, default=longest), f"{longest} tokens, and windows of {sorted({*windows})}"

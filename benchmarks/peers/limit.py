@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.timing import Limits, measure_limits
+from paged.device.devices import cpu_has_bfloat16
 from paged.model.config import ModelConfig
-from paged.runner.devices import cpu_has_bfloat16
 
 # Bytes of a weight, without the scales of quantised ones. Checkpoints are in bfloat16, and weights need not
 # be wider for computing in float32. Weights in fewer bits without loss (as on our CPU backend) may exceed the
@@ -43,17 +43,18 @@ def workload_cost(
         unread += _pairs(common_prefix, own - 1)
         kv_read += own + _pairs(own, decodes)  # its own part: once with the prompt, once for each decode
     head = model.vocab_size * model.hidden_size
-    kv_bytes_per_token = (
-        2 * model.num_layers * model.num_kv_heads * model.head_dim * (4 if dtype == "float32" else 2)
-    )
+    last = model.layers[-1].attention
+    last_kv = sum(last.kv.part_sizes)
+    kv_bytes_per_token = sum(sum(shape.part_sizes) for shape in model.kv_shapes)
+    kv_bytes_per_token *= 4 if dtype == "float32" else 2
     moved = num_steps * (model.num_layer_params + head) * WEIGHT_BYTES[dtype]
     moved += (kv_read + num_tokens) * kv_bytes_per_token
     flops = 2 * model.num_layer_params * num_tokens + 2 * head * sum(output_lens)
-    flops += 4 * model.num_layers * model.num_heads * model.head_dim * pairs
+    flops += 2 * model.num_attention_dims * pairs
     num_unread = num_tokens - sum(output_lens)
     last_layer = model.num_layer_params // model.num_layers
-    last_layer -= 2 * model.hidden_size * model.num_kv_heads * model.head_dim
-    flops -= 2 * last_layer * num_unread + 4 * model.num_heads * model.head_dim * unread
+    last_layer -= model.hidden_size * last_kv
+    flops -= 2 * last_layer * num_unread + 4 * last.num_heads * last.kv.key_dim * unread
     return moved, flops
 
 

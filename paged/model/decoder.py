@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
+from itertools import islice
 from typing import cast
 
 import torch
@@ -16,11 +16,13 @@ from ..validation import check_number
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
 from .config import ModelConfig
-from .layers import Angles, Attention, RotaryEmbedding
-from .linear import Embedding, Linear
-from .parts.layer_inputs import PerLayerEmbeddings, PerLayerGate
-from .parts.mlp import MLP, PlainMLP
-from .parts.norms import LayerNorm, RMSNorm, new_norm
+from .layers.attention import Attention
+from .layers.layer_inputs import PerLayerEmbeddings, PerLayerGate
+from .layers.linear import Embedding, Linear
+from .layers.mlp import new_feed_forward
+from .layers.norms import LayerNorm, RMSNorm, new_norm
+from .layers.rotary import RotaryEmbedding
+from .layers.token_rows import TokenRows
 from .weight_forms import Forms
 
 MAX_SCALAR = 1e6  # of a layer
@@ -39,42 +41,44 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
         super().__init__()
-        self.norm_names, self.kernels = config.norms, kernels
+        spec = config.layers[layer]
+        self.norm_names = spec.norms
+        self.kernels = kernels
         self.transposed = config.transposed_weights
-        for place, name in asdict(config.norms).items():
-            eps = config.residual_eps if place.startswith("before") else config.rms_norm_eps
-            self.register_module(place, new_norm(config, eps, kernels) if name else None)
+        for place, name in asdict(spec.norms).items():
+            norm = config.residual_norm if place.startswith("before") else config.norm
+            self.register_module(place, new_norm(norm, config.hidden_size, kernels) if name else None)
         self.attention = Attention(config, layer, kernels)
-        self.mlp = (MLP if config.gated_mlp else PlainMLP)(config, layer, kernels)
-        self.input = PerLayerGate(config, layer, kernels) if config.layer_input_size else None
+        self.mlp = new_feed_forward(spec.feed_forward, config.hidden_size, kernels)
+        self.input = PerLayerGate(config, layer, kernels) if config.layer_inputs else None
         # Multiplies the residual after the layer.
-        self.scalar = nn.Parameter(torch.empty(1), requires_grad=False) if config.layer_scalars else None
+        self.scalar = nn.Parameter(torch.empty(1), requires_grad=False) if spec.scaled else None
         self.factor = 1.0
 
     def project(
         self,
         hidden: Tensor | None,  # the previous layer's output, to be added to the residual
         residual: Tensor,  # [num_tokens, hidden_size], updated in place
-        angles: Angles,
+        rows: TokenRows,
         batch: Batch,
         kv_cache: KVCache,
     ) -> Tensor:  # [num_tokens, num_heads, head_dim]
         """Write K and V of the new tokens into the cache. Return their queries."""
         hidden = add_and_norm(hidden, residual, self.before_attention)
-        return self.attention.project(hidden, angles, batch, kv_cache)
+        return self.attention.project(hidden, rows, batch, kv_cache)
 
     def attend(
-        self, query: Tensor, residual: Tensor, inputs: Tensor | None, queries: Queries, kv_cache: KVCache
+        self, query: Tensor, residual: Tensor, rows: TokenRows, queries: Queries, kv_cache: KVCache
     ) -> Tensor | None:
         """Run the layer from attention on. Return what is left to add to the residual, which is updated in
-        place. inputs: see PerLayerEmbeddings.
+        place.
         """
         hidden = self.attention.attend(query, queries, kv_cache)
         hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
         left = self._normed(self.mlp(hidden), residual, self.after_mlp)
         if self.input is not None:
             assert left is None, "a sublayer follows one whose output is not normalised"
-            self.input(inputs, residual)
+            self.input(rows.inputs, residual)
         if self.factor != 1.0:
             assert left is None, "the residual is multiplied after the addition of an output"
             self.kernels.scale_and_cap(residual, self.factor)
@@ -123,10 +127,10 @@ class ParallelLayer(DecoderLayer):
         assert all(other is None for other in others), "a parallel layer normalises inputs, and no more"
 
     def attend(
-        self, query: Tensor, residual: Tensor, inputs: Tensor | None, queries: Queries, kv_cache: KVCache
+        self, query: Tensor, residual: Tensor, rows: TokenRows, queries: Queries, kv_cache: KVCache
     ) -> Tensor:
         """Run the layer as `DecoderLayer.attend` does."""
-        assert inputs is None, "only layers whose outputs are normalised have inputs"
+        assert rows.inputs is None, "only layers whose outputs are normalised have inputs"
         normed = add_and_norm(None, residual, self.before_mlp)
         self.kernels.add(self.attention.attend(query, queries, kv_cache), residual)
         out: Tensor = self.mlp(normed)
@@ -147,23 +151,23 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
-        self.config, self.kernels = config, kernels
+        self.config = config
+        self.kernels = kernels
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.positions = None
         if config.learned_positions:
             self.positions = Embedding(config.max_position_embeddings, config.hidden_size)
-        self.inputs = PerLayerEmbeddings(config, kernels) if config.layer_input_size else None
-        ropes = config.ropes  # once: it looks at every layer
-        tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in ropes)
+        self.inputs = PerLayerEmbeddings(config, kernels) if config.layer_inputs else None
+        tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in config.ropes)
         self.rotary = cast(Sequence[RotaryEmbedding], tables)
-        dims = [shape.key_dim for shape in config.kv_shapes]
-        self.rope_of = [ropes.index(rope) for rope in zip(config.layer_ropes, dims, strict=True)]
-        new_layer = ParallelLayer if config.parallel_residual else DecoderLayer
-        layers = nn.ModuleList(new_layer(config, i, kernels) for i in range(config.num_layers))
+        layers = nn.ModuleList(
+            (ParallelLayer if spec.parallel else DecoderLayer)(config, i, kernels)
+            for i, spec in enumerate(config.layers)
+        )
         self.layers = cast(Sequence[DecoderLayer], layers)
         # Later layers read earlier layers' K and V, so they run for output rows only.
-        self.last_kv = max(layer for layer, source in enumerate(config.kv_sources) if source == layer)
-        self.norm = new_norm(config, config.residual_eps, kernels)
+        self.last_kv = max(i for i, spec in enumerate(config.layers) if spec.attention.has_kv)
+        self.norm = new_norm(config.residual_norm, config.hidden_size, kernels)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         # The residual is kept divided by the multiplier of what is added to it: see residual_eps.
         multiplier = torch.tensor(
@@ -190,37 +194,35 @@ class Decoder(nn.Module):
         if self.embedding_factor != 1.0:
             self.kernels.scale_and_cap(residual, self.embedding_factor)
         inputs = self.inputs(batch.token_ids, residual) if self.inputs is not None else None
-        by_rope = [rotary(batch) for rotary in self.rotary]
-        angles = [by_rope[rope] for rope in self.rope_of]
+        rows = TokenRows([rotary(batch) for rotary in self.rotary], inputs)
         # Added to the embeddings by the first norm.
         hidden: Tensor | None = None if self.positions is None else self.positions(batch.positions)
-        for i, layer in enumerate(self.layers[: self.last_kv]):
-            query = layer.project(hidden, residual, angles[i], batch, kv_cache)
-            hidden = layer.attend(query, residual, inputs, batch.queries, kv_cache)
-        last = self.layers[self.last_kv]
-        query = last.project(hidden, residual, angles[self.last_kv], batch, kv_cache)
+        for layer in islice(self.layers, self.last_kv):
+            query = layer.project(hidden, residual, rows, batch, kv_cache)
+            hidden = layer.attend(query, residual, rows, batch.queries, kv_cache)
+        query = self.layers[self.last_kv].project(hidden, residual, rows, batch, kv_cache)
         return (query, residual) if inputs is None else (query, residual, inputs)
 
     def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:
         """Run what remains after `compute_kv`, for `batch.output_rows` only: few tokens of most prompts."""
         query, residual, *rest = state
-        inputs, queries = rest[0] if rest else None, batch.output_queries
+        queries = batch.output_queries
         if queries is None:
             return residual[:0]
-        last, *readers = range(self.last_kv, len(self.layers))
-        by_rope = [rotary(batch) for rotary in self.rotary] if readers else []
+        last, *readers = islice(self.layers, self.last_kv, None)
+        angles = [rotary(batch) for rotary in self.rotary] if readers else []
+        rows = TokenRows(angles, rest[0] if rest else None)
         if not batch.is_decode:
             # Not torch's indexing, whose threads go on looking for work for milliseconds.
-            take = partial(self.kernels.take_rows, indices=batch.output_rows)
-            query = take(query.flatten(1)).view(-1, *query.shape[1:])
-            residual = take(residual)
-            inputs = take(inputs) if inputs is not None else None
-            by_rope = [angles.of_rows(take) for angles in by_rope]
-        hidden = self.layers[last].attend(query, residual, inputs, queries, kv_cache)
-        for i in readers:
-            layer, angles = self.layers[i], by_rope[self.rope_of[i]]
-            query = layer.project(hidden, residual, angles, batch, kv_cache)
-            hidden = layer.attend(query, residual, inputs, queries, kv_cache)
+            taken = batch.output_rows
+            kernels = self.kernels
+            query = kernels.take_rows(query.flatten(1), taken).view(-1, *query.shape[1:])
+            residual = kernels.take_rows(residual, taken)
+            rows = rows.take(taken, kernels)
+        hidden = last.attend(query, residual, rows, queries, kv_cache)
+        for layer in readers:
+            query = layer.project(hidden, residual, rows, batch, kv_cache)
+            hidden = layer.attend(query, residual, rows, queries, kv_cache)
         return add_and_norm(hidden, residual, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden_size], from `forward` -> f32[n, vocab_size]

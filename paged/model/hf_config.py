@@ -9,24 +9,21 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, UnsupportedModelError
-from ..validation import check_number, shown
+from ..validation import shown
 from .config import ModelConfig
 from .families.multimodal import MULTIMODAL, NATIVE, Multimodal, placeholders_of, text_of
-from .families.reading import Config, activation_of, flag, head_dim_of, size
-from .families.rope import read_rope
+from .families.reading import Config, activation_of
 from .families.table import ARCHITECTURES, COMMON, Architecture
 
 MAX_JSON_BYTES = 64 * 2**20
 MAX_POINTER_BYTES = 1024
 _POINTER = re.compile(rb"version \S*git-lfs\S*\s")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-CHECKPOINT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def check_file(file: Path, most: int) -> int:
@@ -102,7 +99,7 @@ def from_hf(hf: Config) -> ModelConfig:
         return _text_alone(hf, architecture, MULTIMODAL[architecture])
     known = ARCHITECTURES[architecture]
     try:
-        return _read(architecture, known, _with_own_names(hf, known))
+        return _read(known, _with_own_names(hf, known))
     except (UnsupportedModelError, CheckpointError) as error:
         their = {ours: theirs for ours, theirs in known.keys.items() if theirs is not None}
         message = re.sub(r"\w+", lambda word: their.get(word[0], word[0]), str(error))
@@ -115,49 +112,15 @@ def _with_own_names(hf: Config, known: Architecture) -> Config:
     return hf | {ours: theirs and hf.get(theirs, hf.get(ours)) for ours, theirs in known.keys.items()}
 
 
-def _read(architecture: str, known: Architecture, hf: Config) -> ModelConfig:
+def _read(known: Architecture, hf: Config) -> ModelConfig:
     for name in REQUIRED:
         if hf.get(name) is None and known.keys.get(name, name) not in known.defaults:
             raise CheckpointError(f"{name} is missing")
-    num_heads, num_layers = size(hf, "num_attention_heads"), size(hf, "num_hidden_layers")
-    num_kv_heads = num_heads if hf["num_key_value_heads"] is None else size(hf, "num_key_value_heads")
-    head_dim = head_dim_of(hf)
-    if num_heads % num_kv_heads:
-        raise CheckpointError(
-            f"num_attention_heads {num_heads} do not divide among num_key_value_heads {num_kv_heads}"
-        )
-    declared = known.declare(hf)
-    _check_activation(hf, declared, known.defaults)
-    rope = declared.pop("rope", None) or read_rope(hf)
-    least = 2
-    if rope.type == "dynamic":
-        least = 4  # the exponent of its base is head_dim / (head_dim - 2)
-    if head_dim % 2 or head_dim < least:
-        raise CheckpointError(
-            f"head_dim must be even and at least {least} for {rope.type} rope, got {head_dim}"
-        )
-    config = ModelConfig(
-        architecture=architecture,
-        vocab_size=size(hf, "vocab_size"),
-        hidden_size=size(hf, "hidden_size"),
-        intermediate_size=declared.pop("intermediate_size", None) or size(hf, "intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=check_number(CheckpointError, "rms_norm_eps", hf["rms_norm_eps"], 0, 1, above=True),
-        max_position_embeddings=size(hf, "max_position_embeddings"),
-        rope=rope,
-        layer_ropes=declared.pop("layer_ropes", (rope,) * num_layers),
-        tie_word_embeddings=flag(hf, "tie_word_embeddings"),
-        dtype=_dtype(hf),
-        **declared,
-    )
-    if config.residual_eps > 1:
-        raise CheckpointError(
-            f"rms_norm_eps {config.rms_norm_eps:g} must be at most the square of residual_multiplier "
-            f"{config.residual_multiplier:g}"
-        )
+    config = known.read(hf)
+    # Gemma's files have both keys; its classes read the second, those of other families the first.
+    key = "hidden_activation" if "hidden_activation" in known.defaults else "hidden_act"
+    if hf.get(key) is not None:  # Raises UnsupportedModelError unless it is that of the family
+        activation_of(hf, key, tuple({layer.feed_forward.activation for layer in config.layers}))
     return config
 
 
@@ -202,20 +165,3 @@ def require_supported(hf: Config) -> str:
             "ones only"
         )
     return name
-
-
-def _check_activation(hf: Config, declared: Mapping[str, Any], defaults: Config) -> None:
-    """Raise UnsupportedModelError unless config.json names the activation that the family has."""
-    # Gemma's files have both keys; its classes read the second, those of other families the first.
-    key = "hidden_activation" if "hidden_activation" in defaults else "hidden_act"
-    if hf.get(key) is not None:
-        activation_of(hf, key, (declared.get("activation", "silu"),))
-
-
-def _dtype(hf: Config) -> str:
-    given = hf.get("dtype") or hf.get("torch_dtype") or "float32"
-    name = given.removeprefix("torch.") if isinstance(given, str) else None
-    if name not in CHECKPOINT_DTYPES:
-        supported = ", ".join(CHECKPOINT_DTYPES)
-        raise UnsupportedModelError(f"dtype {shown(given)} is not supported; supported are {supported}")
-    return "float32" if name == "float64" else name  # nothing here computes in float64

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ConfigError
-from .linear import TableForm, WeightForm
+from .layers.linear import TableForm, WeightForm
 
 # Large enough that Python's 10 µs per tile do not matter, small enough for the caches.
 TILE_ELEMENTS = 2**19

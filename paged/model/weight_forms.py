@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from .linear import Linear, PlainWeight, TableForm, WeightForm
+from .layers.linear import Linear, PlainWeight, TableForm, WeightForm
 from .quantization import Int4Weight, Int8Weight, require_kernels, require_quantization
 
 

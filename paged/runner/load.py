@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ..device.devices import check_attention, resolve_backend, weights_in_panels
 from ..errors import ConfigError
 from ..kernels.backend import load_kernels
 from ..model.config import ModelConfig
@@ -17,7 +18,6 @@ from ..model.model import Model
 from ..model.weight_forms import choose_forms, require_whole_groups
 from ..model.weights import check_weights, has_own_head, load_weights, open_tensors
 from .compile_bar import compile_bar, has_terminal
-from .devices import check_attention, resolve_backend, weights_in_panels
 from .sizes import Sizes
 
 

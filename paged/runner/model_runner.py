@@ -5,29 +5,30 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..config import EngineConfig
+from ..device.devices import resolve_device, resolve_dtype, sum_in_float32, target_of
+from ..device.threads import set_threads
+from ..device.transfers import Download, Sent, Transfers
 from ..kernels.checks import TrustedContents, in_debug_mode
-from ..model.batch import Batch, BatchBuilder
+from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
 from ..model.config import ModelConfig
-from ..model.transfers import Sent, Transfers
-from ..sampling.reporter import Reporter
-from ..sampling.sampler import Sampler
+from ..sampling.reporter import Reporter, StepReports
+from ..sampling.sampler import Draw, Sampler
 from ..sampling.structured_outputs import GrammarMasks
 from ..scheduler.schedule import Schedule, StepOutput
-from .devices import resolve_device, resolve_dtype, sum_in_float32, target_of
+from .batches.batches import Batches
+from .batches.host import HostBatches
 from .load import load_model
 from .memory import new_kv_cache, num_blocks_that_fit
 from .sizes import Sizes
-from .threads import set_threads
 
 if TYPE_CHECKING:
-    from .seated_batches import SeatedBatches  # needs Triton
     from .step_graphs import StepGraphs  # needs numba
 
 
@@ -58,26 +59,8 @@ class ModelRunner:
         self.model = load_model(self.sizes, model_config, self.device, directory)
         kernels = self.model.kernels
         self.graphs: StepGraphs | None = None
-        self.batch_builder = BatchBuilder(
-            self.sizes.block_size,
-            self.device,
-            with_rope_lens=model_config.rope.type == "dynamic",
-            long_context=model_config.long_context,
-        )
         self.transfers = Transfers(self.device)
-        self.seated_batches: SeatedBatches | None = None  # instead of the batch builder
-        if kernels.unpacks_steps:
-            from .seated_batches import SeatedBatches
-
-            self.seated_batches = SeatedBatches(
-                self.sizes.block_size,
-                self.device,
-                num_groups=len(model_config.layer_groups),
-                max_num_seqs=config.max_num_seqs,
-                max_model_len=self.sizes.max_model_len,
-                with_rope_lens=model_config.rope.type == "dynamic",
-                long_context=model_config.long_context,
-            )
+        self.batches = self._new_batches()
         self.sampler = self._new_sampler()
         self.reporter = Reporter(self.model.logits, model_config.vocab_size, kernels)
         if on_gpu:
@@ -103,19 +86,23 @@ class ModelRunner:
 
     def execute(self, schedule: Schedule) -> StepOutput:
         """Run one step. Return a token for each of schedule.sampled_requests."""
+        return self.launch(schedule).result()
+
+    def launch(self, schedule: Schedule) -> Pending:
+        """Have the device compute a step, without waiting for it."""
         # Without inference_mode: no parameter requires a gradient, so it would only cost its 40 µs.
         # Triton launches on torch's current GPU, which may be another one.
         # The scheduler's blocks and slots are right, as its invariants say.
         with self._on_device, TrustedContents():
             try:
-                return self._execute(schedule)
+                return self._launch(schedule)
             except BaseException:
                 self.sampler.forget()
                 raise
 
-    def _execute(self, schedule: Schedule) -> StepOutput:
-        seated = self.seated_batches
-        upload, download = self.transfers.new_upload(), self.transfers.new_download()
+    def _launch(self, schedule: Schedule) -> Pending:
+        upload = self.transfers.new_upload()
+        download = self.transfers.new_download()
         out, back, copies = (
             upload.put(pairs, torch.int64) if pairs else None
             for pairs in (schedule.swap_out, schedule.swap_in, schedule.copies)
@@ -123,15 +110,15 @@ class ModelRunner:
         if not schedule.requests:
             upload.send()
             self._move_blocks(out, back, copies)
-            return StepOutput()
+            return Pending(self)
         # Everything is put into the upload before it is sent.
-        prepared = seated and seated.put(schedule, upload)
+        step = self.batches.put(schedule, upload)
         draw = self.sampler.prepare(schedule.sampled_requests, schedule.sampled_positions, upload)
         asked_rows = schedule.asked_rows()
         reports = self.reporter.prepare(asked_rows, upload) if asked_rows else None
         upload.send()
         self._move_blocks(out, back, copies)
-        batch = seated.batch(prepared) if seated and prepared else self.batch_builder.build(schedule)
+        batch = self.batches.batch(step)
         masks = GrammarMasks.start(schedule.sampled_requests)
         try:
             logits, best, hidden = self.compute(batch)
@@ -139,18 +126,12 @@ class ModelRunner:
         finally:
             if masks is not None:  # also after an error, so that its worker no longer reads the requests
                 masks.wait()
-        if seated and prepared and tokens is not None:
-            seated.record(prepared, tokens)
+        if tokens is not None:
+            self.batches.record(step, tokens)
         if reports is not None and hidden is not None:
             reports.run(hidden, download)
         download.send()
-        download.wait()
-        step = draw.result()
-        if masks is not None:
-            masks.check(step)
-        if reports is not None:
-            step.reports = reports.results()
-        return step
+        return Pending(self, download, draw, masks, reports)
 
     def compute(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
         """Run the model on a batch.
@@ -169,6 +150,25 @@ class ModelRunner:
         num_logits = batch.num_logits
         logits = self.model.logits(hidden[:num_logits]) if num_logits else hidden
         return logits, None, hidden[num_logits:] if batch.num_output_rows > num_logits else None
+
+    def _new_batches(self) -> Batches[Any]:
+        model = self.model_config
+        options: dict[str, Any] = {
+            "with_rope_lens": model.rope.type == "dynamic",
+            "long_context": model.long_context,
+        }
+        if not self.model.kernels.unpacks_steps:
+            return HostBatches(self.sizes.block_size, self.device, **options)
+        from .batches.seats import SeatedBatches
+
+        return SeatedBatches(
+            self.sizes.block_size,
+            self.device,
+            num_groups=len(model.layer_groups),
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.sizes.max_model_len,
+            **options,
+        )
 
     def _new_graphs(self) -> StepGraphs | None:
         """Return where steps are recorded; None if they are not, and say so where one would expect it."""
@@ -213,3 +213,37 @@ class ModelRunner:
             cache.swap_in(back.tensor, kernels)
         if copies is not None:
             cache.copy_blocks(copies.tensor, kernels)
+
+
+class Pending:
+    """A step that was launched, and whose results are on their way to the host."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        download: Download | None = None,
+        draw: Draw | None = None,
+        masks: GrammarMasks | None = None,
+        reports: StepReports | None = None,
+    ) -> None:
+        self._runner = runner
+        self._download = download
+        self._draw = draw
+        self._masks = masks
+        self._reports = reports
+
+    def result(self) -> StepOutput:
+        """Wait for the step. Return a token for each of the schedule's sampled_requests."""
+        if self._download is None or self._draw is None:
+            return StepOutput()
+        try:
+            self._download.wait()
+            step = self._draw.result()
+        except BaseException:
+            self._runner.sampler.forget()
+            raise
+        if self._masks is not None:
+            self._masks.check(step)
+        if self._reports is not None:
+            step.reports = self._reports.results()
+        return step

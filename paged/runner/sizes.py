@@ -190,7 +190,7 @@ class Sizes:
         model, rates = self.model, HOST_RATES[self.device]
         kv_bytes = num_tokens * self.kv_bytes_per_token
         attention = num_tokens**2 * model.num_attention_dims
-        recompute_s = (2 * model.num_layer_params * num_tokens + attention) / rates.flops_per_s
+        recompute_s = (2 * model.num_active_layer_params * num_tokens + attention) / rates.flops_per_s
         return 2 * kv_bytes / (self.host_bytes_per_s or rates.bytes_per_s) < recompute_s
 
     def new_block_manager(self, num_blocks: int, num_host_blocks: int = 0) -> BlockManager:

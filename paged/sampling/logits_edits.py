@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..device.transfers import Sent, Upload
 from ..kernels.backend import Kernels
-from ..model.transfers import Sent, Upload
 from ..requests.request import Request
 from ..sampling_params import SamplingParams, num_arguments
 from .dry import DryHistory

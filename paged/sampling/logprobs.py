@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..device.transfers import Download, Received, Sent, Upload
 from ..kernels.backend import Kernels
-from ..model.transfers import Download, Received, Sent, Upload
 from ..requests.prompt_report import TokenLogprobs
 
 

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..device.transfers import Sent, Upload, arrived
 from ..kernels.backend import Kernels
-from ..model.transfers import Sent, Upload, arrived
 from ..requests.request import Request
 
 _FLOATS = ("temperature", "min_p", "top_n_sigma", "typical_p", "top_p")

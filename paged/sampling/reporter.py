@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..device.transfers import Download, Received, Upload
 from ..kernels.backend import Kernels
-from ..model.transfers import Download, Received, Upload
 from ..requests.prompt_report import TokenLogprobs
 from ..scheduler.schedule import AskedRows
 from .logprobs import AskedLogprobs

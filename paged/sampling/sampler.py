@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..device.transfers import Download, Received, Sent, Transfers, Upload
 from ..kernels.backend import Kernels
-from ..model.transfers import Download, Received, Sent, Transfers, Upload
 from ..requests.prompt_report import TokenLogprobs
 from ..requests.request import Request
 from ..scheduler.schedule import NOT_FINITE, StepOutput

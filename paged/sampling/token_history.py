@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..model.transfers import Sent, Upload
+from ..device.transfers import Sent, Upload
 from ..requests.request import Request
 
 MIN_SLOTS = 4

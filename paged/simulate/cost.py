@@ -72,7 +72,8 @@ WindowShares = Sequence[tuple[int | None, float]]
 
 def window_shares(model: ModelConfig) -> WindowShares:
     """Return the windows of a model's layers."""
-    return [(window, n / model.num_layers) for window, n in Counter(model.layer_windows).items()]
+    windows = Counter(layer.attention.window for layer in model.layers)
+    return [(window, n / model.num_layers) for window, n in windows.items()]
 
 
 def work_of(schedule: Schedule, windows: WindowShares) -> Work:
@@ -129,10 +130,11 @@ class Roofline:
         flops_efficiency: float,
         bandwidth_efficiency: float,
     ) -> None:
-        layer_params, head_params = model.num_layer_params, model.vocab_size * model.hidden_size
-        self._flops_per_token, self._flops_per_sample = 2 * layer_params, 2 * head_params
+        head_params = model.vocab_size * model.hidden_size
+        self._flops_per_token = 2 * model.num_active_layer_params
+        self._flops_per_sample = 2 * head_params
         self._flops_per_pair = 2 * model.num_attention_dims
-        self._weight_bytes = (layer_params + head_params) * element_bytes(model)
+        self._weight_bytes = (model.num_layer_params + head_params) * element_bytes(model)
         self._kv_bytes = kv_bytes
         self._flops_per_s = sheet.tflops * 1e12 * flops_efficiency
         self._bytes_per_s = sheet.memory_gb_per_s * 1e9 * bandwidth_efficiency
@@ -213,15 +215,6 @@ class StepCost:
 # Sizes
 
 
-def num_params(model: ModelConfig) -> int:
-    """Return the number of weights."""
-    rows = model.vocab_size * (1 if model.tie_word_embeddings else 2)
-    if model.learned_positions:
-        rows += model.max_position_embeddings
-    per_layer = model.layer_input_vocab_size * model.layer_input_size * model.num_layers
-    return model.num_layer_params + rows * model.hidden_size + per_layer
-
-
 def element_bytes(model: ModelConfig) -> int:
     """Return the bytes of one weight."""
     return 4 if model.dtype == "float32" else 2
@@ -232,7 +225,7 @@ def blocks_that_fit(model: ModelConfig, sheet: DataSheet, utilization: float, bl
 
     utilization: the share of the GPU's memory that may be used.
     """
-    usable_gib, weights = sheet.memory_gib * utilization, num_params(model) * element_bytes(model)
+    usable_gib, weights = sheet.memory_gib * utilization, model.num_params * element_bytes(model)
     num_blocks = math.floor((sheet.memory_gib * GIB * utilization - weights) / block_bytes)
     if num_blocks < 1:
         raise ConfigError(

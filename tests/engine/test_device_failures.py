@@ -11,10 +11,10 @@ import torch
 from transformers import LlamaConfig
 
 from paged import ConfigError, EngineDeadError, LLMEngine, RequestOutputKind, SamplingParams
+from paged.device.transfers import Upload
 from paged.kernels.gpu import backend as triton_backend
 from paged.kernels.gpu.target import in_interpreter
 from paged.model.decoder import Decoder
-from paged.model.transfers import Upload
 from tests.support.checkpoints import SHAPE, assert_all_free, checkpoint, random_model
 from tests.support.engine_uses import draws_of_a_gpu, greedy, run_to_end
 from tests.support.fake_cuda import lacks

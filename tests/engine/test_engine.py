@@ -22,7 +22,7 @@ from paged import (
     SamplingParams,
     UnknownArgumentError,
 )
-from paged.model.linear import Linear
+from paged.model.layers.linear import Linear
 from tests.support.checkpoints import (
     VOCAB_SIZE,
     assert_all_free,

@@ -4,21 +4,23 @@ from dataclasses import fields
 
 from paged.model.config import ModelConfig
 from paged.model.families.rope import ROPE_TYPES
+from paged.model.spec import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec
 from tests.aot import run_compiler
 from tests.family_mutants import SHARES
 from tests.mutants import planted
 from tests.support.family_bugs import MUTANTS
 
-# The fields of ModelConfig that every family has: a test of any of them fails without one.
+# The records of a model, and the fields that every family has: a test of any of them fails without one.
+RECORDS = (ModelConfig, LayerSpec, AttentionSpec, FeedForwardSpec, NormSpec)
 SIZES = {
-    "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
-    "num_kv_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "rope", "dtype",
-}  # fmt: skip
+    *("architecture", "vocab_size", "hidden_size", "layers", "norm", "eps", "max_position_embeddings"),
+    *("dtype", "attention", "feed_forward", "num_heads"),
+}
 OF_ROPE = {"rotary_dim", "interleaved", "attention_factor", "query_scaling_beta", *ROPE_TYPES} - {"default"}
 
 
 def test_every_part_has_a_mutant():
-    parts = {field.name for field in fields(ModelConfig)} - SIZES | OF_ROPE
+    parts = {field.name for record in RECORDS for field in fields(record)} - SIZES | OF_ROPE
     assert {mutant.part for mutant in MUTANTS} == parts
     for mutant in MUTANTS:
         planted(mutant.file, mutant.name, mutant.old, mutant.new)  # fails for a text that is not there

@@ -13,8 +13,7 @@ from paged.kernels.cpu.attention.units import SPLIT_KEYS
 from paged.kernels.plain import backend as torch_kernels
 from paged.model.decoder import Decoder
 from paged.model.hf_config import read_config
-from paged.model.layers import Attention
-from paged.simulate.cost import num_params
+from paged.model.layers.attention import Attention
 from paged.simulate.fleet import Fleet, FleetConfig
 from tests.engine.test_families import run
 from tests.engine.test_matches_transformers import assert_matches, greedy
@@ -113,4 +112,4 @@ def test_simulator_counts_the_weights(name):
     with torch.device("meta"):
         model = Decoder(config, torch_kernels)
     weights = {id(p): p for p in model.parameters() if p.dim() == 2}.values()
-    assert num_params(config) == sum(p.numel() for p in weights)
+    assert config.num_params == sum(p.numel() for p in weights)

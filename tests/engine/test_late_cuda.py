@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from paged import LLMEngine, SamplingParams
 from paged.kernels.gpu.target import in_interpreter
+from paged.runner.model_runner import Pending
 from paged.runner.swap_rate import measure_swap_rate
-from tests.support.engine_uses import CASES, draws_of_a_gpu
+from paged.scheduler.schedule import Schedule
+from tests.support.engine_uses import CASES, WAYS_TO_SAMPLE, Case, Tokens, draws_of_a_gpu, generated, sampled
 from tests.support.fake_cuda import lacks
 from tests.support.late_cuda import LateCuda, late_cuda
 
@@ -39,6 +43,41 @@ def test_swapping_is_measured_where_it_may_not_pay(mode, is_measured):
     # All 14 blocks, out and in.
     assert rate == (2 * 14 * engine.runner.sizes.block_bytes / 0.5 if is_measured else None)
     assert bool(engine.scheduler.preemption.swap_pays.__self__.host_bytes_per_s) == is_measured
+
+
+def overlapped(
+    engine: LLMEngine, prompts: list[list[int]], params: list[SamplingParams]
+) -> tuple[Tokens, int]:
+    """Keep two steps in flight. Return the tokens, and how often there were two."""
+    scheduler = engine.scheduler
+    for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(i), prompt, own)
+    requests = [*scheduler.waiting()]
+    in_flight: deque[tuple[Schedule, Pending]] = deque()
+    num_overlaps = 0
+    while scheduler.has_unfinished():
+        schedule = scheduler.schedule()
+        if not schedule.is_empty:
+            num_overlaps += len(in_flight)
+            in_flight.append((schedule, engine.runner.launch(schedule)))
+        if schedule.is_empty or len(in_flight) == 2:
+            oldest, pending = in_flight.popleft()
+            scheduler.update(oldest, pending.result().tokens)
+    return [request.token_ids[request.num_prompt_tokens :] for request in requests], num_overlaps
+
+
+def test_two_steps_in_flight_give_the_tokens_of_one():
+    """What a step does after its launch reads nothing that the next schedule changes."""
+    params = [SamplingParams(max_tokens=5, ignore_eos=True, **WAYS_TO_SAMPLE[i]) for i in (0, 1, 2, 5)]
+    prompts = [[*range(20 + i, 32 + i)] for i in range(4)]
+    case = Case("llama", {"max_num_batched_tokens": 24}, sampled)
+    with draws_of_a_gpu():
+        expected = generated(case.engine(), prompts, params)
+    with late_cuda(seed=11):
+        engine = case.engine(device="cuda", attention_backend="triton")
+        tokens, num_overlaps = overlapped(engine, prompts, params)
+    assert tokens == expected
+    assert num_overlaps > 4
 
 
 # What the stand-in shows

@@ -11,7 +11,8 @@ import torch
 from paged.kernels.plain import backend as torch_kernels
 from paged.model.cache.kv_cache import KVCache
 from paged.model.cache.layout import CacheLayout
-from paged.model.config import KVShape, ModelConfig
+from paged.model.config import ModelConfig
+from paged.model.spec import KVShape
 from paged.simulate.model import read_model
 
 DEMO = read_model("demo")
@@ -23,14 +24,14 @@ SHAPES = [KVShape(2, 16, 16), KVShape(1, 32, 32), KVShape(3, 24, 16), KVShape(1,
 def model(
     shapes: tuple[KVShape, ...], windows: tuple[int | None, ...] = (), sources: tuple[int, ...] = ()
 ) -> ModelConfig:
-    return replace(
-        DEMO,
-        num_layers=len(shapes),
-        layer_kv=shapes,
-        layer_sources=sources,
-        layer_windows=windows or (None,) * len(shapes),
-        layer_ropes=(DEMO.rope,) * len(shapes),
-    )
+    usual = DEMO.layers[0]
+    layers = []
+    for i, shape in enumerate(shapes):
+        source = sources[i] if sources and sources[i] != i else None
+        window = windows[i] if windows else None
+        attention = replace(usual.attention, kv=shape, window=window, source=source)
+        layers.append(replace(usual, attention=attention))
+    return replace(DEMO, layers=tuple(layers))
 
 
 def random_model(rng: random.Random) -> ModelConfig:

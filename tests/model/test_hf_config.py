@@ -14,11 +14,13 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paged.errors import CheckpointError, UnsupportedModelError
-from paged.model.config import DEMO, KVShape
+from paged.model.config import DEMO
 from paged.model.families.table import ARCHITECTURES
 from paged.model.hf_config import from_hf, read_config
+from paged.model.spec import KVShape
 from paged.text.tokenizer import Tokenizer
 from tests.support.checkpoints import CONFIGS, edit_json
+from tests.support.specs import value_at
 
 SIZES = {
     "vocab_size": 211,
@@ -116,14 +118,15 @@ OWN_KEYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "GPT2LMHeadModel": (
         {"vocab_size": 211, "n_embd": 64, "n_layer": 3, "n_head": 2, "n_positions": 99, "n_inner": 50,
          "scale_attn_weights": False, "layer_norm_epsilon": 1e-3, "activation_function": "gelu"},
-        {"hidden_size": 64, "num_layers": 3, "num_heads": 2, "head_dim": 32, "max_context": 99,
-         "intermediate_size": 50, "attention_scale": 1.0, "rms_norm_eps": 1e-3, "activation": "gelu"},
+        {"hidden_size": 64, "num_layers": 3, "num_heads": 2, "layer.attention.kv.key_dim": 32,
+         "max_context": 99, "layer.feed_forward.size": 50, "layer.attention.scale": 1.0, "norm.eps": 1e-3,
+         "layer.feed_forward.activation": "gelu"},
     ),
     "GPTNeoXForCausalLM": (
         {**SIZES, "hidden_size": 512, "rotary_pct": 0.5, "rotary_emb_base": 500, "layer_norm_eps": 1e-3,
          "hidden_act": "gelu_new", "use_parallel_residual": False, "attention_bias": False},
-        {"parallel_residual": False, "qkv_bias": False, "output_bias": False, "mlp_bias": True,
-         "rms_norm_eps": 1e-3, "activation": "gelu_tanh"},
+        {"layer.parallel": False, "layer.attention.qkv_bias": False, "layer.attention.output_bias": False,
+         "layer.feed_forward.bias": True, "norm.eps": 1e-3, "layer.feed_forward.activation": "gelu_tanh"},
     ),
 }  # fmt: skip
 
@@ -135,7 +138,7 @@ def test_keys_of_their_own_are_as_in_transformers(architecture):
     hf = known | values
     config = from_hf(hf)
     assert config == from_hf(completed(hf))
-    assert {name: getattr(config, name) for name in expected} == expected
+    assert {name: value_at(config, name) for name in expected} == expected
     if "rotary_pct" in values:
         assert (config.rope.theta, config.rope.rotary_dim) == (500, 8)
 
@@ -144,7 +147,8 @@ def test_gpt2_has_defaults_where_others_must_say():
     hf = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **SIZES, "num_key_value_heads": 2}
     config = from_hf(hf)
     # As transformers, which knows neither intermediate_size nor num_key_value_heads here.
-    assert (config.intermediate_size, config.num_kv_heads) == (512, 32)
+    layer = config.layers[0]
+    assert (layer.feed_forward.size, layer.attention.kv.num_kv_heads) == (512, 32)
     assert (config.learned_positions, config.max_context) == (True, 1024)
 
 
@@ -160,7 +164,7 @@ def test_yarn_s_factor_is_that_of_transformers(scaling):
 def test_null_kv_heads_are_as_many_as_heads():
     hf = LLAMA | {"num_key_value_heads": None}
     assert from_hf(hf) == from_hf(completed(hf))
-    assert from_hf(hf).num_kv_heads == 32
+    assert from_hf(hf).kv_shapes[0].num_kv_heads == 32
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -451,7 +455,7 @@ def test_what_layers_of_gemma4_read(is_written_by_layer):
     sliding, full = KVShape(4, 48, 48), KVShape(2, 64, 64)
     assert config.kv_shapes == ((sliding,) * 5 + (full,)) * 2
     assert config.kv_sources == (*range(8), 7, 7, 7, 5)
-    assert config.keys_as_values == (5,)
+    assert [i for i, layer in enumerate(config.layers) if layer.attention.keys_as_values] == [5]
     assert config.tensor_names.skipped_prefixes[-4:] == tuple(
         f"model.layers.11.self_attn.{name}." for name in ("k_proj", "v_proj", "k_norm", "v_norm")
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paged import LLMEngine, SamplingParams
-from paged.model.linear import Linear, PlainWeight
+from paged.model.layers.linear import Linear, PlainWeight
 from paged.model.weight_forms import PackedWeight, can_pack
 from tests.support.error_bounds import assert_product
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paged import CheckpointError, ConfigError, LLMEngine, SamplingParams
 from paged.model.decoder import Decoder
-from paged.model.linear import Linear, PlainWeight
+from paged.model.layers.linear import Linear, PlainWeight
 from paged.model.panels import PANEL_FORMS
 from paged.model.quantization import Int4Weight, Int8Weight
 from paged.model.weight_forms import Forms, choose_forms

@@ -19,7 +19,7 @@ from paged.model.config import DEMO
 from paged.model.generation_config import read_eos_token_ids
 from paged.model.hf_config import read_config
 from paged.model.hub import resolve
-from paged.model.linear import Embedding, Linear
+from paged.model.layers.linear import Embedding, Linear
 from paged.model.safetensors_file import SafetensorsFile, StoredTensor
 from tests.support.checkpoints import (
     CONFIGS,
@@ -31,6 +31,7 @@ from tests.support.checkpoints import (
     random_model,
     reference,
 )
+from tests.support.specs import windows
 
 PROMPTS = ragged_prompts([5, 30])
 
@@ -572,9 +573,9 @@ def test_eos_ids_come_from_generation_config_before_config(tmp_path):
 
 
 def test_config_reads_each_layers_window():
-    assert read_config(checkpoint("mistral")).layer_windows == (24, 24)
-    assert read_config(checkpoint("qwen2-mixed")).layer_windows == (24, None)
-    assert read_config(checkpoint("qwen2")).layer_windows == (None, None)
+    assert windows(read_config(checkpoint("mistral"))) == (24, 24)
+    assert windows(read_config(checkpoint("qwen2-mixed"))) == (24, None)
+    assert windows(read_config(checkpoint("qwen2"))) == (None, None)
 
 
 def test_header_names_every_shape():

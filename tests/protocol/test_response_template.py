@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from paged import CheckpointError, ConfigError, RequestError
-from paged.model.response_template import ResponseTemplate
 from paged.protocol.chat_output.chat_format import ChatFormat
 from paged.protocol.chat_output.parts import ChatOutput
 from paged.protocol.chat_output.plan import ToolPlan
+from paged.protocol.chat_output.response_template import ResponseTemplate
 
 WRAPPED = {"type": "function", "function": "{content}"}
 # Of two families: JSON in tags after reasoning, and parameters in tags of their own.

@@ -12,10 +12,12 @@ import torch
 from paged import ConfigError, EngineConfig
 from paged.kernels.gpu.attention.config import choose_config
 from paged.kernels.gpu.attention.descriptors import loads_by_descriptors
+from paged.model.spec import KVShape
 from paged.runner.sizes import Sizes
 from paged.simulate.fleet import Fleet, FleetConfig
 from paged.simulate.model import read_model
 from tests.support.checkpoints import checkpoint, edit_json, new_engine
+from tests.support.specs import with_attention
 
 MODEL = read_model("demo")  # 4 layers, hidden 256, MLP 512, 8 heads of 64, 2 of them for K and V, 2048 tokens
 BLOCK_BYTES = 16 * 2 * 4 * 2 * 64 * 2
@@ -44,7 +46,8 @@ def test_defaults_of_a_device(device, budget, space):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_blocks_are_as_large_as_descriptors_need(target, head_dim, dtype):
     """64 tokens exactly where decodes load by descriptors from blocks of 64."""
-    model, dtype_of_torch = replace(MODEL, head_dim=head_dim), getattr(torch, dtype)
+    model = with_attention(MODEL, kv=KVShape(2, head_dim, head_dim))
+    dtype_of_torch = getattr(torch, dtype)
     found = Sizes(EngineConfig(model="demo"), model, "cuda", dtype, target).block_size
     caches = [torch.empty(2, 64, 2, head_dim, dtype=dtype_of_torch) for _ in range(2)]
     config = choose_config(head_dim, 4, dtype_of_torch, "decode", target or "sm_80")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from paged import RequestError, RequestOutput, SamplingParams
+from paged.device.transfers import Transfers
 from paged.kernels.backend import Kernels, load_kernels
 from paged.kernels.reference import token_logprobs as by_sorting
-from paged.model.transfers import Transfers
 from paged.requests.prompt_report import PromptReport, TokenLogprobs
 from paged.requests.request import Request, RequestInputs
 from paged.sampling import reporter

@@ -23,13 +23,13 @@ from paged.simulate.cost import (
     Roofline,
     StepCost,
     blocks_that_fit,
-    num_params,
     work_of,
 )
 from paged.simulate.fleet import Fleet, FleetConfig
 from paged.simulate.model import read_model
 from paged.simulate.timeline import Timeline
 from paged.simulate.workload import Workload
+from tests.support.specs import windows
 
 MODEL = read_model("demo")  # 4 layers, hidden 256, MLP 512, 8 heads of 64, 2 KV heads, 4096 tokens
 LAYER_PARAMS = 4 * (256 * 8 * 64 + 2 * 256 * 2 * 64 + 8 * 64 * 256 + 3 * 256 * 512)
@@ -110,7 +110,7 @@ class TestCost:
         assert (half.context, half.pairs) == ((10 + 16) / 2, (19 + 10 + 3 + 4 + 5 + 6) / 2)
 
     def test_memory(self):
-        assert num_params(MODEL) == LAYER_PARAMS + HEAD_PARAMS  # tied embeddings
+        assert MODEL.num_params == LAYER_PARAMS + HEAD_PARAMS  # tied embeddings
         sheet = DATA_SHEETS["L4"]
         free = 24 * 2**30 * 0.5 - 2 * (LAYER_PARAMS + HEAD_PARAMS)
         assert blocks_that_fit(MODEL, sheet, 0.5, 16 * KV_BYTES) == free // (16 * KV_BYTES)
@@ -511,9 +511,9 @@ def test_configs_from_hub_and_damaged(tmp_path):
     file = tmp_path / "config.json"
     qwen = {**hf, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 128}
     file.write_text(json.dumps({**qwen, "use_sliding_window": True, "max_window_layers": 3}))
-    assert read_model(str(tmp_path)).layer_windows == (None, None, None, 128)
+    assert windows(read_model(str(tmp_path))) == (None, None, None, 128)
     file.write_text(json.dumps(qwen))
-    assert read_model(str(tmp_path)).layer_windows == (None,) * 4
+    assert windows(read_model(str(tmp_path))) == (None,) * 4
     del hf["hidden_size"]
     file.write_text(json.dumps(hf))
     refused(["--model", tmp_path], r"config\.json: hidden_size is missing")

@@ -45,7 +45,7 @@ from transformers import (
 )
 
 from paged import LLMEngine
-from paged.model.transfers import Sent
+from paged.device.transfers import Sent
 
 # torch looks up the constructors that obey `with torch.device(...)` at the first such block. That must happen
 # before conftest wraps torch.empty, or a model built on the meta device would be allocated.

@@ -2,10 +2,19 @@
 
 from typing import NamedTuple
 
-TABLE, LAYERS, DECODER, ROPE = "model/families/table", "model/layers", "model/decoder", "model/families/rope"
-CONFIG, MULTIMODAL = "model/config", "model/families/multimodal"
-MLP, NORMS = "model/parts/mlp", "model/parts/norms"
-GEMMA4, INPUTS = "model/families/gemma4", "model/parts/layer_inputs"
+TABLE = "model/families/table"
+GPT = "model/families/gpt"
+GEMMA4 = "model/families/gemma4"
+MULTIMODAL = "model/families/multimodal"
+ROPE = "model/families/rope"
+CONFIG = "model/config"
+DECODER = "model/decoder"
+ATTENTION = "model/layers/attention"
+ROTARY = "model/layers/rotary"
+MLP = "model/layers/mlp"
+NORMS = "model/layers/norms"
+INPUTS = "model/layers/layer_inputs"
+ROWS = "model/layers/token_rows"
 
 
 class Mutant(NamedTuple):
@@ -41,30 +50,30 @@ BUGS = {
             '"post_attention_layernorm", "post_self_attn_layernorm"',
         ),
         (
-            "fused_gate_up",
+            "fused",
             "gate and up are read from a tensor each",
             MLP,
-            "config.fused_gate_up,",
-            "False,",
+            "self.fused = spec.fused",
+            "self.fused = False",
         ),
         (
             "rotary_dim",
             "what is not rotated is scaled",
-            LAYERS,
+            ROTARY,
             "(0, kept), value=1.0)",
             "(0, kept), value=0.9)",
         ),
         (
             "interleaved",
             "an interleaved rope is not un-permuted",
-            LAYERS,
+            ROTARY,
             "if rope.interleaved else",
             "if False else",
         ),
         (
             "interleaved",
             "biases are not un-permuted",
-            LAYERS,
+            ATTENTION,
             "(self.qkv.weight, self.qkv.bias) if",
             "(self.qkv.weight,) if",
         ),
@@ -77,10 +86,10 @@ BUGS = {
             "norm.into(hidden, residual, add=True)",
             "residual.add_(hidden)",
         ),
-        ("qk_norm", "K is not normalised", LAYERS, "self.key_norm.into(key, key)", "pass"),
+        ("qk_norm", "K is not normalised", ATTENTION, "self.key_norm.into(key, key)", "pass"),
     ],
     matches("gemma2"): [
-        ("norm_unit_offset", "1 is not added to norms", TABLE, '"norm_unit_offset": True,', ""),
+        ("unit_offset", "1 is not added to norms", TABLE, "read_norm(hf, unit_offset=True)", "read_norm(hf)"),
         (
             "embedding_multiplier",
             "embeddings are not multiplied",
@@ -95,13 +104,13 @@ BUGS = {
             "logits_divisor, self.config.logits_softcap)",
             "logits_divisor)",
         ),
-        ("attention_softcap", "scores are not capped", LAYERS, "softcap=self.softcap,", ""),
+        ("softcap", "scores are not capped", ATTENTION, "softcap=self.spec.softcap,", ""),
         ("activation", "GELU is silu", MLP, "if is_silu else kernels.gelu_and_mul", ""),
     ],
     matches("gemma3"): [
-        ("norm_unit_offset", "1 is not added to norms of Q", LAYERS, "self.query_norm.unit_offset", "False"),
+        ("unit_offset", "1 is not added to norms of Q", ATTENTION, "self.query_norm.unit_offset", "False"),
         (
-            "layer_ropes",
+            "rope",
             "all layers have one rope",
             ROPE,
             "tuple(ropes[kind] for kind in layer_types)",
@@ -112,7 +121,7 @@ BUGS = {
         (
             "qk_norm",
             "Q has the norm of K",
-            LAYERS,
+            ATTENTION,
             '"query_norm_weight": self.query_norm.weight',
             '"query_norm_weight": self.key_norm.weight',
         ),
@@ -128,7 +137,7 @@ BUGS = {
         (
             "qkv_bias",
             "biases of Q, K and V are not added",
-            LAYERS,
+            ATTENTION,
             "self.qkv(hidden)",
             "self.qkv.form(hidden, None)",
         ),
@@ -137,12 +146,12 @@ BUGS = {
         (
             "output_bias",
             "the bias of attention's output is not added",
-            LAYERS,
+            ATTENTION,
             "self.output(attended.flatten(1))",
             "self.output.form(attended.flatten(1), None)",
         ),
         (
-            "mlp_bias",
+            "bias",
             "biases of gate and up are not added",
             MLP,
             "self.gate_up(hidden)",
@@ -150,22 +159,34 @@ BUGS = {
         ),
     ],
     matches("phi3"): [
-        ("fused_qkv", "Q, K and V are read from a tensor each", LAYERS, "config.fused_qkv", "False"),
-        ("rotary_dim", "a partial rope is not un-permuted", LAYERS, "if self.dim_order is None:", "if True:"),
+        (
+            "stored",
+            "Q, K and V are read from a tensor each",
+            ATTENTION,
+            'if self.spec.stored != "separate":',
+            "if False:",
+        ),
+        (
+            "rotary_dim",
+            "a partial rope is not un-permuted",
+            ATTENTION,
+            "if self.dim_order is None:",
+            "if True:",
+        ),
     ],
     matches("smollm3"): [
-        ("layer_ropes", "a layer without rope has one", TABLE, "rope if rotated else NO_ROPE", "rope"),
+        ("rope", "a layer without rope has one", TABLE, "rope if rotated else NO_ROPE", "rope"),
     ],
     matches("olmo3"): [
         (
             "attention_factor",
             "cos and sin are not scaled",
-            LAYERS,
+            ROTARY,
             "if self.rope.attention_factor != 1.0:",
             "if False:",
         ),
         (
-            "layer_windows",
+            "window",
             "a window is ignored",
             "model/families/reading",
             'window if kind == "sliding_attention" else None',
@@ -176,7 +197,7 @@ BUGS = {
         (
             "linear",
             "linear rope is not scaled",
-            LAYERS,
+            ROTARY,
             "return frequencies / rope.factor",
             "return frequencies",
         ),
@@ -185,19 +206,19 @@ BUGS = {
         (
             "dynamic",
             "dynamic rope does not know the length",
-            LAYERS,
+            ROTARY,
             "batch.rope_lens.clamp(min=trained)",
             "batch.rope_lens * 0 + trained",
         ),
     ],
     matches("llama-llama3"): [
-        ("llama3", "Llama 3's rope is not scaled", LAYERS, 'if rope.type != "llama3":', "if True:"),
+        ("llama3", "Llama 3's rope is not scaled", ROTARY, 'if rope.type != "llama3":', "if True:"),
     ],
     matches("llama-yarn"): [
-        ("yarn", "yarn keeps no frequency", LAYERS, "return 1 - ramp.clamp(0.0, 1.0)", "return 0 * ramp"),
+        ("yarn", "yarn keeps no frequency", ROTARY, "return 1 - ramp.clamp(0.0, 1.0)", "return 0 * ramp"),
     ],
     matches("phi3-longrope"): [
-        ("longrope", "longrope is short", LAYERS, "if is_long else", "if False else"),
+        ("longrope", "longrope is short", ROTARY, "if is_long else", "if False else"),
         (
             "long_context",
             "a request that grows long keeps its K and V",
@@ -207,8 +228,8 @@ BUGS = {
         ),
     ],
     matches("granite-swa"): [
-        ("attention_sinks", "sinks are ignored", LAYERS, "sinks=self.sinks,", ""),
-        ("layer_ropes", "bases of layers are ignored", TABLE, "replace(rope, theta=float(theta))", "rope"),
+        ("sinks", "sinks are ignored", ATTENTION, "sinks=self.sinks,", ""),
+        ("rope", "bases of layers are ignored", TABLE, "replace(rope, theta=float(theta))", "rope"),
     ],
     matches("granite"): [
         ("residual_multiplier", "outputs are not multiplied", DECODER, "/ config.residual_multiplier", ""),
@@ -216,11 +237,17 @@ BUGS = {
             "residual_multiplier",
             "eps is not scaled",
             CONFIG,
-            "self.rms_norm_eps / self.residual_multiplier**2",
-            "self.rms_norm_eps",
+            "self.norm.eps / self.residual_multiplier**2",
+            "self.norm.eps",
         ),
         ("logits_divisor", "logits are not divided", DECODER, "1 / self.config.logits_divisor", "1.0"),
-        ("attention_scale", "scores are not multiplied", LAYERS, "config.attention_scale or", ""),
+        (
+            "scale",
+            "scores are not multiplied",
+            ATTENTION,
+            "scale=self.spec.scale",
+            "scale=self.head_dim**-0.5",
+        ),
     ],
     "tests/model/test_hf_config.py::test_gemma3_s_context_includes_the_scaling": [
         (
@@ -242,7 +269,7 @@ BUGS = {
     ],
     matches("ministral"): [
         (
-            "layer_windows",
+            "window",
             "layer_types are ignored",
             TABLE,
             'layer_types_of(hf, ("sliding_attention",) * size(hf, "num_hidden_layers"))',
@@ -255,7 +282,7 @@ BUGS = {
         (
             "query_scaling_beta",
             "queries are scaled by their position",
-            LAYERS,
+            ROTARY,
             'positions.div(trained, rounding_mode="floor")',
             "positions / trained",
         ),
@@ -291,15 +318,21 @@ BUGS = {
         ),
     ],
     "tests/model/test_cache_layout.py::test_groups_take_about_equal_bytes": [
-        ("layer_kv", "all layers have one head shape", CONFIG, "return self.layer_kv or (", "return ("),
+        (
+            "kv",
+            "all layers have one head shape",
+            CONFIG,
+            "tuple(layer.attention.kv for layer in self.layers)",
+            "tuple(self.layers[0].attention.kv for _ in self.layers)",
+        ),
     ],
     "tests/model/test_cache_layout.py::test_layers_that_read_another_layer_take_no_room": [
         (
-            "layer_sources",
+            "source",
             "all layers have K and V of their own",
             CONFIG,
-            "return self.layer_sources or tuple(",
-            "return tuple(",
+            "i if source is None else source for",
+            "i for",
         ),
     ],
     matches("gpt2"): [
@@ -311,9 +344,9 @@ BUGS = {
             "self.positions(batch.positions * 0)",
         ),
         ("transposed_weights", "weights are not transposed", DECODER, "if self.transposed:", "if False:"),
-        ("gated_mlp", "every MLP has a gate", DECODER, "(MLP if config.gated_mlp else PlainMLP)", "MLP"),
+        ("gated", "every MLP has a gate", MLP, "(MLP if spec.gated else PlainMLP)", "MLP"),
         (
-            "layer_norm",
+            "subtracts_mean",
             "biases of norms are not added",
             NORMS,
             "layer_norm(x, self.weight, self.bias,",
@@ -322,81 +355,81 @@ BUGS = {
     ],
     matches("gpt_neox"): [
         (
-            "parallel_residual",
+            "parallel",
             "the MLP follows attention",
             DECODER,
-            "ParallelLayer if config.parallel_residual else",
-            "",
+            "(ParallelLayer if spec.parallel else DecoderLayer)",
+            "DecoderLayer",
         ),
         (
-            "qkv_by_head",
+            "stored",
             "Q, K and V by head stay so",
-            LAYERS,
+            ATTENTION,
             "by_head.transpose(0, 1).reshape",
             "by_head.reshape",
         ),
         ("activation", "GELU is approximated", MLP, "tanh=self.tanh", "tanh=not self.tanh"),
     ],
     matches("gemma4"): [
-        ("value_norm", "V is not normalised", LAYERS, "self.value_norm.into(values, values)", "pass"),
+        ("value_norm", "V is not normalised", ATTENTION, "self.value_norm.into(values, values)", "pass"),
         (
-            "layer_sources",
+            "source",
             "layers read the first one of their type",
             GEMMA4,
             "{kind: layer for layer, kind in enumerate(layer_types[:num_own])}",
             "{kind: layer_types.index(kind) for kind in layer_types[:num_own]}",
         ),
         (
-            "layer_sources",
+            "source",
             "rows that are left have the angles of others",
-            DECODER,
-            "angles.of_rows(take) for angles in by_rope",
-            "angles for angles in by_rope",
+            ROWS,
+            "[angles.take(indices, kernels) for angles in self.angles]",
+            "self.angles",
         ),
-        ("layer_mlps", "MLPs are not wide", GEMMA4, "inner * (1 + (is_wide and layer in shared))", "inner"),
-        ("layer_scalars", "scalars are ignored", DECODER, "if self.factor != 1.0:", "if False:"),
-        ("proportional", "all is rotated", LAYERS, "int(rope.rotated_part * rotary_dim // 2)", "rotary_dim"),
-        ("layer_input_size", "inputs are ignored", DECODER, "self.input(inputs, residual)", "pass"),
+        ("size", "MLPs are not wide", GEMMA4, "inner * (1 + (is_wide and source is not None))", "inner"),
+        ("scaled", "scalars are ignored", DECODER, "if self.factor != 1.0:", "if False:"),
+        ("proportional", "all is rotated", ROTARY, "int(rope.rotated_part * rotary_dim // 2)", "rotary_dim"),
+        ("layer_inputs", "inputs are ignored", DECODER, "self.input(rows.inputs, residual)", "pass"),
         (
-            "layer_input_size",
+            "layer_inputs",
             "layers have the input of the first one",
             INPUTS,
             "slice(layer * size, (layer + 1) * size)",
             "slice(size)",
         ),
         (
-            "layer_input_size",
+            "layer_inputs",
             "embeddings of inputs are not multiplied",
             INPUTS,
             "self.kernels.scale_and_cap(inputs, self.factor)",
             "pass",
         ),
         (
-            "layer_input_size",
+            "layer_inputs",
             "eps of inputs is not scaled",
             INPUTS,
-            "config.rms_norm_eps * config.hidden_size",
-            "config.rms_norm_eps",
+            "config.norm.eps * config.hidden_size",
+            "config.norm.eps",
         ),
         (
-            "layer_input_size",
+            "layer_inputs",
             "eps of what is made of inputs is not scaled",
             INPUTS,
-            "2 * config.rms_norm_eps",
-            "config.rms_norm_eps",
+            "2 * config.norm.eps",
+            "config.norm.eps",
         ),
         (
-            "layer_input_vocab_size",
+            "layer_inputs",
             "the table has as many tokens as the model",
             INPUTS,
-            "config.layer_input_vocab_size",
+            "config.layer_inputs.vocab_size",
             "config.vocab_size",
         ),
     ],
     matches("gemma4-keys-as-values"): [
-        ("keys_as_values", "V is not made of what W_k makes", LAYERS, "value.copy_(key)", "pass"),
+        ("keys_as_values", "V is not made of what W_k makes", ATTENTION, "value.copy_(key)", "pass"),
         (
-            "layer_kv",
+            "kv",
             "all layers have one number of KV heads",
             GEMMA4,
             "_shape({**usual, **own},",
@@ -405,7 +438,7 @@ BUGS = {
         (
             "proportional",
             "rope is not stretched",
-            LAYERS,
+            ROTARY,
             'in ("linear", "proportional")',
             'in ("linear",)',
         ),

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ...kernels.backend import Kernels
 from ...kernels.checks import QUANTIZED_DTYPES
-from ..config import KVShape, ModelConfig
+from ..config import ModelConfig
+from ..spec import KVShape
 from .layout import CacheLayout, Place
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ..config import KVShape, LayerGroup, ModelConfig
+from ..config import LayerGroup, ModelConfig
+from ..spec import KVShape
 
 
 class Place(NamedTuple):

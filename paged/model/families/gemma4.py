@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ...errors import CheckpointError, UnsupportedModelError
 from ...validation import check_int, check_number, shown
-from ..config import KVShape, NormNames, TensorNames
+from ..config import LayerInputs, ModelConfig, TensorNames
+from ..spec import KVShape, LayerSpec
+from .build import AROUND_SUBLAYERS, read_attention, read_feed_forward, read_model
 from .reading import CEILINGS, Config, flag, full_every, head_dim_of, layer_types_of, size, softcap_of
 from .rope import by_layer_type, ropes_by_type
 
@@ -39,55 +42,61 @@ _ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
-_NORMS = NormNames(
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-)
 
 
-def gemma4(hf: Config) -> dict[str, Any]:
-    """Return the fields of ModelConfig."""
+def gemma4(hf: Config) -> ModelConfig:
+    """Read Gemma 4."""
     _refuse(hf)
-    bias, num_layers = flag(hf, "attention_bias"), size(hf, "num_hidden_layers")
     # Whatever its type is said to be, transformers gives the last layer full attention.
     layer_types = (*layer_types_of(hf, full_every(6, hf))[:-1], "full_attention")
     shapes = _shapes(hf, layer_types)
     sources = _sources(hf, layer_types, shapes)
-    shared = [layer for layer, source in enumerate(sources) if layer != source]
-    inner, is_wide = size(hf, "intermediate_size"), flag(hf, "use_double_wide_mlp")
+    by_layer = by_layer_type(hf, layer_types, _ropes(hf))
+    usual = read_attention(
+        hf,
+        rope=by_layer["rope"],
+        scale=1.0,
+        qkv_bias=flag(hf, "attention_bias"),
+        output_bias=flag(hf, "attention_bias"),
+        qk_norm="head",
+        value_norm=True,
+    )
+    inner = size(hf, "intermediate_size")
+    is_wide = flag(hf, "use_double_wide_mlp")
     has_no_values = flag(hf, "attention_k_eq_v")
-    return {
-        **by_layer_type(hf, layer_types, _ropes(hf)),
-        **_layer_inputs(hf),
-        "qkv_bias": bias,
-        "output_bias": bias,
-        "mlp_bias": False,
-        "qk_norm": "head",
-        "value_norm": True,
-        "norms": _NORMS,
-        "layer_scalars": True,
-        "activation": "gelu_tanh",
-        "exceeds_float16": True,
-        "context_is_scaled": True,
-        "attention_scale": 1.0,
-        "logits_softcap": softcap_of(hf, "final_logit_softcapping"),
-        "embedding_multiplier": size(hf, "hidden_size") ** 0.5,
-        "layer_kv": shapes,
-        "layer_sources": sources,
-        "layer_mlps": tuple(inner * (1 + (is_wide and layer in shared)) for layer in range(num_layers)),
-        "keys_as_values": tuple(
-            layer
-            for layer, kind in enumerate(layer_types)
-            if has_no_values and kind == "full_attention" and layer not in shared
-        ),
+    layers = []
+    for layer, kind in enumerate(layer_types):
+        source = sources[layer]
+        attention = replace(
+            usual,
+            kv=shapes[layer],
+            rope=by_layer["ropes"][layer],
+            window=by_layer["windows"][layer],
+            source=source,
+            keys_as_values=has_no_values and kind == "full_attention" and source is None,
+        )
+        width = inner * (1 + (is_wide and source is not None))
+        mlp = read_feed_forward(hf, size=width, activation="gelu_tanh")
+        layers.append(LayerSpec(attention=attention, feed_forward=mlp, norms=AROUND_SUBLAYERS, scaled=True))
+    return read_model(
+        hf,
+        tuple(layers),
+        rope=by_layer["rope"],
+        layer_inputs=_layer_inputs(hf),
+        exceeds_float16=True,
+        context_is_scaled=True,
+        logits_softcap=softcap_of(hf, "final_logit_softcapping"),
+        embedding_multiplier=size(hf, "hidden_size") ** 0.5,
         # Checkpoints have tensors that these layers do not use.
-        "tensor_names": TensorNames(
+        tensor_names=TensorNames(
             skipped_prefixes=tuple(
                 f"model.layers.{layer}.self_attn.{name}."
-                for layer in shared
+                for layer, source in enumerate(sources)
+                if source is not None
                 for name in ("k_proj", "v_proj", "k_norm", "v_norm")
             )
         ),
-    }
+    )
 
 
 def _refuse(hf: Config) -> None:
@@ -162,8 +171,8 @@ def _shape(own: Config, called: dict[str, str], num_heads: int) -> KVShape:
     return KVShape(num_kv_heads, head_dim, head_dim)
 
 
-def _sources(hf: Config, layer_types: tuple[str, ...], shapes: tuple[KVShape, ...]) -> tuple[int, ...]:
-    """For each layer, return the layer whose K and V it reads.
+def _sources(hf: Config, layer_types: tuple[str, ...], shapes: tuple[KVShape, ...]) -> tuple[int | None, ...]:
+    """For each layer, return the earlier layer whose K and V it reads; None: it has its own.
 
     The last num_kv_shared_layers read those of the last earlier layer of their type.
     """
@@ -182,14 +191,14 @@ def _sources(hf: Config, layer_types: tuple[str, ...], shapes: tuple[KVShape, ..
                 f"per_layer_config gives layer {layer} other heads than layer {last[kind]}, "
                 "whose K and V it reads"
             )
-    return (*range(num_own), *(last[kind] for kind in layer_types[num_own:]))
+    return (*(None,) * num_own, *(last[kind] for kind in layer_types[num_own:]))
 
 
-def _layer_inputs(hf: Config) -> dict[str, Any]:
-    """Return the fields of per-layer embeddings, which the smaller models have."""
+def _layer_inputs(hf: Config) -> LayerInputs | None:
+    """Return the per-layer embeddings, which the smaller models have."""
     name = "hidden_size_per_layer_input"
     if hf.get(name, 0) in (0, None):
-        return {}
+        return None
     inner, vocab_size = size(hf, name), size(hf, "vocab_size_per_layer_input")
     if vocab_size < size(hf, "vocab_size"):
         raise CheckpointError(
@@ -198,4 +207,4 @@ def _layer_inputs(hf: Config) -> dict[str, Any]:
     # PerLayerEmbeddings multiplies eps by hidden_size; the product must be at most 1.
     most = 1 / size(hf, "hidden_size")
     check_number(CheckpointError, "rms_norm_eps", hf["rms_norm_eps"], 0, most, above=True)
-    return {"layer_input_size": inner, "layer_input_vocab_size": vocab_size}
+    return LayerInputs(inner, vocab_size)

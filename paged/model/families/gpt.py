@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from ...errors import CheckpointError, UnsupportedModelError
 from ...validation import check_number, shown
-from ..config import NO_ROPE, ROTARY_BUFFERS, TensorNames
+from ..config import ROTARY_BUFFERS, ModelConfig, TensorNames
+from ..spec import NO_ROPE, FeedForwardSpec
+from .build import read_attention, read_feed_forward, read_model, read_norm, repeat
 from .reading import Config, activation_of, flag, size
 from .rope import MAX_ROPE_THETA, own_rope, read_rope
 
@@ -73,54 +75,54 @@ _GPT_NEOX_NAMES = TensorNames(
 )
 
 
-def _shared(hf: Config) -> dict[str, Any]:
-    hidden_size, num_heads = size(hf, "hidden_size"), size(hf, "num_attention_heads")
-    if hidden_size % num_heads:
-        raise CheckpointError(
-            f"hidden_size {hidden_size} does not divide among num_attention_heads {num_heads}"
-        )
-    return {
-        "qkv_bias": True,
-        "output_bias": True,
-        "mlp_bias": True,
-        "qk_norm": None,
-        "layer_windows": (None,) * size(hf, "num_hidden_layers"),
-        "layer_norm": True,
-        "activation": activation_of(hf, "hidden_act", ("gelu", "gelu_tanh")),
-        "gated_mlp": False,
-        "fused_qkv": True,
-    }
-
-
-def gpt2(hf: Config) -> dict[str, Any]:
-    """Declare GPT-2."""
+def gpt2(hf: Config) -> ModelConfig:
+    """Read GPT-2."""
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if flag(hf, key):
             raise UnsupportedModelError(f"{key} {shown(hf[key])} is not supported")
-    return {
-        **_shared(hf),
-        "intermediate_size": 4 * size(hf, "hidden_size") if hf["intermediate_size"] is None else None,
-        "rope": NO_ROPE,
-        "learned_positions": True,
-        "attention_scale": None if flag(hf, "scale_attn_weights") else 1.0,
-        "transposed_weights": True,
-        "tensor_names": _GPT2_NAMES,
-    }
+    _check_heads(hf)
+    attention = read_attention(hf, rope=NO_ROPE, qkv_bias=True, output_bias=True, stored="fused")
+    if not flag(hf, "scale_attn_weights"):
+        attention = replace(attention, scale=1.0)
+    inner = 4 * size(hf, "hidden_size") if hf["intermediate_size"] is None else None
+    return read_model(
+        hf,
+        repeat(hf, attention, _plain_mlp(hf, inner)),
+        norm=read_norm(hf, subtracts_mean=True),
+        learned_positions=True,
+        transposed_weights=True,
+        tensor_names=_GPT2_NAMES,
+    )
 
 
-def gpt_neox(hf: Config) -> dict[str, Any]:
-    """Declare GPT-NeoX."""
+def gpt_neox(hf: Config) -> ModelConfig:
+    """Read GPT-NeoX."""
+    _check_heads(hf)
+    mlp = _plain_mlp(hf)
     bias = flag(hf, "attention_bias")
     for key, most in {} if own_rope(hf) else {"rotary_emb_base": MAX_ROPE_THETA, "rotary_pct": 1}.items():
         if hf.get(key) is not None:  # under the names of older checkpoints
             check_number(CheckpointError, key, hf[key], 0, most, above=True)
-    rope = {"rope_theta": hf.get("rotary_emb_base"), "partial_rotary_factor": hf.get("rotary_pct", 0.25)}
-    return {
-        **_shared(hf),
-        "qkv_bias": bias,
-        "output_bias": bias,
-        "rope": read_rope({**hf, **rope}, partial=True),
-        "parallel_residual": flag(hf, "use_parallel_residual"),
-        "qkv_by_head": True,
-        "tensor_names": _GPT_NEOX_NAMES,
-    }
+    outer = {"rope_theta": hf.get("rotary_emb_base"), "partial_rotary_factor": hf.get("rotary_pct", 0.25)}
+    rope = read_rope({**hf, **outer}, partial=True)
+    attention = read_attention(hf, rope=rope, qkv_bias=bias, output_bias=bias, stored="by_head")
+    return read_model(
+        hf,
+        repeat(hf, attention, mlp, parallel=flag(hf, "use_parallel_residual")),
+        norm=read_norm(hf, subtracts_mean=True),
+        tensor_names=_GPT_NEOX_NAMES,
+    )
+
+
+def _check_heads(hf: Config) -> None:
+    hidden_size = size(hf, "hidden_size")
+    num_heads = size(hf, "num_attention_heads")
+    if hidden_size % num_heads:
+        raise CheckpointError(
+            f"hidden_size {hidden_size} does not divide among num_attention_heads {num_heads}"
+        )
+
+
+def _plain_mlp(hf: Config, inner: int | None = None) -> FeedForwardSpec:
+    activation = activation_of(hf, "hidden_act", ("gelu", "gelu_tanh"))
+    return read_feed_forward(hf, size=inner, activation=activation, gated=False, bias=True)

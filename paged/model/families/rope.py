@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import CheckpointError, UnsupportedModelError
 from ...validation import check_bool, check_number, shown
-from ..config import RopeConfig
+from ..spec import RopeConfig
 from .reading import Config, head_dim_of, size, window_of, windows_of
 
 # Beyond these no rotary embedding makes sense, and float32 overflows.
@@ -118,14 +118,12 @@ def ropes_by_type(hf: Config, rope_theta: float, local_theta: float) -> dict[str
     return ropes
 
 
-def by_layer_type(
-    hf: Config, layer_types: tuple[str, ...], ropes: dict[str, RopeConfig]
-) -> dict[str, tuple[Any, ...] | RopeConfig]:
-    """Return the fields of ModelConfig that follow from the type of each layer."""
+def by_layer_type(hf: Config, layer_types: tuple[str, ...], ropes: dict[str, RopeConfig]) -> dict[str, Any]:
+    """Return `rope`, that of full attention, and the `ropes` and `windows` of each layer."""
     return {
         "rope": ropes["full_attention"],
-        "layer_ropes": tuple(ropes[kind] for kind in layer_types),
-        "layer_windows": windows_of(layer_types, window_of(hf)),
+        "ropes": tuple(ropes[kind] for kind in layer_types),
+        "windows": windows_of(layer_types, window_of(hf)),
     }
 
 

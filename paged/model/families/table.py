@@ -1,4 +1,4 @@
-"""The native architectures: how each reads its config.json, and the fields of ModelConfig it declares."""
+"""The native architectures, and how each reads its config.json."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from ...errors import CheckpointError, UnsupportedModelError
 from ...validation import check_int, check_number, shown
-from ..config import NO_ROPE, NormNames
+from ..config import ModelConfig
+from ..spec import NO_ROPE, AttentionSpec, NormNames
+from .build import AROUND_SUBLAYERS, read_attention, read_feed_forward, read_model, read_norm, repeat
 from .gemma4 import GEMMA4, GEMMA4_UNIFIED, gemma4
 from .gpt import GPT2, GPT2_KEYS, GPT_NEOX, GPT_NEOX_KEYS, gpt2, gpt_neox
 from .reading import (
@@ -68,43 +70,47 @@ _GEMMA2 = {"max_position_embeddings": 8192, "num_key_value_heads": 4, "head_dim"
            "attn_logit_softcapping": 50.0}  # fmt: skip
 _GEMMA3 = {**_GEMMA2, "max_position_embeddings": 131072, "final_logit_softcapping": None,
            "attn_logit_softcapping": None, "sliding_window_pattern": 6}  # fmt: skip
-_NO_BIAS = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
 
 
-def _llama(hf: Config) -> dict[str, Any]:
+def _llama(hf: Config) -> ModelConfig:
     bias = flag(hf, "attention_bias")
-    return {
-        "qkv_bias": bias,
-        "output_bias": bias,
-        "mlp_bias": flag(hf, "mlp_bias"),
-        "qk_norm": None,
-        "layer_windows": (None,) * size(hf, "num_hidden_layers"),
-    }
+    attention = read_attention(hf, qkv_bias=bias, output_bias=bias)
+    mlp = read_feed_forward(hf, bias=flag(hf, "mlp_bias"))
+    return read_model(hf, repeat(hf, attention, mlp))
 
 
-def _mistral(hf: Config) -> dict[str, Any]:
+def _mistral(hf: Config) -> ModelConfig:
+    return read_model(hf, repeat(hf, read_attention(hf), read_feed_forward(hf), windows=_mistral_windows(hf)))
+
+
+def _mistral_windows(hf: Config) -> tuple[int | None, ...]:
     """Give every layer the window, unless layer_types says which have it, as in Ministral 8B."""
     layer_types = layer_types_of(hf, ("sliding_attention",) * size(hf, "num_hidden_layers"))
-    return {**_NO_BIAS, "qk_norm": None, "layer_windows": windows_of(layer_types, window_of(hf))}
+    return windows_of(layer_types, window_of(hf))
 
 
-def _ministral3(hf: Config) -> dict[str, Any]:
+def _ministral3(hf: Config) -> ModelConfig:
     own = own_rope(hf) or _MINISTRAL3_ROPE
-    rope, beta = read_rope(hf, own), "llama_4_scaling_beta"
+    rope = read_rope(hf, own)
+    beta = "llama_4_scaling_beta"
     if own.get(beta) is not None:
         rope = replace(rope, query_scaling_beta=check_number(CheckpointError, beta, own[beta], 0, MAX_FACTOR))
-    return {**_mistral({**hf, "layer_types": None}), "rope": rope}
+    attention = read_attention(hf, rope=rope, window=window_of(hf))
+    return read_model(hf, repeat(hf, attention, read_feed_forward(hf)))
 
 
-def _qwen2(hf: Config) -> dict[str, Any]:
-    return {**_NO_BIAS, "qkv_bias": True, "qk_norm": None, "layer_windows": _mixed_windows(hf)}
+def _qwen2(hf: Config) -> ModelConfig:
+    attention = read_attention(hf, qkv_bias=True)
+    return read_model(hf, repeat(hf, attention, read_feed_forward(hf), windows=_qwen_windows(hf)))
 
 
-def _qwen3(hf: Config) -> dict[str, Any]:
-    return {**_llama({**hf, "mlp_bias": False}), "qk_norm": "head", "layer_windows": _mixed_windows(hf)}
+def _qwen3(hf: Config) -> ModelConfig:
+    bias = flag(hf, "attention_bias")
+    attention = read_attention(hf, qkv_bias=bias, output_bias=bias, qk_norm="head")
+    return read_model(hf, repeat(hf, attention, read_feed_forward(hf), windows=_qwen_windows(hf)))
 
 
-def _mixed_windows(hf: Config) -> tuple[int | None, ...]:
+def _qwen_windows(hf: Config) -> tuple[int | None, ...]:
     window = window_of(hf) if flag(hf, "use_sliding_window") else None
     if hf["layer_types"] is None:
         first = check_int(CheckpointError, "max_window_layers", hf["max_window_layers"], 0)
@@ -112,30 +118,39 @@ def _mixed_windows(hf: Config) -> tuple[int | None, ...]:
     return windows_of(layer_types_of(hf), window)
 
 
-def _phi3(hf: Config) -> dict[str, Any]:
+def _phi3(hf: Config) -> ModelConfig:
     own = own_rope(hf)
     if own.get("rope_type", own.get("type")) in ("su", "yarn"):  # as older files call it
         own = {**own, "rope_type": "longrope"}
     rope = read_rope(hf, own, partial=True)
     if rope.type not in ("default", "longrope"):
         raise UnsupportedModelError(f"rope type {rope.type!r} is not supported in Phi-3; 'longrope' is")
-    windows = _mistral({**hf, "layer_types": None})
-    return {**windows, "rope": rope, "fused_qkv": True, "fused_gate_up": True}
+    attention = read_attention(hf, rope=rope, window=window_of(hf), stored="fused")
+    return read_model(hf, repeat(hf, attention, read_feed_forward(hf, fused=True)))
 
 
-def _granite(hf: Config) -> dict[str, Any]:
-    return {
-        **_llama(hf),
-        "attention_scale": factor(hf, "attention_multiplier"),
-        "embedding_multiplier": factor(hf, "embedding_multiplier"),
-        "residual_multiplier": factor(hf, "residual_multiplier"),
-        "logits_divisor": factor(hf, "logits_scaling"),
-        "exceeds_float16": True,  # as the residual is stored divided by its multiplier
-    }
+def _granite(hf: Config, **of_layers: Any) -> ModelConfig:
+    """Read Granite. of_layers: sinks, and the windows and ropes of each layer."""
+    bias = flag(hf, "attention_bias")
+    scale = factor(hf, "attention_multiplier")
+    sinks = of_layers.pop("sinks", False)
+    attention = read_attention(hf, qkv_bias=bias, output_bias=bias, scale=scale, sinks=sinks)
+    mlp = read_feed_forward(hf, bias=flag(hf, "mlp_bias"))
+    return read_model(
+        hf,
+        repeat(hf, attention, mlp, **of_layers),
+        rope=attention.rope,
+        embedding_multiplier=factor(hf, "embedding_multiplier"),
+        residual_multiplier=factor(hf, "residual_multiplier"),
+        logits_divisor=factor(hf, "logits_scaling"),
+        exceeds_float16=True,  # as the residual is stored divided by its multiplier
+    )
 
 
-def _granite_swa(hf: Config) -> dict[str, Any]:
-    num_layers, rope, thetas = size(hf, "num_hidden_layers"), read_rope(hf), hf["layer_rope_theta"]
+def _granite_swa(hf: Config) -> ModelConfig:
+    num_layers = size(hf, "num_hidden_layers")
+    rope = read_rope(hf)
+    thetas = hf["layer_rope_theta"]
     if thetas is None:
         thetas = [rope.theta] * num_layers
     if not isinstance(thetas, list) or len(thetas) != num_layers:
@@ -143,29 +158,34 @@ def _granite_swa(hf: Config) -> dict[str, Any]:
     for theta in thetas:
         check_number(CheckpointError, "layer_rope_theta", theta, 0, MAX_ROPE_THETA)
     kinds = tuple("sliding_attention" if layer % 4 else "full_attention" for layer in range(num_layers))
-    return {
-        **_granite(hf),
-        "rope": rope,
-        "layer_ropes": tuple(replace(rope, theta=float(theta)) if theta else NO_ROPE for theta in thetas),
-        "layer_windows": windows_of(layer_types_of(hf, kinds), window_of(hf)),
-        "attention_sinks": True,
-    }
+    return _granite(
+        hf,
+        windows=windows_of(layer_types_of(hf, kinds), window_of(hf)),
+        ropes=[replace(rope, theta=float(theta)) if theta else NO_ROPE for theta in thetas],
+        sinks=True,
+    )
 
 
-def _olmo2(hf: Config) -> dict[str, Any]:
+def _olmo2(hf: Config, **of_layers: Any) -> ModelConfig:
+    """Read OLMo 2. of_layers: the windows and ropes of each layer, and the rope of full attention."""
+    bias = flag(hf, "attention_bias")
+    rope = of_layers.pop("rope", None)
+    attention = read_attention(hf, rope=rope, qkv_bias=bias, output_bias=bias, qk_norm="projection")
     norms = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-    return {**_llama({**hf, "mlp_bias": False}), "qk_norm": "projection", "norms": norms}
+    layers = repeat(hf, attention, read_feed_forward(hf), norms=norms, **of_layers)
+    return read_model(hf, layers, rope=attention.rope)
 
 
-def _olmo3(hf: Config) -> dict[str, Any]:
+def _olmo3(hf: Config) -> ModelConfig:
     layer_types = layer_types_of(hf, full_every(4, hf))
     ropes = ropes_by_type(hf, rope_theta=500000.0, local_theta=500000.0)
-    return {**_olmo2(hf), **by_layer_type(hf, layer_types, ropes)}
+    return _olmo2(hf, **by_layer_type(hf, layer_types, ropes))
 
 
-def _smollm3(hf: Config) -> dict[str, Any]:
+def _smollm3(hf: Config) -> ModelConfig:
     """Read SmolLM3's rotary embeddings, which are off in some layers; only these may have a window."""
-    num_layers, rope = size(hf, "num_hidden_layers"), read_rope({"rope_theta": 2e6, **hf})
+    num_layers = size(hf, "num_hidden_layers")
+    rope = read_rope({"rope_theta": 2e6, **hf})
     rotates = hf["no_rope_layers"]  # despite its name 1 where a layer rotates
     if rotates is None:
         rotates = [int(kind == "sliding_attention") for kind in full_every("no_rope_layer_interval", hf)]
@@ -173,75 +193,80 @@ def _smollm3(hf: Config) -> dict[str, Any]:
         raise CheckpointError(f"no_rope_layers must be {num_layers} times 0 or 1, got {shown(rotates)}")
     kinds = tuple("full_attention" if rotated else "sliding_attention" for rotated in rotates)
     window = window_of(hf) if flag(hf, "use_sliding_window") else None
-    return {
-        **_llama(hf),
-        "rope": rope,
-        "layer_ropes": tuple(rope if rotated else NO_ROPE for rotated in rotates),
-        "layer_windows": windows_of(layer_types_of(hf, kinds), window),
-    }
+    bias = flag(hf, "attention_bias")
+    attention = read_attention(hf, rope=rope, qkv_bias=bias, output_bias=bias)
+    layers = repeat(
+        hf,
+        attention,
+        read_feed_forward(hf, bias=flag(hf, "mlp_bias")),
+        windows=windows_of(layer_types_of(hf, kinds), window),
+        ropes=[rope if rotated else NO_ROPE for rotated in rotates],
+    )
+    return read_model(hf, layers, rope=rope)
 
 
 def _is_bit(value: Any) -> bool:
     return type(value) is int and value in (0, 1)
 
 
-def _glm4(hf: Config) -> dict[str, Any]:
+def _glm4(hf: Config) -> ModelConfig:
+    rope = read_rope({"partial_rotary_factor": 0.5, **hf}, partial=True, interleaved=True)
+    attention = read_attention(hf, rope=rope, qkv_bias=flag(hf, "attention_bias"))
     norms = NormNames(
         "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
     )
-    return {
-        **_llama({**hf, "mlp_bias": False}),
-        "output_bias": False,
-        "norms": norms,
-        "exceeds_float16": True,
-        "rope": read_rope({"partial_rotary_factor": 0.5, **hf}, partial=True, interleaved=True),
-        "fused_gate_up": True,
-    }
+    layers = repeat(hf, attention, read_feed_forward(hf, fused=True), norms=norms)
+    return read_model(hf, layers, exceeds_float16=True)
 
 
-def _gemma2(hf: Config) -> dict[str, Any]:
-    if hf.get("use_bidirectional_attention"):
-        raise UnsupportedModelError("use_bidirectional_attention is not supported")
-    layer_types = layer_types_of(hf, full_every(2, hf))
-    return {
-        **_llama({**hf, "mlp_bias": False}),
-        "norms": NormNames(
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ),
-        "norm_unit_offset": True,
-        "exceeds_float16": True,
-        "activation": "gelu_tanh",
-        "layer_windows": windows_of(layer_types, window_of(hf)),
-        "attention_scale": size(hf, "query_pre_attn_scalar") ** -0.5,
-        "attention_softcap": softcap_of(hf, "attn_logit_softcapping"),
-        "logits_softcap": softcap_of(hf, "final_logit_softcapping"),
-        "embedding_multiplier": size(hf, "hidden_size") ** 0.5,
-    }
+def _gemma2(hf: Config) -> ModelConfig:
+    windows = windows_of(layer_types_of(hf, full_every(2, hf)), window_of(hf))
+    return _gemma(hf, read_attention(hf), windows=windows)
 
 
-def _gemma3(hf: Config) -> dict[str, Any]:
+def _gemma3(hf: Config) -> ModelConfig:
     layer_types = layer_types_of(hf, full_every("sliding_window_pattern", hf))
     ropes = ropes_by_type(hf, rope_theta=1e6, local_theta=hf.get("rope_local_base_freq") or 1e4)
-    return {
-        **_gemma2(hf),
-        **by_layer_type(hf, layer_types, ropes),
-        "qk_norm": "head",
-        "context_is_scaled": True,
-    }
+    by_layer = by_layer_type(hf, layer_types, ropes)
+    rope = by_layer.pop("rope")
+    attention = read_attention(hf, rope=rope, qk_norm="head")
+    return replace(_gemma(hf, attention, **by_layer), context_is_scaled=True)
+
+
+def _gemma(hf: Config, attention: AttentionSpec, **of_layers: Any) -> ModelConfig:
+    """Read what Gemma 2 and 3 share. of_layers: the windows and ropes of each layer."""
+    if hf.get("use_bidirectional_attention"):
+        raise UnsupportedModelError("use_bidirectional_attention is not supported")
+    bias = flag(hf, "attention_bias")
+    attention = replace(
+        attention,
+        qkv_bias=bias,
+        output_bias=bias,
+        scale=size(hf, "query_pre_attn_scalar") ** -0.5,
+        softcap=softcap_of(hf, "attn_logit_softcapping"),
+    )
+    mlp = read_feed_forward(hf, activation="gelu_tanh")
+    return read_model(
+        hf,
+        repeat(hf, attention, mlp, norms=AROUND_SUBLAYERS, **of_layers),
+        rope=attention.rope,
+        norm=read_norm(hf, unit_offset=True),
+        exceeds_float16=True,
+        logits_softcap=softcap_of(hf, "final_logit_softcapping"),
+        embedding_multiplier=size(hf, "hidden_size") ** 0.5,
+    )
 
 
 class Architecture(NamedTuple):
     """One entry of ARCHITECTURES: a family of models that the one decoder computes.
 
+    read: reduces config.json, with its defaults, to a ModelConfig.
     keys: what the family's config.json calls keys of Llama's; None: the family has no such key.
     """
 
     model_type: str
     defaults: Config  # for keys of config.json, beside COMMON
-    declare: Callable[[Config], dict[str, Any]]  # the fields of ModelConfig that the families differ in
+    read: Callable[[Config], ModelConfig]
     models: str  # which this is, for people
     keys: Mapping[str, str | None] = {}
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError, RequestError
-from ...model.response_template import ResponseTemplate
 from .reasoning import END_THINK, ends_in_reasoning
+from .response_template import ResponseTemplate
 from .tool_formats import HermesFormat, JsonFormat, Llama3Format, MistralFormat, TemplateFormat, ToolFormat
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...model.response_template import ResponseTemplate
 from .parts import ContentDelta, Part, ReasoningDelta, ToolArgumentsDelta, ToolCallStart
+from .response_template import ResponseTemplate
 from .tools import Tool
 
 

@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ...errors import RequestError
-from ...model.response_template import ResponseTemplate
 from .call_parsers import HermesCalls, JsonCalls, Llama3Calls, MistralCalls
 from .forced_calls import ForcedCalls
 from .machine import CallMachine
 from .parts import OutputParser
 from .reasoning import THINK
+from .response_template import ResponseTemplate
 from .template_calls import TemplateMachine
 from .tool_prompts import Message, ToolPrompt
 from .tools import ANY_OBJECT, MAX_CALLS, Tool

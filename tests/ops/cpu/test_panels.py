@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from paged import ConfigError, SamplingParams
+from paged.device import devices
 from paged.kernels.cpu import backend as numba_kernels
 from paged.kernels.cpu.linear import linear as numba_linear
 from paged.kernels.cpu.linear import pack_bf12 as numba_bf12
@@ -24,10 +25,9 @@ from paged.kernels.cpu.products.kinds import BFLOAT16_PAIRS
 from paged.kernels.cpu.rows.take_rows import widen_rows
 from paged.kernels.cpu.simd.vectors import HAS_DOT, HAS_LOOKUP, LANES
 from paged.model import panels
-from paged.model.linear import Linear
+from paged.model.layers.linear import Linear
 from paged.model.panels import PANEL_FORMS, PanelInt4Weight, PanelInt8Weight, PanelWeight, Table
 from paged.model.quantization import Int8Weight, int4_codes
-from paged.runner import devices
 from tests.support.checkpoints import (
     CONFIGS,
     assert_all_free,

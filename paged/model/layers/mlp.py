@@ -1,12 +1,12 @@
-"""The MLPs of a decoder layer."""
+"""The feed-forward parts of a decoder layer."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from ...kernels.backend import Kernels
-from ..config import ModelConfig
-from ..linear import Linear, split_rows
+from ..spec import FeedForwardSpec
+from .linear import Linear, split_rows
 
 
 class MLP(nn.Module):
@@ -15,15 +15,15 @@ class MLP(nn.Module):
     Gate and up are one product, which may include silu(gate) * up.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
+    def __init__(self, spec: FeedForwardSpec, hidden_size: int, kernels: Kernels) -> None:
         super().__init__()
-        assert config.activation in ("silu", "gelu_tanh"), f"a gated MLP has no {config.activation}"
-        inner = config.mlp_sizes[layer]
-        self.split_sizes = [inner, inner]
-        self.fused, is_silu = config.fused_gate_up, config.activation == "silu"
+        assert spec.activation in ("silu", "gelu_tanh"), f"a gated MLP has no {spec.activation}"
+        self.split_sizes = [spec.size, spec.size]
+        self.fused = spec.fused
+        is_silu = spec.activation == "silu"
         self.activate = kernels.silu_and_mul if is_silu else kernels.gelu_and_mul
-        self.gate_up = Linear(config.hidden_size, 2 * inner, bias=config.mlp_bias, gated=is_silu)
-        self.down = Linear(inner, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up = Linear(hidden_size, 2 * spec.size, bias=spec.bias, gated=is_silu)
+        self.down = Linear(spec.size, hidden_size, bias=spec.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
         hidden = self.gate_up(hidden)
@@ -32,9 +32,11 @@ class MLP(nn.Module):
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return views of the parameters under their Hugging Face names, relative to the layer."""
-        names, sizes = ["mlp.gate_proj", "mlp.up_proj"], self.split_sizes
+        names = ["mlp.gate_proj", "mlp.up_proj"]
+        sizes = self.split_sizes
         if self.fused:
-            names, sizes = ["mlp.gate_up_proj"], [sum(sizes)]
+            names = ["mlp.gate_up_proj"]
+            sizes = [sum(sizes)]
         down = split_rows(["mlp.down_proj"], self.down, [self.down.out_features])
         return {**split_rows(names, self.gate_up, sizes), **down}
 
@@ -42,13 +44,13 @@ class MLP(nn.Module):
 class PlainMLP(nn.Module):
     """down(gelu(up(x))): an MLP without a gate."""
 
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
+    def __init__(self, spec: FeedForwardSpec, hidden_size: int, kernels: Kernels) -> None:
         super().__init__()
-        assert config.activation in ("gelu", "gelu_tanh"), f"an MLP without gate has no {config.activation}"
-        self.kernels, self.tanh = kernels, config.activation == "gelu_tanh"
-        inner = config.mlp_sizes[layer]
-        self.up = Linear(config.hidden_size, inner, bias=config.mlp_bias)
-        self.down = Linear(inner, config.hidden_size, bias=config.mlp_bias)
+        assert spec.activation in ("gelu", "gelu_tanh"), f"an MLP without gate has no {spec.activation}"
+        self.kernels = kernels
+        self.tanh = spec.activation == "gelu_tanh"
+        self.up = Linear(hidden_size, spec.size, bias=spec.bias)
+        self.down = Linear(spec.size, hidden_size, bias=spec.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
         hidden = self.up(hidden)
@@ -60,3 +62,8 @@ class PlainMLP(nn.Module):
         """Return views of the parameters under their Hugging Face names, relative to the layer."""
         up = split_rows(["mlp.up_proj"], self.up, [self.up.out_features])
         return {**up, **split_rows(["mlp.down_proj"], self.down, [self.down.out_features])}
+
+
+def new_feed_forward(spec: FeedForwardSpec, hidden_size: int, kernels: Kernels) -> MLP | PlainMLP:
+    """Make the feed-forward part of a layer."""
+    return (MLP if spec.gated else PlainMLP)(spec, hidden_size, kernels)

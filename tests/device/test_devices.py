@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from paged import ConfigError, EngineConfig, SamplingParams
+from paged.device import devices
+from paged.device.devices import resolve_device, resolve_dtype
 from paged.kernels.backend import load_kernels
-from paged.runner import devices
-from paged.runner.devices import resolve_device, resolve_dtype
 from tests.support.checkpoints import checkpoint, new_engine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -51,7 +51,7 @@ def test_auto_is_a_dtype_in_which_the_cpu_is_fast(
     if flags is not None:
         cpuinfo.write_text(f"model name\t: some CPU\nflags\t\t: fpu {flags}\n")
     monkeypatch.setattr(devices, "Path", lambda _: cpuinfo)
-    with caplog.at_level(logging.INFO, "paged.runner.devices"):
+    with caplog.at_level(logging.INFO, "paged.device.devices"):
         assert resolve_dtype("auto", checkpoint_dtype, CPU) == dtype
     said = [f"dtype float32 instead of the checkpoint's {checkpoint_dtype}, in which this CPU is slow"]
     assert caplog.messages == (said if dtype != checkpoint_dtype else [])
@@ -68,7 +68,7 @@ def test_a_slow_dtype_works_and_is_warned_of_once(monkeypatch, caplog, dtype):
         (output,) = engine.generate([[1, 2, 3]], params, use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 4
         assert f"in {dtype} on cpu" in engine.describe()
-    own = [r for r in caplog.records if r.name == "paged.runner.devices"]  # others log that they compile
+    own = [r for r in caplog.records if r.name == "paged.device.devices"]  # others log that they compile
     warnings = [r.getMessage() for r in own if r.levelno == logging.WARNING]
     assert warnings == [f"dtype {dtype} is slow on this CPU; dtype='auto' chooses one that is not"]
 

@@ -1,4 +1,4 @@
-"""SeatedBatches, made of what a GPU keeps, against BatchBuilder, which makes batches of the requests."""
+"""SeatedBatches, made of what a GPU keeps, against HostBatches, which makes batches of the requests."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import pytest
 import torch
 
 from paged.blocks.manager import BlockManager
+from paged.device.transfers import Transfers
 from paged.errors import ConfigError
 from paged.kernels.gpu import unpack_step as kernel
 from paged.kernels.gpu.target import in_interpreter
-from paged.model.batch import Batch, BatchBuilder, Queries
-from paged.model.config import LongContext
-from paged.model.transfers import Transfers
+from paged.model.batch import Batch, Queries
+from paged.model.spec import LongContext
 from paged.requests.prompt_report import PromptReport
-from paged.runner.seated_batches import ALL_KEPT, SeatedBatches
+from paged.runner.batches.host import HostBatches
+from paged.runner.batches.seats import ALL_KEPT, SeatedBatches
 from paged.scheduler.schedule import Schedule
 from paged.scheduler.scheduler import Scheduler
 from tests.support import scheduler_cases as cases
+from tests.support.batches import made
 
 DEVICE = torch.device("cpu" if in_interpreter() else "cuda")
 MAX_NUM_SEQS, MAX_LEN = 6, 100
@@ -47,10 +49,7 @@ def new_seated(num_groups: int = 1, rope: str = "dynamic") -> SeatedBatches:
 
 def batch_of(seated: SeatedBatches, schedule: Schedule) -> Batch:
     """Make a batch, and record the tokens that `cases.updated` appends."""
-    upload = Transfers(DEVICE).new_upload()
-    step = seated.put(schedule, upload)
-    upload.send()
-    batch = seated.batch(step)
+    step, batch = made(seated, schedule, Transfers(DEVICE))
     drawn = [cases.hash_token(r.request_id, r.num_tokens) for r in schedule.sampled_requests]
     seated.record(step, torch.tensor(drawn, dtype=torch.int64, device=DEVICE))
     return batch
@@ -115,8 +114,9 @@ def test_equals_the_batches_of_the_builder(windows, num_host_blocks, rope):
     while scheduler.has_unfinished():
         schedule = scheduler.schedule()
         if schedule.requests:
-            builder = BatchBuilder(cases.BLOCK_SIZE, torch.device("cpu"), **ROPES[rope])
-            assert_equal(batch_of(seated, schedule), builder.build(schedule))
+            cpu = torch.device("cpu")
+            reference = HostBatches(cases.BLOCK_SIZE, cpu, **ROPES[rope])
+            assert_equal(batch_of(seated, schedule), made(reference, schedule, Transfers(cpu))[1])
             is_decode.append(schedule.is_decode)
         cases.updated(scheduler, schedule)
         for request in schedule.requests:

@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from paged.blocks.manager import BlockManager
+from paged.device.transfers import Transfers
 from paged.kernels.attention_options import AttentionPlan
-from paged.model.batch import Batch, BatchBuilder, Queries
+from paged.model.batch import Batch, Queries
 from paged.requests.prompt_report import PromptReport
 from paged.requests.request import Request, RequestInputs
+from paged.runner.batches.host import HostBatches
 from paged.scheduler.schedule import Schedule
 from paged.scheduler.scheduler import Scheduler
 from tests.support import scheduler_cases as cases
+from tests.support.batches import made
 
 CPU = torch.device("cpu")
 
@@ -38,7 +41,7 @@ def new_schedule(manager: BlockManager, rows: list[tuple[int, int, int, int]]) -
 
 
 def build(schedule: Schedule) -> Batch:
-    return BatchBuilder(8, CPU, with_rope_lens=True).build(schedule)
+    return made(HostBatches(8, CPU, with_rope_lens=True), schedule, Transfers(CPU))[1]
 
 
 def tensors_of(queries: Queries) -> list[torch.Tensor]:
@@ -124,12 +127,15 @@ def test_advanced_batch_equals_a_new_one(windows):
     """While requests arrive, fork, grow by blocks, are preempted and finish."""
     manager = BlockManager(60, cases.BLOCK_SIZE, windows=windows, max_step_tokens=32)
     scheduler = Scheduler(manager, max_num_seqs=8, max_num_batched_tokens=32)
-    builder, last, num_steps, num_again = BatchBuilder(8, CPU, with_rope_lens=True), None, 0, 0
+    batches = HostBatches(8, CPU, with_rope_lens=True)
+    last = None
+    num_steps = num_again = 0
     for i in range(24):
         scheduler.add(cases.new_request(str(i), prompt_len=1 + 5 * i % 37, max_tokens=20 + 7 * i % 50))
     while scheduler.has_unfinished():
         schedule = scheduler.schedule()
-        batch, expected = builder.build(schedule), build(schedule)
+        batch = made(batches, schedule, Transfers(CPU))[1]
+        expected = build(schedule)
         for name in ("token_ids", "positions", "rope_lens", "output_rows"):
             assert getattr(batch, name).tolist() == getattr(expected, name).tolist(), name
         for got, wanted in zip(batch.slot_mapping, expected.slot_mapping, strict=True):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.backend import Kernels
-from ..config import ModelConfig
+from ..spec import NormSpec
 
 
 class RMSNorm(nn.Module):
@@ -39,8 +39,8 @@ class LayerNorm(nn.Module):
         return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, residual)
 
 
-def new_norm(config: ModelConfig, eps: float, kernels: Kernels) -> RMSNorm | LayerNorm:
-    """Make a norm over the hidden size."""
-    if config.layer_norm:
-        return LayerNorm(config.hidden_size, eps, kernels)
-    return RMSNorm(config.hidden_size, eps, kernels, unit_offset=config.norm_unit_offset)
+def new_norm(spec: NormSpec, size: int, kernels: Kernels) -> RMSNorm | LayerNorm:
+    """Make a norm over so many numbers."""
+    if spec.subtracts_mean:
+        return LayerNorm(size, spec.eps, kernels)
+    return RMSNorm(size, spec.eps, kernels, unit_offset=spec.unit_offset)

@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..kernels.gpu.unpack_step import (
+from ...device.transfers import Sent, Upload, arrived
+from ...errors import ConfigError
+from ...kernels.gpu.unpack_step import (
     ENTRIES,
     FIRST_ENTRY,
     FIRST_TOKEN,
@@ -24,11 +25,10 @@ from ..kernels.gpu.unpack_step import (
     START,
     unpack_step,
 )
-from ..model.batch import Batch, Queries
-from ..model.config import LongContext
-from ..model.transfers import Sent, Upload, arrived
-from ..requests.request import Request
-from ..scheduler.schedule import Schedule
+from ...model.batch import Batch, Queries
+from ...model.spec import LongContext
+from ...requests.request import Request
+from ...scheduler.schedule import Schedule
 
 ALL_KEPT = 2**30  # as FIRST_ENTRY: the seat has the whole block table
 
@@ -62,7 +62,7 @@ class _Step(NamedTuple):
 
 
 class SeatedBatches:
-    """What a GPU keeps of each running request, and the batches made of it. `BatchBuilder` is the reference.
+    """What a GPU keeps of each running request, and the batches made of it. `HostBatches` is the reference.
 
     A seat keeps the last token and the block tables of its request. A request that takes a seat is sent as a
     whole; afterwards only its new prompt tokens and the blocks by which it has grown.

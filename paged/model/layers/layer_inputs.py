@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ...kernels.backend import Kernels
 from ..config import ModelConfig
-from ..linear import Embedding, Linear
+from .linear import Embedding, Linear
 from .norms import RMSNorm
 
 # Modules have the names that their weights have in a checkpoint.
@@ -22,11 +22,13 @@ class PerLayerEmbeddings(nn.Module):
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
-        self.kernels, self.size = kernels, config.layer_input_size
+        assert config.layer_inputs is not None
+        self.kernels = kernels
+        self.size = config.layer_inputs.size
         width = config.num_layers * self.size
-        self.embed_tokens_per_layer = Embedding(config.layer_input_vocab_size, width)
+        self.embed_tokens_per_layer = Embedding(config.layer_inputs.vocab_size, width)
         self.per_layer_model_projection = Linear(config.hidden_size, width, bias=False)
-        eps = config.rms_norm_eps * config.hidden_size
+        eps = config.norm.eps * config.hidden_size
         self.per_layer_projection_norm = RMSNorm(self.size, eps, kernels)
         dtype = self.per_layer_projection_norm.weight.dtype
         self.factor = float(torch.tensor(self.size**0.5, dtype=dtype, device="cpu"))
@@ -46,12 +48,14 @@ class PerLayerGate(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
         super().__init__()
-        self.kernels, size = kernels, config.layer_input_size
+        assert config.layer_inputs is not None
+        self.kernels = kernels
+        size = config.layer_inputs.size
         self.columns = slice(layer * size, (layer + 1) * size)
         self.per_layer_input_gate = Linear(config.hidden_size, size, bias=False)
         self.per_layer_projection = Linear(size, config.hidden_size, bias=False)
         # x comes multiplied by 2 ** 0.5: see PerLayerEmbeddings.
-        self.post_per_layer_input_norm = RMSNorm(config.hidden_size, 2 * config.rms_norm_eps, kernels)
+        self.post_per_layer_input_norm = RMSNorm(config.hidden_size, 2 * config.norm.eps, kernels)
 
     def forward(self, inputs: Tensor, residual: Tensor) -> None:
         """Update the residual [num_tokens, hidden_size] in place. inputs: of all layers."""

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from paged.device import transfers
+from paged.device.transfers import Transfers
 from paged.kernels.gpu.target import in_interpreter
-from paged.model import transfers
-from paged.model.transfers import Transfers
 from tests.support.fake_cuda import lacks
 from tests.support.late_cuda import late_cuda
 

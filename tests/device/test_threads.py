@@ -15,8 +15,8 @@ import torch
 
 from paged import ConfigError
 from paged.config import EngineConfig
-from paged.runner import threads
-from paged.runner.threads import cpu_quota, num_cores, set_threads
+from paged.device import threads
+from paged.device.threads import cpu_quota, num_cores, set_threads
 
 V1_SHELL = "5:cpuset:/\n2:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n"
 CGROUPS = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import CheckpointError
+from ...errors import CheckpointError
 
 # Fields that a message can have; "role" only as a default.
 RESPONSE_FIELDS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")

@@ -1,8 +1,8 @@
 """Train the demo checkpoint: a small Llama on the source of Python's standard library.
 
-    python -m paged.demo.train --out DIR
+    python -m benchmarks.demo.train --out DIR
 
-writes everything that ships beside this script: tokenizer, weights in bfloat16, model card and the
+writes everything in paged/demo: tokenizer, weights in bfloat16, model card and the
 licence of the data. The same seed, thread count, CPython, torch and tokenizers give the same weights.
 No network and no GPU are needed; the default run takes about half an hour on two CPU cores.
 """
@@ -29,6 +29,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from paged.model.config import DEMO
 from paged.text.chat_template import PLAIN_TEMPLATE
 
 EOS = "<|endoftext|>"  # id 0; stands between files
@@ -203,7 +204,7 @@ def complete(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, seed: i
 def main() -> None:
     """Train the demo checkpoint and write it."""
     parser = argparse.ArgumentParser(description="Train the demo checkpoint.")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="directory to write")
+    parser.add_argument("--out", type=Path, default=DEMO, help="directory to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--threads", type=int, default=2, help="part of what makes a run repeatable")

@@ -1,0 +1,27 @@
+"""TokenRows: what the tokens of a step have beside their hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...kernels.backend import Kernels
+from .rotary import Angles
+
+
+class TokenRows(NamedTuple):
+    """Values that every layer gets of each token; row i of each belongs to token i.
+
+    angles: those of each rotary embedding of the model.
+    inputs: those of all layers, see PerLayerEmbeddings; None: the model has none.
+    """
+
+    angles: Sequence[Angles]
+    inputs: Tensor | None
+
+    def take(self, indices: Tensor, kernels: Kernels) -> TokenRows:
+        """Return the rows with these indices, i64[n]."""
+        inputs = None if self.inputs is None else kernels.take_rows(self.inputs, indices)
+        return TokenRows([angles.take(indices, kernels) for angles in self.angles], inputs)

@@ -1,1 +1,0 @@
-"""Parts of a decoder layer of which there are several kinds, chosen by the ModelConfig."""

@@ -1,0 +1,158 @@
+"""The records that describe a decoder layer: LayerSpec, and what it is made of. Families build them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """A rotary embedding: its base, what it rotates, and how it is scaled beyond the trained context."""
+
+    type: str  # a key of `families.rope.ROPE_TYPES`, or "none": nothing is rotated
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 0
+    rotary_dim: int | None = None  # the first dimensions of a head, which are rotated; None: all
+    interleaved: bool = False  # pairs are neighbours in the checkpoint, not half a rotary_dim apart
+    attention_factor: float = 1.0  # multiplies cos and sin
+    rotated_part: float = 1.0  # of proportional's frequencies, the first ones; the others are 0
+    beta_fast: float = 32.0  # yarn's rotations within the trained context above which a dimension is kept
+    beta_slow: float = 1.0  # and below which it is interpolated
+    truncate: bool = True  # whether yarn rounds the bounds between these to whole dimensions
+    short_factors: tuple[float, ...] = ()  # longrope's divisors of frequencies within the trained context
+    long_factors: tuple[float, ...] = ()  # and beyond it
+    # Queries are multiplied by 1 + beta log(1 + floor(position / original_max_position_embeddings))
+    query_scaling_beta: float = 0.0
+
+    def grows_long(self, max_model_len: int) -> bool:
+        """Return whether sequences of up to so many tokens may need the long factors."""
+        return self.type == "longrope" and max_model_len > self.original_max_position_embeddings
+
+
+NO_ROPE = RopeConfig("none", 1.0)
+
+
+class LongContext(NamedTuple):
+    """The length from which longrope rotates a request by its long factors.
+
+    A request that reaches num_tokens is recomputed, with `offset` added to its positions. The offset selects
+    the rows of long requests in the tables of all rotary embeddings.
+    """
+
+    num_tokens: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What the cache keeps of a token for one layer.
+
+    value_in_key: V is the first value_dim numbers of each key, as in the latent of MLA (DeepSeek-V2, 2024).
+    """
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    value_in_key: bool = False
+
+    @property
+    def part_sizes(self) -> tuple[int, ...]:
+        """How many numbers a token has in K, and in V unless V lies in K."""
+        key = self.num_kv_heads * self.key_dim
+        value = self.num_kv_heads * self.value_dim
+        return (key,) if self.value_in_key else (key, value)
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """The kind of all norms over the hidden size: RMSNorm, or LayerNorm.
+
+    unit_offset: the norm multiplies by 1 + weight.
+    subtracts_mean: LayerNorm, which has a bias.
+    """
+
+    eps: float
+    unit_offset: bool = False
+    subtracts_mean: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Attention of one layer.
+
+    source: the earlier layer whose K and V it reads; None: it has its own.
+    """
+
+    num_heads: int
+    kv: KVShape  # what it reads of a token
+    rope: RopeConfig
+    scale: float  # of scores
+    window: int | None = None  # in tokens; None: full attention
+    softcap: float | None = None  # of scores
+    sinks: bool = False  # each head has a learned logit that takes a share of the softmax
+    source: int | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: Literal["head", "projection"] | None = None  # what the norms of Q and K go over
+    value_norm: bool = False  # each head of V is normalised, without a weight
+    keys_as_values: bool = False  # V is made of what W_k makes; the checkpoint has no W_v
+    # How the checkpoint stores Q, K and V: a tensor each, all in self_attn.qkv_proj, or there head by head
+    stored: Literal["separate", "fused", "by_head"] = "separate"
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether the layer has K and V of its own."""
+        return self.source is None
+
+    def num_params(self, hidden_size: int) -> int:
+        """Return the number of weights, without norms and biases."""
+        query_and_output = self.num_heads * (self.kv.key_dim + self.kv.value_dim)
+        return hidden_size * (query_and_output + sum(self.kv.part_sizes) * self.has_kv)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedForwardSpec:
+    """The feed-forward part of one layer: down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
+
+    size: int  # of the inner activations
+    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    gated: bool = True
+    bias: bool = False
+    fused: bool = False  # the checkpoint stores gate and up as one tensor, mlp.gate_up_proj
+
+    def num_params(self, hidden_size: int) -> int:
+        """Return the number of weights, without biases."""
+        return (3 if self.gated else 2) * self.size * hidden_size
+
+    def num_active_params(self, hidden_size: int) -> int:
+        """Return the number of weights that one token is multiplied by."""
+        return self.num_params(hidden_size)
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """Where a layer normalises, by the names of the norms in a checkpoint; None: not there."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None  # of the output of attention, before it is added to the residual
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One decoder layer.
+
+    parallel: attention and the feed-forward part both normalise and extend the same residual.
+    scaled: the checkpoint has a number that multiplies the layer's output.
+    """
+
+    attention: AttentionSpec
+    feed_forward: FeedForwardSpec
+    norms: NormNames = NormNames()
+    parallel: bool = False
+    scaled: bool = False

@@ -1,0 +1,29 @@
+"""Batches: what the runner asks of whatever makes the batch of a step."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from ...device.transfers import Upload
+from ...model.batch import Batch
+from ...scheduler.schedule import Schedule
+
+Step = TypeVar("Step")
+
+
+class Batches(Protocol[Step]):
+    """Makes the batch of each step, for one model on one device.
+
+    `HostBatches` is made of requests alone; `SeatedBatches` of what a GPU keeps of each seat.
+    """
+
+    def put(self, schedule: Schedule, upload: Upload) -> Step:
+        """Add what the device needs for the batch of a schedule to the upload."""
+
+    def batch(self, step: Step) -> Batch:
+        """Make the batch of a step whose upload is sent."""
+
+    def record(self, step: Step, tokens: Tensor) -> None:
+        """Keep the tokens that a step has drawn, i64[num_logits], where the next step takes them from."""
