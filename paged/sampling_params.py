@@ -401,13 +401,15 @@ class BeamSearchParams:
         check_number(RequestError, "temperature", self.temperature, 0.0)
         if self.temperature:
             raise RequestError(
-                f"temperature must be 0 in beam search, got {self.temperature!r}; sample with n for variety"
+                f"temperature must be 0 in beam search, got {self.temperature!r}; sample with n for variety",
+                param="temperature",
             )
         # Within these bounds no possible length overflows a float.
         check_number(RequestError, "length_penalty", self.length_penalty, -50.0, 50.0)
         if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
             raise RequestError(
-                f"early_stopping must be True, False or 'never', got {shown(self.early_stopping)}"
+                f"early_stopping must be True, False or 'never', got {shown(self.early_stopping)}",
+                param="early_stopping",
             )
 
 

@@ -493,7 +493,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
 UNSUPPORTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "architecture": (
         {"architectures": ["Qwen3NextForCausalLM"]},
-        ("Qwen3NextForCausalLM", "Qwen3ForCausalLM", "Qwen2ForCausalLM", "paged models"),
+        ("Qwen3NextForCausalLM", "paged models"),
     ),
     "no-architecture": (
         {"architectures": None},

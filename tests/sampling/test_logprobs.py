@@ -42,9 +42,9 @@ def test_report_by_hand(kernels):
     # Probabilities 0.1, 0.2, 0.3, 0.4: logits may have any offset.
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log().repeat(3, 1) + torch.tensor([[0.0], [5.0], [-7.0]])
     one, two, every = token_logprobs(kernels, logits, [1, 3, 0], [0, 1, -1])
-    assert (one.token_ids, one.rank) == ([1], 3)
-    assert (two.token_ids, two.rank) == ([3, 3], 1)
-    assert (every.token_ids, every.rank) == ([0, 3, 2, 1, 0], 4)
+    assert ([*one.token_ids], one.rank) == ([1], 3)
+    assert ([*two.token_ids], two.rank) == ([3, 3], 1)
+    assert ([*every.token_ids], every.rank) == ([0, 3, 2, 1, 0], 4)
     assert [torch.tensor(x).exp().item() for x in every.logprobs] == pytest.approx([0.1, 0.4, 0.3, 0.2, 0.1])
     assert one.logprobs == pytest.approx([every.logprobs[3]], abs=1e-6)
 

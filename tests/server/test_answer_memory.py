@@ -15,7 +15,7 @@ from paged.server.answer_memory import RESUME_BYTES, AnswerAccount, AnswerBudget
 from paged.server.inbox import Inbox
 from tests.support.served import eventually
 
-PLACE = [(i, -1.0, i, "a") for i in range(21)]
+PLACE = ([*range(21)], [-1.0] * 21, [*range(21)], ["a"] * 21)
 BYTES = 1 + TOKEN_BYTES + 21 * CANDIDATE_BYTES
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
