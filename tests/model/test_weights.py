@@ -224,7 +224,7 @@ def test_every_parameter_is_loaded(monkeypatch):
         for attention in (layer.attention for layer in model.layers):
             if attention.value_norm is not None:
                 filled += attention.head_dim
-            if attention.keys_as_values:
+            if attention.spec.keys_as_values:
                 width = attention.qkv.in_features + (attention.qkv.bias is not None)
                 filled += attention.split_sizes[2] * width
         assert sum(v.numel() for v in views) + filled == sum(p.numel() for p in parameters)
