@@ -19,7 +19,9 @@ from .checks import (
     must_read_contents,
 )
 
-MAX_GROUP, MIN_HEAD_DIM, MAX_HEAD_DIM = 128, 16, 576
+MAX_GROUP = 128
+MIN_HEAD_DIM = 16
+MAX_HEAD_DIM = 576
 MAX_TREE = 64  # candidates: the bits of an int64
 _MAX_INT32 = 2**31 - 1
 
@@ -189,7 +191,8 @@ def check_contents(
 ) -> None:
     """Raise ValueError unless every read stays inside the tensors. Reads int32 tensors on the host."""
     num_blocks, block_size = key_cache.shape[:2]
-    starts, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
+    starts = cu_seqlens_q.tolist()
+    lengths = seq_lens.tolist()
     if starts[0] != 0 or starts[-1] > num_tokens or sorted(starts) != starts:
         raise ValueError(f"cu_seqlens_q must rise from 0 to at most {num_tokens}, got {starts}")
     for i, (start, end, seq_len) in enumerate(zip(starts[:-1], starts[1:], lengths, strict=True)):

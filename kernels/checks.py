@@ -104,7 +104,8 @@ def check_span(name: str, tensor: Tensor) -> None:
 
     Kernels compute offsets of tokens and blocks in 64 bits, and offsets within one in 32.
     """
-    shape, strides = tensor.shape, tensor.stride()
+    shape = tensor.shape
+    strides = tensor.stride()
     if sum((size - 1) * stride for size, stride in zip(shape[1:], strides[1:], strict=True)) >= 2**31:
         raise ValueError(
             f"{name} must span less than 2**31 elements in each {name}[i], got shape {list(shape)} with "
@@ -212,7 +213,8 @@ def check_multiple(name: str, value: int, of_name: str, of: int) -> None:
 def check_indices(name: str, tensor: Tensor, of_name: str, size: int) -> None:
     """Raise ValueError unless all of `tensor` are indices below `size`. Reads it on the host."""
     if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < size:
-        low, high = int(tensor.min()), int(tensor.max())
+        low = int(tensor.min())
+        high = int(tensor.max())
         raise ValueError(f"{name} must be between 0 and {size - 1}, {of_name}, got {low} to {high}")
 
 
@@ -250,7 +252,8 @@ class TrustedContents:
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        self._before, _trust.is_given = _trust.is_given, not in_debug_mode()
+        self._before = _trust.is_given
+        _trust.is_given = not in_debug_mode()
 
     def __exit__(self, *_: object) -> None:
         _trust.is_given = self._before

@@ -39,7 +39,8 @@ def rotary(
     """Rotate the halves of every head: (x1 cos - x2 sin, x2 cos + x1 sin) (Su et al. 2021)."""
     for x in (query, key):
         x1, x2 = upcast(x).chunk(2, dim=-1)
-        c, s = cos[:, None].to(x1.dtype), sin[:, None].to(x1.dtype)
+        c = cos[:, None].to(x1.dtype)
+        s = sin[:, None].to(x1.dtype)
         x.copy_(torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), dim=-1))
 
 
@@ -56,7 +57,8 @@ def store_kv(
     block_size = key_cache.shape[1]
     for x, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
         for token, slot in enumerate(slot_mapping.tolist()):
-            block, place = slot // block_size, slot % block_size
+            block = slot // block_size
+            place = slot % block_size
             if scales is None:
                 cache[block, place] = x[token]
             else:
@@ -180,7 +182,8 @@ def _gather(
     """Return tokens [low, high) of one sequence, a copy for each query head: [high - low, num_heads, dim]."""
     block_size, num_kv_heads = cache.shape[1], cache.shape[2]
     pos = torch.arange(low, high, device=cache.device)
-    blocks, slots = block_table[pos // block_size].long(), pos % block_size
+    blocks = block_table[pos // block_size].long()
+    slots = pos % block_size
     tokens = cache[blocks, slots].to(like.dtype)
     if scales is not None:
         tokens = tokens * scales[blocks, :, slots][..., None].to(like.dtype)
@@ -203,7 +206,8 @@ def apply_penalties(
     frequency_penalty for each time that the token was generated, and presence_penalty once.
     """
     for i, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
-        x, count = logits[row], output_counts[slot]
+        x = logits[row]
+        count = output_counts[slot]
         repeated = torch.where(x > 0, x / repetition_penalty[i], x * repetition_penalty[i])
         x = torch.where(seen[slot], repeated, x)
         penalised = x - count.to(x.dtype) * frequency_penalty[i] - presence_penalty[i]
@@ -315,7 +319,8 @@ def sample_tokens(
 def gumbel_scores(logits: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
     """Return (logit - highest) / temperature + noise in float32, rounded as in the kernel."""
     x = _finite(logits)
-    top, divisor = _highest(x), _divisor(temperature)
+    top = _highest(x)
+    divisor = _divisor(temperature)
     x = torch.maximum(x, top.clamp(min=0) - torch.finfo(torch.float32).max)
     return torch.maximum(x - top, -300 * divisor) * (1 / divisor) + noise
 

@@ -18,7 +18,8 @@ KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8", "fp8", "fp8
 ATTENTION_BACKENDS = ("auto", "triton", "numba", "torch")
 POLICIES = ("fcfs", "priority", "longest-prefix-match", "fair")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
-MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
+MIN_BLOCK_SIZE = 8
+MAX_BLOCK_SIZE = 256
 # Options whose default is None in vLLM.
 _NONE_MEANS = {
     "max_num_seqs": 256,

@@ -89,7 +89,8 @@ def compile_ahead(progress: Progress | None = None) -> Compiled:
     Raises ImportError if the cache cannot be written.
     """
     if not _reports:
-        missing, started = _missing(), time.perf_counter()
+        missing = _missing()
+        started = time.perf_counter()
         directory = code_cache.directory_of(next(iter(KERNELS))) or code_cache.writable_directory()
         if missing:
             _compile(missing, progress)

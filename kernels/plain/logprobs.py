@@ -43,7 +43,8 @@ def _ranks(logprobs: Tensor, own: Tensor, top_values: Tensor) -> Tensor:  # i64[
     ranks = 1 + (top_values > own).sum(-1)
     beyond = (ranks > top_values.shape[1]).nonzero()[:, 0]
     # numpy counts bools several times as fast as torch, a row at a time without copies.
-    array, bounds = logprobs.numpy(), own.numpy()
+    array = logprobs.numpy()
+    bounds = own.numpy()
     for row in beyond.tolist():
         ranks[row] = 1 + int(np.count_nonzero(array[row] > bounds[row]))
     return ranks

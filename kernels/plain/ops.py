@@ -171,8 +171,10 @@ def rotary_store_kv(
         weight = torch.cat([weight.expand(n, -1) for weight, n in numbers if weight is not None])
         x1, x2 = _weighted(x32 * scale, weight, qkv.dtype, unit_offset).float().chunk(2, dim=-1)
     else:
-        x1, x2 = half1.float(), half2.float()
-    cos, sin = cos[:, None], sin[:, None]
+        x1 = half1.float()
+        x2 = half2.float()
+    cos = cos[:, None]
+    sin = sin[:, None]
     rotated1 = (x1 * cos).sub_(x2 * sin)
     rotated2 = (x2 * cos).add_(x1 * sin)
     half1.copy_(rotated1)
@@ -191,7 +193,9 @@ def _store(x: Tensor, cache: Tensor, slots: Tensor, scales: Tensor | None) -> No
     else:
         x, scale = reference.quantize(x, cache.dtype)
         scales[slots // block_size, :, slots % block_size] = scale
-        x, cache = x.view(torch.int8), cache.view(torch.int8)  # index_copy_ takes no fp8 on a CPU
+        # index_copy_ takes no fp8 on a CPU
+        x = x.view(torch.int8)
+        cache = cache.view(torch.int8)
     if cache.stride(0) == block_size * cache.stride(1):
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, x)
     else:
@@ -232,8 +236,10 @@ def paged_attention(
         inputs = query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q
         check_attention(*inputs, options, any_layout=True)
         check_plan(plan, AttentionPlan)
-    key_scales, value_scales = options.key_scales, options.value_scales
-    scale, sliding_window = float(options.scale), options.sliding_window
+    key_scales = options.key_scales
+    value_scales = options.value_scales
+    scale = float(options.scale)
+    sliding_window = options.sliding_window
     special = (options.softcap, options.sinks, options.tree_mask)
     if any(x is not None for x in special) or value_cache.shape != key_cache.shape:
         return reference.paged_attention(

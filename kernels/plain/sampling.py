@@ -50,16 +50,20 @@ def apply_penalties(
     if not is_trusted():
         penalties = repetition_penalty, frequency_penalty, presence_penalty
         check_penalties(logits, rows, slots, output_counts, seen, *penalties)
-    num, vocab_size = rows.shape[0], logits.shape[1]
+    num = rows.shape[0]
+    vocab_size = logits.shape[1]
     if torch.equal(slots, torch.arange(num, device=slots.device)):  # without a copy of large tensors
-        counts, seen = output_counts[:num], seen[:num]
+        counts = output_counts[:num]
+        seen = seen[:num]
     else:
-        counts, seen = output_counts[slots], seen[slots]
+        counts = output_counts[slots]
+        seen = seen[slots]
     # Few tokens of the vocabulary were seen.
     found_at = places_where(seen)
     row = found_at // vocab_size
     places = rows[row], found_at % vocab_size
-    found, count = logits[places], counts.reshape(-1)[found_at].float()
+    found = logits[places]
+    count = counts.reshape(-1)[found_at].float()
     penalty = repetition_penalty[row]
     found = torch.where(found > 0, found / penalty, found * penalty)
     found -= frequency_penalty[row] * count
@@ -166,7 +170,8 @@ def _maxima_and_deviations(logits: Tensor) -> tuple[Tensor, Tensor]:  # f32[n, w
     """Return column maxima, and the standard deviation of all logits that are not -inf."""
     num, vocab_size = logits.shape
     maxima = logits.new_empty(num, -(-vocab_size // torch_selection.HEIGHT))
-    sums, squares = torch.empty_like(maxima), torch.empty_like(maxima)
+    sums = torch.empty_like(maxima)
+    squares = torch.empty_like(maxima)
     for part, highest, total, square in chunks(logits, maxima, sums, squares):
         highest.copy_(column_maxima(part))
         # Deviations from near the mean, so that subtracting the square of the rest loses little precision.
@@ -202,7 +207,8 @@ def _most_few(rows: _Rows) -> int:
 
 def _draw_from_few(rows: _Rows) -> Tensor:  # i64[n]
     """Draw from sorted candidates: those that min_p, top_n_sigma and a small top_k keep."""
-    top_k, typical_p = rows.top_k[:, None], rows.typical_p[:, None]
+    top_k = rows.top_k[:, None]
+    typical_p = rows.typical_p[:, None]
     bound = rows.lowest
     limited = (top_k <= _most_few(rows)) & (typical_p >= 1.0)
     if limited.any():
@@ -242,7 +248,8 @@ def _before(
 def _draw_from_all(rows: _Rows) -> Tensor:  # i64[n]
     """Draw from all tokens, again if typical_p or top_p excludes the token. Destroys the logits."""
     weights, sums, means = _to_weights(rows)
-    typical, limited = rows.typical_p < 1.0, rows.top_k < weights.shape[1]
+    typical = rows.typical_p < 1.0
+    limited = rows.top_k < weights.shape[1]
     # Later filters need all tokens that typical_p keeps.
     first = typical & (limited | (rows.top_p < 1.0))
     for mask, drop in ((first, _drop_untypical), (limited, _drop_unlikely)):
@@ -272,7 +279,9 @@ def _to_weights(rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
     Returns f32[n, vocab_size] in the logits' memory, f32[n, width] column sums, and f32[n, 1] the mean of the
     weights' base-2 logarithms for typical_p: a token is as far from it as its surprise from the entropy.
     """
-    weights, sums, moments = rows.logits, torch.empty_like(rows.maxima), torch.zeros_like(rows.maxima)
+    weights = rows.logits
+    sums = torch.empty_like(rows.maxima)
+    moments = torch.zeros_like(rows.maxima)
     filtered = bool((rows.lowest > -torch.inf).any())
     typical = bool((rows.typical_p < 1.0).any())
     columns = (rows.highest, rows.temperature * _LN_2, rows.lowest, sums, moments)
@@ -319,11 +328,14 @@ def _redraw_untypical(tokens: Tensor, weights: Tensor, sums: Tensor, means: Tens
     that are not nearer: the next token is drawn from the others, of which there is at least one.
     """
     limit = left_to_right(sums) * rows.typical_p[:, None].clamp(min=SMALLEST)
-    of, latest, bits = torch.arange(len(tokens), device=tokens.device), tokens, rows.bits
+    of = torch.arange(len(tokens), device=tokens.device)
+    latest = tokens
+    bits = rows.bits
     while True:
         own = weights.gather(1, latest[:, None])
         mirrored = (2 * means - own.log2()).exp2()  # as far beyond the mean
-        low, high = torch.minimum(own, mirrored), torch.maximum(own, mirrored)
+        low = torch.minimum(own, mirrored)
+        high = torch.maximum(own, mirrored)
         nearer = torch.empty_like(sums)
         for part, a, b, out in chunks(weights, low, high, nearer):
             out.copy_(column_sums_between(part, a, b))
@@ -333,7 +345,8 @@ def _redraw_untypical(tokens: Tensor, weights: Tensor, sums: Tensor, means: Tens
         of, low, high, means, limit = (x[again] for x in (of, low, high, means, limit))
         weights = weights.index_select(0, again)
         weights.mul_(((weights > low) & (weights < high)).float())
-        sums, bits = column_sums(weights), splitmix64(~bits[again])
+        sums = column_sums(weights)
+        bits = splitmix64(~bits[again])
         latest = _draw(weights, sums, bits)
         tokens[of] = latest
 
@@ -346,7 +359,9 @@ def _redraw_improbable(tokens: Tensor, weights: Tensor, sums: Tensor, rows: _Row
     limit = left_to_right(sums)[:, 0] * rows.top_p.double().clamp_(min=SMALLEST)
     # In float32 the sum without the lightest tokens may equal the whole; top_p = 1 keeps these all the same.
     limit.masked_fill_(rows.top_p >= 1.0, torch.inf)
-    of, latest, bits = torch.arange(len(tokens), device=tokens.device), tokens, rows.bits
+    of = torch.arange(len(tokens), device=tokens.device)
+    latest = tokens
+    bits = rows.bits
     while True:
         own = weights.gather(1, latest[:, None])
         for part, least in chunks(weights, own):
@@ -355,7 +370,9 @@ def _redraw_improbable(tokens: Tensor, weights: Tensor, sums: Tensor, rows: _Row
         outside = (row_sums(weights) >= limit).nonzero()[:, 0]
         if not len(outside):
             return
-        of, weights, limit = of[outside], weights[outside], limit[outside]
+        of = of[outside]
+        weights = weights[outside]
+        limit = limit[outside]
         bits = splitmix64(~bits[outside])
         latest = _draw(weights, column_sums(weights), bits)
         tokens[of] = latest
@@ -370,7 +387,9 @@ def _draw(
 
     First a column, then a place in it: far fewer random numbers than one for each token.
     """
-    vocab_size, width, height = weights.shape[1], sums.shape[1], torch_selection.HEIGHT
+    vocab_size = weights.shape[1]
+    width = sums.shape[1]
+    height = torch_selection.HEIGHT
     in_order = torch.arange(max(width, height), device=weights.device)
     column = _race(sums.double(), nth(bits[:, None], in_order[:width]))
     places = column + width * in_order[:height]

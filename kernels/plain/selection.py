@@ -15,7 +15,9 @@ CHUNK = 2**18  # numbers that are worked on at once: new memory for more than a 
 GATHER_COST = 30  # of a number picked here and there, in numbers that are read one after the other
 # The bits of positive float32 are ordered as they are. The first 14 of 32 are a bin's number, which makes 32
 # bins of an octave; 2**-16 to 2**16 have bins of their own, what is beyond shares the first and the last.
-BIN_SHIFT, FIRST_BIN, NUM_BINS = 18, (127 - 16) * 32, 32 * 32
+BIN_SHIFT = 18
+FIRST_BIN = (127 - 16) * 32
+NUM_BINS = 32 * 32
 
 
 def smallest_bound(
@@ -86,7 +88,8 @@ def kth_largest(x: Tensor, k: Tensor) -> Tensor:  # f32[n, size], int[n] -> f32[
         return x.topk(int(k.max())).values.gather(1, k.long()[:, None] - 1)
     # numpy's quickselect is vectorised and four times as fast as torch; it takes one k for all rows, and is
     # ten times slower if the least numbers, not the greatest, are many equal ones.
-    array, places = x.numpy(), k.numpy() - 1
+    array = x.numpy()
+    places = k.numpy() - 1
     found = np.empty((len(array), 1), array.dtype)
     for at in np.unique(places):
         rows = places == at
@@ -102,10 +105,12 @@ def _places_from(
     maxima: Tensor,  # f32[n, width], of the columns of x
 ) -> Tensor:  # i64[num_places], ascending
     """Return the indices in the flattened x at which a row reaches its bound."""
-    size, width = x.shape[1], maxima.shape[1]
+    size = x.shape[1]
+    width = maxima.shape[1]
     columns = places_where(maxima >= bound)[:, None]
     if len(columns) * HEIGHT * GATHER_COST < x.numel():
-        row, column = columns // width, columns % width
+        row = columns // width
+        column = columns % width
         places = column + torch.arange(0, width * HEIGHT, width, device=x.device)
         inside = places < size
         places += row * size

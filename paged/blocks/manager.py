@@ -38,7 +38,8 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         hash_block: HashBlock = sha256_block,
     ) -> None:
-        self.block_size, self.windows = block_size, tuple(windows)
+        self.block_size = block_size
+        self.windows = tuple(windows)
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks, block_size, len(self.windows))
         self.host_pool = BlockPool(num_host_blocks, block_size=0)  # stores no token ids
@@ -71,7 +72,8 @@ class BlockManager:
 
     def missing_blocks(self, seq: SequenceBlocks, num_tokens: int) -> int:
         """Return the most blocks needed to extend a sequence to num_tokens."""
-        blocks, missing = self.blocks_for(num_tokens), 0
+        blocks = self.blocks_for(num_tokens)
+        missing = 0
         for group, (table, most) in enumerate(zip(seq.tables, self._most_blocks, strict=True)):
             held = len(table) - seq.num_dropped[group]
             if most < NEVER:  # a shared block that leaves the window does not become available
@@ -91,7 +93,8 @@ class BlockManager:
         A block that another sequence holds costs nothing. Under a window it costs one: when this sequence
         drops it, the other still holds it.
         """
-        needed, refcount = self.most_blocks(num_tokens), self.pool.refcount
+        needed = self.most_blocks(num_tokens)
+        refcount = self.pool.refcount
         for group, (blocks, window) in enumerate(zip(hits, self.windows, strict=False)):
             visible = blocks[self._first_visible(group, len(blocks) * self.block_size) :]
             shared = sum(refcount(block) > 0 for block in visible)
@@ -157,7 +160,9 @@ class BlockManager:
         """
         if end <= seq.capacity:
             return True
-        pool, wanted, index = self.pool, self.blocks_for(end), start // self.block_size
+        pool = self.pool
+        wanted = self.blocks_for(end)
+        index = start // self.block_size
         if self.windows == (None,) and len(seq.tables[0]) == index == wanted - 1:  # most decodes
             blocks = pool.allocate(1)
             if blocks is None:
@@ -175,7 +180,8 @@ class BlockManager:
         if blocks is None:
             return False
         for group in shared:
-            source, target = seq.tables[group][index], blocks.pop()
+            source = seq.tables[group][index]
+            target = blocks.pop()
             copies.append((source, target))
             pool.keep_for_step(source)
             pool.free((source,))
@@ -189,7 +195,8 @@ class BlockManager:
 
     def register(self, seq: SequenceBlocks, token_ids: Sequence[int], num_tokens: int) -> None:
         """Add the full blocks of the first num_tokens, some computed by this step, to the prefix cache."""
-        pool, num_full = self.pool, num_tokens // self.block_size
+        pool = self.pool
+        num_full = num_tokens // self.block_size
         if seq.register_at == NEVER or seq.chain is None or num_full <= seq.num_registered:
             return
         seq.chain.extend(token_ids, num_full, self.block_size)
@@ -208,8 +215,10 @@ class BlockManager:
         copy = SequenceBlocks(len(self.windows), seq.chain and seq.chain.fork())
         self._sequences.add(copy)
         copy.tables = [table[:] for table in seq.tables]
-        copy.num_dropped, copy.last = seq.num_dropped.copy(), seq.last.copy()
-        copy.num_registered, copy.register_at = seq.num_registered, seq.register_at
+        copy.num_dropped = seq.num_dropped.copy()
+        copy.last = seq.last.copy()
+        copy.num_registered = seq.num_registered
+        copy.register_at = seq.register_at
         for group in range(len(self.windows)):
             self.pool.share(seq.live(group))
         # The next write of either must go through `grow`, which checks whether the block is shared.
@@ -356,7 +365,8 @@ class BlockManager:
         return 0 if window is None else max(0, start - window + 1) // self.block_size
 
     def _drop_invisible(self, seq: SequenceBlocks, group: int, start: int) -> None:
-        first, dropped = self._first_visible(group, start), seq.num_dropped[group]
+        first = self._first_visible(group, start)
+        dropped = seq.num_dropped[group]
         if first > dropped:
             table = seq.tables[group]
             gone = table[dropped:first]
@@ -392,7 +402,8 @@ class BlockManager:
                 held += table[dropped:]
         references = pool.references()
         if sorted(held) != references:
-            count, holders = Counter(references), Counter(held)
+            count = Counter(references)
+            holders = Counter(held)
             wrong = [block for block in count | holders if count[block] != holders[block]]
             what = (f"block {b}: {count[b]} references, {holders[b]} holders" for b in sorted(wrong))
             raise AssertionError("; ".join(what))

@@ -38,7 +38,8 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int = 16, num_groups: int = 1) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         # A stack: the block freed last is allocated first. Its memory is warm, and a large pool on a CPU
         # touches no more pages than it needs.
         self._free = _downwards(num_blocks)[:]
@@ -98,7 +99,8 @@ class BlockPool:
         """Take n blocks, or none at all: on None the scheduler preempts. Evicts cached blocks as needed."""
         if n > len(self._free) + self.num_cached:
             return None
-        free, refcounts = self._free, self._refcounts
+        free = self._free
+        refcounts = self._refcounts
         if n == 1 and free:
             blocks = array("i", (free.pop(),))
         else:
@@ -177,8 +179,14 @@ class BlockPool:
 
     def match(self, chain: PrefixChain, num_blocks: int, group: int = 0) -> list[BlockId]:
         """Return the indexed blocks of the longest known prefix, at most num_blocks of them."""
-        get, parents, serials, tokens = self._index.get, self._parents, self._serials, self._tokens
-        data, size, start, previous = chain.data, 4 * self.block_size, 0, 0
+        get = self._index.get
+        parents = self._parents
+        serials = self._serials
+        tokens = self._tokens
+        data = chain.data
+        size = 4 * self.block_size
+        start = 0
+        previous = 0
         digests = chain.digests[:num_blocks]
         if self._num_groups > 1:
             digests = [self._in_group(digest, group) for digest in digests]
@@ -193,7 +201,8 @@ class BlockPool:
                 break
             if not blocks and self._namespaces.get(block, b"") != chain.namespace:
                 break
-            previous, start = serials[block], start + size
+            previous = serials[block]
+            start = start + size
             blocks.append(block)
         return blocks
 
@@ -216,7 +225,8 @@ class BlockPool:
         group: int = 0,
     ) -> BlockId:
         """Do what `cache` does, given the digest and the tokens (as i32)."""
-        digest, size = self._in_group(digest, group), 4 * self.block_size
+        digest = self._in_group(digest, group)
+        size = 4 * self.block_size
         known = self._index.get(digest)
         if known is not None:
             same = self._parents[known] == parent and self.tokens(known) == tokens
@@ -225,8 +235,10 @@ class BlockPool:
             self._forget(known)  # a collision, or its predecessor is gone: no match reaches it
         serial = self._next_serial
         self._next_serial = serial % (2**32 - 1) + 1
-        self._index[digest], self._digests[block] = block, digest
-        self._serials[block], self._parents[block] = serial, parent
+        self._index[digest] = block
+        self._digests[block] = digest
+        self._serials[block] = serial
+        self._parents[block] = parent
         self._tokens[block * size : (block + 1) * size] = tokens
         if not parent and namespace:
             self._namespaces[block] = namespace
@@ -279,14 +291,17 @@ class BlockPool:
             end = self.num_blocks
             newest = self._older[end]
             self._newer[newest] = self._older[end] = block
-            self._older[block], self._newer[block] = newest, end
+            self._older[block] = newest
+            self._newer[block] = end
             self.num_cached += 1
         else:
             self._free.append(block)
 
     def _unlink(self, block: BlockId) -> None:
-        older, newer = self._older[block], self._newer[block]
-        self._newer[older], self._older[newer] = newer, older
+        older = self._older[block]
+        newer = self._newer[block]
+        self._newer[older] = newer
+        self._older[newer] = older
         self.num_cached -= 1
 
     def _forget(self, block: BlockId) -> None:
@@ -305,7 +320,9 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert that every block is in exactly one state and that index and blocks agree."""
-        end, serials, every_block = self.num_blocks, self._serials, range(self.num_blocks)
+        end = self.num_blocks
+        serials = self._serials
+        every_block = range(self.num_blocks)
         ring = [end]
         for _ in range(self.num_cached):
             ring.append(self._newer[ring[-1]])
@@ -319,7 +336,8 @@ class BlockPool:
         assert sorted(itertools.chain(*states)) == [*every_block], (
             f"a block is not in exactly one state (used, free, cached, deferred): {states}"
         )
-        known, indexed = self._index.values(), [*itertools.compress(every_block, serials)]
+        known = self._index.values()
+        indexed = [*itertools.compress(every_block, serials)]
         assert sorted(known) == indexed, (
             f"blocks {set(indexed) ^ set(known)} are missing in the index, in it twice or without a serial"
         )

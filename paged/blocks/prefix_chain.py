@@ -51,7 +51,10 @@ class PrefixChain:
             return
         added = array("i", token_ids[done * block_size : num_blocks * block_size]).tobytes()
         self.data += added
-        digest, digests, hash_block, size = self._last, [], self._hash, 4 * block_size
+        digest = self._last
+        digests = []
+        hash_block = self._hash
+        size = 4 * block_size
         for start in range(0, len(added), size):
             digest = hash_block(digest, added[start : start + size])
             digests.append(digest)
@@ -61,6 +64,9 @@ class PrefixChain:
     def fork(self) -> PrefixChain:
         """Return an independent copy."""
         copy = PrefixChain.__new__(PrefixChain)
-        copy.namespace, copy._hash, copy._last = self.namespace, self._hash, self._last
-        copy.digests, copy.data = self.digests.copy(), self.data.copy()
+        copy.namespace = self.namespace
+        copy._hash = self._hash
+        copy._last = self._last
+        copy.digests = self.digests.copy()
+        copy.data = self.data.copy()
         return copy

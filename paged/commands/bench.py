@@ -167,7 +167,8 @@ def _start(engine_options: Mapping[str, Any], num_prompt_tokens: int, output_len
 
 def _prompts(engine: LLMEngine, number: int, input_len: int, prefix_len: int = 0) -> list[list[int]]:
     """Return prompts of random token ids, the same for the same seed."""
-    rng, vocabulary = random.Random(engine.config.seed), range(engine.model_config.vocab_size)
+    rng = random.Random(engine.config.seed)
+    vocabulary = range(engine.model_config.vocab_size)
     prefix = rng.choices(vocabulary, k=prefix_len)
     return [prefix + rng.choices(vocabulary, k=input_len) for _ in range(number)]
 

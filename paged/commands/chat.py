@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from ..engine.engine import LLMEngine
     from ..requests.request import CompletionOutput
 
-MARKER, CONTINUATION = ">>> ", "... "
+MARKER = ">>> "
+CONTINUATION = "... "
 SYSTEM_HELP = "The system message, before the first turn. [default: none]"
 TEMPLATE_KWARGS_HELP = """More variables for the template as a JSON object, such as
 {"enable_thinking": false}. [default: {}]"""
@@ -142,7 +143,10 @@ class Chat:
         system: str | None,
         stream_interval_s: float,
     ) -> None:
-        self._engine, self._params, self._template, self._system = engine, params, template, system
+        self._engine = engine
+        self._params = params
+        self._template = template
+        self._system = system
         self._stream_interval_s = stream_interval_s
         self._turns: list[dict[str, str]] = []
         self._num_requests = 0  # seeds are derived from it, so a retry gets another one
@@ -273,7 +277,8 @@ class Chat:
 
     def _answer(self) -> str:
         """Stream the answer to stdout. Return it, or the part before Ctrl-C."""
-        completion, shown = None, ""
+        completion = None
+        shown = ""
         with self._interrupts.counted() if self._interactive else nullcontext():
             request_id = self._request()
             show_next = -math.inf

@@ -22,7 +22,8 @@ from .options import option
 if TYPE_CHECKING:
     from ..engine.engine import LLMEngine
 
-EXIT_FAILED, EXIT_USAGE = 1, 2
+EXIT_FAILED = 1
+EXIT_USAGE = 2
 DEFAULT_MODEL = "demo"
 
 # The fields of the API that are not options of the commands, and why.

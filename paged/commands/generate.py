@@ -155,7 +155,8 @@ def _figures(blocks: BlockManager, output: RequestOutput) -> str:
     longest = max(len(completion.token_ids) for completion in output.outputs)
     num_blocks = blocks.most_blocks(len(output.prompt_token_ids) + longest - 1)
     started = output.metrics.arrival_time
-    first, last = output.metrics.first_token_time or started, output.metrics.finished_time or started
+    first = output.metrics.first_token_time or started
+    last = output.metrics.finished_time or started
     samples = " by a sample" if len(output.outputs) > 1 else ""
     return (
         f"time to first token {1000 * (first - started):,.0f} ms; "

@@ -100,7 +100,8 @@ class CommandGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the arguments name. Raises UnknownCommandError."""
-        name, names = args[0], self.list_commands(ctx)
+        name = args[0]
+        names = self.list_commands(ctx)
         if name not in names and not name.startswith("-") and not ctx.resilient_parsing:
             nearest = difflib.get_close_matches(name, names, n=1)
             guess = f"did you mean {nearest[0]!r}? it has " if nearest else "it has "

@@ -25,10 +25,13 @@ class LiveView:
     def __init__(
         self, stats: Callable[[], EngineStats], num_requests: int, console: Console | None = None
     ) -> None:
-        self._stats, self._num_requests = stats, num_requests
+        self._stats = stats
+        self._num_requests = num_requests
         self.num_done = 0
         self._live = Live(console=console or Console(stderr=True), auto_refresh=False)
-        self._drawn, self._num_tokens, self._rate = time.perf_counter(), 0, 0.0
+        self._drawn = time.perf_counter()
+        self._num_tokens = 0
+        self._rate = 0.0
 
     def __enter__(self) -> Self:
         self._live.__enter__()
@@ -49,12 +52,14 @@ class LiveView:
             self._draw()
 
     def _draw(self) -> None:
-        now, stats = time.perf_counter(), self._stats()
+        now = time.perf_counter()
+        stats = self._stats()
         num_tokens = stats.num_decode_tokens + stats.num_prefill_tokens
         elapsed = now - self._drawn
         if elapsed > 0:
             self._rate = (num_tokens - self._num_tokens) / elapsed
-        self._drawn, self._num_tokens = now, num_tokens
+        self._drawn = now
+        self._num_tokens = num_tokens
         self._live.update(render(stats, self.num_done, self._num_requests, self._rate), refresh=True)
 
 

@@ -34,15 +34,19 @@ class PromptFile:
         earlier: Earlier = NO_RESULTS,
         begin: Callable[[], object] = bool,
     ) -> None:
-        self._jobs, self._write, self._begin = jobs, write, begin
-        self._earlier, self._num_failed = earlier, earlier.num_failed
+        self._jobs = jobs
+        self._write = write
+        self._begin = begin
+        self._earlier = earlier
+        self._num_failed = earlier.num_failed
 
     def complete(self, engine_options: Mapping[str, Any], *, live: bool = False, hidden: bool = False) -> int:
         """Complete the prompts that have no result, and return the exit code.
 
         live: show the engine's state. hidden: show no progress.
         """
-        total, num_done = len(self._jobs), self._earlier.num_done
+        total = len(self._jobs)
+        num_done = self._earlier.num_done
         if num_done < total:
             engine = common.start(engine_options)
             self._begin()
@@ -62,8 +66,10 @@ class PromptFile:
 
         from .live_view import LiveView
 
-        total, num_written = len(self._jobs), self._earlier.num_done
-        started, num_tokens = time.perf_counter(), 0
+        total = len(self._jobs)
+        num_written = self._earlier.num_done
+        started = time.perf_counter()
+        num_tokens = 0
         done: dict[int, dict[str, Any]] = {}
         with (
             LiveView(engine.stats, total) if live else nullcontext() as view,

@@ -118,7 +118,9 @@ class _Run:
         model: str,
         after_line: Callable[[], object],
     ) -> None:
-        self._engine, self._output, self._after_line = engine, output, after_line
+        self._engine = engine
+        self._output = output
+        self._after_line = after_line
         self._model = model
         self.ignored = Counter[str]()
         self._entries: dict[str, _Entry] = {}  # by identity
@@ -191,7 +193,8 @@ class _Run:
 
     def _take(self, output: RequestOutput) -> None:
         identity, _, number = output.request_id.rpartition("-")
-        entry, index = self._entries[identity], int(number)
+        entry = self._entries[identity]
+        index = int(number)
         call = entry.call
         if isinstance(call, EmbeddingCall):
             entry.outputs[index] = embedding_output(entry.reports.pop(index), normalize=call.normalize)

@@ -21,7 +21,8 @@ _OF_KUBERNETES = re.compile(
     r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
 _URL_OF_KUBERNETES = re.compile(r"(tcp|udp|sctp)://.*")
-_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+_TRUE = ("true", "1", "yes", "on")
+_FALSE = ("false", "0", "no", "off")
 
 
 def from_environment(types: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def top(
         from ..server.telemetry.scrape import metrics_url, scrape
     except ImportError as error:
         raise CliError(f"paged top needs {error.name}: pip install 'paged[server]'") from None
-    address, console = metrics_url(url), Console()
+    address = metrics_url(url)
+    console = Console()
     if once:
         before = scrape(address)
         time.sleep(interval)

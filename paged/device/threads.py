@@ -19,7 +19,8 @@ from ..errors import ConfigError
 
 # torch takes its number of threads from these when it is imported.
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-CGROUPS, TOPOLOGY = Path("/sys/fs/cgroup"), Path("/sys/devices/system/cpu")
+CGROUPS = Path("/sys/fs/cgroup")
+TOPOLOGY = Path("/sys/devices/system/cpu")
 _threads_of = weakref.WeakKeyDictionary[Any, int]()  # of engines that are alive and compute on the CPU
 
 
@@ -32,7 +33,8 @@ def set_threads(engine: Any, wanted: int | None) -> int:
     Raises ConfigError for more threads than CPUs, and for another number than that of an engine which is
     alive, because that would change its speed and the last bits of its sums.
     """
-    now, most = torch.get_num_threads(), os.cpu_count() or 1
+    now = torch.get_num_threads()
+    most = os.cpu_count() or 1
     others = next(iter(_threads_of.values()), None)
     if wanted is None:
         wanted = others or (now if _is_chosen(now) else usable_cores())
@@ -55,7 +57,8 @@ def usable_cores() -> int:
     Not hardware threads, as those of one core share its multipliers. A virtual machine may present two cores
     as two threads of one, which cannot be detected; set num_threads there.
     """
-    cpus, memberships = _affinity(), Path("/proc/self/cgroup")
+    cpus = _affinity()
+    memberships = Path("/proc/self/cgroup")
     quota = cpu_quota(CGROUPS, memberships.read_text() if memberships.exists() else "")
     return max(1, min(_num_cores(cpus), math.ceil(min(quota, len(cpus)))))
 

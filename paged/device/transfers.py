@@ -62,7 +62,8 @@ class Transfers:
 
     def __init__(self, device: torch.device, *, in_place: bool | None = None) -> None:
         self.device = device
-        self._uploads, self._downloads = _Ring(), _Ring()
+        self._uploads = _Ring()
+        self._downloads = _Ring()
         self._in_place: tuple[Upload, Download] | None = None  # which keep nothing: the same for every step
         if device.type == "cpu" if in_place is None else in_place:
             self._in_place = Upload(device, None), Download(device, None)
@@ -83,7 +84,8 @@ class Upload:
     """
 
     def __init__(self, device: torch.device, buffers: _Ring | None) -> None:
-        self.device, self._buffers = device, buffers
+        self.device = device
+        self._buffers = buffers
         self._parts: list[Sent] = []
 
     def put(self, numbers: Numbers, dtype: torch.dtype) -> Sent:
@@ -99,8 +101,10 @@ class Upload:
         """Send all that was put, without waiting for it."""
         if self._buffers is None or not self._parts:
             return
-        parts, self._parts = self._parts, []
-        starts, size = [], 0
+        parts = self._parts
+        self._parts = []
+        starts = []
+        size = 0
         for sent in parts:
             starts.append(size)
             size += -(-sent.numbers.nbytes // ALIGNMENT) * ALIGNMENT
@@ -116,7 +120,8 @@ class Upload:
             buffer.in_use_until_now()
         typed: dict[Any, Tensor] = {}
         for start, sent in zip(starts, parts, strict=True):
-            numbers, dtype = sent.numbers, sent.dtype
+            numbers = sent.numbers
+            dtype = sent.dtype
             if dtype not in typed:
                 typed[dtype] = memory.view(dtype)
             first = start // numbers.itemsize
@@ -131,7 +136,8 @@ class Download:
     """
 
     def __init__(self, device: torch.device, buffers: _Ring | None) -> None:
-        self.device, self._buffers = device, buffers
+        self.device = device
+        self._buffers = buffers
         self._parts: list[tuple[Received, Tensor]] = []
         self._num_bytes = 0  # of the parts
         self._buffer: _Buffer | None = None
@@ -161,7 +167,8 @@ class Download:
         buffer = self._buffers.take(packed.nbytes)
         buffer.memory[: packed.nbytes].view(torch.int32).copy_(packed, non_blocking=True)
         buffer.in_use_until_now()
-        self._buffer, buffer.unread = buffer, self
+        self._buffer = buffer
+        buffer.unread = self
 
     def wait(self) -> None:
         """Wait until all that was asked for is on the host."""
@@ -169,7 +176,8 @@ class Download:
         if buffer is None:
             return
         buffer.wait()
-        arrived, start = buffer.memory[: self._num_bytes].numpy().copy(), 0
+        arrived = buffer.memory[: self._num_bytes].numpy().copy()
+        start = 0
         self._buffer = buffer.unread = None
         for received, tensor in self._parts:
             numbers = arrived[start : start + tensor.nbytes].view(NUMPY_DTYPES[tensor.dtype])

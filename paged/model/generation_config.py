@@ -27,7 +27,8 @@ def read_eos_token_ids(directory: Path) -> frozenset[int]:
     for name in (_FILE, "config.json"):
         file = directory / name
         found = read_json(file) if file.exists() else {}
-        eos, text = found.get("eos_token_id"), found.get("text_config")
+        eos = found.get("eos_token_id")
+        text = found.get("text_config")
         if eos is None and isinstance(text, dict):  # of a model with other parts
             eos = text.get("eos_token_id")
         if eos is not None:

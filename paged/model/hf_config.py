@@ -130,7 +130,8 @@ def _text_alone(hf: Config, architecture: str, known: Multimodal) -> ModelConfig
         text = from_hf(text_of(known, hf))
     except (UnsupportedModelError, CheckpointError) as error:
         raise type(error)(f"text_config: {error}") from None
-    names, placeholders = known.names.around(text.tensor_names), placeholders_of(known, hf)
+    names = known.names.around(text.tensor_names)
+    placeholders = placeholders_of(known, hf)
     return replace(text, architecture=architecture, tensor_names=names, placeholders=placeholders)
 
 
@@ -150,7 +151,8 @@ def require_supported(hf: Config) -> str:
         raise UnsupportedModelError(
             f"architecture {shown(name)} is not supported{code}; `paged models` lists those that are"
         )
-    model_type, expected = hf.get("model_type"), NATIVE[name].model_type
+    model_type = hf.get("model_type")
+    expected = NATIVE[name].model_type
     if model_type != expected:
         raise CheckpointError(f"{name} goes with model_type {expected!r}, got {shown(model_type)}")
     if quantized := hf.get("quantization_config"):

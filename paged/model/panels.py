@@ -58,7 +58,9 @@ class PanelWeight(TableForm):
     """
 
     def __init__(self, weight: Tensor, *, out_dtype: torch.dtype | None = None, gated: bool = False) -> None:
-        self.dtype, self._out_dtype, self.gated = weight.dtype, out_dtype, gated
+        self.dtype = weight.dtype
+        self._out_dtype = out_dtype
+        self.gated = gated
         self.panels = self._pack(weight, can_pair(weight.dtype, weight.shape[1]), gated)
         self._bias: Tensor | None = None
 

@@ -24,7 +24,8 @@ from .layers.linear import TableForm, WeightForm
 TILE_ELEMENTS = 2**19
 # The most rows of bfloat16 to give to torch's kernels. By `python -m benchmarks.linear --dtype bfloat16` with
 # AVX2, tiles are as fast from about 50 rows in int8 and 64 in int4; earlier where bfloat16 is not emulated.
-INT8_KERNEL_ROWS, INT4_KERNEL_ROWS = 16, 32
+INT8_KERNEL_ROWS = 16
+INT4_KERNEL_ROWS = 32
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -134,7 +135,8 @@ class Int4Weight(WeightForm):
     def by_kernel(self, x: Tensor) -> Tensor:
         """Compute x Wᵀ in bfloat16 by torch's kernel."""
         num_panels, num_inputs, half = self.packed.shape
-        packed, scale_zero = self.packed.view(-1, num_inputs // 2), self.scale_zero.flatten(1, 2)
+        packed = self.packed.view(-1, num_inputs // 2)
+        scale_zero = self.scale_zero.flatten(1, 2)
         out = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, self.GROUP, scale_zero)
         return self._without_padding(out.view(-1, num_panels, 2, half).transpose(1, 2))
 
@@ -224,7 +226,8 @@ def require_kernels(name: str) -> None:
 def _agrees_with_itself(form: type[Int8Weight | Int4Weight]) -> bool:
     """Return whether kernel and tiles both reproduce the weight that was quantised."""
     values = torch.arange(128).add(torch.arange(128)[:, None]).remainder(16).bfloat16()
-    weight, x = form(values), torch.eye(128, dtype=torch.bfloat16)
+    weight = form(values)
+    x = torch.eye(128, dtype=torch.bfloat16)
     close = [torch.allclose(way(x).T, values, atol=0.1) for way in (weight.by_kernel, weight.by_tiles)]
     return all(close)
 

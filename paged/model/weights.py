@@ -14,7 +14,8 @@ from .config import TensorNames
 from .safetensors_file import SafetensorsFile, StoredTensor
 from .weight_files import find_weight_files
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 Sources = Mapping[str, StoredTensor]  # by the name in the decoder
 

@@ -54,7 +54,9 @@ class IdentitySet:
     """
 
     def __init__(self) -> None:
-        self._num_slots, self._size = 1024, 0  # a power of two
+        # a power of two
+        self._num_slots = 1024
+        self._size = 0
         self._table = bytearray(KEY_BYTES * self._num_slots)
 
     def __len__(self) -> int:
@@ -85,7 +87,8 @@ class IdentitySet:
         self._table[at : at + KEY_BYTES] = key
 
     def _grow(self) -> None:
-        old, self._num_slots = self._table, 2 * self._num_slots
+        old = self._table
+        self._num_slots = 2 * self._num_slots
         self._table = bytearray(KEY_BYTES * self._num_slots)
         for at in range(0, len(old), KEY_BYTES):
             if (key := bytes(old[at : at + KEY_BYTES])) != EMPTY:
@@ -115,7 +118,8 @@ def read_lines(file: Path, done: IdentitySet, limits: Limits = BATCH_LIMITS) -> 
         for number, raw in enumerate(lines, start=1):
             if raw.isspace():
                 continue
-            custom_id, value = None, None
+            custom_id = None
+            value = None
             try:
                 value = parse_json(raw.decode("utf-8-sig"))
                 custom_id = _custom_id(value)
@@ -203,7 +207,8 @@ class BatchOutput:
 
     def _read(self, *, keep_failed: bool) -> tuple[int, bool]:
         """Read the results of earlier runs. Return the bytes of all whole lines, and whether any failed."""
-        size, has_failed = 0, False
+        size = 0
+        has_failed = False
         for number, line in enumerate(self._file.lines(), start=1):
             if match := RESULT.fullmatch(line):
                 failed = not line.endswith(SUCCEEDED)

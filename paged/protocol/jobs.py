@@ -14,7 +14,8 @@ from ..sampling_params import SamplingParams, StructuredOutputsParams
 from ..strict_json import parse_json
 from ..validation import shown
 
-TEXT_LINES, JSON_LINES = ("", ".txt"), (".jsonl", ".ndjson")
+TEXT_LINES = ("", ".txt")
+JSON_LINES = (".jsonl", ".ndjson")
 LOWEST_LOGPROB = -9999.0  # of an impossible token, as in OpenAI's API and vLLM's
 # Sampling parameters that JSON input cannot give, and why.
 NOT_IN_JSON = {

@@ -125,7 +125,8 @@ def earlier_results(file: ResultFile, jobs: Sequence[Job]) -> Earlier:
                 "name another output, or replace this one with --overwrite"
             )
         if is_whole:
-            num_done, size = num_done + 1, size + len(line)
+            num_done = num_done + 1
+            size = size + len(line)
             num_failed += line.startswith(head + b', "error": ')
     return Earlier(num_done, num_failed, size)
 

@@ -19,7 +19,8 @@ from .token_rules import TokenRules
 FinishReason = Literal["stop", "length", "abort", "error"]
 NO_SEAT = -1
 # Why a request is held; one may be for both reasons.
-SLOW_READER, NO_MASK = 1, 2
+SLOW_READER = 1
+NO_MASK = 2
 LONG = b" long"  # ends the namespace of what longrope rotates by its long factors
 TIMEOUT_MESSAGE = "timeout_s has passed"  # the stop_reason of a request whose deadline has passed
 
@@ -176,7 +177,9 @@ class Request:
 
     def __post_init__(self) -> None:
         inputs = self.inputs
-        self.request_id, self.stop_ids, self.generates = inputs.request_id, inputs.stop_ids, inputs.generates
+        self.request_id = inputs.request_id
+        self.stop_ids = inputs.stop_ids
+        self.generates = inputs.generates
         self.token_ids = list(inputs.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.alert_at = self.num_prompt_tokens + 1
@@ -228,7 +231,8 @@ class Request:
 
     def on_token(self, token_id: int, now: float) -> None:
         """Record the time of the first token, and finish the request if token_id, the newest, ends it."""
-        inputs, params = self.inputs, self.inputs.params
+        inputs = self.inputs
+        params = self.inputs.params
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
         self.alert_at = inputs.max_total_tokens
@@ -257,7 +261,8 @@ class Request:
         """Mark as finished; the scheduler frees the blocks."""
         self.status = RequestStatus.FINISHED
         self.ready = False
-        self.finish_reason, self.stop_reason = reason, stop_reason
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
         self.metrics.finished_time = now
 
 

@@ -33,7 +33,9 @@ class StopStrings:
 
     def read(self, state: int, text: str) -> tuple[int, Match | None]:
         """Read up to the first match. Return the new state and the longest match that ends there."""
-        step, shorter, match = self._next, self._shorter, self._match
+        step = self._next
+        shorter = self._shorter
+        match = self._match
         for i, character in enumerate(text):
             while state and character not in step[state]:
                 state = shorter[state]
@@ -69,7 +71,8 @@ class StopStrings:
 
     def _linked(self) -> list[int]:
         """Return the failure link of each state: that of the longest shorter suffix. Pass its match on."""
-        step, shorter = self._next, [0] * len(self._next)
+        step = self._next
+        shorter = [0] * len(self._next)
         states = deque(step[0].values())
         while states:
             state = states.popleft()

@@ -132,6 +132,7 @@ def _whole(string: str, encode: Encode) -> Iterable[list[int]]:
     """Yield the tokens of the string at the beginning of a text and inside one."""
     if own := encode(string):
         yield own
-    before, together = encode("a"), encode(f"a{string}")
+    before = encode("a")
+    together = encode(f"a{string}")
     if together[: len(before)] == before and len(together) > len(before):
         yield together[len(before) :]

@@ -75,7 +75,8 @@ class ModelRunner:
 
     def describe(self) -> str:
         """Return dtype, device, threads and attention backend as one phrase."""
-        dtype, threads = str(self.dtype).removeprefix("torch."), ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        threads = ""
         if self.num_threads is not None:
             threads = f" with {self.num_threads} thread{'s' * (self.num_threads > 1)}"
         parts = [f"weights in {self.config.quantization}"] if self.config.quantization else []
@@ -206,7 +207,8 @@ class ModelRunner:
 
     def _move_blocks(self, out: Sent | None, back: Sent | None, copies: Sent | None) -> None:
         """Swap blocks out, swap others in, and copy blocks, by pairs that were sent."""
-        kernels, cache = self.model.kernels, self.kv_cache
+        kernels = self.model.kernels
+        cache = self.kv_cache
         if out is not None:
             cache.swap_out(out.tensor, kernels)
         if back is not None:

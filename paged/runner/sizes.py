@@ -21,8 +21,10 @@ from ..scheduler.scheduler import Scheduler
 GIB = 2**30
 # The default of block_size, and where the kernels load whole tiles of a larger block by descriptors: see
 # kernels/gpu/attention/descriptors.py, which must agree.
-BLOCK_SIZE, TMA_BLOCK_SIZE = 16, 64
-TMA_TARGETS, TMA_HEAD_DIMS = ("sm_90", "sm_100", "sm_103"), (128, 256)
+BLOCK_SIZE = 16
+TMA_BLOCK_SIZE = 64
+TMA_TARGETS = ("sm_90", "sm_100", "sm_103")
+TMA_HEAD_DIMS = (128, 256)
 # Defaults by device: the token budget of a step, and host memory for swapping in GiB.
 STEP_TOKENS = {"cuda": 8192, "cpu": 512}
 SWAP_SPACE = {"cuda": 4.0, "cpu": 0.0}
@@ -40,7 +42,8 @@ class HostRates(NamedTuple):
 
 # A quantised cache also has one scale per token and head.
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-QUANTIZED_ELEMENT_BYTES, SCALE_BYTES = {"int8": 1, "float8_e4m3fn": 1}, 4
+QUANTIZED_ELEMENT_BYTES = {"int8": 1, "float8_e4m3fn": 1}
+SCALE_BYTES = 4
 FP8_NAMES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 
 HOST_RATES = {"cuda": HostRates(100e12, 12e9), "cpu": HostRates(100e9, 5e9)}
@@ -67,7 +70,8 @@ class Sizes:
     host_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        config, longest = self.config, self.model.max_context
+        config = self.config
+        longest = self.model.max_context
         if self.max_model_len > longest:
             raise ConfigError(f"max_model_len {self.max_model_len} is more than the {longest} of the model")
         num_groups = len(self.model.layer_groups)
@@ -187,7 +191,8 @@ class Sizes:
         """
         if self.config.preemption_mode != "auto":
             return self.config.preemption_mode == "swap"
-        model, rates = self.model, HOST_RATES[self.device]
+        model = self.model
+        rates = HOST_RATES[self.device]
         kv_bytes = num_tokens * self.kv_bytes_per_token
         attention = num_tokens**2 * model.num_attention_dims
         recompute_s = (2 * model.num_active_layer_params * num_tokens + attention) / rates.flops_per_s

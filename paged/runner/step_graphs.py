@@ -37,7 +37,8 @@ class StepGraphs:
     max_decodes = 64
 
     def __init__(self, num_heads: int, num_kv_heads: Sequence[int]) -> None:
-        self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
+        self._num_heads = num_heads
+        self._num_kv_heads = num_kv_heads
         self._graphs: dict[tuple[object, ...], _StepGraph | None] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._last: _Last | None = None
@@ -51,7 +52,8 @@ class StepGraphs:
         """
         if batch.num_tokens > MOST_TOKENS:
             return compute(batch, kv_cache)
-        last, num_threads = self._last, torch.get_num_threads()
+        last = self._last
+        num_threads = torch.get_num_threads()
         where = (num_threads, *(tensor.data_ptr() for tensor in kv_cache.tensors.values()))
         if last is not None and batch is last.batch and where == last.where and batch.age < last.end:
             return last.graph.replay()
@@ -140,5 +142,6 @@ class _StepGraph(Graph):
 
 def _inputs(batch: Batch) -> list[Tensor]:
     queries = batch.queries
-    by_token, lengths = (batch.token_ids, batch.positions), (queries.seq_lens, queries.cu_seqlens_q)
+    by_token = (batch.token_ids, batch.positions)
+    lengths = (queries.seq_lens, queries.cu_seqlens_q)
     return [*by_token, *lengths, *batch.slot_mapping, *queries.block_tables]

@@ -20,7 +20,8 @@ def measure_swap_rate(runner: ModelRunner, clock: Callable[[], float] = time.per
 
     Writes into the KV cache, so no request may hold blocks.
     """
-    sizes, cache = runner.sizes, runner.kv_cache
+    sizes = runner.sizes
+    cache = runner.kv_cache
     num_blocks = min(cache.num_blocks, cache.num_host_blocks, max(1, MEASURED_BYTES // sizes.block_bytes))
     if runner.device.type == "cpu" or not num_blocks or runner.config.preemption_mode != "auto":
         return None

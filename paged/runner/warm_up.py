@@ -28,7 +28,8 @@ def warm_up(runner: ModelRunner) -> int:
     Returns the number of kernels compiled: 0 for backends that do not compile at launch. Writes into the KV
     cache, so no request may hold blocks. Triton keeps compiled kernels on disk, for a faster next start.
     """
-    kernels, num_blocks = runner.model.kernels, runner.kv_cache.num_blocks
+    kernels = runner.model.kernels
+    num_blocks = runner.kv_cache.num_blocks
     if not kernels.compiles_at_launch:
         return 0
     with tqdm(desc="Compiling kernels", unit="kernel", delay=1.0) as bar, listening(bar.update):

@@ -164,7 +164,8 @@ class Fair(Policy):
     (theorem 4.4), where a prompt token is worth INPUT_COST and a generated one OUTPUT_COST.
     """
 
-    INPUT_COST, OUTPUT_COST = 1.0, 2.0
+    INPUT_COST = 1.0
+    OUTPUT_COST = 2.0
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})

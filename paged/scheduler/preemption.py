@@ -30,8 +30,12 @@ class Preemption:
         max_preemptions: int,
         swap_pays: Callable[[int], bool] | None,
     ) -> None:
-        self._manager, self._running, self._queue = block_manager, running, queue
-        self._counters, self._max_preemptions, self.swap_pays = counters, max_preemptions, swap_pays
+        self._manager = block_manager
+        self._running = running
+        self._queue = queue
+        self._counters = counters
+        self._max_preemptions = max_preemptions
+        self.swap_pays = swap_pays
         self._grown_long: list[Request] = []
         self._held_since: dict[Request, float] = {}  # when each held request was held
 
@@ -54,7 +58,8 @@ class Preemption:
 
         room: what a step has at most.
         """
-        running, head = self._running.requests, self._queue.peek()
+        running = self._running.requests
+        head = self._queue.peek()
         if head is None or not running or running[-1].inputs.priority <= head.inputs.priority:
             return
         for victim in self._victims_for(head, self._queue.need(head), room):
@@ -62,7 +67,8 @@ class Preemption:
 
     def preempt(self, victim: Request, schedule: Schedule) -> None:
         """Swap a request's blocks out or free them, and put it back into the queue."""
-        manager, computed = self._manager, victim.num_computed_tokens
+        manager = self._manager
+        computed = victim.num_computed_tokens
         pays = self.swap_pays is not None and self.swap_pays(computed)
         if pays and manager.swap_out(victim.blocks, computed, schedule.swap_out):
             self._counters.num_swapped += 1
@@ -104,7 +110,8 @@ class Preemption:
 
     def compute_anew(self) -> None:
         """Queue the requests that have grown long and are not finished, to compute all their KV anew."""
-        grown, self._grown_long = self._grown_long, []
+        grown = self._grown_long
+        self._grown_long = []
         for request in grown:
             if request.finish_reason is not None:
                 continue
@@ -121,7 +128,8 @@ class Preemption:
 
     def wait_again(self, request: Request) -> None:
         """Queue a request that ran."""
-        request.status, request.ready = RequestStatus.WAITING, False
+        request.status = RequestStatus.WAITING
+        request.ready = False
         self._queue.push(request)
 
     def choose_victim(self, request: Request) -> Request | None:
@@ -139,7 +147,9 @@ class Preemption:
 
     def _victims_for(self, head: Request, need: Need, room: Room) -> list[Request]:
         """Choose requests to preempt for the head of the queue; none if it could still not run."""
-        running, pool, max_chunk = self._running, self._manager.pool, self._running.max_chunk
+        running = self._running
+        pool = self._manager.pool
+        max_chunk = self._running.max_chunk
         for request in running.requests:
             room = room.minus(running.claim(request))
         victims = list[Request]()

@@ -58,12 +58,14 @@ class RunningSet:
 
     def take_newcomers(self) -> list[Request]:
         """Return the newcomers, which are none from now on."""
-        newcomers, self.newcomers = self.newcomers, []
+        newcomers = self.newcomers
+        self.newcomers = []
         return newcomers
 
     def take_siblings(self, request: Request) -> Sequence[Request]:
         """Return the siblings of a request, whose reserved seats are given up: they join now."""
-        siblings, request.siblings = request.siblings, ()
+        siblings = request.siblings
+        request.siblings = ()
         self._num_promised_seqs -= len(siblings)
         return siblings
 
@@ -74,7 +76,8 @@ class RunningSet:
 
     def remove_all(self) -> list[Request]:
         """Remove all requests and return them."""
-        removed, self.requests = self.requests, []
+        removed = self.requests
+        self.requests = []
         for request in removed:
             self._leave(request)
         return removed
@@ -119,7 +122,8 @@ class RunningSet:
         """Return what a running request takes of the next step, and the blocks promised to it beyond that."""
         takes_part = request.ready and not request.held
         missing = request.num_tokens - request.num_computed_tokens if takes_part else 0
-        num_new, num_blocks = min(missing, self.max_chunk), 0
+        num_new = min(missing, self.max_chunk)
+        num_blocks = 0
         if num_new < missing or request.protected:
             num_blocks = self.missing_blocks(request)
         elif num_new and request.num_tokens > request.blocks.capacity:

@@ -80,17 +80,22 @@ class Schedule:
 
     def sampled_positions(self) -> list[int]:
         """Return the position of each token that the step draws."""
-        computed, num_new = self.num_computed_tokens, self.num_new_tokens
+        computed = self.num_computed_tokens
+        num_new = self.num_new_tokens
         return [computed[row] + num_new[row] for row in self.sampled]
 
     def asked_rows(self) -> list[AskedRows]:
         """Return the rows that prompt reports ask for. Requests that decode have theirs already."""
-        asked, offset = [], self.num_decode_tokens
+        asked = []
+        offset = self.num_decode_tokens
         for i in range(self.num_decode_tokens, len(self.requests)):
-            request, num_new = self.requests[i], self.num_new_tokens[i]
-            first, report = self.num_computed_tokens[i], request.report
+            request = self.requests[i]
+            num_new = self.num_new_tokens[i]
+            first = self.num_computed_tokens[i]
+            report = request.report
             if report is not None and not report.is_complete:
-                start, end = report.next_row, min(report.end, first + num_new)
+                start = report.next_row
+                end = min(report.end, first + num_new)
                 assert start >= first, "the prefix cache has skipped a row that is asked for"
                 if start < end:
                     asked.append(AskedRows(request, report, start, end, offset + start - first))

@@ -63,12 +63,14 @@ class Scheduler:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.block_manager = block_manager
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
         # An empty policy is false: it has a length.
         self.policy: Policy = FirstComeFirstServed() if policy is None else policy
         self.max_chunk = min(long_prefill_token_threshold or max_num_batched_tokens, max_num_batched_tokens)
         self.max_num_partial_prefills = max_num_partial_prefills or max_num_seqs
-        self.max_waiting, self.clock = max_waiting, clock
+        self.max_waiting = max_waiting
+        self.clock = clock
         self.held_for_s = held_for_s
         self.counters = SchedulerCounters()
         self._queue = WaitingQueue(self.policy, block_manager, self.max_chunk, watermark)
@@ -76,7 +78,8 @@ class Scheduler:
         self.preemption = Preemption(
             block_manager, self._running, self._queue, self.counters, max_preemptions, swap_pays
         )
-        self._num_arrivals, self._deadlines = 0, Deadlines()
+        self._num_arrivals = 0
+        self._deadlines = Deadlines()
 
     @property
     def running(self) -> list[Request]:
@@ -131,8 +134,11 @@ class Scheduler:
 
     def _schedule_decodes(self, schedule: Schedule) -> list[Request]:
         """Schedule one token for each request that needs exactly one. Return the requests that need more."""
-        requests, lacking, budget = schedule.requests, list[Request](), self.max_num_batched_tokens
-        running, scarce = self.running.copy(), len(self.running) > budget
+        requests = schedule.requests
+        lacking = list[Request]()
+        budget = self.max_num_batched_tokens
+        running = self.running.copy()
+        scarce = len(self.running) > budget
         for request in running:
             if not request.ready or request.held:  # or in flight, or preempted just now
                 continue
@@ -152,7 +158,8 @@ class Scheduler:
             request.ready = False
             requests.append(request)
         num = schedule.num_tokens = schedule.num_decode_tokens = len(requests)
-        schedule.num_new_tokens, schedule.sampled = [1] * num, list(range(num))
+        schedule.num_new_tokens = [1] * num
+        schedule.sampled = list(range(num))
         schedule.num_computed_tokens = [request.num_computed_tokens for request in requests]
         schedule.sampled_requests = requests.copy()
         schedule.seats = [request.seat for request in requests]
@@ -202,11 +209,13 @@ class Scheduler:
 
     def _admit_head(self, room: Room, schedule: Schedule) -> Request | None:
         """Run the head of the queue and return it, if there is room for all of its known tokens."""
-        manager, found = self.block_manager, self._queue.head_for(room)
+        manager = self.block_manager
+        found = self._queue.head_for(room)
         if found is None:
             return None
         request, need, num_new = found
-        seq, start = request.blocks, need.num_computed_tokens
+        seq = request.blocks
+        start = need.num_computed_tokens
         if need.hits is not None:
             manager.start(seq, need.hits)
         elif not manager.swap_in(seq, start, schedule.swap_in):
@@ -222,7 +231,8 @@ class Scheduler:
         self._queue.pop(request)
         request.num_computed_tokens = num_computed
         if not request.ran_before:
-            request.num_cached_tokens, request.metrics.first_scheduled_time = num_computed, now
+            request.num_cached_tokens = num_computed
+            request.metrics.first_scheduled_time = now
             self.counters.count_first_run(request)
         self._running.join(request)
 
@@ -255,8 +265,12 @@ class Scheduler:
         Returns the sampled requests not aborted meanwhile, then those that ended with their prompt's report.
         """
         self._running.end_step()
-        now, num_finished, num_aborted = self.clock(), 0, 0
-        advanced, num_decodes, reported = schedule.sampled_requests, schedule.num_decode_tokens, []
+        now = self.clock()
+        num_finished = 0
+        num_aborted = 0
+        advanced = schedule.sampled_requests
+        num_decodes = schedule.num_decode_tokens
+        reported = []
         for row in range(num_decodes, len(schedule.requests)):
             request = schedule.requests[row]
             request.num_computed_tokens += schedule.num_new_tokens[row]
@@ -383,7 +397,8 @@ class Scheduler:
         self._set_held(request, request.held & ~reason)
 
     def _set_held(self, request: Request, held: int) -> None:
-        before, request.held = request.held, held
+        before = request.held
+        request.held = held
         if bool(before) is bool(held):
             return
         # A sample that has not arrived runs when its prompt is computed.
@@ -438,7 +453,9 @@ class Scheduler:
     def check(self) -> None:
         """Check the invariants of the scheduler and its block manager."""
         self.preemption.check()
-        manager, waits, num_waiting = self.block_manager, RequestStatus.WAITING, 0
+        manager = self.block_manager
+        waits = RequestStatus.WAITING
+        num_waiting = 0
         manager.check()
         self._running.check()
         # No enum is looked up in the loop: the simulation does this after every step.

@@ -79,8 +79,10 @@ class EngineStats:
     @classmethod
     def of(cls, scheduler: Scheduler) -> EngineStats:
         """Collect the figures of a scheduler and its blocks."""
-        manager, counters = scheduler.block_manager, scheduler.counters
-        pool, host = manager.pool, manager.host_pool
+        manager = scheduler.block_manager
+        counters = scheduler.counters
+        pool = manager.pool
+        host = manager.host_pool
         slots = manager.block_size * sum(r.blocks.num_blocks for r in scheduler.running)
         filled = sum(manager.num_filled_slots(r.blocks, r.num_computed_tokens) for r in scheduler.running)
         used = pool.num_used + pool.num_deferred

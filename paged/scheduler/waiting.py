@@ -72,7 +72,9 @@ class WaitingQueue:
     """
 
     def __init__(self, policy: Policy, block_manager: BlockManager, max_chunk: int, watermark: float) -> None:
-        self._policy, self._manager, self._max_chunk = policy, block_manager, max_chunk
+        self._policy = policy
+        self._manager = block_manager
+        self._max_chunk = max_chunk
         self._watermark_blocks = int(watermark * block_manager.pool.num_blocks)
         self._protected: list[tuple[Rank, Request]] = []
         self._held: dict[Request, None] = {}  # not to run until they are released
@@ -136,7 +138,8 @@ class WaitingQueue:
 
     def need(self, request: Request) -> Need:
         """Return what a waiting request takes to run."""
-        manager, seq = self._manager, request.blocks
+        manager = self._manager
+        seq = request.blocks
         hits = manager.match(seq, request.token_ids, request.first_needed) if seq.host is None else None
         computed = request.num_computed_tokens if hits is None else len(hits[0]) * manager.block_size
         # For more than the first chunk: it would be computed and preempted again and again.

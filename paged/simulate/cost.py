@@ -194,7 +194,8 @@ class StepCost:
     def __init__(
         self, compute: Roofline | Coefficients, model: ModelConfig, sheet: DataSheet, block_bytes: int
     ) -> None:
-        self._compute, self._windows = compute, window_shares(model)
+        self._compute = compute
+        self._windows = window_shares(model)
         self._block_bytes = block_bytes
         self._link_bytes_per_s = sheet.link_gb_per_s * 1e9
         self._memory_bytes_per_s = sheet.memory_gb_per_s * 1e9
@@ -225,7 +226,8 @@ def blocks_that_fit(model: ModelConfig, sheet: DataSheet, utilization: float, bl
 
     utilization: the share of the GPU's memory that may be used.
     """
-    usable_gib, weights = sheet.memory_gib * utilization, model.num_params * element_bytes(model)
+    usable_gib = sheet.memory_gib * utilization
+    weights = model.num_params * element_bytes(model)
     num_blocks = math.floor((sheet.memory_gib * GIB * utilization - weights) / block_bytes)
     if num_blocks < 1:
         raise ConfigError(

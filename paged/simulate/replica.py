@@ -28,7 +28,8 @@ class Replica:
         self.now = 0.0
         self.step: Schedule | None = None  # in flight
         self.awake = False  # whether a step is running or about to begin
-        self._cost, self._max_model_len = cost, sizes.max_model_len
+        self._cost = cost
+        self._max_model_len = sizes.max_model_len
         self.manager = sizes.new_block_manager(num_blocks, sizes.num_host_blocks)
         self.scheduler = sizes.new_scheduler(self.manager, clock=lambda: self.now)
 
@@ -65,7 +66,8 @@ class Replica:
     def end_step(self, now: float) -> tuple[int, list[Request]]:
         """Record the results of the step. Return how many tokens it sampled and which requests finished."""
         assert self.step is not None, "no step is in flight"
-        num_running, num_sampled = len(self.scheduler.running), len(self.step.sampled)
+        num_running = len(self.scheduler.running)
+        num_sampled = len(self.step.sampled)
         self.now = now
         advanced = self.scheduler.update(self.step, [SAMPLED] * num_sampled)
         self.step = None

@@ -25,12 +25,16 @@ class Latencies:
     """
 
     def __init__(self) -> None:
-        self.ttft, self.tpot, self.e2e = array("d"), array("d"), array("d")
+        self.ttft = array("d")
+        self.tpot = array("d")
+        self.e2e = array("d")
 
     def add(self, request: Request) -> None:
         """Add the latencies of a finished request."""
-        metrics, num_output = request.metrics, request.num_output_tokens
-        first, last = metrics.first_token_time, metrics.finished_time
+        metrics = request.metrics
+        num_output = request.num_output_tokens
+        first = metrics.first_token_time
+        last = metrics.finished_time
         assert first is not None, "a request that finished without a token"
         assert last is not None, "a request that has not finished"
         self.ttft.append(first - metrics.arrival_time)
@@ -46,7 +50,9 @@ class Statistics:
     """
 
     def __init__(self, num_blocks: int, num_replicas: int, timeline: Timeline | None = None) -> None:
-        self.num_blocks, self.num_replicas, self.timeline = num_blocks, num_replicas, timeline
+        self.num_blocks = num_blocks
+        self.num_replicas = num_replicas
+        self.timeline = timeline
         self.latencies = defaultdict[str, Latencies](Latencies)  # by tenant
         self.refused = Counter[Refusal]()
         self.num_finished = self.num_steps = self.num_preemptions = 0
@@ -57,7 +63,8 @@ class Statistics:
     def step(self, replica: Replica, start: float, seconds: float) -> None:
         """Count a step that a replica begins."""
         assert replica.step is not None, "no step is in flight"
-        used, end = replica.manager.pool.num_used, start + seconds
+        used = replica.manager.pool.num_used
+        end = start + seconds
         self.num_steps += 1
         self.num_step_tokens += replica.step.num_tokens
         self.busy_seconds += seconds

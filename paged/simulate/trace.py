@@ -60,7 +60,8 @@ def _parse(line: bytes) -> TraceLine:
         raise RequestError("a line must have either input_tokens or prompt_token_ids")
     tokens = value.get("prompt_token_ids")
     num_tokens = value.get("input_tokens") if tokens is None else _num_tokens(tokens)
-    tenant, prefix_id = value.get("tenant", ""), value.get("prefix_id")
+    tenant = value.get("tenant", "")
+    prefix_id = value.get("prefix_id")
     if not isinstance(tenant, str):
         raise RequestError(f"tenant must be a string, got {tenant!r}")
     if prefix_id is not None and not isinstance(prefix_id, str | int):

@@ -17,7 +17,9 @@ ARRIVALS = ("poisson", "bursty")
 DEFAULT_BURSTINESS = 0.25
 # Token ids are placeholders. A prompt's own part begins with a unique id, so no later block is shared:
 # the digest of a block depends on all tokens before it.
-SAMPLED, FILLER, FIRST_OWN = -1, 0, -3
+SAMPLED = -1
+FILLER = 0
+FIRST_OWN = -3
 
 Turn = tuple[int, int]  # new prompt tokens, output tokens
 
@@ -126,7 +128,8 @@ class Workload:
         output_len = new_length("output_len", self.output_len, rng)
         prefixes = [_shared(k, self.prefix_len) for k in range(self.prefixes)]
         popularity = [*itertools.accumulate(1 / rank for rank in range(1, self.prefixes + 1))]
-        tenants, shares = [*self.tenants], [*itertools.accumulate(self.tenants.values())]
+        tenants = [*self.tenants]
+        shares = [*itertools.accumulate(self.tenants.values())]
         now = 0.0
         for number, first in enumerate(range(0, self.requests, self.turns)):
             now += interval()
@@ -185,7 +188,8 @@ def new_length(name: str, text: str, rng: random.Random) -> Callable[[], int]:
     if len(values) != {"fixed": 1, "uniform": 2, "lognormal": 2}.get(kind):
         forms = "fixed:N, uniform:LOW-HIGH, lognormal:MEAN,SIGMA"
         raise ConfigError(f"{name} must be one of {forms}; got {text!r}")
-    first, last = check_number(ConfigError, name, values[0], 1.0), values[-1]
+    first = check_number(ConfigError, name, values[0], 1.0)
+    last = values[-1]
     if kind == "fixed":
         return lambda: int(first)
     if kind == "uniform":

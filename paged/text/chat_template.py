@@ -83,7 +83,8 @@ class ChatTemplates:
         special_tokens: Mapping[str, str],
         limits: WorkerLimits | None = None,
     ) -> None:
-        self.templates, self.special_tokens = templates, special_tokens
+        self.templates = templates
+        self.special_tokens = special_tokens
         self._abilities: dict[str, Abilities] = {}  # by the source of a template
         limits = limits or WorkerLimits()
         self._workers = Workers(
@@ -140,7 +141,9 @@ class ChatTemplates:
 
     def _probe(self, source: str) -> Abilities:
         """Render conversations with and without a tool, and with and without a system message."""
-        shows_tools, is_rendered, shows_system = False, False, False
+        shows_tools = False
+        is_rendered = False
+        shows_system = False
         for conversation in (PROBE_CONVERSATION[1:], PROBE_CONVERSATION):
             given = {**self.special_tokens, "documents": None, "messages": conversation}
             try:

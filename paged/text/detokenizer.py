@@ -40,7 +40,8 @@ class Detokenizer:
         spaces_between_special_tokens: bool = True,
     ) -> None:
         self._special = tokenizer.special_token_ids
-        self._skip, self._spaces = skip_special_tokens, spaces_between_special_tokens
+        self._skip = skip_special_tokens
+        self._spaces = spaces_between_special_tokens
         self._after_special = False
         context = self._end_of(prompt_token_ids)
         token_bytes = tokenizer.token_bytes
@@ -146,7 +147,8 @@ class _WindowText:
         return "".join(map(self.append, token_ids))
 
     def finish(self) -> str:
-        text, self._unsettled = self._unsettled, ""
+        text = self._unsettled
+        self._unsettled = ""
         return text
 
     def _decode(self, token_ids: list[int]) -> str:

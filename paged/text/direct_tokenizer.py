@@ -35,7 +35,8 @@ class DirectTokenizer:
     """What `Tokenizer` needs of a tokenizer of transformers, under the same names."""
 
     def __init__(self, backend: Tokenizer, special_tokens: dict[str, str], chat_template: str | None) -> None:
-        self.backend_tokenizer, self.special_tokens_map = backend, special_tokens
+        self.backend_tokenizer = backend
+        self.special_tokens_map = special_tokens
         self.chat_template = chat_template
 
     @classmethod

@@ -14,8 +14,10 @@ import re
 from itertools import pairwise
 
 # Alternatives that may fail after a long run, each with an alternative behind it that matches the run.
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_START, _END = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_START = r"[^\r\n\p{L}\p{N}]?"
+_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 KNOWN_ALTERNATIVES = {
     r"\s+(?!\S)": r"\s+",  # GPT-2, Llama 3, Qwen, DeepSeek
     r"\s*[\r\n]+": r"\s+",  # Llama 3, Qwen, DeepSeek
@@ -75,7 +77,9 @@ def _tokens(pattern: str) -> list[re.Match[str]] | None:
 
 def _alternatives(pattern: str) -> list[str] | None:
     """Split a pattern at the bars outside its groups. Return None if it is not understood."""
-    bars, depth, place = [-1], 0, 0
+    bars = [-1]
+    depth = 0
+    place = 0
     while place < len(pattern):
         # A lookahead is understood only within a known alternative.
         if pattern.startswith(r"(?!\S)", place):
@@ -96,7 +100,10 @@ def _is_simple(alternative: str) -> bool:
     tokens = _tokens(alternative)
     if not tokens or tokens[0]["quantifier"]:
         return False
-    depth, ways, bars, has_unbounded = 0, 1, 0, False
+    depth = 0
+    ways = 1
+    bars = 0
+    has_unbounded = False
     for token, following in pairwise([*tokens, None]):
         assert token is not None
         kind = token.lastgroup

@@ -34,7 +34,9 @@ class PromptParser:
     """Parses prompts for one model with contexts of up to max_model_len tokens."""
 
     def __init__(self, model_config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int) -> None:
-        self.model_config, self.tokenizer, self.max_model_len = model_config, tokenizer, max_model_len
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
         long = model_config.for_context(max_model_len).long_context
         self.long_from = None if long is None else long.num_tokens  # see RequestInputs
         self._placeholders = dict(model_config.placeholders)
@@ -106,7 +108,8 @@ class PromptParser:
 
     def namespace(self, salt: str | None, num_prompt_tokens: int) -> bytes:
         """Return what a prompt's KV depends on besides its tokens."""
-        rope, trained = self.model_config.rope, self.model_config.max_position_embeddings
+        rope = self.model_config.rope
+        trained = self.model_config.max_position_embeddings
         # A prompt beyond the trained context is rotated for its own length: see Batch.rope_lens.
         stretched = num_prompt_tokens if rope.type == "dynamic" and num_prompt_tokens > trained else None
         is_long = self.long_from is not None and num_prompt_tokens >= self.long_from
@@ -169,7 +172,8 @@ class PromptParser:
         if not self._placeholders or self._placeholders.keys().isdisjoint(token_ids):
             return
         at = next(i for i, token_id in enumerate(token_ids) if token_id in self._placeholders)
-        key, shown_token = self._placeholders[token_ids[at]], str(token_ids[at])
+        key = self._placeholders[token_ids[at]]
+        shown_token = str(token_ids[at])
         if self.tokenizer is not None:
             text = self.tokenizer.decode(token_ids[at : at + 1], skip_special_tokens=False)
             shown_token = f"{shown_token} {text!r}"

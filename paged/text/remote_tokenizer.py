@@ -39,7 +39,8 @@ class RemoteTokenizer:
             "roots": [str(root) for root in allowed_roots(directory)],
             "checks_file": "fast_tokenizer_files" not in source.settings,
         }
-        module, subject = "paged.text.tokenizer_worker", "the tokenizer"
+        module = "paged.text.tokenizer_worker"
+        subject = "the tokenizer"
         self._workers = Workers(
             MOST_ENCODED, lambda: Worker(module, subject, limits, setup={"load": setup}, setup_s=LOAD_S)
         )

@@ -102,7 +102,8 @@ def render(source: str, variables: dict[str, Any], most_characters: int) -> dict
         template, takes_parts = compiled(source)
         if not takes_parts:
             variables["messages"] = [joined(message) for message in variables["messages"]]
-        pieces, length = [], 0
+        pieces = []
+        length = 0
         for piece in template.generate(variables):
             length += len(piece)
             if length > most_characters:

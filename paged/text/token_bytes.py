@@ -14,7 +14,8 @@ class TokenBytes(dict[int, bytes]):
         super().__init__()
         self._backend = backend
         kinds = {step["type"] for step in steps}
-        self._byte_level, self._byte_fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
+        self._byte_level = "ByteLevel" in kinds
+        self._byte_fallback = "ByteFallback" in kinds
         self._strips_first = any(step["type"] == "Strip" and step["start"] for step in steps)
         self._replacements: dict[str, str] = {}
         self._dropped = ""  # the marks that Metaspace drops from the first token of a text

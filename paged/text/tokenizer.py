@@ -19,9 +19,12 @@ from .tokenizer_files import check_tokenizer, damaged_tokenizer, first_line, may
 from .tokenizer_worker import PROBE, is_panic, load
 
 # A text that may be too long is tokenized in growing pieces from its beginning.
-FIRST_CHARACTERS, CHARACTERS_PER_TOKEN, GROWTH = 4096, 8, 4
+FIRST_CHARACTERS = 4096
+CHARACTERS_PER_TOKEN = 8
+GROWTH = 4
 # A cut changes the tokens around it, so a text is refused only if a piece has this many tokens too many.
-SPARE_TOKENS, SPARE_SHARE = 256, 0.25
+SPARE_TOKENS = 256
+SPARE_SHARE = 0.25
 
 
 class Tokenizer:

@@ -85,7 +85,8 @@ def _check_place(directory: Path, file: Path) -> None:
 
 def source_of(directory: Path) -> Source:
     """Return what transformers needs to know to load a tokenizer. Raises CheckpointError."""
-    config_file, settings_file = directory / "config.json", directory / "tokenizer_config.json"
+    config_file = directory / "config.json"
+    settings_file = directory / "tokenizer_config.json"
     config = read_json(config_file) if config_file.exists() else {}
     settings = read_json(settings_file) if settings_file.exists() else {}
     _check_values(config_file, config, _CONFIG)
@@ -99,7 +100,8 @@ def may_load_here(source: Source) -> bool:
     Raises CheckpointError if tokenizer.json is not JSON.
     """
     directory = Path(source.directory)
-    file, named = directory / "tokenizer.json", source.named_class or source.tokenizer_class
+    file = directory / "tokenizer.json"
+    named = source.named_class or source.tokenizer_class
     return (
         file.exists()
         and source.model_type in (None, *(known.model_type for known in NATIVE.values()))
@@ -127,7 +129,8 @@ def _describes_a_bounded_one(file: Path) -> bool:
 def _is_token(value: Any) -> bool:
     if not isinstance(value, dict):
         return isinstance(value, str)
-    content, flags = value.get("content"), {**value, "__type": False, "id": False, "content": False}
+    content = value.get("content")
+    flags = {**value, "__type": False, "id": False, "content": False}
     return isinstance(content, str) and all(isinstance(flag, bool) for flag in flags.values())
 
 

@@ -83,7 +83,8 @@ def _config(source: Source) -> Any:
     is_named = (source.named_class or source.tokenizer_class) and "auto_map" not in source.settings
     has_class = not is_named and source.model_type in CONFIG_MAPPING
     config = CONFIG_MAPPING[source.model_type]() if has_class else PreTrainedConfig()
-    config.tokenizer_class, config.name_or_path = source.tokenizer_class, source.directory
+    config.tokenizer_class = source.tokenizer_class
+    config.name_or_path = source.directory
     config.model_type = source.model_type
     if source.model_name is not None:
         config.model_name = source.model_name

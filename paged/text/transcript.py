@@ -37,7 +37,8 @@ class Transcript:
         if self._stops is None or self._is_complete:
             return self._text
         # Extended in place as in `_append`: a slice would copy the whole text for every token.
-        shown, self._shown = self._shown, ""
+        shown = self._shown
+        self._shown = ""
         shown += self.since(len(shown))
         self._shown = shown
         return shown
@@ -67,7 +68,8 @@ class Transcript:
         request = self.request
         # The token that ended the request is part of its text only with include_stop_str_in_output.
         ends = request.ended_by_token and not self._is_complete
-        start, end = request.num_prompt_tokens + self.num_tokens, request.num_tokens - ends
+        start = request.num_prompt_tokens + self.num_tokens
+        end = request.num_tokens - ends
         self._read(request.token_ids[start:end])
         if request.finish_reason is not None and not self._is_complete:
             self._complete(ends)
@@ -115,6 +117,7 @@ class Transcript:
 
     def _append(self, text: str) -> None:
         # CPython extends a string in place only if nothing else refers to it; otherwise it copies the text.
-        whole, self._text = self._text, ""
+        whole = self._text
+        self._text = ""
         whole += text
         self._text = whole

@@ -68,7 +68,8 @@ class Worker:
         setup_s: float = 0.0,
     ) -> None:
         self.limits = limits
-        self._module, self._subject = module, subject
+        self._module = module
+        self._subject = subject
         self._setup = None if setup is None else _line(setup, setup_s)
         self._setup_s = setup_s
         self._unsent = b""  # of the setup
@@ -232,7 +233,8 @@ def _reply(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> by
     """Write a line, and read one. Return what there is of it if the process ends. Raises TimeoutError."""
     assert process.stdin is not None
     assert process.stdout is not None
-    unsent, parts = memoryview(line), list[bytes]()
+    unsent = memoryview(line)
+    parts = list[bytes]()
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
     while not (parts and parts[-1].endswith(b"\n")):

@@ -31,7 +31,9 @@ from .softmax import TILE, TILE_BYTES, ZERO, fill, softmax_step
 
 KEYS = 2 * LANES  # products go over whole multiples of so many keys, and of so many numbers of a head
 # AMX tiles of K Qᵀ: sums for four groups of 16 keys, then Qᵀ and K.
-_KEY_SUMS, _QUERY, _KEY = (0, 1, 2, 3), 4, 5
+_KEY_SUMS = (0, 1, 2, 3)
+_QUERY = 4
+_KEY = 5
 
 
 @function
@@ -41,7 +43,8 @@ def multiply_tiles(rows, vectors, c, c_stride, is_first, a, a_stride, b, b_strid
     A [rows, steps * KEYS] and B are in pairs of bfloat16. is_first: C = A B.
     """
     for v in range(0, vectors, 2):
-        to, at = c + v * VECTOR_BYTES, b + v * VECTOR_BYTES
+        to = c + v * VECTOR_BYTES
+        at = b + v * VECTOR_BYTES
         block = Block(to, c_stride, int(is_first), a, a_stride, at, b_stride, steps)
         multiply_pairs(rows, 1, block, NO_SUPPLY)
 
@@ -120,13 +123,16 @@ def _score_keys(scores, places, offset, head_stride, key_stride, queries, column
     places: addresses of four groups of 16 keys. queries: Qᵀ of every head. kq: memory for K Qᵀ.
     """
     for head in range(heads):
-        to, at = scores + head * rows * TILE_BYTES, offset + head * head_stride
-        query, product = queries + 2 * head * columns * head_dim, kq if columns > 1 else to
+        to = scores + head * rows * TILE_BYTES
+        at = offset + head * head_stride
+        query = queries + 2 * head * columns * head_dim
+        product = kq if columns > 1 else to
         _multiply_keys(product, places, at, key_stride, query, 4 * columns, head_dim // KEYS)
         if columns == 1:
             continue
         for group in range(len(_KEY_SUMS)):
-            place, source = to + group * VECTOR_BYTES, kq + group * VECTOR_BYTES * columns
+            place = to + group * VECTOR_BYTES
+            source = kq + group * VECTOR_BYTES * columns
             if columns == 2:
                 _transpose_2(place, TILE_BYTES, source)
             elif columns == 4:
@@ -149,8 +155,10 @@ def clear_pairs(to, stride, tile, num_vectors):
 @function
 def add_values(outputs, num_vectors, weights, values, value_stride, rows, tile):
     """Add V of a key tile, times the weights, to the outputs of some rows."""
-    first, c_stride = tile.skip // KEYS, num_vectors * VECTOR_BYTES
-    steps, at = whole_keys(tile.end) // KEYS - first, values + LANES * first * value_stride
+    first = tile.skip // KEYS
+    c_stride = num_vectors * VECTOR_BYTES
+    steps = whole_keys(tile.end) // KEYS - first
+    at = values + LANES * first * value_stride
     multiply_tiles(
         rows, num_vectors, outputs, c_stride, 0, weights + LINE * first, TILE_BYTES, at, value_stride, steps
     )
@@ -167,7 +175,8 @@ def prepare_in_place(args, unit, scratch):
 
     At scratch.tile_config: the configurations, one line each; TILE lines for K Qᵀ; Qᵀ.
     """
-    config, query = scratch.tile_config, scratch.queries
+    config = scratch.tile_config
+    query = scratch.queries
     columns = _query_columns(unit.head_rows)
     write_settings(config, TILE_ROWS, TILE_ROWS)
     for tile in (*_KEY_SUMS, _QUERY):
@@ -189,9 +198,13 @@ def attend_in_place(args, unit, scratch, state, tile, prefetch):
     K of bfloat16 is read in the cache; of 8 bits it is widened into scratch memory first. V is copied into
     scratch memory, one head at a time.
     """
-    rows, vectors, kq = unit.head_rows, state.num_vectors, scratch.tile_config + 2 * LINE
-    places, offset = scratch.more_addresses, unit.key_offset
-    head_stride, stride = args.key_head_stride, args.key_token_stride
+    rows = unit.head_rows
+    vectors = state.num_vectors
+    kq = scratch.tile_config + 2 * LINE
+    places = scratch.more_addresses
+    offset = unit.key_offset
+    head_stride = args.key_head_stride
+    stride = args.key_token_stride
     if args.cache_kind == BFLOAT16:
         write_block_addresses(args, unit.seq, tile, places)
     else:
@@ -200,7 +213,8 @@ def attend_in_place(args, unit, scratch, state, tile, prefetch):
             args.cache_kind, scratch.tile_keys, stride, scratch.addresses, offset, tile.skip, tile.end,
             unit.num_heads, head_stride, args.head_dim,
         )  # fmt: skip
-        offset, head_stride = 0, 2 * args.head_dim
+        offset = 0
+        head_stride = 2 * args.head_dim
         for group in range(len(_KEY_SUMS)):
             set_long(places + 8 * group, scratch.tile_keys + TILE_ROWS * group * stride)
     configure(scratch.tile_config)
@@ -210,7 +224,8 @@ def attend_in_place(args, unit, scratch, state, tile, prefetch):
     )  # fmt: skip
     softmax_step(args, unit, state, 0, unit.num_rows, tile, whole_keys(tile.end), True, prefetch)
     configure(scratch.tile_config + LINE)
-    values, stride = scratch.tile_values, vectors * VECTOR_BYTES + LINE
+    values = scratch.tile_values
+    stride = vectors * VECTOR_BYTES + LINE
     for head in range(unit.num_heads):
         offset = unit.value_offset + head * args.value_head_stride
         pair_rows(

@@ -13,7 +13,8 @@ def write_addresses(args, seq, tile, to):
 
     Where the range starts or ends in the middle of a pair of tokens, its neighbour gets the same address.
     """
-    table, place = args.block_tables + seq * args.table_stride, tile.skip
+    table = args.block_tables + seq * args.table_stride
+    place = tile.skip
     while place < tile.end:  # one block of the cache in each iteration
         offset = (tile.start + place) % args.block_size
         number = get_int(table + 4 * ((tile.start + place) // args.block_size))
@@ -62,7 +63,8 @@ def copy_scales(args, unit, tile, to):
     """
     if tile.end - tile.skip < TILE:
         fill(to, unit.num_heads * 2 * TILE // LANES, ZERO)
-    table, place = args.block_tables + unit.seq * args.table_stride, tile.skip
+    table = args.block_tables + unit.seq * args.table_stride
+    place = tile.skip
     while place < tile.end:  # one block of the cache in each iteration
         offset = (tile.start + place) % args.block_size
         number = get_int(table + 4 * ((tile.start + place) // args.block_size))
@@ -72,7 +74,8 @@ def copy_scales(args, unit, tile, to):
             row = number * args.num_kv_heads + unit.first_head + head
             first = 4 * (row * args.block_size + offset)
             for j in range(0, size, LANES):
-                keys, values = args.key_scales + first + 4 * j, args.value_scales + first + 4 * j
+                keys = args.key_scales + first + 4 * j
+                values = args.value_scales + first + 4 * j
                 store_some_as(FLOAT32, at + 4 * j, load_up_to(keys, size - j, ZERO), size - j)
                 store_some_as(FLOAT32, at + 4 * (TILE + j), load_up_to(values, size - j, ZERO), size - j)
         place += size

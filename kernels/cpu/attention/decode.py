@@ -31,8 +31,11 @@ def _score_keys(args, unit, scratch, tile, kind):
 
     Padding gets the address of a neighbour. After the last of K, V of the tile is prefetched.
     """
-    keys, rows, q_stride = scratch.addresses, unit.head_rows, 4 * unit.depth
-    first, end = tile.skip // LANES * LANES, (tile.end + LANES - 1) // LANES * LANES
+    keys = scratch.addresses
+    rows = unit.head_rows
+    q_stride = 4 * unit.depth
+    first = tile.skip // LANES * LANES
+    end = (tile.end + LANES - 1) // LANES * LANES
     for place in range(first, tile.skip):
         set_long(keys + 8 * place, get_long(keys + 8 * tile.skip))
     for place in range(tile.end, end):
@@ -40,9 +43,11 @@ def _score_keys(args, unit, scratch, tile, kind):
     for block in range(first, end, LANES):
         for head in range(unit.num_heads):
             out = scratch.scores + head * rows * TILE_BYTES + 4 * block
-            query, where = scratch.queries + head * rows * q_stride, keys + 8 * block
+            query = scratch.queries + head * rows * q_stride
+            where = keys + 8 * block
             offset = unit.key_offset + head * args.key_head_stride
-            ahead, ahead_offset = where + 8 * LANES, offset
+            ahead = where + 8 * LANES
+            ahead_offset = offset
             if block + LANES >= end:
                 ahead = keys + 8 * (TILE + tile.skip)
                 ahead_offset = unit.value_offset + head * args.value_head_stride
@@ -64,20 +69,27 @@ def _add_values(args, unit, scratch, state, tile, kind):
     After the last of V, K of the next tile is prefetched. In pairs, the range is widened to whole pairs of
     keys: the neighbour of an odd one has weight 0.
     """
-    rows, vectors, values = unit.head_rows, state.num_vectors, scratch.addresses + 8 * TILE
+    rows = unit.head_rows
+    vectors = state.num_vectors
+    values = scratch.addresses + 8 * TILE
     stride = padded(args.value_dim) * 4
     skip = tile.skip // 2 * 2 if kind == BFLOAT16_PAIRS else tile.skip
     for block in range(skip, tile.end, _BLOCK):
-        size, weight_bytes = min(_BLOCK, tile.end - block), 4
+        size = min(_BLOCK, tile.end - block)
+        weight_bytes = 4
         if kind == BFLOAT16_PAIRS:
-            size, weight_bytes = (size + 1) // 2, 2
+            size = (size + 1) // 2
+            weight_bytes = 2
         for head in range(unit.num_heads):
             out = state.outputs + head * rows * stride
             weight = scratch.scores + head * rows * TILE_BYTES + weight_bytes * block
-            where, offset = values + 8 * block, unit.value_offset + head * args.value_head_stride
-            ahead, ahead_offset = where + 8 * _BLOCK, offset
+            where = values + 8 * block
+            offset = unit.value_offset + head * args.value_head_stride
+            ahead = where + 8 * _BLOCK
+            ahead_offset = offset
             if block + _BLOCK >= tile.end:
-                ahead, ahead_offset = scratch.more_addresses, unit.key_offset + head * args.key_head_stride
+                ahead = scratch.more_addresses
+                ahead_offset = unit.key_offset + head * args.key_head_stride
             same = out, stride, weight, TILE_BYTES, where, offset, size, rows, vectors, ahead, ahead_offset
             if kind == FLOAT32:
                 add_float(*same)

@@ -134,7 +134,8 @@ def _of_kind(kind: int) -> tuple[Any, Any]:
     """Make score(...) and add(...), which compute `_key_tile` and `_value_tile` for any number of rows."""
     key_8, key_4, key_2, key_1 = (_key_tile(rows, kind) for rows in (8, 4, 2, 1))
     value_8x2, value_4x2, value_4x1 = (_value_tile(*tile, kind) for tile in ((8, 2), (4, 2), (4, 1)))
-    value_2x4, value_2x1 = _value_tile(2, 4, kind), _value_tile(2, 1, kind)
+    value_2x4 = _value_tile(2, 4, kind)
+    value_2x1 = _value_tile(2, 1, kind)
     value_1x8, value_1x6, value_1x3, value_1x1 = (_value_tile(1, vectors, kind) for vectors in (8, 6, 3, 1))
     size = LANES * ITEM_SIZES[BFLOAT16 if kind == BFLOAT16_PAIRS else kind]
 
@@ -142,7 +143,9 @@ def _of_kind(kind: int) -> tuple[Any, Any]:
     def score(scores, stride, queries, q_stride, keys, offset, depth, rows, ahead, ahead_offset):
         row = 0
         while row < rows:
-            to, own, left = scores + row * stride, queries + row * q_stride, rows - row
+            to = scores + row * stride
+            own = queries + row * q_stride
+            left = rows - row
             if left >= 8 and _MANY_REGISTERS:
                 key_8(to, stride, own, q_stride, keys, offset, depth, ahead, ahead_offset)
                 row += 8
@@ -160,41 +163,60 @@ def _of_kind(kind: int) -> tuple[Any, Any]:
     def add(sums, stride, weights, w_stride, values, offset, count, rows, vectors, ahead, ahead_offset):
         row = 0
         while row < rows:
-            to, own, at, left = sums + row * stride, weights + row * w_stride, offset, vectors
+            to = sums + row * stride
+            own = weights + row * w_stride
+            at = offset
+            left = vectors
             moved = ahead_offset - offset
             if rows - row >= 8 and left % 2 == 0 and _MANY_REGISTERS:
                 while left:
                     value_8x2(to, stride, own, w_stride, values, at, count, ahead, at + moved)
-                    to, at, left = to + 2 * VECTOR_BYTES, at + 2 * size, left - 2
+                    to = to + 2 * VECTOR_BYTES
+                    at = at + 2 * size
+                    left = left - 2
                 row += 8
             elif rows - row >= 4:
                 while left >= 2:
                     value_4x2(to, stride, own, w_stride, values, at, count, ahead, at + moved)
-                    to, at, left = to + 2 * VECTOR_BYTES, at + 2 * size, left - 2
+                    to = to + 2 * VECTOR_BYTES
+                    at = at + 2 * size
+                    left = left - 2
                 if left:
                     value_4x1(to, stride, own, w_stride, values, at, count, ahead, at + moved)
                 row += 4
             elif rows - row >= 2:
                 while left >= 4:
                     value_2x4(to, stride, own, w_stride, values, at, count, ahead, at + moved)
-                    to, at, left = to + 4 * VECTOR_BYTES, at + 4 * size, left - 4
+                    to = to + 4 * VECTOR_BYTES
+                    at = at + 4 * size
+                    left = left - 4
                 while left:
                     value_2x1(to, stride, own, w_stride, values, at, count, ahead, at + moved)
-                    to, at, left = to + VECTOR_BYTES, at + size, left - 1
+                    to = to + VECTOR_BYTES
+                    at = at + size
+                    left = left - 1
                 row += 2
             else:
                 while left >= 8:
                     value_1x8(to, stride, own, w_stride, values, at, count, ahead, at + moved)
-                    to, at, left = to + 8 * VECTOR_BYTES, at + 8 * size, left - 8
+                    to = to + 8 * VECTOR_BYTES
+                    at = at + 8 * size
+                    left = left - 8
                 while left >= 6:
                     value_1x6(to, stride, own, w_stride, values, at, count, ahead, at + moved)
-                    to, at, left = to + 6 * VECTOR_BYTES, at + 6 * size, left - 6
+                    to = to + 6 * VECTOR_BYTES
+                    at = at + 6 * size
+                    left = left - 6
                 while left >= 3:
                     value_1x3(to, stride, own, w_stride, values, at, count, ahead, at + moved)
-                    to, at, left = to + 3 * VECTOR_BYTES, at + 3 * size, left - 3
+                    to = to + 3 * VECTOR_BYTES
+                    at = at + 3 * size
+                    left = left - 3
                 while left:
                     value_1x1(to, stride, own, w_stride, values, at, count, ahead, at + moved)
-                    to, at, left = to + VECTOR_BYTES, at + size, left - 1
+                    to = to + VECTOR_BYTES
+                    at = at + size
+                    left = left - 1
                 row += 1
 
     return score, add

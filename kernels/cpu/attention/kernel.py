@@ -73,14 +73,18 @@ def _load_queries(args, unit, to):
 @function
 def _store_results(args, unit, state):
     """Store the outputs of a unit's rows, or their states where they are to be merged with other splits'."""
-    group, width = args.num_heads // args.num_kv_heads, state.num_vectors * LANES
-    maxima, normalizers, outputs = state.maxima, state.normalizers, state.outputs
+    group = args.num_heads // args.num_kv_heads
+    width = state.num_vectors * LANES
+    maxima = state.maxima
+    normalizers = state.normalizers
+    outputs = state.outputs
     out_size = args.value_dim * item_size(args.query_kind)
     part = unit.first_part
     for key_head in range(unit.first_head, unit.first_head + unit.num_heads):
         for token in range(unit.first_token, unit.first_token + unit.num_tokens):
             for head in range(key_head * group, (key_head + 1) * group):
-                maximum, normalizer = get_float(maxima), get_float(normalizers)
+                maximum = get_float(maxima)
+                normalizer = get_float(normalizers)
                 if part < 0:
                     out = args.out + (token * args.num_heads + head) * out_size
                     write_output(args, maximum, normalizer, outputs, out, head)
@@ -91,7 +95,9 @@ def _store_results(args, unit, state):
                     for v in range(0, 4 * width, VECTOR_BYTES):
                         store(to + 8 + v, load(outputs + v))
                     part += 1
-                maxima, normalizers, outputs = maxima + 4, normalizers + 4, outputs + 4 * width
+                maxima = maxima + 4
+                normalizers = normalizers + 4
+                outputs = outputs + 4 * width
 
 
 @function
@@ -99,8 +105,10 @@ def _next_tile(args, unit, start, addresses):
     """Write the addresses of the tile that starts there, and return how a unit prefetches it."""
     count = max(0, min(TILE, min(unit.end_key, unit.end_split * SPLIT_KEYS) - start))
     write_addresses(args, unit.seq, KeyTile(start, 0, count, False), addresses)
-    share, size = (count + unit.num_rows - 1) // unit.num_rows, unit.num_heads * item_size(args.cache_kind)
-    keys, values = size * args.head_dim, size * args.value_dim
+    share = (count + unit.num_rows - 1) // unit.num_rows
+    size = unit.num_heads * item_size(args.cache_kind)
+    keys = size * args.head_dim
+    values = size * args.value_dim
     return Prefetch(addresses, count, share, unit.key_offset, keys, unit.value_offset, values)
 
 
@@ -142,8 +150,10 @@ def _attend(args, number, scratch_memory):
                 decode.attend_in_place(args, unit, scratch, state, tile)
         if split > first_split:
             for row in range(unit.num_rows):
-                to, other = rows_from(total, row, scratch.scores), rows_from(partial, row, scratch.scores)
-                score, weight = get_float(other.maxima), get_float(other.normalizers)
+                to = rows_from(total, row, scratch.scores)
+                other = rows_from(partial, row, scratch.scores)
+                score = get_float(other.maxima)
+                weight = get_float(other.normalizers)
                 vectors = total.num_vectors
                 merge_softmax(to.maxima, to.normalizers, to.outputs, score, weight, other.outputs, vectors)
 
@@ -156,8 +166,12 @@ def _attend(args, number, scratch_memory):
 def _merge_parts(args, number):
     """Merge the splits of some rows, in the order of their keys, and store the output."""
     record = args.merges + 64 * number
-    first_part, num_parts, rows = get_long(record), get_long(record + 8), get_long(record + 16)
-    num_rows, first_token, first_head = get_long(record + 24), get_long(record + 32), get_long(record + 40)
+    first_part = get_long(record)
+    num_parts = get_long(record + 8)
+    rows = get_long(record + 16)
+    num_rows = get_long(record + 24)
+    first_token = get_long(record + 32)
+    first_head = get_long(record + 40)
     group = get_long(record + 48)
     width = padded(args.value_dim)
     size = 4 * (width + 2)
@@ -165,7 +179,8 @@ def _merge_parts(args, number):
         state = args.parts + (first_part + i) * size
         for split in range(1, num_parts):
             part = state + split * num_rows * size
-            score, weight = get_float(part), get_float(part + 4)
+            score = get_float(part)
+            weight = get_float(part + 4)
             merge_softmax(state, state + 4, state + 8, score, weight, part + 8, width // LANES)
         head = (first_head + i // rows) * group + i % group
         token = first_token + i % rows // group

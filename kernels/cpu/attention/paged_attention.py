@@ -28,7 +28,9 @@ from .kernel import ATTEND, MERGE
 from .units import SPLIT_KEYS, scratch_size
 
 UNITS_PER_THREAD = 2  # at least, so that threads end at about the same time
-MAX_ROWS, LEAST_ROWS = 512, 64  # of a unit of a prompt, for each KV head
+# of a unit of a prompt, for each KV head
+MAX_ROWS = 512
+LEAST_ROWS = 64
 MAX_DECODE = 4  # new tokens of a sequence up to which KV heads share a unit
 
 
@@ -118,7 +120,9 @@ def paged_attention(
         check_layout(plan, fresh.layout)
         check_lengths(isinstance(plan, _LayerPlan) and np.array_equal(plan.work.units, fresh.work.units))
     assert isinstance(plan, _LayerPlan), "check_plan compares the types"
-    work, out, parts = plan.work, query.new_empty(plan.out_shape), None
+    work = plan.work
+    out = query.new_empty(plan.out_shape)
+    parts = None
     _, num_heads, value_dim = plan.out_shape
     if work.num_parts:
         parts = query.new_empty(work.num_parts * (padded.py_func(value_dim) + 2), dtype=torch.float32)
@@ -151,8 +155,10 @@ def _tile_of_prompts(
 
     share: of the work, in keys x query tokens of one KV head.
     """
-    prompts, rows = query_lens > MAX_DECODE, MAX_ROWS
-    keys, tokens = seq_lens[prompts].astype(np.int64), query_lens[prompts]
+    prompts = query_lens > MAX_DECODE
+    rows = MAX_ROWS
+    keys = seq_lens[prompts].astype(np.int64)
+    tokens = query_lens[prompts]
     while rows > LEAST_ROWS and (keys * np.minimum(tokens, max(1, rows // group))).max(initial=0) > share:
         rows //= 2
     return max(1, rows // group)
@@ -182,7 +188,9 @@ def plan_units(
         return Plan(units, np.empty((0, 8), np.int64), 0, num_heads)
     group = num_heads // num_kv_heads
     tile = _tile_of_prompts(seq_lens, query_lens, group, limit * num_kv_heads // 2)
-    rows, merges, num_parts = [], [], 0
+    rows = []
+    merges = []
+    num_parts = 0
     # The same for all prompts, so that a recorded step fits them.
     max_rows = tile * group if query_lens.max(initial=0) > 1 else 1
     for seq, (seq_len, query_len) in enumerate(zip(seq_lens.tolist(), query_lens.tolist(), strict=True)):
@@ -192,9 +200,11 @@ def plan_units(
         if query_len <= MAX_DECODE:  # as many heads as fit into a thread's share
             per_unit = max(1, min(num_kv_heads, num_kv_heads * limit // max(1, seq_len * query_len)))
         for first, head in product(range(0, query_len, tile), range(0, num_kv_heads, per_unit)):
-            end, end_head = min(first + tile, query_len), min(head + per_unit, num_kv_heads)
+            end = min(first + tile, query_len)
+            end_head = min(head + per_unit, num_kv_heads)
             unit_rows = (end - first) * group  # for each KV head
-            place, num_rows = (seq, first, end, head, end_head), unit_rows * (end_head - head)
+            place = (seq, first, end, head, end_head)
+            num_rows = unit_rows * (end_head - head)
             max_rows = max(max_rows, num_rows)
             if not is_split:
                 rows.append(((seq_len - query_len + end) * num_rows, *place, 0, num_splits, -1))

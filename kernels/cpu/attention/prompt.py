@@ -15,7 +15,9 @@ _ROW_BLOCK = 12  # query rows that go through a key tile together, up to the las
 @function
 def _copy_tile(args, unit, scratch, tile):
     """Copy K and V of a tile's tokens, of all the unit's heads, into scratch memory."""
-    key_addresses, width, heads = scratch.addresses, padded(args.value_dim), unit.num_heads
+    key_addresses = scratch.addresses
+    width = padded(args.value_dim)
+    heads = unit.num_heads
     value_addresses = key_addresses + 8 * TILE
     if unit.arithmetic == BY_FLOATS:
         copy_rows(
@@ -51,26 +53,34 @@ def _transpose_keys(keys, tile_keys, stride, depth, count):
 @function
 def _attend_block(args, unit, state, queries, keys, values, value_stride, first, rows, tile):
     """Attend from some rows of a unit, from `first` on, to one head's keys of a tile."""
-    scores, vectors, q_stride = state.scores, state.num_vectors, 4 * unit.depth
+    scores = state.scores
+    vectors = state.num_vectors
+    q_stride = 4 * unit.depth
     if unit.arithmetic == BY_TILES:
-        width, steps = whole_keys(tile.end), args.head_dim // KEYS
+        width = whole_keys(tile.end)
+        steps = args.head_dim // KEYS
         multiply_tiles(
             rows, width // LANES, scores, TILE_BYTES, 1, queries, q_stride, keys, TILE_BYTES, steps
         )  # fmt: skip
         softmax_step(args, unit, state, first, rows, tile, width, True, None)
         add_values(state.outputs, vectors, scores, values, value_stride, rows, tile)
         return
-    in_pairs, width, row_bytes = unit.arithmetic == BY_PAIRS, padded(tile.end), vectors * VECTOR_BYTES
+    in_pairs = unit.arithmetic == BY_PAIRS
+    width = padded(tile.end)
+    row_bytes = vectors * VECTOR_BYTES
     product = True, scores, TILE_BYTES, queries, q_stride, keys, TILE_BYTES, rows, width // LANES, unit.depth
     if in_pairs:
         multiply_add_pairs(*product)
     else:
         multiply_add(*product)
     softmax_step(args, unit, state, first, rows, tile, width, in_pairs, None)
-    skip, end = tile.skip, tile.end
+    skip = tile.skip
+    end = tile.end
     if in_pairs:
-        skip, end = tile.skip // 2, (tile.end + 1) // 2
-    weights, values = scores + 4 * skip, values + skip * value_stride
+        skip = tile.skip // 2
+        end = (tile.end + 1) // 2
+    weights = scores + 4 * skip
+    values = values + skip * value_stride
     product = (
         False, state.outputs, row_bytes, weights, TILE_BYTES, values, value_stride, rows, vectors, end - skip
     )  # fmt: skip
@@ -83,8 +93,10 @@ def _attend_block(args, unit, state, queries, keys, values, value_stride, first,
 @function
 def attend_in_scratch(args, unit, scratch, state, tile, configured):
     """Attend from a unit's rows to a key tile. Return how many rows AMX is configured for now."""
-    group, rows = args.num_heads // args.num_kv_heads, unit.head_rows
-    width, depth = padded(args.value_dim), unit.depth
+    group = args.num_heads // args.num_kv_heads
+    rows = unit.head_rows
+    width = padded(args.value_dim)
+    depth = unit.depth
     step = AMX_BLOCK if unit.arithmetic == BY_TILES else _ROW_BLOCK
     _copy_tile(args, unit, scratch, tile)
     for head in range(unit.num_heads):
@@ -92,7 +104,8 @@ def attend_in_scratch(args, unit, scratch, state, tile, configured):
             scratch.keys, scratch.tile_keys + 4 * depth * head, scratch.key_stride, depth, tile.end
         )
         for block in range(0, rows, step):
-            some, seen = min(step, rows - block), tile.end
+            some = min(step, rows - block)
+            seen = tile.end
             if not args.tree_mask:  # keys that the block's last row does not see are left out
                 seen = min(seen, unit.position + (block + some - 1) // group + 1 - tile.start)
             if seen <= tile.skip:

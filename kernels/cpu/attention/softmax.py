@@ -38,7 +38,8 @@ TILE = 64  # keys
 TILE_BYTES = 4 * TILE
 WORK_VECTORS = LANES + 2
 MINUS_INFINITY = np.float32(-math.inf)
-ZERO, ONE = np.float32(0.0), np.float32(1.0)
+ZERO = np.float32(0.0)
+ONE = np.float32(1.0)
 _LOG2E = np.float32(1.4426950408889634)
 
 
@@ -103,7 +104,8 @@ def _scale_columns(scores, scales, num_vectors):
 @function
 def _cap(scores, num_vectors, softcap):
     """Apply softcap to the scores of a row: cap tanh(x / cap) is 2 cap sigmoid(2 x / cap) - cap."""
-    cap, twice = splat(softcap), splat(np.float32(2.0) * softcap)
+    cap = splat(softcap)
+    twice = splat(np.float32(2.0) * softcap)
     inner = splat(np.float32(2.0) / softcap)
     for i in range(num_vectors):
         at = scores + i * VECTOR_BYTES
@@ -122,7 +124,8 @@ def _mask_tree(args, scores, tile, token, new_position):
 @inlined
 def _scale_and_mask(scores, width, start, end, factor):
     """Multiply a row's scores by a factor, with -inf outside [start, end). Return each lane's maximum."""
-    top, times = splat(MINUS_INFINITY), splat(factor)
+    top = splat(MINUS_INFINITY)
+    times = splat(factor)
     for j in range(0, width, LANES):
         x = load(scores + 4 * j)
         is_cut = j < start or j + LANES > end
@@ -161,7 +164,8 @@ def _exp_row(scores, width, maximum, in_pairs, scales):
             store(at, weights)
         return total
     for j in range(0, width, 2 * LANES):
-        weights, others = _exp(scores + 4 * j, maximum), splat(ZERO)
+        weights = _exp(scores + 4 * j, maximum)
+        others = splat(ZERO)
         if j + LANES < width:
             others = _exp(scores + 4 * (j + LANES), maximum)
         total = add(add(total, weights), others)
@@ -176,7 +180,8 @@ def _exp_row(scores, width, maximum, in_pairs, scales):
 def rows_from(state, row, scores):
     """Return the state of the rows from `row` on, whose scores are at another address."""
     outputs = state.outputs + row * state.num_vectors * VECTOR_BYTES
-    maxima, normalizers = state.maxima + 4 * row, state.normalizers + 4 * row
+    maxima = state.maxima + 4 * row
+    normalizers = state.normalizers + 4 * row
     return State(scores, maxima, normalizers, outputs, state.num_vectors, state.scales, state.work)
 
 
@@ -213,15 +218,20 @@ def _prefetch_share(prefetch, row, addresses, offset, size):
 @function
 def _softmax_group(args, unit, state, first, rows, tile, width, in_pairs, prefetch):
     """Do a softmax step of up to LANES rows."""
-    group, work = args.num_heads // args.num_kv_heads, state.work
+    group = args.num_heads // args.num_kv_heads
+    work = state.work
     factor = np.float32(args.scale) if in_pairs else ONE
     is_capped = args.softcap != 0.0
     # A row's KV head in the unit, its token's distance from the unit's first, its query head in the group.
-    head, later, number = first // unit.head_rows, first % unit.head_rows // group, first % group
+    head = first // unit.head_rows
+    later = first % unit.head_rows // group
+    number = first % group
     for i in range(rows):
         if prefetch is not None:
             _prefetch_share(prefetch, first + i, prefetch.addresses, prefetch.key_offset, prefetch.key_bytes)
-        row, begin, end = state.scores + i * TILE_BYTES, 0, width
+        row = state.scores + i * TILE_BYTES
+        begin = 0
+        end = width
         if is_capped and in_pairs:
             _scale_row(row, width // LANES, factor)
         if args.key_scales:
@@ -240,11 +250,15 @@ def _softmax_group(args, unit, state, first, rows, tile, width, in_pairs, prefet
         store(work + i * VECTOR_BYTES, top)
         number += 1
         if number == group:
-            number, later = 0, later + 1
+            number = 0
+            later = later + 1
             if later * group == unit.head_rows:
-                head, later = head + 1, 0
+                head = head + 1
+                later = 0
 
-    none, tops, kept = splat(MINUS_INFINITY), work + LANES * VECTOR_BYTES, work + (LANES + 1) * VECTOR_BYTES
+    none = splat(MINUS_INFINITY)
+    tops = work + LANES * VECTOR_BYTES
+    kept = work + (LANES + 1) * VECTOR_BYTES
     before = load_up_to(state.maxima, rows, MINUS_INFINITY)
     now = greater(highest_of_rows(work), before)
     change = multiply(subtract(before, now), splat(_LOG2E))
@@ -286,9 +300,11 @@ def _rescaling(score, maximum):
 @function
 def merge_softmax(maximum, normalizer, outputs, other_maximum, other_normalizer, other_outputs, num_vectors):
     """Merge the softmax over later keys into a row's softmax over the keys before them."""
-    score, weight = get_float(maximum), get_float(normalizer)
+    score = get_float(maximum)
+    weight = get_float(normalizer)
     now = max(score, other_maximum)
-    kept, added = _rescaling(score, now), _rescaling(other_maximum, now)
+    kept = _rescaling(score, now)
+    added = _rescaling(other_maximum, now)
     set_float(maximum, now)
     set_float(normalizer, weight * kept + other_normalizer * added)
     for i in range(num_vectors):

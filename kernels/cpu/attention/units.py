@@ -100,10 +100,16 @@ def _reads_in_place(args, arithmetic, rows):
 @function
 def read_unit(args, address):
     """Return the unit whose record, a row of `units`, is at the address."""
-    seq, first_token, end_token = get_long(address), get_long(address + 8), get_long(address + 16)
-    first_head, end_head = get_long(address + 24), get_long(address + 32)
-    first_split, end_split, part = get_long(address + 40), get_long(address + 48), get_long(address + 56)
-    num_heads, num_tokens = end_head - first_head, end_token - first_token
+    seq = get_long(address)
+    first_token = get_long(address + 8)
+    end_token = get_long(address + 16)
+    first_head = get_long(address + 24)
+    end_head = get_long(address + 32)
+    first_split = get_long(address + 40)
+    end_split = get_long(address + 48)
+    part = get_long(address + 56)
+    num_heads = end_head - first_head
+    num_tokens = end_token - first_token
     rows = num_tokens * (args.num_heads // args.num_kv_heads)
 
     arithmetic = _choose_arithmetic(args)
@@ -113,10 +119,14 @@ def read_unit(args, address):
     first_row = get_int(args.cu_seqlens_q + 4 * seq)
     seq_len = get_int(args.seq_lens + 4 * seq)
     new_position = seq_len - (get_int(args.cu_seqlens_q + 4 * seq + 4) - first_row)
-    token, position = first_row + first_token, new_position + first_token
-    first_key, end_key, num_unmasked = 0, new_position + end_token, position + 1
+    token = first_row + first_token
+    position = new_position + first_token
+    first_key = 0
+    end_key = new_position + end_token
+    num_unmasked = position + 1
     if args.tree_mask:
-        end_key, num_unmasked = seq_len, new_position
+        end_key = seq_len
+        num_unmasked = new_position
     if args.window:
         first_key = max(0, position - args.window + 1)
     return Unit(
@@ -129,9 +139,12 @@ def read_unit(args, address):
 @function
 def lay_out(args, unit, scratch):
     """Divide scratch memory. Return it with two states of the rows: over all splits so far, and over one."""
-    depth, width, num_rows = unit.depth, padded(args.value_dim), unit.num_rows
+    depth = unit.depth
+    width = padded(args.value_dim)
+    num_rows = unit.num_rows
     # Rows of the key tile are padded by a cache line, so that they do not share the sets of the L1 cache.
-    key_stride, value_stride = 4 * unit.num_heads * depth + LINE, 4 * unit.num_heads * width + LINE
+    key_stride = 4 * unit.num_heads * depth + LINE
+    value_stride = 4 * unit.num_heads * width + LINE
     tile_keys = scratch
     tile_values = tile_keys + TILE * key_stride
     keys = tile_values + TILE * value_stride

@@ -20,7 +20,11 @@ from ..simd.memory import LINE, call, claim, get_long, seen
 from .tasks import Launch, Task, note_launches
 from .threads import changed, threads, wait_in_kernel
 
-_KERNEL, _ENTERED, _LEFT, _RECORD = 0, 8, 16, 24  # byte offsets in a row of the table
+# byte offsets in a row of the table
+_KERNEL = 0
+_ENTERED = 8
+_LEFT = 16
+_RECORD = 24
 _COUNTERS = slice(_ENTERED // 8, _RECORD // 8 + 2)  # these and the record's own two
 
 GRAPH = Task(("table", "threads"), ("num_rows", "row_bytes"))
@@ -118,13 +122,15 @@ class Graph:
         )
         addresses = self._flat[self._pointers]
         self._inputs = [self._pointers[addresses == tensor.data_ptr()] for tensor in inputs]
-        self._num_threads, self._outputs = num_threads, tuple(outputs)
+        self._num_threads = num_threads
+        self._outputs = tuple(outputs)
         scratch = _whole_lines(int(self._table[:, column("scratch_size")].max()) * num_threads)
         self._lay_out(recorder.allocated, scratch)
 
     def _lay_out(self, allocated: Sequence[Tensor], start: int) -> None:
         """Place the tensors from `start` on; those that are not needed at the same time share memory."""
-        needed, results = [], [output.data_ptr() for output in self._outputs]
+        needed = []
+        results = [output.data_ptr() for output in self._outputs]
         tensors = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in allocated)
         firsts, sizes = np.array(tensors, np.int64).reshape(-1, 2).T
         # Which tensor each pointer would point into, and whether it does.
@@ -139,7 +145,9 @@ class Graph:
             last = len(self._table) if first in results else end
             needed.append((begin, last, first, _whole_lines(num_bytes), where))
         taken: list[tuple[int, int, int]] = []  # start, end, and the last row that needs it
-        inside, offsets, self.num_bytes = [], [], start
+        inside = []
+        offsets = []
+        self.num_bytes = start
         places: dict[int, int] = {}
         for begin, last, first, size, where in sorted(needed, key=lambda entry: entry[0]):
             taken = sorted(place for place in taken if place[2] >= begin)
@@ -153,7 +161,8 @@ class Graph:
             offsets.append(self._flat[where] - first + at)
             places[first] = at
             self.num_bytes = max(self.num_bytes, at + size)
-        self._inside, self._offsets = np.concatenate(inside), np.concatenate(offsets)
+        self._inside = np.concatenate(inside)
+        self._offsets = np.concatenate(offsets)
         self._output_offsets = [places[first] for first in results]
 
     def use_memory(self, memory: Tensor) -> None:  # u8[at least num_bytes], from the start of a cache line

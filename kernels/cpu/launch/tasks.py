@@ -22,14 +22,17 @@ from .threads import threads
 
 # The first fields of every record: two counters, and what all threads share.
 _COMMON = [(name, "i8") for name in ("next_unit", "next_thread", "num_units", "scratch", "scratch_size")]
-NEXT_UNIT, NEXT_THREAD = 0, 8  # byte offsets of the counters
+# byte offsets of the counters
+NEXT_UNIT = 0
+NEXT_THREAD = 8
 
 
 class Task:
     """A kernel and the fields of its record: int64, of which the first are pointers, and then float64."""
 
     def __init__(self, pointers: Sequence[str], ints: Sequence[str] = (), floats: Sequence[str] = ()) -> None:
-        ints, self.pointers = (*pointers, *ints), tuple(pointers)
+        ints = (*pointers, *ints)
+        self.pointers = tuple(pointers)
         own = [*((name, "i8") for name in ints), *((name, "f8") for name in floats)]
         self.record = np.dtype(_COMMON + own)
         self.fields: tuple[str, ...] = self.record.names or ()
@@ -54,10 +57,13 @@ class Task:
 
         Every thread claims one unit after the other until none is left. scratch: the thread's own memory.
         """
-        record_type, has_scratch, work = self.record, do.__code__.co_argcount == 3, function(do)
+        record_type = self.record
+        has_scratch = do.__code__.co_argcount == 3
+        work = function(do)
 
         def each_unit(record: Any) -> None:
-            args, counters = carray(record, 1, record_type)[0], address_of(record)
+            args = carray(record, 1, record_type)[0]
+            counters = address_of(record)
             if has_scratch:
                 scratch = thread_scratch(args, counters)
             unit = claim(counters + NEXT_UNIT)
@@ -68,7 +74,8 @@ class Task:
                     work(args, unit)
                 unit = claim(counters + NEXT_UNIT)
 
-        each_unit.__module__, each_unit.__name__ = do.__module__, do.__name__
+        each_unit.__module__ = do.__module__
+        each_unit.__name__ = do.__name__
         return self.kernel(each_unit)
 
     def run(self, num_units: int, *values: float, scratch_size: int = 0) -> None:

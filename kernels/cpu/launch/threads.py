@@ -37,16 +37,27 @@ from .machine_code import MachineCode, kernel, machine_code
 
 # How long a thread looks before it sleeps: within a launch, where another is about to end its unit of work,
 # and between launches, where Python prepares the next one.
-SPIN_WITHIN_S, SPIN_BETWEEN_S = 50e-6, 150e-6
+SPIN_WITHIN_S = 50e-6
+SPIN_BETWEEN_S = 150e-6
 _FUTEX = {"x86_64": 202, "aarch64": 98}  # Linux's system call that sleeps until a number changes
-_WAIT, _WAKE = 128, 129  # its operations, among the threads of one process
+# its operations, among the threads of one process
+_WAIT = 128
+_WAKE = 129
 _EVERY = 2**31 - 1  # sleepers to wake
 _MEASURED_LOOKS = 1000
 
 # Byte offsets in the memory of the threads. What one writes and others watch has a cache line of its own.
-_WITHIN, _BETWEEN, _SYSCALL, _NUMBER, _YIELD = 0, 8, 16, 24, 32
+_WITHIN = 0
+_BETWEEN = 8
+_SYSCALL = 16
+_NUMBER = 24
+_YIELD = 32
 # The number of the launch, odd while it is open; its kernel, record and most helpers; whether it is the last.
-_JOB, _KERNEL, _RECORD, _MOST, _STOPPED = LINE, LINE + 8, LINE + 16, LINE + 24, LINE + 32
+_JOB = LINE
+_KERNEL = LINE + 8
+_RECORD = LINE + 16
+_MOST = LINE + 24
+_STOPPED = LINE + 32
 _JOINED = 2 * LINE  # the threads that wanted to join this launch
 _ACTIVE = 3 * LINE  # those that may be running its kernel
 _IDLE = 4 * LINE  # those that sleep between launches
@@ -54,7 +65,10 @@ _WAITING = 5 * LINE  # those that sleep within one
 _CALLERS = 6 * LINE
 _NUM_BYTES = 7 * LINE
 # Byte offsets in the record of a launch.
-_OF_POOL, _OF_KERNEL, _OF_RECORD, _OF_MOST = 0, 8, 16, 24
+_OF_POOL = 0
+_OF_KERNEL = 8
+_OF_RECORD = 16
+_OF_MOST = 24
 _LAUNCH = struct.Struct("=4q")
 
 
@@ -95,7 +109,8 @@ def changed(pool, address):
 @kernel
 def _help(memory):
     """Join one launch after the other, until the end."""
-    pool, job = address_of(memory), 0
+    pool = address_of(memory)
+    job = 0
     while seen(pool + _STOPPED) == 0:
         if job % 2 == 1:
             # The caller closes a launch first and reads this number second, so it misses none that runs.
@@ -162,7 +177,8 @@ class Threads:
         look_s = self._seconds_of_a_look()
         self._set(_WITHIN, round(SPIN_WITHIN_S / look_s))
         self._set(_BETWEEN, round(SPIN_BETWEEN_S / look_s))
-        self._local, self._lock = threading.local(), threading.Lock()
+        self._local = threading.local()
+        self._lock = threading.Lock()
         self._helpers: list[threading.Thread] = []
 
     def _set(self, offset: int, value: int) -> None:

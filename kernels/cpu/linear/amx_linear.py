@@ -37,11 +37,14 @@ _FEW_ROWS = 64  # up to these take half as many: they leave little to do while p
 _FEW_UNPACKED = 112  # the same if panels are unpacked into the L1 cache
 _TOGETHER = 2  # panels that rows are multiplied by while they are in the L1 cache
 ROWS_BYTES = 2**20  # half of a core's L2 cache: about the most for a unit's rows in thirds
-_LEAST_ROWS, _MOST_ROWS = 32, 256  # of a unit, if x has as many
+# of a unit, if x has as many
+_LEAST_ROWS = 32
+_MOST_ROWS = 256
 _MOST_PANELS = 8  # of a unit: their accumulators and a part of the rows fit the L2 cache
 _WIDTH = 4 * PANEL
 # The least weights and inputs of a weight that is read from memory: smaller ones stay in the caches.
-_LEAST_WEIGHTS, _LEAST_INPUTS = 2**19, 512
+_LEAST_WEIGHTS = 2**19
+_LEAST_INPUTS = 512
 
 TILES = Task(
     ("x", "panels", "scales", "bias", "out"),
@@ -129,7 +132,8 @@ def _split_float32(builder: Any, source: Any, first: Any, second: Any, third: An
     for to in (first, second, third):
         parts = []
         for v, x in enumerate(halves):
-            bits, exponent = builder.bitcast(x, INTS), emit.constant(0x7F800000, INTS)
+            bits = builder.bitcast(x, INTS)
+            exponent = emit.constant(0x7F800000, INTS)
             is_finite = builder.icmp_signed("!=", builder.and_(bits, exponent), exponent)
             upper = builder.bitcast(builder.and_(bits, emit.constant(0xFFFF0000, INTS)), VECTOR)
             parts.append(builder.select(is_finite, upper, x))
@@ -141,7 +145,8 @@ def _split_float32(builder: Any, source: Any, first: Any, second: Any, third: An
 def _bring_thirds(args, first, rows, to, stride):
     """Split rows of x into thirds, each stored as three rows of bfloat16."""
     for row in range(rows):
-        x, at = args.x + (first + row) * args.x_stride, to + THIRDS * row * stride
+        x = args.x + (first + row) * args.x_stride
+        at = to + THIRDS * row * stride
         for k in range(args.depth // STEPS):
             place = at + LINE * k
             _split_float32(x + 2 * LINE * k, place, place + stride, place + 2 * stride)
@@ -161,13 +166,18 @@ def _first_panel(args, unit):
 @function
 def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
     """Multiply a unit's rows, in bfloat16, by its panels. Return what the tiles are configured for."""
-    panel, first = _first_panel(args, unit), unit // _units_across(args) * args.unit_rows
+    panel = _first_panel(args, unit)
+    first = unit // _units_across(args) * args.unit_rows
     rows = min(args.unit_rows, args.num_rows - first)
     panels = min(args.unit_panels, -(-(args.num_panels - panel) // args.apart))
-    kind, stride = args.weight_kind, STEP_BYTES[args.weight_kind]
-    sums, panel_sums = scratch + LINE, args.unit_rows * args.thirds * _WIDTH
-    unpacked, size = sums + args.unit_panels * panel_sums, args.depth * stride
-    far, factors_far = args.apart * size, args.apart * group_bytes(kind, args.depth)
+    kind = args.weight_kind
+    stride = STEP_BYTES[args.weight_kind]
+    sums = scratch + LINE
+    panel_sums = args.unit_rows * args.thirds * _WIDTH
+    unpacked = sums + args.unit_panels * panel_sums
+    size = args.depth * stride
+    far = args.apart * size
+    factors_far = args.apart * group_bytes(kind, args.depth)
     c_stride = int(_WIDTH)  # an int64, where numba would take the constant for a type of its own
     together = min(_TOGETHER, args.unit_panels)
     block = ROW_BLOCK // together
@@ -196,14 +206,19 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
             if is_whole and kind == BFLOAT16_PAIRS:  # unpacking on the way adds the distance itself
                 ahead = b + AHEAD_BYTES // some
             factors = args.scales + group_bytes(kind, panel * args.depth + start) + near * factors_far
-            b_kind, b_stride, b_far = kind, stride, far
+            b_kind = kind
+            b_stride = stride
+            b_far = far
             if is_unpacked:
-                b_kind, b_stride, b_far = BFLOAT16_PAIRS, _WIDTH, _DEPTH * _WIDTH
+                b_kind = BFLOAT16_PAIRS
+                b_stride = _WIDTH
+                b_far = _DEPTH * _WIDTH
                 for p in range(some):
                     own = factors + p * factors_far
                     unpack(kind, unpacked + p * b_far, b + p * far, stride, own, depth)
                 b = unpacked
-            c, x = sums + near * panel_sums, a + 4 * start
+            c = sums + near * panel_sums
+            x = a + 4 * start
             for row in range(0, rows * args.thirds, block):
                 left = min(rows * args.thirds - row, block)
                 if left + some * ROW_BLOCK != configured:
@@ -212,7 +227,8 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
                 product = Block(c, c_stride, int(start == 0), x, a_stride, b, b_stride, depth // STEPS)
                 supply = Supply(ahead, pace, unpacked, factors, factors_far, panel_sums, b_far, far)
                 multiply_block(b_kind, left, some, product, supply)
-                c, x = c + block * _WIDTH, x + block * a_stride
+                c = c + block * _WIDTH
+                x = x + block * a_stride
                 ahead += pace * (depth // STEPS)
     for p in range(panels):
         _store_results(args, first, rows, panel + p * args.apart, sums + p * panel_sums)
@@ -222,22 +238,27 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
 @function
 def _store_results(args, first, rows, panel, c):
     """Apply the epilogue to a panel's accumulators: add up thirds, scale, bias, gates; store the result."""
-    width, size = LANES if args.gated else PANEL, item_size(args.out_kind)
+    width = LANES if args.gated else PANEL
+    size = item_size(args.out_kind)
     thirds = args.thirds
     columns = min(width, args.out_features - panel * width)
     to = args.out + (first * args.out_features + panel * width) * size
-    scale, bias = args.scales + panel * _WIDTH, args.bias + panel * _WIDTH
+    scale = args.scales + panel * _WIDTH
+    bias = args.bias + panel * _WIDTH
     for row in range(rows):
         at = c + thirds * row * _WIDTH
-        left, right = load(at), load(at + VECTOR_BYTES)
+        left = load(at)
+        right = load(at + VECTOR_BYTES)
         if thirds > 1:
             left = add(left, add(load(at + _WIDTH), load(at + 2 * _WIDTH)))
             at += VECTOR_BYTES
             right = add(right, add(load(at + _WIDTH), load(at + 2 * _WIDTH)))
         if args.weight_kind == INT8_PAIRS:
-            left, right = multiply(left, load(scale)), multiply(right, load(scale + VECTOR_BYTES))
+            left = multiply(left, load(scale))
+            right = multiply(right, load(scale + VECTOR_BYTES))
         if args.bias:
-            left, right = add(left, load(bias)), add(right, load(bias + VECTOR_BYTES))
+            left = add(left, load(bias))
+            right = add(right, load(bias + VECTOR_BYTES))
         if args.gated:
             left = multiply(silu(left), right)
         store_some_as(args.out_kind, to, left, columns)
@@ -250,20 +271,25 @@ if HAS_TILES:
 
     @TILES.kernel
     def _tiles_kernel(record):
-        args, counters = carray(record, 1, _RECORD)[0], address_of(record)
+        args = carray(record, 1, _RECORD)[0]
+        counters = address_of(record)
         scratch = thread_scratch(args, counters)
         sums = args.unit_panels * args.unit_rows * args.thirds
         thirds = scratch + LINE + (_TOGETHER * _DEPTH + sums) * _WIDTH
-        brought, configured = -1, 0
+        brought = -1
+        configured = 0
         unit, end = take_run(counters, args.all_units, args.num_threads)
         while unit < args.all_units:
-            next_unit, block = unit + 1, unit // _units_across(args)
+            next_unit = unit + 1
+            block = unit // _units_across(args)
             if next_unit == end:
                 next_unit, end = take_run(counters, args.all_units, args.num_threads)
             first = block * args.unit_rows
-            a, a_stride = args.x + first * args.x_stride, args.x_stride
+            a = args.x + first * args.x_stride
+            a_stride = args.x_stride
             if args.thirds > 1:
-                a, a_stride = thirds, args.thirds_stride
+                a = thirds
+                a_stride = args.thirds_stride
                 if block != brought:  # once for all panels that this thread multiplies them by
                     _bring_thirds(args, first, min(args.unit_rows, args.num_rows - first), a, a_stride)
                     brought = block

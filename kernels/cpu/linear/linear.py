@@ -108,7 +108,8 @@ def pack_int4(
     """
     check_codes(codes, scales, zeros, pairs=pairs, gated=gated)
     out_features, in_features = codes.shape
-    num_panels, num_groups = num_panels_of(out_features, gated), in_features // INT4_GROUP
+    num_panels = num_panels_of(out_features, gated)
+    num_groups = in_features // INT4_GROUP
     shape = num_panels, in_features // (1 + pairs), LANES, 1 + pairs
     panels = in_huge_pages(codes.new_empty(shape)).zero_()
     factors = scales.new_zeros(num_panels, num_groups, 2, PANEL)
@@ -139,7 +140,8 @@ def _rows_of_panels(x: Tensor, gated: bool) -> Iterator[Tensor]:
     gates, others = x.chunk(2)
     for gate, other in zip(torch.split(gates, LANES), torch.split(others, LANES), strict=True):
         both = gate.new_zeros(2, LANES, *gate.shape[1:])
-        both[0, : len(gate)], both[1, : len(gate)] = gate, other
+        both[0, : len(gate)] = gate
+        both[1, : len(gate)] = other
         yield both.flatten(0, 1)
 
 
@@ -179,7 +181,8 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
     in_pairs = (torch.bfloat16, torch.float32) if in_tiles else (torch.bfloat16,)
     check_dtype("x", x, in_pairs if weight.in_pairs else KERNEL_DTYPES)
     check_device("x", x, weight.weight.device)
-    num_rows, num_panels = x.shape[0], len(weight.weight)
+    num_rows = x.shape[0]
+    num_panels = len(weight.weight)
     out_features = weight.out_features // (1 + weight.gated)
     out = x.new_empty(num_rows, out_features, dtype=dtype or x.dtype)
     rows = x if weight.in_pairs else x.float()
@@ -216,13 +219,20 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
 
 @function
 def _linear(args, unit, next_unit, scratch):
-    panel, first = unit % args.num_panels, unit // args.num_panels * ROWS
+    panel = unit % args.num_panels
+    first = unit // args.num_panels * ROWS
     width = LANES if args.gated else PANEL  # of a panel's results
-    rows, columns = min(ROWS, args.num_rows - first), min(width, args.out_features - panel * width)
-    kind, size, stride = args.weight_kind, item_size(args.out_kind), STEP_BYTES[args.weight_kind]
-    x, weight = args.x + first * args.x_stride, args.panels + panel * args.depth * stride
-    out, out_stride = args.out + (first * args.out_features + panel * width) * size, args.out_features * size
-    zeros, tile = scratch + ROWS * _WIDTH, scratch + (ROWS + 1) * _WIDTH
+    rows = min(ROWS, args.num_rows - first)
+    columns = min(width, args.out_features - panel * width)
+    kind = args.weight_kind
+    size = item_size(args.out_kind)
+    stride = STEP_BYTES[args.weight_kind]
+    x = args.x + first * args.x_stride
+    weight = args.panels + panel * args.depth * stride
+    out = args.out + (first * args.out_features + panel * width) * size
+    out_stride = args.out_features * size
+    zeros = scratch + ROWS * _WIDTH
+    tile = scratch + (ROWS + 1) * _WIDTH
     pace = -(-stride // -(-rows // MOST_TILE_ROWS))
     # Unpacked once if several register tiles would each do so.
     is_unpacked = rows > MOST_TILE_ROWS and UNPACKED[kind] != kind
@@ -232,23 +242,35 @@ def _linear(args, unit, next_unit, scratch):
     step = -(-args.depth // (-(-args.depth // most) * whole)) * whole
     for start in range(0, args.depth, step):
         depth = min(step, args.depth - start)
-        b, b_stride, b_kind = weight + start * stride, stride, kind
+        b = weight + start * stride
+        b_stride = stride
+        b_kind = kind
         # While this part is in the L1 cache, the one that is read next is prefetched.
-        c, c_stride, ahead = zeros, 0, b + depth * stride
+        c = zeros
+        c_stride = 0
+        ahead = b + depth * stride
         if start:
-            c, c_stride = scratch, _WIDTH
-        to, to_stride, to_kind, scale, bias = scratch, _WIDTH, FLOAT32, 0, 0
+            c = scratch
+            c_stride = _WIDTH
+        to = scratch
+        to_stride = _WIDTH
+        to_kind = FLOAT32
+        scale = 0
+        bias = 0
         if kind in (INT4, INT4_PAIRS, BF12_PAIRS, BF12):
             scale = args.scales + group_bytes(kind, panel * args.depth + start)
         if is_unpacked:
             unpack(kind, tile, b, stride, scale, depth)
-            b, b_kind, scale = tile, UNPACKED[kind], 0
+            b = tile
+            b_kind = UNPACKED[kind]
+            scale = 0
             b_stride = STEP_BYTES[b_kind]
         if start + depth == args.depth:
             ahead = args.panels + next_unit % args.num_panels * args.depth * stride
             to_kind = args.out_kind + args.gated
             if columns == width:
-                to, to_stride = out, out_stride
+                to = out
+                to_stride = out_stride
             if kind in (INT8, INT8_PAIRS):
                 scale = args.scales + panel * _WIDTH
             if args.bias:
@@ -263,7 +285,8 @@ def _linear(args, unit, next_unit, scratch):
 
 @LINEAR.kernel
 def _linear_kernel(record):
-    args, counters = carray(record, 1, _RECORD)[0], address_of(record)
+    args = carray(record, 1, _RECORD)[0]
+    counters = address_of(record)
     scratch = thread_scratch(args, counters)
     unit, end = take_run(counters, args.all_units, args.num_threads)
     if unit < args.all_units:  # else the next kernel may use the scratch memory already

@@ -35,7 +35,8 @@ def pack_bf12(panels: Panels) -> Panels:
     exceptions that little were saved.
     """
     check_panels(panels)
-    num_panels, num_weights = len(panels.weight), panels.weight.numel()
+    num_panels = len(panels.weight)
+    num_weights = panels.weight.numel()
     encoded = FORMATS.get(_ENCODED.get(panels.kind, -1))
     is_large = num_weights >= _LEAST_WEIGHTS and panels.weight.is_cpu
     if encoded is None or not encoded.is_supported or not is_large or panels.depth % encoded.part_steps:
@@ -75,7 +76,9 @@ def _make_table(source, entry, counts, codes, found):
 
     counts: an int32 0 for each byte value, and left as that. found: memory for the values that occur.
     """
-    number, left, last = 0, BF12_GROUP, 0
+    number = 0
+    left = BF12_GROUP
+    last = 0
     for i in range(BF12_GROUP):
         value = get_byte(source + 2 * i + 1) & 255
         count = get_int(counts + 4 * value)
@@ -84,16 +87,19 @@ def _make_table(source, entry, counts, codes, found):
             number += 1
         set_int(counts + 4 * value, count + 1)
     for code in range(TABLE_BYTES):
-        most, best = 0, last
+        most = 0
+        best = last
         for i in range(number):
             value = get_byte(found + i) & 255
             count = get_int(counts + 4 * value)
             if count > most:
-                most, best = count, value
+                most = count
+                best = value
         if most:
             set_int(counts + 4 * best, 0)
             set_byte(codes + best, code)
-        left, last = left - most, best
+        left = left - most
+        last = best
         set_byte(entry + code, best)
     for i in range(number):
         value = get_byte(found + i) & 255
@@ -118,7 +124,9 @@ def _encode_part(source, to, codes):
 
 @PACK_BF12.each_unit
 def _encode_panel(args, panel, scratch):
-    counts, codes, found = scratch, scratch + 4 * _VALUES, scratch + 5 * _VALUES
+    counts = scratch
+    codes = scratch + 4 * _VALUES
+    found = scratch + 5 * _VALUES
     for at in range(5 * _VALUES):
         set_byte(scratch + at, 0)
     for group in range(panel * args.num_groups, (panel + 1) * args.num_groups):

@@ -164,7 +164,8 @@ def check_panels(panels: Panels) -> None:
     check_between("panels.out_features", panels.out_features, 1, 2**31 - 1)
     check_flag("panels.gated", panels.gated)
     check_multiple("panels.out_features", panels.out_features, "the two halves", 2 if panels.gated else 1)
-    kind, num_panels = panels.kind, num_panels_of(panels.out_features, panels.gated)
+    kind = panels.kind
+    num_panels = num_panels_of(panels.out_features, panels.gated)
     width = {INT4: LANES, INT4_PAIRS: LANES, BF12: BF12_GROUP_BYTES // 2, BF12_PAIRS: BF12_GROUP_BYTES // 2}
     last = () if weight.dim() == 3 else (1 if kind == BF12_PAIRS else 2,)
     check_shape("panels.weight", weight, (num_panels, None, width.get(kind, PANEL), *last))

@@ -36,7 +36,9 @@ AHEAD_BYTES = 6 * 1024 + 512
 
 # Numbers of the tiles: accumulators of two groups of rows and both halves of a panel, or of one group and two
 # panels; the rows; the halves of a panel.
-_SUMS, _ROWS, _HALVES = (0, 1, 2, 3), (4, 5), (6, 7)
+_SUMS = (0, 1, 2, 3)
+_ROWS = (4, 5)
+_HALVES = (6, 7)
 # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), as a system call.
 _ASK_FOR_TILES = 158, 0x1023, 18
 
@@ -136,9 +138,11 @@ def _block_product(groups: int, panels: int = 1, weight: Reader | None = None) -
             with go_on:
                 for tile, place in sums:
                     emit_tile(builder, "tileloadd64", tile, place, c_stride)
-        numbers, room = [int64(p) for p in range(panels)], int64(2 * STEPS * _WIDTH)
+        numbers = [int64(p) for p in range(panels)]
+        room = int64(2 * STEPS * _WIDTH)
         if weight is not None:
-            distance, brings = AHEAD_BYTES // panels, []
+            distance = AHEAD_BYTES // panels
+            brings = []
             for p in numbers:
                 places = (b, far), (factors, factors_far), (ahead, far), (unpacked, room)
                 at_b, own, next_b, to = (builder.add(place, builder.mul(by, p)) for place, by in places)
@@ -148,10 +152,12 @@ def _block_product(groups: int, panels: int = 1, weight: Reader | None = None) -
         with cgutils.for_range(builder, tiles) as loop:
             fetched = builder.add(ahead, builder.mul(loop.index, pace))
             if weight is None:
-                at_b, stride = builder.add(b, builder.mul(loop.index, b_step)), b_stride
+                at_b = builder.add(b, builder.mul(loop.index, b_step))
+                stride = b_stride
                 places_b = [builder.add(at_b, builder.mul(b_far, p)) for p in numbers]
             else:
-                places_b, stride = [bring(loop.index) for bring in brings], int64(_WIDTH)
+                places_b = [bring(loop.index) for bring in brings]
+                stride = int64(_WIDTH)
             at_a = builder.add(a, builder.mul(loop.index, int64(LINE)))
             for g in range(groups):
                 place = builder.add(at_a, builder.mul(a_group, int64(g)))
@@ -184,8 +190,10 @@ def _unpack_ahead(
     loading a tile right after its bytes were stored would stall. Memory `distance` bytes ahead, in whole
     tiles, is prefetched meanwhile; after the end of this panel, memory from next_b on.
     """
-    steps, size = int64(STEPS), int64(STEPS * _WIDTH)
-    one, bytes_ = int64(1), builder.mul(b_stride, steps)
+    steps = int64(STEPS)
+    size = int64(STEPS * _WIDTH)
+    one = int64(1)
+    bytes_ = builder.mul(b_stride, steps)
     steps_ahead = builder.udiv(int64(distance), bytes_)
 
     def unpack(step: Any, place: Any, ahead: Any = None) -> None:
@@ -195,7 +203,8 @@ def _unpack_ahead(
 
     def bring(step: Any) -> Any:
         odd = builder.and_(step, one)
-        following, last = builder.add(step, one), builder.sub(tiles, one)
+        following = builder.add(step, one)
+        last = builder.sub(tiles, one)
         following = builder.select(builder.icmp_signed("<", following, tiles), following, last)
         later = builder.add(following, steps_ahead)
         behind = builder.sub(later, tiles)

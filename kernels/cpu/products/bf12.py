@@ -38,7 +38,8 @@ class Bf12(Reader):
     def __init__(self, plain: Bfloat16 | Bfloat16Pairs) -> None:
         """plain: the format that groups are unpacked to."""
         super().__init__(plain.kind)
-        self.plain, self.in_pairs = plain, plain.in_pairs
+        self.plain = plain
+        self.in_pairs = plain.in_pairs
         self.step = 2 * PANEL if plain.in_pairs else PANEL  # numbers
         self.group_steps = self.at_a_time = BF12_GROUP // self.step
 
@@ -68,7 +69,8 @@ class Bf12(Reader):
             with whole:
                 self._each_part(builder, place, pass_on)
             with other:
-                to, steps = builder.ptrtoint(memory, I64), int64(self.group_steps)
+                to = builder.ptrtoint(memory, I64)
+                steps = int64(self.group_steps)
                 self.unpack(builder, to, place, None, factors, steps)
                 with cgutils.for_range(builder, steps) as loop:
                     step = builder.add(to, builder.mul(loop.index, int64(2 * self.step)))
@@ -114,10 +116,12 @@ class Bf12(Reader):
         ahead: Any = None,
     ) -> None:
         """Restore the panel in the format of `plain`; see Reader."""
-        parts, steps = int64(PARTS), int64(self.group_steps)
+        parts = int64(PARTS)
+        steps = int64(self.group_steps)
         with cgutils.for_range(builder, builder.sdiv(depth, steps)) as groups:
             start = builder.mul(groups.index, int64(BF12_GROUP_BYTES))
-            group, first = builder.add(panel, start), builder.mul(groups.index, parts)
+            group = builder.add(panel, start)
+            first = builder.mul(groups.index, parts)
 
             def keep(index: Any, part: list[Any], first: Any = first) -> None:
                 store_step(builder, to, builder.add(first, index), part)

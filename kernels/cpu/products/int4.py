@@ -19,7 +19,8 @@ PAIR_STEPS = 8  # steps of Int4Pairs in a vector
 class Int4(Reader):
     """Codes of 4 bits for scale * (code - 8) + zero; a byte has those of outputs i and i + LANES."""
 
-    group_steps, group_bytes = INT4_GROUP, _GROUP_BYTES
+    group_steps = INT4_GROUP
+    group_bytes = _GROUP_BYTES
     offset = 8  # that `read` adds to a code
 
     def __init__(self) -> None:
@@ -49,7 +50,8 @@ class Int4Pairs(Int4):
     """
 
     in_pairs = True
-    group_steps, at_a_time = INT4_GROUP // 2, PAIR_STEPS
+    group_steps = INT4_GROUP // 2
+    at_a_time = PAIR_STEPS
     offset = 16 + 8
 
     def factors(self, builder: Any, address: Any) -> list[tuple[Any, Any]]:

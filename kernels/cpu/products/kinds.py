@@ -37,8 +37,10 @@ class Format(NamedTuple):
         return all(_INSTRUCTIONS[name] for name in self.needs)
 
 
-_BF12, _BF12_PAIRS = Bf12(Bfloat16()), Bf12(Bfloat16Pairs())
-_BF12_STEPS, _BF12_PAIR_STEPS = _BF12.group_steps, _BF12_PAIRS.group_steps
+_BF12 = Bf12(Bfloat16())
+_BF12_PAIRS = Bf12(Bfloat16Pairs())
+_BF12_STEPS = _BF12.group_steps
+_BF12_PAIR_STEPS = _BF12_PAIRS.group_steps
 # fmt: off
 FORMATS = {
     FLOAT32: Format("float32", Reader(FLOAT32), 4 * PANEL, INT4_GROUP, FLOAT32, (), "float32"),

@@ -54,7 +54,8 @@ class Reader:
             with cgutils.for_range(builder, depth) as loop:
                 body(loop.index, None)
             return
-        steps, some = int64(self.group_steps), int64(self.at_a_time)
+        steps = int64(self.group_steps)
+        some = int64(self.at_a_time)
         with cgutils.for_range(builder, builder.sdiv(depth, steps)) as groups:
             place = builder.add(factors, builder.mul(groups.index, int64(self.group_bytes)))
             own = self.factors(builder, place)
@@ -161,7 +162,8 @@ def _int8_by_float16(builder: Any, address: Any) -> Any:
     is larger by 112: 1000 and the same 4 bits. So the sign and the leading 1 stay in place, and the other
     bits move down by 3.
     """
-    bits, halves = ir.VectorType(ir.IntType(16), PANEL), ir.VectorType(ir.HalfType(), PANEL)
+    bits = ir.VectorType(ir.IntType(16), PANEL)
+    halves = ir.VectorType(ir.HalfType(), PANEL)
     stored = builder.load(emit.pointer(builder, ir.VectorType(emit.I8, PANEL), address), align=1)
     down, kept, moved = (ir.Constant(bits, [n] * PANEL) for n in (3, 0xC000, 0x07FF))
     single = builder.sext(stored, bits)

@@ -24,7 +24,8 @@ class _Tile:
     """Accumulators of A B for rows and vectors of C, float32, which LLVM keeps in registers."""
 
     def __init__(self, rows: int, vectors: int, *, pairs: bool = False) -> None:
-        self.rows, self.vectors = rows, vectors
+        self.rows = rows
+        self.vectors = vectors
         self.places = [(r, v) for r in range(rows) for v in range(vectors)]
         self.multiply_add = emit.dot if pairs else emit.fma
 
@@ -40,7 +41,8 @@ class _Tile:
 
     def add(self, builder: Any, sums: Any, a: Any, a_stride: Any, index: Any, row: list[Any]) -> None:
         """Add the products of one step of the depth: a column of A and this row of B."""
-        column, multiply_add = builder.add(a, builder.mul(index, int64(4))), self.multiply_add
+        column = builder.add(a, builder.mul(index, int64(4)))
+        multiply_add = self.multiply_add
         for r in range(self.rows):
             place = emit.pointer(builder, F32, _place(builder, column, a_stride, r))
             same = emit.splat(builder, builder.load(place, align=2))
@@ -174,7 +176,10 @@ def _product(*, pairs: bool) -> Any:
         # Rows that are whole pages apart share few sets of the L1 cache: six of them and B would not fit.
         most = 12 if a_stride % 4096 else 4
         while row < rows:
-            at_c, at_a, at_b, left = c + row * c_stride, a + row * a_stride, b, vectors
+            at_c = c + row * c_stride
+            at_a = a + row * a_stride
+            at_b = b
+            left = vectors
             some = min(most, rows - row)
             # As many chains as hide the latency of a multiply-add, and as there are registers for.
             if LANES == 16 and some == 12 and vectors == 1:
@@ -183,7 +188,9 @@ def _product(*, pairs: bool) -> Any:
             elif LANES == 16 and some >= 6:
                 while left >= 4:
                     tile_6x4(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                    at_c, at_b, left = at_c + 4 * VECTOR_BYTES, at_b + 4 * VECTOR_BYTES, left - 4
+                    at_c = at_c + 4 * VECTOR_BYTES
+                    at_b = at_b + 4 * VECTOR_BYTES
+                    left = left - 4
                 if left == 3:
                     tile_6x3(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                 elif left == 2:
@@ -194,30 +201,42 @@ def _product(*, pairs: bool) -> Any:
             elif some >= 6 and vectors % 2 == 0:
                 while left:
                     tile_6x2(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                    at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * VECTOR_BYTES, left - 2
+                    at_c = at_c + 2 * VECTOR_BYTES
+                    at_b = at_b + 2 * VECTOR_BYTES
+                    left = left - 2
                 row += 6
             elif some >= 4:
                 while left >= 2:
                     tile_4x2(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                    at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * VECTOR_BYTES, left - 2
+                    at_c = at_c + 2 * VECTOR_BYTES
+                    at_b = at_b + 2 * VECTOR_BYTES
+                    left = left - 2
                 if left:
                     tile_4x1(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                 row += 4
             elif some >= 2:
                 while left >= 4:
                     tile_2x4(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                    at_c, at_b, left = at_c + 4 * VECTOR_BYTES, at_b + 4 * VECTOR_BYTES, left - 4
+                    at_c = at_c + 4 * VECTOR_BYTES
+                    at_b = at_b + 4 * VECTOR_BYTES
+                    left = left - 4
                 while left:
                     tile_2x1(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                    at_c, at_b, left = at_c + VECTOR_BYTES, at_b + VECTOR_BYTES, left - 1
+                    at_c = at_c + VECTOR_BYTES
+                    at_b = at_b + VECTOR_BYTES
+                    left = left - 1
                 row += 2
             else:
                 while left >= 8:
                     tile_1x8(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                    at_c, at_b, left = at_c + 8 * VECTOR_BYTES, at_b + 8 * VECTOR_BYTES, left - 8
+                    at_c = at_c + 8 * VECTOR_BYTES
+                    at_b = at_b + 8 * VECTOR_BYTES
+                    left = left - 8
                 while left >= 2:
                     tile_1x2(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                    at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * VECTOR_BYTES, left - 2
+                    at_c = at_c + 2 * VECTOR_BYTES
+                    at_b = at_b + 2 * VECTOR_BYTES
+                    left = left - 2
                 if left:
                     tile_1x1(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                 row += 1
@@ -250,8 +269,11 @@ def _panel_product(weight: Reader) -> Any:
             else:
                 tile_1(c, to, a, ahead, same)
                 step = 1
-            c, to, a = c + step * same.c_stride, to + step * same.to_stride, a + step * same.a_stride
-            rows, ahead = rows - step, ahead + same.pace * same.depth
+            c = c + step * same.c_stride
+            to = to + step * same.to_stride
+            a = a + step * same.a_stride
+            rows = rows - step
+            ahead = ahead + same.pace * same.depth
 
     return multiply_panel
 

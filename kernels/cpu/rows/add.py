@@ -19,13 +19,16 @@ ADD = Task(("x", "out"), ("kind", "num_rows", "size", "x_stride", "out_stride", 
 
 @by_kind
 def _add_row(kind: int) -> Any:
-    size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
+    size_of = ITEM_SIZES[kind]
+    (load, store) = some_of(kind)
 
     @function
     def add_row(args, row):
-        x, out = args.x + row * args.x_stride, args.out + row * args.out_stride
+        x = args.x + row * args.x_stride
+        out = args.out + row * args.out_stride
         for i in range(0, args.size, LANES):
-            at, left = i * size_of, args.size - i
+            at = i * size_of
+            left = args.size - i
             store(out + at, vectors.add(load(out + at, left), load(x + at, left)), left)
 
     return add_row

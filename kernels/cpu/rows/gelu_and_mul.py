@@ -25,22 +25,27 @@ GELU = Task(("x",), ("kind", "num_rows", "size", "x_stride", "rows_per_unit", "t
 def gelu_by_tanh(x):
     """Return x / 2 (1 + tanh z): (1 + tanh z) / 2 is the sigmoid of 2 z."""
     # 2 sqrt(2 / pi), and that times 0.044715.
-    linear, cubic = splat(np.float32(1.5957691216057308)), splat(np.float32(0.07135481627159256))
+    linear = splat(np.float32(1.5957691216057308))
+    cubic = splat(np.float32(0.07135481627159256))
     return gated_by(x, multiply(x, fma(multiply(x, x), cubic, linear)))
 
 
 @by_kind
 def _gelu_and_mul_row(kind: int) -> Any:
-    size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
+    size_of = ITEM_SIZES[kind]
+    (load, store) = some_of(kind)
 
     @function
     def gelu_and_mul_row(args, row):
         size = args.size
-        gate, ups = args.x + row * args.x_stride, args.up + row * args.up_stride
+        gate = args.x + row * args.x_stride
+        ups = args.up + row * args.up_stride
         out = args.out + row * size * size_of
         for i in range(0, size, LANES):
-            at, left = i * size_of, size - i
-            x, up = load(gate + at, left), load(ups + at, left)
+            at = i * size_of
+            left = size - i
+            x = load(gate + at, left)
+            up = load(ups + at, left)
             store(out + at, multiply(gelu_by_tanh(x), up), left)
 
     return gelu_and_mul_row
@@ -81,18 +86,22 @@ def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_toke
 
 @by_kind
 def _gelu_row(kind: int) -> Any:
-    size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
+    size_of = ITEM_SIZES[kind]
+    (load, store) = some_of(kind)
 
     @function
     def gelu_row(args, row):
-        x, size = args.x + row * args.x_stride, args.size
+        x = args.x + row * args.x_stride
+        size = args.size
         if args.tanh:
             for i in range(0, size, LANES):
-                at, left = i * size_of, size - i
+                at = i * size_of
+                left = size - i
                 store(x + at, gelu_by_tanh(load(x + at, left)), left)
         else:
             for i in range(0, size, LANES):
-                at, left = i * size_of, size - i
+                at = i * size_of
+                left = size - i
                 store(x + at, vectors.gelu(load(x + at, left)), left)
 
     return gelu_row

@@ -17,27 +17,33 @@ GREEDY = Task(("logits", "tokens", "highest"), ("size", "stride"))
 @GREEDY.each_unit
 def _greedy(args, row, scratch):
     """Write a row's maximum and its first index; NaN and 0 if the row has a NaN."""
-    x, size = args.logits + row * args.stride, args.size
-    top, nan = splat(np.float32(-np.inf)), splat(np.float32(0.0))
+    x = args.logits + row * args.stride
+    size = args.size
+    top = splat(np.float32(-np.inf))
+    nan = splat(np.float32(0.0))
     block = splat(np.float32(0.0))  # which vector each lane's maximum is in; exact up to 2^24
     for i in range(size // LANES):
         number = load(x + i * LANES * 4)
         block = where_greater(number, top, splat(np.float32(i)), block)
-        top, nan = greater(number, top), where_nan(number, nan)
+        top = greater(number, top)
+        nan = where_nan(number, nan)
     store(scratch, top)
     store(scratch + VECTOR_BYTES, block)
-    best, place = get_float(scratch), np.int64(get_float(scratch + VECTOR_BYTES)) * LANES
+    best = get_float(scratch)
+    place = np.int64(get_float(scratch + VECTOR_BYTES)) * LANES
     for lane in range(1, LANES):
         number = get_float(scratch + 4 * lane)
         at = np.int64(get_float(scratch + VECTOR_BYTES + 4 * lane)) * LANES + lane
         if number > best or (number == best and at < place):
-            best, place = number, at
+            best = number
+            place = at
     nans = total(nan)
     for i in range(size // LANES * LANES, size):
         number = get_float(x + 4 * i)
         nans += number if number != number else np.float32(0.0)
         if number > best:
-            best, place = number, np.int64(i)
+            best = number
+            place = np.int64(i)
     set_float(args.highest + 4 * row, best if nans == nans else nans)
     set_long(args.tokens + 8 * row, place if nans == nans else 0)
 
@@ -49,7 +55,8 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, size = logits.shape
     if logits.stride(1) != 1 or logits.dtype != torch.float32:
         return torch_ops.greedy(logits)
-    tokens, highest = logits.new_empty(num_rows, dtype=torch.int64), logits.new_empty(num_rows)
+    tokens = logits.new_empty(num_rows, dtype=torch.int64)
+    highest = logits.new_empty(num_rows)
     GREEDY.run(
         num_rows,
         *addresses(logits, tokens, highest),

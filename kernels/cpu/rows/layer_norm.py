@@ -34,17 +34,23 @@ LAYER_NORM = Task(
 
 @by_kind
 def _layer_norm_row(kind: int) -> Any:
-    size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
+    size_of = ITEM_SIZES[kind]
+    (load, store) = some_of(kind)
 
     @function
     def layer_norm_row(args, row):
         """Write weight * (x - mean) / sqrt(var + eps) + bias. A residual gets x added, and stands for it."""
-        size, zero = args.size, splat(np.float32(0.0))
-        x, out = args.x + row * args.x_stride, args.out + row * args.out_stride
+        size = args.size
+        zero = splat(np.float32(0.0))
+        x = args.x + row * args.x_stride
+        out = args.out + row * args.out_stride
         residual = args.residual + row * size * size_of if args.residual else 0
-        source, sums, squares = residual if residual else x, zero, zero
+        source = residual if residual else x
+        sums = zero
+        squares = zero
         for i in range(0, size, LANES):
-            at, left = i * size_of, size - i
+            at = i * size_of
+            left = size - i
             if residual:
                 store(residual + at, add(load(residual + at, left), load(x + at, left)), left)
             sums = add(sums, load(source + at, left))
@@ -58,9 +64,11 @@ def _layer_norm_row(kind: int) -> Any:
         variance = total(squares) / np.float32(size) + np.float32(args.eps)
         scale = splat(np.float32(1.0) / np.sqrt(variance))
         for i in range(0, size, LANES):
-            at, left = i * size_of, size - i
+            at = i * size_of
+            left = size - i
             normed = multiply(subtract(load(source + at, left), mean), scale)
-            weight, bias = load(args.weight + at, left), load(args.bias + at, left)
+            weight = load(args.weight + at, left)
+            bias = load(args.bias + at, left)
             store(out + at, fma(normed, weight, bias), left)
 
     return layer_norm_row

@@ -27,7 +27,8 @@ RMS_NORM = Task(
 
 def make_normalize(kind: int) -> Any:
     """Make normalize(...) for a kind of number."""
-    size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
+    size_of = ITEM_SIZES[kind]
+    (load, store) = some_of(kind)
 
     @function
     def normalize(x, residual, weight, unit_offset, adds, out, size, eps):
@@ -36,10 +37,12 @@ def make_normalize(kind: int) -> Any:
         The quotient is rounded to the kind, then multiplied by weight. unit_offset: it is multiplied by
         1 + weight first. adds: the product is added to `out`, and only the sum is rounded.
         """
-        squares, one = splat(np.float32(0.0)), splat(np.float32(1.0))
+        squares = splat(np.float32(0.0))
+        one = splat(np.float32(1.0))
         source = residual if residual else x
         for i in range(0, size, LANES):
-            at, left = i * size_of, size - i
+            at = i * size_of
+            left = size - i
             if residual:
                 store(residual + at, add(load(residual + at, left), load(x + at, left)), left)
             number = load(source + at, left)
@@ -47,8 +50,10 @@ def make_normalize(kind: int) -> Any:
         mean = total(squares) / np.float32(size) + np.float32(eps)
         scale = splat(np.float32(1.0) / np.sqrt(mean))
         for i in range(0, size, LANES):
-            at, left = i * size_of, size - i
-            own, number = load(weight + at, left), multiply(load(source + at, left), scale)
+            at = i * size_of
+            left = size - i
+            own = load(weight + at, left)
+            number = multiply(load(source + at, left), scale)
             if unit_offset:
                 own = add(one, own)
             elif kind != FLOAT32 and not adds:
@@ -62,11 +67,13 @@ def make_normalize(kind: int) -> Any:
 
 @by_kind
 def _rms_norm_row(kind: int) -> Any:
-    size_of, normalize = ITEM_SIZES[kind], make_normalize(kind)
+    size_of = ITEM_SIZES[kind]
+    normalize = make_normalize(kind)
 
     @function
     def rms_norm_row(args, row):
-        token, head = row // args.num_heads, row % args.num_heads
+        token = row // args.num_heads
+        head = row % args.num_heads
         x = args.x + token * args.x_stride + head * args.x_head_stride
         residual = args.residual + row * args.size * size_of if args.residual else 0
         out = args.out + token * args.out_stride + head * args.out_head_stride
@@ -95,7 +102,8 @@ def rms_norm(
     """
     if not is_trusted():
         check_rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
-    size, dtype = weight.shape[0], x.dtype
+    size = weight.shape[0]
+    dtype = x.dtype
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     regular = (
         dtype in KERNEL_DTYPES
@@ -143,7 +151,8 @@ def rms_norm_into(
     if not is_trusted():
         check_rms_norm_into(x, weight, eps, out, unit_offset=unit_offset, add=add)
     num_tokens, *heads, size = x.shape
-    num_heads, dtype = math.prod(heads), x.dtype
+    num_heads = math.prod(heads)
+    dtype = x.dtype
     regular = (
         dtype in KERNEL_DTYPES
         and x.is_cpu

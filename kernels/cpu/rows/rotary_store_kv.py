@@ -40,16 +40,22 @@ def _rotary_row(kind: int) -> Any:
     @function
     def rotate(head, cos, sin, half):
         for i in range(0, half, LANES):
-            first, second, left = head + i * size_of, head + (half + i) * size_of, half - i
-            x1, x2 = load(first, left), load(second, left)
-            c, s = load_float(cos + 4 * i, left), load_float(sin + 4 * i, left)
+            first = head + i * size_of
+            second = head + (half + i) * size_of
+            left = half - i
+            x1 = load(first, left)
+            x2 = load(second, left)
+            c = load_float(cos + 4 * i, left)
+            s = load_float(sin + 4 * i, left)
             store(first, subtract(multiply(x1, c), multiply(x2, s)), left)
             store(second, add(multiply(x2, c), multiply(x1, s)), left)
 
     @function
     def rotary_row(args, row):
-        half, token = args.head_dim // 2, args.qkv + row * args.qkv_token_stride
-        cos, sin = args.cos + row * 4 * half, args.sin + row * 4 * half
+        half = args.head_dim // 2
+        token = args.qkv + row * args.qkv_token_stride
+        cos = args.cos + row * 4 * half
+        sin = args.sin + row * 4 * half
         for i in range(args.num_heads + args.num_kv_heads):
             head = token + i * args.qkv_head_stride
             if args.query_norm:
@@ -66,7 +72,8 @@ def _make_store(store_head: Any) -> Any:
     @function
     def store_kv(args, row):
         slot = get_long(args.slot_mapping + 8 * row)
-        block, place = slot // args.block_size, slot % args.block_size
+        block = slot // args.block_size
+        place = slot % args.block_size
         key_to = args.key_cache + block * args.key_block_stride + place * args.key_token_stride
         value_to = args.value_cache + block * args.value_block_stride + place * args.value_token_stride
         for i in range(args.num_kv_heads):
@@ -83,7 +90,8 @@ def _make_store(store_head: Any) -> Any:
 
 @by_kind
 def _store_row(kind: int) -> Any:
-    size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
+    size_of = ITEM_SIZES[kind]
+    (load, store) = some_of(kind)
 
     @function
     def store_head(args, head, to, scale):  # noqa: ARG001
@@ -97,8 +105,10 @@ def _store_row(kind: int) -> Any:
 @function
 def _scale_of(kind, head, dim, cache_kind, scale):
     """Return the factor that makes a head fit into a quantized cache, and write its inverse to `scale`."""
-    size, zero = item_size(kind), splat(np.float32(0.0))
-    top, nan = zero, zero
+    size = item_size(kind)
+    zero = splat(np.float32(0.0))
+    top = zero
+    nan = zero
     for d in range(0, dim, LANES):
         x = load_some_as(kind, head + d * size, dim - d)
         top = greater(greater(x, subtract(zero, x)), top)
@@ -112,9 +122,12 @@ def _scale_of(kind, head, dim, cache_kind, scale):
 @function
 def _store_head_as(args, head, to, scale):
     """Store a head in a cache of another kind. scale: 0, or where the scale of a quantized head belongs."""
-    kind, cache_kind, dim = args.kind, args.cache_kind, args.head_dim
+    kind = args.kind
+    cache_kind = args.cache_kind
+    dim = args.head_dim
     factor = splat(_scale_of(kind, head, dim, cache_kind, scale) if scale else np.float32(1.0))
-    size, cache_size = item_size(kind), item_size(cache_kind)
+    size = item_size(kind)
+    cache_size = item_size(cache_kind)
     for d in range(0, dim, LANES):
         x = multiply(load_some_as(kind, head + d * size, dim - d), factor)
         store_some_as(cache_kind, to + d * cache_size, x, dim - d)
@@ -174,9 +187,12 @@ def rotary_store_kv(
         weights = query_norm_weight, key_norm_weight
         check_rotary_store_kv(*tensors, *weights, eps, unit_offset, key_scales, value_scales)
     num_tokens, num_rows, head_dim = qkv.shape
-    block_size, num_kv_heads, cache_dtype = 0, 0, qkv.dtype
+    block_size = 0
+    num_kv_heads = 0
+    cache_dtype = qkv.dtype
     strides: tuple[int, ...] = (0,) * 6
-    dtype, angles = qkv.dtype, num_tokens * (head_dim // 2)
+    dtype = qkv.dtype
+    angles = num_tokens * (head_dim // 2)
     regular = (
         dtype in KERNEL_DTYPES
         and qkv.is_cpu

@@ -14,7 +14,8 @@ from ..simd.vectors import function
 UNIT_NUMBERS = 16384  # of a unit: work for a few microseconds
 # Rows that start whole pages apart share few sets of the L1 cache, where a product reads many of them
 # together: if there are more than FEW_ROWS of them, they are padded by a cache line.
-PAGE_BYTES, FEW_ROWS = 4096, 64
+PAGE_BYTES = 4096
+FEW_ROWS = 64
 
 
 def by_kind(make: Callable[[int], Any]) -> Any:

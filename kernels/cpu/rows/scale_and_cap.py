@@ -19,21 +19,26 @@ SCALE_AND_CAP = Task(("x",), ("kind", "num_rows", "size", "x_stride", "rows_per_
 
 @by_kind
 def _scale_and_cap_row(kind: int) -> Any:
-    size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
+    size_of = ITEM_SIZES[kind]
+    (load, store) = some_of(kind)
 
     @function
     def scale_and_cap_row(args, row):
-        x, factor = args.x + row * args.x_stride, np.float32(args.factor)
+        x = args.x + row * args.x_stride
+        factor = np.float32(args.factor)
         if not args.softcap:
             for i in range(0, args.size, LANES):
-                at, left = i * size_of, args.size - i
+                at = i * size_of
+                left = args.size - i
                 store(x + at, multiply(load(x + at, left), splat(factor)), left)
             return
         # cap tanh(z) is 2 cap sigmoid(2 z) - cap.
         cap = np.float32(args.softcap)
-        inner, twice = splat(np.float32(2.0) * factor / cap), splat(np.float32(2.0) * cap)
+        inner = splat(np.float32(2.0) * factor / cap)
+        twice = splat(np.float32(2.0) * cap)
         for i in range(0, args.size, LANES):
-            at, left = i * size_of, args.size - i
+            at = i * size_of
+            left = args.size - i
             gate = multiply(load(x + at, left), inner)
             store(x + at, subtract(gated_by(twice, gate), splat(cap)), left)
 

@@ -18,13 +18,16 @@ SCALE_ROWS = Task(("x", "factors"), ("kind", "num_rows", "size", "x_stride", "ro
 
 @by_kind
 def _scale_row(kind: int) -> Any:
-    size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
+    size_of = ITEM_SIZES[kind]
+    (load, store) = some_of(kind)
 
     @function
     def scale_row(args, row):
-        x, factor = args.x + row * args.x_stride, splat(get_float(args.factors + 4 * row))
+        x = args.x + row * args.x_stride
+        factor = splat(get_float(args.factors + 4 * row))
         for i in range(0, args.size, LANES):
-            at, left = i * size_of, args.size - i
+            at = i * size_of
+            left = args.size - i
             store(x + at, multiply(load(x + at, left), factor), left)
 
     return scale_row

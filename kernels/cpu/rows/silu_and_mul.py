@@ -18,14 +18,17 @@ SILU_AND_MUL = Task(("x", "out"), ("kind", "num_rows", "size", "x_stride", "rows
 
 @by_kind
 def _silu_and_mul_row(kind: int) -> Any:
-    size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
+    size_of = ITEM_SIZES[kind]
+    (load, store) = some_of(kind)
 
     @function
     def silu_and_mul_row(args, row):
         size = args.size
-        gate, out = args.x + row * args.x_stride, args.out + row * size * size_of
+        gate = args.x + row * args.x_stride
+        out = args.out + row * size * size_of
         for i in range(0, size, LANES):
-            at, left = i * size_of, size - i
+            at = i * size_of
+            left = size - i
             up = load(gate + size * size_of + at, left)
             store(out + at, multiply(silu(load(gate + at, left)), up), left)
 
@@ -42,7 +45,8 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
     """Return silu(gate) * up, where x is gate and up side by side; see `reference.silu_and_mul`."""
     if not is_trusted():
         check_silu_and_mul(x)
-    num_rows, size = x.shape[0], x.shape[1] // 2
+    num_rows = x.shape[0]
+    size = x.shape[1] // 2
     regular = x.is_cpu and x.shape[1] % 2 == 0 and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES
     if not regular:
         return torch_ops.silu_and_mul(x)

@@ -56,10 +56,8 @@ def _widen_row(kind, source, to, columns):
 @TAKE_ROWS.each_unit
 def _take_row(args, i):
     """Copy or widen the row of the i-th index."""
-    source, to = (
-        args.table + get_long(args.indices + 8 * i) * args.stride_bytes,
-        args.out + i * args.row_bytes,
-    )
+    source = args.table + get_long(args.indices + 8 * i) * args.stride_bytes
+    to = args.out + i * args.row_bytes
     if args.kind != FLOAT32:
         _widen_row(args.kind, source, args.out + 2 * i * args.row_bytes, args.row_bytes // 2)
         return
@@ -74,14 +72,18 @@ def _take_row(args, i):
 def _take_panel_row(args, i, scratch):
     """Collect the weights of one output, which are PANEL numbers apart in a panel, in pairs two at a time."""
     index = get_long(args.indices + 8 * i)
-    panel, place, out_size = index // PANEL, index % PANEL, item_size(args.out_kind)
+    panel = index // PANEL
+    place = index % PANEL
+    out_size = item_size(args.out_kind)
     to = args.out + i * args.in_features * out_size
     numbers = scratch + VECTOR_BYTES
-    kind, first = args.weight_kind, args.panels + panel * args.in_features * 2 * PANEL
+    kind = args.weight_kind
+    first = args.panels + panel * args.in_features * 2 * PANEL
     is_bf12 = kind in (BF12_PAIRS, BF12)
     if is_bf12:
         depth = args.in_features // 2 if kind == BF12_PAIRS else args.in_features
-        stride, first = STEP_BYTES[kind], numbers + 4 * args.in_features
+        stride = STEP_BYTES[kind]
+        first = numbers + 4 * args.in_features
         unpack(kind, first, args.panels + panel * depth * stride, stride, args.scales, depth)
         kind = UNPACKED[kind]
     weight = first + 4 * place
@@ -105,7 +107,8 @@ def _take_panel_row(args, i, scratch):
             both = get_int(weight + k * 2 * PANEL)
             set_int(numbers + 4 * k, both << 16 if place < LANES else both >> 16 << 16)
     else:
-        size, lane = item_size(kind), place % LANES
+        size = item_size(kind)
+        lane = place % LANES
         weight = args.panels + panel * args.in_features * PANEL * size + (place - lane) * size
         for k in range(args.in_features):
             store(scratch, load_as(kind, weight + k * PANEL * size))
@@ -139,7 +142,8 @@ def widen_rows(table: Tensor, indices: Tensor) -> Tensor:
 
 
 def _take_rows(table: Tensor, indices: Tensor, out: Tensor, kind: int) -> Tensor:
-    stride_bytes, row_bytes = table.stride(0) * table.itemsize, table.shape[1] * table.itemsize
+    stride_bytes = table.stride(0) * table.itemsize
+    row_bytes = table.shape[1] * table.itemsize
     TAKE_ROWS.run(len(indices), *addresses(table, indices, out), stride_bytes, row_bytes, kind)
     return out
 
@@ -157,7 +161,8 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
         check_indices("indices", indices, "the weight's rows", panels.out_features)
     if panels.kind in (INT4, INT4_PAIRS):
         raise ValueError("a weight in int4 can only be multiplied, not looked up")
-    weight, size = panels.weight, panels.in_features
+    weight = panels.weight
+    size = panels.in_features
     if size < LANES:
         places = indices % PANEL
         if panels.kind == BFLOAT16:

@@ -16,8 +16,12 @@ from .selection import collect_keys, index_of, sort
 
 # SplitMix64 (Steele et al., 2014), as in `plain.splitmix`.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_BY_27, _BY_30, _BY_31, _BY_12 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(12)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+_BY_27 = np.uint64(27)
+_BY_30 = np.uint64(30)
+_BY_31 = np.uint64(31)
+_BY_12 = np.uint64(12)
 
 
 @function
@@ -44,11 +48,13 @@ def _arrival(bits, n, weight, best):
 @function
 def race(weights, count, bits, first):
     """Draw an index of f32[count] with a probability in proportion to its weight; 0 if all are 0."""
-    best, winner = np.inf, 0
+    best = np.inf
+    winner = 0
     for i in range(count):
         time = _arrival(bits, first + i, np.float64(get_float(weights + 4 * i)), best)
         if time < best:
-            best, winner = time, i
+            best = time
+            winner = i
     return winner
 
 
@@ -56,7 +62,8 @@ def race(weights, count, bits, first):
 def draw_from_few(x, size, top, bound, asked, bits, scratch):
     """Draw from the logits at or above the bound, in float64. scratch: 16 bytes for each logit of the row."""
     temperature, typical_p, top_k, top_p = asked
-    keys, weights = scratch, scratch + 8 * size
+    keys = scratch
+    weights = scratch + 8 * size
     count = collect_keys(x, size, bound, keys)
     if typical_p < 1.0 or top_k < size or top_p < 1.0:
         sort(keys, count)
@@ -68,12 +75,14 @@ def draw_from_few(x, size, top, bound, asked, bits, scratch):
         _keep_first(x, keys, weights, count, np.float64(top_k), False)
     if top_p < 1.0:
         _keep_first(x, keys, weights, count, max(top_p, SMALLEST) * _sum(weights, count), True)
-    best, winner = np.inf, 0
+    best = np.inf
+    winner = 0
     for i in range(count):
         token = index_of(get_long(keys + 8 * i))
         time = _arrival(bits, token, get_double(weights + 8 * i), best)
         if time < best:
-            best, winner = time, token
+            best = time
+            winner = token
     return winner
 
 
@@ -96,11 +105,15 @@ def _sum(weights, count):
 @function
 def _keep_first(x, keys, weights, count, limit, by_weight):
     """Drop candidates if those with higher logits reach the limit: a sum of weights, or a number."""
-    mass, before, last = 0.0, 0.0, np.float32(np.nan)
+    mass = 0.0
+    before = 0.0
+    last = np.float32(np.nan)
     for i in range(count):
-        logit, weight = get_float(x + 4 * index_of(get_long(keys + 8 * i))), get_double(weights + 8 * i)
+        logit = get_float(x + 4 * index_of(get_long(keys + 8 * i)))
+        weight = get_double(weights + 8 * i)
         if logit != last:
-            before, last = mass, logit
+            before = mass
+            last = logit
         if before >= limit:
             set_double(weights + 8 * i, 0.0)
         elif weight > 0.0:
@@ -111,7 +124,8 @@ def _keep_first(x, keys, weights, count, limit, by_weight):
 def _keep_typical(x, top, temperature, keys, weights, count, typical_p):
     """Keep the candidates nearest to the entropy that together reach typical_p."""
     mass = _sum(weights, count)
-    mean, limit = 0.0, typical_p * mass
+    mean = 0.0
+    limit = typical_p * mass
     for i in range(count):
         # A token of probability 0 adds nothing to the entropy.
         mean += get_double(weights + 8 * i) * max(_scaled(x, top, temperature, keys, i), -1e30) / mass
@@ -119,7 +133,8 @@ def _keep_typical(x, top, temperature, keys, weights, count, typical_p):
     while end < count and _scaled(x, top, temperature, keys, end) >= mean:
         end += 1
     # Grow [first, end) from the mean outwards until its weight is enough; equal distances come together.
-    first, mass = end, 0.0
+    first = end
+    mass = 0.0
     while mass < limit and (first > 0 or end < count):
         distance = np.inf
         if first > 0:

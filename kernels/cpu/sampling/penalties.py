@@ -19,7 +19,8 @@ PENALTIES = Task(
 @function
 def _penalize(args, i, at, count):
     """Penalize a logit. Repetition divides positive ones and multiplies others (Keskar et al., 2019)."""
-    logit, repetition = get_float(at), get_float(args.repetition + 4 * i)
+    logit = get_float(at)
+    repetition = get_float(args.repetition + 4 * i)
     logit = logit / repetition if logit > np.float32(0.0) else logit * repetition
     if count > 0:
         logit -= get_float(args.frequency + 4 * i) * np.float32(count)
@@ -30,9 +31,11 @@ def _penalize(args, i, at, count):
 @PENALTIES.each_unit
 def _apply_penalties(args, i):
     """Penalize the tokens of one history. Few were seen: whole vectors of flags are skipped."""
-    size, slot = args.size, get_long(args.slots + 8 * i)
+    size = args.size
+    slot = get_long(args.slots + 8 * i)
     x = args.logits + get_long(args.rows + 8 * i) * args.stride
-    counts, seen = args.counts + slot * 4 * size, args.seen + slot * size
+    counts = args.counts + slot * 4 * size
+    seen = args.seen + slot * size
     whole = size // VECTOR_BYTES * VECTOR_BYTES
     for start in range(0, whole, VECTOR_BYTES):
         if any_set(seen + start):
@@ -58,7 +61,8 @@ def apply_penalties(
     if not is_trusted():
         penalties = repetition_penalty, frequency_penalty, presence_penalty
         check_penalties(logits, rows, slots, output_counts, seen, *penalties)
-    num, size = rows.shape[0], logits.shape[1]
+    num = rows.shape[0]
+    size = logits.shape[1]
     columns = (repetition_penalty, frequency_penalty, presence_penalty)
     regular = (
         logits.dtype == torch.float32

@@ -65,8 +65,10 @@ SAMPLE = Task(
 )  # fmt: skip
 
 _EVERYWHERE = np.float32(np.inf)  # a distance above that of any token
-_LEAST, _TINY = np.finfo(np.float32).min, np.finfo(np.float32).tiny
-_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_LEAST = np.finfo(np.float32).min
+_TINY = np.finfo(np.float32).tiny
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
 _LN_2 = math.log(2)
 
 
@@ -79,14 +81,21 @@ def _option(column, row, unused):
 @function
 def _moments(x, size, centre):
     """Return the sums of x - centre and of its square over all x above -inf, and how many there are."""
-    zero, lowest, least = splat(_ZERO), splat(MINUS_INFINITY), splat(_LEAST)
-    sums, squares, count = 0.0, 0.0, 0.0
+    zero = splat(_ZERO)
+    lowest = splat(MINUS_INFINITY)
+    least = splat(_LEAST)
+    sums = 0.0
+    squares = 0.0
+    count = 0.0
     for start in range(0, size, 64 * LANES):
-        some, square, number = zero, zero, zero
+        some = zero
+        square = zero
+        number = zero
         for i in range(start, min(start + 64 * LANES, size), LANES):
             logit = load_up_to(x + 4 * i, size - i, MINUS_INFINITY)
             away = where_greater(logit, lowest, greater(subtract(logit, splat(centre)), least), zero)
-            some, square = add(some, away), fma(away, away, square)
+            some = add(some, away)
+            square = fma(away, away, square)
             number = add(number, where_greater(logit, lowest, splat(_ONE), zero))
         sums += np.float64(total(some))
         squares += np.float64(total(square))
@@ -130,7 +139,9 @@ def _first(x, size, value):
 @function
 def _sample(args, row, scratch):
     """Draw a row's token. scratch: sums or maxima of columns, then what the draw needs."""
-    x, size, width = args.logits + row * args.stride, args.size, args.width
+    x = args.logits + row * args.stride
+    size = args.size
+    width = args.width
     top, columns = column_maxima(x, size, width, scratch)
     rest = scratch + 8 * padded(width)
     temperature = _option(args.temperature, row, 1.0)
@@ -139,7 +150,8 @@ def _sample(args, row, scratch):
     # A smaller temperature would be 0 in float32, and 0 / 0 is NaN.
     temperature = max(temperature, np.float64(_TINY))
     lowest = _lowest(args, row, x, top, temperature)
-    typical_p, top_p = _option(args.typical_p, row, 1.0), _option(args.top_p, row, 1.0)
+    typical_p = _option(args.typical_p, row, 1.0)
+    top_p = _option(args.top_p, row, 1.0)
     top_k = np.int64(get_int(args.top_k + 4 * row)) if args.top_k else size
     asked = (temperature, typical_p, top_k, top_p)
     bits = splitmix64(np.uint64(get_long(args.seeds + 8 * row)))
@@ -156,8 +168,10 @@ def _sample(args, row, scratch):
 def _draw_from_all(x, size, width, top, lowest, asked, bits, columns, scratch):
     """Draw from the tokens with logits from `lowest` on, until typical_p and top_p keep the token."""
     temperature, typical_p, top_k, top_p = asked
-    typical_p, top_p = max(typical_p, torch_sampling.SMALLEST), max(top_p, torch_sampling.SMALLEST)
-    logs, height = scratch, -(-size // width)
+    typical_p = max(typical_p, torch_sampling.SMALLEST)
+    top_p = max(top_p, torch_sampling.SMALLEST)
+    logs = scratch
+    height = -(-size // width)
     rest = logs + 4 * height * padded(width)
     matrix = (logs, height, width, columns)  # logarithms, and sums of their columns
     mass, mean = _to_logs(x, size, matrix, top, lowest, temperature)
@@ -186,8 +200,11 @@ def _to_logs(x, size, matrix, top, lowest, temperature):
     A token's logarithm is as far from the mean as its surprisal is from the entropy.
     """
     logs, _, width, columns = matrix
-    scale, tops, lowests = splat(np.float32(1.0 / (temperature * _LN_2))), splat(top), splat(lowest)
-    dead, zero = splat(DEAD), splat(_ZERO)
+    scale = splat(np.float32(1.0 / (temperature * _LN_2)))
+    tops = splat(top)
+    lowests = splat(lowest)
+    dead = splat(DEAD)
+    zero = splat(_ZERO)
     moments = 0.0
     _clear(columns, width)
     for start in range(0, size, width):
@@ -226,7 +243,9 @@ def _mass(columns, width):
 def _drop_beyond(matrix, centre, bound):
     """Exclude all further from the centre than the bound. Return the weight left."""
     logs, height, width, columns = matrix
-    zero, bounds, far = splat(_ZERO), splat(bound), splat(np.float32(2.0) * DEAD)
+    zero = splat(_ZERO)
+    bounds = splat(bound)
+    far = splat(np.float32(2.0) * DEAD)
     _clear(columns, width)
     for _ in range(height):
         for at in range(0, width, LANES):

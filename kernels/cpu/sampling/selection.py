@@ -38,11 +38,16 @@ from ..simd.vectors import (
 )
 
 DEAD = np.float32(-127.0)  # the base-2 logarithm of a token that is excluded: its weight is 0 in float32
-MINUS_INFINITY, NAN = np.float32(-np.inf), np.float32(np.nan)
-_MINUS_INFINITY, _NAN = -0x7F800001, 0x7F800001  # see float_at_rank
+MINUS_INFINITY = np.float32(-np.inf)
+NAN = np.float32(np.nan)
+# see float_at_rank
+_MINUS_INFINITY = -0x7F800001
+_NAN = 0x7F800001
 # Positive float32 are ordered as their bits are. The upper bits make 256 bins in each octave from 2^-8 to
 # 2^8; the first and the last bin also hold what is beyond.
-_BIN_SHIFT, _FIRST_BIN, NUM_BINS = 15, (127 - 8) * 256, 16 * 256
+_BIN_SHIFT = 15
+_FIRST_BIN = (127 - 8) * 256
+NUM_BINS = 16 * 256
 _EVERY_LANE = (1 << LANES) - 1
 _INDEX = 0xFFFFFFFF  # the bits of a key that are an index
 
@@ -72,7 +77,9 @@ def column_maxima(x, size, width, columns):
 @function
 def count_above(numbers, size, bound, equals):
     """Count the numbers of a row above the bound, or at it if `equals`; exact up to 2^24."""
-    count, one, zero = splat(np.float32(0.0)), splat(np.float32(1.0)), splat(np.float32(0.0))
+    count = splat(np.float32(0.0))
+    one = splat(np.float32(1.0))
+    zero = splat(np.float32(0.0))
     bounds = splat(bound)
     for i in range(0, size, LANES):
         number = load_up_to(numbers + 4 * i, size - i, NAN)
@@ -84,12 +91,15 @@ def count_above(numbers, size, bound, equals):
 @function
 def threshold_for(numbers, size, k):
     """Return a number that is at most the k-th largest, 1 <= k <= size, and that few more than k reach."""
-    low, high, count = _MINUS_INFINITY, _NAN, size
+    low = _MINUS_INFINITY
+    high = _NAN
+    count = size
     while high - low > 1 and count > k + k // 4:
         middle = (low + high) >> 1
         reached = count_above(numbers, size, float_at_rank(middle), True)
         if reached >= k:
-            low, count = middle, reached
+            low = middle
+            count = reached
         else:
             high = middle
     return float_at_rank(low)
@@ -142,7 +152,8 @@ def sort(keys, count):
         gap = 3 * gap + 1
     while gap > 0:
         for i in range(gap, count):
-            key, place = get_long(keys + 8 * i), i
+            key = get_long(keys + 8 * i)
+            place = i
             while place >= gap and get_long(keys + 8 * (place - gap)) > key:
                 set_long(keys + 8 * place, get_long(keys + 8 * (place - gap)))
                 place -= gap
@@ -164,7 +175,9 @@ def _radius_search(weigh, weigh_one):
         """Sum up the weights in bins of distances."""
         for i in range(NUM_BINS):
             set_double(sums + 8 * i, 0.0)
-        nothing, nearest, furthest = splat(np.float32(0.0)), splat(_start_of(0)), splat(_end_of(NUM_BINS - 1))
+        nothing = splat(np.float32(0.0))
+        nearest = splat(_start_of(0))
+        furthest = splat(_end_of(NUM_BINS - 1))
         for i in range(0, size, LANES):
             weights = weigh(load(numbers + 4 * i))
             if lanes_from(nothing, weights) == _EVERY_LANE:
@@ -185,14 +198,16 @@ def _radius_search(weigh, weigh_one):
         size: of whole vectors. scratch: memory for the bins and a key of each number.
         """
         add_up(numbers, size, centre, scratch, scratch + 8 * NUM_BINS)
-        reached, mass = 0, get_double(scratch)
+        reached = 0
+        mass = get_double(scratch)
         while mass < target:
             reached += 1
             if reached == NUM_BINS:
                 return np.float32(np.inf)
             mass += get_double(scratch + 8 * reached)
         mass -= get_double(scratch + 8 * reached)
-        keys, distance = scratch, np.float32(np.inf)
+        keys = scratch
+        distance = np.float32(np.inf)
         count = _collect_bin(numbers, size, centre, reached, keys)
         sort(keys, count)
         for i in range(count):
@@ -227,7 +242,8 @@ def _collect_bin(numbers, size, centre, number, keys):
     count = 0
     for i in range(0, size, LANES):
         away = distances(load(numbers + 4 * i), centre)
-        found, place = lanes_from(away, splat(low)) & lanes_from(splat(high), away), i
+        found = lanes_from(away, splat(low)) & lanes_from(splat(high), away)
+        place = i
         while found != 0:
             if found & 1:
                 bits = bits_of(abs(get_float(numbers + 4 * place) - centre))

@@ -45,10 +45,16 @@ _LOG2E = np.float32(1.4426950408889634)
 @function
 def _mass(x, size, top):
     """Return the sum of e^(logit - top), NaN if a logit is; top: the highest logit."""
-    mass, zero, dead, tops, log2e = 0.0, splat(np.float32(0.0)), splat(DEAD), splat(top), splat(_LOG2E)
-    nans, whole = zero, size // (2 * LANES) * (2 * LANES)
+    mass = 0.0
+    zero = splat(np.float32(0.0))
+    dead = splat(DEAD)
+    tops = splat(top)
+    log2e = splat(_LOG2E)
+    nans = zero
+    whole = size // (2 * LANES) * (2 * LANES)
     for start in range(0, whole, 64 * LANES):
-        some, others = zero, zero
+        some = zero
+        others = zero
         for i in range(start, min(start + 64 * LANES, whole), 2 * LANES):  # two chains at a time
             log = multiply(subtract(load(x + 4 * i), tops), log2e)
             other = multiply(subtract(load(x + 4 * i + VECTOR_BYTES), tops), log2e)
@@ -66,8 +72,12 @@ def _mass(x, size, top):
 @LOGPROBS.each_unit
 def _token_logprobs(args, row, scratch):
     """Write a row's log-probabilities and ranks: of its token, then of the num_top likeliest."""
-    x, size, width, num_top = args.logits + row * args.stride, args.size, args.width, args.num_top
-    values, ids = args.values + 4 * row * (1 + num_top), args.ids + 8 * row * (1 + num_top)
+    x = args.logits + row * args.stride
+    size = args.size
+    width = args.width
+    num_top = args.num_top
+    values = args.values + 4 * row * (1 + num_top)
+    ids = args.ids + 8 * row * (1 + num_top)
     top, columns = column_maxima(x, size, width, scratch)
     log_mass = math.log(_mass(x, size, top))  # NaN if a logit is, or if none is finite
     token = get_long(args.tokens + 8 * row)
@@ -79,7 +89,8 @@ def _token_logprobs(args, row, scratch):
         return
     bound = threshold_for(columns, width, num_top) if num_top <= width else MINUS_INFINITY
     keys = scratch + 8 * padded(width)
-    count, rank = collect_keys(x, size, bound, keys), 1
+    count = collect_keys(x, size, bound, keys)
+    rank = 1
     sort(keys, count)
     for i in range(max(count, num_top)):
         # A NaN has no key: if there are too few, token 0 with NaN fills up.
@@ -104,7 +115,8 @@ def token_logprobs(
     if logits.dtype != torch.float32 or logits.stride(1) != 1 or not is_plain(tokens, torch.int64, num_rows):
         return torch_logprobs.token_logprobs(logits, tokens, num_top)
     values = logits.new_empty(num_rows, 1 + num_top)
-    ids, ranks = tokens.new_empty(num_rows, 1 + num_top), torch.empty_like(tokens)
+    ids = tokens.new_empty(num_rows, 1 + num_top)
+    ranks = torch.empty_like(tokens)
     width = -(-size // torch_selection.HEIGHT)
     LOGPROBS.run(
         num_rows,

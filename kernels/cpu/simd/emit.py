@@ -33,9 +33,13 @@ def has_feature(feature: str, lanes: int = 16) -> bool:
     return lanes == LANES and bool(llvm.get_host_cpu_features().get(feature))
 
 
-I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+I8 = ir.IntType(8)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
 F32 = ir.FloatType()
-VECTOR, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)  # float32, int32
+# float32, int32
+VECTOR = ir.VectorType(F32, LANES)
+INTS = ir.VectorType(I32, LANES)
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
@@ -206,7 +210,8 @@ def read(builder: Any, bits: int, address: Any, count: Any = None, other: Any = 
     place = pointer(builder, integers, address)
     if count is None:
         return builder.load(place, align=1)
-    mask, align = _first_lanes(builder, count), ir.Constant(I32, 1)
+    mask = _first_lanes(builder, count)
+    align = ir.Constant(I32, 1)
     rest = other or ir.Constant(integers, [0] * LANES)
     return call(builder, f"llvm.masked.load.v{LANES}i{bits}.p0", integers, place, align, mask, rest)
 
@@ -219,7 +224,8 @@ def _write(builder: Any, bits: int, address: Any, integers: Any, count: Any = No
     if count is None:
         builder.store(stored, place, align=1)
     else:
-        mask, align = _first_lanes(builder, count), ir.Constant(I32, 1)
+        mask = _first_lanes(builder, count)
+        align = ir.Constant(I32, 1)
         name = f"llvm.masked.store.v{LANES}i{bits}.p0"
         call(builder, name, ir.VoidType(), stored, place, align, mask)
 
@@ -259,7 +265,8 @@ def load_pairs(builder: Any, kind: int, first: Any, second: Any) -> Any:
 
 def pairs(builder: Any, x: Any, y: Any) -> Any:
     """Make pairs of bfloat16, one of x and one of y each; bfloat16 must hold them exactly."""
-    low, high = builder.bitcast(x, INTS), builder.bitcast(y, INTS)
+    low = builder.bitcast(x, INTS)
+    high = builder.bitcast(y, INTS)
     return builder.bitcast(builder.or_(builder.lshr(low, constant(16, INTS)), high), VECTOR)
 
 
@@ -288,7 +295,8 @@ def _bfloat16_bits(builder: Any, x: Any) -> Any:
 def _int8_bits(builder: Any, x: Any) -> Any:
     """Return the nearest integers of an int8; the lowest for NaN."""
     whole = call(builder, f"llvm.floor.v{LANES}f32", VECTOR, builder.fadd(x, constant(0.5)))
-    low, high = constant(-128.0), constant(127.0)
+    low = constant(-128.0)
+    high = constant(127.0)
     whole = builder.select(builder.fcmp_ordered(">", whole, low), whole, low)
     return builder.fptosi(builder.select(builder.fcmp_ordered("<", whole, high), whole, high), INTS)
 

@@ -25,7 +25,8 @@ def _copier(kind):
     def copy(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
         whole = columns // LANES * LANES
         for place in range(skip, count):
-            source, at = get_long(addresses + 8 * place) + offset, to + place * stride
+            source = get_long(addresses + 8 * place) + offset
+            at = to + place * stride
             for _ in range(num_heads):
                 for d in range(0, whole, LANES):
                     store(at + 4 * d, load_vector(source + d * size))
@@ -59,14 +60,16 @@ def _narrower(kind):
     @operation(vector, types.int64)
     def load_narrow(builder: Any, address: Any) -> Any:
         both = emit.read(builder, 16, address)
-        bytes_, eight = ir.VectorType(ir.IntType(8), LANES), ir.Constant(both.type, [8] * LANES)
+        bytes_ = ir.VectorType(ir.IntType(8), LANES)
+        eight = ir.Constant(both.type, [8] * LANES)
         parts = (builder.trunc(x, bytes_) for x in (both, builder.lshr(both, eight)))
         return emit.pairs(builder, *(emit.to_float32(builder, kind, x) for x in parts))
 
     @function
     def narrow(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns):
         for place in range(skip, count):
-            source, at = get_long(addresses + 8 * place) + offset, to + place * stride
+            source = get_long(addresses + 8 * place) + offset
+            at = to + place * stride
             for _ in range(num_heads):
                 for d in range(0, columns, 2 * LANES):
                     store(at + 2 * d, load_narrow(source + d))
@@ -99,7 +102,8 @@ def _pairer(kind):
     def pair(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
         for pair in range(skip // 2, (count + 1) // 2):
             first = get_long(addresses + 16 * pair) + offset
-            second, at = get_long(addresses + 16 * pair + 8) + offset, to + pair * stride
+            second = get_long(addresses + 16 * pair + 8) + offset
+            at = to + pair * stride
             for _ in range(num_heads):
                 for column in range(0, columns, LANES):
                     d = min(column, columns - LANES)

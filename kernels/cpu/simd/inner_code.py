@@ -64,7 +64,8 @@ class _Insert(LoweringPass):  # type: ignore[misc]
         LoweringPass.__init__(self)
 
     def run_pass(self, state: Any) -> bool:
-        fndesc, env = state["cr"].fndesc, state["cr"].env
+        fndesc = state["cr"].fndesc
+        env = state["cr"].env
         # What numba knows a function by. Python could not call it: its address is 0.
         known = make_function(fndesc.lookup_module(), fndesc.qualname, "", 0, env, (state.library,))
         state.targetctx.insert_user_function(known, fndesc, [state.library])

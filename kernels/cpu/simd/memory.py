@@ -48,7 +48,8 @@ def _storers(kind: int) -> tuple[Any, Any]:
 
 
 # By kind: of LANES numbers, and of the first `count`.
-LOADERS, STORERS = [_loaders(kind) for kind in range(5)], [_storers(kind) for kind in range(5)]
+LOADERS = [_loaders(kind) for kind in range(5)]
+STORERS = [_storers(kind) for kind in range(5)]
 (load, _), (store, _) = LOADERS[FLOAT32], STORERS[FLOAT32]
 
 

@@ -44,7 +44,9 @@ class KVCache:
         device: torch.device,
         num_host_blocks: int = 0,
     ) -> None:
-        self.num_blocks, self.block_size, self.num_host_blocks = num_blocks, block_size, num_host_blocks
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_host_blocks = num_host_blocks
         layout = CacheLayout.of(config, block_size)
         self.num_groups = len(layout.groups)
         sizes = {"kv": (*layout.planes, dtype)}
@@ -54,7 +56,8 @@ class KVCache:
                 for heads, num_planes in layout.scale_planes.items()
             }
         pinned = device.type == "cuda" and num_host_blocks > 0
-        self.tensors, self.host = dict[str, Tensor](), dict[str, Tensor]()
+        self.tensors = dict[str, Tensor]()
+        self.host = dict[str, Tensor]()
         for name, (num_planes, size, kind) in sizes.items():
             self.tensors[name] = torch.empty((num_planes, num_blocks, size), dtype=kind, device=device)
             self.host[name] = torch.empty((num_planes, num_host_blocks, size), dtype=kind, pin_memory=pinned)
@@ -81,7 +84,8 @@ class KVCache:
                     numbers.storage_offset() + offset,
                 )
             )
-        key, value = parts[0], parts[0][..., : shape.value_dim] if shape.value_in_key else parts[1]
+        key = parts[0]
+        value = parts[0][..., : shape.value_dim] if shape.value_in_key else parts[1]
         scales = self.tensors.get(f"scales_{shape.num_kv_heads}")
         if scales is None:
             return LayerCache(key, value, None, None)

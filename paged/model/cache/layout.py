@@ -79,7 +79,8 @@ class CacheLayout:
                 places[layer] = []
                 for _ in self.shapes[layer].part_sizes:
                     places[layer].append(Place(number, 0) if self.is_in_planes else Place(0, offset))
-                    offset, number = offset + sizes[number], number + 1
+                    offset = offset + sizes[number]
+                    number = number + 1
         return places
 
     def block_bytes(self, element_bytes: int, scale_bytes: int) -> int:

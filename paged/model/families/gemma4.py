@@ -133,7 +133,8 @@ def _shapes(hf: Config, layer_types: tuple[str, ...]) -> tuple[KVShape, ...]:
     in_full = {"head_dim": size(hf, "global_head_dim")}
     if flag(hf, "attention_k_eq_v") and hf["num_global_key_value_heads"] is not None:
         in_full["num_key_value_heads"] = size(hf, "num_global_key_value_heads")
-    given, in_file = hf["per_layer_config"], dict[str, str]()
+    given = hf["per_layer_config"]
+    in_file = dict[str, str]()
     if given is None:
         in_file = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
         given = {str(layer): in_full for layer, kind in enumerate(layer_types) if kind == "full_attention"}
@@ -176,7 +177,8 @@ def _sources(hf: Config, layer_types: tuple[str, ...], shapes: tuple[KVShape, ..
 
     The last num_kv_shared_layers read those of the last earlier layer of their type.
     """
-    num_layers, name = len(layer_types), "num_kv_shared_layers"
+    num_layers = len(layer_types)
+    name = "num_kv_shared_layers"
     num_own = num_layers - check_int(CheckpointError, name, hf[name], 0, num_layers - 1)
     last = {kind: layer for layer, kind in enumerate(layer_types[:num_own])}
     for layer in range(num_own, num_layers):
@@ -199,7 +201,8 @@ def _layer_inputs(hf: Config) -> LayerInputs | None:
     name = "hidden_size_per_layer_input"
     if hf.get(name, 0) in (0, None):
         return None
-    inner, vocab_size = size(hf, name), size(hf, "vocab_size_per_layer_input")
+    inner = size(hf, name)
+    vocab_size = size(hf, "vocab_size_per_layer_input")
     if vocab_size < size(hf, "vocab_size"):
         raise CheckpointError(
             f"vocab_size_per_layer_input {vocab_size} must be at least vocab_size {hf['vocab_size']}"

@@ -36,7 +36,9 @@ ACTIVATIONS = {
     "gelu": ("gelu", "gelu_python"),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
 }
-MIN_FACTOR, MAX_FACTOR = 1e-6, 1e6  # of multipliers and divisors
+# of multipliers and divisors
+MIN_FACTOR = 1e-6
+MAX_FACTOR = 1e6
 MAX_SOFTCAP = 1e3  # kernels compute to a few roundings of the cap: here about 1e-4
 
 
@@ -85,7 +87,8 @@ def layer_types_of(hf: Config, default: tuple[str, ...] = ()) -> tuple[str, ...]
     """Return layer_types: for each layer full_attention or sliding_attention. default: where it is null."""
     if hf["layer_types"] is None and default:
         return default
-    num_layers, layer_types = size(hf, "num_hidden_layers"), hf["layer_types"]
+    num_layers = size(hf, "num_hidden_layers")
+    layer_types = hf["layer_types"]
     if not isinstance(layer_types, list):
         raise CheckpointError(f"layer_types must be a list of {num_layers} types, got {shown(layer_types)}")
     if len(layer_types) != num_layers:
@@ -106,7 +109,8 @@ def full_every(interval: int | str, hf: Config) -> tuple[str, ...]:
 
     interval: or the key of config.json that has it.
     """
-    step, kinds = size(hf, interval) if isinstance(interval, str) else interval, ("full", "sliding")
+    step = size(hf, interval) if isinstance(interval, str) else interval
+    kinds = ("full", "sliding")
     num_layers = size(hf, "num_hidden_layers")
     return tuple(f"{kinds[bool((layer + 1) % step)]}_attention" for layer in range(num_layers))
 

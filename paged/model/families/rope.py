@@ -70,7 +70,8 @@ def read_rope(
         )
     if values.get("factor", 1.0) < 1:
         raise CheckpointError(f"factor of rope must be at least 1, got {values['factor']:g}")
-    trained, most = "original_max_position_embeddings", size(hf, "max_position_embeddings")
+    trained = "original_max_position_embeddings"
+    most = size(hf, "max_position_embeddings")
     known = size(rope, trained) if rope.get(trained) else most
     if kind == "yarn":
         more = _yarn(rope, values)
@@ -147,14 +148,16 @@ def _rotary_dim(hf: Config, rope: Config, partial: bool) -> int | None:
 
 def _yarn(rope: Config, values: dict[str, float]) -> dict[str, Any]:
     """Return yarn's further fields (Peng et al. 2023, and DeepSeek's mscale)."""
-    factor, scales = values["factor"], [rope.get(key) for key in ("mscale", "mscale_all_dim")]
+    factor = values["factor"]
+    scales = [rope.get(key) for key in ("mscale", "mscale_all_dim")]
     found: dict[str, Any] = {"truncate": check_bool(CheckpointError, "truncate", rope.get("truncate", True))}
     if "attention_factor" not in values:
         found["attention_factor"] = _mscale(factor, 1.0)
         if all(scales):
             above, below = (_number(rope, key) for key in ("mscale", "mscale_all_dim"))
             found["attention_factor"] = _mscale(factor, above) / _mscale(factor, below)
-    fast, slow = values.get("beta_fast", 32.0), values.get("beta_slow", 1.0)
+    fast = values.get("beta_fast", 32.0)
+    slow = values.get("beta_slow", 1.0)
     if fast < slow:
         raise CheckpointError(f"beta_fast {fast:g} must be at least beta_slow {slow:g}")
     return found

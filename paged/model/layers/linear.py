@@ -47,7 +47,9 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, gated: bool = False) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.gated = in_features, out_features, gated
+        self.in_features = in_features
+        self.out_features = out_features
+        self.gated = gated
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 

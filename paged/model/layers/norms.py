@@ -15,7 +15,8 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, kernels: Kernels, *, unit_offset: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps, self.unit_offset = eps, unit_offset
+        self.eps = eps
+        self.unit_offset = unit_offset
         self.kernels = kernels
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -33,7 +34,8 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps, self.kernels = eps, kernels
+        self.eps = eps
+        self.kernels = kernels
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, residual)

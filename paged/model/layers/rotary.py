@@ -88,16 +88,20 @@ class RotaryEmbedding(nn.Module):
     def _angles(self, positions: Tensor, frequencies: Tensor) -> Angles:
         """Compute the angles of positions: cos 1 and sin 0 for dimensions that are not rotated."""
         angles = positions[:, None] * frequencies
-        cos, sin = angles.cos(), angles.sin_()
+        cos = angles.cos()
+        sin = angles.sin_()
         if self.rope.attention_factor != 1.0:
-            cos, sin = cos.mul_(self.rope.attention_factor), sin.mul_(self.rope.attention_factor)
+            cos = cos.mul_(self.rope.attention_factor)
+            sin = sin.mul_(self.rope.attention_factor)
         if kept := (self.head_dim - self.rotary_dim) // 2:
-            cos, sin = F.pad(cos, (0, kept), value=1.0), F.pad(sin, (0, kept))
+            cos = F.pad(cos, (0, kept), value=1.0)
+            sin = F.pad(sin, (0, kept))
         return Angles(cos, sin, self._query_factors(positions))
 
     def _query_factors(self, positions: Tensor) -> Tensor | None:
         """Compute the factors of queries, which grow with the position and sharpen attention (Llama 4)."""
-        beta, trained = self.rope.query_scaling_beta, self.rope.original_max_position_embeddings
+        beta = self.rope.query_scaling_beta
+        trained = self.rope.original_max_position_embeddings
         if not beta:
             return None
         spans = positions.div(trained, rounding_mode="floor")  # trained contexts before the token's own
@@ -142,7 +146,8 @@ def _with_long_rows(short: Angles, long: Angles, offset: int) -> Angles:
 
     def joined(first: Tensor, second: Tensor) -> Tensor:
         rows = first.new_empty(offset + len(second), first.shape[1])
-        rows[: len(first)], rows[offset:] = first, second
+        rows[: len(first)] = first
+        rows[offset:] = second
         return rows
 
     factors = short.query_factors, long.query_factors
@@ -196,10 +201,13 @@ def _yarn_kept(rope: RopeConfig, rotary_dim: int) -> Tensor:
         wavelength = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
         return rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    low = dimension(rope.beta_fast)
+    high = dimension(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rotary_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, rotary_dim - 1)
     ramp = (torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
     return 1 - ramp.clamp(0.0, 1.0)
 

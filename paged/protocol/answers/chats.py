@@ -129,7 +129,8 @@ class ChatChunks(Chunks):
 
     def _parsed(self, choice: int, completion: CompletionOutput) -> tuple[list[dict[str, Any]], str | None]:
         """Return the deltas of a text, and the finish_reason if it is the last."""
-        form, reason = self.form, completion.finish_reason
+        form = self.form
+        reason = completion.finish_reason
         if form.new_parser is None:
             return [{"content": completion.text}] if completion.text else [], reason
         parser = self._parsers.get(choice)

@@ -34,7 +34,8 @@ class Echo:
 
     def logprobs(self, output: RequestOutput, places: CompletionPlaces) -> dict[str, Any]:
         """Return the log-probabilities of a prompt's tokens."""
-        text, is_text = self.text(output), output.prompt is not None
+        text = self.text(output)
+        is_text = output.prompt is not None
         return places.of_prompt(output.prompt_logprobs or (), text, self.tokenizer, is_text=is_text)
 
 
@@ -130,7 +131,8 @@ class CompletionChunks(Chunks):
             return []
         chunks = []
         for choice in choices:
-            logprobs, text = None, ""
+            logprobs = None
+            text = ""
             if form.echo is not None:
                 text = form.echo.text(output)
                 if form.logprobs:
@@ -140,7 +142,8 @@ class CompletionChunks(Chunks):
 
     def chunks_of(self, choice: int, completion: CompletionOutput) -> list[dict[str, Any]]:
         """Return the chunk of a delta, or none while its text is held back."""
-        form, reason = self.form, completion.finish_reason
+        form = self.form
+        reason = completion.finish_reason
         if form.echo_only:
             if reason is None:
                 return []

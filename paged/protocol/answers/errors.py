@@ -17,7 +17,12 @@ from ...errors import (
 )
 from ...requests.request import TIMEOUT_MESSAGE, RequestOutput
 
-BAD_REQUEST, NOT_FOUND, TOO_MANY, FAILED, UNAVAILABLE, TIMED_OUT = 400, 404, 429, 500, 503, 504
+BAD_REQUEST = 400
+NOT_FOUND = 404
+TOO_MANY = 429
+FAILED = 500
+UNAVAILABLE = 503
+TIMED_OUT = 504
 # The `type` of an error by its status; of others below 500 it is invalid_request_error.
 _TYPES = {
     401: "authentication_error",

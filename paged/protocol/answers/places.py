@@ -67,7 +67,8 @@ class Decoding:
 
         Joined, those of an answer are its text in UTF-8: a special token that is left out has none.
         """
-        tokenizer, text = self.tokenizer, candidate.decoded_token or ""
+        tokenizer = self.tokenizer
+        text = candidate.decoded_token or ""
         if tokenizer is not None:
             if self.skip_special_tokens and token_id in tokenizer.special_token_ids:
                 return []
@@ -136,7 +137,8 @@ class CompletionPlaces:
         """Return the candidates by name. Of those with the same text, the most likely one counts."""
         top = dict[str, float]()
         for token_id, candidate in place.items():
-            name, logprob = self._name(token_id, candidate), finite(candidate.logprob)
+            name = self._name(token_id, candidate)
+            logprob = finite(candidate.logprob)
             top[name] = max(logprob, top.get(name, logprob))
         return top
 

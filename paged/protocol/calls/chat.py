@@ -71,7 +71,8 @@ class ChatCall(AnswerCall):
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         super().__init__(body, limits)
-        values, sampling = self.values, self.sampling
+        values = self.values
+        sampling = self.sampling
         if "max_completion_tokens" in values:
             if "max_tokens" in values:
                 raise RequestError(
@@ -111,7 +112,8 @@ class ChatCall(AnswerCall):
 
     def given_params(self) -> dict[str, Any]:
         """Return the arguments of SamplingParams that the body gives, after `prompts`."""
-        plan, given = self._plan, super().given_params()
+        plan = self._plan
+        given = super().given_params()
         if not plan.parses:
             return given
         assert self._prompt is not None, "prompts() was not called"

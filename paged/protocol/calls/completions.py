@@ -58,7 +58,8 @@ class CompletionCall(AnswerCall):
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         super().__init__(body, limits)
-        values, sampling = self.values, self.sampling
+        values = self.values
+        sampling = self.sampling
         self.listed = _listed(values["prompt"])
         self.check_choices(len(self.listed))
         self._echo: Echo | None = None

@@ -36,7 +36,8 @@ class Conversation:
         self.messages: list[dict[str, Any]] = values["messages"]
         self.tools: Sequence[Mapping[str, Any]] | None = None
         self.tool_format: ToolFormat = limits.chat_format.tools or JsonFormat()
-        self._values, self._limits = values, limits
+        self._values = values
+        self._limits = limits
 
     @property
     def answer_role(self) -> str:
@@ -47,11 +48,13 @@ class Conversation:
 
     def prompt(self, text: ModelText) -> dict[str, Any]:
         """Return the prompt. Raises RequestError if the template refuses the conversation."""
-        values, limits = self._values, self._limits
+        values = self._values
+        limits = self._limits
         template = values.get("chat_template", limits.chat_template)
         source = text.chat_templates.source(template, has_tools=self.tools is not None)
         messages: Sequence[Message] = [_message(i, m, source) for i, m in enumerate(self.messages)]
-        tools, form = self.tools, self.tool_format
+        tools = self.tools
+        form = self.tool_format
         if tools and form.prompt is not None:
             shows = text.chat_templates.abilities(template)
             if not shows.tools:

@@ -62,12 +62,14 @@ class TokenizeCall(Call):
         """Return the response body. Raises RequestError. It may take long for a long text."""
         tokenizer = _tokenizer(text)
         if "prompt" in self.values:
-            prompt, add = self.values["prompt"], self.values.get("add_special_tokens", True)
+            prompt = self.values["prompt"]
+            add = self.values.get("add_special_tokens", True)
         else:
             with self.naming_field("messages"):
                 rendered = self.conversation.prompt(text)
             prompt, add = rendered["prompt"], rendered["add_special_tokens"]
-        name, most = "prompt" if "prompt" in self.values else "messages", MAX_CONTEXTS * max_model_len
+        name = "prompt" if "prompt" in self.values else "messages"
+        most = MAX_CONTEXTS * max_model_len
         with self.naming_field(name):
             _check_length(name, tokenizer.least_tokens(prompt, most), max_model_len, at_least="at least ")
             tokens = tokenizer.encode(prompt, add_special_tokens=add)
@@ -90,7 +92,8 @@ class DetokenizeCall(Call):
 
     def answer(self, text: ModelText, max_model_len: int) -> dict[str, Any]:
         """Return the response body. Raises RequestError. It may take long for many tokens."""
-        tokenizer, tokens = _tokenizer(text), self.values["tokens"]
+        tokenizer = _tokenizer(text)
+        tokens = self.values["tokens"]
         _check_length("tokens", len(tokens), max_model_len)
         size = text.model_config.vocab_size
         if tokens and max(tokens) >= size:

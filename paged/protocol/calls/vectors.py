@@ -91,7 +91,8 @@ class EmbeddingCall(Call):
 
     def prompts(self, text: ModelText) -> Sequence[Prompt]:
         """Return the prompts to embed. Raises RequestError."""
-        size, wanted = text.model_config.hidden_size, self.values.get("dimensions")
+        size = text.model_config.hidden_size
+        wanted = self.values.get("dimensions")
         if wanted not in (None, size):
             raise RequestError(
                 f"dimensions must be {size}, the size of this model's hidden states, got {wanted}",

@@ -89,7 +89,8 @@ class MistralCalls(CallMachine):
         while True:
             found = pattern.match(self._text, self._at)
             assert found is not None
-            word, self._at = word + found[0], found.end()
+            word = word + found[0]
+            self._at = found.end()
             if self._at < len(self._text) or self._ended or len(word) > MAX_KEY:
                 return word
             yield

@@ -114,7 +114,9 @@ class ChatFormat:
 
         chat_template: as of `ChatTemplates.source`.
         """
-        template, tokenizer, shows_tools = "", text.tokenizer, True
+        template = ""
+        tokenizer = text.tokenizer
+        shows_tools = True
         if tokenizer is not None:
             with suppress(RequestError):  # there is none: an error of chat requests alone
                 template = text.chat_templates.source(chat_template, has_tools=True)

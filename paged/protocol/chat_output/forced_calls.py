@@ -68,11 +68,13 @@ class ForcedCalls:
 
     def _cut_name(self) -> str | None:
         """Return the tool whose call the rest begins; None if it begins none, or does not tell which."""
-        names, length = [*self._begins], 0
+        names = [*self._begins]
+        length = 0
         for start in range(len(self._rest)):
             text = self._rest[start:]
             if found := [name for name, begin in self._begins.items() if begin.startswith(text)]:
-                names, length = found, len(text)
+                names = found
+                length = len(text)
                 break
         if len(names) != 1 or not self._is_begun:
             return None

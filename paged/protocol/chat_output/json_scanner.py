@@ -68,7 +68,8 @@ class JsonScanner:
         if state in ("value", "first value") and self._begins(character):
             return at + 1
         if state in ("key", "first key") and character == '"':
-            self._state, self._is_key = "string", True
+            self._state = "string"
+            self._is_key = True
         elif state == "colon" and character == ":":
             self._state = "value"
         elif state == "comma" and character == ",":
@@ -84,18 +85,22 @@ class JsonScanner:
     def _begins(self, character: str) -> bool:
         """Begin a value. Return whether the character can."""
         if character == '"':
-            self._state, self._is_key = "string", False
+            self._state = "string"
+            self._is_key = False
         elif character in "{[":
             if len(self._closers) == MAX_DEPTH:
                 return False
             self._closers.append("}" if character == "{" else "]")
             self._state = "first key" if character == "{" else "first value"
         elif character in _LITERALS:
-            self._state, self._rest = "literal", _LITERALS[character][1:]
+            self._state = "literal"
+            self._rest = _LITERALS[character][1:]
         elif character == "-":
-            self._state, self._number = "number", "minus"
+            self._state = "number"
+            self._number = "minus"
         elif (next_state := _NUMBER["minus"].get(_CLASS.get(character, ""))) is not None:
-            self._state, self._number = "number", next_state
+            self._state = "number"
+            self._number = next_state
         else:
             return False
         return True
@@ -140,7 +145,8 @@ class JsonScanner:
         if self._state == "escape" and character in '"\\/bfnrt':
             self._state = "string"
         elif self._state == "escape" and character == "u":
-            self._state, self._num_hex = "hex", 4
+            self._state = "hex"
+            self._num_hex = 4
         elif self._state == "hex" and character in "0123456789abcdefABCDEF":
             self._num_hex -= 1
             self._state = "hex" if self._num_hex else "string"

@@ -30,7 +30,9 @@ class TextMachine(ABC):
     """
 
     def __init__(self) -> None:
-        self._text, self._at, self._ended = "", 0, False
+        self._text = ""
+        self._at = 0
+        self._ended = False
         self._held: int | None = None
         self._parts = list[Part]()
         self._running = self._run()
@@ -38,7 +40,8 @@ class TextMachine(ABC):
     def feed(self, text: str) -> list[Part]:
         """Take more text. Return the parts that are certain."""
         keep = self._at if self._held is None else self._held
-        self._text, self._at = self._text[keep:] + text, self._at - keep
+        self._text = self._text[keep:] + text
+        self._at = self._at - keep
         self._held = None if self._held is None else 0
         return self._resume()
 
@@ -50,7 +53,8 @@ class TextMachine(ABC):
     def _resume(self) -> list[Part]:
         with suppress(StopIteration):
             next(self._running)
-        parts, self._parts = self._parts, []
+        parts = self._parts
+        self._parts = []
         return parts
 
     @abstractmethod
@@ -63,7 +67,8 @@ class TextMachine(ABC):
     def _go_back(self) -> None:
         """Return to where `_hold` was called."""
         assert self._held is not None
-        self._at, self._held = self._held, None
+        self._at = self._held
+        self._held = None
 
     def _next(self) -> Generator[None, None, str]:
         """Return the next character without reading it; "" at the end of the text."""
@@ -123,7 +128,8 @@ class CallMachine(TextMachine):
         self, names: Collection[str], new_id: Callable[[], str], markers: Sequence[str] | None = None
     ) -> None:
         self._markers = self.MARKERS if markers is None else markers
-        self._names, self._new_id = frozenset(names), new_id
+        self._names = frozenset(names)
+        self._new_id = new_id
         self._num_calls = self._num_whole = 0
         self._pending_blanks = ""  # content if more content follows
         super().__init__()
@@ -163,7 +169,8 @@ class CallMachine(TextMachine):
 
     def _begin_call(self, name: str) -> None:
         """Begin a call. From here on nothing is held."""
-        self._pending_blanks, self._held = "", None
+        self._pending_blanks = ""
+        self._held = None
         self._parts.append(ToolCallStart(self._num_calls, self._new_id(), name))
         self._num_calls += 1
 
@@ -191,7 +198,9 @@ class CallMachine(TextMachine):
 
     def _value(self, most: int | None = None) -> Generator[None, None, str]:
         """Read a JSON value of `most` characters. Return its text; "" if there is none."""
-        scanner, pieces, length = JsonScanner(), list[str](), 0
+        scanner = JsonScanner()
+        pieces = list[str]()
+        length = 0
         while True:
             end = scanner.scan(self._text, self._at)
             pieces.append(self._text[self._at : end])
@@ -218,7 +227,9 @@ class CallMachine(TextMachine):
         "parameters" is the same as "arguments". Returns None if it is no call, False if it has begun but does
         not end as it should, True if it is whole.
         """
-        name, arguments, has_begun = "", "", False
+        name = ""
+        arguments = ""
+        has_begun = False
         separator = "{"
         while (yield from self._literal(separator)):
             yield from self._blanks()
@@ -236,7 +247,8 @@ class CallMachine(TextMachine):
             elif key in ("arguments", "parameters") and not arguments:
                 if name and (yield from self._next()) == "{":
                     self._begin_call(name)
-                    has_begun, arguments = True, "{"
+                    has_begun = True
+                    arguments = "{"
                     if not (yield from self._stream_arguments()):
                         return False
                     self._hold()  # what follows the arguments is content if it is wrong
@@ -289,6 +301,7 @@ def _object_text(value: str) -> str:
     decoded: Any = json.loads(value) if value else None
     if not isinstance(decoded, str) or any("\ud800" <= c <= "\udfff" for c in decoded):
         return ""
-    scanner, text = JsonScanner(), decoded.strip()
+    scanner = JsonScanner()
+    text = decoded.strip()
     is_object = text.startswith("{") and scanner.scan(text) == len(text) and scanner.done
     return text if is_object else ""

@@ -92,7 +92,9 @@ class ChatOutput:
     def of(cls, parts: Iterable[Part]) -> ChatOutput:
         """Join parts."""
         output = cls()
-        content, reasoning, arguments = list[str](), list[str](), list[list[str]]()
+        content = list[str]()
+        reasoning = list[str]()
+        arguments = list[list[str]]()
         for part in parts:
             match part:
                 case ContentDelta(text):
@@ -104,7 +106,8 @@ class ChatOutput:
                     arguments.append([])
                 case ToolArgumentsDelta(index, text):
                     arguments[index].append(text)
-        output.content, output.reasoning = "".join(content), "".join(reasoning)
+        output.content = "".join(content)
+        output.reasoning = "".join(reasoning)
         for call, texts in zip(output.tool_calls, arguments, strict=True):
             call.arguments = "".join(texts)
         return output

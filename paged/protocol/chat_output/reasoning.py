@@ -5,7 +5,8 @@ from __future__ import annotations
 from .machine import Step, TextMachine
 from .parts import ContentDelta, OutputParser, Part, ReasoningDelta
 
-THINK, END_THINK = "<think>", "</think>"
+THINK = "<think>"
+END_THINK = "</think>"
 
 
 class ReasoningMachine(TextMachine):
@@ -18,7 +19,8 @@ class ReasoningMachine(TextMachine):
     """
 
     def __init__(self, answer: OutputParser | None, *, is_inside: bool) -> None:
-        self._answer, self._is_inside = answer, is_inside
+        self._answer = answer
+        self._is_inside = is_inside
         self._pending_blanks = ""
         super().__init__()
 

@@ -38,7 +38,8 @@ class ResponseTemplate:
             raise CheckpointError(
                 "response_template needs a newer transformers: pip install -U transformers"
             ) from error
-        self._template, self._parser_of = template, ResponseParser
+        self._template = template
+        self._parser_of = ResponseParser
         try:
             self.new_parser("", ())
         except (ValueError, TypeError, AttributeError, KeyError) as error:

@@ -22,13 +22,16 @@ class TemplateMachine:
     def __init__(
         self, template: ResponseTemplate, prompt: str, tools: Sequence[Tool], new_id: Callable[[], str]
     ) -> None:
-        self._template, self._new_id = template, new_id
+        self._template = template
+        self._new_id = new_id
         self._names = frozenset(tool.name for tool in tools)
         functions = ({"name": tool.name, "parameters": tool.parameters} for tool in tools)
         self._tools = [{"type": "function", "function": function} for function in functions]
         self._parser = template.new_parser(prompt, self._tools)
         self._raw: list[str] | None = None  # the text of the call that is open
-        self._is_blank, self._pending_blanks = True, ""  # of the region that is open
+        # of the region that is open
+        self._is_blank = True
+        self._pending_blanks = ""
         self._parts = list[Part]()
         self._num_calls = 0
 
@@ -49,7 +52,8 @@ class TemplateMachine:
         return self._taken()
 
     def _taken(self) -> list[Part]:
-        parts, self._parts = self._parts, []
+        parts = self._parts
+        self._parts = []
         return parts
 
     def _take(self, character: str, step: Callable[[], list[dict[str, Any]]]) -> None:
@@ -63,10 +67,12 @@ class TemplateMachine:
             return
         is_opened = False
         for event in events:
-            field, is_call = event["field"], event["field"] == "tool_calls"
+            field = event["field"]
+            is_call = event["field"] == "tool_calls"
             match event["type"]:
                 case "region_open":
-                    self._is_blank, self._pending_blanks = True, ""
+                    self._is_blank = True
+                    self._pending_blanks = ""
                     self._raw, is_opened = ([], True) if is_call else (None, False)
                 case "region_chunk" if not is_call:
                     self._text(field, event["text"])

@@ -48,7 +48,8 @@ class ToolChoice:
 
 def tools_of(given: Sequence[Mapping[str, Any]]) -> list[Tool]:
     """Return the tools of a request, each as its table parses it. Raises RequestError for an equal name."""
-    tools, names = list[Tool](), set[str]()
+    tools = list[Tool]()
+    names = set[str]()
     for i, function in enumerate(tool["function"] for tool in given):
         name = function["name"]
         if name in names:
@@ -83,7 +84,8 @@ def tool_choice_of(given: str | Mapping[str, Any] | None, tools: Sequence[Tool])
 
 
 def _name(place: str, named: Mapping[str, Any], tools: Sequence[Tool]) -> str:
-    name, known = str(named["function"]["name"]), [tool.name for tool in tools]
+    name = str(named["function"]["name"])
+    known = [tool.name for tool in tools]
     if name not in known:
         raise RequestError(
             f"{place} names {shown(name)}, which is not one of the tools {', '.join(known)}",

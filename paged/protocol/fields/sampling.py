@@ -86,7 +86,8 @@ def _texts(owner: type[Any]) -> dict[str, str]:
     }
 
 
-_TEXTS, _CONSTRAINT_TEXTS = _texts(SamplingParams), _texts(StructuredOutputsParams)
+_TEXTS = _texts(SamplingParams)
+_CONSTRAINT_TEXTS = _texts(StructuredOutputsParams)
 _CONSTRAINT_KINDS: dict[str, Kind] = {
     "json": OneOf((_TEXT, JSONObject('{"type": "object"}'))),
     "regex": _TEXT,
@@ -197,7 +198,8 @@ def constraint_of(values: dict[str, Any]) -> StructuredOutputsParams | None:
             raise RequestError(
                 "response_format and structured_outputs say the same; give one of them", param=name
             )
-        name, constraint = "response_format", _constraint_of(form)
+        name = "response_format"
+        constraint = _constraint_of(form)
     if constraint is None:
         return None
     try:

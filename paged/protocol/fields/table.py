@@ -66,7 +66,9 @@ class FieldTable:
     def __init__(
         self, owner: str, fields: Iterable[Field], *, is_open: bool = False, one_of: Sequence[str] = ()
     ) -> None:
-        self.owner, self.fields, self.is_open = owner, tuple(fields), is_open
+        self.owner = owner
+        self.fields = tuple(fields)
+        self.is_open = is_open
         self._by_name = {field.name: field for field in self.fields}
         assert len(self._by_name) == len(self.fields), f"{owner} has a field twice"
         self._one_of = one_of
@@ -88,7 +90,8 @@ class FieldTable:
 
         Raises RequestError or UnknownArgumentError, whose param is the name of the field.
         """
-        values, without_effect = dict[str, Any](), list[str]()
+        values = dict[str, Any]()
+        without_effect = list[str]()
         for name, value in given.items():
             field = self._by_name.get(name)
             if field is None:

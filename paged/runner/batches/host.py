@@ -151,7 +151,8 @@ class HostBatches:
             return False
         last.batch.queries.plans.clear()
         last.batch.age += 1
-        longs, ints = last.longs, last.ints
+        longs = last.longs
+        ints = last.ints
         longs[:num] = [request.token_ids[-1] for request in schedule.requests]
         for numbers in last.growing:
             numbers += 1
@@ -194,7 +195,9 @@ def _tokens(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
     positions = schedule.num_computed_tokens[: len(decoding)]
     seq_lens = [position + 1 for position in positions]
     for i in range(len(decoding), len(requests)):
-        request, start, n = requests[i], schedule.num_computed_tokens[i], schedule.num_new_tokens[i]
+        request = requests[i]
+        start = schedule.num_computed_tokens[i]
+        n = schedule.num_new_tokens[i]
         token_ids += request.token_ids[start : start + n]
         positions += range(start, start + n)
         seq_lens.append(start + n)
@@ -203,7 +206,8 @@ def _tokens(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
 
 def _offset_positions(positions: list[int], schedule: Schedule, long: LongContext) -> list[int]:
     """Return the positions, those of long requests higher by the offset."""
-    shifted, start = positions.copy(), 0
+    shifted = positions.copy()
+    start = 0
     for request, num_new in zip(schedule.requests, schedule.num_new_tokens, strict=True):
         end = start + num_new
         if request.num_tokens >= long.num_tokens:
@@ -233,10 +237,12 @@ def _slots(
         for table, end in zip(tables[:num_decodes], seq_lens, strict=False)
     ]
     for i in range(num_decodes, len(tables)):
-        start, end = seq_lens[i] - schedule.num_new_tokens[i], seq_lens[i]
+        start = seq_lens[i] - schedule.num_new_tokens[i]
+        end = seq_lens[i]
         while start < end:  # block by block
             index, offset = divmod(start, block_size)
-            first, count = tables[i][index] * block_size + offset, min(end - start, block_size - offset)
+            first = tables[i][index] * block_size + offset
+            count = min(end - start, block_size - offset)
             slots += range(first, first + count)
             start += count
     return slots
@@ -265,7 +271,8 @@ def _queries(tensors: Sequence[Tensor], lengths: Sequence[int]) -> Queries:
 def pad_tables(tables: Sequence[array[int]]) -> array[int]:
     """Pad block tables with zeros to equal length, one after another: [num_seqs * max_blocks_per_seq]."""
     width = max(map(len, tables))
-    zeros, rows = array("i", bytes(4 * width)), array("i")
+    zeros = array("i", bytes(4 * width))
+    rows = array("i")
     for table in tables:
         rows += table
         rows += zeros[len(table) :]

@@ -81,7 +81,9 @@ class SeatedBatches:
         with_rope_lens: bool = False,
         long_context: LongContext | None = None,
     ) -> None:
-        self.block_size, self.with_rope_lens, self._num_groups = block_size, with_rope_lens, num_groups
+        self.block_size = block_size
+        self.with_rope_lens = with_rope_lens
+        self._num_groups = num_groups
         self.long_context = long_context
         shape = num_groups, max_num_seqs, -(-max_model_len // block_size)
         try:
@@ -103,7 +105,8 @@ class SeatedBatches:
         seq_lens = rows[: len(num_new), START] + num_new
         ends = np.zeros(len(num_new) + 1, np.int32)
         np.cumsum(num_new, out=ends[1:])
-        rope_lens, max_seqlen_q = None, int(num_new.max())
+        rope_lens = None
+        max_seqlen_q = int(num_new.max())
         if self.with_rope_lens or self.long_context is not None:
             lengths = [
                 r.num_prompt_tokens if self.with_rope_lens else r.num_tokens for r in schedule.requests
@@ -131,7 +134,8 @@ class SeatedBatches:
 
     def batch(self, step: _Step) -> Batch:
         """Make the batch of a step whose upload is sent."""
-        outputs, cu_seqlens_q = step.outputs, step.cu_seqlens_q.tensor
+        outputs = step.outputs
+        cu_seqlens_q = step.cu_seqlens_q.tensor
         by_token, tables = unpack_step(
             step.rows.tensor,
             cu_seqlens_q,
@@ -144,11 +148,13 @@ class SeatedBatches:
             block_size=self.block_size,
             **step.sizes,
         )
-        num_rows, columns = len(cu_seqlens_q) - 1, by_token.unbind()
+        num_rows = len(cu_seqlens_q) - 1
+        columns = by_token.unbind()
         tables_of_step, tables_of_outputs = tables.split_with_sizes([num_rows, tables.shape[1] - num_rows], 1)
         extremes = step.max_seqlen_q, step.min_seqlen_q
         queries = Queries(tables_of_step.unbind(), step.seq_lens.tensor, cu_seqlens_q, *extremes)
-        output_rows, output_queries = self._all_rows[: step.num_logits], queries if step.num_logits else None
+        output_rows = self._all_rows[: step.num_logits]
+        output_queries = queries if step.num_logits else None
         if outputs is not None:
             output_rows = outputs.rows.tensor
             lens = outputs.seq_lens.tensor, outputs.cu_seqlens_q.tensor
@@ -175,7 +181,8 @@ class SeatedBatches:
 
     def _rows(self, schedule: Schedule) -> tuple[NDArray[np.int32], array[int], list[array[int]], int]:
         """Return the rows for `unpack_step`, the tokens and entries to send, and a row's most entries."""
-        requests, newcomers = schedule.requests, dict.fromkeys(schedule.newcomers)
+        requests = schedule.requests
+        newcomers = dict.fromkeys(schedule.newcomers)
         rows = self._rows_as_before(schedule)
         if rows is None:
             present = {*requests} if newcomers else set()
@@ -188,16 +195,19 @@ class SeatedBatches:
         self._last = (schedule.seats, rows) if schedule.is_decode and not newcomers else None
         tokens = array("i")
         entries = [array("i") for _ in range(self._num_groups)]
-        max_entries, num_step_rows = 0, len(schedule.requests)
+        max_entries = 0
+        num_step_rows = len(schedule.requests)
         for row in self._changed_rows(schedule, requests, newcomers):
-            request, start = requests[row], int(rows[row, START])
+            request = requests[row]
+            start = int(rows[row, START])
             is_new = request in newcomers
             if is_new or row >= schedule.num_decode_tokens:
                 # The last token also where none is drawn: it may be the only one that the next step computes.
                 rows[row, FIRST_TOKEN], rows[row, LAST_TOKEN] = len(tokens), request.token_ids[-1]
                 num_new = schedule.num_new_tokens[row] if row < num_step_rows else 0
                 tokens.extend(request.token_ids[start : start + num_new])
-            first, tables = 0 if is_new else start // self.block_size, request.blocks.tables
+            first = 0 if is_new else start // self.block_size
+            tables = request.blocks.tables
             rows[row, FIRST_ENTRY], rows[row, ENTRIES] = first, len(entries[0])
             rows[row, NUM_ENTRIES] = len(tables[0]) - first
             max_entries = max(max_entries, len(tables[0]))
@@ -240,7 +250,8 @@ def _put_outputs(
 
     Returns None if that is all of them, in order, or none.
     """
-    sampled, asked = schedule.sampled, schedule.asked_rows()
+    sampled = schedule.sampled
+    asked = schedule.asked_rows()
     are_all = len(sampled) == ends[-1] and (schedule.is_decode or sampled == [*range(len(sampled))])
     if not asked and (are_all or not sampled):
         return None
