@@ -38,7 +38,6 @@ from .forced_text import ForcedText
 from .grammar_jobs import CompiledGrammar, MaskJob
 from .grammar_limits import check_grammar, library_limits
 from .json_grammar import JsonGrammar
-from .json_schema import SchemaPath
 from .library_grammar import library_grammar
 
 MAX_CACHED = 64  # compiled grammars
@@ -211,11 +210,11 @@ def _check_leaves(schema: Any, vocabulary: _Vocabulary) -> None:
     """Raise RequestError for a part of a refused schema that is refused also by itself, and name the part."""
     from llguidance import LLMatcher
 
-    for path, leaf in itertools.islice(JsonGrammar(schema).leaves.items(), MAX_EXAMINED):
+    for leaf, place in itertools.islice(JsonGrammar(schema).leaves.items(), MAX_EXAMINED):
         try:
             _matcher_of(LLMatcher.grammar_from_json_schema(leaf), vocabulary)
         except ValueError as error:
-            raise SchemaPath(path).error(str(error)) from error
+            raise place.error(str(error)) from error
 
 
 def _error(matcher: Any, *, with_excerpt: bool = True) -> str:
