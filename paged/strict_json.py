@@ -13,7 +13,7 @@ from .errors import RequestError
 from .validation import shown
 
 MAX_JSON_DEPTH = 64  # of objects and arrays in a JSON text
-MAX_EXPONENT = 100_000  # of an exact number, with which Python computes in no time
+MAX_JSON_EXPONENT = 100_000  # of an exact number, with which Python computes in no time
 MOST_EXACT_LENGTH = 15  # every number of so few characters is exact in float64
 # Strings, whose brackets do not count, and brackets. A string may be cut at the end of a wrong text.
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|([\[\]{}])', re.DOTALL)
@@ -63,11 +63,11 @@ def exact_decimal(digits: str) -> Decimal:
     """Return a number of a JSON text without rounding it. Raises RequestError for a huge exponent."""
     try:
         number = Decimal(digits)
-        if abs(number.adjusted()) <= MAX_EXPONENT:
+        if abs(number.adjusted()) <= MAX_JSON_EXPONENT:
             return number
     except ArithmeticError:  # an exponent that a Decimal cannot have
         pass
-    raise RequestError(f"the number {shown(digits)} has an exponent of more than {MAX_EXPONENT:,}")
+    raise RequestError(f"the number {shown(digits)} has an exponent of more than {MAX_JSON_EXPONENT:,}")
 
 
 def _float(digits: str) -> float:

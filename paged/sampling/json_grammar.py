@@ -39,6 +39,7 @@ from .lark_text import quoted
 
 # One space, or a line break and indentation. Without a bound, a model may write blanks forever.
 WHITESPACE = r"[ ]|\n[ ]{0,32}"
+MAX_RULES = 20_000  # the library panics at 65,525 symbols, of which most rules have one or two
 WHERE = "path of this part"  # a key that is not passed on
 # Every string has one spelling, so that a name that is taken cannot be written another way.
 _NAME = r'NAME: /"([^"\\\x00-\x1f\x7f]|\\["\\bfnrt]|\\u00(0[0-7bef]|1[0-9a-f]))*"/'
@@ -60,6 +61,8 @@ class JsonGrammar:
     others: the grammar of the values that are not of `at_start`; None if there are none.
     whitespace: a regular expression of the blanks that may be between JSON tokens.
 
+    A schema that is too large for this is left to the library as a whole, if that rounds none of its numbers.
+
     Raises RequestError naming the part that is wrong, or that has no finite value.
     """
 
@@ -69,7 +72,7 @@ class JsonGrammar:
         self._raw = RawSchemas(self._reader)
         try:
             self._write(self._reader.root, self._reader.definitions)
-        except SchemaTooHardError:  # one copy of each definition is enough if the library compiles all
+        except SchemaTooHardError:  # too many rules, or copies of definitions: the library shares them
             self._write(Raw(self._reader.root_node, SchemaPath()), {})
 
     def _write(self, root: Schema, definitions: Mapping[str, Schema]) -> None:
@@ -378,6 +381,8 @@ class JsonGrammar:
         if body not in self._rule_names:
             name = self._rule_names[body] = next(self._names)
             self._rules.append(f"{name}: {body}")
+            if len(self._rules) > MAX_RULES:
+                raise SchemaTooHardError
         return self._rule_names[body]
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from .grammar_limits import library_limits
 from .json_formats import is_known_format
@@ -42,13 +42,23 @@ _OTHERS = ("type", "required", "pattern", "uniqueItems", "dependentRequired", "$
 _DEFINITIONS = ("$defs", "definitions")
 
 
+class _Definition(NamedTuple):
+    """A definition for the library. needed: the pointers of those that it refers to."""
+
+    schema: Any
+    needed: Sequence[str]
+    num_characters: int
+
+
 class RawSchemas:
     """The library's schemas of the raw parts of a schema."""
 
     def __init__(self, reader: SchemaReader) -> None:
         self._reader = reader
         self._found = dict[int, dict[str, Any]]()
-        self._num_characters = 0
+        self._definitions = dict[str, _Definition]()
+        self._names = dict[str, str]()  # of definitions, by pointer
+        self._num_copied = 0
 
     @cached_property
     def _limit(self) -> int:
@@ -60,30 +70,48 @@ class RawSchemas:
         Raises SchemaTooHardError if the copies of definitions in different parts are too long.
         """
         if id(raw.node) not in self._found:
-            self._found[id(raw.node)] = self._embedded(raw)
+            self._found[id(raw.node)] = self._with_definitions(raw)
         return self._found[id(raw.node)]
 
-    def _embedded(self, raw: Raw) -> dict[str, Any]:
-        part = _RawPart(self._reader, raw.node)
+    def _with_definitions(self, raw: Raw) -> dict[str, Any]:
+        """Return a part with all definitions that it reaches."""
+        part = _Translation(self._reader, self._names)
         schema: dict[str, Any] = part.schema(raw.node, raw.where)
         definitions = dict[str, Any]()
-        while len(definitions) < len(part.names):
-            pointer, name = [*part.names.items()][len(definitions)]
-            definitions[name] = part.schema(self._reader.target(pointer, raw.where), SchemaPath(pointer))
+        pending = [*part.needed]
+        while pending:
+            pointer = pending.pop()
+            if self._names[pointer] in definitions:
+                continue
+            found = self._definition(pointer, raw.where)
+            definitions[self._names[pointer]] = found.schema
+            pending += found.needed
             if raw.node is not self._reader.root_node:
-                self._num_characters += len(json.dumps(definitions[name]))
-                if self._num_characters > self._limit:
+                self._num_copied += found.num_characters
+                if self._num_copied > self._limit:
                     raise SchemaTooHardError
         return {**schema, "$defs": definitions} if definitions else schema
 
+    def _definition(self, pointer: str, place: SchemaPath) -> _Definition:
+        if pointer not in self._definitions:
+            part = _Translation(self._reader, self._names)
+            schema = part.schema(self._reader.target(pointer, place), SchemaPath(pointer))
+            size = len(json.dumps(schema, default=float))
+            self._definitions[pointer] = _Definition(schema, [*part.needed], size)
+        return self._definitions[pointer]
 
-class _RawPart:
-    """Translates one raw part. names: of the definitions that it reaches, by pointer."""
 
-    def __init__(self, reader: SchemaReader, root: Any) -> None:
-        self.names = dict[str, str]()
+class _Translation:
+    """Translates one part of a schema.
+
+    names: of definitions, by pointer; new ones are added.
+    needed: the pointers of definitions that the part refers to, as keys.
+    """
+
+    def __init__(self, reader: SchemaReader, names: dict[str, str]) -> None:
+        self.names = names
+        self.needed = dict[str, None]()
         self._reader = reader
-        self._root = root
 
     def schema(self, node: Any, place: SchemaPath) -> Any:
         """Return a schema for the library: without annotations, with exact numbers and bounded integers."""
@@ -114,8 +142,8 @@ class _RawPart:
         return found
 
     def _name(self, pointer: Any, place: SchemaPath) -> str:
-        if self._reader.target(pointer, place) is self._root:
-            return "#"
+        self._reader.target(pointer, place)  # it names a part
+        self.needed[pointer] = None
         return f"#/$defs/{self.names.setdefault(pointer, f'd{len(self.names)}')}"
 
 
@@ -201,7 +229,7 @@ def _float64(value: Exact, place: SchemaPath, given: Exact | None = None) -> int
     if abs(Fraction(value)) > LARGEST_EXACT or (isinstance(number, float) and Decimal(repr(number)) != value):
         raise place.error(
             f"{constant_text(value if given is None else given)} is not exact in float64; that is needed "
-            "beside multipleOf, patternProperties, minProperties and maxProperties, and within a oneOf whose "
-            "parts may overlap"
+            "beside multipleOf, patternProperties, minProperties and maxProperties, within a oneOf whose "
+            "parts may overlap, and in very large schemas"
         )
     return number

@@ -30,11 +30,11 @@ def with_pointers(root: Any) -> Any:
         anchors = [_text(node, "$anchor"), _text(node, "$dynamicAnchor"), own[1:] if own[:1] == "#" else ""]
         for anchor in filter(None, anchors):
             pointers.setdefault(f"{base}#{anchor}", pointer)
-    if all(node["$ref"] == pointer for node, pointer in _references(root, pointers)):
+    if all(node["$ref"] == reference for node, reference in _references(root, pointers)):
         return root
     root = copy.deepcopy(root)
-    for node, pointer in [*_references(root, pointers)]:
-        node["$ref"] = pointer
+    for node, reference in [*_references(root, pointers)]:
+        node["$ref"] = reference
     return root
 
 

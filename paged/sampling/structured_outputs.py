@@ -219,7 +219,9 @@ def _check_leaves(schema: Any, vocabulary: _Vocabulary) -> None:
 
 def _error(matcher: Any, *, with_excerpt: bool = True) -> str:
     """Return the library's error. Its excerpt may show a grammar that the request did not write."""
-    text = matcher.get_error().replace("<non-verbose/>", "")
+    text: str = matcher.get_error().replace("<non-verbose/>", "")
+    if text.startswith("panic"):
+        return f"it is too large or too deep for the grammar library ({text.splitlines()[0]})"
     return _one_line(text if with_excerpt else _EXCERPT.sub("", text))
 
 
