@@ -40,6 +40,7 @@ from .lark_text import quoted
 # One space, or a line break and indentation. Without a bound, a model may write blanks forever.
 WHITESPACE = r"[ ]|\n[ ]{0,32}"
 MAX_RULES = 20_000  # the library panics at 65,525 symbols, of which most rules have one or two
+MAX_LEAVES = 1_000  # the library takes quadratic time to combine what it compiles
 WHERE = "path of this part"  # a key that is not passed on
 # Every string has one spelling, so that a name that is taken cannot be written another way.
 _NAME = r'NAME: /"([^"\\\x00-\x1f\x7f]|\\["\\bfnrt]|\\u00(0[0-7bef]|1[0-9a-f]))*"/'
@@ -72,7 +73,7 @@ class JsonGrammar:
         self._raw = RawSchemas(self._reader)
         try:
             self._write(self._reader.root, self._reader.definitions)
-        except SchemaTooHardError:  # too many rules, or copies of definitions: the library shares them
+        except SchemaTooHardError:  # as a whole, it takes fewer rules and one copy of each definition
             self._write(Raw(self._reader.root_node, SchemaPath()), {})
 
     def _write(self, root: Schema, definitions: Mapping[str, Schema]) -> None:
@@ -375,6 +376,8 @@ class JsonGrammar:
         where = own.pop(WHERE, place)
         text = json.dumps(own, ensure_ascii=False, default=float)
         self.leaves.setdefault(text, where)
+        if len(self.leaves) > MAX_LEAVES:
+            raise SchemaTooHardError
         return text
 
     def _rule(self, body: str) -> str:

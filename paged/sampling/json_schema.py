@@ -187,6 +187,7 @@ class SchemaReader:
         self._num_nodes = 0
         self._pending = list[str]()
         self._resolving = list[str]()
+        self._resolved = dict[str, Schema]()  # of references, by pointer
         self._comparing = set[tuple[str | int, ...]]()
         self.root = self._read(root, SchemaPath())
         while self._pending:
@@ -397,12 +398,14 @@ class SchemaReader:
             return schema
         if schema.pointer in self._resolving:
             raise place.error(f"circular references with sibling keys are not supported: {schema.pointer}")
-        self._resolving.append(schema.pointer)
-        try:
-            found = self._combined(self.target(schema.pointer, place), place)
-            return self.resolved(found, place)
-        finally:
-            self._resolving.pop()
+        if schema.pointer not in self._resolved:
+            self._resolving.append(schema.pointer)
+            try:
+                found = self._combined(self.target(schema.pointer, place), place)
+                self._resolved[schema.pointer] = self.resolved(found, place)
+            finally:
+                self._resolving.pop()
+        return self._resolved[schema.pointer]
 
     # Sets
 
@@ -443,8 +446,8 @@ class SchemaReader:
         return Never("nothing matches all of its parts", place)
 
     def _both_strings(self, one: Strings, other: Strings, place: SchemaPath) -> Schema:
-        # Each constant is tried with the other's rules: ten cost about as much as a part.
-        self._count(place, max(len(s.constants or ()) for s in (one, other)) // 10)
+        # Each constant is tried with the other's rules: a hundred cost about as much as a part.
+        self._count(place, max(len(s.constants or ()) for s in (one, other)) // 100)
         constants = one.constants if other.constants is None else other.constants
         if one.constants is not None and other.constants is not None:
             known = frozenset(other.constants)
