@@ -70,7 +70,10 @@ class JsonGrammar:
     def __init__(self, schema: Any, whitespace: str = WHITESPACE) -> None:
         self._reader = SchemaReader(schema)
         self._whitespace = whitespace
-        self._raw = RawSchemas(self._reader)
+        self._raw: RawSchemas | None = None
+        # At first as if all that the library compiles had a value: it runs into definitions that have none.
+        self._definitions: Mapping[str, Schema] = self._reader.definitions
+        self._raw = RawSchemas(self._reader, self._with_values())
         try:
             self._write(self._reader.root, self._reader.definitions)
         except SchemaTooHardError:  # as a whole, it takes fewer rules and one copy of each definition
@@ -179,7 +182,7 @@ class JsonGrammar:
 
     def _why_empty(self, schema: Schema) -> str | None:
         """Return the library's reason why what it compiles has no value; None if it has one."""
-        if not isinstance(schema, Strings | Raw):
+        if self._raw is None or not isinstance(schema, Strings | Raw):
             return None
         if id(schema) not in self._why_no_value:
             why = None
@@ -274,6 +277,7 @@ class JsonGrammar:
             case Numbers() if schema.interval.multiple is not None and schema.interval.step != 1:
                 return multiples_schema(schema.interval, place)
             case Raw():
+                assert self._raw is not None
                 return {**self._raw[schema], WHERE: schema.where}
         return None
 

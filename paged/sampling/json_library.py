@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from decimal import Decimal
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -51,10 +51,14 @@ class _Definition(NamedTuple):
 
 
 class RawSchemas:
-    """The library's schemas of the raw parts of a schema."""
+    """The library's schemas of the raw parts of a schema.
 
-    def __init__(self, reader: SchemaReader) -> None:
+    with_values: the pointers of definitions that have a finite value.
+    """
+
+    def __init__(self, reader: SchemaReader, with_values: Set[str]) -> None:
         self._reader = reader
+        self._with_values = with_values
         self._found = dict[int, dict[str, Any]]()
         self._definitions = dict[str, _Definition]()
         self._names = dict[str, str]()  # of definitions, by pointer
@@ -75,8 +79,9 @@ class RawSchemas:
 
     def _with_definitions(self, raw: Raw) -> dict[str, Any]:
         """Return a part with all definitions that it reaches."""
-        part = _Translation(self._reader, self._names)
-        schema: dict[str, Any] = part.schema(raw.node, raw.where)
+        part = _Translation(self._reader, self._names, self._with_values)
+        schema = part.schema(raw.node, raw.where)
+        schema = {"allOf": [False]} if schema is False else schema
         definitions = dict[str, Any]()
         pending = [*part.needed]
         while pending:
@@ -94,7 +99,7 @@ class RawSchemas:
 
     def _definition(self, pointer: str, place: SchemaPath) -> _Definition:
         if pointer not in self._definitions:
-            part = _Translation(self._reader, self._names)
+            part = _Translation(self._reader, self._names, self._with_values)
             schema = part.schema(self._reader.target(pointer, place), SchemaPath(pointer))
             size = len(json.dumps(schema, default=float))
             self._definitions[pointer] = _Definition(schema, [*part.needed], size)
@@ -108,8 +113,9 @@ class _Translation:
     needed: the pointers of definitions that the part refers to, as keys.
     """
 
-    def __init__(self, reader: SchemaReader, names: dict[str, str]) -> None:
+    def __init__(self, reader: SchemaReader, names: dict[str, str], with_values: Set[str]) -> None:
         self.names = names
+        self._with_values = with_values
         self.needed = dict[str, None]()
         self._reader = reader
 
@@ -118,13 +124,17 @@ class _Translation:
         if not isinstance(node, Mapping):
             return node
         found = dict[str, Any]()
+        if "$ref" in node and self._name(node["$ref"], place / "$ref") is None:
+            return False
         for key, value in node.items():
             where = place / key
             if key in CONSTANTS:
                 found[key] = _exact_values(value, where)
             elif key == "$ref":
                 found[key] = self._name(value, where)
-            elif key in MAPS_OF_SCHEMAS and key not in _DEFINITIONS and isinstance(value, Mapping):
+            elif key in _DEFINITIONS:
+                continue  # those that are needed are added
+            elif key in MAPS_OF_SCHEMAS and isinstance(value, Mapping):
                 found[key] = {name: self.schema(part, where / name) for name, part in value.items()}
             elif key in _LISTS_OR_SCHEMAS and isinstance(value, list):
                 found[key] = [self.schema(part, where / i) for i, part in enumerate(value)]
@@ -132,7 +142,7 @@ class _Translation:
                 found[key] = self.schema(value, where)
             elif key in _NUMBERS:
                 found[key] = _exact_values(value, where)
-            elif key in _OTHERS or (key == "format" and is_known_format(value)):
+            elif key in _OTHERS or key in MAPS_OF_SCHEMAS or (key == "format" and is_known_format(value)):
                 found[key] = value
         types = found.get("type")
         if types == "integer" or (isinstance(types, list) and "integer" in types and "number" not in types):
@@ -141,8 +151,11 @@ class _Translation:
             found.setdefault("maximum", 2**63 - 2**10)
         return found
 
-    def _name(self, pointer: Any, place: SchemaPath) -> str:
+    def _name(self, pointer: Any, place: SchemaPath) -> str | None:
+        """Return a reference to a definition; None if that has no finite value."""
         self._reader.target(pointer, place)  # it names a part
+        if pointer not in self._with_values:
+            return None
         self.needed[pointer] = None
         return f"#/$defs/{self.names.setdefault(pointer, f'd{len(self.names)}')}"
 

@@ -38,6 +38,13 @@ def with_pointers(root: Any) -> Any:
     return root
 
 
+def references(node: Any) -> Iterator[str]:
+    """Yield the references within a part of a schema."""
+    for part, _, _ in _parts(node):
+        if reference := _text(part, "$ref"):
+            yield reference
+
+
 def _references(root: Any, pointers: Mapping[str, Steps]) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the parts with a reference, each with what it becomes."""
     for node, base, _ in _parts(root):

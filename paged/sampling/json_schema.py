@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -18,7 +19,7 @@ from ..errors import RequestError
 from ..validation import shown
 from .json_formats import is_known_format
 from .json_numbers import MAX_MAGNITUDE, Exact, Interval, constant_text, why_no_bound
-from .json_references import with_pointers
+from .json_references import references, with_pointers
 
 MAX_NODES = 50_000  # of a schema, also where parts that are combined are read several times
 MAX_SCHEMA_DEPTH = 128
@@ -207,6 +208,10 @@ class SchemaReader:
         try:
             return self._combined(node, place)
         except SchemaTooHardError:
+            for pointer in dict.fromkeys(references(node)):
+                # One that is wrong is refused with its path, when the part is translated.
+                with suppress(RequestError):
+                    self._ref(pointer, place)
             return Raw(node, place)
 
     def _combined(self, node: Any, place: SchemaPath) -> Schema:

@@ -282,6 +282,12 @@ PARTS: list[tuple[str, list[str], list[str]]] = [
         ["null"],
         ["{}"],
     ),
+    (
+        '{"type":"object","patternProperties":{"^k":{"$ref":"#/$defs/a"},"^b":{"type":"null"}},'
+        '"additionalProperties":false,"$defs":{"a":{"$ref":"#/$defs/a"}}}',
+        ["{}", '{"b":null}'],
+        ['{"k":1}', '{"k":{}}'],
+    ),
     # Annotations, and definitions that nothing refers to, may have any numbers.
     (
         '{"patternProperties":{"^a":{"type":"integer","default":9007199254740993}},"examples":[1e-400],'
