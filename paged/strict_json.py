@@ -13,6 +13,7 @@ from .errors import RequestError
 from .validation import shown
 
 MAX_JSON_DEPTH = 64  # of objects and arrays in a JSON text
+MAX_JSON_EXPONENT = 100_000  # of an exact number, with which Python computes in no time
 MOST_EXACT_LENGTH = 15  # every number of so few characters is exact in float64
 # Strings, whose brackets do not count, and brackets. A string may be cut at the end of a wrong text.
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|([\[\]{}])', re.DOTALL)
@@ -58,11 +59,22 @@ def _check_depth(text: str) -> None:
                 )
 
 
+def exact_decimal(digits: str) -> Decimal:
+    """Return a number of a JSON text without rounding it. Raises RequestError for a huge exponent."""
+    try:
+        number = Decimal(digits)
+        if abs(number.adjusted()) <= MAX_JSON_EXPONENT:
+            return number
+    except ArithmeticError:  # an exponent that a Decimal cannot have
+        pass
+    raise RequestError(f"the number {shown(digits)} has an exponent of more than {MAX_JSON_EXPONENT:,}")
+
+
 def _float(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
         raise RequestError(f"{shown(digits)} is too large for a number")
-    if len(digits) > MOST_EXACT_LENGTH and Decimal(digits) != Decimal(repr(number)):
+    if len(digits) > MOST_EXACT_LENGTH and exact_decimal(digits) != Decimal(repr(number)):
         number = RoundedFloat(digits)
         number.digits = digits
     return number

@@ -15,7 +15,7 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from .errors import PagedError, RequestError, reject_unknown
-from .strict_json import RoundedFloat
+from .strict_json import RoundedFloat, exact_decimal
 from .validation import check_bool, check_int, shown
 
 NAME = "structural_tag"
@@ -153,7 +153,7 @@ def _rounded(where: str, value: Any) -> Iterator[tuple[str, RoundedFloat]]:
 
 def exact_json(text: str) -> Any:
     """Parse JSON without rounding numbers: those with a fraction are Decimals. Raises ValueError."""
-    return json.loads(text, parse_float=Decimal, parse_constant=no_constant)
+    return json.loads(text, parse_float=exact_decimal, parse_constant=no_constant)
 
 
 def no_constant(name: str) -> Any:
@@ -164,7 +164,7 @@ def no_constant(name: str) -> Any:
 def _float64(digits: str) -> float:
     """Return a number of a tag, which is passed on as a float. Raises ValueError if that would round it."""
     number = float(digits)
-    if not math.isfinite(number) or Decimal(repr(number)) != Decimal(digits):
+    if not math.isfinite(number) or Decimal(repr(number)) != exact_decimal(digits):
         raise ValueError(f"{digits} is not exact in float64; it is exact in a schema of its own, as json")
     return number
 

@@ -1,21 +1,22 @@
 """JSON schemas to grammars of llguidance, in its variant of Lark's syntax.
 
 Structure and numbers are written here: numbers exactly, and with a bound on their digits. Strings, multiples
-and what `SchemaReader` does not combine are schemas within the grammar, which the library compiles.
+and what `SchemaReader` does not combine are schemas within the grammar, which the library compiles: see
+`json_library`.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from decimal import Decimal
-from fractions import Fraction
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RequestError
-from .json_formats import is_known_format
-from .json_numbers import Exact, Interval, constant_text, terminal
+from .json_library import RawSchemas, multiples_schema, string_schema, why_unsatisfiable
+from .json_numbers import Interval, terminal
 from .json_schema import (
     ANYTHING,
     AnyOf,
@@ -31,18 +32,18 @@ from .json_schema import (
     Schema,
     SchemaPath,
     SchemaReader,
+    SchemaTooHardError,
     Strings,
 )
 from .lark_text import quoted
 
 # One space, or a line break and indentation. Without a bound, a model may write blanks forever.
 WHITESPACE = r"[ ]|\n[ ]{0,32}"
-LARGEST_EXACT = 2**53  # of the library's numbers, which are float64
-MAX_BOUNDED_MULTIPLE = 100  # bounds on digits multiply the states of the library's automaton
+MAX_RULES = 20_000  # the library panics at 65,525 symbols, of which most rules have one or two
+MAX_LEAVES = 1_000  # the library takes quadratic time to combine what it compiles
 WHERE = "path of this part"  # a key that is not passed on
-MAX_PASSES = 64  # over references, to find those that have a value
 # Every string has one spelling, so that a name that is taken cannot be written another way.
-_NAME = r'NAME: /"([^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"/'
+_NAME = r'NAME: /"([^"\\\x00-\x1f\x7f]|\\["\\bfnrt]|\\u00(0[0-7bef]|1[0-9a-f]))*"/'
 
 
 _PARTS_OF_ANYTHING = (
@@ -55,11 +56,13 @@ class JsonGrammar:
     """The grammar of one JSON schema.
 
     schema: the schema, parsed by `structural_tag.exact_json`.
-    leaves: the schemas that the library compiles, by their paths.
+    leaves: the paths of the schemas that the library compiles, by their JSON.
     lark: the grammar of all values.
     at_start: those of `leaves` that are values of the whole schema.
     others: the grammar of the values that are not of `at_start`; None if there are none.
     whitespace: a regular expression of the blanks that may be between JSON tokens.
+
+    A schema that is too large for this is left to the library as a whole, if that rounds none of its numbers.
 
     Raises RequestError naming the part that is wrong, or that has no finite value.
     """
@@ -67,20 +70,31 @@ class JsonGrammar:
     def __init__(self, schema: Any, whitespace: str = WHITESPACE) -> None:
         self._reader = SchemaReader(schema)
         self._whitespace = whitespace
-        self.leaves = dict[str, str]()
+        self._raw: RawSchemas | None = None
+        # At first as if all that the library compiles had a value: it runs into definitions that have none.
+        self._definitions: Mapping[str, Schema] = self._reader.definitions
+        self._raw = RawSchemas(self._reader, self._with_values())
+        try:
+            self._write(self._reader.root, self._reader.definitions)
+        except SchemaTooHardError:  # as a whole, it takes fewer rules and one copy of each definition
+            self._write(Raw(self._reader.root_node, SchemaPath()), {})
+
+    def _write(self, root: Schema, definitions: Mapping[str, Schema]) -> None:
+        self._definitions = definitions
+        self.leaves = dict[str, SchemaPath]()
+        self._why_no_value = dict[int, str | None]()  # of what the library compiles
         self._finite = self._with_values()
         self._rules = list[str]()
+        self._rule_names = dict[str, str]()  # by their bodies
         self._names = (f"r{number}" for number in itertools.count())
         self._terminals = dict[tuple[Interval, ...], str]()
-        self._json = dict[str, str]()
         self._references = dict[str, str]()
         self._anything: str | None = None
-        root = self._reader.root
         if not self._has_value(root):
             raise self._no_value(root)
-        library, own = self._split(self._options(root), SchemaPath(""))
-        self.at_start = [self._text(SchemaPath(""), leaf) for leaf in library]
-        start = self._expressions(own, SchemaPath(""))
+        library, own = self._split(self._options(root), SchemaPath())
+        self.at_start = [self._text(SchemaPath(), leaf) for leaf in library]
+        start = self._expressions(own, SchemaPath())
         self._write_references()
         self.others = self._grammar(start) if start else None
         self.lark = self._grammar([*start, *(self._rule(f"%json {text}") for text in self.at_start)])
@@ -90,7 +104,7 @@ class JsonGrammar:
         written = set[str]()
         while pending := self._references.keys() - written:
             for pointer in sorted(pending):
-                expression = self._expression(self._reader.definitions[pointer], SchemaPath(pointer))
+                expression = self._expression(self._definitions[pointer], SchemaPath(pointer))
                 self._rules.append(f"{self._references[pointer]}: {expression}")
             written |= pending
 
@@ -114,28 +128,45 @@ class JsonGrammar:
                 case Ref(pointer):
                     if pointer not in seen:
                         seen.add(pointer)
-                        pending.append(self._reader.definitions[pointer])
+                        pending.append(self._definitions[pointer])
                 case option:
                     yield option
 
     # Which schemas have a finite value
 
     def _with_values(self) -> set[str]:
-        """Return the pointers of references that have a finite value."""
-        self._finite = set[str]()
-        waiting = [*reversed(self._reader.definitions)]
-        for _ in range(MAX_PASSES):
-            found = [p for p in waiting if self._add_if_finite(p)]
-            if not found:
-                return self._finite
-            waiting = [p for p in waiting if p not in self._finite]
-        raise RequestError(f"the schema has references that are nested more than {MAX_PASSES} deep")
+        """Return the pointers of references that have a finite value, in linear time."""
+        self._finite = found = set[str]()
+        users = defaultdict[str, list[_Need]](list)
+        ready = list[str]()
+        for pointer, schema in self._definitions.items():
+            self._need(schema, _Need(1, pointer), users, ready)
+        while ready:
+            pointer = ready.pop()
+            found.add(pointer)
+            for need in users.pop(pointer, ()):
+                need.meet(ready)
+        return found
 
-    def _add_if_finite(self, pointer: str) -> bool:
-        has_value = self._has_value(self._reader.definitions[pointer])
-        if has_value:
-            self._finite.add(pointer)
-        return has_value
+    def _need(
+        self, schema: Schema, needed_by: _Need, users: Mapping[str, list[_Need]], ready: list[str]
+    ) -> None:
+        """Meet a need as soon as a schema has a value. users: the needs of each reference."""
+        match schema:
+            case Ref():
+                users[schema.pointer].append(needed_by)
+            case AnyOf():
+                any_one = _Need(1, needed_by)
+                for option in schema.options:
+                    self._need(option, any_one, users, ready)
+            case Arrays() | Objects():
+                parts = [*_needed(schema)]
+                all_parts = _Need(len(parts) + 1, needed_by)
+                for part in parts:
+                    self._need(part, all_parts, users, ready)
+                all_parts.meet(ready)
+            case _ if self._has_value(schema):
+                needed_by.meet(ready)
 
     def _has_value(self, schema: Schema) -> bool:
         match schema:
@@ -147,7 +178,20 @@ class JsonGrammar:
                 return any(map(self._has_value, schema.options))
             case Arrays() | Objects():
                 return all(map(self._has_value, _needed(schema)))
-        return True
+        return self._why_empty(schema) is None
+
+    def _why_empty(self, schema: Schema) -> str | None:
+        """Return the library's reason why what it compiles has no value; None if it has one."""
+        if self._raw is None or not isinstance(schema, Strings | Raw):
+            return None
+        if id(schema) not in self._why_no_value:
+            why = None
+            if isinstance(schema, Strings) and _has_pattern_and_more(schema):
+                why = why_unsatisfiable(string_schema(schema))
+            elif isinstance(schema, Raw) and schema.node is not self._reader.root_node:
+                why = why_unsatisfiable(self._raw[schema])
+            self._why_no_value[id(schema)] = why
+        return self._why_no_value[id(schema)]
 
     def _no_value(self, schema: Schema) -> RequestError:
         """Return the error of a schema without a value: why, or where it refers to itself."""
@@ -155,7 +199,7 @@ class JsonGrammar:
         while True:
             match schema:
                 case Never():
-                    return SchemaPath(schema.where).error(schema.reason)
+                    return schema.where.error(schema.reason)
                 case Ref():
                     if schema.pointer in seen:
                         where = SchemaPath(".".join(path))
@@ -163,7 +207,7 @@ class JsonGrammar:
                             f"no finite value matches the schema: {schema.pointer} needs itself, without end"
                         )
                     seen.add(schema.pointer)
-                    schema = self._reader.definitions[schema.pointer]
+                    schema = self._definitions[schema.pointer]
                 case Objects():
                     name = next(
                         n
@@ -179,7 +223,8 @@ class JsonGrammar:
                     path.append("anyOf")
                     schema = schema.options[0]
                 case _:
-                    raise AssertionError(schema)
+                    where = schema.where if isinstance(schema, Raw) else SchemaPath(".".join(path))
+                    return where.error(self._why_empty(schema) or "nothing matches it")
 
     # Expressions in Lark's syntax, of schemas that have a value
 
@@ -228,17 +273,18 @@ class JsonGrammar:
         """Return the library's schema of what it compiles; None for what is written here."""
         match schema:
             case Strings():
-                return _string_schema(schema)
+                return string_schema(schema)
             case Numbers() if schema.interval.multiple is not None and schema.interval.step != 1:
-                return _multiples(schema.interval, place)
+                return multiples_schema(schema.interval, place)
             case Raw():
-                return self._raw(schema)
+                assert self._raw is not None
+                return {**self._raw[schema], WHERE: schema.where}
         return None
 
     def _any_value(self) -> str:
         if self._anything is None:
             self._anything = next(self._names)
-            body = self._expression(AnyOf(_PARTS_OF_ANYTHING), SchemaPath(""))
+            body = self._expression(AnyOf(_PARTS_OF_ANYTHING), SchemaPath())
             self._rules.append(f"{self._anything}: {body}")
         return self._anything
 
@@ -303,10 +349,12 @@ class JsonGrammar:
         """Return a terminal of the names that properties do not have."""
         if not taken:
             return "NAME"
-        terminal_name = f"NAME_{next(self._names)}".upper()
         names = " | ".join(quoted(_json(name)) for name in taken)
-        self._rules.append(f"{terminal_name}: NAME & ~({names})")
-        return terminal_name
+        body = f"NAME & ~({names})"
+        if body not in self._rule_names:
+            self._rule_names[body] = f"NAME_{next(self._names)}".upper()
+            self._rules.append(f"{self._rule_names[body]}: {body}")
+        return self._rule_names[body]
 
     def _expressions(self, options: Sequence[Schema], place: SchemaPath) -> list[str]:
         """Return the expressions of options: of all numbers together, as of thousands of constants."""
@@ -322,35 +370,56 @@ class JsonGrammar:
             self._rules.append(f"{name}: {' | '.join(terminal(one) for one in dict.fromkeys(key))}")
         return self._terminals[key]
 
-    def _raw(self, raw: Raw) -> Mapping[str, Any]:
-        node = _for_library(raw.node, SchemaPath(raw.where))
-        root = self._reader.root_node
-        if raw.node is not root and "$ref" in json.dumps(node):
-            # References lead from the root of what the library compiles.
-            for key in ("$defs", "definitions"):
-                if key in root:
-                    node[key] = _definitions(root[key], SchemaPath(key))
-        return {**node, WHERE: raw.where}
-
     def _library(self, place: SchemaPath, schema: Mapping[str, Any]) -> str:
         """Return a rule that the library compiles."""
-        text = self._text(place, schema)
-        if text not in self._json:
-            self._json[text] = self._rule(f"%json {text}")
-        return self._json[text]
+        return self._rule(f"%json {self._text(place, schema)}")
 
     def _text(self, place: SchemaPath, schema: Mapping[str, Any]) -> str:
         """Return a schema for the library as JSON, and note its path."""
         own = {**schema, "x-guidance": {"whitespace_pattern": self._whitespace}}
-        path = own.pop(WHERE, place.path)
-        text = json.dumps(own, ensure_ascii=False)
-        self.leaves.setdefault(path, text)
+        where = own.pop(WHERE, place)
+        text = json.dumps(own, ensure_ascii=False, default=float)
+        self.leaves.setdefault(text, where)
+        if len(self.leaves) > MAX_LEAVES:
+            raise SchemaTooHardError
         return text
 
     def _rule(self, body: str) -> str:
-        name = next(self._names)
-        self._rules.append(f"{name}: {body}")
-        return name
+        if body not in self._rule_names:
+            name = self._rule_names[body] = next(self._names)
+            self._rules.append(f"{name}: {body}")
+            if len(self._rules) > MAX_RULES:
+                raise SchemaTooHardError
+        return self._rule_names[body]
+
+
+@dataclass(slots=True, eq=False)
+class _Need:
+    """A schema that waits for its parts to have a value.
+
+    of: what waits for it in turn, or the pointer of a reference.
+    """
+
+    num_missing: int
+    of: _Need | str
+
+    def meet(self, ready: list[str]) -> None:
+        """Count a part that has a value. Add the pointer of a reference that has one now."""
+        need: _Need | str = self
+        while isinstance(need, _Need):
+            need.num_missing -= 1
+            if need.num_missing:
+                return
+            need = need.of
+        ready.append(need)
+
+
+def _has_pattern_and_more(strings: Strings) -> bool:
+    """Return whether strings must match a pattern or a format, and something else."""
+    rules = [*map(json.loads, strings.rules)]
+    if not any("pattern" in rule or "format" in rule for rule in rules):
+        return False
+    return (strings.constants is not None) + sum(map(len, rules)) > 1
 
 
 def _needed(schema: Arrays | Objects) -> Iterator[Schema]:
@@ -375,108 +444,3 @@ def _times(expression: str, least: int, most: int | None) -> str:
 
 def _json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _string_schema(schema: Strings) -> dict[str, Any]:
-    """Return the library's schema of strings."""
-    rules = [*map(json.loads, schema.rules)]
-    if schema.constants is not None:
-        rules.append({"enum": [*schema.constants]})
-    if len(rules) == 1:
-        return {"type": "string", **rules[0]}
-    return {"type": "string", "allOf": rules} if rules else {"type": "string"}
-
-
-# Numbers of the library
-
-
-def _multiples(interval: Interval, place: SchemaPath) -> dict[str, Any]:
-    """Return the library's schema of multiples: from the first to the last one, both included."""
-    step = interval.step
-    assert step is not None
-    digits = len(str(Decimal(1) / step.denominator).partition(".")[2]) if step.denominator > 1 else 0
-    limit = LARGEST_EXACT if interval.is_integer else 10 ** max(0, 15 - digits)
-    edge = Fraction(limit) // step * step
-    values = {"multipleOf": step}
-    is_bounded = step.numerator <= MAX_BOUNDED_MULTIPLE
-    if interval.low is not None:
-        values["minimum"] = interval.first(step)
-    elif is_bounded:
-        values["minimum"] = -edge if interval.high is None else min(-edge, interval.last(step))
-    if interval.high is not None:
-        values["maximum"] = interval.last(step)
-    elif is_bounded:
-        values["maximum"] = max(edge, values["minimum"])
-    numbers = {key: _float64(_decimal(value), place / key) for key, value in values.items()}
-    return {"type": "integer" if step.denominator == 1 else "number", **numbers}
-
-
-def _decimal(value: Fraction) -> Exact:
-    if value.denominator == 1:
-        return value.numerator
-    # A multiple of a decimal number: its denominator divides a power of 10.
-    power = next(10**n for n in itertools.count() if 10**n % value.denominator == 0)
-    return Decimal(f"{value.numerator * (power // value.denominator)}e-{len(str(power)) - 1}")
-
-
-def _float64(value: Exact, place: SchemaPath) -> int | float:
-    """Return a number that the library has exactly. Raises RequestError for another one."""
-    number = int(value) if value == int(value) else float(value)
-    if abs(Fraction(value)) > LARGEST_EXACT or (isinstance(number, float) and Decimal(repr(number)) != value):
-        raise place.error(
-            f"{constant_text(value)} is not exact in float64; that is needed beside multipleOf, "
-            "patternProperties, minProperties and maxProperties, and within a oneOf whose parts may overlap"
-        )
-    return number
-
-
-# Schemas that only the library combines
-
-
-def _for_library(node: Any, place: SchemaPath) -> Any:
-    """Return a part for the library: with exact numbers, bounded integers and formats that it knows.
-
-    Raises RequestError for a number that it would round.
-    """
-    if not isinstance(node, Mapping):
-        return node
-    found = dict[str, Any]()
-    for key, value in node.items():
-        where = place / key
-        if key in ("enum", "const", "default", "examples"):
-            found[key] = _exact_values(value, where)
-        elif key in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"):
-            found[key] = _definitions(value, where)
-        elif isinstance(value, list):
-            found[key] = [_for_library(item, where / i) for i, item in enumerate(value)]
-        elif isinstance(value, Mapping):
-            found[key] = _for_library(value, where)
-        elif isinstance(value, int | Decimal) and not isinstance(value, bool):
-            found[key] = _float64(value, where)
-        elif key != "format" or is_known_format(value):
-            found[key] = value
-    if found.get("type") == "integer":
-        # The last integers of 64 bits that are float64, too.
-        found.setdefault("minimum", 2**10 - 2**63)
-        found.setdefault("maximum", 2**63 - 2**10)
-    return found
-
-
-def _definitions(value: Any, place: SchemaPath) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {name: _for_library(part, place / name) for name, part in value.items()}
-
-
-def _exact_values(value: Any, place: SchemaPath) -> Any:
-    """Return a constant whose numbers the library has exactly."""
-    match value:
-        case bool():
-            return value
-        case int() | Decimal():
-            return _float64(value, place)
-        case list():
-            return [_exact_values(item, place / i) for i, item in enumerate(value)]
-        case Mapping():
-            return {name: _exact_values(item, place / name) for name, item in value.items()}
-    return value

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote
 
 from ..errors import RequestError
 from ..validation import shown
 from .json_formats import is_known_format
 from .json_numbers import MAX_MAGNITUDE, Exact, Interval, constant_text, why_no_bound
+from .json_references import references, with_pointers
 
 MAX_NODES = 50_000  # of a schema, also where parts that are combined are read several times
 MAX_SCHEMA_DEPTH = 128
@@ -64,7 +66,7 @@ class Never:
     """No value. where: the part of the schema that says so."""
 
     reason: str
-    where: str
+    where: SchemaPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ class Raw:
     """A part that the library compiles. where: its path."""
 
     node: Mapping[str, Any]
-    where: str
+    where: SchemaPath
 
 
 Schema = Never | Anything | Null | Booleans | Numbers | Strings | Arrays | Objects | AnyOf | Ref | Raw
@@ -145,21 +147,33 @@ ANYTHING = Anything()
 FALSE = "the schema is false"
 
 
-class SchemaPath(NamedTuple):
-    """The path of a part, and how deep it is."""
+@dataclass(frozen=True, slots=True, eq=False)
+class SchemaPath:
+    """The path of a part, and how deep it is: a step from its parent, so that no path is copied."""
 
-    path: str
+    step: str = ""
+    parent: SchemaPath | None = None
     depth: int = 0
 
     def __truediv__(self, key: str | int) -> SchemaPath:
         if self.depth >= MAX_SCHEMA_DEPTH:
             raise RequestError(f"recursion limit exceeded: schemas may be nested {MAX_SCHEMA_DEPTH} deep")
-        step = f"[{key}]" if isinstance(key, int) else f".{key}"
-        return SchemaPath((self.path + step).removeprefix("."), self.depth + 1)
+        return SchemaPath(f"[{key}]" if isinstance(key, int) else f".{key}", self, self.depth + 1)
+
+    @property
+    def path(self) -> str:
+        """The path as text, such as properties.a.anyOf[0]."""
+        steps = list[str]()
+        place: SchemaPath | None = self
+        while place is not None:
+            steps.append(place.step)
+            place = place.parent
+        return "".join(reversed(steps)).removeprefix(".")
 
     def error(self, message: str) -> RequestError:
         """Return an error of this part."""
-        return RequestError(f"{self.path}: {message}" if self.path else message, param=self.path or None)
+        path = self.path
+        return RequestError(f"{path}: {message}" if path else message, param=path or None)
 
 
 class SchemaReader:
@@ -169,22 +183,23 @@ class SchemaReader:
     """
 
     def __init__(self, root: Any) -> None:
-        self.root_node = root
+        self.root_node = root = with_pointers(root)
         self.definitions = dict[str, Schema]()
         self._num_nodes = 0
         self._pending = list[str]()
         self._resolving = list[str]()
+        self._resolved = dict[str, Schema]()  # of references, by pointer
         self._comparing = set[tuple[str | int, ...]]()
-        self.root = self._read(root, SchemaPath(""))
+        self.root = self._read(root, SchemaPath())
         while self._pending:
             pointer = self._pending.pop()
             if pointer not in self.definitions:
                 self.definitions[pointer] = self._read(
-                    self._target(pointer, SchemaPath("")), SchemaPath(pointer)
+                    self.target(pointer, SchemaPath()), SchemaPath(pointer)
                 )
 
-    def _count(self, place: SchemaPath) -> None:
-        self._num_nodes += 1
+    def _count(self, place: SchemaPath, num: int = 1) -> None:
+        self._num_nodes += num
         if self._num_nodes > MAX_NODES:
             raise place.error(f"the schema is too large: it combines more than {MAX_NODES:,} parts")
 
@@ -193,12 +208,16 @@ class SchemaReader:
         try:
             return self._combined(node, place)
         except SchemaTooHardError:
-            return Raw(node, place.path)
+            for pointer in dict.fromkeys(references(node)):
+                # One that is wrong is refused with its path, when the part is translated.
+                with suppress(RequestError):
+                    self._ref(pointer, place)
+            return Raw(node, place)
 
     def _combined(self, node: Any, place: SchemaPath) -> Schema:
         self._count(place)
         if isinstance(node, bool):
-            return ANYTHING if node else Never(FALSE, place.path)
+            return ANYTHING if node else Never(FALSE, place)
         if not isinstance(node, Mapping):
             raise place.error(f"a schema must be an object or a boolean, got {shown(node)}")
         if not RAW_KEYS.isdisjoint(node) or isinstance(node.get("items"), list):
@@ -270,7 +289,7 @@ class SchemaReader:
         rules = {key: node[key] for key in STRING_KEYS if key in node}
         least, most = (self._size(node, key, place) for key in ("minLength", "maxLength"))
         if most is not None and most < (least or 0):
-            return Never(f"minLength ({least}) is greater than maxLength ({most})", place.path)
+            return Never(f"minLength ({least}) is greater than maxLength ({most})", place)
         rules |= {k: v for k, v in (("minLength", least), ("maxLength", most)) if v is not None}
         if "format" in rules and not is_known_format(rules["format"]):
             del rules["format"]
@@ -334,10 +353,10 @@ class SchemaReader:
                     options.append(Numbers(Interval(low=number, high=number)))
                 case list():
                     items = tuple(self._const(item, place / "items") for item in value)
-                    options.append(Arrays(items, Never(FALSE, place.path), len(items), len(items)))
+                    options.append(Arrays(items, Never(FALSE, place), len(items), len(items)))
                 case Mapping():
                     own = {name: self._const(item, place / name) for name, item in value.items()}
-                    options.append(Objects(own, Never(FALSE, place.path), frozenset(own)))
+                    options.append(Objects(own, Never(FALSE, place), frozenset(own)))
         if strings:
             options.append(Strings(tuple(dict.fromkeys(strings))))
         return any_of(options, place)
@@ -361,11 +380,11 @@ class SchemaReader:
         return any_of(options, place)
 
     def _ref(self, pointer: Any, place: SchemaPath) -> Schema:
-        self._target(pointer, place)
+        self.target(pointer, place)
         self._pending.append(pointer)
         return Ref(pointer)
 
-    def _target(self, pointer: Any, place: SchemaPath) -> Any:
+    def target(self, pointer: Any, place: SchemaPath) -> Any:
         """Return the part of the schema that a reference names."""
         if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
             raise place.error(f"$ref {shown(pointer)} is not of this schema: it must be #, or begin with #/")
@@ -384,12 +403,14 @@ class SchemaReader:
             return schema
         if schema.pointer in self._resolving:
             raise place.error(f"circular references with sibling keys are not supported: {schema.pointer}")
-        self._resolving.append(schema.pointer)
-        try:
-            found = self._combined(self._target(schema.pointer, place), place)
-            return self.resolved(found, place)
-        finally:
-            self._resolving.pop()
+        if schema.pointer not in self._resolved:
+            self._resolving.append(schema.pointer)
+            try:
+                found = self._combined(self.target(schema.pointer, place), place)
+                self._resolved[schema.pointer] = self.resolved(found, place)
+            finally:
+                self._resolving.pop()
+        return self._resolved[schema.pointer]
 
     # Sets
 
@@ -422,12 +443,31 @@ class SchemaReader:
             case (Numbers(), Numbers()):
                 return _number(one.interval.intersect(other.interval), place)
             case (Strings(), Strings()):
-                return _string(one, other, place)
+                return self._both_strings(one, other, place)
             case (Arrays(), Arrays()):
                 return self._both_arrays(one, other, place)
             case (Objects(), Objects()):
                 return self._both_objects(one, other, place)
-        return Never("nothing matches all of its parts", place.path)
+        return Never("nothing matches all of its parts", place)
+
+    def _both_strings(self, one: Strings, other: Strings, place: SchemaPath) -> Schema:
+        # Each constant is tried with the other's rules: a hundred cost about as much as a part.
+        self._count(place, max(len(s.constants or ()) for s in (one, other)) // 100)
+        constants = one.constants if other.constants is None else other.constants
+        if one.constants is not None and other.constants is not None:
+            known = frozenset(other.constants)
+            constants = tuple(text for text in one.constants if text in known)
+        rules = tuple(dict.fromkeys((*one.rules, *other.rules)))
+        if constants is not None:
+            tried = frozenset(one.rules if one.constants is not None else other.rules)
+            for rule in (json.loads(rule) for rule in rules if rule not in tried):
+                least, most = rule.get("minLength", 0), rule.get("maxLength")
+                constants = tuple(
+                    c for c in constants if least <= len(c) and (most is None or len(c) <= most)
+                )
+            if not constants:
+                return Never("no string matches all of its parts", place)
+        return Strings(constants, rules)
 
     def _both_arrays(self, one: Arrays, other: Arrays, place: SchemaPath) -> Schema:
         length = max(len(one.prefix), len(other.prefix))
@@ -466,7 +506,7 @@ class SchemaReader:
             case (Numbers(), Numbers()):
                 return one.interval.intersect(other.interval).why_empty() is not None
             case (Strings(), Strings()):
-                return isinstance(_string(one, other, place), Never)
+                return isinstance(self._both_strings(one, other, place), Never)
             case (Objects(), Objects()):
                 names = one.required | other.required
                 return any(
@@ -528,34 +568,19 @@ def any_of(options: Iterable[Schema], place: SchemaPath) -> Schema:
                 found.append(option)
     if len(found) > 1:
         return AnyOf(tuple(found))
-    return found[0] if found else next(iter(nevers), Never("there is nothing to choose", place.path))
+    return found[0] if found else next(iter(nevers), Never("there is nothing to choose", place))
 
 
 def _number(interval: Interval, place: SchemaPath) -> Schema:
     why = interval.why_empty()
-    return Numbers(interval) if why is None else Never(why, place.path)
-
-
-def _string(one: Strings, other: Strings, place: SchemaPath) -> Schema:
-    constants = one.constants if other.constants is None else other.constants
-    if one.constants is not None and other.constants is not None:
-        known = frozenset(other.constants)
-        constants = tuple(text for text in one.constants if text in known)
-    rules = tuple(dict.fromkeys((*one.rules, *other.rules)))
-    if constants is not None:
-        for rule in map(json.loads, rules):
-            least, most = rule.get("minLength", 0), rule.get("maxLength")
-            constants = tuple(c for c in constants if least <= len(c) and (most is None or len(c) <= most))
-        if not constants:
-            return Never("no string matches all of its parts", place.path)
-    return Strings(constants, rules)
+    return Numbers(interval) if why is None else Never(why, place)
 
 
 def _array(
     prefix: tuple[Schema, ...], rest: Schema, least: int, most: int | None, place: SchemaPath
 ) -> Schema:
     if most is not None and least > most:
-        return Never(f"minItems ({least}) is greater than maxItems ({most})", place.path)
+        return Never(f"minItems ({least}) is greater than maxItems ({most})", place)
     return Arrays(prefix, rest, least, most)
 
 

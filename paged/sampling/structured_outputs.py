@@ -38,7 +38,6 @@ from .forced_text import ForcedText
 from .grammar_jobs import CompiledGrammar, MaskJob
 from .grammar_limits import check_grammar, library_limits
 from .json_grammar import JsonGrammar
-from .json_schema import SchemaPath
 from .library_grammar import library_grammar
 
 MAX_CACHED = 64  # compiled grammars
@@ -211,16 +210,18 @@ def _check_leaves(schema: Any, vocabulary: _Vocabulary) -> None:
     """Raise RequestError for a part of a refused schema that is refused also by itself, and name the part."""
     from llguidance import LLMatcher
 
-    for path, leaf in itertools.islice(JsonGrammar(schema).leaves.items(), MAX_EXAMINED):
+    for leaf, place in itertools.islice(JsonGrammar(schema).leaves.items(), MAX_EXAMINED):
         try:
             _matcher_of(LLMatcher.grammar_from_json_schema(leaf), vocabulary)
         except ValueError as error:
-            raise SchemaPath(path).error(str(error)) from error
+            raise place.error(str(error)) from error
 
 
 def _error(matcher: Any, *, with_excerpt: bool = True) -> str:
     """Return the library's error. Its excerpt may show a grammar that the request did not write."""
-    text = matcher.get_error().replace("<non-verbose/>", "")
+    text: str = matcher.get_error().replace("<non-verbose/>", "")
+    if text.startswith("panic"):
+        return f"it is too large or too deep for the grammar library ({text.splitlines()[0]})"
     return _one_line(text if with_excerpt else _EXCERPT.sub("", text))
 
 

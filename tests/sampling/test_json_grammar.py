@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import tracemalloc
 from decimal import Decimal
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 
 from benchmarks.schemas import closed, listed
 from paged import RequestError
-from paged.sampling import json_formats
+from paged.sampling import json_formats, json_grammar
 from paged.sampling.json_grammar import JsonGrammar
-from paged.structural_tag import exact_json
+from paged.strict_json import parse_json
+from paged.structural_tag import exact_json, schema_text, structural_tag_text
 from tests.support.random_schemas import accepts, is_valid, matcher_of, possible, random_text, try_one
 
 BIG = 1182937465564738561
@@ -121,6 +123,7 @@ INEXACT = {
     '{"properties":{"a":{"enum":[1, 9007199254740993]}},"minProperties":1}': "properties.a.enum[1]",
     '{"items":{"const":1e99999}}': "items.const",
     '{"minimum":1e-300}': "minimum",
+    '{"type":"integer","multipleOf":3,"exclusiveMinimum":9007199254740994}': "exclusiveMinimum",
     '{"multipleOf":0}': "multipleOf",
     '{"minimum":"1"}': "minimum",
 }
@@ -215,10 +218,137 @@ def test_recursion_that_can_end_is_not_refused(case):
     assert accepts(matcher_of(json.dumps(schema)), json.dumps(value, separators=(",", ":")))
 
 
+def ring(num: int) -> Any:
+    """Return a schema of definitions that only the library can compile, each of which reaches all."""
+    names = [f"d{i}" for i in range(num)]
+    texts = {f"p{j}": {"type": "string"} for j in range(20)}
+    definitions = {
+        name: {
+            "type": "object",
+            "properties": texts,
+            "patternProperties": {"^x": {"$ref": f"#/$defs/{other}"}},
+        }
+        for name, other in zip(names, [*names[1:], names[0]], strict=True)
+    }
+    return closed({name: {"$ref": f"#/$defs/{name}"} for name in names}, [], **{"$defs": definitions})
+
+
+def chain(num: int) -> Any:
+    """Return a schema whose definitions need each other in a row, of which any may be the whole value."""
+    definitions: dict[str, Any] = {
+        f"a{i}": closed({"n": {"$ref": f"#/$defs/a{i + 1}"}}, ["n"]) for i in range(num)
+    }
+    definitions[f"a{num}"] = {"type": "null"}
+    return {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in definitions], "$defs": definitions}
+
+
+V = '"type":"object","required":["v"],"additionalProperties":false,"properties":{"v":{"type":"integer"}'
+EMPTY = '{"enum":["x"],"pattern":"^y$"}'
+# Schemas of which the library compiles parts, texts that match them, and texts that do not.
+PARTS: list[tuple[str, list[str], list[str]]] = [
+    # References lead from the root of the whole schema.
+    (
+        f'{{{V},"c":{{"type":"object","patternProperties":{{"^a":{{"$ref":"#"}}}}}}}}}}',
+        ['{"v":1,"c":{"a":{"v":2}}}'],
+        ['{"v":1,"c":{"a":{}}}', '{"v":1,"c":{"a":{"z":1}}}'],
+    ),
+    (
+        f'{{{V},"c":{{"type":"object","minProperties":1,"additionalProperties":{{"$ref":"#"}}}}}}}}',
+        ['{"v":1,"c":{"a":{"v":2}}}'],
+        ['{"v":1,"c":{"a":{}}}', '{"v":1,"c":{}}'],
+    ),
+    (
+        f'{{{V},"c":{{"type":"object","patternProperties":{{"^a":{{"$ref":"#/properties/v"}}}}}}}}}}',
+        ['{"v":1,"c":{"a":2}}'],
+        ['{"v":1,"c":{"a":"2"}}'],
+    ),
+    (json.dumps(ring(60)), ['{"d0":{"p0":"","x":{"x1":{}}}}'], ['{"d0":{"p0":1}}', '{"d0":{"x":1}}']),
+    # By URI, by anchor, and from a schema within the schema.
+    ('{"$id":"http://x/y","$defs":{"a":{"type":"integer"}},"$ref":"http://x/y#/$defs/a"}', ["1"], ['"x"']),
+    ('{"$defs":{"a":{"$anchor":"foo","type":"integer"}},"$ref":"#foo"}', ["1"], ['"x"']),
+    ('{"$defs":{"a/b~":{"$id":"#foo","type":"integer"}},"$ref":"#foo"}', ["1"], ['"x"']),
+    (
+        '{"$id":"http://x/y","$ref":"z","$defs":{"b":{"type":"string"},"a":{"$id":"z","$ref":"#/$defs/b",'
+        '"$defs":{"b":{"type":"integer"}}}}}',
+        ["1"],
+        ['"x"'],
+    ),
+    (json.dumps(chain(200)), ["null", '{"n":{"n":null}}'], ['{"n":1}']),
+    # A part without a value is left out where it is not needed.
+    (f'{{"type":"object","properties":{{"a":{EMPTY},"b":{{}}}}}}', ['{"b":1}'], ['{"a":"x"}', '{"a":"y"}']),
+    (f'{{"anyOf":[{EMPTY},{{"type":"integer"}}]}}', ["1"], ['"x"', '"y"']),
+    (
+        '{"anyOf":[{"type":"object","minProperties":1,"additionalProperties":false},{"type":"null"}]}',
+        ["null"],
+        ["{}"],
+    ),
+    (
+        '{"type":"object","patternProperties":{"^k":{"$ref":"#/$defs/a"},"^b":{"type":"null"}},'
+        '"additionalProperties":false,"$defs":{"a":{"$ref":"#/$defs/a"}}}',
+        ["{}", '{"b":null}'],
+        ['{"k":1}', '{"k":{}}'],
+    ),
+    # Annotations, and definitions that nothing refers to, may have any numbers.
+    (
+        '{"patternProperties":{"^a":{"type":"integer","default":9007199254740993}},"examples":[1e-400],'
+        '"x-id":123456789012345678901,"$defs":{"a":{"const":9007199254740993}}}',
+        ['{"a":1}'],
+        ['{"a":"1"}'],
+    ),
+    # Integers of the library are bounded.
+    (
+        '{"type":"object","minProperties":1,"additionalProperties":{"type":["integer","null"]}}',
+        ['{"a":1}', '{"a":null}'],
+        [f'{{"a":{"1" * 60}}}'],
+    ),
+    ('{"type":"integer","multipleOf":1000}', ["3000"], ["1" * 60 + "000"]),
+]
+
+
+@pytest.mark.parametrize("case", PARTS, ids=lambda case: case[0][:60])
+def test_parts_of_the_library(case):
+    schema, right, wrong = case
+    matcher = matcher_of(schema)
+    for text in right:
+        assert accepts(matcher, text), text
+    for text in wrong:
+        assert not accepts(matcher, text), text
+
+
+def test_identical_parts_share_their_rules():
+    part = closed({f"p{j}": True for j in range(60)}, ["p0"])
+    one = JsonGrammar({"type": "array", "prefixItems": [part]}).lark
+    assert len(JsonGrammar({"type": "array", "prefixItems": [part] * 200}).lark) < 3 * len(one)
+
+
+def test_a_schema_of_too_many_rules_is_left_to_the_library(monkeypatch):
+    schema = json.dumps({"items": closed({"a": {"type": "string"}, "b": {"type": "integer"}}, ["a"])})
+    texts = {'[{"a":"","b":1}]': True, "[]": True, "[{}]": False, f'[{{"a":"","b":{"1" * 20}}}]': False}
+    own = JsonGrammar(exact_json(schema)).lark
+    assert {text: accepts(matcher_of(schema), text) for text in texts} == texts
+    monkeypatch.setattr(json_grammar, "MAX_RULES", 10)
+    assert JsonGrammar(exact_json(schema)).lark.count("\n") < 5 < own.count("\n")
+    assert {text: accepts(matcher_of(schema), text) for text in texts} == texts
+    with pytest.raises(RequestError, match=r"^items\.const: 9007199254740993 is not exact"):
+        JsonGrammar(
+            exact_json('{"items":{"const":9007199254740993},"properties":{"a":{"minLength":1},"b":{}}}')
+        )
+
+
+def test_paths_are_not_copied():
+    tracemalloc.start()
+    JsonGrammar({"x" * 60_000: None, "properties": {"x" * 60_000: {"anyOf": [{"const": "a"}, False] * 2000}}})
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20e6
+
+
 def test_names_have_one_spelling():
     schema = '{"type":"object","properties":{"a":{"type":"null"}},"additionalProperties":{"type":"boolean"}}'
     matcher = matcher_of(schema)
     assert accepts(matcher, '{"a":null,"b\\n\\"é":true}')
+    assert accepts(matcher, '{"\\u0001\\u001f":true}')
+    assert not accepts(matcher, '{"\\u000a":true}')
     assert not accepts(matcher, '{"a":  null}')  # one blank at most
     assert not accepts(matcher, '{"a":true}')
     assert not accepts(matcher, '{"\\u0061":true}')
@@ -269,6 +399,18 @@ def test_errors_name_the_part(schema, param):
     assert refused.value.param == param
 
 
+@pytest.mark.parametrize("digits", ["1e999999999", "1e-99999999999999999999", "-1.5E99999999999999999999"])
+def test_huge_exponents_are_refused(digits):
+    for parse in (exact_json, schema_text):
+        with pytest.raises(RequestError, match="has an exponent of more than 100,000"):
+            parse(f'{{"x-default": {digits}}}')
+    with pytest.raises(RequestError):
+        structural_tag_text(f'{{"format":{{"type":"json_schema","json_schema":{{"const":{digits}}}}}}}')
+    if "e-" in digits:
+        with pytest.raises(RequestError):
+            parse_json(f'{{"a":{digits}}}')
+
+
 @pytest.mark.parametrize("schema", ['{"const": NaN}', '{"maximum": Infinity}'])
 def test_json_has_finite_numbers(schema):
     with pytest.raises(ValueError, match="is not JSON; numbers are finite"):
@@ -296,6 +438,14 @@ HOSTILE = {
         "$defs": {name: closed({"c": {"$ref": f"#/$defs/{name}"}}) for name in "ab"},
     },
     "a number of a billion digits": {"minimum": Decimal("1e999999999")},
+    "an annotation of a billion digits": {"minProperties": 1, "default": Decimal("1e999999999")},
+    "a constant of a billion digits": {"minProperties": 1, "const": Decimal("1e999999999")},
+    "constants that are tried with many rules": {
+        "allOf": [
+            {"enum": [f"s{i}" for i in range(12_000)]},
+            *({"type": "string", "minLength": 1 + i % 3} for i in range(3000)),
+        ]
+    },
 }
 
 
