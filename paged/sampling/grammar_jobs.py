@@ -65,7 +65,8 @@ class MaskJob:
         self.done.result()
         if row in self._errors:
             raise self._errors[row]
-        return self._bits[row]
+        bits: NDArray[np.int32] = self._bits[row]
+        return bits
 
     @property
     def is_slow(self) -> bool:
