@@ -21,7 +21,7 @@ from ..text.tokenizer import Tokenizer
 from .grammar_waits import GrammarWaits
 from .request_factory import RequestFactory, RequestSpec
 
-# Log-probabilities that one step makes readable: about 10 ms of Python where other requests run.
+# Log-probabilities that a step makes readable besides those of its tokens: 10 ms of Python where others run.
 CANDIDATES_OF_STEP = 4096
 CANDIDATES_OF_EACH = CANDIDATES_OF_STEP // 8
 CANDIDATES_ALONE = 8 * CANDIDATES_OF_STEP
@@ -51,7 +51,9 @@ class EngineCore:
         self._with_grammars: set[RequestGroup] = set()
         self._waits = GrammarWaits(scheduler)
         self._finished: dict[RequestGroup, None] = {}  # finished requests that are not published yet
-        self._reporting: dict[RequestGroup, None] = {}  # requests with log-probabilities
+        self._reporting: dict[RequestGroup, None] = {}  # requests with log-probabilities, in turn
+        self._unread: Set[RequestGroup] = frozenset()  # those of which some are not readable yet
+        self._num_to_read = 0  # candidates that the step may make readable
         self._ids = itertools.count()
 
     # Steps
@@ -71,6 +73,7 @@ class EngineCore:
         if self.dead is not None:
             if not self._finished:
                 raise EngineDeadError(str(self.dead)) from self.dead.__cause__
+            self._read_logprobs()
             self.publish()
             return []
         advanced = list[Request]()
@@ -80,46 +83,59 @@ class EngineCore:
                 self._collect_finished(expired)
                 self._collect_finished(self._waits.settle())
                 schedule = self.scheduler.schedule()
+                is_blocked = schedule.is_empty and not self._finished
                 if on_schedule is not None:
                     on_schedule(schedule)
                 if not schedule.is_empty:
                     output = self.runner.execute(schedule)
                     advanced = self._update(schedule, output)
+            self._read_logprobs()
             self.publish(self._groups_in(outbox, advanced))
+        if is_blocked:
+            self._waits.wait()
         return advanced
 
     def publish(self, groups: Iterable[RequestGroup] = ()) -> None:
         """Put an output into the outbox of each finished request, and of each of `groups` that wants one.
 
-        One whose log-probabilities are not readable yet has to wait for a later call.
+        A request whose log-probabilities are not all readable yet is left for a later step.
         """
-        unread = self._read_logprobs() if self._reporting else frozenset[RequestGroup]()
-        finished = [group for group in self._finished if group not in unread]
+        finished = [group for group in self._finished if group not in self._unread]
         for group in dict.fromkeys([*groups, *finished]):
-            if group in unread:
+            if group in self._unread:
                 continue
             if group in self._finished or group.outbox.wants(group.output_kind):
                 group.outbox.put(self.outputs.output(group))
         for group in finished:
             self._forget(group)
 
-    def _read_logprobs(self) -> Set[RequestGroup]:
-        """Make log-probabilities readable, within bounds. Return the requests of which some are left."""
-        budget = CANDIDATES_OF_STEP if self.scheduler.has_runnable() else CANDIDATES_ALONE
-        unread = set[RequestGroup]()
-        for group in self._reporting:  # few of each, so that many of one delay no other
-            num = self.outputs.read_logprobs(group, CANDIDATES_OF_EACH)
-            budget -= num
-            if num >= CANDIDATES_OF_EACH:
-                unread.add(group)
-        # The finished ones first, as their readers wait.
-        for group in sorted(unread, key=lambda group: group not in self._finished):
-            if budget > 0:
-                num = self.outputs.read_logprobs(group, budget)
-                if num < budget:
-                    unread.remove(group)
-                budget -= num
-        return unread
+    def _read_logprobs(self) -> None:
+        """Make log-probabilities readable, about CANDIDATES_OF_STEP besides those of the step's tokens.
+
+        Each request gets an equal share, and then what remains goes to one after the other: to the finished
+        ones first, as their readers wait. Of those with some left, the next step begins with which got least.
+        """
+        self._unread = frozenset()
+        if not self._reporting:
+            return
+        self._num_to_read += CANDIDATES_OF_STEP if self.scheduler.has_runnable() else CANDIDATES_ALONE
+        got = dict.fromkeys(sorted(self._reporting, key=lambda group: group not in self._finished), 0)
+        share = max(1, min(CANDIDATES_OF_EACH, self._num_to_read // len(got)))
+        unread = [*got]
+        for most in (share, CANDIDATES_ALONE):
+            unread = [group for group in unread if self._read_some(group, most, got)]
+        if unread:
+            self._reporting = dict.fromkeys([*sorted(unread, key=got.__getitem__), *self._reporting])
+            self._unread = {*unread}
+        self._num_to_read = 0
+
+    def _read_some(self, group: RequestGroup, most: int, got: dict[RequestGroup, int]) -> bool:
+        """Make up to `most` candidates of a request readable. Return whether some may be left."""
+        bound = max(0, min(most, self._num_to_read))
+        num = self.outputs.read_logprobs(group, bound)
+        self._num_to_read -= num
+        got[group] += num
+        return num >= bound
 
     def groups_of(self, requests: Iterable[Request]) -> Iterator[RequestGroup]:
         """Yield the unfinished group of each sample."""
@@ -157,6 +173,8 @@ class EngineCore:
         num_finished = self.scheduler.counters.num_finished
         output.record_reports()  # both by position, so that a step which is computed again overwrites them
         output.record_logprobs(schedule)
+        # Without those of new tokens, the unread ones of many requests would become ever more.
+        self._num_to_read = sum(len(place.token_ids) for place in output.logprobs.values())
         advanced = self.scheduler.update(schedule, output.tokens, output.errors)
         num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
         if self._with_grammars:
@@ -203,10 +221,15 @@ class EngineCore:
         with HeldInterrupts():
             self.register(group, outbox)
             try:
-                self.scheduler.add(group.samples[0])
+                self.enqueue(group)
             except RequestError:
                 self._forget(group)
                 raise
+
+    def enqueue(self, group: RequestGroup) -> None:
+        """Hand a registered request to the scheduler. Raises QueueFullError if max_waiting wait already."""
+        self.scheduler.add(group.samples[0])
+        self._waits.begin(group.samples)  # not before: a refused request must not be held or completed
 
     def add_report(
         self,
@@ -247,12 +270,11 @@ class EngineCore:
         self.groups[group.request_id] = group
         if group.samples[0].inputs.params.stop:
             self._with_stops.add(group)
-        params = group.samples[0].inputs.params
-        if params.logprobs or params.prompt_logprobs:
+        inputs = group.samples[0].inputs
+        if inputs.wants_logprobs or inputs.params.prompt_logprobs is not None:
             self._reporting[group] = None
         if group.samples[0].sampling.grammar is not None:
             self._with_grammars.add(group)
-            self._waits.begin(group.samples)
 
     def fork(
         self,
@@ -276,6 +298,7 @@ class EngineCore:
         with HeldInterrupts():
             self.scheduler.fork(group.samples[0], child.samples[0])
             self.register(child, outbox)
+            self._waits.begin(child.samples)
         return new_request_id
 
     def abort(self, request_id: str) -> None:
@@ -303,6 +326,7 @@ class EngineCore:
             elif sample is group.samples[0]:
                 # The scheduler has not got it yet. The other samples wait for its prompt and end with it.
                 for waiting in group.samples:
+                    self.scheduler.release(waiting, waiting.held)
                     waiting.finish("abort", now)
         # A reader of another outbox waits for a last output; the core's outbox belongs to the caller.
         if group.outbox is not self.outbox:
@@ -326,6 +350,10 @@ class EngineCore:
         """Return whether there is anything to publish, or to compute that is not held."""
         return bool(self._finished) or self.scheduler.has_runnable()
 
+    def waits_for_masks(self) -> bool:
+        """Return whether a step that computes nothing waits for masks, so that its caller need not."""
+        return bool(self._waits)
+
     def has_unfinished(self) -> bool:
         """Return whether there is anything to compute, to publish, or to take from `outbox`."""
         return bool(self.outbox) or self.has_work()
@@ -345,5 +373,6 @@ class EngineCore:
         self._finished.pop(group, None)
         self._with_stops.discard(group)
         self._with_grammars.discard(group)
+        self._waits.forget(group.samples)
         self._reporting.pop(group, None)
         self.outputs.forget(group)

@@ -209,7 +209,7 @@ def _queue(core: EngineCore, pending: deque[RequestGroup]) -> None:
     while pending and (most is None or scheduler.num_waiting < most):
         group = pending.popleft()
         if not group.finished:  # it may have been aborted by its id
-            scheduler.add(group.samples[0])
+            core.enqueue(group)
 
 
 def generate_in_order(

@@ -11,7 +11,8 @@ from ..sampling.grammar_jobs import SLOW_S, MaskJob
 from ..sampling.structured_outputs import begin_masks, pending_mask
 from ..scheduler.scheduler import Scheduler
 
-ALL_HELD_S = 0.05  # for which a step waits where nothing else can run; aborts and deadlines are seen after it
+# A step that computes nothing waits for masks this long. What else comes up is seen after it.
+ALL_HELD_S = 0.01
 
 
 class GrammarWaits:
@@ -19,6 +20,8 @@ class GrammarWaits:
 
     Before each step `settle` waits for the masks of fast grammars, SLOW_S at most. A slow grammar is not
     waited for: its request is held, and released before the first step that finds its mask computed.
+
+    All requests that begin are the scheduler's.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -37,11 +40,20 @@ class GrammarWaits:
         if not self._begun:
             return []
         self._wait_for_fast()
-        ended = self._release_computed()
-        if self._begun and not self._scheduler.has_runnable() and not ended:
-            wait([job.done for job in self._jobs()], ALL_HELD_S, FIRST_COMPLETED)
-            ended = self._release_computed()
-        return ended
+        return self._release_computed()
+
+    def wait(self) -> None:
+        """Wait until a mask is computed, ALL_HELD_S at most."""
+        if jobs := self._jobs():
+            wait([job.done for job in jobs], ALL_HELD_S, FIRST_COMPLETED)
+
+    def forget(self, requests: Iterable[Request]) -> None:
+        """Drop requests that have ended or were refused."""
+        for request in requests:
+            self._begun.pop(request, None)
+
+    def __bool__(self) -> bool:
+        return bool(self._begun)
 
     def _jobs(self) -> list[MaskJob]:
         jobs = (pending_mask(request) for request in self._begun if request.finish_reason is None)
@@ -66,7 +78,8 @@ class GrammarWaits:
             if request.finish_reason is not None:
                 continue
             self._scheduler.release(request)
-            if request.is_complete:
+            # A sample that has not arrived ends with the one whose prompt it shares.
+            if request.arrival >= 0 and request.is_complete:
                 self._scheduler.complete(request)
                 ended.append(request)
         return ended

@@ -172,13 +172,15 @@ class EngineLoop:
         self._is_stopping = True
 
     def _make_calls(self) -> None:
-        """Make the submitted calls. If the engine has no work, wait for one; if it is held, for a while."""
+        """Make the submitted calls. Without work, wait for one; if all requests are held, HELD_S at most."""
         core = self.engine.core
         is_idle = not core.has_work()
         if is_idle:
             self._unshown.clear()
-        # Deadlines, and the seats of held requests, are looked at again after HELD_S.
+        # A deadline may pass, or a held request give up its seat: step again after HELD_S.
         is_held = not core.has_runnable() or (self._is_blocked and not core.has_unpublished())
+        if not is_idle and core.waits_for_masks():  # the step itself waits for them
+            is_held = False
         timeout_s = HELD_S if is_held and not is_idle else None
         while True:
             try:

@@ -47,8 +47,7 @@ class MaskJob:
     """The next masks of some outputs of one grammar, which a worker computes.
 
     advances: the matcher of each output, and the tokens that it has not consumed yet.
-    bits: i32[len(advances), num_words], once `wait` returns; the mask of each output.
-    done: done once the masks are computed, or with the error of the library.
+    done: done once the masks are computed, or with an error of the library that concerns all of them.
     """
 
     def __init__(
@@ -56,14 +55,18 @@ class MaskJob:
     ) -> None:
         self._grammar = grammar
         self._advances = advances
-        self.bits = np.zeros((len(advances), num_words), np.int32)
+        self._bits = np.zeros((len(advances), num_words), np.int32)  # the mask of each output
+        self._errors: dict[int, BaseException] = {}  # of single outputs, by their rows
         lane, run = (_slow_lane(), self._run_slow) if grammar.is_slow else (_fast_lane(), self._run_fast)
         self.done: Future[None] = lane.submit(run)
 
-    def wait(self) -> NDArray[np.int32]:
-        """Wait for the masks. Raises the error of the library."""
+    def mask(self, row: int) -> NDArray[np.int32]:
+        """Wait for the mask of an output, i32[num_words]. Raises the error of the library."""
         self.done.result()
-        return self.bits
+        if row in self._errors:
+            raise self._errors[row]
+        bits: NDArray[np.int32] = self._bits[row]
+        return bits
 
     @property
     def is_slow(self) -> bool:
@@ -76,19 +79,33 @@ class MaskJob:
 
     def _run_fast(self) -> None:
         started = time.perf_counter()
-        executor, bits = _executor(is_slow=False), self.bits
+        executor = _executor(is_slow=False)
+        bits = self._bits
         self._consume(executor)
         rows = [(matcher, i) for i, (matcher, _) in enumerate(self._advances)]
-        executor.unsafe_compute_mask_ptr(rows, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
+        try:
+            executor.unsafe_compute_mask_ptr(rows, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
+        except BaseException:  # of one output, and it is not known of which; a Rust panic is not an Exception
+            for _, row in rows:
+                self._compute_alone(row)
         if time.perf_counter() - started > SLOW_S:
             self._grammar.record(was_slow=True)
 
     def _run_slow(self) -> None:
         self._consume(_executor(is_slow=True))
-        for (matcher, _), row in zip(self._advances, self.bits, strict=True):
+        for row in range(len(self._advances)):
             started = time.thread_time()  # other work on the same cores does not make a grammar slow
-            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self._compute_alone(row)
             self._grammar.record(was_slow=time.thread_time() - started > SLOW_S / 4)
+
+    def _compute_alone(self, row: int) -> None:
+        """Compute the mask of one output, or keep its error."""
+        matcher, _ = self._advances[row]
+        bits = self._bits[row]
+        try:
+            matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        except BaseException as error:
+            self._errors[row] = error
 
     def _consume(self, executor: Any) -> None:
         """Consume one token of each output at a time: these calls release the GIL."""

@@ -339,7 +339,7 @@ class GrammarState:
 
     def mask(self) -> NDArray[np.int32]:
         """Wait for the next mask and return it, i32[num_words]. Raises the error of the library."""
-        return self.grammar.first if self._job is None else self._job.wait()[self._row]
+        return self.grammar.first if self._job is None else self._job.mask(self._row)
 
     def possible(self, stop_ids: frozenset[int]) -> frozenset[int]:
         """Return the tokens that may come next, if these stop tokens end an output."""
@@ -351,7 +351,16 @@ class GrammarState:
         return frozenset(np.flatnonzero(flags).tolist())
 
     def is_complete(self, request: Request) -> bool:
-        """Return whether the output is complete and nothing can follow it."""
+        """Return whether the output is complete and nothing can follow it.
+
+        False if the library fails: `GrammarMasks` reports the error of the request's next mask.
+        """
+        try:
+            return self._is_complete(request)
+        except BaseException:  # a Rust panic is not an Exception; a step holds interrupts back
+            return False
+
+    def _is_complete(self, request: Request) -> bool:
         if not self.follow(request) or not self.matcher.is_accepting():
             return False
         vocabulary = self.vocabulary

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -35,6 +34,7 @@ from ..scheduler.stats import EngineStats
 from ..text.prompt_parser import ParsedPrompt
 from . import frames
 from .interpreter import Garbage, switch_often
+from .preparations import Preparation, Preparations
 from .telemetry.log_queue import log_to_stderr
 
 logger = logging.getLogger(__name__)
@@ -148,8 +148,7 @@ class EngineServer:
         self.scores: list[tuple[int, Any]] = []
         self.stats, self._stats_at = EngineStats.of(engine.scheduler), time.monotonic()
         self._outboxes: dict[int, FrameOutbox] = {}  # of unfinished requests, by key
-        self._preparing = ThreadPoolExecutor(MOST_PREPARED, "paged-prepare")
-        self._to_prepare: set[FrameOutbox] = set()  # the requests that the pool has not prepared yet
+        self._preparations = Preparations[RequestSpec](MOST_PREPARED)
         self._garbage = Garbage()
 
     def run(self) -> None:
@@ -264,36 +263,43 @@ class EngineServer:
             return
         most = self.engine.config.max_waiting
         deadline = Deadline(params.timeout_s)
+
+        def add(spec: RequestSpec) -> None:
+            def add_to(engine: LLMEngine) -> None:
+                engine.core.add(order.request_id, replace(spec, timeout_s=deadline.left_s), outbox)
+
+            self._submit(add_to, outbox)
+
         if _is_short(params):
-            self._prepare(order, params, outbox, deadline)
-        elif most is not None and len(self._to_prepare) >= most:
+            try:
+                spec = self._prepared(order, params)
+            except Exception as error:  # told to the front end, whose request it is
+                outbox.fail(error)
+                return
+            add(spec)
+        elif most is not None and len(self._preparations) >= most:
             outbox.fail(
                 QueueFullError(
                     f"{most} requests wait for their grammars and max_waiting is {most}; try again later"
                 )
             )
         else:
-            self._to_prepare.add(outbox)
-            self._preparing.submit(self._prepare, order, params, outbox, deadline)
+            preparation = Preparation(
+                key=outbox,
+                tenant=order.tenant,
+                left_s=deadline.left_s,
+                prepare=lambda: self._prepared(order, params),
+                add=add,
+                fail=outbox.fail,
+                # Its reader may wait for a last output: it is added, and aborted at once.
+                give_up=lambda: add(self._prepared(order, _shortened(params))),
+            )
+            self._preparations.submit(preparation)
 
-    def _prepare(
-        self, order: frames.Generate, params: SamplingParams, outbox: FrameOutbox, deadline: Deadline
-    ) -> None:
+    def _prepared(self, order: frames.Generate, params: SamplingParams) -> RequestSpec:
         prompt = ParsedPrompt(None, order.token_ids, order.namespace)
         given = order.generated_token_ids
-        try:
-            spec = RequestSpec(prompt, params, tenant=order.tenant, generated_token_ids=given)
-            spec = self.loop.prepare(spec)
-        except Exception as error:  # told to the front end, whose request it is
-            outbox.fail(error)
-            return
-        finally:
-            self._to_prepare.discard(outbox)
-
-        def add(engine: LLMEngine) -> None:
-            engine.core.add(order.request_id, replace(spec, timeout_s=deadline.left_s), outbox)
-
-        self._submit(add, outbox)
+        return self.loop.prepare(RequestSpec(prompt, params, tenant=order.tenant, generated_token_ids=given))
 
     def _fork(self, order: frames.Fork) -> None:
         outbox = self._outboxes[order.key] = FrameOutbox(order.key, order.new_request_id, self)
@@ -313,6 +319,7 @@ class EngineServer:
     def _abort(self, key: int) -> None:
         if (outbox := self._outboxes.get(key)) is not None:
             outbox.is_gone = True
+            self._preparations.drop(outbox)
             self.loop.abort(outbox.request_id, outbox)
 
     def _hold(self, key: int, is_held: bool) -> None:
@@ -333,6 +340,11 @@ def _is_short(params: SamplingParams) -> bool:
     if params.structured_outputs is not None or params.dry_multiplier:
         return False
     return sum(map(len, (*params.stop, *params.bad_words))) <= MOST_AT_ONCE
+
+
+def _shortened(params: SamplingParams) -> SamplingParams:
+    """Return parameters without those that take long to prepare."""
+    return replace(params, structured_outputs=None, dry_multiplier=0.0, stop=[], bad_words=[])
 
 
 def described(error: BaseException) -> tuple[str, str, str | None]:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import paged
-from paged import LLMEngine, SamplingParams, StructuredOutputsParams
-from paged.engine import grammar_waits
-from paged.sampling.grammar_jobs import MaskJob
+from paged import (
+    AsyncLLMEngine,
+    LLMEngine,
+    QueueFullError,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from paged.engine import grammar_waits, loop
+from paged.engine.request_factory import RequestSpec
+from paged.sampling import grammar_jobs
+from paged.sampling.grammar_jobs import CompiledGrammar, MaskJob
 from tests.support.checkpoints import assert_all_free, new_engine
 
 DEMO = Path(paged.__file__).parent / "demo"
@@ -26,12 +39,16 @@ def demo() -> LLMEngine:
 
 
 class Gate:
-    """Keeps the workers of one grammar from computing masks until it opens. errors: what they raise then."""
+    """Keeps the workers of some grammars from computing masks until it opens.
+
+    errors: what they raise then.
+    """
 
     def __init__(self) -> None:
         self.opened = threading.Event()
         self.num_reached = 0
         self.errors: list[BaseException] = []
+        self.grammars: list[CompiledGrammar] = []
 
 
 @pytest.fixture
@@ -40,13 +57,14 @@ def gate(demo: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made, consume = Gate(), MaskJob._consume
     monkeypatch.setattr(grammar_waits, "ALL_HELD_S", 0.001)
     # What is compiled is cached, so this is the grammar of all later requests.
-    slow = demo.core.factory.grammars.start(StructuredOutputsParams(regex=SLOW)).grammar
+    made.grammars.append(demo.core.factory.grammars.start(StructuredOutputsParams(regex=SLOW)).grammar)
 
     def gated(self: MaskJob, executor: Any) -> None:
-        if self._grammar is slow:
+        if self._grammar in made.grammars:
             made.num_reached += 1
             assert made.opened.wait(60)
             if made.errors:
+                consume(self, executor)
                 raise made.errors[0]
         consume(self, executor)
 
@@ -149,3 +167,112 @@ def test_an_error_of_the_library_ends_its_request_alone(demo, gate):
     assert outputs["slow"].outputs[0].finish_reason == "error"
     assert outputs["slow"].outputs[0].stop_reason == "structured_outputs: the grammar is too complex"
     assert outputs["fast"].outputs[0].finish_reason == "stop"
+
+
+def test_an_error_of_the_library_without_stop_tokens_ends_its_request_alone(demo, gate):
+    """There the mask is asked whether the output ends."""
+    accepting = "[a-z]{1,90}"  # after each token
+    gate.grammars.append(demo.core.factory.grammars.start(StructuredOutputsParams(regex=accepting)).grammar)
+    gate.errors.append(RuntimeError("the grammar is too complex"))
+    add(demo, slow=bound(accepting, ignore_eos=True), fast=bound(FAST, ignore_eos=True))
+    gate.opened.set()
+    outputs = run_until(demo, "slow", "fast")
+    assert outputs["slow"].outputs[0].stop_reason == "structured_outputs: the grammar is too complex"
+    assert outputs["fast"].outputs[0].finish_reason == "stop"
+
+
+def test_one_output_that_fails_leaves_the_others_their_masks(monkeypatch):
+    class Matcher:
+        def __init__(self, error: str | None) -> None:
+            self.error = error
+
+        def unsafe_compute_mask_ptr(self, *_: object) -> None:
+            if self.error is not None:
+                raise RuntimeError(self.error)
+
+    class Executor:
+        def consume_token_par(self, _: object) -> None:
+            pass
+
+        def unsafe_compute_mask_ptr(self, *_: object) -> None:
+            raise RuntimeError("one of them fails")
+
+    monkeypatch.setattr(grammar_jobs, "_executor", lambda **_: Executor())
+    grammar = CompiledGrammar(None, np.zeros(1, np.int32))
+    for is_slow in (False, True):
+        grammar.record(was_slow=is_slow)
+        job = MaskJob(grammar, [(Matcher(error), [1]) for error in (None, "alone", None)], 1)
+        assert job.mask(0).shape == job.mask(2).shape == (1,)
+        with pytest.raises(RuntimeError, match="alone"):
+            job.mask(1)
+
+
+@pytest.fixture(scope="module")
+def narrow() -> LLMEngine:
+    """Return an engine with one seat, which a held request never gives up."""
+    engine = new_engine(DEMO, skip_tokenizer_init=False, max_num_seqs=1, max_waiting=2)
+    engine.scheduler.held_for_s = math.inf
+    return engine
+
+
+def test_a_refused_request_is_forgotten(narrow):
+    """One whose output is complete as it is given would be ended by the next step."""
+    free = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    add(narrow, running=free)
+    narrow.step()
+    add(narrow, waiting=free, last=free)
+    given = narrow.tokenizer.encode("ab")
+    with pytest.raises(QueueFullError):
+        narrow.add_request("refused", [1], bound("ab", ignore_eos=True), generated_token_ids=given)
+    assert run_until(narrow, "running", "last").keys() == {"running", "waiting", "last"}
+    narrow.add_request("taken", [1], bound("ab", ignore_eos=True), generated_token_ids=given)
+    assert run_until(narrow, "taken")["taken"].outputs[0].finish_reason == "stop"
+    assert_all_free(narrow)
+
+
+def test_a_held_request_that_is_aborted_before_it_is_queued_is_forgotten(narrow):
+    narrow.core.new_group("early", RequestSpec([1], bound(FAST)))
+    narrow.core.hold("early", True)
+    narrow.core.abort("early")
+    narrow.scheduler.check()
+
+
+@pytest.fixture
+def late(narrow, gate, monkeypatch) -> LLMEngine:
+    """Return an engine with one seat. Its masks are computed once a step waits for them beside a queue."""
+    slow = narrow.core.factory.grammars.start(StructuredOutputsParams(regex=SLOW)).grammar
+    gate.grammars.append(slow)
+    waited = grammar_waits.wait
+
+    def opening(futures: Any, timeout: float, return_when: str = ALL_COMPLETED) -> Any:
+        if return_when == FIRST_COMPLETED and narrow.scheduler.num_waiting:
+            gate.opened.set()
+        return waited(futures, timeout, return_when)
+
+    monkeypatch.setattr(grammar_waits, "wait", opening)
+    return narrow
+
+
+def test_a_step_waits_for_a_mask_also_where_another_request_waits_for_the_seat(late):
+    add(late, slow=bound(SLOW))
+    late.step()
+    add(late, other=SamplingParams(max_tokens=3, ignore_eos=True))
+    run_until(late, "slow", "other")
+    assert_all_free(late)
+
+
+def test_the_loop_leaves_that_to_the_step(late, gate, monkeypatch):
+    monkeypatch.setattr(loop, "HELD_S", 1000.0)  # its own wait would not end in time
+
+    async def read(stream: AsyncIterator[RequestOutput]) -> str | None:
+        return [output async for output in stream][-1].outputs[0].finish_reason
+
+    async def run() -> None:
+        async with AsyncLLMEngine.from_engine(late) as engine:
+            slow = asyncio.create_task(read(engine.generate([1, 2, 3], bound(SLOW))))
+            while not gate.num_reached:
+                await asyncio.sleep(0.001)
+            other = read(engine.generate([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True)))
+            assert await asyncio.wait_for(asyncio.gather(slow, other), 20) == ["stop", "length"]
+
+    asyncio.run(run())
