@@ -28,8 +28,8 @@ from .hf_config import check_file
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HEADER_CEILING = 100 * 2**20
 MAX_RANK = 8
-# Of a tensor that is converted or compared at once: at least these bytes, in at most so many parts. All threads
-# convert each part, and meet at its end, which takes milliseconds where they share their cores with others.
+# Of a tensor that is converted or compared at once: at least these bytes, in at most so many parts. Threads
+# that share a part meet at its end, which takes milliseconds where they share their cores with others.
 TENSOR_PART_BYTES = 16 * 2**20
 MAX_PARTS = 16
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
