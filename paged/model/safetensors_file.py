@@ -28,7 +28,10 @@ from .hf_config import check_file
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HEADER_CEILING = 100 * 2**20
 MAX_RANK = 8
-TENSOR_PART_BYTES = 16 * 2**20  # of a tensor that is converted or compared, at once
+# Of a tensor that is converted or compared at once: at least these bytes, in at most so many parts. Threads
+# that share a part meet at its end, which takes milliseconds where they share their cores with others.
+TENSOR_PART_BYTES = 16 * 2**20
+MAX_PARTS = 16
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
 Entry = tuple[str, list[int], int, int]  # dtype, shape, start and end of a tensor in a file
@@ -157,9 +160,9 @@ class StoredTensor:
         return tensor
 
     def parts(self) -> list[slice]:
-        """Return the rows in parts of about TENSOR_PART_BYTES."""
+        """Return the rows in parts of about TENSOR_PART_BYTES, or larger ones of a very large tensor."""
         num_rows = self.shape[0] if self.shape else 1
-        step = max(1, TENSOR_PART_BYTES // max(1, self._row_bytes))
+        step = max(1, TENSOR_PART_BYTES // max(1, self._row_bytes), -(-num_rows // MAX_PARTS))
         return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
     def copy_to(self, destination: Tensor) -> None:

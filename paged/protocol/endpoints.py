@@ -36,6 +36,7 @@ class Endpoint:
     call: what parses the body; None without a body.
     media: the content type of the answer. streamed: that of a stream, if there may be one.
     needs_key: whether a request needs one of the server's keys.
+    is_probe: whether it is answered on a connection beyond the limit, too, as a monitor asks it.
     """
 
     method: Literal["GET", "POST"]
@@ -46,6 +47,7 @@ class Endpoint:
     media: str = JSON
     streamed: str | None = None
     needs_key: bool = True
+    is_probe: bool = False
 
     def __post_init__(self) -> None:
         where = f"{self.method} {self.path}"
@@ -115,10 +117,20 @@ GET_MODEL = Endpoint(
 )
 # A monitor or a load balancer may have no key.
 GET_HEALTH = Endpoint(
-    method="GET", path="/health", summary="Return whether the engine runs", answer="Any", needs_key=False
+    method="GET",
+    path="/health",
+    summary="Return whether the engine runs",
+    answer="Any",
+    needs_key=False,
+    is_probe=True,
 )
 GET_READY = Endpoint(
-    method="GET", path="/ready", summary="Return whether requests are accepted", answer="Any", needs_key=False
+    method="GET",
+    path="/ready",
+    summary="Return whether requests are accepted",
+    answer="Any",
+    needs_key=False,
+    is_probe=True,
 )
 GET_VERSION = Endpoint(
     method="GET", path="/version", summary="Return the version of paged", answer="Version", needs_key=False
@@ -130,6 +142,7 @@ GET_METRICS = Endpoint(
     answer=None,
     media=_PLAIN,
     needs_key=False,
+    is_probe=True,
 )
 GET_OPENAPI = Endpoint(
     method="GET", path="/openapi.json", summary="Return this description", answer="Any", needs_key=False
@@ -139,6 +152,7 @@ ROUTES = tuple(_LISTED)
 # The routes that take a body, and what parses it.
 ENDPOINTS: dict[str, type[Call]] = {route.path: route.call for route in ROUTES if route.call is not None}
 OPEN_PATHS = frozenset(route.path for route in ROUTES if not route.needs_key)
+PROBES = frozenset(route.path for route in ROUTES if route.is_probe)
 DEFAULT_LIMITS = Limits()
 
 

@@ -201,11 +201,14 @@ class ServeOptions:
         return is_open or bool(self.allowed_hosts)
 
     def allows_host(self, header: str | None) -> bool:
-        """Return whether requests may name this host, which may have a port."""
-        if not self.checks_hosts:
+        """Return whether requests may name this host, which may have a port.
+
+        header: None, as HTTP/1.0 allows, is not from a browser, which always names one.
+        """
+        if not self.checks_hosts or header is None:
             return True
-        found = _HOST_HEADER.fullmatch(header or "")
-        name = "" if found is None else (found[1] or found[2]).rstrip(".").lower()
+        found = _HOST_HEADER.fullmatch(header)
+        name = "" if found is None else (found[1] or found[2] or "").rstrip(".").lower()
         return is_loopback(name) or name in {host.lower() for host in (self.host, *self.allowed_hosts)}
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 
 from paged import CheckpointError
+from paged.model import safetensors_file
 from paged.model.config import LLAMA_NAMES
 from paged.model.safetensors_file import SafetensorsFile
 from paged.model.weight_files import find_weight_files
@@ -117,3 +118,16 @@ def test_a_file_that_becomes_shorter_is_named(tmp_path):
         path.write_bytes(path.read_bytes()[:-8])
         with pytest.raises(CheckpointError, match=r"a\.safetensors: became shorter while it was read"):
             file.tensors["a"].read()
+
+
+def test_a_large_tensor_has_few_parts(tmp_path, monkeypatch):
+    """Each costs a meeting of all threads, which is slow where they share their cores."""
+    monkeypatch.setattr(safetensors_file, "TENSOR_PART_BYTES", 100)
+    whole = torch.arange(7000.0).view(1000, 7).bfloat16()
+    save_file({"a": whole}, tmp_path / "a.safetensors")
+    with SafetensorsFile(tmp_path / "a.safetensors") as file:
+        parts = file.tensors["a"].parts()
+        assert len(parts) == safetensors_file.MAX_PARTS
+        copy = torch.zeros(1000, 7)
+        file.tensors["a"].copy_to(copy)
+    assert torch.equal(copy, whole.float())

@@ -3,13 +3,15 @@
 import io
 import json
 import logging
+import sys
 
 import pytest
 
 from paged.errors import RequestError
 from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput
+from paged.server.telemetry.log_queue import MAX_LINE_BYTES
 from paged.server.telemetry.records import Observers, RequestRecord
-from paged.server.telemetry.request_log import RequestLog, set_up_logging
+from paged.server.telemetry.request_log import RequestLog, _JsonLine, set_up_logging
 from paged.server.telemetry.trace_context import TraceContext
 
 SECRET = "my secret"
@@ -109,6 +111,24 @@ def test_a_client_cannot_forge_a_line_or_a_field(evil, log_format):
         assert json.loads(request)["id"] == evil[:128]
     elif not evil.isalnum():
         assert f"id={json.dumps(evil)}" in request
+
+
+@pytest.mark.parametrize("character", ["x", "\n", "\x00", "\U0001f600"])
+def test_a_long_line_of_json_is_shortened_within_its_texts(character):
+    formatter = _JsonLine()
+    long = "begin" + character * 2**16 + "end"
+    try:
+        raise ValueError(long)
+    except ValueError:
+        error = sys.exc_info()
+    for said in ({"msg": long}, {"msg": "a", "exc_info": error}, {"msg": long, "exc_info": error}):
+        line = formatter.format(logging.makeLogRecord(said))
+        assert MAX_LINE_BYTES // 8 < len(line) <= MAX_LINE_BYTES
+        fields = json.loads(line)
+        assert fields["event"] == "a" or (fields["event"][:5], fields["event"][-3:]) == ("begin", "end")
+        if "exc_info" in said:
+            assert fields["traceback"].startswith("Traceback")
+            assert fields["traceback"].endswith("end")
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])

@@ -14,9 +14,10 @@ import httptools
 from starlette.types import ASGIApp, Scope
 
 from ...protocol.answers.errors import error_body
+from ...protocol.endpoints import PROBES
 from ..telemetry.records import TOO_MANY_CONNECTIONS
 from .cycle import STATUS_LINES, Cycle
-from .exchange import ABORT, JSON, encode_json, request_id_of
+from .exchange import IS_TOO_SLOW, JSON, encode_json, request_id_of
 from .failures import Header, HttpError, retry_headers
 
 MAX_HEAD_BYTES = 2**16  # of request line and headers; also of trailers, and of what is around one chunk
@@ -33,7 +34,6 @@ LINGER_S = 10.0
 MAX_LINGER_BYTES = 2**28
 # Of a connection beyond the limit, which may ask for the server's state alone.
 SPARE_TIMEOUT_S = 2.0
-PROBES = frozenset({"/health", "/ready", "/metrics"})
 
 NOT_HTTP = (400, "the request is not valid HTTP/1.1")
 HEAD_TOO_LARGE = (431, f"the headers are larger than {MAX_HEAD_BYTES:,} bytes; send fewer or shorter ones")
@@ -56,6 +56,8 @@ class ConnectionContext:
     on_refusal: is told the route, status, reason and id of each request that does not reach the application.
     root_path: the path under which a proxy makes the server known.
     max_connections: beyond it connections are spare.
+    slow_client_s: seconds in which a client has to read enough for the next part of a response to be sent,
+        and all that is left after the last response.
     default_headers: of all responses.
     connections, tasks: that are open. uvicorn waits for them when it ends.
     """
@@ -64,6 +66,7 @@ class ConnectionContext:
     on_refusal: OnRefusal
     root_path: str
     max_connections: int
+    slow_client_s: float
     default_headers: Callable[[], Sequence[Header]]
     connections: set[Any] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -84,6 +87,7 @@ class Connection(asyncio.Protocol):
     did not ask for that.
 
     is_spare: whether it is beyond the limit of connections.
+    is_too_slow: whether the client was cut off, as it did not read its responses.
     on_lost: is called when it has ended.
     """
 
@@ -92,6 +96,7 @@ class Connection(asyncio.Protocol):
     ) -> None:
         self._context = context
         self.is_spare = is_spare
+        self.is_too_slow = False
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._parser = self._new_parser()
@@ -121,7 +126,6 @@ class Connection(asyncio.Protocol):
         )  # without a whole response, the oldest first; it is being answered
         self._incoming: Cycle | None = None  # whose body is not whole
         self._is_stopping = False
-        self._num_unsent = 0  # bytes that the client has not read, when it was last looked at
 
     # Of asyncio.Protocol
 
@@ -193,8 +197,18 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
 
     async def drain(self) -> None:
-        """Wait until the client has read enough."""
-        await self._is_writable.wait()
+        """Wait until the client has read enough. Cut it off if that takes too long."""
+        if self._is_writable.is_set():
+            return
+        timer = self._loop.call_later(self._context.slow_client_s, self._cut_off)
+        try:
+            await self._is_writable.wait()
+        finally:
+            timer.cancel()
+
+    def _cut_off(self) -> None:
+        self.is_too_slow = True
+        self.abort()
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -410,7 +424,7 @@ class Connection(asyncio.Protocol):
             "raw_path": root_path.encode() + url.path,
             "query_string": url.query or b"",
             "headers": self._headers,
-            ABORT: self.abort,
+            IS_TOO_SLOW: lambda: self.is_too_slow,
             **self._addresses,
         }
 
@@ -475,17 +489,9 @@ class Connection(asyncio.Protocol):
         elif can_end:
             transport.write_eof()
         self.update_reading()
-        self._num_unsent = transport.get_write_buffer_size()
-        self._set_deadline(LINGER_S, self._on_linger_timeout)
-
-    def _on_linger_timeout(self) -> None:
-        assert self._transport is not None
-        num_unsent = self._transport.get_write_buffer_size()
-        if 0 < num_unsent < self._num_unsent:  # a slow reader
-            self._num_unsent = num_unsent
-            self._set_deadline(LINGER_S, self._on_linger_timeout)
-        else:
-            self.abort()
+        # However slowly the client reads, sends or closes, the connection ends.
+        is_unread = transport.get_write_buffer_size() > 0
+        self._set_deadline(self._context.slow_client_s if is_unread else LINGER_S, self.abort)
 
     def _on_head_timeout(self) -> None:
         if self.is_spare:

@@ -25,7 +25,7 @@ JSON, EVENTS, JSON_LINES = "application/json", "text/event-stream; charset=utf-8
 BODY_TIMEOUT_S = 30.0
 PARSED_AT_ONCE = 2**16  # bytes of JSON that are parsed on the event loop; more would block it too long
 SENT_AT_ONCE = 2**16  # bytes of a response, of which a client has to read most before the next are sent
-ABORT = "paged.abort"  # a function of a request's scope, which cuts its connection
+IS_TOO_SLOW = "paged.is_too_slow"  # a function of a request's scope: whether its client was cut off
 PARTS_AT_ONCE = 4096  # tokens and candidates of an answer that is made on the event loop
 # An id is written to logs and headers: printable ASCII without spaces, commas and quotes.
 _REQUEST_ID = re.compile(rb"[!#-+\--~]{1,128}")
@@ -35,7 +35,6 @@ class Exchange:
     """One HTTP request and its response.
 
     max_body_bytes: of the request.
-    slow_client_s: seconds in which a client has to read some of the response.
     budget: of the bodies of all requests.
     num_body_bytes: of the request, once its body was read.
     route: the path below --root-path.
@@ -43,21 +42,18 @@ class Exchange:
     extra_headers: are added to the response.
     status: of the response, once it has begun.
     is_complete: whether the last part of the response was handed to the server.
-    is_too_slow: whether the client read nothing of the response for slow_client_s, and was cut.
     record: of the request, once its body was accepted.
     error: that ended the response, after it had begun.
     """
 
     __slots__ = (
-        "_abort",
         "_budget",
         "_headers",
+        "_is_too_slow",
         "_send",
-        "_slow_client_s",
         "error",
         "extra_headers",
         "is_complete",
-        "is_too_slow",
         "max_body_bytes",
         "method",
         "num_body_bytes",
@@ -77,12 +73,9 @@ class Exchange:
         *,
         max_body_bytes: int,
         budget: BodyBudget,
-        slow_client_s: float,
     ) -> None:
         self.receive, self._send = receive, send
-        self._abort: Callable[[], None] = scope[ABORT]
-        self._slow_client_s = slow_client_s
-        self.is_too_slow = False
+        self._is_too_slow: Callable[[], bool] = scope[IS_TOO_SLOW]
         self.method: str = scope["method"]
         self.route: str = scope["path"].removeprefix(scope.get("root_path", ""))
         self.max_body_bytes, self._budget, self.num_body_bytes = max_body_bytes, budget, 0
@@ -94,6 +87,11 @@ class Exchange:
         self.is_complete = False
         self.record: RequestRecord | None = None
         self.error: Exception | None = None
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether the client was cut off as it did not read what it had asked for."""
+        return self._is_too_slow()
 
     def header(self, name: str) -> str | None:
         """Return the value of a header of the request, the last one of several."""
@@ -207,22 +205,13 @@ class Exchange:
     async def write(self, body: bytes, *, more: bool) -> None:
         """Send the next part of the response, once the client has read enough of the parts before."""
         for start in range(0, len(body) - SENT_AT_ONCE, SENT_AT_ONCE):
-            await self._send_piece(body[start : start + SENT_AT_ONCE], more=True)
+            await self._send_body(body[start : start + SENT_AT_ONCE], more=True)
         rest = (len(body) - 1) // SENT_AT_ONCE * SENT_AT_ONCE
         self.is_complete = not more
-        await self._send_piece(body[rest:] if body else body, more=more)
+        await self._send_body(body[rest:] if body else body, more=more)
 
-    async def _send_piece(self, body: bytes, *, more: bool) -> None:
-        """Send up to SENT_AT_ONCE bytes. Cut the connection if the client does not read."""
-        timer = asyncio.get_running_loop().call_later(self._slow_client_s, self._cut)
-        try:
-            await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        finally:
-            timer.cancel()
-
-    def _cut(self) -> None:
-        self.is_too_slow = True
-        self._abort()
+    async def _send_body(self, body: bytes, *, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def respond(
         self, status: int, body: bytes, content_type: str = JSON, headers: Iterable[Header] = ()

@@ -167,6 +167,7 @@ class Server(uvicorn.Server):
             on_refusal,
             root_path=options.root_path or "",
             max_connections=connection_limit(options.max_connections),
+            slow_client_s=options.slow_client_timeout_s,
             default_headers=lambda: self.server_state.default_headers,
             connections=self.server_state.connections,
             tasks=self.server_state.tasks,

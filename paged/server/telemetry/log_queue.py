@@ -9,7 +9,7 @@ import threading
 from collections import deque
 
 MAX_LINES = 4096
-MAX_LINE_BYTES = 2**14  # of one line; a longer one is cut
+MAX_LINE_BYTES = 2**14  # of one line; a longer one is cut, unless its formatter makes it shorter
 FLUSH_S = 1.0  # at the end of the process
 STDERR = 2
 
@@ -38,7 +38,8 @@ class LogQueue(logging.Handler):
         try:
             line = self._line(record)
         except Exception:  # a wrong call of the logger must not fail what it tells of
-            line = b"a line of the log could not be made: %b\n" % ascii(record.msg).encode()[:200]
+            message = f"a line of the log could not be made: {ascii(record.msg)[:200]}"
+            line = self._line(_record_of(message, record.levelno))
         with self._changed:
             if len(self._lines) >= self._max_lines:
                 self.num_dropped += 1
@@ -73,8 +74,7 @@ class LogQueue(logging.Handler):
         num_new = self.num_dropped - self._num_told
         if num_new:
             message = f"{num_new} lines of the log were dropped, as they were not read fast enough"
-            record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, None, None)
-            if self._write(self._line(record)):
+            if self._write(self._line(_record_of(message, logging.WARNING))):
                 self._num_told += num_new
 
     def _write(self, data: bytes) -> bool:
@@ -87,6 +87,10 @@ class LogQueue(logging.Handler):
             except OSError:
                 return False
         return True
+
+
+def _record_of(message: str, level: int) -> logging.LogRecord:
+    return logging.LogRecord(__name__, level, __file__, 0, message, None, None)
 
 
 def log_to_stderr(formatter: logging.Formatter | None = None) -> LogQueue:

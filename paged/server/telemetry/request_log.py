@@ -8,7 +8,7 @@ import re
 from datetime import UTC, datetime
 from typing import IO, Any, Literal
 
-from .log_queue import log_to_stderr
+from .log_queue import MAX_LINE_BYTES, log_to_stderr
 from .records import Ending, RequestProgress, RequestRecord
 
 LogFormat = Literal["text", "json"]
@@ -113,8 +113,18 @@ class _JsonLine(logging.Formatter):
         line = {"time": _time_of(record), "level": record.levelname.lower(), "event": record.getMessage()}
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        # Other than ASCII is escaped, and so is every control character.
-        return json.dumps({**line, **shortened})
+        return _encoded({**line, **shortened})
+
+
+def _encoded(fields: dict[str, Any]) -> str:
+    """Encode the fields as a line of MAX_LINE_BYTES at most: of the longest text the middle is left out."""
+    # Other than ASCII is escaped, and so is every control character.
+    while len(line := json.dumps(fields)) > MAX_LINE_BYTES:
+        name = max(fields, key=lambda name: len(str(fields[name])))
+        text = str(fields[name])
+        kept = min(len(text), MAX_LINE_BYTES) // 4  # at each end: those of a traceback say most
+        fields[name] = f"{text[:kept]} ... {text[len(text) - kept :]}"
+    return line
 
 
 def _time_of(record: logging.LogRecord) -> str:
