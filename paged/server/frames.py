@@ -120,15 +120,15 @@ class Abort(Frame):
 
 
 class Pause(Frame):
-    """Compute nothing more of a request for now: its reader is slow."""
+    """Compute nothing more of requests for now: their reader is slow."""
 
-    key: int
+    keys: list[int]
 
 
 class Resume(Frame):
-    """Go on with a paused request."""
+    """Go on with paused requests."""
 
-    key: int
+    keys: list[int]
 
 
 class Ask(Frame):
@@ -343,10 +343,18 @@ class Places(Sequence[P]):
     Reading takes long, and is for a thread; adding is for the event loop.
     """
 
-    __slots__ = ("_wire",)
+    __slots__ = ("_stop", "_wire")
 
     def __init__(self, wire: Sequence[Place | None] = ()) -> None:
         self._wire = [*wire]
+        self._stop: int | None = None
+
+    def so_far(self) -> Places[P]:
+        """Return the places as they are now, without a copy. Places that are added later are left out."""
+        places = Places[P]()
+        places._wire = self._wire
+        places._stop = len(self)
+        return places
 
     def add(self, wire: Sequence[Place | None]) -> None:
         """Add the next places."""
@@ -355,11 +363,12 @@ class Places(Sequence[P]):
     @property
     def num_candidates(self) -> int:
         """About how many candidates all places have, without counting them on the event loop."""
-        last = self._wire[-1] if self._wire else None
-        return 0 if last is None else len(self._wire) * len(last[0])
+        num = len(self)
+        last = self._wire[num - 1] if num else None
+        return 0 if last is None else num * len(last[0])
 
     def __len__(self) -> int:
-        return len(self._wire)
+        return len(self._wire) if self._stop is None else self._stop
 
     @overload
     def __getitem__(self, index: int) -> P: ...
@@ -368,8 +377,12 @@ class Places(Sequence[P]):
     def __getitem__(self, index: slice) -> list[P]: ...
 
     def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [place and place_from_wire(place) for place in self._wire[index]]
+        found = range(len(self))[index]
+        if isinstance(found, range):
+            return [self._read(i) for i in found]
+        return self._read(found)
+
+    def _read(self, index: int) -> dict[int, Logprob] | None:
         place = self._wire[index]
         return place and place_from_wire(place)
 

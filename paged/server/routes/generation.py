@@ -121,7 +121,7 @@ async def _begin(
         generate(prompt, own, f"{engine_id}-{i}", tenant=tenant)
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))
     ]
-    count_together(streams)
+    count_together(streams, is_whole=not call.stream)
     return streams, identity, exchange.on_output
 
 
