@@ -65,6 +65,7 @@ class App:
             send,
             max_body_bytes=front.options.max_request_bytes,
             budget=front.body_budget,
+            responses=front.response_budget,
             slow_client_s=front.options.slow_client_timeout_s,
         )
         scope[EXCHANGE], scope["app"] = exchange, self

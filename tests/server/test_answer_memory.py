@@ -258,3 +258,19 @@ def test_a_stream_of_many_prompts_that_is_not_read_holds_little(shared_client, m
     assert places == [num_tokens + 1] * num_prompts
     assert peaks[0] < num_prompts * num_tokens * 21 * CANDIDATE_BYTES / 3
     eventually(lambda: shared_client.num_requests == budget.num_bytes == 0)
+
+
+def test_a_body_that_is_read_slowly_keeps_no_memory_from_others(shared_client, monkeypatch):
+    """Once it is written as JSON, its log-probabilities count no more; and it is cut before others wait."""
+    budget, responses = shared_client.front.engine.budget, shared_client.front.response_budget
+    body = {**WHOLE, "max_tokens": 400}
+    with slow_client(shared_client) as first:
+        send(first, body)
+        eventually(lambda: responses.num_bytes > 0)
+        assert budget.num_bytes == 0
+        monkeypatch.setattr(responses, "max_bytes", responses.num_bytes)
+        choices = shared_client.post("/v1/completions", **body)["choices"]
+        assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [400] * 4
+        with pytest.raises(ConnectionResetError):
+            read_all(first)
+    eventually(lambda: responses.num_bytes == 0)

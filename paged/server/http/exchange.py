@@ -19,6 +19,7 @@ from ...strict_json import parse_json
 from ..telemetry.records import RequestRecord
 from .body_budget import BodyBudget
 from .failures import Header, HttpError
+from .response_budget import ResponseBudget
 
 T = TypeVar("T")
 JSON, EVENTS, JSON_LINES = "application/json", "text/event-stream; charset=utf-8", "application/x-ndjson"
@@ -37,13 +38,15 @@ class Exchange:
     max_body_bytes: of the request.
     slow_client_s: seconds in which a client has to read some of the response.
     budget: of the bodies of all requests.
+    responses: the budget of all whole responses.
     num_body_bytes: of the request, once its body was read.
     route: the path below --root-path.
     request_id: in the response's header x-request-id: the client's own if it is short and printable.
     extra_headers: are added to the response.
     status: of the response, once it has begun.
     is_complete: whether the last part of the response was handed to the server.
-    is_too_slow: whether the client read nothing of the response for slow_client_s, and was cut.
+    is_too_slow: whether the client was cut: it read nothing of the response for slow_client_s, or others
+        need the memory of the response.
     record: of the request, once its body was accepted.
     error: that ended the response, after it had begun.
     """
@@ -52,6 +55,7 @@ class Exchange:
         "_abort",
         "_budget",
         "_headers",
+        "_responses",
         "_send",
         "_slow_client_s",
         "error",
@@ -77,11 +81,13 @@ class Exchange:
         *,
         max_body_bytes: int,
         budget: BodyBudget,
+        responses: ResponseBudget,
         slow_client_s: float,
     ) -> None:
         self.receive, self._send = receive, send
         self._abort: Callable[[], None] = scope[ABORT]
         self._slow_client_s = slow_client_s
+        self._responses = responses
         self.is_too_slow = False
         self.method: str = scope["method"]
         self.route: str = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -229,20 +235,19 @@ class Exchange:
     ) -> None:
         """Send a whole response."""
         await self.begin(status, content_type, ((b"content-length", b"%d" % len(body)), *headers))
-        await self.write(body, more=False)
+        if len(body) <= SENT_AT_ONCE:
+            await self.write(body, more=False)
+            return
+        with self._responses.sending(len(body), self._cut):
+            await self.write(body, more=False)
 
     async def respond_json(self, status: int, value: Any, headers: Iterable[Header] = ()) -> None:
         """Send a whole response of JSON."""
         await self.respond(status, encode_json(value), headers=headers)
 
     async def answer(self, new_body: Callable[[], Any], num_parts: int) -> None:
-        """Send a whole response of JSON with status 200, which is made in a thread if it is large.
-
-        num_parts: about how many tokens, candidates or other values it has.
-        """
-        is_large = num_parts > PARTS_AT_ONCE
-        encode = encode_in_pieces if is_large else encode_json
-        await self.respond(200, await in_thread_if(is_large, lambda: encode(new_body())))
+        """Send a whole response of JSON with status 200; see `encode_answer`."""
+        await self.respond(200, await encode_answer(new_body, num_parts))
 
 
 class ClientGone(Exception):  # noqa: N818 - an event like CancelledError, no error
@@ -289,6 +294,16 @@ def request_id_of(given: bytes | None) -> str:
 async def in_thread_if(is_long: bool, function: Callable[..., T], *args: Any) -> T:
     """Call a function in a thread if that takes long, else on the event loop."""
     return await asyncio.to_thread(function, *args) if is_long else function(*args)
+
+
+async def encode_answer(new_body: Callable[[], Any], num_parts: int) -> bytes:
+    """Return the JSON of a body, which is made in a thread if it is large.
+
+    num_parts: about how many tokens, candidates or other values it has.
+    """
+    is_large = num_parts > PARTS_AT_ONCE
+    encode = encode_in_pieces if is_large else encode_json
+    return await in_thread_if(is_large, lambda: encode(new_body()))
 
 
 def encode_in_pieces(value: Any) -> bytes:
