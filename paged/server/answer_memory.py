@@ -163,7 +163,7 @@ def comes_in_parts(kind: RequestOutputKind) -> bool:
 
 def size_of(output: frames.Output) -> int:
     """Return about how many bytes an output holds until it is read."""
-    size = bytes_of(output.prompt_logprobs or ())
+    size = 0
     for completion in output.completions:
         size += len(completion.text) + len(completion.token_ids) * TOKEN_BYTES
         size += bytes_of(completion.logprobs or ())

@@ -198,6 +198,10 @@ class EngineConnection(asyncio.Protocol):
 
     def _take(self, report: frames.Report) -> None:
         match report:
+            case frames.PromptPlaces(key=key, places=places):
+                if (inbox := self._inboxes.get(key)) is not None:
+                    inbox.put_prompt(places)
+                    self._bound(key, inbox)
             case frames.Outputs(outputs=outputs, embeddings=embeddings, scores=scores):
                 for output in outputs:
                     self._put(output)
@@ -227,6 +231,10 @@ class EngineConnection(asyncio.Protocol):
         if not output.finished:
             self._loads[key] += num
             self.load += num
+        self._bound(key, inbox)
+
+    def _bound(self, key: int, inbox: Inbox) -> None:
+        """End a request whose answer is too large to be held."""
         if (refusal := inbox.refusal()) is not None:
             self.abort(key)
             inbox.refuse(refusal)

@@ -89,11 +89,11 @@ class FrameOutbox(Recipient):
         """Add an output to the frame."""
         self._server.forget(self, output.finished)
         first, self._sent_metrics = not self._sent_metrics, True
-        places: list[frames.Place | None] | None = None
         # A stream begins with them, and they do not change.
         if output.prompt_logprobs is not None and not self._sent_prompt:
             self._sent_prompt = True
-            places = [p if p is None else frames.place_to_wire(p) for p in output.prompt_logprobs]
+            for frame in frames.prompt_places(self.key, output.prompt_logprobs):
+                self._server.link.send(frame)
         self._server.outputs.append(
             frames.Output(
                 self.key,
@@ -101,7 +101,6 @@ class FrameOutbox(Recipient):
                 output.finished,
                 output.num_cached_tokens,
                 output.metrics if first or output.finished else None,
-                places,
             )
         )
 

@@ -7,7 +7,7 @@ docs/serving.md describes each.
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Generic, TypeVar, overload
 
@@ -27,6 +27,7 @@ P = TypeVar("P")
 NOT_SENT = {"logits_processors": "Python functions cannot cross to the engine's process"}
 LENGTH_BYTES = 4
 MOST_FRAME_BYTES = 2**31 - 1
+CANDIDATES_OF_FRAME = 4096  # the event loop decodes a frame at once
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams) if field.name not in NOT_SENT}
 _HINTS = typing.get_type_hints(SamplingParams)
 
@@ -178,7 +179,7 @@ class Completion(msgspec.Struct, array_like=True):
 class Output(msgspec.Struct, array_like=True):
     """What is new of a request; the fields of `RequestOutput`.
 
-    `metrics` is sent first and last, `prompt_logprobs` once, as soon as the prompt is computed.
+    `metrics` is sent first and last; `PromptPlaces` come before the first output.
     """
 
     key: int
@@ -186,7 +187,13 @@ class Output(msgspec.Struct, array_like=True):
     finished: bool
     num_cached_tokens: int | None
     metrics: RequestMetrics | None
-    prompt_logprobs: list[Place | None] | None = None
+
+
+class PromptPlaces(Frame):
+    """The next log-probabilities of a prompt: at most CANDIDATES_OF_FRAME candidates, or one place."""
+
+    key: int
+    places: list[Place | None]
 
 
 class Outputs(Frame):
@@ -222,7 +229,7 @@ class Dead(Frame):
     message: str
 
 
-Report = Ready | Refused | Outputs | Answer | Heartbeat | Dead
+Report = Ready | Refused | PromptPlaces | Outputs | Answer | Heartbeat | Dead
 
 
 def _plain(value: Any) -> Any:
@@ -330,6 +337,21 @@ def place_to_wire(place: dict[int, Logprob]) -> Place:
         [candidate.rank for candidate in candidates],
         [candidate.decoded_token for candidate in candidates],
     )
+
+
+def prompt_places(key: int, prompt_logprobs: Sequence[dict[int, Logprob] | None]) -> Iterator[PromptPlaces]:
+    """Yield the frames of a prompt's log-probabilities."""
+    places: list[Place | None] = []
+    num = 0
+    for candidates in prompt_logprobs:
+        size = 0 if candidates is None else len(candidates)
+        if places and num + size > CANDIDATES_OF_FRAME:
+            yield PromptPlaces(key, places)
+            places = []
+            num = 0
+        places.append(None if candidates is None else place_to_wire(candidates))
+        num += size
+    yield PromptPlaces(key, places)
 
 
 def place_from_wire(place: Place) -> dict[int, Logprob]:

@@ -105,13 +105,18 @@ class Inbox:
         self.finished, self._num_cached_tokens = new.finished, new.num_cached_tokens
         if new.metrics is not None:
             self._metrics = new.metrics
-        if new.prompt_logprobs is not None:
-            self._prompt_logprobs = frames.Places(new.prompt_logprobs)
-            self._num_lasting = bytes_of(new.prompt_logprobs)
         self._count(size_of(new))
         if self.comes_in_parts or self.finished:
             self._wake()
         return num
+
+    def put_prompt(self, places: list[frames.Place | None]) -> None:
+        """Add the next log-probabilities of the prompt. All come before the first output."""
+        self._prompt_logprobs = self._prompt_logprobs or frames.Places()
+        self._prompt_logprobs.add(places)
+        size = bytes_of(places)
+        self._num_lasting += size
+        self._count(size)
 
     def _count(self, size: int) -> None:
         self._num_bytes += size

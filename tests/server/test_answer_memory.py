@@ -11,7 +11,7 @@ from paged import QueueFullError, RequestError, SamplingParams
 from paged.engine.async_options import CANDIDATE_BYTES, PAUSE_BYTES, TOKEN_BYTES
 from paged.sampling_params import RequestOutputKind
 from paged.server import frames
-from paged.server.answer_memory import RESUME_BYTES, AnswerAccount, AnswerBudget, size_of
+from paged.server.answer_memory import RESUME_BYTES, AnswerAccount, AnswerBudget, bytes_of, size_of
 from paged.server.inbox import Inbox
 from tests.server.test_streams import events_of, read_all, send, slow_client
 from tests.support.served import eventually
@@ -28,7 +28,7 @@ def new_output(num_tokens: int, *, finished: bool = False) -> frames.Output:
 
 def test_an_output_counts_its_text_tokens_and_candidates():
     assert size_of(new_output(3)) == 3 * BYTES
-    assert size_of(frames.Output(1, [], True, None, None, [None, PLACE])) == 21 * CANDIDATE_BYTES
+    assert bytes_of([None, PLACE]) == 21 * CANDIDATE_BYTES
 
 
 def test_what_its_reader_is_done_with_is_given_back_and_what_is_merged_is_counted():
@@ -50,7 +50,9 @@ def test_what_its_reader_is_done_with_is_given_back_and_what_is_merged_is_counte
 def test_prompt_logprobs_are_held_until_the_end_and_unread_until_the_first_output_is_sent():
     account = AnswerAccount(AnswerBudget(), is_whole=False)
     inbox = Inbox("r", None, [1], DELTA, account=account)
-    inbox.put(frames.Output(1, [], False, None, None, [None, PLACE]))
+    inbox.put_prompt([None])
+    inbox.put_prompt([PLACE])
+    inbox.put(frames.Output(1, [], False, None, None))
     assert asyncio.run(inbox.get()).prompt_logprobs is not None
     assert account.num_unread == 21 * CANDIDATE_BYTES
     inbox.release()
