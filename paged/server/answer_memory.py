@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..engine.async_options import CANDIDATE_BYTES, PAUSE_BYTES, TOKEN_BYTES
 from ..errors import QueueFullError, RequestError
 from ..sampling_params import RequestOutputKind, SamplingParams
 from . import frames
 
-RESUME_BYTES = PAUSE_BYTES // 4  # unread of the answers of one HTTP request when its engine goes on
+RESUME_BYTES = PAUSE_BYTES // 4  # unread of the answers of one HTTP request when its engines go on
 MAX_ANSWER_BYTES = 256 * 2**20  # of an answer that is sent as a whole: there is nothing to read before
 MAX_BYTES_IN_ALL = 512 * 2**20
+# Holds requests of these keys, or lets them go on.
+Hold = Callable[[list[int], bool], None]
 
 
 class AnswerBudget:
@@ -31,84 +33,117 @@ class AnswerBudget:
         """Whether answers hold more than they may."""
         return self.num_bytes > self.max_bytes
 
-    def check(
-        self, params: SamplingParams, num_prompt_tokens: int, *, max_model_len: int, vocab_size: int
-    ) -> None:
-        """Raise RequestError if a request asks for more than one answer may hold.
-
-        Output tokens count only where max_tokens is given and all come at once: few requests without it
-        generate as many as fit the context.
-        """
-        prompt_top, top = params.prompt_logprobs, params.logprobs
-        if prompt_top is not None:
-            size = num_prompt_tokens * _bytes_of_token(prompt_top, vocab_size)
-            what = f"prompt_logprobs of {num_prompt_tokens:,} tokens would"
-            self._check_size("prompt_logprobs", what, size, "ask for fewer")
-        if top is not None and params.max_tokens is not None and not comes_in_parts(params.output_kind):
-            most = min(params.max_tokens, max_model_len - num_prompt_tokens)
-            size = most * params.num_samples * _bytes_of_token(top, vocab_size)
-            what = f"logprobs of {params.num_samples:,} samples of {most:,} tokens could"
-            self._check_size("logprobs", what, size, "ask for fewer, or stream the answer")
-
-    def _check_size(self, param: str, what: str, size: int, way_out: str) -> None:
-        if size > self.max_answer_bytes:
-            mebibytes = (
-                f"{size / 2**20:,.0f} MiB, and an answer has at most {self.max_answer_bytes / 2**20:,.0f}"
-            )
-            raise RequestError(f"{what} take {mebibytes}; {way_out}", param=param)
-
 
 class AnswerAccount:
     """The bytes that the answers of one HTTP request hold: those of all its prompts and samples.
 
-    num_bytes: held. num_unread: of these, those that a reader may take, and has not.
+    is_whole: whether they are sent together, when all are finished.
+    num_bytes: held.
+    num_unread: of these, those that a reader may take, or took and has not sent on yet.
     """
 
-    def __init__(self, budget: AnswerBudget) -> None:
+    def __init__(self, budget: AnswerBudget, *, is_whole: bool = True) -> None:
         self.budget = budget
+        self.is_whole = is_whole
         self.num_bytes = 0
         self.num_unread = 0
-        self._paused: dict[int, Callable[[], None]] = {}  # what lets each paused request go on, by its key
+        self._num_expected = 0
+        self._going: dict[int, Hold] = {}  # what holds each unfinished request, by its key
+        self._held: dict[int, Hold] = {}
+        self._is_unread = False  # too much is: all are held
+        self._is_full = False  # all are held but the first, whose end frees memory
 
-    def grow(self, num_bytes: int, *, readable: bool) -> None:
-        """Count bytes that came. readable: whether a reader may take them now."""
+    def expect(
+        self, params: SamplingParams, num_prompt_tokens: int, *, max_model_len: int, vocab_size: int
+    ) -> None:
+        """Add a prompt. Raise RequestError if an answer with it would hold more than it may.
+
+        Output tokens count only where max_tokens is given and all come at once: few requests without it
+        generate as many as fit the context.
+        """
+        prompt_top = params.prompt_logprobs
+        top = params.logprobs
+        size = 0 if not self.is_whole else self._num_expected
+        if prompt_top is not None:
+            size += num_prompt_tokens * _bytes_of_token(prompt_top, vocab_size)
+            what = f"prompt_logprobs of {num_prompt_tokens:,} tokens would"
+            self._check_size("prompt_logprobs", what, size, "ask for fewer")
+        if top is not None and params.max_tokens is not None and not comes_in_parts(params.output_kind):
+            most = min(params.max_tokens, max_model_len - num_prompt_tokens)
+            size += most * params.num_samples * _bytes_of_token(top, vocab_size)
+            what = f"logprobs of {params.num_samples:,} samples of {most:,} tokens could"
+            self._check_size("logprobs", what, size, "ask for fewer, or stream the answer")
+        self._num_expected = size
+
+    def _check_size(self, param: str, what: str, size: int, way_out: str) -> None:
+        most = self.budget.max_answer_bytes
+        if size > most:
+            before = ", with all before them," if self.is_whole and self._num_expected else ""
+            mebibytes = f"{size / 2**20:,.0f} MiB, and an answer has at most {most / 2**20:,.0f}"
+            raise RequestError(f"{what}{before} take {mebibytes}; {way_out}", param=param)
+
+    def join(self, key: int, hold: Hold) -> None:
+        """Add an unfinished request, which is held at once if those before it are."""
+        self._going[key] = hold
+        self._balance()
+
+    def leave(self, key: int) -> None:
+        """Drop a request that has ended."""
+        self._going.pop(key, None)
+        self._held.pop(key, None)
+        self._balance()
+
+    def grow(self, num_bytes: int, num_unread: int) -> None:
+        """Count bytes that came, and those that a reader may take now."""
         self.num_bytes += num_bytes
         self.budget.num_bytes += num_bytes
-        self.num_unread += num_bytes if readable else 0
+        self.num_unread += num_unread
+        self._balance()
 
-    def on_read(self, num_bytes: int) -> None:
-        """Count bytes that the reader took, and let paused requests go on if it has taken most."""
-        self.num_unread -= num_bytes
-        if self._paused and self.num_unread <= RESUME_BYTES:
-            resumed, self._paused = self._paused, {}
-            for resume in resumed.values():
-                resume()
+    def shrink(self, num_bytes: int, num_unread: int) -> None:
+        """Return bytes that are not held any more, and those that are not unread any more."""
+        self.grow(-num_bytes, -num_unread)
 
-    def give_back(self, num_bytes: int) -> None:
-        """Return bytes that are not held any more."""
-        self.num_bytes -= num_bytes
-        self.budget.num_bytes -= num_bytes
+    def _balance(self) -> None:
+        """Hold the requests whose reader is slow, or whose answers have grown too much side by side."""
+        if self.is_whole:
+            return
+        budget = self.budget
+        mark = 0 if budget.is_used_up else PAUSE_BYTES
+        self._is_unread = self.num_unread > (min(mark, RESUME_BYTES) if self._is_unread else mark)
+        mark = PAUSE_BYTES if budget.is_used_up else budget.max_answer_bytes // 2
+        self._is_full = self.num_bytes > (mark // 2 if self._is_full else mark)
+        if self._is_unread:
+            self._let_go_on(0)
+        elif self._is_full:
+            self._let_go_on(1)
+        else:
+            self._let_go_on(len(self._going) + len(self._held))
 
-    @property
-    def must_pause(self) -> bool:
-        """Whether the requests of a reader should wait for it."""
-        return self.num_unread > (0 if self.budget.is_used_up else PAUSE_BYTES)
+    def _let_go_on(self, num: int) -> None:
+        """Hold all requests but `num`: the first ones, of those that go on or else of those that are held."""
+        num_more = num - len(self._going)
+        if num_more < 0:
+            self._move(sorted(self._going)[num:], self._going, self._held, is_held=True)
+            self.budget.num_pauses -= num_more
+        elif num_more and self._held:
+            self._move(sorted(self._held)[:num_more], self._held, self._going, is_held=False)
 
-    def pause(self, key: int, resume: Callable[[], None]) -> bool:
-        """Note that a request is paused, and what lets it go on. Return False if it is paused already."""
-        if key in self._paused:
-            return False
-        self._paused[key] = resume
-        self.budget.num_pauses += 1
-        return True
+    @staticmethod
+    def _move(keys: list[int], source: dict[int, Hold], target: dict[int, Hold], *, is_held: bool) -> None:
+        keys_of: dict[Hold, list[int]] = {}
+        for key in keys:
+            hold = target[key] = source.pop(key)
+            keys_of.setdefault(hold, []).append(key)
+        for hold, its_keys in keys_of.items():
+            hold(its_keys, is_held)
 
-    def forget(self, key: int) -> None:
-        """Drop a request that has ended."""
-        self._paused.pop(key, None)
+    def refusal(self, num_own: int) -> RequestError | None:
+        """Return why an answer cannot grow further of which nothing is sent before its end; None if it can.
 
-    def refusal(self) -> RequestError | None:
-        """Return why an answer that is sent as a whole cannot grow further; None if it can."""
-        if self.num_bytes > self.budget.max_answer_bytes:
+        num_own: bytes of its prompt, which alone count where each prompt has an answer of its own.
+        """
+        if (self.num_bytes if self.is_whole else num_own) > self.budget.max_answer_bytes:
             return RequestError(
                 f"the answer with its log-probabilities takes more than "
                 f"{self.budget.max_answer_bytes / 2**20:,.0f} MiB; ask for fewer, or stream it"
@@ -128,12 +163,16 @@ def comes_in_parts(kind: RequestOutputKind) -> bool:
 
 def size_of(output: frames.Output) -> int:
     """Return about how many bytes an output holds until it is read."""
-    places = [place for place in output.prompt_logprobs or () if place is not None]
     size = 0
     for completion in output.completions:
         size += len(completion.text) + len(completion.token_ids) * TOKEN_BYTES
-        places += completion.logprobs or ()
-    return size + sum(len(token_ids) for token_ids, *_ in places) * CANDIDATE_BYTES
+        size += bytes_of(completion.logprobs or ())
+    return size
+
+
+def bytes_of(places: Sequence[frames.Place | None]) -> int:
+    """Return about how many bytes the candidates at places of a text hold."""
+    return sum(len(place[0]) for place in places if place is not None) * CANDIDATE_BYTES
 
 
 def _bytes_of_token(num_top: int, vocab_size: int) -> int:

@@ -65,6 +65,7 @@ class App:
             send,
             max_body_bytes=front.options.max_request_bytes,
             budget=front.body_budget,
+            responses=front.response_budget,
         )
         scope[EXCHANGE], scope["app"] = exchange, self
         try:

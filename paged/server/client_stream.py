@@ -50,7 +50,10 @@ class Client(Protocol):
 
 
 class ClientStream(AsyncIterator[RequestOutput]):
-    """The outputs of one request, for one reader; see `RequestStream` of `AsyncLLMEngine`."""
+    """The outputs of one request, for one reader; see `RequestStream` of `AsyncLLMEngine`.
+
+    An output counts as held until the reader asks for the next one.
+    """
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class ClientStream(AsyncIterator[RequestOutput]):
 
     async def __anext__(self) -> RequestOutput:
         if self._is_over:
+            self._let_go()
             raise StopAsyncIteration
         if self._is_read:
             raise UsageError(f"request {self.request_id!r} has a reader already; a stream takes one")
@@ -75,6 +79,7 @@ class ClientStream(AsyncIterator[RequestOutput]):
             if self._sent is None:
                 assert self._terms is not None
                 self._sent = await self._client.begin(self.request_id, self._terms, self._account)
+            self._sent.inbox.release()
             output = await self._sent.inbox.get()
         except BaseException:  # cancelled, most of all
             self._let_go()
@@ -118,7 +123,7 @@ class ClientStream(AsyncIterator[RequestOutput]):
                 loop.call_soon_threadsafe(_let_go, self._client, self.request_id, self._sent)
 
     def _end(self) -> None:
-        """End the request. What its reader has got counts until the stream is dropped, too."""
+        """End the request. Its last output counts until the reader asks for another one, or closes."""
         if not self._is_over:
             self._is_over = True
             if self._sent is not None:
@@ -130,11 +135,14 @@ class ClientStream(AsyncIterator[RequestOutput]):
             self._sent.inbox.give_back()
 
 
-def count_together(streams: Sequence[object]) -> None:
-    """Bound what all streams of one reader hold, those that come from engine processes."""
+def count_together(streams: Sequence[object], *, is_whole: bool) -> None:
+    """Bound what all streams of one reader hold, those that come from engine processes.
+
+    is_whole: whether the reader sends all of it together, when all are finished.
+    """
     counted = [stream for stream in streams if isinstance(stream, ClientStream)]
-    if len(counted) > 1:
-        account = AnswerAccount(counted[0].budget)
+    if counted:
+        account = AnswerAccount(counted[0].budget, is_whole=is_whole)
         for stream in counted:
             stream.count_for(account)
 

@@ -93,12 +93,13 @@ class EngineConnection(asyncio.Protocol):
         self.check()
         assert self._transport is not None
         data = frames.encode(order)
+        self._transport.write(data)
         if inbox is not None:
             assert isinstance(order, frames.Generate | frames.Fork | frames.Embed | frames.ScoreTokens)
             self._inboxes[order.key] = inbox
             self._loads[order.key] = len(inbox.token_ids)
             self.load += len(inbox.token_ids)
-        self._transport.write(data)
+            inbox.account.join(order.key, self._hold)
 
     async def ask(self, key: int) -> EngineStats:
         """Return the current stats. Raises EngineDeadError."""
@@ -197,6 +198,10 @@ class EngineConnection(asyncio.Protocol):
 
     def _take(self, report: frames.Report) -> None:
         match report:
+            case frames.PromptPlaces(key=key, places=places):
+                if (inbox := self._inboxes.get(key)) is not None:
+                    inbox.put_prompt(places)
+                    self._bound(key, inbox)
             case frames.Outputs(outputs=outputs, embeddings=embeddings, scores=scores):
                 for output in outputs:
                     self._put(output)
@@ -226,27 +231,24 @@ class EngineConnection(asyncio.Protocol):
         if not output.finished:
             self._loads[key] += num
             self.load += num
-            self._bound(key, inbox)
+        self._bound(key, inbox)
 
     def _bound(self, key: int, inbox: Inbox) -> None:
-        """Pause an unfinished request whose reader is slow, or end one whose answer is too large."""
-        account = inbox.account
-        if inbox.comes_in_parts:
-            if account.must_pause and account.pause(key, lambda: self._resume(key)):
-                self.send(frames.Pause(key))
-        elif (refusal := account.refusal()) is not None:
+        """End a request whose answer is too large to be held."""
+        if (refusal := inbox.refusal()) is not None:
             self.abort(key)
-            inbox.fail(refusal)
+            inbox.refuse(refusal)
 
-    def _resume(self, key: int) -> None:
-        if key in self._inboxes:
-            self.send(frames.Resume(key))
+    def _hold(self, keys: list[int], is_held: bool) -> None:
+        """Pause requests, or let them go on."""
+        if self.dead is None:
+            self.send(frames.Pause(keys) if is_held else frames.Resume(keys))
 
     def _forget(self, key: int) -> Inbox | None:
         self.load -= self._loads.pop(key, 0)
         inbox = self._inboxes.pop(key, None)
         if inbox is not None:
-            inbox.account.forget(key)
+            inbox.account.leave(key)
         return inbox
 
     def _die(self, error: EngineDeadError) -> None:

@@ -34,7 +34,7 @@ from ..text.chat_template import TEMPLATE_OPTIONS, Message
 from ..text.prompt_parser import ParsedPrompt
 from ..validation import check_int, shown
 from . import frames
-from .answer_memory import AnswerAccount, AnswerBudget
+from .answer_memory import AnswerAccount, AnswerBudget, comes_in_parts
 from .client_stream import ClientStream, RequestTerms, SentRequest
 from .connection import EngineConnection
 from .inbox import Inbox
@@ -154,7 +154,7 @@ class EngineClient:
             raise RequestError(f"there is no unfinished request {request_id!r} to fork")
         kind = parent.kind if sampling_params is None else sampling_params.output_kind
         params = None if sampling_params is None else frames.params_to_wire(_sent_as(sampling_params))
-        account = AnswerAccount(self.budget)
+        account = AnswerAccount(self.budget, is_whole=not comes_in_parts(kind))
         inbox = Inbox(self._id(new_request_id), parent.prompt, parent.token_ids, kind, account=account)
         order = frames.Fork(next(self._keys), request_id, inbox.request_id, params)
         self._send(connection, order, inbox)
@@ -284,16 +284,17 @@ class EngineClient:
             rendered = asyncio.get_running_loop().run_in_executor(self.text.rendering, terms.render)
             terms = replace(terms, prompt=await deadline.wait_for(rendered))
         parsed = await deadline.wait_for(self._parse(terms.prompt, terms.params.cache_salt))
-        self.budget.check(
+        given, kind = [*terms.generated_token_ids], terms.params.output_kind
+        if account is None:
+            account = AnswerAccount(self.budget, is_whole=not comes_in_parts(kind))
+        account.expect(
             terms.params,
             len(parsed.token_ids),
             max_model_len=self.max_model_len,
             vocab_size=self.text.model_config.vocab_size,
         )
-        given, kind = [*terms.generated_token_ids], terms.params.output_kind
         # Deltas would leave out the text of the given tokens.
         in_full = bool(given) and kind is RequestOutputKind.CUMULATIVE
-        account = AnswerAccount(self.budget) if account is None else account
         inbox = Inbox(request_id, parsed.text, parsed.token_ids, kind, account=account, in_full=in_full)
         sent = terms.params if in_full else _sent_as(terms.params)
         params = frames.params_to_wire(replace(sent, timeout_s=deadline.left_s))

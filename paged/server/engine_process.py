@@ -81,6 +81,7 @@ class FrameOutbox(Recipient):
         super().__init__()
         self.key, self.request_id, self._server = key, request_id, server
         self.is_gone = False  # the front end wants no more
+        self.is_held = False  # its reader is slow
         self._sent_metrics = False
         self._sent_prompt = False  # the prompt's log-probabilities
 
@@ -88,11 +89,11 @@ class FrameOutbox(Recipient):
         """Add an output to the frame."""
         self._server.forget(self, output.finished)
         first, self._sent_metrics = not self._sent_metrics, True
-        places: list[frames.Place | None] | None = None
         # A stream begins with them, and they do not change.
         if output.prompt_logprobs is not None and not self._sent_prompt:
             self._sent_prompt = True
-            places = [p if p is None else frames.place_to_wire(p) for p in output.prompt_logprobs]
+            for frame in frames.prompt_places(self.key, output.prompt_logprobs):
+                self._server.link.send(frame)
         self._server.outputs.append(
             frames.Output(
                 self.key,
@@ -100,7 +101,6 @@ class FrameOutbox(Recipient):
                 output.finished,
                 output.num_cached_tokens,
                 output.metrics if first or output.finished else None,
-                places,
             )
         )
 
@@ -212,9 +212,9 @@ class EngineServer:
             case frames.Abort():
                 self._abort(order.key)
             case frames.Pause():
-                self._hold(order.key, True)
+                self._hold(order.keys, True)
             case frames.Resume():
-                self._hold(order.key, False)
+                self._hold(order.keys, False)
             case frames.Ask():
                 self.loop.call(lambda engine: self.link.send(frames.Answer(order.key, engine.stats())))
             case frames.Start():
@@ -312,6 +312,8 @@ class EngineServer:
             add(engine)
             if outbox.is_gone:  # aborted meanwhile: its reader may wait for the last output
                 engine.abort_request(outbox.request_id)
+            elif outbox.is_held:
+                engine.core.hold(outbox.request_id, True)
 
         with suppress(EngineDeadError):
             self.loop.submit(add_unless_gone).add_done_callback(outbox.follow)
@@ -322,9 +324,11 @@ class EngineServer:
             self._preparations.drop(outbox)
             self.loop.abort(outbox.request_id, outbox)
 
-    def _hold(self, key: int, is_held: bool) -> None:
-        if (outbox := self._outboxes.get(key)) is not None:
-            self.loop.hold(outbox.request_id, outbox, is_held)
+    def _hold(self, keys: list[int], is_held: bool) -> None:
+        for key in keys:
+            if (outbox := self._outboxes.get(key)) is not None:
+                outbox.is_held = is_held  # for a request that is not added yet
+                self.loop.hold(outbox.request_id, outbox, is_held)
 
     # On the thread of the heartbeat
 

@@ -7,7 +7,7 @@ docs/serving.md describes each.
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Generic, TypeVar, overload
 
@@ -27,6 +27,7 @@ P = TypeVar("P")
 NOT_SENT = {"logits_processors": "Python functions cannot cross to the engine's process"}
 LENGTH_BYTES = 4
 MOST_FRAME_BYTES = 2**31 - 1
+CANDIDATES_OF_FRAME = 4096  # the event loop decodes a frame at once
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams) if field.name not in NOT_SENT}
 _HINTS = typing.get_type_hints(SamplingParams)
 
@@ -120,15 +121,15 @@ class Abort(Frame):
 
 
 class Pause(Frame):
-    """Compute nothing more of a request for now: its reader is slow."""
+    """Compute nothing more of requests for now: their reader is slow."""
 
-    key: int
+    keys: list[int]
 
 
 class Resume(Frame):
-    """Go on with a paused request."""
+    """Go on with paused requests."""
 
-    key: int
+    keys: list[int]
 
 
 class Ask(Frame):
@@ -178,7 +179,7 @@ class Completion(msgspec.Struct, array_like=True):
 class Output(msgspec.Struct, array_like=True):
     """What is new of a request; the fields of `RequestOutput`.
 
-    `metrics` is sent first and last, `prompt_logprobs` once, as soon as the prompt is computed.
+    `metrics` is sent first and last; `PromptPlaces` come before the first output.
     """
 
     key: int
@@ -186,7 +187,13 @@ class Output(msgspec.Struct, array_like=True):
     finished: bool
     num_cached_tokens: int | None
     metrics: RequestMetrics | None
-    prompt_logprobs: list[Place | None] | None = None
+
+
+class PromptPlaces(Frame):
+    """The next log-probabilities of a prompt: at most CANDIDATES_OF_FRAME candidates, or one place."""
+
+    key: int
+    places: list[Place | None]
 
 
 class Outputs(Frame):
@@ -222,7 +229,7 @@ class Dead(Frame):
     message: str
 
 
-Report = Ready | Refused | Outputs | Answer | Heartbeat | Dead
+Report = Ready | Refused | PromptPlaces | Outputs | Answer | Heartbeat | Dead
 
 
 def _plain(value: Any) -> Any:
@@ -332,6 +339,21 @@ def place_to_wire(place: dict[int, Logprob]) -> Place:
     )
 
 
+def prompt_places(key: int, prompt_logprobs: Sequence[dict[int, Logprob] | None]) -> Iterator[PromptPlaces]:
+    """Yield the frames of a prompt's log-probabilities."""
+    places: list[Place | None] = []
+    num = 0
+    for candidates in prompt_logprobs:
+        size = 0 if candidates is None else len(candidates)
+        if places and num + size > CANDIDATES_OF_FRAME:
+            yield PromptPlaces(key, places)
+            places = []
+            num = 0
+        places.append(None if candidates is None else place_to_wire(candidates))
+        num += size
+    yield PromptPlaces(key, places)
+
+
 def place_from_wire(place: Place) -> dict[int, Logprob]:
     """Return the candidates of a frame."""
     return dict(zip(place[0], map(Logprob, *place[1:]), strict=True))
@@ -343,10 +365,18 @@ class Places(Sequence[P]):
     Reading takes long, and is for a thread; adding is for the event loop.
     """
 
-    __slots__ = ("_wire",)
+    __slots__ = ("_stop", "_wire")
 
     def __init__(self, wire: Sequence[Place | None] = ()) -> None:
         self._wire = [*wire]
+        self._stop: int | None = None
+
+    def so_far(self) -> Places[P]:
+        """Return the places as they are now, without a copy. Places that are added later are left out."""
+        places = Places[P]()
+        places._wire = self._wire
+        places._stop = len(self)
+        return places
 
     def add(self, wire: Sequence[Place | None]) -> None:
         """Add the next places."""
@@ -355,11 +385,12 @@ class Places(Sequence[P]):
     @property
     def num_candidates(self) -> int:
         """About how many candidates all places have, without counting them on the event loop."""
-        last = self._wire[-1] if self._wire else None
-        return 0 if last is None else len(self._wire) * len(last[0])
+        num = len(self)
+        last = self._wire[num - 1] if num else None
+        return 0 if last is None else num * len(last[0])
 
     def __len__(self) -> int:
-        return len(self._wire)
+        return len(self._wire) if self._stop is None else self._stop
 
     @overload
     def __getitem__(self, index: int) -> P: ...
@@ -368,8 +399,12 @@ class Places(Sequence[P]):
     def __getitem__(self, index: slice) -> list[P]: ...
 
     def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [place and place_from_wire(place) for place in self._wire[index]]
+        found = range(len(self))[index]
+        if isinstance(found, range):
+            return [self._read(i) for i in found]
+        return self._read(found)
+
+    def _read(self, index: int) -> dict[int, Logprob] | None:
         place = self._wire[index]
         return place and place_from_wire(place)
 

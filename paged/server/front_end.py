@@ -23,6 +23,7 @@ from .connection import ProcessEndError
 from .http.body_budget import MAX_BODY_BYTES_IN_PROGRESS, BodyBudget
 from .http.exchange import Exchange
 from .http.failures import FailureResponse, FinishRate, HttpError, failure_of
+from .http.response_budget import ResponseBudget
 from .http.streams import KeepAlive
 from .options import ServeOptions
 from .telemetry.metrics import ServerMetrics
@@ -48,6 +49,7 @@ class FrontEnd:
     metrics: what GET /metrics says.
     observers: are told of each request.
     body_budget: of the bodies of requests in progress.
+    response_budget: of the whole responses that are being sent.
     is_stopping: whether the server ends, so that new requests are refused.
     """
 
@@ -86,6 +88,7 @@ class FrontEnd:
         )
         self.keep_alive = KeepAlive()
         self.body_budget = BodyBudget(max(MAX_BODY_BYTES_IN_PROGRESS, options.max_request_bytes))
+        self.response_budget = ResponseBudget()
         self._rate = FinishRate()
         self._deaths: set[str] = set()  # messages of engines that have stopped, logged here
         self._num_open = 0  # requests that are being answered

@@ -6,11 +6,12 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import RequestError
 from ..requests.request import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from ..sampling_params import RequestOutputKind
 from ..text.outputs import View
 from . import frames
-from .answer_memory import AnswerAccount, AnswerBudget, comes_in_parts, size_of
+from .answer_memory import AnswerAccount, AnswerBudget, bytes_of, comes_in_parts, size_of
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class _Sample:
         token_ids, logprobs = self.token_ids, self.logprobs
         terms: Any = token_ids, logprobs
         if self.finish_reason is None:
-            terms = View(token_ids, 0, len(token_ids)), logprobs and View(logprobs, 0, len(logprobs))
+            terms = View(token_ids, 0, len(token_ids)), logprobs and logprobs.so_far()
         return CompletionOutput(
             self.index,
             self.text,
@@ -74,7 +75,10 @@ class Inbox:
         self._in_full = in_full
         self.account = AnswerAccount(AnswerBudget()) if account is None else account
         self._num_bytes = 0  # held
-        self._num_unread = 0
+        self._num_lasting = 0  # of these, those of the prompt, which all outputs have
+        self._num_unread = 0  # of these, those that the reader has not taken
+        self._num_taken = 0  # those that it took last, and is not done with
+        self._num_done = 0  # what is dropped when it is
         self.comes_in_parts = comes_in_parts(kind)
         self.request_id, self.prompt, self.token_ids, self.kind = request_id, prompt, token_ids, kind
         self._samples: list[_Sample] = []
@@ -89,8 +93,9 @@ class Inbox:
     def put(self, new: frames.Output) -> int:
         """Add an output. Return how many tokens it has."""
         if self._in_full:
+            self._drop(self._num_bytes - self._num_lasting, self._num_unread)
             self._samples = []
-            self._give_back()
+            self._num_unread = 0
         while len(self._samples) < len(new.completions):
             self._samples.append(_Sample(len(self._samples)))
         num = 0
@@ -100,30 +105,58 @@ class Inbox:
         self.finished, self._num_cached_tokens = new.finished, new.num_cached_tokens
         if new.metrics is not None:
             self._metrics = new.metrics
-        if new.prompt_logprobs is not None:
-            self._prompt_logprobs = frames.Places(new.prompt_logprobs)
-        size = size_of(new)
-        self._num_bytes += size
-        if self.comes_in_parts:
-            self._num_unread += size
-        self.account.grow(size, readable=self.comes_in_parts)
+        self._count(size_of(new))
         if self.comes_in_parts or self.finished:
             self._wake()
         return num
 
+    def put_prompt(self, places: list[frames.Place | None]) -> None:
+        """Add the next log-probabilities of the prompt. All come before the first output."""
+        self._prompt_logprobs = self._prompt_logprobs or frames.Places()
+        self._prompt_logprobs.add(places)
+        size = bytes_of(places)
+        self._num_lasting += size
+        self._count(size)
+
+    def _count(self, size: int) -> None:
+        self._num_bytes += size
+        num_unread = 0
+        if self.comes_in_parts:
+            num_unread = size
+        elif self.finished:
+            num_unread = self._num_bytes
+        self._num_unread += num_unread
+        self.account.grow(size, num_unread)
+
+    def refusal(self) -> RequestError | None:
+        """Return why the answer cannot be held, if its reader gets it whole; else None."""
+        return None if self.comes_in_parts else self.account.refusal(self._num_bytes)
+
+    def refuse(self, error: RequestError) -> None:
+        """Make `wait` raise this error in place of what is held."""
+        self.give_back()
+        self._has_news = False
+        self.fail(error)
+
+    def release(self) -> None:
+        """Drop what the reader took last: it has done with it."""
+        if self._num_taken:
+            self._drop(self._num_done, self._num_taken)
+        self._num_done = 0
+        self._num_taken = 0
+
     def give_back(self) -> None:
-        """Drop what is held, once the reader is gone."""
+        """Drop all that is held, once the reader is gone."""
         self._samples = []
-        self._on_read()
-        self._give_back()
+        self._prompt_logprobs = None
+        self._drop(self._num_bytes, self._num_unread + self._num_taken)
+        self._num_unread = 0
+        self._num_done = 0
+        self._num_taken = 0
 
-    def _on_read(self) -> None:
-        num_unread, self._num_unread = self._num_unread, 0
-        self.account.on_read(num_unread)
-
-    def _give_back(self) -> None:
-        num_bytes, self._num_bytes = self._num_bytes, 0
-        self.account.give_back(num_bytes)
+    def _drop(self, num_bytes: int, num_unread: int) -> None:
+        self._num_bytes -= num_bytes
+        self.account.shrink(num_bytes, num_unread)
 
     def put_result(self, result: Any) -> None:
         """Add the report on a prompt."""
@@ -160,10 +193,11 @@ class Inbox:
             self._metrics,
             self._prompt_logprobs,
         )
-        self._on_read()
+        self._num_taken += self._num_unread
+        self._num_unread = 0
         if self.kind is RequestOutputKind.DELTA:
             self._samples = []
-            self._give_back()
+            self._num_done = self._num_bytes - self._num_lasting
         return output
 
     def _wake(self) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from paged import RequestError, SamplingParams, StructuredOutputsParams
+from paged.requests.request import Logprob
 from paged.server import frames
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
@@ -82,3 +83,19 @@ def test_every_frame_is_documented(kind):
     row = re.search(rf"^\| `{kind.__name__}` \| (.*?) \|", PAGE.read_text(), re.MULTILINE)
     assert row is not None
     assert re.findall(r"`(\w+)`", row[1]) == [*kind.__struct_fields__]
+
+
+@pytest.mark.parametrize("num_top", [1, 210, 5000])
+def test_a_long_prompt_is_cut_into_frames_of_few_candidates(num_top):
+    """A place with more candidates than a frame has is a frame by itself."""
+    place = {i: Logprob(-1.0, i, "a") for i in range(num_top)}
+    given = [None, *[place] * 40]
+    sent = [*frames.prompt_places(7, given)]
+    most = max(frames.CANDIDATES_OF_FRAME, num_top)
+    assert all(sum(len(p[0]) for p in frame.places if p) <= most for frame in sent)
+    assert len(sent) <= 2 + 40 * num_top // (most - num_top + 1)
+    received = frames.Places()
+    for frame in frames.FrameReader(frames.decode_report).feed(b"".join(map(frames.encode, sent))):
+        assert frame.key == 7
+        received.add(frame.places)
+    assert received == given

@@ -17,7 +17,7 @@ from ...protocol.answers.errors import error_body
 from ...protocol.endpoints import PROBES
 from ..telemetry.records import TOO_MANY_CONNECTIONS
 from .cycle import STATUS_LINES, Cycle
-from .exchange import IS_TOO_SLOW, JSON, encode_json, request_id_of
+from .exchange import CUT, IS_TOO_SLOW, JSON, encode_json, request_id_of
 from .failures import Header, HttpError, retry_headers
 
 MAX_HEAD_BYTES = 2**16  # of request line and headers; also of trailers, and of what is around one chunk
@@ -425,6 +425,7 @@ class Connection(asyncio.Protocol):
             "query_string": url.query or b"",
             "headers": self._headers,
             IS_TOO_SLOW: lambda: self.is_too_slow,
+            CUT: self._cut_off,
             **self._addresses,
         }
 

@@ -19,13 +19,16 @@ from ...strict_json import parse_json
 from ..telemetry.records import RequestRecord
 from .body_budget import BodyBudget
 from .failures import Header, HttpError
+from .response_budget import ResponseBudget
 
 T = TypeVar("T")
 JSON, EVENTS, JSON_LINES = "application/json", "text/event-stream; charset=utf-8", "application/x-ndjson"
 BODY_TIMEOUT_S = 30.0
 PARSED_AT_ONCE = 2**16  # bytes of JSON that are parsed on the event loop; more would block it too long
 SENT_AT_ONCE = 2**16  # bytes of a response, of which a client has to read most before the next are sent
-IS_TOO_SLOW = "paged.is_too_slow"  # a function of a request's scope: whether its client was cut off
+# Functions of a request's scope: whether its client was cut off for reading too slowly, and what does so.
+IS_TOO_SLOW = "paged.is_too_slow"
+CUT = "paged.cut"
 PARTS_AT_ONCE = 4096  # tokens and candidates of an answer that is made on the event loop
 # An id is written to logs and headers: printable ASCII without spaces, commas and quotes.
 _REQUEST_ID = re.compile(rb"[!#-+\--~]{1,128}")
@@ -36,6 +39,7 @@ class Exchange:
 
     max_body_bytes: of the request.
     budget: of the bodies of all requests.
+    responses: the budget of all whole responses.
     num_body_bytes: of the request, once its body was read.
     route: the path below --root-path.
     request_id: in the response's header x-request-id: the client's own if it is short and printable.
@@ -48,8 +52,10 @@ class Exchange:
 
     __slots__ = (
         "_budget",
+        "_cut",
         "_headers",
         "_is_too_slow",
+        "_responses",
         "_send",
         "error",
         "extra_headers",
@@ -73,9 +79,13 @@ class Exchange:
         *,
         max_body_bytes: int,
         budget: BodyBudget,
+        responses: ResponseBudget,
     ) -> None:
-        self.receive, self._send = receive, send
+        self.receive = receive
+        self._send = send
         self._is_too_slow: Callable[[], bool] = scope[IS_TOO_SLOW]
+        self._cut: Callable[[], None] = scope[CUT]
+        self._responses = responses
         self.method: str = scope["method"]
         self.route: str = scope["path"].removeprefix(scope.get("root_path", ""))
         self.max_body_bytes, self._budget, self.num_body_bytes = max_body_bytes, budget, 0
@@ -90,7 +100,7 @@ class Exchange:
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether the client was cut off as it did not read what it had asked for."""
+        """Whether the client was cut off, as it did not read or others needed the memory of the response."""
         return self._is_too_slow()
 
     def header(self, name: str) -> str | None:
@@ -218,20 +228,19 @@ class Exchange:
     ) -> None:
         """Send a whole response."""
         await self.begin(status, content_type, ((b"content-length", b"%d" % len(body)), *headers))
-        await self.write(body, more=False)
+        if len(body) <= SENT_AT_ONCE:
+            await self.write(body, more=False)
+            return
+        with self._responses.sending(len(body), self._cut):
+            await self.write(body, more=False)
 
     async def respond_json(self, status: int, value: Any, headers: Iterable[Header] = ()) -> None:
         """Send a whole response of JSON."""
         await self.respond(status, encode_json(value), headers=headers)
 
     async def answer(self, new_body: Callable[[], Any], num_parts: int) -> None:
-        """Send a whole response of JSON with status 200, which is made in a thread if it is large.
-
-        num_parts: about how many tokens, candidates or other values it has.
-        """
-        is_large = num_parts > PARTS_AT_ONCE
-        encode = encode_in_pieces if is_large else encode_json
-        await self.respond(200, await in_thread_if(is_large, lambda: encode(new_body())))
+        """Send a whole response of JSON with status 200; see `encode_answer`."""
+        await self.respond(200, await encode_answer(new_body, num_parts))
 
 
 class ClientGone(Exception):  # noqa: N818 - an event like CancelledError, no error
@@ -278,6 +287,16 @@ def request_id_of(given: bytes | None) -> str:
 async def in_thread_if(is_long: bool, function: Callable[..., T], *args: Any) -> T:
     """Call a function in a thread if that takes long, else on the event loop."""
     return await asyncio.to_thread(function, *args) if is_long else function(*args)
+
+
+async def encode_answer(new_body: Callable[[], Any], num_parts: int) -> bytes:
+    """Return the JSON of a body, which is made in a thread if it is large.
+
+    num_parts: about how many tokens, candidates or other values it has.
+    """
+    is_large = num_parts > PARTS_AT_ONCE
+    encode = encode_in_pieces if is_large else encode_json
+    return await in_thread_if(is_large, lambda: encode(new_body()))
 
 
 def encode_in_pieces(value: Any) -> bytes:

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import PagedError, QueueFullError
@@ -17,7 +18,7 @@ from ...requests.request import RequestOutput
 from ...sampling_params import SamplingParams
 from ..client_stream import count_together
 from ..front_end import FrontEnd
-from ..http.exchange import Exchange, in_thread_if, until_disconnect
+from ..http.exchange import Exchange, encode_answer, in_thread_if, until_disconnect
 from ..http.failures import HttpError
 from .readers import MergedOutcomes, OnOutput, Outcome, finished_outcomes, num_parts_of
 from .streaming import Events, Lines, send_stream
@@ -47,20 +48,11 @@ class AnswerRoute:
                     framing = Events(call, call.chunks(identity, created, model))
                     await send_stream(front, exchange, MergedOutcomes(streams, on_output), framing)
                     return
-
-                def check(outcome: Outcome) -> None:
-                    if isinstance(outcome, PagedError):
-                        outcome.param = call.param_of(outcome)
-                        raise outcome
-                    if failure := failure_of([outcome]):
-                        raise HttpError(*failure)
-
-                outcomes = await finished_outcomes(streams, on_output, check)
-                outputs = [outcome for outcome in outcomes if isinstance(outcome, RequestOutput)]
-                await exchange.answer(
-                    lambda: call.body(outputs, identity, created, model),
-                    exchange.num_body_bytes // BYTES_OF_PART + num_parts_of(outputs),
-                )
+                outputs = await _finished_outputs(call, streams, on_output)
+                num_parts = exchange.num_body_bytes // BYTES_OF_PART + num_parts_of(outputs)
+                body = await encode_answer(partial(call.body, outputs, identity, created, model), num_parts)
+                del outputs  # what they hold does not count any more
+            await exchange.respond(200, body)
 
 
 class ResultRoute:
@@ -85,7 +77,25 @@ class ResultRoute:
                 if len(refusals) == len(outcomes):
                     raise refusals[0]
                 seconds = time.monotonic() - started
-                await exchange.answer(lambda: call.body(outcomes, seconds), num_parts_of(outcomes))
+                body = await encode_answer(partial(call.body, outcomes, seconds), num_parts_of(outcomes))
+                del outcomes
+            await exchange.respond(200, body)
+
+
+async def _finished_outputs(
+    call: AnswerCall, streams: Sequence[OutputStream], on_output: OnOutput
+) -> list[RequestOutput]:
+    """Return the last output of each stream. Raises the error of the first that fails."""
+
+    def check(outcome: Outcome) -> None:
+        if isinstance(outcome, PagedError):
+            outcome.param = call.param_of(outcome)
+            raise outcome
+        if failure := failure_of([outcome]):
+            raise HttpError(*failure)
+
+    outcomes = await finished_outcomes(streams, on_output, check)
+    return [outcome for outcome in outcomes if isinstance(outcome, RequestOutput)]
 
 
 @asynccontextmanager
@@ -121,7 +131,7 @@ async def _begin(
         generate(prompt, own, f"{engine_id}-{i}", tenant=tenant)
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))
     ]
-    count_together(streams)
+    count_together(streams, is_whole=not call.stream)
     return streams, identity, exchange.on_output
 
 

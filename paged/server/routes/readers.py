@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ...engine.async_options import paced
 from ...errors import EngineDeadError, PagedError
 from ...requests.request import Logprob, RequestOutput
 from ..frames import Places
+from ..http.exchange import PARTS_AT_ONCE
 
 if TYPE_CHECKING:
     from ..served_engine import OutputStream
@@ -46,6 +46,8 @@ async def _last(stream: OutputStream, on_output: OnOutput, check: Callable[[Outc
         async for output in stream:
             on_output(output, stream.replica)
             outcome = output
+            if output.finished:  # what it holds counts until the stream is closed
+                break
     except EngineDeadError:
         raise
     except PagedError as error:
@@ -56,11 +58,12 @@ async def _last(stream: OutputStream, on_output: OnOutput, check: Callable[[Outc
 
 def num_parts_of(outcomes: Iterable[Outcome]) -> int:
     """Return how many tokens and candidates outputs have."""
-    return sum(_num_parts(outcome) for outcome in outcomes if isinstance(outcome, RequestOutput))
+    outputs = [outcome for outcome in outcomes if isinstance(outcome, RequestOutput)]
+    return sum(_num_candidates(output.prompt_logprobs) + _num_parts(output) for output in outputs)
 
 
 def _num_parts(output: RequestOutput) -> int:
-    num = _num_candidates(output.prompt_logprobs)
+    num = 0
     for completion in output.outputs:
         num += 1 + len(completion.token_ids) + _num_candidates(completion.logprobs)
     return num
@@ -72,17 +75,43 @@ def _num_candidates(places: Sequence[Mapping[int, Logprob] | None] | None) -> in
     return sum(len(place) for place in places or () if place is not None)
 
 
+class ReadyOutcomes(NamedTuple):
+    """Outputs that are sent together, each with the index of its stream.
+
+    num_parts: tokens and candidates that they have.
+    is_last: whether no other follows.
+    """
+
+    outcomes: list[tuple[int, Outcome]]
+    num_parts: int
+    is_last: bool
+
+
+class _Arrival(NamedTuple):
+    """What a stream gave, or the error that it raised.
+
+    stream: its index.
+    sent: is set when it was sent.
+    """
+
+    stream: int
+    outcome: Outcome | Exception
+    sent: asyncio.Event
+
+
 class MergedOutcomes:
     """The outputs of several streams as they come, each with the index of its stream.
 
-    An asynchronous context manager, which closes all streams when it ends. Few outputs are read ahead: what
-    comes later waits in the mailboxes, where deltas are merged.
+    An asynchronous context manager, which closes all streams when it ends. One output of each stream is read
+    ahead: what comes later waits in the mailboxes, where deltas are merged. A stream is asked for its next
+    output when its last one was sent, and so knows what its reader still holds.
     """
 
     def __init__(self, streams: Sequence[OutputStream], on_output: OnOutput) -> None:
         self._streams, self._on_output = streams, on_output
-        self._ready: asyncio.Queue[tuple[int, Outcome | Exception]] = asyncio.Queue(len(streams))
+        self._ready: asyncio.Queue[_Arrival] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
+        self._begun: set[int] = set()  # streams whose prompt was counted
 
     async def __aenter__(self) -> Self:
         if len(self._streams) > 1:
@@ -101,40 +130,55 @@ class MergedOutcomes:
         for stream in self._streams:
             await stream.aclose()
 
-    async def batches(self) -> AsyncIterator[tuple[list[tuple[int, Outcome]], bool]]:
-        """Yield all outputs that are there at once, and whether they are the last.
+    async def batches(self) -> AsyncIterator[ReadyOutcomes]:
+        """Yield outputs that are there at once. The next batch is asked for when one was sent.
 
         A stream that is refused ends with the error, in place of an output. Raises what else a stream raises.
         """
         num_open = len(self._streams)
         while num_open:
-            batch = [await self._next()]
-            with suppress(asyncio.QueueEmpty):
-                while True:
-                    batch.append(self._ready.get_nowait())
+            arrival = await self._next()
             outcomes = []
-            for index, outcome in batch:
+            all_sent = []
+            num_parts = 0
+            while True:
+                index, outcome, sent = arrival
                 if isinstance(outcome, RequestOutput):
                     self._on_output(outcome, self._streams[index].replica)
                     num_open -= outcome.finished
+                    num_parts += self._num_new_parts(index, outcome)
                 elif isinstance(outcome, PagedError) and not isinstance(outcome, EngineDeadError):
                     num_open -= 1
                 else:
                     raise outcome
                 outcomes.append((index, outcome))
-            yield outcomes, not num_open
+                all_sent.append(sent)
+                if num_parts >= PARTS_AT_ONCE or self._ready.empty():
+                    break
+                arrival = self._ready.get_nowait()
+            yield ReadyOutcomes(outcomes, num_parts, not num_open)
+            for sent in all_sent:
+                sent.set()
 
-    async def _next(self) -> tuple[int, Outcome | Exception]:
+    def _num_new_parts(self, index: int, output: RequestOutput) -> int:
+        if index in self._begun:  # each output has the log-probabilities of its prompt
+            return _num_parts(output)
+        self._begun.add(index)
+        return num_parts_of([output])
+
+    async def _next(self) -> _Arrival:
         if self._tasks:
             return await self._ready.get()
         try:
-            return 0, await anext(self._streams[0])
+            return _Arrival(0, await anext(self._streams[0]), asyncio.Event())
         except Exception as error:
-            return 0, error
+            return _Arrival(0, error, asyncio.Event())
 
     async def _pump(self, index: int, stream: OutputStream) -> None:
         try:
             async for output in stream:
-                await self._ready.put((index, output))
+                sent = asyncio.Event()
+                self._ready.put_nowait(_Arrival(index, output, sent))
+                await sent.wait()
         except Exception as error:
-            await self._ready.put((index, error))
+            self._ready.put_nowait(_Arrival(index, error, asyncio.Event()))

@@ -15,7 +15,7 @@ from ..front_end import FrontEnd
 from ..http.exchange import EVENTS, JSON_LINES, PARTS_AT_ONCE, Exchange, encode_json, in_thread_if
 from ..http.failures import HttpError
 from ..http.streams import DONE, StreamedResponse, event
-from .readers import MergedOutcomes, Outcome, num_parts_of
+from .readers import MergedOutcomes, Outcome
 
 
 class Framing(ABC):
@@ -112,10 +112,10 @@ async def send_stream(
         keep_alive.on_write(response)
     try:
         async with outcomes:
-            async for batch, is_last in outcomes.batches():
-                is_large = num_parts_of(outcome for _, outcome in batch) > PARTS_AT_ONCE
-                part = await in_thread_if(is_large, framing.part, batch)
-                if is_last:
+            async for batch in outcomes.batches():
+                is_large = batch.num_parts > PARTS_AT_ONCE
+                part = await in_thread_if(is_large, framing.part, batch.outcomes)
+                if batch.is_last:
                     await response.write(part + framing.end(), more=False)
                 elif part:
                     await response.write(part)
