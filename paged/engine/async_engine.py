@@ -195,7 +195,8 @@ class AsyncLLMEngine(metaclass=ExplainsMissing):
         on_place: OnPlace,
     ) -> list[Request]:
         """Compute prompts for their reports alone. Return the finished requests in order."""
-        thread, loop = self._thread, asyncio.get_running_loop()
+        thread = self._thread
+        loop = asyncio.get_running_loop()
         mailboxes = [Mailbox(loop, RequestOutputKind.FINAL_ONLY, thread.news) for _ in reports]
         try:
             calls = [
@@ -343,8 +344,10 @@ class RequestStream(AsyncIterator[RequestOutput]):
     ) -> None:
         self.request_id = request_id
         self._owner = engine  # keeps the engine alive while the stream is read
-        self._thread, self._spec = engine._thread, spec
-        self._render, self._mailbox = render, mailbox
+        self._thread = engine._thread
+        self._spec = spec
+        self._render = render
+        self._mailbox = mailbox
         self._adding: Future[None] | None = None
         self._is_over = self._is_read = False
 
@@ -377,9 +380,11 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._abort()
 
     async def _begin(self) -> Mailbox:
-        thread, spec = self._thread, self._spec
+        thread = self._thread
+        spec = self._spec
         thread.check()
-        loop, text = asyncio.get_running_loop(), self._owner.text
+        loop = asyncio.get_running_loop()
+        text = self._owner.text
         deadline = Deadline(getattr(thread.params_of(spec), "timeout_s", None))  # prepare refuses other types
         if self._render is not None:
             rendered = loop.run_in_executor(text.rendering, self._render)

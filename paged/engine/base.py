@@ -43,13 +43,15 @@ class BaseEngine(metaclass=ExplainsMissing):
         self.model_config = read_config(directory)
         self.runner = runner = ModelRunner(config, self.model_config, directory)
         self.text = text = ModelText(config, directory, self.model_config)
-        self.tokenizer, self.sampling_defaults = text.tokenizer, text.sampling_defaults
+        self.tokenizer = text.tokenizer
+        self.sampling_defaults = text.sampling_defaults
         self.eos_token_ids = text.eos_token_ids
         started = time.perf_counter()
         self.num_kernels = warm_up(runner)
         if self.num_kernels:
             logger.info("%d kernels in %.1f s", self.num_kernels, time.perf_counter() - started)
-        sizes, cache = replace(runner.sizes, host_bytes_per_s=measure_swap_rate(runner)), runner.kv_cache
+        sizes = replace(runner.sizes, host_bytes_per_s=measure_swap_rate(runner))
+        cache = runner.kv_cache
         self.max_model_len = sizes.max_model_len
         self.block_manager = sizes.new_block_manager(cache.num_blocks, cache.num_host_blocks)
         self.scheduler = sizes.new_scheduler(self.block_manager)

@@ -93,7 +93,8 @@ class BeamGroup:
     """The search for one prompt: its live beams, its ended ones, and when it stops."""
 
     def __init__(self, params: BeamSearchParams, root: Request, eos_token_ids: frozenset[int]) -> None:
-        self.params, self.eos_token_ids = params, eos_token_ids
+        self.params = params
+        self.eos_token_ids = eos_token_ids
         self.num_prompt_tokens = root.num_prompt_tokens
         self.max_tokens = root.inputs.max_total_tokens - root.num_prompt_tokens
         self.prompt_token_ids = root.inputs.prompt_token_ids
@@ -107,7 +108,8 @@ class BeamGroup:
         As in transformers, only the best beam_width candidates may end with EOS, and those that do not end
         go on.
         """
-        params, width = self.params, self.params.beam_width
+        params = self.params
+        width = self.params.beam_width
         length = self.beams[0].num_tokens + 1 - self.num_prompt_tokens
         candidates = [child for beam in self.beams for child in beam.children]
         candidates.sort(key=lambda child: -child.cum_logprob)
@@ -155,7 +157,9 @@ class BeamSearch:
     """
 
     def __init__(self, factory: RequestFactory, scheduler: Scheduler, params: BeamSearchParams) -> None:
-        self.factory, self.scheduler, self.params = factory, scheduler, params
+        self.factory = factory
+        self.scheduler = scheduler
+        self.params = params
         self.eos_token_ids = frozenset[int]() if params.ignore_eos else factory.eos_token_ids
         self.groups: list[BeamGroup] = []
         self._unstarted: deque[BeamGroup] = deque()
@@ -167,7 +171,8 @@ class BeamSearch:
         self._check()
 
     def _check(self) -> None:
-        width, most = self.params.beam_width, self.factory.max_num_seqs
+        width = self.params.beam_width
+        most = self.factory.max_num_seqs
         if width > most:
             raise RequestError(f"beam_width {width} cannot run at once; max_num_seqs is {most}")
         most = min(MAX_LOGPROBS, self.factory.model_config.vocab_size)

@@ -42,7 +42,9 @@ class EngineCore:
         factory: RequestFactory,
         tokenizer: Tokenizer | None,
     ) -> None:
-        self.runner, self.scheduler, self.factory = runner, scheduler, factory
+        self.runner = runner
+        self.scheduler = scheduler
+        self.factory = factory
         self.outputs = OutputProcessor(tokenizer)
         self.groups: dict[str, RequestGroup] = {}
         self.outbox = Outbox()

@@ -249,7 +249,8 @@ class LLMEngine(BaseEngine):
         check_call("beam_search", vllm, lora_request=lora_request, concurrency_limit=concurrency_limit)
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be BeamSearchParams, got {params!r}")
-        listed, search = as_list(prompts), BeamSearch(self.core.factory, self.scheduler, params)
+        listed = as_list(prompts)
+        search = BeamSearch(self.core.factory, self.scheduler, params)
         for i, prompt in enumerate(listed):
             terms = (self.core.next_id(), prompt, 0.0 if priority is None else priority, tenant)
             call_with_error_prefix(f"prompts[{i}]", search.add, *terms)

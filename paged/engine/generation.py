@@ -80,13 +80,15 @@ class Generation:
     """
 
     def __init__(self, core: EngineCore, source: RequestSource, *, use_tqdm: Progress) -> None:
-        self._core, self._source = core, source
+        self._core = core
+        self._source = source
         self._use_tqdm = use_tqdm
         self.window = max(WINDOW, 2 * core.scheduler.max_num_seqs)
         self._outbox = Outbox()
         self._unfinished: dict[str, int] = {}  # from a request's id to the index of its prompt
         self._pending: deque[RequestGroup] = deque()  # requests that the scheduler has not got yet
-        self._num_made, self._num_released = 0, 0
+        self._num_made = 0
+        self._num_released = 0
         self._is_exhausted = False
         self._error: Exception | None = None
 
@@ -98,7 +100,8 @@ class Generation:
         except BaseException:
             self._abort()
             raise
-        self._started, self._num_tokens = time.perf_counter(), 0
+        self._started = time.perf_counter()
+        self._num_tokens = 0
         self._bar = progress_bar(self._use_tqdm, self._source.num_prompts, "Generating", "request")
         return self
 
@@ -181,15 +184,18 @@ def run_reports(
 
     name: of the argument that holds the prompts, for error messages.
     """
-    groups, outbox = list[RequestGroup](), Outbox()
+    groups = list[RequestGroup]()
+    outbox = Outbox()
     try:
         for i, (prompt, report) in enumerate(reports):
-            now, new = core.scheduler.clock(), core.factory.new_report
+            now = core.scheduler.clock()
+            new = core.factory.new_report
             terms = (core.next_id(), prompt, report, priority, tenant, now)
             group = call_with_error_prefix(f"{name}[{i}]", new, *terms)
             core.register(group, outbox)
             groups.append(group)
-        pending, num_left = deque(groups), len(groups)
+        pending = deque(groups)
+        num_left = len(groups)
         with progress_bar(use_tqdm, num_left, "Computing", "prompt") as bar:
             while num_left:
                 _queue(core, pending)
@@ -205,7 +211,8 @@ def run_reports(
 
 def _queue(core: EngineCore, pending: deque[RequestGroup]) -> None:
     """Queue as many pending requests as the scheduler lets wait."""
-    scheduler, most = core.scheduler, core.scheduler.max_waiting
+    scheduler = core.scheduler
+    most = core.scheduler.max_waiting
     while pending and (most is None or scheduler.num_waiting < most):
         group = pending.popleft()
         if not group.finished:  # it may have been aborted by its id
@@ -217,7 +224,8 @@ def generate_in_order(
 ) -> Iterator[RequestOutput]:
     """Yield the last output of each prompt, in the order of the prompts."""
     with Generation(core, source, use_tqdm=use_tqdm) as generation:
-        done, index = dict[int, RequestOutput](), 0
+        done = dict[int, RequestOutput]()
+        index = 0
         while generation.is_running():
             done |= generation.step(every_token=False)
             while index in done:

@@ -57,7 +57,9 @@ class EngineLoop:
     """
 
     def __init__(self, engine: LLMEngine, stream_interval_s: float, deliver: Callable[[], None]) -> None:
-        self.engine, self._stream_interval_s, self._deliver = engine, stream_interval_s, deliver
+        self.engine = engine
+        self._stream_interval_s = stream_interval_s
+        self._deliver = deliver
         self._unshown: dict[Request, None] = {}  # requests with tokens that are held back
         self._has_prompts = False  # whether the last step computed prompts
         self._show_next = -math.inf  # the time at which held-back tokens are due

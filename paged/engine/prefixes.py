@@ -37,8 +37,10 @@ Entry = tuple[bytes, int, int, bytes]  # a saved block: tokens, index of its pre
 
 def pin(core: EngineCore, prompt: Prompt) -> int:
     """Compute a prompt where needed and pin its full blocks; see `LLMEngine.pin_prefix`."""
-    manager, parsed = core.scheduler.block_manager, core.factory.prompts.parse(prompt)
-    name, size = _pin_name(parsed), manager.block_size
+    manager = core.scheduler.block_manager
+    parsed = core.factory.prompts.parse(prompt)
+    name = _pin_name(parsed)
+    size = manager.block_size
     num_full = len(parsed.token_ids) // size * size
     if not num_full:
         raise RequestError(f"the prompt has {len(parsed.token_ids)} tokens and fills no block of {size}")
@@ -59,7 +61,8 @@ def pin(core: EngineCore, prompt: Prompt) -> int:
 
 def unpin(core: EngineCore, prompt: Prompt) -> None:
     """Let a pinned prompt be evicted again. Raises UsageError if it is not pinned."""
-    manager, name = core.scheduler.block_manager, _pin_name(core.factory.prompts.parse(prompt))
+    manager = core.scheduler.block_manager
+    name = _pin_name(core.factory.prompts.parse(prompt))
     if name not in manager.pins:
         raise UsageError(f"this prompt is not pinned; {len(manager.pins)} others are")
     manager.unpin(name)
@@ -94,12 +97,14 @@ def save(
 
     Raises RequestError if there are none, or the file cannot be written.
     """
-    path, pool = _check_path(path), manager.pool
+    path = _check_path(path)
+    pool = manager.pool
     known = pool.known_blocks()
     if prompt is not None:
         wanted = {block for blocks in manager.find(prompt.token_ids, prompt.namespace) for block in blocks}
         known = [entry for entry in known if entry[0] in wanted]
-    index, kept = {0: -1}, list[tuple[BlockId, int]]()
+    index = {0: -1}
+    kept = list[tuple[BlockId, int]]()
     for block, group in known:
         # A block whose predecessor was evicted can never be found.
         if pool.predecessor(block) in index:

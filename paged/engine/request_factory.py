@@ -67,10 +67,16 @@ class RequestFactory:
         scheduling_policy: str | Policy,
         seed: int,
     ) -> None:
-        self.model_config, self.block_manager, self.prompts = text.model_config, block_manager, prompts
-        self.tokenizer, self.eos_token_ids = text.tokenizer, text.eos_token_ids
-        self.max_model_len, self.max_num_seqs, self.seed = prompts.max_model_len, max_num_seqs, seed
-        self.scheduling_policy, self.default_params = scheduling_policy, text.params_of({})
+        self.model_config = text.model_config
+        self.block_manager = block_manager
+        self.prompts = prompts
+        self.tokenizer = text.tokenizer
+        self.eos_token_ids = text.eos_token_ids
+        self.max_model_len = prompts.max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.seed = seed
+        self.scheduling_policy = scheduling_policy
+        self.default_params = text.params_of({})
         # Finding the tokens that contain a breaker reads the whole vocabulary; most requests share breakers.
         self._rules_of = lru_cache(maxsize=64)(self._new_rules)
         self.grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.eos_token_ids)
@@ -80,7 +86,8 @@ class RequestFactory:
 
         Raises RequestError naming what is wrong.
         """
-        params, tenant = self.params_of(spec), spec.tenant
+        params = self.params_of(spec)
+        tenant = spec.tenant
         prepared = spec.prompt if isinstance(spec.prompt, Prepared) else self.prepare(spec.prompt, params)
         _check_tenant(tenant)
         seed = derived_seed(self.seed, request_id) if params.seed is None else params.seed
@@ -149,7 +156,8 @@ class RequestFactory:
             parsed = self.prompts.parse(prompt, params.cache_salt)
         wanted = params.structured_outputs
         grammar = None if wanted is None else self.grammars.start(wanted)
-        rules, vocab_size = self._token_rules(params), self.model_config.vocab_size
+        rules = self._token_rules(params)
+        vocab_size = self.model_config.vocab_size
         check_possible(params, self._stop_ids(params), rules, grammar, vocab_size=vocab_size)
         return Prepared(parsed, rules, _stops(params), grammar)
 
@@ -163,7 +171,8 @@ class RequestFactory:
 
         Raises RequestError naming what is wrong.
         """
-        seed, inherited = derived_seed(self.seed, request_id), parent.inputs
+        seed = derived_seed(self.seed, request_id)
+        inherited = parent.inputs
         if params is None:
             params = inherited.params
         elif isinstance(params, SamplingParams):
@@ -218,7 +227,8 @@ class RequestFactory:
                 )
             child.report = parent.report.fork()
         grammar = child.sampling.grammar = self._grammar_of_fork(child, parent)
-        vocab_size, num_tokens = self.model_config.vocab_size, parent.num_output_tokens
+        vocab_size = self.model_config.vocab_size
+        num_tokens = parent.num_output_tokens
         check_possible(params, inputs.stop_ids, rules, grammar, vocab_size=vocab_size, num_tokens=num_tokens)
         return RequestGroup(request_id, [child])
 
@@ -296,7 +306,8 @@ class RequestFactory:
         return eos.union(params.stop_token_ids)
 
     def _prompt_report(self, num_prompt_tokens: int, num_top: int) -> PromptReport:
-        vocab_size, num_rows = self.model_config.vocab_size, num_prompt_tokens - 1
+        vocab_size = self.model_config.vocab_size
+        num_rows = num_prompt_tokens - 1
         size = 1 + (vocab_size if num_top < 0 else min(num_top, vocab_size))
         if size * num_rows > MAX_PROMPT_LOGPROBS:
             raise RequestError(
