@@ -236,13 +236,13 @@ def test_streamed_results_together_may_hold_more_than_a_whole_answer(stream, sha
 
 
 def test_a_stream_of_many_prompts_that_is_not_read_holds_little(shared_client, monkeypatch):
-    """The prompts that are computed while it is not read are few, and all come when it is."""
+    """Few of its prompts are computed before a later request has ended, and all come when it is read."""
     budget = shared_client.front.engine.budget
-    grow, peaks = AnswerAccount.grow, [0]
+    grow, came = AnswerAccount.grow, [0]
 
     def noted(account: AnswerAccount, num_bytes: int, num_unread: int) -> None:
         grow(account, num_bytes, num_unread)
-        peaks[0] = max(peaks[0], budget.num_bytes)
+        came[0] += max(num_bytes, 0)
 
     monkeypatch.setattr(AnswerAccount, "grow", noted)
     num_prompts, num_tokens = 40, 400
@@ -252,13 +252,14 @@ def test_a_stream_of_many_prompts_that_is_not_read_holds_little(shared_client, m
     with slow_client(shared_client) as client:
         send(client, body)
         eventually(lambda: budget.num_pauses > num_pauses)
+        shared_client.post("/v1/completions", prompt="a", max_tokens=20)
+        assert came[0] < num_prompts * num_tokens * 21 * CANDIDATE_BYTES / 3
         got = read_all(client)
     choices = [choice for event in events_of(got)[:-1] for choice in json.loads(event)["choices"]]
     places = [0] * num_prompts
     for choice in choices:
         places[choice["index"]] += len(choice["logprobs"]["tokens"]) if choice["logprobs"] else 0
     assert places == [num_tokens + 1] * num_prompts
-    assert peaks[0] < num_prompts * num_tokens * 21 * CANDIDATE_BYTES / 3
     eventually(lambda: shared_client.num_requests == budget.num_bytes == 0)
 
 
@@ -276,3 +277,16 @@ def test_a_body_that_is_read_slowly_keeps_no_memory_from_others(shared_client, m
         with pytest.raises(ConnectionResetError):
             read_all(first)
     eventually(lambda: responses.num_bytes == 0)
+
+
+def test_an_answer_whose_outputs_come_in_one_piece_is_bounded(shared_client, monkeypatch):
+    """The best of several samples is known when all have ended."""
+    budget = shared_client.front.engine.budget
+    monkeypatch.setattr(budget, "max_answer_bytes", 50 * BYTES)
+    monkeypatch.setattr(AnswerAccount, "expect", lambda *_, **__: None)
+    body = {**WHOLE, "n": 1, "best_of": 2, "max_tokens": 40}
+    assert shared_client.request("POST", "/v1/completions", body)[0] == 200
+    status, _, data = shared_client.request("POST", "/v1/completions", {**body, "prompt": ["a", "b"]})
+    assert status == 400
+    assert "ask for fewer, or stream it" in json.loads(data)["error"]["message"]
+    eventually(lambda: shared_client.num_requests == budget.num_bytes == 0)
