@@ -25,7 +25,8 @@ MAX_STOP_CHARACTERS = 2**18
 MAX_BAD_WORDS = 10_000
 MAX_TOKEN_IDS = 2**20  # in one list: a range() may not fit in memory
 # Beyond these, ordinary float32 logits become 0 or inf.
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
+MIN_REPETITION_PENALTY = 1e-6
+MAX_REPETITION_PENALTY = 1e6
 # (output tokens so far, logits f32[vocab_size]) or (prompt tokens, output tokens, logits) -> new logits
 LogitsProcessor = Callable[..., Any]
 

@@ -206,7 +206,8 @@ def _from_structures(value: Mapping[str, Any]) -> dict[str, Any]:
         with _naming(where):
             reject_unknown(where, structure, ("begin", "schema", "end"))
         content = {"type": "json_schema", "json_schema": structure.get("schema")}
-        begin, end = structure.get("begin"), structure.get("end")
+        begin = structure.get("begin")
+        end = structure.get("end")
         tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
     triggered = {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
     try:
@@ -222,7 +223,8 @@ def grammars_of(
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the parts of a validated format that may be refused by themselves, each with its path or name."""
     for name, field in TAG_FORMATS[given["type"]].fields.items():
-        value, path = given[name], f"{where}.{name}"
+        value = given[name]
+        path = f"{where}.{name}"
         match field.kind:
             case "schema":
                 yield given["name"] or path, given
@@ -296,7 +298,8 @@ def _check_parts(where: str, found: dict[str, Any], *, is_last: bool, depth: int
             for i, e in enumerate(elements)
         ]
     if "content" in found:
-        content, has_end = found["content"], bool(found.get("end"))
+        content = found["content"]
+        has_end = bool(found.get("end"))
         ends_text = has_end and isinstance(content, Mapping) and content.get("type") == "any_text"
         content_is_last = ends_text or (kind == "tag" and is_last and not has_end)
         found["content"] = _format(f"{where}.content", content, is_last=content_is_last, depth=depth)

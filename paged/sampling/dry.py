@@ -53,17 +53,21 @@ class DryHistory:
         """Keep the texts of these requests, and of no others."""
         if not requests and not self._requests:
             return
-        texts, self._texts, self._requests = self._texts, [], [*requests]
+        texts = self._texts
+        self._texts = []
+        self._requests = [*requests]
         slots = {request: slot for slot, request in enumerate(requests)}
         if moved := [slots.get(text.request, -1) for text in texts]:
             self._renumber(moved)
         else:
-            self._places, self._num_places = self._ints([[]] * 6), 0
+            self._places = self._ints([[]] * 6)
+            self._num_places = 0
         known = {text.request: text for text in texts}
         first_cost = 0
         for slot, request in enumerate(requests):
             text = known.get(request) or _Text(request, self.device)
-            text.slot, text.first_cost = slot, first_cost
+            text.slot = slot
+            text.first_cost = first_cost
             first_cost += text.longest + 1
             if request not in known:
                 known[request] = text
@@ -80,7 +84,8 @@ class DryHistory:
         if num_new == {1}:
             self._advance()
         elif num_new != {0}:  # a step failed after some requests had got their token
-            requests, self._texts = self._requests, []
+            requests = self._requests
+            self._texts = []
             self.keep(requests)
 
     def apply(
@@ -101,7 +106,8 @@ class DryHistory:
 
     def _advance(self) -> None:
         """Append one token to every text: repetitions that it continues reach one further, others end."""
-        texts, self._texts = self._texts, []
+        texts = self._texts
+        self._texts = []
         if self._num_places + len(texts) > self.capacity:
             position, owner = self._places[POSITION : OWNER + 1, : self._num_places]
             self._forget(position < self._bounds[0].index_select(0, owner))
@@ -117,7 +123,8 @@ class DryHistory:
 
     def _read(self, text: _Text) -> None:
         """Append all tokens of a new text."""
-        tokens, first = text.request.token_ids[text.start :], self._num_places
+        tokens = text.request.token_ids[text.start :]
+        first = self._num_places
         token = self._ints(tokens)
         prior = token.roll(1)
         prior[0] = -1
@@ -126,13 +133,15 @@ class DryHistory:
         position = torch.arange(len(tokens), dtype=torch.int32, device=self.device)
         columns = (prior, token, position + text.start, torch.full_like(position, text.slot))
         self._append(torch.stack(columns), (position + (first - 1)).clamp_(min=0))
-        reach, reaches = self._places[REACH, first : self._num_places].zero_(), _reaches(tokens)
+        reach = self._places[REACH, first : self._num_places].zero_()
+        reaches = _reaches(tokens)
         reach.index_copy_(0, self._ints([*reaches]).long(), self._ints([*reaches.values()]))
         reach.mul_(prior >= 0)
 
     def _append(self, columns: Tensor, before: Tensor) -> Tensor:
         """Append places, i32[4, num] and i32[num], without their reach. Return their numbers, i32[num]."""
-        first, end = self._num_places, self._num_places + len(before)
+        first = self._num_places
+        end = self._num_places + len(before)
         if end > self.capacity:
             # Doubled, so that existing places are not copied for every new token.
             grown = self._places.new_empty(6, 2 * end)
@@ -182,7 +191,9 @@ class DryHistory:
             places = [place for place in range(self._num_places) if owner[place] == slot]
             assert (text.slot, int(self._newest[slot])) == (slot, places[-1])
             assert self._bounds[:, slot].tolist() == [*text.bounds()]
-            ids, start, behind = text.request.token_ids[: text.num_known], text.start, text.behind(text.start)
+            ids = text.request.token_ids[: text.num_known]
+            start = text.start
+            behind = text.behind(text.start)
             assert [token[place] for place in places][start - len(ids) :] == ids[start:]
             assert position[places[-1]] == len(ids) - 1
             for last, place in pairwise(places):
@@ -202,10 +213,12 @@ class _Text:
 
     def __init__(self, request: Request, device: torch.device) -> None:
         params = request.inputs.params
-        self.request, self.num_known = request, len(request.token_ids)
+        self.request = request
+        self.num_known = len(request.token_ids)
         self.slot = self.first_cost = 0
         self.last_n = params.dry_penalty_last_n
-        power, allowed = math.log(params.dry_base), params.dry_allowed_length
+        power = math.log(params.dry_base)
+        allowed = params.dry_allowed_length
         most = int(MAX_LOG_PENALTY / power) if power > 0 else 0
         self.longest = min(allowed + most, request.inputs.max_total_tokens)
         costs = [params.dry_multiplier * params.dry_base**n for n in range(self.longest + 1 - allowed)]
@@ -228,8 +241,10 @@ class _Text:
 
     def take(self) -> tuple[int, ...]:
         """Advance by one token. Return the columns of its place known to the host, and the new bounds."""
-        at, token_ids = self.num_known, self.request.token_ids
-        token, self.num_known = token_ids[at], at + 1
+        at = self.num_known
+        token_ids = self.request.token_ids
+        token = token_ids[at]
+        self.num_known = at + 1
         for length in self.tail_lengths:
             if self._is_breaker(at - length, at + 1):
                 self.breaker = max(self.breaker, (at - length, at + 1))
@@ -237,7 +252,8 @@ class _Text:
 
     def bounds(self) -> tuple[int, int, int]:
         """Return the window's start, and in the costs the indices of length 0 and of the longest allowed."""
-        start, first = self.start, self.first_cost
+        start = self.start
+        first = self.first_cost
         return start, first, first + min(self.behind(start), self.longest)
 
     def _last_breaker(self) -> tuple[int, int]:
@@ -261,7 +277,8 @@ def _reaches(tokens: Sequence[int]) -> dict[int, int]:
 
     The Z-algorithm (Gusfield, 1997) from the end of the text: linear time, however repetitive it is.
     """
-    recent, num = tokens[::-1], len(tokens)
+    recent = tokens[::-1]
+    num = len(tokens)
     reaches: dict[int, int] = {}
     start = end = 0  # the match that goes back furthest: [start, end) equals [0, end - start)
     distance = 0
@@ -275,7 +292,8 @@ def _reaches(tokens: Sequence[int]) -> dict[int, int]:
             n += 1
         reaches[num - distance] = n
         if distance + n > end:
-            start, end = distance, distance + n
+            start = distance
+            end = distance + n
 
 
 def _common_end(a: Sequence[int], b: Sequence[int]) -> int:

@@ -38,7 +38,8 @@ class ForcedText:
 
     def __call__(self, text: str) -> list[int]:
         """Return ordinary tokens that spell the text."""
-        ids, start = list[int](), 0
+        ids = list[int]()
+        start = 0
         for found in self._special_texts.finditer(text):
             ids += self._spelled(text[start : found.start()])
             ids += self._greedy(found[0])

@@ -15,7 +15,9 @@ from ..errors import RequestError
 MAX_CHARACTERS = 2**18  # of a grammar's text
 # Fuel is for the regular expressions that are built at once, at about 250 bytes a unit. Large enumerations
 # need some for each character.
-BASE_FUEL, FUEL_PER_CHARACTER, MAX_FUEL = 50_000, 4, 1_000_000
+BASE_FUEL = 50_000
+FUEL_PER_CHARACTER = 4
+MAX_FUEL = 1_000_000
 MAX_LEXER_STATES = 50_000  # built as tokens are matched, at about 600 bytes each
 MAX_MULTIPLE = 10_000  # an automaton for multiples of n has n states
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([-+.0-9eE]+)')

@@ -118,7 +118,8 @@ class JsonGrammar:
 
     def _options(self, root: Schema) -> Iterator[Schema]:
         """Yield the schemas of which any may be the whole value."""
-        pending, seen = [root], set[str]()
+        pending = [root]
+        seen = set[str]()
         while pending:
             match pending.pop():
                 case AnyOf(options):
@@ -195,7 +196,8 @@ class JsonGrammar:
 
     def _no_value(self, schema: Schema) -> RequestError:
         """Return the error of a schema without a value: why, or where it refers to itself."""
-        path, seen = list[str](), {"#"}
+        path = list[str]()
+        seen = {"#"}
         while True:
             match schema:
                 case Never():
@@ -257,7 +259,9 @@ class JsonGrammar:
         self, options: Iterable[Schema], place: SchemaPath
     ) -> tuple[list[Mapping[str, Any]], list[Schema]]:
         """Return the schemas of options that the library compiles, and the options that it does not."""
-        library, strings, own = list[Mapping[str, Any]](), list[Mapping[str, Any]](), list[Schema]()
+        library = list[Mapping[str, Any]]()
+        strings = list[Mapping[str, Any]]()
+        own = list[Schema]()
         for option in filter(self._has_value, options):
             leaf = self._leaf(option, place)
             if leaf is None:

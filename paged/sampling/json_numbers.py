@@ -40,14 +40,18 @@ class Interval:
 
     def intersect(self, other: Interval) -> Interval:
         """Return the numbers that are in both."""
-        low, is_low_open = self.low, self.is_low_open
+        low = self.low
+        is_low_open = self.is_low_open
         if low is None or (other.low is not None and other.low > low):
-            low, is_low_open = other.low, other.is_low_open
+            low = other.low
+            is_low_open = other.is_low_open
         elif other.low == low:
             is_low_open |= other.is_low_open
-        high, is_high_open = self.high, self.is_high_open
+        high = self.high
+        is_high_open = self.is_high_open
         if high is None or (other.high is not None and other.high < high):
-            high, is_high_open = other.high, other.is_high_open
+            high = other.high
+            is_high_open = other.is_high_open
         elif other.high == high:
             is_high_open |= other.is_high_open
         return Interval(
@@ -160,7 +164,8 @@ def _integers(interval: Interval) -> str:
 
 def integer_regex(low: int, high: int | None) -> str:
     """Return a regular expression of the integers from low, at least 0, to high, which may be missing."""
-    parts, last = list[str](), None if high is None else str(high)
+    parts = list[str]()
+    last = None if high is None else str(high)
     first = str(low)
     if last is not None and len(first) == len(last):
         return _same_length(first, last)
@@ -180,7 +185,9 @@ def _same_length(low: str, high: str) -> str:
         return ""
     if low[0] == high[0]:
         return low[0] + _same_length(low[1:], high[1:])
-    rest, first, last = len(low) - 1, int(low[0]), int(high[0])
+    rest = len(low) - 1
+    first = int(low[0])
+    last = int(high[0])
     parts = list[str]()
     if low[1:].strip("0"):
         parts.append(low[0] + _same_length(low[1:], "9" * rest))
@@ -195,7 +202,8 @@ def _same_length(low: str, high: str) -> str:
 
 def _signed(interval: Interval) -> Iterator[str]:
     """Yield terms for the negative numbers of an interval and for the others."""
-    low, high = interval.low, interval.high
+    low = interval.low
+    high = interval.high
     if low is None or low < 0:
         most = None if low is None else -low
         if high is None or high >= 0:

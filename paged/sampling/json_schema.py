@@ -262,7 +262,8 @@ class SchemaReader:
     def _interval(self, node: Mapping[str, Any], place: SchemaPath, *, is_integer: bool) -> Interval:
         found = Interval(is_integer=is_integer)
         for key in BOUNDS:
-            value, is_low = node.get(key), key.lower().endswith("minimum")
+            value = node.get(key)
+            is_low = key.lower().endswith("minimum")
             if value is None and key not in node:
                 continue
             is_open = key.startswith("exclusive")
@@ -338,7 +339,8 @@ class SchemaReader:
         return self._constants(values, place)
 
     def _constants(self, values: Iterable[Any], place: SchemaPath) -> Schema:
-        strings, options = list[str](), list[Schema]()
+        strings = list[str]()
+        options = list[Schema]()
         for value in values:
             self._count(place)
             match value:
@@ -461,7 +463,8 @@ class SchemaReader:
         if constants is not None:
             tried = frozenset(one.rules if one.constants is not None else other.rules)
             for rule in (json.loads(rule) for rule in rules if rule not in tried):
-                least, most = rule.get("minLength", 0), rule.get("maxLength")
+                least = rule.get("minLength", 0)
+                most = rule.get("maxLength")
                 constants = tuple(
                     c for c in constants if least <= len(c) and (most is None or len(c) <= most)
                 )
@@ -555,7 +558,8 @@ def _is_large(value: Decimal) -> bool:
 
 def any_of(options: Iterable[Schema], place: SchemaPath) -> Schema:
     """Return the values of any of the schemas."""
-    found, nevers = list[Schema](), list[Never]()
+    found = list[Schema]()
+    nevers = list[Never]()
     for option in options:
         match option:
             case Anything():

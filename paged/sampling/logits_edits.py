@@ -44,7 +44,10 @@ class LogitsEdits:
         vocab_size: int,
         upload: Upload,
     ) -> None:
-        self.kernels, self.history, self.dry, self.vocab_size = kernels, history, dry, vocab_size
+        self.kernels = kernels
+        self.history = history
+        self.dry = dry
+        self.vocab_size = vocab_size
         rows = [(row, request, request.inputs.params) for row, request in requests]
         self._allowed = self._allowed_tokens([(r, q, p) for r, q, p in rows if p.allowed_token_ids], upload)
         words = [(r, q, bad) for r, q, _ in rows if (bad := q.inputs.rules.bad_words)]
@@ -142,7 +145,8 @@ class LogitsEdits:
         """Return the last tokens of bad words whose other tokens were just generated."""
         banned = []
         for row, request, words in self._words:
-            token_ids, start = request.token_ids, request.num_prompt_tokens
+            token_ids = request.token_ids
+            start = request.num_prompt_tokens
             if len(token_ids) == start:
                 continue
             for word in words.get(token_ids[-1], ()):
@@ -178,7 +182,8 @@ def _process(logits: Tensor, row: int, request: Request, numbers: Sequence[int])
 
     numbers: how many arguments each of them takes.
     """
-    shape, device = logits[row].shape, logits.device
+    shape = logits[row].shape
+    device = logits.device
     for i, processor in enumerate(request.inputs.params.logits_processors):
         name = f"logits_processors[{i}]"
         try:

@@ -29,7 +29,9 @@ class Reporter:
     """
 
     def __init__(self, head: Callable[[Tensor], Tensor], vocab_size: int, kernels: Kernels) -> None:
-        self.head, self.kernels, self.vocab_size = head, kernels, vocab_size
+        self.head = head
+        self.kernels = kernels
+        self.vocab_size = vocab_size
         self.max_rows = max(1, MAX_LOGITS // vocab_size)
 
     def prepare(self, asked: Sequence[AskedRows], upload: Upload) -> StepReports:
@@ -41,11 +43,13 @@ class StepReports:
     """The reports that one step computes."""
 
     def __init__(self, reporter: Reporter, asked: Sequence[AskedRows], upload: Upload) -> None:
-        self._reporter, self._asked = reporter, asked
+        self._reporter = reporter
+        self._asked = asked
         self._scored = [i for i, rows in enumerate(asked) if rows.report.num_top is not None]
         self._summed = [i for i, rows in enumerate(asked) if rows.report.num_top is None]
         self._sums: Received | None = None
-        tokens, num_tops = list[int](), list[int]()
+        tokens = list[int]()
+        num_tops = list[int]()
         for request, report, start, end, _ in (asked[i] for i in self._scored):
             assert report.num_top is not None
             tokens += request.token_ids[start + 1 : end + 1]

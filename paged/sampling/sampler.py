@@ -39,9 +39,12 @@ class Sampler:
     def __init__(
         self, kernels: Kernels, vocab_size: int, device: torch.device, max_num_seqs: int = MIN_SLOTS
     ) -> None:
-        self.kernels, self.vocab_size, self.device = kernels, vocab_size, device
+        self.kernels = kernels
+        self.vocab_size = vocab_size
+        self.device = device
         num_slots = max_num_seqs if device.type == "cuda" else MIN_SLOTS
-        self.history, self.dry = TokenHistory(vocab_size, device, num_slots), DryHistory(device)
+        self.history = TokenHistory(vocab_size, device, num_slots)
+        self.dry = DryHistory(device)
         self._last: _Batch | None = None
 
     def prepare(
@@ -68,7 +71,8 @@ class Sampler:
     ) -> StepOutput:
         """Choose one token for each row of f32[len(requests), vocab_size], at once: see `Draw.run`."""
         transfers = Transfers(self.device)
-        upload, download = transfers.new_upload(), transfers.new_download()
+        upload = transfers.new_upload()
+        download = transfers.new_download()
         draw = self.prepare(requests, lambda: [len(request.token_ids) for request in requests], upload)
         upload.send()
         draw.run(logits, download, grammar_masks, best)
@@ -94,7 +98,9 @@ class Draw:
     )
 
     def __init__(self, batch: _Batch, positions: Callable[[], Sequence[int]], upload: Upload) -> None:
-        self._batch, self._kernels, self.requests = batch, batch.kernels, batch.requests
+        self._batch = batch
+        self._kernels = batch.kernels
+        self.requests = batch.requests
         self._edits: StepEdits | None = None
         self._positions: Sent | None = None
         if batch.edits is not None or batch.parameters is not None:
@@ -121,7 +127,8 @@ class Draw:
         Returns the tokens, i64[num_requests]; None if there is no request. A row gets an error instead if the
         model's logits are not finite, or if the request's own parameters leave no token.
         """
-        batch, kernels = self._batch, self._kernels
+        batch = self._batch
+        kernels = self._kernels
         if not self.requests:
             return None
         is_edited = batch.edits is not None or grammar_masks is not None
@@ -139,7 +146,8 @@ class Draw:
             if raw is not None:
                 self._logprobs = batch.compute_logprobs(raw, tokens, download)
         assert highest is not None, "nothing tells the highest logits"
-        self._tokens, self._of_model = download.get(tokens), download.get(highest)
+        self._tokens = download.get(tokens)
+        self._of_model = download.get(highest)
         return tokens
 
     def _choose(
@@ -173,7 +181,8 @@ class Draw:
         """Return the tokens and errors, once the download has arrived."""
         if self._tokens is None or self._of_model is None:
             return StepOutput()
-        drawn, of_model = self._tokens.numbers.tolist(), self._of_model.numbers.tolist()
+        drawn = self._tokens.numbers.tolist()
+        of_model = self._of_model.numbers.tolist()
         if self._edited is None and not self._errors and math.isfinite(sum(of_model)):
             return StepOutput(drawn, self._batch.reports(self._logprobs) if self._logprobs else {})
         edited = of_model if self._edited is None else self._edited.numbers.tolist()
@@ -191,7 +200,8 @@ class _Batch:
     """
 
     def __init__(self, requests: Sequence[Request], sampler: Sampler, upload: Upload) -> None:
-        self.requests, self.kernels = requests, sampler.kernels
+        self.requests = requests
+        self.kernels = sampler.kernels
         columns = columns_of(requests, sampler.vocab_size)
         self.edits: LogitsEdits | None = None
         if columns["edits_logits"].any():

@@ -140,7 +140,8 @@ class StructuralGrammar:
 
     def _pieces(self, text: str) -> list[str]:
         """Split a text into special tokens and what is between them."""
-        pieces, end = list[str](), 0
+        pieces = list[str]()
+        end = 0
         for found in self._any_special.finditer(text):
             pieces += [text[end : found.start()], found[0]]
             end = found.end()

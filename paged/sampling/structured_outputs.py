@@ -58,7 +58,9 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
         self._vocabulary: _Vocabulary | None = None
         self._compiled: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
@@ -69,7 +71,8 @@ class Grammars:
         Raises RequestError if the grammar is wrong or cannot be compiled within bounds, or if the library or
         the tokenizer is missing.
         """
-        kind, value = params.kind, getattr(params, params.kind)
+        kind = params.kind
+        value = getattr(params, params.kind)
         text = value if isinstance(value, str) else json.dumps(value)
         if self._tokenizer is None:
             raise RequestError(
@@ -317,7 +320,8 @@ class GrammarState:
 
     def missing(self, request: Request) -> list[int]:
         """Return the tokens that the matcher has not consumed yet, and count them as consumed."""
-        start, self.num_taken = request.num_prompt_tokens + self.num_taken, request.num_output_tokens
+        start = request.num_prompt_tokens + self.num_taken
+        self.num_taken = request.num_output_tokens
         self._job = None
         return request.token_ids[start:]
 
@@ -403,7 +407,8 @@ class GrammarMasks:
     """
 
     def __init__(self, rows: list[int], requests: list[Request]) -> None:
-        self.rows, self.errors = rows, dict[int, str]()
+        self.rows = rows
+        self.errors = dict[int, str]()
         self._requests = requests
         self._states: list[GrammarState] = [request.sampling.grammar for request in requests]  # type: ignore[misc]
         # i32[len(rows), num_words], once they are gathered: bit b of word w is token 32 w + b
@@ -495,7 +500,8 @@ def _set_ends(row: NDArray[np.int32], request: Request, state: GrammarState) -> 
 
 
 def _dead_end(request: Request) -> str:
-    num, least = request.num_output_tokens, request.inputs.params.min_tokens
+    num = request.num_output_tokens
+    least = request.inputs.params.min_tokens
     if num < least:
         return f"structured_outputs allows nothing more after {num} tokens, and min_tokens is {least}"
     return f"structured_outputs allows no token of the vocabulary after {num} tokens"

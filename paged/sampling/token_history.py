@@ -65,7 +65,8 @@ class TokenHistory:
 
     def prepare(self, positions: Sequence[int], upload: Upload) -> Reading:
         """Send the tokens of requests that are new, or not counted up to their position."""
-        vocab_size, slots = self.output_counts.shape[1], self._slots
+        vocab_size = self.output_counts.shape[1]
+        slots = self._slots
         new = [r for r, at in zip(slots, positions, strict=True) if self._known.get(r) != at]
         if not new:
             return Reading([*slots], [*positions], None, None, None)
@@ -81,7 +82,9 @@ class TokenHistory:
         """Count the tokens of a step's new requests."""
         self._known = {}  # until all is done
         if reading.slots and reading.seen and reading.generated:
-            counts, seen, slots = self.output_counts, self.seen, reading.slots.tensor
+            counts = self.output_counts
+            seen = self.seen
+            slots = reading.slots.tensor
             seen.index_fill_(0, slots, False)
             counts.index_fill_(0, slots, 0)
             seen.view(-1).index_fill_(0, reading.seen.tensor, True)
@@ -95,7 +98,8 @@ class TokenHistory:
     ) -> None:
         """Count the tokens that were drawn for the requests."""
         assert self.slots is not None, "no request has a slot"
-        known, self._known = self._known, {}
+        known = self._known
+        self._known = {}
         places = self.slots.tensor * self.output_counts.shape[1] + tokens.index_select(0, rows)
         _count(self.output_counts, places)
         self.seen.view(-1).index_fill_(0, places, True)
@@ -117,8 +121,10 @@ class TokenHistory:
         slots = [] if self.slots is None else self.slots.tensor.tolist()
         assert slots == [*self._slots.values()], "the slots are not in the requests' order"
         for request, num_known in self._known.items():
-            slot, known = self._slots[request], request.token_ids[:num_known]
-            output, num_drawn = known[request.num_prompt_tokens :], num_known - len(known)
+            slot = self._slots[request]
+            known = request.token_ids[:num_known]
+            output = known[request.num_prompt_tokens :]
+            num_drawn = num_known - len(known)
             counts = self.output_counts[slot].clone()
             for token in output:
                 counts[token] -= 1

@@ -67,7 +67,8 @@ class App:
             budget=front.body_budget,
             responses=front.response_budget,
         )
-        scope[EXCHANGE], scope["app"] = exchange, self
+        scope[EXCHANGE] = exchange
+        scope["app"] = self
         try:
             self._check_host(exchange)
             self._check_key(exchange)

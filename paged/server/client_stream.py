@@ -64,7 +64,9 @@ class ClientStream(AsyncIterator[RequestOutput]):
         sent: SentRequest | None = None,
     ) -> None:
         self.request_id = request_id
-        self._client, self._terms, self._sent = client, terms, sent
+        self._client = client
+        self._terms = terms
+        self._sent = sent
         self._account: AnswerAccount | None = None  # of the client's budget
         self._is_over = self._is_read = False
 

@@ -57,7 +57,8 @@ class EngineConnection(asyncio.Protocol):
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
             )
-        self._socket, self._reader = ours, frames.FrameReader(frames.decode_report)
+        self._socket = ours
+        self._reader = frames.FrameReader(frames.decode_report)
         self.loop: asyncio.AbstractEventLoop | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._is_closed: asyncio.Future[None] | None = None
@@ -84,7 +85,8 @@ class EngineConnection(asyncio.Protocol):
 
     async def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Read and write in this event loop from now on."""
-        self.loop, self._is_closed = loop, loop.create_future()
+        self.loop = loop
+        self._is_closed = loop.create_future()
         self.heard_at = time.monotonic()  # what was sent before waits in the socket
         await loop.create_unix_connection(lambda: self, sock=self._socket)
 
@@ -209,7 +211,8 @@ class EngineConnection(asyncio.Protocol):
                     if (inbox := self._forget(key)) is not None:
                         inbox.put_result(result)
             case frames.Heartbeat(step=step, stats=stats):
-                self.step, self._stats = step, stats
+                self.step = step
+                self._stats = stats
             case frames.Answer(key=key, stats=stats):
                 self._stats = stats
                 if (answer := self._answers.get(key)) is not None and not answer.done():

@@ -95,7 +95,8 @@ class EngineClient:
         self.max_model_len = min(each.max_model_len for each in ready)
         self.prompts = self.text.new_parser(self.max_model_len)
         self._description = ready[0].description
-        self._keys, self._ids = itertools.count(), itertools.count()
+        self._keys = itertools.count()
+        self._ids = itertools.count()
         self.budget = AnswerBudget()
         self._streams: dict[str, tuple[EngineConnection, int]] = {}  # of unfinished requests, by id
         self._attached: asyncio.Future[Any] | None = None  # to an event loop
@@ -284,7 +285,8 @@ class EngineClient:
             rendered = asyncio.get_running_loop().run_in_executor(self.text.rendering, terms.render)
             terms = replace(terms, prompt=await deadline.wait_for(rendered))
         parsed = await deadline.wait_for(self._parse(terms.prompt, terms.params.cache_salt))
-        given, kind = [*terms.generated_token_ids], terms.params.output_kind
+        given = [*terms.generated_token_ids]
+        kind = terms.params.output_kind
         if account is None:
             account = AnswerAccount(self.budget, is_whole=not comes_in_parts(kind))
         account.expect(
@@ -374,7 +376,8 @@ class EngineClient:
         on_place: OnPlace,
     ) -> list[Any]:
         """Compute prompts for their reports alone, in one process, as they share a prefix."""
-        connection, inboxes = self._choose(prompt.token_ids), list[Inbox]()
+        connection = self._choose(prompt.token_ids)
+        inboxes = list[Inbox]()
         try:
             async for order in paced(orders):
                 inbox = Inbox(order.request_id, None, order.token_ids, RequestOutputKind.FINAL_ONLY)

@@ -49,7 +49,8 @@ class Link:
     """The socket to the front end."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._socket, self._lock = connection, threading.Lock()
+        self._socket = connection
+        self._lock = threading.Lock()
 
     def send(self, report: frames.Report) -> None:
         """Send a frame, from any thread."""
@@ -79,7 +80,9 @@ class FrameOutbox(Recipient):
 
     def __init__(self, key: int, request_id: str, server: EngineServer) -> None:
         super().__init__()
-        self.key, self.request_id, self._server = key, request_id, server
+        self.key = key
+        self.request_id = request_id
+        self._server = server
         self.is_gone = False  # the front end wants no more
         self.is_held = False  # its reader is slow
         self._sent_metrics = False
@@ -88,7 +91,8 @@ class FrameOutbox(Recipient):
     def put(self, output: RequestOutput) -> None:
         """Add an output to the frame."""
         self._server.forget(self, output.finished)
-        first, self._sent_metrics = not self._sent_metrics, True
+        first = not self._sent_metrics
+        self._sent_metrics = True
         # A stream begins with them, and they do not change.
         if output.prompt_logprobs is not None and not self._sent_prompt:
             self._sent_prompt = True
@@ -141,12 +145,15 @@ class EngineServer:
         link: Link,
         orders: Iterator[frames.Order | frames.Refused],
     ) -> None:
-        self.engine, self.link, self._orders = engine, link, orders
+        self.engine = engine
+        self.link = link
+        self._orders = orders
         self.loop = EngineLoop(engine, stream_interval_s, self._deliver)
         self.outputs: list[frames.Output] = []
         self.embeddings: list[tuple[int, Any]] = []
         self.scores: list[tuple[int, Any]] = []
-        self.stats, self._stats_at = EngineStats.of(engine.scheduler), time.monotonic()
+        self.stats = EngineStats.of(engine.scheduler)
+        self._stats_at = time.monotonic()
         self._outboxes: dict[int, FrameOutbox] = {}  # of unfinished requests, by key
         self._preparations = Preparations[RequestSpec](MOST_PREPARED)
         self._garbage = Garbage()
@@ -172,11 +179,14 @@ class EngineServer:
         """Send all outputs of a step in one frame."""
         now = time.monotonic()
         if now - self._stats_at >= STATS_S or not self.engine.core.has_work():
-            self.stats, self._stats_at = EngineStats.of(self.engine.scheduler), now
+            self.stats = EngineStats.of(self.engine.scheduler)
+            self._stats_at = now
         if self.outputs or self.embeddings or self.scores:
             step = self.engine.scheduler.counters.num_steps
             self.link.send(frames.Outputs(step, self.outputs, self.embeddings, self.scores))
-            self.outputs, self.embeddings, self.scores = [], [], []
+            self.outputs = []
+            self.embeddings = []
+            self.scores = []
 
     # On the thread that reads
 

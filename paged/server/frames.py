@@ -274,12 +274,14 @@ class FrameReader(Generic[T]):
     """Cuts frames from a stream of bytes, and decodes them."""
 
     def __init__(self, decode: Callable[[Any], T]) -> None:
-        self._decode, self._buffer = decode, bytearray()
+        self._decode = decode
+        self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[T]:
         """Add bytes that were received. Return the frames that are whole now."""
         self._buffer += data
-        at, found = 0, []
+        at = 0
+        found = []
         with memoryview(self._buffer) as view:
             while at + LENGTH_BYTES <= len(view):
                 start = at + LENGTH_BYTES

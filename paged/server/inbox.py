@@ -27,7 +27,9 @@ class _Sample:
     stop_reason: int | str | None = None
 
     def add(self, new: frames.Completion) -> None:
-        self.index, self.finish_reason, self.stop_reason = new.index, new.finish_reason, new.stop_reason
+        self.index = new.index
+        self.finish_reason = new.finish_reason
+        self.stop_reason = new.stop_reason
         self.text += new.text
         self.token_ids += new.token_ids
         self.cumulative_logprob = new.cumulative_logprob
@@ -37,7 +39,8 @@ class _Sample:
 
     def output(self) -> CompletionOutput:
         """Return the sample as it is now: as lists at the end, before that as views, to copy nothing."""
-        token_ids, logprobs = self.token_ids, self.logprobs
+        token_ids = self.token_ids
+        logprobs = self.logprobs
         terms: Any = token_ids, logprobs
         if self.finish_reason is None:
             terms = View(token_ids, 0, len(token_ids)), logprobs and logprobs.so_far()
@@ -80,7 +83,10 @@ class Inbox:
         self._num_taken = 0  # those that it took last, and is not done with
         self._num_done = 0  # what is dropped when it is
         self.comes_in_parts = comes_in_parts(kind)
-        self.request_id, self.prompt, self.token_ids, self.kind = request_id, prompt, token_ids, kind
+        self.request_id = request_id
+        self.prompt = prompt
+        self.token_ids = token_ids
+        self.kind = kind
         self._samples: list[_Sample] = []
         self._metrics = RequestMetrics(0.0)
         self._num_cached_tokens: int | None = None
@@ -102,7 +108,8 @@ class Inbox:
         for sample, completion in zip(self._samples, new.completions, strict=False):
             sample.add(completion)
             num += len(completion.token_ids)
-        self.finished, self._num_cached_tokens = new.finished, new.num_cached_tokens
+        self.finished = new.finished
+        self._num_cached_tokens = new.num_cached_tokens
         if new.metrics is not None:
             self._metrics = new.metrics
         self._count(size_of(new))
@@ -160,7 +167,8 @@ class Inbox:
 
     def put_result(self, result: Any) -> None:
         """Add the report on a prompt."""
-        self.result, self.finished = result, True
+        self.result = result
+        self.finished = True
         self._wake()
 
     def fail(self, error: BaseException) -> None:

@@ -241,7 +241,8 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
 
     A key may begin with a bracket, and is not part of an error.
     """
-    values, is_secret = [value] if isinstance(value, str) else value, name == "api_key"
+    values = [value] if isinstance(value, str) else value
+    is_secret = name == "api_key"
     if not is_secret and isinstance(values, Sequence) and len(values) == 1 and str(values[0]).startswith("["):
         values = _json(name, values[0])
     if not isinstance(values, Sequence) or not all(isinstance(text, str) and text for text in values):

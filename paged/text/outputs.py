@@ -22,7 +22,9 @@ class View(Sequence[T]):
     __slots__ = ("_items", "_start", "_stop")
 
     def __init__(self, items: Sequence[T], start: int, stop: int) -> None:
-        self._items, self._start, self._stop = items, start, stop
+        self._items = items
+        self._start = start
+        self._stop = stop
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -131,18 +133,21 @@ class OutputProcessor:
         return [replace(completion, index=index) for index, completion in enumerate(best)]
 
     def _prompt_logprobs_of(self, group: RequestGroup) -> list[dict[int, Logprob] | None] | None:
-        report, params = group.samples[0].report, group.samples[0].inputs.params
+        report = group.samples[0].report
+        params = group.samples[0].inputs.params
         if params.prompt_logprobs is None or report is None or report.failed or not report.is_complete:
             return None
         self._read_prompt(group, math.inf)
         return self._prompt_logprobs[group]
 
     def _read_prompt(self, group: RequestGroup, most: float) -> int:
-        report, params = group.samples[0].report, group.samples[0].inputs.params
+        report = group.samples[0].report
+        params = group.samples[0].inputs.params
         if params.prompt_logprobs is None or report is None or report.failed:
             return 0
         tokenizer = self._tokenizer if params.detokenize else None
-        places, num = self._prompt_logprobs.setdefault(group, [None]), 0
+        places = self._prompt_logprobs.setdefault(group, [None])
+        num = 0
         # The rows of a failed step are taken again: only those that were recorded count.
         while num < most and len(places) <= report.next_row - report.start:
             row = report.logprobs[len(places) - 1]
@@ -166,8 +171,10 @@ class _Progress:
         self._logprobs: list[dict[int, Logprob]] = []
         self._num_dropped = 0
         # The sum of the first _num_summed log-probabilities, extended by each output.
-        self._cumulative, self._num_summed = 0.0, 0
-        self._num_characters_shown, self._num_tokens_shown = 0, request.inputs.num_given_tokens
+        self._cumulative = 0.0
+        self._num_summed = 0
+        self._num_characters_shown = 0
+        self._num_tokens_shown = request.inputs.num_given_tokens
         if self.transcript is not None and self._num_tokens_shown:
             self.transcript.read_given(self._num_tokens_shown)
             self._num_characters_shown = self.transcript.num_visible
@@ -188,11 +195,13 @@ class _Progress:
     def delta(self) -> CompletionOutput:
         """Return what is new since the last call."""
         self._catch_up()
-        request, text = self._request, ""
+        request = self._request
+        text = ""
         if self.transcript is not None:
             text = self.transcript.since(self._num_characters_shown)
             self._num_characters_shown += len(text)
-        shown, self._num_tokens_shown = self._num_tokens_shown, request.num_output_tokens
+        shown = self._num_tokens_shown
+        self._num_tokens_shown = request.num_output_tokens
         token_ids = request.token_ids[request.num_prompt_tokens + shown :]
         logprobs = self._logprobs[max(0, shown - self._num_dropped) :]
         # Not kept: they take ten times the memory of what they are made of.
@@ -249,7 +258,8 @@ def _readable(
 
     first: whether the place is the beginning of a text, where some tokenizers drop spaces.
     """
-    ranks, found = [place.rank, *range(1, len(place.token_ids))], dict[int, Logprob]()
+    ranks = [place.rank, *range(1, len(place.token_ids))]
+    found = dict[int, Logprob]()
     for token_id, logprob, rank in zip(place.token_ids, place.logprobs, ranks, strict=True):
         text = None if tokenizer is None else tokenizer.token_text(token_id, first=first)
         found.setdefault(token_id, Logprob(logprob, rank, text))

@@ -17,7 +17,8 @@ class BodyBudget:
     """
 
     def __init__(self, max_bytes: int = MAX_BODY_BYTES_IN_PROGRESS) -> None:
-        self.max_bytes, self.num_bytes = max_bytes, 0
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
 
     def grow(self, num_before: int, num_after: int) -> bool:
         """Use bytes for a body that grows, or return False if there are not as many."""

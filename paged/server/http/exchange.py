@@ -22,7 +22,9 @@ from .failures import Header, HttpError
 from .response_budget import ResponseBudget
 
 T = TypeVar("T")
-JSON, EVENTS, JSON_LINES = "application/json", "text/event-stream; charset=utf-8", "application/x-ndjson"
+JSON = "application/json"
+EVENTS = "text/event-stream; charset=utf-8"
+JSON_LINES = "application/x-ndjson"
 BODY_TIMEOUT_S = 30.0
 PARSED_AT_ONCE = 2**16  # bytes of JSON that are parsed on the event loop; more would block it too long
 SENT_AT_ONCE = 2**16  # bytes of a response, of which a client has to read most before the next are sent
@@ -88,7 +90,9 @@ class Exchange:
         self._responses = responses
         self.method: str = scope["method"]
         self.route: str = scope["path"].removeprefix(scope.get("root_path", ""))
-        self.max_body_bytes, self._budget, self.num_body_bytes = max_body_bytes, budget, 0
+        self.max_body_bytes = max_body_bytes
+        self._budget = budget
+        self.num_body_bytes = 0
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self.request_id = request_id_of(self._headers.get(b"x-request-id"))
         self.received = time.monotonic()
@@ -157,13 +161,15 @@ class Exchange:
             ) from None
 
     async def _read_body(self) -> bytes:
-        body, more = b"", True
+        body = b""
+        more = True
         parts: list[bytes] = []
         while more:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            body, more = message.get("body", b""), message.get("more_body", False)
+            body = message.get("body", b"")
+            more = message.get("more_body", False)
             size = self.num_body_bytes + len(body)
             if size > self.max_body_bytes:
                 raise self._too_large()

@@ -39,7 +39,9 @@ class HttpError(RequestError):
         headers: Iterable[Header] = (),
     ) -> None:
         super().__init__(message, param=param)
-        self.status, self.code, self.headers = status, code, tuple(headers)
+        self.status = status
+        self.code = code
+        self.headers = tuple(headers)
 
 
 class FailureResponse(NamedTuple):
@@ -78,17 +80,22 @@ def failure_of(error: Exception, retry_after_s: int, request_id: str) -> Failure
     headers: tuple[Header, ...] = ()
     code = None
     if isinstance(error, HttpError):
-        status, message = error.status, str(error)
-        headers, code = error.headers, error.code
+        status = error.status
+        message = str(error)
+        headers = error.headers
+        code = error.code
     elif isinstance(error, HTTPException):  # of the router: 405
         allowed = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
-        status, message = error.status_code, f"this route does not take that method; it takes {allowed}"
+        status = error.status_code
+        message = f"this route does not take that method; it takes {allowed}"
         headers = tuple((name.encode(), value.encode()) for name, value in (error.headers or {}).items())
     elif isinstance(error, PagedError):
-        status, message = status_of(error), str(error)
+        status = status_of(error)
+        message = str(error)
     else:
         logger.error("request %s failed", request_id, exc_info=error)
-        status, message = 500, f"the server failed; its log has the error of request {request_id}"
+        status = 500
+        message = f"the server failed; its log has the error of request {request_id}"
     param = error.param if isinstance(error, PagedError) else None
     body = error_body(status, message, param=param, code=code)
     return FailureResponse(status, body, (*headers, *retry_headers(status, retry_after_s)))

@@ -21,7 +21,8 @@ class StreamedResponse:
     """
 
     def __init__(self, exchange: Exchange, content_type: str = EVENTS) -> None:
-        self._exchange, self._content_type = exchange, content_type
+        self._exchange = exchange
+        self._content_type = content_type
         self._lock = asyncio.Lock()  # of those who write: the request's task and the timer
 
     @property

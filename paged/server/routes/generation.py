@@ -34,7 +34,8 @@ class AnswerRoute:
     """Chats and completions, whole or streamed."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
-        self._path, self._front = path, front
+        self._path = path
+        self._front = front
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer a request. A prompt that fails is an error of the whole request."""
@@ -43,7 +44,8 @@ class AnswerRoute:
         async with until_disconnect(exchange):
             streams, identity, on_output = await _begin(front, exchange, call)
             async with _placing(exchange, streams):
-                created, model = int(time.time()), front.names[0]
+                created = int(time.time())
+                model = front.names[0]
                 if call.stream:
                     framing = Events(call, call.chunks(identity, created, model))
                     await send_stream(front, exchange, MergedOutcomes(streams, on_output), framing)
@@ -59,7 +61,8 @@ class ResultRoute:
     """Lists of prompts with a result for each, whole or as JSON lines."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
-        self._path, self._front = path, front
+        self._path = path
+        self._front = front
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer a request. A prompt that fails has an error as its result."""
@@ -125,7 +128,8 @@ async def _begin(
         else:
             prompts, params = await in_thread_if(exchange.has_large_body, _requests, *terms)
     front.begin(exchange, call, num_requests=len(prompts), params=params[0])
-    generate, tenant = front.engine.generate, call.tenant
+    generate = front.engine.generate
+    tenant = call.tenant
     engine_id = front.engine_id_of(call, identity)
     streams = [
         generate(prompt, own, f"{engine_id}-{i}", tenant=tenant)
@@ -140,7 +144,8 @@ def _requests(
 ) -> tuple[Sequence[Prompt], list[SamplingParams]]:
     """Return the prompts of a call, and the parameters of each."""
     text = front.engine.text
-    prompts, params = call.prompts(text), call.params(text)
+    prompts = call.prompts(text)
+    params = call.params(text)
     given: dict[str, Any] = {}
     if call.priority is not None:
         given["priority"] = call.priority

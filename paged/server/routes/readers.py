@@ -108,7 +108,8 @@ class MergedOutcomes:
     """
 
     def __init__(self, streams: Sequence[OutputStream], on_output: OnOutput) -> None:
-        self._streams, self._on_output = streams, on_output
+        self._streams = streams
+        self._on_output = on_output
         self._ready: asyncio.Queue[_Arrival] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._begun: set[int] = set()  # streams whose prompt was counted

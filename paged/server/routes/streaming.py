@@ -45,7 +45,8 @@ class Events(Framing):
     content_type = EVENTS
 
     def __init__(self, call: AnswerCall, chunks: Chunks) -> None:
-        self._call, self._chunks = call, chunks
+        self._call = call
+        self._chunks = chunks
         self._has_begun = False
 
     def part(self, outcomes: Sequence[tuple[int, Outcome]]) -> bytes:
@@ -82,7 +83,8 @@ class Lines(Framing):
 
     def part(self, outcomes: Sequence[tuple[int, Outcome]]) -> bytes:
         """Return the lines for these outputs."""
-        call, values = self._call, []
+        call = self._call
+        values = []
         for index, outcome in outcomes:
             if isinstance(outcome, PagedError) or not call.streams_deltas:
                 values += call.results(index, outcome)

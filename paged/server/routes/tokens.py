@@ -16,7 +16,8 @@ class TokenizeRoute:
     """The tokens of a text or a conversation."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
-        self._path, self._front = path, front
+        self._path = path
+        self._front = front
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer a request."""
@@ -33,7 +34,8 @@ class DetokenizeRoute:
     """The text of tokens."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
-        self._path, self._front = path, front
+        self._path = path
+        self._front = front
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer a request."""

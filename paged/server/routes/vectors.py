@@ -21,7 +21,8 @@ class EmbeddingRoute:
     """Vectors of texts."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
-        self._path, self._front = path, front
+        self._path = path
+        self._front = front
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer a request. An input that fails is an error of the whole request."""
@@ -45,7 +46,8 @@ class EmbeddingRoute:
                 except BaseExceptionGroup as errors:  # all others are cancelled
                     raise errors.exceptions[0] from None
             outputs = [task.result() for task in tasks]
-            created, model = int(time.time()), front.names[0]
+            created = int(time.time())
+            model = front.names[0]
             await exchange.answer(
                 lambda: call.body(outputs, identity, created, model),
                 len(outputs) * front.engine.text.model_config.hidden_size,
@@ -84,7 +86,8 @@ class ScoreRoute:
     """Log-probabilities of continuations after a prompt."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
-        self._path, self._front = path, front
+        self._path = path
+        self._front = front
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer a request."""
@@ -109,7 +112,8 @@ class ScoreRoute:
                     raise HttpError(*failure)
             for name, output in zip(names_of_scores(engine_id, len(outputs)), outputs, strict=True):
                 record.on_result(name, num_prompt_tokens=output.num_prompt_tokens + output.num_tokens)
-            created, model = int(time.time()), front.names[0]
+            created = int(time.time())
+            model = front.names[0]
             await exchange.answer(
                 lambda: call.body(outputs, identity, created, model),
                 sum(output.num_tokens for output in outputs),

@@ -49,8 +49,11 @@ class ServerMetrics:
         prefix: str = "paged",
         num_engines: int = 1,
     ) -> None:
-        self._model_name, self._config, self._max_model_len = model_name, config, max_model_len
-        self._routes, self._prefix = frozenset(routes), prefix
+        self._model_name = model_name
+        self._config = config
+        self._max_model_len = max_model_len
+        self._routes = frozenset(routes)
+        self._prefix = prefix
         lengths = length_bounds(max_model_len)
         histograms = [family for family in REQUESTS if family.kind == "histogram"]
         # By engine, then by name.
@@ -241,7 +244,8 @@ def _add_histogram(
     metric: Metric, labels: Sequence[str], bounds: Sequence[float], counts: HistogramCounts
 ) -> None:
     assert isinstance(metric, HistogramMetricFamily)
-    buckets, so_far = [], 0
+    buckets = []
+    so_far = 0
     for bound, count in zip((*bounds, float("inf")), counts.counts, strict=True):
         so_far += count
         buckets.append((_text_of(bound), float(so_far)))

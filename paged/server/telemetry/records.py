@@ -67,7 +67,8 @@ class RequestProgress:
 
     def seconds(self, start: str, end: str) -> float | None:
         """Return the seconds between two times of `RequestMetrics`; None unless both are known."""
-        first, last = getattr(self.times, start, None), getattr(self.times, end, None)
+        first = getattr(self.times, start, None)
+        last = getattr(self.times, end, None)
         return None if first is None or last is None else max(0.0, last - first)
 
 
@@ -106,7 +107,8 @@ class RequestRecord:
         progress = self._newest
         if progress is None or progress.request_id != output.request_id:
             progress = self._progress_of(output.request_id, engine)
-        last, counts = progress.last_token_at, progress.num_generated
+        last = progress.last_token_at
+        counts = progress.num_generated
         if progress.num_prompt_tokens is None:
             progress.num_prompt_tokens = len(output.prompt_token_ids)
             progress.num_cached_tokens = output.num_cached_tokens
@@ -157,7 +159,8 @@ class RequestRecord:
         progress = self._progress_of(request_id, 0)
         progress.num_prompt_tokens = num_prompt_tokens
         progress.num_cached_tokens = num_cached_tokens
-        progress.times, progress.finish_reasons = times, (reason,)
+        progress.times = times
+        progress.finish_reasons = (reason,)
         progress.finished_at = time.monotonic()
 
     def _progress_of(self, request_id: str, engine: int) -> RequestProgress:
@@ -168,7 +171,8 @@ class RequestRecord:
         return progress
 
     def _on_first_token(self, progress: RequestProgress, output: RequestOutput, now: float) -> None:
-        times, num_tokens = output.metrics, max(progress.num_generated)
+        times = output.metrics
+        num_tokens = max(progress.num_generated)
         progress.first_token_at = now
         if not output.finished or times.first_token_time is None or times.finished_time is None:
             return
@@ -183,7 +187,8 @@ class RequestRecord:
     def _finish(
         progress: RequestProgress, output: RequestOutput, reasons: tuple[str, ...], now: float
     ) -> None:
-        progress.finished_at, progress.finish_reasons = now, reasons
+        progress.finished_at = now
+        progress.finish_reasons = reasons
         progress.num_prompt_tokens = len(output.prompt_token_ids)
         progress.num_cached_tokens = output.num_cached_tokens
         progress.times = output.metrics

@@ -103,13 +103,16 @@ def quantile(before: Mapping[float, float], after: Mapping[float, float], share:
     total = counts[-1] if counts else 0.0
     if total <= 0:
         return None
-    rank, start, below = share * total, 0.0, 0.0
+    rank = share * total
+    start = 0.0
+    below = 0.0
     for bound, count in zip(bounds, counts, strict=True):
         if count >= rank:
             if math.isinf(bound):
                 return start
             return start + (bound - start) * (rank - below) / max(count - below, 1e-9)
-        start, below = bound, count
+        start = bound
+        below = count
     return start
 
 

@@ -109,7 +109,8 @@ def _parent(given: TraceContext | None) -> Any:
 
 
 def _attributes(record: RequestRecord, ending: Ending) -> dict[str, Any]:
-    progress, params = [*record.progress.values()], record.params
+    progress = [*record.progress.values()]
+    params = record.params
     first = progress[0] if progress else None
     attributes: dict[str, Any] = {
         "gen_ai.request.id": record.request_id,
