@@ -65,8 +65,8 @@ MUTANTS = [
         "item() in the sampler",
         "base",
         "sampling/sampler",
-        "self._tokens, self._of_model = download.get(tokens)",
-        "[token.item() for token in tokens]\n        self._tokens, self._of_model = download.get(tokens)",
+        "self._tokens = download.get(tokens)",
+        "[token.item() for token in tokens]\n        self._tokens = download.get(tokens)",
     ),
     Mutant(
         "a truth value is read in a greedy step",

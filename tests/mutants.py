@@ -59,8 +59,8 @@ MUTANTS = {
         ),
         (
             "predecessors are not noted",
-            "self._parents[block] = serial, parent",
-            "self._parents[block] = serial, 0",
+            "self._parents[block] = parent",
+            "self._parents[block] = 0",
         ),
         ("match takes a block too many", "chain.digests[:num_blocks]", "chain.digests[: num_blocks + 1]"),
         (
@@ -97,14 +97,14 @@ MUTANTS = {
     "blocks/prefix_chain": [
         ("digests skip what came before", "digest = hash_block(digest,", 'digest = hash_block(b"",'),
         ("digests skip the salt", 'hash_block(b"", namespace) if namespace else b""', 'b""'),
-        ("a forked chain is the same", "self.digests.copy(), self.data.copy()", "self.digests, self.data"),
+        ("a forked chain is the same", "self.digests.copy()", "self.digests"),
     ],
     "blocks/manager": [
         ("match serves the last token", "most = (len(token_ids) - 1) //", "most = len(token_ids) //"),
         (
             "registers a token early",
-            "num_full = self.pool, num_tokens //",
-            "num_full = self.pool, (num_tokens + 1) //",
+            "num_full = num_tokens //",
+            "num_full = (num_tokens + 1) //",
         ),
         ("registers behind what is gone", "(index and not all(map(pool.is_known, seq.last)))", "False"),
         (
@@ -128,7 +128,7 @@ MUTANTS = {
         ),
         ("a fork takes no reference", "self.pool.share(seq.live(group))", "pass"),
         ("no block for a fork's copy", "missing += 1  # forked", "missing += 0  # forked"),
-        ("grows by a block too few", "self.blocks_for(end), start //", "end // self.block_size, start //"),
+        ("grows by a block too few", "wanted = self.blocks_for(end)", "wanted = end // self.block_size"),
         (
             "cached hits count as free",
             "needed += -shared if window is None else shared",
