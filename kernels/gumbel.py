@@ -50,15 +50,10 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # modulo 2**64, in two's complement
-        first = c0 * 0xD2511F53
-        second = c2 * 0xCD9E8D57
-        c0 = (second >> 32) & _WORD ^ c1 ^ k0
-        c1 = second & _WORD
-        c2 = (first >> 32) & _WORD ^ c3 ^ k1
-        c3 = first & _WORD
-        k0 = (k0 + 0x9E3779B9) & _WORD
-        k1 = (k1 + 0xBB67AE85) & _WORD
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2**64, in two's complement
+        c0, c1 = (second >> 32) & _WORD ^ c1 ^ k0, second & _WORD
+        c2, c3 = (first >> 32) & _WORD ^ c3 ^ k1, first & _WORD
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
     return c0, c1, c2, c3
 
 

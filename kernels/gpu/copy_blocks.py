@@ -27,10 +27,8 @@ def _copy_blocks_kernel(
     CHUNK: tl.constexpr,
 ):
     """Copy CHUNK elements of one block in one plane."""
-    pair = tl.program_id(0).to(tl.int64)
-    plane = tl.program_id(1).to(tl.int64)
-    source = tl.load(pairs_ptr + 2 * pair)
-    target = tl.load(pairs_ptr + 2 * pair + 1)
+    pair, plane = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    source, target = tl.load(pairs_ptr + 2 * pair), tl.load(pairs_ptr + 2 * pair + 1)
     offs = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
     mask = offs < SIZE
     source_ptr += plane * source_stride_plane + source * source_stride_block
@@ -74,9 +72,7 @@ def _bind(cache: Tensor, pairs: Tensor, target: Tensor | None) -> tuple[BoundLau
             raise ValueError(f"{name} must be contiguous within a block, got strides {tensor.stride()}")
     check_launchable("pairs", pairs)
     check_contiguous("pairs", pairs)
-    num_pairs = len(pairs)
-    num_planes = len(cache)
-    size = cache.shape[2:].numel()
+    num_pairs, num_planes, size = len(pairs), len(cache), cache.shape[2:].numel()
     bits = _BITS[cache.element_size()]
     if num_pairs == 0:
         return None, bits

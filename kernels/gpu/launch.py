@@ -34,8 +34,7 @@ def combination(
         device = _current_device()
         key = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
         if pair is not None:
-            first = pair[0].data_ptr()
-            second = pair[1].data_ptr()
+            first, second = pair[0].data_ptr(), pair[1].data_ptr()
             options = (*options, first == second, (first | second) % 16 == 0)
         if not is_trusted():
             if getattr(tensors[0], "is_cpu", True) or in_debug_mode():
@@ -117,9 +116,7 @@ class BoundLaunch:
         grid: tuple[int, ...] | Callable[[CompiledKernel | None], tuple[int, ...]],
         **fixed: Any,
     ) -> None:
-        self._kernel = kernel
-        self._grid = grid
-        self._fixed = fixed
+        self._kernel, self._grid, self._fixed = kernel, grid, fixed
         self._rest = tuple(fixed[name] for name in kernel.arg_names if name in fixed)
         self._compiled: _Compiled | None = None
 
@@ -139,8 +136,7 @@ class BoundLaunch:
 
     def _dispatch(self, tensors: tuple[Any, ...]) -> None:
         """Launch through Triton, and keep the kernel that it found."""
-        kernel = self._kernel
-        names = self._kernel.arg_names
+        kernel, names = self._kernel, self._kernel.arg_names
         arguments = dict(zip(names[: len(tensors)], tensors, strict=True)) | self._fixed
         grid = self._grid  # another thread may replace it meanwhile, by the same
         if callable(grid):
@@ -171,8 +167,7 @@ def _are_large(tensors: tuple[Any, ...]) -> tuple[bool, ...]:
 def _has_hooks() -> bool:
     """Return whether a profiler, say, wants to know of launches."""
     runtime = knobs.runtime
-    enter = runtime.launch_enter_hook
-    leave = runtime.launch_exit_hook
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter)) or bool(getattr(leave, "calls", leave))
 
 

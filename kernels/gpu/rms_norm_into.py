@@ -37,8 +37,7 @@ def _rms_norm_into_kernel(
     offs = tl.arange(0, BLOCK_SIZE)
     mask = (row < num_rows) & (offs < SIZE)[None, :]
     if NUM_HEADS > 1:
-        token = row // NUM_HEADS
-        head = row % NUM_HEADS
+        token, head = row // NUM_HEADS, row % NUM_HEADS
         x_ptr += token * stride_x + head * stride_x_head + offs[None, :]
         out_ptr += token * stride_out + head * stride_out_head + offs[None, :]
     else:

@@ -31,8 +31,7 @@ def _normalise(
 ):
     """Apply an RMS norm to every head, rounded to `dtype` as in `rms_norm`."""
     # [BLOCK_HEADS, BLOCK_HALF]
-    mask_query = is_query[:, None] & mask_d
-    mask_key = is_key[:, None] & mask_d
+    mask_query, mask_key = is_query[:, None] & mask_d, is_key[:, None] & mask_d
     query_weight1 = tl.load(query_weight_ptr + offs_d, mask=mask_query, other=0.0)
     query_weight2 = tl.load(query_weight_ptr + HALF + offs_d, mask=mask_query, other=0.0)
     weight1 = tl.load(key_weight_ptr + offs_d, mask=mask_key, other=0.0)
@@ -58,17 +57,14 @@ def _store_kv(
 ):
     """Write heads of K or V into the cache, quantised if it has scales."""
     if scale_ptr is not None:
-        x1 = x1.to(tl.float32)
-        x2 = x2.to(tl.float32)
+        x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(x1), axis=1), tl.max(tl.abs(x2), axis=1))
         # A maximum ignores NaN. This sum is NaN if a value is NaN or infinite, else 0: the scale shows it.
         scale = largest / LARGEST + tl.sum(x1 * 0.0 + x2 * 0.0, axis=1)
         inverse = (LARGEST / tl.where(largest > 0.0, largest, 1.0))[:, None]
-        x1 = x1 * inverse
-        x2 = x2 * inverse
+        x1, x2 = x1 * inverse, x2 * inverse
         if head_ptr.dtype.element_ty == tl.int8:
-            x1 = tl.floor(x1 + 0.5)
-            x2 = tl.floor(x2 + 0.5)
+            x1, x2 = tl.floor(x1 + 0.5), tl.floor(x2 + 0.5)
         tl.store(scale_ptr, scale, mask=mask_head)
     mask = mask_head[:, None] & mask_d
     tl.store(head_ptr, x1.to(head_ptr.dtype.element_ty), mask=mask)
@@ -124,12 +120,10 @@ def _rotary_store_kv_kernel(
     mask = (head < NUM_HEADS + NUM_KV_HEADS)[:, None] & mask_d
     cos = tl.load(cos_ptr + token * stride_cos + offs_d, mask=mask, other=0.0)
     sin = tl.load(sin_ptr + token * stride_sin + offs_d, mask=mask, other=0.0)
-    value1 = x1
-    value2 = x2
+    value1, value2 = x1, x2
 
     dtype = qkv_ptr.dtype.element_ty
-    x1 = x1.to(tl.float32)
-    x2 = x2.to(tl.float32)
+    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     if query_weight_ptr is not None:
         x1, x2 = _normalise(
             x1, x2, is_query, is_key, query_weight_ptr, key_weight_ptr, eps, offs_d, mask_d, dtype, HALF,
@@ -187,8 +181,7 @@ def rotary_store_kv(
     for a slot outside the cache or named twice.
     """
     tensors = qkv, cos, sin, key_cache, value_cache, slot_mapping
-    weights = (query_norm_weight, key_norm_weight)
-    scales = (key_scales, value_scales)
+    weights, scales = (query_norm_weight, key_norm_weight), (key_scales, value_scales)
     key = combination((*tensors, *weights, *scales), eps, unit_offset)
     launch, num_heads = _launches.find(key, *tensors, weights, eps, unit_offset, scales)
     for name, keys, values in (("cache", key_cache, value_cache), ("scales", *scales)):
@@ -217,9 +210,7 @@ def _bind(
     check_rotary_store_kv(*tensors, *weights, eps, unit_offset, *scales)
     check_launchable("qkv", qkv)
     num_tokens, num_all_heads, head_dim = qkv.shape
-    block_size = 1
-    num_kv_heads = 0
-    cache_dtype = qkv.dtype
+    block_size, num_kv_heads, cache_dtype = 1, 0, qkv.dtype
     strides: tuple[int, ...] = (0, 0, 0)
     names = (
         "qkv", "cos", "sin", "key_cache", "value_cache", "slot_mapping", "query_norm_weight",
@@ -237,11 +228,9 @@ def _bind(
                 f"value_cache must have key_cache's strides {key_cache.stride()}, got {value_cache.stride()}"
             )
         _, block_size, num_kv_heads, _ = key_cache.shape
-        strides = key_cache.stride()[:3]
-        cache_dtype = key_cache.dtype
+        strides, cache_dtype = key_cache.stride()[:3], key_cache.dtype
     check_target(cache_dtype, current_target())
-    num_heads = num_all_heads - 2 * num_kv_heads
-    half = head_dim // 2
+    num_heads, half = num_all_heads - 2 * num_kv_heads, head_dim // 2
     # Whatever the model, two warps move a tile 16 bytes a thread, on AMD too. In a smaller one two threads
     # would own a pair, and one could read a query that the other had already written.
     block_half = triton.next_power_of_2(half)

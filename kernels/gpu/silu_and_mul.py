@@ -48,8 +48,7 @@ def _bind(x: Tensor) -> tuple[BoundLaunch, tuple[int, int]]:
     check_silu_and_mul(x)
     check_last_dim_contiguous("x", x)
     check_launchable("x", x)
-    num_tokens = x.shape[0]
-    size = x.shape[1] // 2
+    num_tokens, size = x.shape[0], x.shape[1] // 2
     grid = (num_tokens, triton.cdiv(size, _BLOCK))
     launch = BoundLaunch(
         _silu_and_mul_kernel, grid, stride_x=x.stride(0), SIZE=size, BLOCK=_BLOCK, num_warps=4

@@ -55,19 +55,13 @@ def _unpack_kernel(
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     items = item + offs * 0  # masks are vectors
     is_row = items < num_rows
-    row = item
-    table = item
+    row, table = item, item
     if item >= num_rows:
-        row = tl.load(sources_ptr + item - num_rows)
-        table = item - num_rows + num_step_rows
+        row, table = tl.load(sources_ptr + item - num_rows), item - num_rows + num_step_rows
     words = rows_ptr + row * COLUMNS
-    seat = tl.load(words).to(tl.int64)
-    start = tl.load(words + 1)
-    first_token = tl.load(words + 2)
-    last_token = tl.load(words + 3)
-    first = tl.load(words + 4)
-    entries = tl.load(words + 5)
-    count = tl.load(words + 6)
+    seat, start = tl.load(words).to(tl.int64), tl.load(words + 1)
+    first_token, last_token = tl.load(words + 2), tl.load(words + 3)
+    first, entries, count = tl.load(words + 4), tl.load(words + 5), tl.load(words + 6)
     in_step = row < num_step_rows
     begin = tl.load(starts_ptr + row, mask=in_step, other=0)
     num_new = tl.load(starts_ptr + row + 1, mask=in_step, other=0) - begin
@@ -173,8 +167,7 @@ def _bind(
 ) -> _Bound:
     """Check the arguments. sizes: num_tokens, the width of tables, programs of a row, and block_size."""
     num_tokens, width, num_programs, block_size = sizes
-    num_step_rows = len(cu_seqlens_q) - 1
-    num_groups = len(seat_tables)
+    num_step_rows, num_groups = len(cu_seqlens_q) - 1, len(seat_tables)
     for name, tensor, shape, dtype in (
         ("rows", rows, (None, NUM_COLUMNS), torch.int32),
         ("cu_seqlens_q", cu_seqlens_q, (None,), torch.int32),
@@ -190,8 +183,7 @@ def _bind(
             check_device(name, tensor, rows.device)
             check_contiguous(name, tensor)
             check_launchable(name, tensor)
-    num_rows = len(rows)
-    num_more = 0 if sources is None else len(sources)
+    num_rows, num_more = len(rows), 0 if sources is None else len(sources)
     if not 1 <= num_step_rows <= num_rows:
         raise ValueError(f"cu_seqlens_q must be of 1 to {num_rows} rows, got {num_step_rows}")
     launch = BoundLaunch(

@@ -34,8 +34,7 @@ class AttentionConfig:
 
 
 # Key tokens of one split of a decode, a multiple of every TILE.
-SPLIT = 512
-INTERPRETED_SPLIT = 64
+SPLIT, INTERPRETED_SPLIT = 512, 64
 MAX_FEW_ROWS = 16  # heads of a group times query tokens, for the tiles of a decode of few rows
 
 
@@ -77,10 +76,7 @@ def choose_config(
     converted = cache_dtype not in (None, dtype)
     if family == "interpreter":
         # Small tiles, so that short tests cross many edges.
-        rows = 64 if queries > 1 and queries * group > MAX_FEW_ROWS else 16
-        tile = 16
-        warps = 4
-        stages = 1
+        rows, tile, warps, stages = 64 if queries > 1 and queries * group > MAX_FEW_ROWS else 16, 16, 4, 1
     elif (value_dim or head_dim) > 512:
         rows, tile, warps, stages = _PADDED_TO_1024[family]
     else:

@@ -10,8 +10,7 @@ from .config import AttentionConfig
 
 # Registers of a thread, so that 3 blocks of 4 warps fit an SM, 2 if quantised. Without a limit ptxas takes
 # more, and spills.
-_REGISTERS = 168
-_REGISTERS_QUANTIZED = 208
+_REGISTERS, _REGISTERS_QUANTIZED = 168, 208
 
 
 # By the address of a Python object, which must still be the cache that the reference is to.

@@ -71,8 +71,7 @@ def bind_prefill(
     configs: Configs,
 ) -> BoundLaunch:
     """Bind the launch for all sequences that are no decodes."""
-    config = configs.choose("prefill")
-    num_seqs = len(block_tables)
+    config, num_seqs = configs.choose("prefill"), len(block_tables)
     layer = _layer(query, key_cache, value_cache, options)
     # sum_i ceil(query_len_i / BLOCK_Q) is at most this, whatever the lengths: no need to know them here.
     num_q_blocks = query.shape[0] // config.BLOCK_Q + num_seqs
@@ -94,12 +93,10 @@ def bind_decodes(
 ) -> DecodeLaunches:
     """Bind the launches for all decodes, whose splits are listed."""
     layer = _layer(query, key_cache, value_cache, options)
-    num_seqs = len(block_tables)
-    partial_q = configs.max_decode_q
+    num_seqs, partial_q = len(block_tables), configs.max_decode_q
 
     def bind(config: AttentionConfig, most_work: int, *, shared: bool) -> _Decode:
-        most_programs = most_work * _num_head_blocks(layer, config)
-        fitting = num_sms(query.device)
+        most_programs, fitting = most_work * _num_head_blocks(layer, config), num_sms(query.device)
 
         def grid(compiled: CompiledKernel | None) -> tuple[int, ...]:
             return (min(most_programs, fitting * _programs_per_sm(compiled, configs.target)),)
@@ -121,9 +118,7 @@ def bind_decodes(
         )
         return _Decode(launch, (1, config.TILE, 1, key_cache.shape[3]) if by_descriptors else None)
 
-    shared = None
-    merge = None
-    num_items = 0
+    shared, merge, num_items = None, None, 0
     if splits.shared_splits:
         config = configs.choose("shared")
         num_blocks = triton.cdiv(num_seqs, config.BLOCK_Q)

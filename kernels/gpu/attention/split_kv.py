@@ -136,8 +136,7 @@ class Splits:
     ) -> None:
         if window:
             max_keys = min(max_keys, window + decode_q + tile)
-        self.num_seqs = num_seqs
-        self.min_split = split
+        self.num_seqs, self.min_split = num_seqs, split
         if shared_prefix_len:  # one length for all, or they would have no split in common
             self.min_split = max(triton.cdiv(max_keys, split * MAX_SPLITS), 1) * split
         self.most_splits = min(triton.cdiv(max_keys, split), MAX_SPLITS)

@@ -246,8 +246,7 @@ def attend_rows(
             )
             row_sum = row_sum + 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    key_scale_ptr = cache.key_scale_ptr
-    value_scale_ptr = cache.value_scale_ptr
+    key_scale_ptr, value_scale_ptr = cache.key_scale_ptr, cache.value_scale_ptr
     if layer.QUANTIZED:
         key_scale_ptr += cache.kv_head * layer.BLOCK_SIZE
         value_scale_ptr += cache.kv_head * layer.BLOCK_SIZE

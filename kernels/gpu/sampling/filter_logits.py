@@ -67,8 +67,7 @@ def _maxima_kernel(
     NUM_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs = block * BLOCK + tl.arange(0, BLOCK)
     raw = tl.load(logits_ptr + row * stride_row + offs, mask=offs < SIZE, other=float("-inf"))
     x = finite(raw)
@@ -107,8 +106,7 @@ def _coarse_kernel(
     BLOCK: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     typical, top_k, top_p = wanted_of(typical_ptr, top_k_ptr, top_p_ptr, row, flags, SIZE)
     if typical < 1.0 or (top_k >= SIZE and top_p >= 1.0):
         return
@@ -152,8 +150,7 @@ def _gather_kernel(
     BLOCK: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     typical, top_k, top_p = wanted_of(typical_ptr, top_k_ptr, top_p_ptr, row, flags, SIZE)
     if typical >= 1.0 and top_k >= SIZE and top_p >= 1.0:
         return
@@ -213,9 +210,7 @@ class BlockMaxima:
 
     def __init__(self, logits: Tensor, *, moments: bool, highest: bool = False) -> None:
         num_rows, vocab_size = logits.shape
-        self.num_blocks = triton.cdiv(vocab_size, BLOCK)
-        self._moments = moments
-        self._highest = highest
+        self.num_blocks, self._moments, self._highest = triton.cdiv(vocab_size, BLOCK), moments, highest
         self._size = num_rows, self.num_blocks
         self._launch = BoundLaunch(
             _maxima_kernel,

@@ -85,8 +85,7 @@ def apply_penalties(
     tensors = {"rows": rows, "slots": slots, "output_counts": output_counts, "seen": seen, **penalties}
     for name, tensor in tensors.items():
         check_contiguous(name, tensor)
-    num_items = len(rows)
-    size = logits.shape[1]
+    num_items, size = len(rows), logits.shape[1]
     if num_items == 0:
         return
     _penalties_kernel[(num_items, triton.cdiv(size, _CHUNK))](

@@ -74,8 +74,7 @@ def _best_kernel(
 ):
     """Find the best score in one block of a row, and the first token that has it."""
     HALF: tl.constexpr = BLOCK // 2
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = row * NUM_BLOCKS + block
     highest = tl.load(maxima_ptr + place)
     if limits_ptr is not None:
@@ -111,8 +110,7 @@ def _best_kernel(
             kept, z = kept_and_scaled(x, limits_ptr)
             kept = kept | (is_greedy & (x > float("-inf")))
         else:
-            kept = x > float("-inf")
-            z = scaled(x, top, temperature, inverse)
+            kept, z = x > float("-inf"), scaled(x, top, temperature, inverse)
         noise = gumbel(a, b) if half == 0 else gumbel(c, d)
         score = tl.where(kept, z + tl.where(is_greedy, 0.0, noise), float("-inf"))
         best_here = tl.max(score, axis=0)
@@ -171,8 +169,7 @@ def sample_tokens(
     filters = Filters(min_p, top_n_sigma, typical_p, top_k, top_p)
     tensors = logits, seeds, positions, temperature, *filters, highest
     bound = _launches.find(combination(tensors), *tensors[:4], filters, highest)
-    n = len(logits)
-    device = logits.device
+    n, device = len(logits), logits.device
     out = torch.empty(n, dtype=torch.int64, device=device)
     if bound is None:
         return out
