@@ -15,9 +15,7 @@ CHUNK = 2**18  # numbers that are worked on at once: new memory for more than a 
 GATHER_COST = 30  # of a number picked here and there, in numbers that are read one after the other
 # The bits of positive float32 are ordered as they are. The first 14 of 32 are a bin's number, which makes 32
 # bins of an octave; 2**-16 to 2**16 have bins of their own, what is beyond shares the first and the last.
-BIN_SHIFT = 18
-FIRST_BIN = (127 - 16) * 32
-NUM_BINS = 32 * 32
+BIN_SHIFT, FIRST_BIN, NUM_BINS = 18, (127 - 16) * 32, 32 * 32
 
 
 def smallest_bound(

@@ -38,16 +38,13 @@ from ..simd.vectors import (
 )
 
 DEAD = np.float32(-127.0)  # the base-2 logarithm of a token that is excluded: its weight is 0 in float32
-MINUS_INFINITY = np.float32(-np.inf)
-NAN = np.float32(np.nan)
+MINUS_INFINITY, NAN = np.float32(-np.inf), np.float32(np.nan)
 # see float_at_rank
 _MINUS_INFINITY = -0x7F800001
 _NAN = 0x7F800001
 # Positive float32 are ordered as their bits are. The upper bits make 256 bins in each octave from 2^-8 to
 # 2^8; the first and the last bin also hold what is beyond.
-_BIN_SHIFT = 15
-_FIRST_BIN = (127 - 8) * 256
-NUM_BINS = 16 * 256
+_BIN_SHIFT, _FIRST_BIN, NUM_BINS = 15, (127 - 8) * 256, 16 * 256
 _EVERY_LANE = (1 << LANES) - 1
 _INDEX = 0xFFFFFFFF  # the bits of a key that are an index
 

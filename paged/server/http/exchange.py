@@ -22,9 +22,7 @@ from .failures import Header, HttpError
 from .response_budget import ResponseBudget
 
 T = TypeVar("T")
-JSON = "application/json"
-EVENTS = "text/event-stream; charset=utf-8"
-JSON_LINES = "application/x-ndjson"
+JSON, EVENTS, JSON_LINES = "application/json", "text/event-stream; charset=utf-8", "application/x-ndjson"
 BODY_TIMEOUT_S = 30.0
 PARSED_AT_ONCE = 2**16  # bytes of JSON that are parsed on the event loop; more would block it too long
 SENT_AT_ONCE = 2**16  # bytes of a response, of which a client has to read most before the next are sent
