@@ -4,6 +4,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from .base.from_vllm import MissingNames as _MissingNames
+from .base.from_vllm import missing as _missing
 from .config import EngineConfig
 from .errors import (
     CheckpointError,
@@ -17,8 +19,6 @@ from .errors import (
     UnsupportedModelError,
     UsageError,
 )
-from .from_vllm import MissingNames as _MissingNames
-from .from_vllm import missing as _missing
 from .requests.prompts import TextPrompt, TokensPrompt
 from .requests.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from .sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams

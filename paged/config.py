@@ -7,10 +7,10 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Literal
 
-from .arguments import strict
+from .base.arguments import strict
+from .base.from_vllm import ENGINE_ARGS
+from .base.validation import check_bool, check_int, check_number, shown
 from .errors import ConfigError
-from .from_vllm import ENGINE_ARGS
-from .validation import check_bool, check_int, check_number, shown
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = ("int8", "int4")

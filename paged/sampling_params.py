@@ -11,11 +11,11 @@ from functools import partial
 from numbers import Number
 from typing import Any, Literal, Self
 
-from .arguments import strict
+from .base.arguments import strict
+from .base.from_vllm import BEAM_SEARCH_PARAMS, SAMPLING_PARAMS, STRUCTURED_OUTPUTS_PARAMS, ExplainsMissing
+from .base.validation import check_bool, check_int, check_number, plain, shown
 from .errors import RequestError, about
-from .from_vllm import BEAM_SEARCH_PARAMS, SAMPLING_PARAMS, STRUCTURED_OUTPUTS_PARAMS, ExplainsMissing
 from .structural_tag import schema_text, structural_tag_text
-from .validation import check_bool, check_int, check_number, plain, shown
 
 DEFAULT_MAX_TOKENS = 16  # as in vLLM and OpenAI's completions
 MAX_LOGPROBS = 1024  # most candidates reported for a token

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from decimal import Decimal
 from typing import Any, NamedTuple
 
+from .base.strict_json import RoundedFloat, exact_decimal
+from .base.validation import check_bool, check_int, shown
 from .errors import PagedError, RequestError, reject_unknown
-from .strict_json import RoundedFloat, exact_decimal
-from .validation import check_bool, check_int, shown
 
 NAME = "structural_tag"
 OPTIONS_KEY = "x-guidance"  # of llguidance, in a JSON schema

@@ -13,7 +13,7 @@ import pytest
 
 import paged
 from paged import LLM, AsyncLLMEngine, ConfigError, EngineConfig, RequestError, SamplingParams
-from paged.from_vllm import CALL_ARGS, ENGINE_ARGS, MISSING, SECRETS
+from paged.base.from_vllm import CALL_ARGS, ENGINE_ARGS, MISSING, SECRETS
 from tests.support.from_vllm import CONFIGS, VLLM, config_rows, method_rows, name_rows, tables, written
 
 

@@ -19,11 +19,7 @@ from paged import errors
 ROOT = Path(__file__).parents[1]
 # Imports go from a row to itself or to one above it, never down. Every file and folder has its row.
 LAYERS = [
-    [
-        *("errors", "validation", "interrupts", "from_vllm", "arguments", "config", "structural_tag"),
-        "strict_json",
-        "sampling_params",
-    ],
+    ["base", "errors", "config", "structural_tag", "sampling_params"],
     ["blocks"],
     ["requests"],
     ["scheduler"],

@@ -1,6 +1,6 @@
 """Options of vLLM's command line: those without effect here are accepted, the others refused with the reason.
 
-The tables of `paged.from_vllm` decide, as for the arguments of Python's API.
+The tables of `paged.base.from_vllm` decide, as for the arguments of Python's API.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
+from ..base.from_vllm import ENGINE_ARGS, SECRETS, SERVER_ARGS, Neutral, without_neutral
 from ..errors import ConfigError
-from ..from_vllm import ENGINE_ARGS, SECRETS, SERVER_ARGS, Neutral, without_neutral
 
 _NEUTRAL = {**SERVER_ARGS, **ENGINE_ARGS}
 _SHORT = {

@@ -9,10 +9,10 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
-from ..arguments import show_arguments_of
+from ..base.arguments import show_arguments_of
+from ..base.from_vllm import ExplainsMissing
 from ..config import EngineConfig
 from ..errors import EngineDeadError, UsageError, reject_unknown
-from ..from_vllm import ExplainsMissing
 from ..requests.prompt_report import PromptReport
 from ..requests.prompts import Prompt
 from ..requests.request import Request, RequestOutput

@@ -7,9 +7,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
+from ..base.validation import check_number
 from ..errors import ConfigError, RequestTimeoutError
 from ..requests.request import TIMEOUT_MESSAGE
-from ..validation import check_number
 
 T = TypeVar("T")
 

@@ -10,10 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ..arguments import check_call, with_arguments_of
+from ..base.arguments import check_call, with_arguments_of
+from ..base.from_vllm import ExplainsMissing, missing
 from ..config import EngineConfig
 from ..errors import UsageError
-from ..from_vllm import ExplainsMissing, missing
 from ..model.hf_config import read_config
 from ..model.hub import resolve
 from ..requests.prompts import Prompt

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 
+from ..base.interrupts import HeldInterrupts
 from ..device.devices import failure_of
 from ..errors import EngineDeadError, RequestError
-from ..interrupts import HeldInterrupts
 from ..requests.prompt_report import PromptReport
 from ..requests.request import SLOW_READER, Outbox, Request, RequestGroup, RequestStatus
 from ..runner.model_runner import ModelRunner

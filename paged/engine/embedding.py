@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..base.validation import check_bool
 from ..errors import RequestError
 from ..requests.prompt_report import PromptReport
 from ..requests.request import Request, RequestMetrics
 from ..text.prompt_parser import ParsedPrompt
-from ..validation import check_bool
 
 Pooling = Literal["last", "mean"]
 POOLINGS = ("last", "mean")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from ..arguments import check_call
+from ..base.arguments import check_call
+from ..base.validation import check_bool
 from ..errors import RequestError
 from ..requests.prompts import Prompt
 from ..requests.request import RequestOutput
 from ..sampling_params import BeamSearchParams, SamplingParams
 from ..text.chat_template import Message, conversations_of
-from ..validation import check_bool
 from .base import BaseEngine
 from .beam_search import BeamSearch, BeamSearchOutput
 from .embedding import EmbeddingRequestOutput, Pooling, check_pooling, embedding_output, embedding_reports

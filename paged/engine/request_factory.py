@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from ..base.validation import shown
 from ..blocks.manager import BlockManager
 from ..errors import RequestError, about
 from ..requests.contradictions import check_possible
@@ -21,7 +22,6 @@ from ..sampling.structured_outputs import Grammars
 from ..sampling_params import SamplingParams
 from ..scheduler.policies import Policy
 from ..text.prompt_parser import ParsedPrompt, PromptParser
-from ..validation import shown
 from .model_text import ModelText
 
 MAX_PROMPT_LOGPROBS = 2**22  # of one request; each takes about 200 bytes in its output

@@ -10,9 +10,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ..base.validation import check_number
 from ..errors import CheckpointError
 from ..kernels.backend import Kernels
-from ..validation import check_number
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
 from .config import ModelConfig

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..base.validation import shown
 from ..errors import CheckpointError, RequestError
 from ..sampling_params import SamplingParams
-from ..validation import shown
 from .hf_config import read_json
 
 _FILE = "generation_config.json"

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..base.validation import shown
 from ..errors import CheckpointError, UnsupportedModelError
-from ..validation import shown
 from .config import ModelConfig
 from .families.multimodal import MULTIMODAL, NATIVE, Multimodal, placeholders_of, text_of
 from .families.reading import Config, activation_of

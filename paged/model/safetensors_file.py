@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.validation import shown
 from ..errors import CheckpointError
-from ..validation import shown
 from .config import LLAMA_NAMES, TensorNames
 from .hf_config import check_file
 

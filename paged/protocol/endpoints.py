@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..base.validation import shown
 from ..errors import RequestError
-from ..validation import shown
 from .answers.schemas import RESPONSES
 from .calls.call import Call
 from .calls.chat import ChatCall

@@ -8,11 +8,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..base.strict_json import parse_json
+from ..base.validation import shown
 from ..errors import RequestError, reject_unknown
 from ..requests.request import CompletionOutput, Logprob, RequestOutput
 from ..sampling_params import SamplingParams, StructuredOutputsParams
-from ..strict_json import parse_json
-from ..validation import shown
 
 TEXT_LINES = ("", ".txt")
 JSON_LINES = (".jsonl", ".ndjson")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..interrupts import HeldInterrupts
+from ..base.interrupts import HeldInterrupts
 from ..kernels.cpu.attention.kernel import ATTEND, MERGE
 from ..kernels.cpu.attention.paged_attention import Plan, plan_units
 from ..kernels.cpu.attention.units import SPLIT_KEYS

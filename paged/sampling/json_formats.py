@@ -7,7 +7,7 @@ import logging
 from functools import lru_cache
 from typing import Any
 
-from ..validation import shown
+from ..base.validation import shown
 
 logger = logging.getLogger(__name__)
 MAX_LOGGED = 100  # a stranger may invent any number of formats

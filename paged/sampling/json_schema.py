@@ -15,8 +15,8 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
+from ..base.validation import shown
 from ..errors import RequestError
-from ..validation import shown
 from .json_formats import is_known_format
 from .json_numbers import MAX_MAGNITUDE, Exact, Interval, constant_text, why_no_bound
 from .json_references import references, with_pointers

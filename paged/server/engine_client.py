@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence, Sized
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
-from ..arguments import show_arguments_of
+from ..base.arguments import show_arguments_of
+from ..base.validation import check_int, shown
 from ..config import EngineConfig
 from ..engine.async_options import (
     MOST_AT_ONCE,
@@ -32,7 +33,6 @@ from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats
 from ..text.chat_template import TEMPLATE_OPTIONS, Message
 from ..text.prompt_parser import ParsedPrompt
-from ..validation import check_int, shown
 from . import frames
 from .answer_memory import AnswerAccount, AnswerBudget, comes_in_parts
 from .client_stream import ClientStream, RequestTerms, SentRequest

@@ -13,13 +13,13 @@ from typing import Any, Generic, TypeVar, overload
 
 import msgspec
 
+from ..base.validation import MAX_INT
 from ..engine.embedding import EmbeddingRequestOutput
 from ..engine.scoring import ScoreOutput
 from ..errors import RequestError
 from ..requests.request import CompletionOutput, FinishReason, Logprob, RequestMetrics
 from ..sampling_params import SamplingParams
 from ..scheduler.stats import EngineStats
-from ..validation import MAX_INT
 
 T = TypeVar("T")
 P = TypeVar("P")

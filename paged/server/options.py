@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from ..arguments import strict
+from ..base.arguments import strict
+from ..base.validation import check_bool, check_int, check_number, shown
 from ..engine.async_options import STREAM_INTERVAL_S, check_interval
 from ..errors import ConfigError
 from ..protocol.chat_output.chat_format import check_parsers
 from ..protocol.limits import MAX_PROMPTS
 from ..routing.router import ROUTERS
 from ..sampling_params import MAX_LOGPROBS
-from ..validation import check_bool, check_int, check_number, shown
 
 # Of each engine, by default. The MAX_PROMPTS prompts of one body must fit an idle engine's queue, or it would
 # be refused each time; beside it there is room for those of another one, or of as many clients.

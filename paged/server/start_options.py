@@ -6,9 +6,9 @@ import os
 import sys
 from typing import Any
 
+from ..base.validation import shown
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..validation import shown
 
 
 def sendable_options(config: EngineConfig, options: dict[str, Any], replicas: int) -> dict[str, Any]:

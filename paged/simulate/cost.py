@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from ..base.validation import check_number
 from ..errors import ConfigError
 from ..model.config import ModelConfig
 from ..runner.sizes import GIB
 from ..scheduler.schedule import Schedule
-from ..validation import check_number
 
 
 @dataclass(frozen=True, slots=True)

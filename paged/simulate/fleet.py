@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..base.validation import changed, check_int, check_number
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..routing.router import ROUTERS, new_router
 from ..runner.sizes import Sizes
-from ..validation import changed, check_int, check_number
 from .cost import DATA_SHEETS, Coefficients, Roofline, StepCost, blocks_that_fit
 from .model import read_model
 from .replica import Refusal, Replica

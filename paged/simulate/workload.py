@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..base.validation import changed, check_int, check_number
 from ..errors import ConfigError
-from ..validation import changed, check_int, check_number
 from .trace import TraceLine, read_trace
 
 ARRIVALS = ("poisson", "bursty")

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..base.strict_json import parse_json
+from ..base.validation import check_bool
 from ..errors import RequestError
-from ..strict_json import parse_json
-from ..validation import check_bool
 from .worker import Worker, WorkerLimits, Workers
 
 # For models without a template; used only when named.

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from ..base.validation import check_bool, field_of, shown
 from ..errors import RequestError, about, reject_unknown
 from ..model.config import ModelConfig
 from ..requests.prompts import Prompt
 from ..requests.request import LONG
-from ..validation import check_bool, field_of, shown
 from .tokenizer import Tokenizer
 
 MAX_CONTINUED_TOKENS = 2**22  # of a prompt times its continuations: the engine gets it with each of them

@@ -10,10 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..base.validation import shown
 from ..errors import CheckpointError
 from ..model.families.multimodal import NATIVE
 from ..model.hf_config import MAX_JSON_BYTES, check_file, read_json
-from ..validation import shown
 from .tokenizer_bounds import why_unbounded
 from .tokenizer_worker import Source
 

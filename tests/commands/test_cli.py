@@ -15,9 +15,9 @@ import pytest
 import typer
 
 from paged import EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams, __version__
+from paged.base.from_vllm import ENGINE_ARGS
 from paged.commands import cli, common, generate
 from paged.commands.headings import HEADINGS
-from paged.from_vllm import ENGINE_ARGS
 from paged.model.families.multimodal import NATIVE
 from paged.protocol.jobs import read_jobs
 from paged.scheduler.schedule import StepOutput

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
+from paged.base.from_vllm import ENGINE_ARGS, SERVER_ARGS
 from paged.commands.settings import from_environment, from_file
 from paged.commands.vllm_options import without_flag
 from paged.errors import ConfigError, PagedError
-from paged.from_vllm import ENGINE_ARGS, SERVER_ARGS
 
 # Options of `paged serve` that have these names in vLLM too, where they mean the same.
 TABLE = {**SERVER_ARGS, **ENGINE_ARGS}

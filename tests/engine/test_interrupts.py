@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from paged import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
-from paged.interrupts import HeldInterrupts
+from paged.base.interrupts import HeldInterrupts
 from paged.requests.request import Outbox
 from tests.support.checkpoints import assert_all_free, new_engine
 

@@ -9,13 +9,13 @@ import pytest
 
 import paged
 from paged import LLMEngine, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from paged.base.strict_json import parse_json
 from paged.errors import PagedError, RequestError, UnknownArgumentError
 from paged.protocol.endpoints import ENDPOINTS, parse_call
 from paged.protocol.fields.sampling import CONSTRAINTS, SAMPLING_KINDS
 from paged.protocol.fields.table import Effect
 from paged.protocol.jobs import SAMPLING_NAMES
 from paged.protocol.limits import Limits
-from paged.strict_json import parse_json
 from tests.support.api_fields import BODIES, CHAT, COMPLETIONS, EMBEDDINGS, GENERATE, HELLO, SCORE, TOOLS
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"

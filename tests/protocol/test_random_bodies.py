@@ -3,13 +3,13 @@
 import json
 import random
 
+from paged.base.strict_json import parse_json
 from paged.errors import RequestError, UnknownArgumentError
 from paged.protocol.calls.call import GenerationCall
 from paged.protocol.calls.tokens import DetokenizeCall, TokenizeCall
 from paged.protocol.chat_output.chat_format import ChatFormat
 from paged.protocol.endpoints import parse_call
 from paged.protocol.limits import Limits
-from paged.strict_json import parse_json
 from tests.support.random_bodies import random_body
 
 FORMATS = [

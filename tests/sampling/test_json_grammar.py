@@ -14,9 +14,9 @@ import pytest
 
 from benchmarks.schemas import closed, listed
 from paged import RequestError
+from paged.base.strict_json import parse_json
 from paged.sampling import json_formats, json_grammar
 from paged.sampling.json_grammar import JsonGrammar
-from paged.strict_json import parse_json
 from paged.structural_tag import exact_json, schema_text, structural_tag_text
 from tests.support.random_schemas import accepts, is_valid, matcher_of, possible, random_text, try_one
 

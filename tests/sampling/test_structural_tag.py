@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.schemas import closed
 from paged import LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
+from paged.base.strict_json import parse_json
 from paged.errors import PagedError
 from paged.sampling.structural_grammar import StructuralGrammar
-from paged.strict_json import parse_json
 from tests.support.chat_checkpoints import chat_checkpoint
 from tests.support.checkpoints import assert_all_free, new_engine
 

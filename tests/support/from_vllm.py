@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import paged
 from paged import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams
-from paged.from_vllm import (
+from paged.base.from_vllm import (
     BEAM_SEARCH_PARAMS,
     CALL_ARGS,
     ENGINE_ARGS,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...base.validation import check_number, shown
 from ...errors import CheckpointError, UnsupportedModelError
-from ...validation import check_number, shown
 from ..config import ModelConfig
 from ..spec import AttentionSpec, FeedForwardSpec, KVShape, LayerSpec, NormNames, NormSpec, RopeConfig
 from .reading import Config, flag, head_dim_of, size

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ...base.validation import check_int, check_number, shown
 from ...errors import CheckpointError, UnsupportedModelError
-from ...validation import check_int, check_number, shown
 from ..config import ModelConfig
 from ..spec import NO_ROPE, AttentionSpec, NormNames
 from .build import AROUND_SUBLAYERS, read_attention, read_feed_forward, read_model, read_norm, repeat

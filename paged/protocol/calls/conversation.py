@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...base.validation import shown
 from ...errors import RequestError
-from ...validation import shown
 from ..chat_output.tool_formats import JsonFormat, ToolFormat
 from ..chat_output.tool_prompts import Message
 from ..fields.messages import ROLES

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...base.validation import MAX_INT, check_bool, check_int, check_number, shown
 from ...errors import RequestError
 from ...sampling_params import biases_of
-from ...validation import MAX_INT, check_bool, check_int, check_number, shown
 
 Schema = dict[str, Any]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ...base.validation import shown
 from ...errors import RequestError
-from ...validation import shown
 from ..limits import MAX_MESSAGES
 from .kinds import Choice, JSONObject, Kind, ListOf, OneOf, Schema, Text
 from .table import Field, FieldTable, ObjectOf, refused

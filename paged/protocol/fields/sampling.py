@@ -6,9 +6,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from ...arguments import field_texts
+from ...base.arguments import field_texts
+from ...base.from_vllm import SAMPLING_PARAMS, STRUCTURED_OUTPUTS_PARAMS, Neutral
+from ...base.validation import shown
 from ...errors import PagedError, RequestError
-from ...from_vllm import SAMPLING_PARAMS, STRUCTURED_OUTPUTS_PARAMS, Neutral
 from ...sampling_params import (
     MAX_BAD_WORDS,
     MAX_LOGPROBS,
@@ -19,7 +20,6 @@ from ...sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from ...validation import shown
 from ..limits import MAX_LOGIT_BIASES, MAX_N, MAX_NAME_LENGTH, MAX_STOP_STRINGS
 from .kinds import (
     Boolean,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...base.strict_json import parse_json
+from ...base.validation import shown
 from ...errors import RequestError
-from ...strict_json import parse_json
 from ...structural_tag import NAME, TAG_FORMATS, FormatField
-from ...validation import shown
 from .kinds import Boolean, Choice, Integer, JSONObject, Kind, ListOf, Schema, Text, check_unicode_within
 from .table import Field, FieldTable, ObjectOf
 

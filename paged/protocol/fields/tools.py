@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ...base.validation import shown
 from ...errors import RequestError
-from ...validation import shown
 from ..chat_output.tools import MAX_FUNCTION_NAME, MAX_TOOLS
 from .kinds import Boolean, Choice, JSONObject, ListOf, OneOf, Schema, Text
 from .table import Field, FieldTable, ObjectOf, Tagged

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from ...base.strict_json import parse_json
 from ...engine.async_options import LEAST_TIMEOUT_S
 from ...requests.request import RequestOutput
-from ...strict_json import parse_json
 from ..telemetry.records import RequestRecord
 from .body_budget import BodyBudget
 from .failures import Header, HttpError

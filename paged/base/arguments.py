@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import FrozenInstanceError, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from .errors import PagedError, RequestError, UnknownArgumentError, reject_unknown
+from ..errors import PagedError, RequestError, UnknownArgumentError, reject_unknown
 from .from_vllm import CALL_ARGS, Neutral, without_neutral
 from .validation import shown
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from .errors import PagedError
+from ..errors import PagedError
 from .validation import shown
 
 logger = logging.getLogger(__name__)

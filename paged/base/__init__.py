@@ -1,0 +1,1 @@
+"""What every room stands on: checks of values, strict JSON, interrupts, and what vLLM calls things."""
