@@ -122,7 +122,7 @@ def test_triton_kernels_match_transformers(name, monkeypatch):
     # On a CPU the kernels run in Triton's interpreter, a thousand times slower: few short prompts.
     engine = new_engine(checkpoint(name), device="auto", attention_backend="triton", num_blocks=24)
     assert engine.runner.model.kernels.name == "triton"
-    assert_matches(engine, reference(name), ragged_prompts([1, 17, 30]), 3, monkeypatch)
+    assert_matches(engine, reference(name), ragged_prompts([1, 30]), 2, monkeypatch)
 
 
 def test_demo_model_matches_transformers(monkeypatch):
