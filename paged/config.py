@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Literal
 
 from .base.arguments import strict
-from .base.from_vllm import ENGINE_ARGS
 from .base.validation import check_bool, check_int, check_number, shown
 from .errors import ConfigError
 
@@ -45,7 +44,7 @@ _OPTIONAL_COUNTS = (
 )
 
 
-@partial(strict, neutral=ENGINE_ARGS, error=ConfigError, name="LLMEngine")
+@partial(strict, vllm="EngineArgs", error=ConfigError, name="LLMEngine")
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Options of an `LLMEngine`.

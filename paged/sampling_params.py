@@ -12,7 +12,7 @@ from numbers import Number
 from typing import Any, Literal, Self
 
 from .base.arguments import strict
-from .base.from_vllm import BEAM_SEARCH_PARAMS, SAMPLING_PARAMS, STRUCTURED_OUTPUTS_PARAMS, ExplainsMissing
+from .base.from_vllm import ExplainsMissing
 from .base.validation import check_bool, check_int, check_number, plain, shown
 from .errors import RequestError, about
 from .structural_tag import schema_text, structural_tag_text
@@ -39,7 +39,7 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = "final_only"  # there is none before the end
 
 
-@partial(strict, neutral=STRUCTURED_OUTPUTS_PARAMS)
+@partial(strict, vllm="StructuredOutputsParams")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """The language that an output must belong to; exactly one field is given.
@@ -101,7 +101,7 @@ class StructuredOutputsParams:
         return next(field.name for field in fields(self) if getattr(self, field.name) is not None)
 
 
-@partial(strict, neutral=SAMPLING_PARAMS)
+@partial(strict, vllm="SamplingParams")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(metaclass=ExplainsMissing):
     """Sampling and stopping of one request, with vLLM's names and meanings.
@@ -369,7 +369,7 @@ class SamplingParams(metaclass=ExplainsMissing):
         object.__setattr__(self, "logits_processors", tuple(processors))
 
 
-@partial(strict, neutral=BEAM_SEARCH_PARAMS)
+@partial(strict, vllm="BeamSearchParams")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
     """Parameters of a beam search: vLLM's names, and where vLLM differs from it, transformers' semantics.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...base.arguments import field_texts
-from ...base.from_vllm import SAMPLING_PARAMS, STRUCTURED_OUTPUTS_PARAMS, Neutral
+from ...base.from_vllm import Neutral, neutral_of
 from ...base.validation import shown
 from ...errors import PagedError, RequestError
 from ...sampling_params import (
@@ -113,7 +113,7 @@ CONSTRAINTS = FieldTable(
     "structured_outputs",
     [
         *(Field(name, kind, _CONSTRAINT_TEXTS[name]) for name, kind in _CONSTRAINT_KINDS.items()),
-        *_refused_by_vllm(STRUCTURED_OUTPUTS_PARAMS),
+        *_refused_by_vllm(neutral_of("StructuredOutputsParams")),
     ],
 )
 SCHEMA_TABLE = FieldTable(
@@ -180,7 +180,7 @@ SAMPLING_FIELDS = [
     *refused("kv_transfer_params ec_transfer_params", "KV is not transferred between engines yet"),
     *refused("extra_body", "its fields belong into the body itself; clients put them there", {}),
 ]
-SAMPLING_FIELDS += _refused_by_vllm(SAMPLING_PARAMS, {field.name for field in SAMPLING_FIELDS})
+SAMPLING_FIELDS += _refused_by_vllm(neutral_of("SamplingParams"), {field.name for field in SAMPLING_FIELDS})
 CACHE_SALT = _sampling("cache_salt", SAMPLING_KINDS["cache_salt"])
 DETOKENIZE = _sampling("detokenize", SAMPLING_KINDS["detokenize"])
 
