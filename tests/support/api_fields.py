@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from paged.base.fields import Effect, Field, FieldTable
 from paged.base.strict_json import MAX_JSON_DEPTH
 from paged.protocol import limits
 from paged.protocol.endpoints import ENDPOINTS
@@ -15,7 +16,6 @@ from paged.protocol.fields.common import ANSWER_FIELDS, BASE_FIELDS, STREAM_OPTI
 from paged.protocol.fields.messages import CALL_TABLE, CALLED_TABLE, MESSAGE_TABLE
 from paged.protocol.fields.sampling import CONSTRAINTS, RESPONSE_FORMAT, SAMPLING_FIELDS, SCHEMA_TABLE
 from paged.protocol.fields.structural_tags import STRUCTURE_TABLE, kind_of
-from paged.protocol.fields.table import Effect, Field, FieldTable
 from paged.protocol.fields.tools import ALLOWED_TABLE, CHOICE_TABLES, FUNCTION_TABLE, TOOL_TABLE
 from paged.structural_tag import TAG_FORMATS
 from paged.text.prompt_parser import MAX_CONTINUED_TOKENS

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ...base.fields import FieldTable
 from ...errors import PagedError, RequestError
 from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
@@ -16,7 +17,6 @@ from ...sampling_params import RequestOutputKind, SamplingParams, StructuredOutp
 from ..answers.chunks import Chunks
 from ..answers.places import Decoding
 from ..fields.sampling import SAMPLING_KINDS, check_most_logprobs, constraint_of, field_of_part
-from ..fields.table import FieldTable
 from ..limits import MAX_CHOICES, MAX_PARAMETER_SIZE, Limits
 
 if TYPE_CHECKING:

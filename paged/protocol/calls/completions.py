@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...base.fields import Field, FieldTable, refused
+from ...base.kinds import Boolean, Integer, ListOf, OneOf, Text, TokenIds
 from ...errors import RequestError
 from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
-from ...sampling_params import MAX_LOGPROBS
 from ..answers.chunks import Head
 from ..answers.completions import CompletionChunks, CompletionForm, Echo, completion_body
 from ..fields.common import ADD_SPECIAL_TOKENS, ANSWER_FIELDS, BASE_FIELDS
-from ..fields.kinds import Boolean, Integer, ListOf, OneOf, Text, TokenIds
-from ..fields.sampling import DETOKENIZE, SAMPLING_FIELDS, check_most_logprobs
-from ..fields.table import Field, FieldTable, refused
+from ..fields.sampling import SAMPLING_FIELDS, check_most_logprobs, sampling_field
 from ..limits import MAX_PROMPTS, Limits
 from .call import AnswerCall
 
@@ -28,20 +27,15 @@ COMPLETION_TABLE = FieldTable(
         Field("prompt", PROMPTS, "the text to complete, its token ids, or a list of either", required=True),
         *BASE_FIELDS,
         *(field for field in SAMPLING_FIELDS if field.name != "max_tokens"),
-        Field(
-            "max_tokens",
-            Integer(0),
-            "most tokens to generate, by default 16; 0 needs echo",
-        ),
-        Field(
+        Field("max_tokens", Integer(0), "most tokens to generate, by default 16; 0 needs echo"),
+        sampling_field(
             "logprobs",
-            Integer(-1, MAX_LOGPROBS),
             "report the log-probability of every token and of this many most likely ones at its position; "
             "with echo also of the prompt's tokens",
         ),
         Field("echo", Boolean(), "repeat the prompt before its completion"),
         ADD_SPECIAL_TOKENS,
-        DETOKENIZE,
+        sampling_field("detokenize"),
         *ANSWER_FIELDS,
         *refused("suffix", "models that fill in the middle take a prompt with their own special tokens", ""),
         *refused("prompt_embeds", "a prompt is text or token ids"),

@@ -7,14 +7,14 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...base.fields import Field, FieldTable, refused
+from ...base.kinds import Boolean, Choice, Integer, ListOf, OneOf, Text, TokenIds
 from ...engine.embedding import POOLINGS, EmbeddingRequestOutput
 from ...engine.scoring import ScoreOutput
 from ...errors import RequestError
 from ...requests.prompts import Prompt
-from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, ENCODING_FORMAT, PRIORITY, REQUEST_TIMEOUT
-from ..fields.kinds import Boolean, Choice, Integer, ListOf, OneOf, Text, TokenIds
-from ..fields.sampling import CACHE_SALT
-from ..fields.table import Field, FieldTable, refused
+from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, ENCODING_FORMAT
+from ..fields.sampling import sampling_field
 from ..jobs import finite
 from ..limits import MAX_CONTINUATIONS, MAX_PROMPTS, Limits
 from .call import Call
@@ -36,9 +36,7 @@ EMBEDDING_TABLE = FieldTable(
             "the final hidden state of the last token, which is the default, or the mean over all tokens",
         ),
         Field("normalize", Boolean(), "scale each vector to a Euclidean norm of 1, by default true"),
-        PRIORITY,
-        REQUEST_TIMEOUT,
-        CACHE_SALT,
+        *map(sampling_field, ("priority", "timeout_s", "cache_salt")),
         ADD_SPECIAL_TOKENS,
         *refused("truncate_prompt_tokens truncation_side", "cut the prompt's token ids", -1),
         *refused("messages", "a conversation is not embedded; give its text as input"),
@@ -58,9 +56,7 @@ SCORE_TABLE = FieldTable(
             required=True,
         ),
         *BASE_FIELDS,
-        PRIORITY,
-        REQUEST_TIMEOUT,
-        CACHE_SALT,
+        *map(sampling_field, ("priority", "timeout_s", "cache_salt")),
         ADD_SPECIAL_TOKENS,
         *refused(
             "text_1 text_2 queries documents",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ...base.fields import Field, FieldTable, ObjectOf, ignored, refused
+from ...base.kinds import Boolean, Choice, JSONObject, ListOf, PrintableText, Text
 from ..limits import MAX_NAME_LENGTH, MAX_REQUEST_ID_LENGTH
-from .kinds import Boolean, Choice, JSONObject, ListOf, Number, PrintableText, Text
-from .table import Field, FieldTable, ObjectOf, ignored, refused
 
 STREAM_OPTIONS = FieldTable(
     "stream_options",
@@ -37,12 +37,6 @@ BASE_FIELDS = [
     *refused("mm_processor_kwargs media_io_kwargs", "this version takes text and token ids alone", {}),
     *refused("lora_request", "LoRA adapters are not supported yet"),
 ]
-PRIORITY = Field("priority", Number(), 'the lowest number goes first; only for scheduling_policy "priority"')
-REQUEST_TIMEOUT = Field(
-    "timeout_s",
-    Number(0.0, above=True),
-    "seconds from the arrival of the request after which it is aborted; null sets no limit",
-)
 # In the bodies that generate in OpenAI's form.
 ANSWER_FIELDS = [
     Field("stream", Boolean(), "send the answer as server-sent events while it is generated"),

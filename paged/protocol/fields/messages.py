@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ...base.fields import Field, FieldTable, ObjectOf, refused
+from ...base.kinds import Choice, JSONObject, Kind, ListOf, OneOf, Schema, Text
 from ...base.validation import shown
 from ...errors import RequestError
 from ..limits import MAX_MESSAGES
-from .kinds import Choice, JSONObject, Kind, ListOf, OneOf, Schema, Text
-from .table import Field, FieldTable, ObjectOf, refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

@@ -4,77 +4,83 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...base.arguments import field_texts
+from ...base.fields import Field, FieldTable, ObjectOf, Tagged, ignored, refused
 from ...base.from_vllm import Neutral, neutral_of
-from ...base.validation import shown
-from ...errors import PagedError, RequestError
-from ...sampling_params import (
-    MAX_BAD_WORDS,
-    MAX_LOGPROBS,
-    MAX_REPETITION_PENALTY,
-    MAX_SEED,
-    MAX_TOKEN_IDS,
-    MIN_REPETITION_PENALTY,
-    SamplingParams,
-    StructuredOutputsParams,
-)
-from ..limits import MAX_LOGIT_BIASES, MAX_N, MAX_NAME_LENGTH, MAX_STOP_STRINGS
-from .kinds import (
+from ...base.kinds import (
     Boolean,
     Choice,
     Integer,
     JSONObject,
     Kind,
     ListOf,
-    LogitBias,
-    Number,
     OneOf,
+    Schema,
     Text,
     TokenIds,
+    kinds_of,
 )
+from ...base.validation import shown
+from ...errors import PagedError, RequestError
+from ...sampling_params import (
+    BIAS,
+    MAX_BAD_WORDS,
+    MAX_TOKEN_IDS,
+    SamplingParams,
+    StructuredOutputsParams,
+    biases_of,
+)
+from ..limits import MAX_LOGIT_BIASES, MAX_N, MAX_NAME_LENGTH, MAX_STOP_STRINGS
 from .structural_tags import FORM_FIELDS, TAG_FORMS, StructuralTag
-from .table import Field, FieldTable, ObjectOf, Tagged, ignored, refused
+
+
+@dataclass(frozen=True, slots=True)
+class LogitBias(Kind):
+    """An object of at most `most` token ids, written as strings, and their biases."""
+
+    types = (dict,)
+    most: int
+
+    def parse(self, name: str, value: Any) -> dict[int, float]:
+        """Return the biases by token id."""
+        if not isinstance(value, Mapping):
+            raise RequestError(f'{name} must be an object such as {{"50": -100}}, got {shown(value)}')
+        if len(value) > self.most:
+            raise RequestError(f"{name} has {len(value):,} entries; {self.most:,} is the most")
+        return biases_of(value.items())
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {
+            "type": "object",
+            "patternProperties": {"^[0-9]{1,19}$": BIAS.schema()},
+            "additionalProperties": False,
+            "maxProperties": self.most,
+        }
+
+    def __str__(self) -> str:
+        return f"object of at most {self.most:,} token ids and numbers {BIAS.limits}"
+
 
 _TEXT = Text(1)
-_CANDIDATES = Integer(-1, MAX_LOGPROBS)
-SAMPLING_KINDS: dict[str, Kind] = {
+_WORDS = ListOf(_TEXT, longest=MAX_BAD_WORDS)
+# What bodies take otherwise than `SamplingParams`: lists, and less than an engine.
+_OWN_KINDS: dict[str, Kind] = {
     "n": Integer(1, MAX_N),
     "best_of": Integer(1, MAX_N),
-    "temperature": Number(0.0),
-    "top_p": Number(0.0, 1.0, above=True),
-    "top_k": Integer(-1),
-    "min_p": Number(0.0, 1.0),
-    "typical_p": Number(0.0, 1.0, above=True),
-    "top_n_sigma": Number(0.0),
-    "seed": Integer(-MAX_SEED - 1, MAX_SEED),
-    "presence_penalty": Number(-2.0, 2.0),
-    "frequency_penalty": Number(-2.0, 2.0),
-    "repetition_penalty": Number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
-    "dry_multiplier": Number(0.0),
-    "dry_base": Number(1.0),
-    "dry_allowed_length": Integer(1),
-    "dry_sequence_breakers": ListOf(_TEXT, longest=MAX_BAD_WORDS),
-    "dry_penalty_last_n": Integer(-1),
+    "dry_sequence_breakers": _WORDS,
     "logit_bias": LogitBias(MAX_LOGIT_BIASES),
     "allowed_token_ids": TokenIds(1, MAX_TOKEN_IDS),
-    "bad_words": ListOf(_TEXT, longest=MAX_BAD_WORDS),
-    "min_tokens": Integer(0),
-    "max_tokens": Integer(1),
+    "bad_words": _WORDS,
     "stop": OneOf((_TEXT, ListOf(_TEXT, longest=MAX_STOP_STRINGS))),
     "stop_token_ids": TokenIds(0, MAX_TOKEN_IDS),
-    "include_stop_str_in_output": Boolean(),
-    "ignore_eos": Boolean(),
-    "logprobs": _CANDIDATES,
-    "prompt_logprobs": _CANDIDATES,
-    "detokenize": Boolean(),
-    "skip_special_tokens": Boolean(),
-    "spaces_between_special_tokens": Boolean(),
-    "priority": Number(),
-    "timeout_s": Number(0.0, above=True),
     "cache_salt": Text(1, MAX_NAME_LENGTH),
 }
+_KINDS = {**kinds_of(SamplingParams), **_OWN_KINDS}
+SAMPLING_KINDS = {name: _KINDS[name] for name in SamplingParams.__dataclass_fields__ if name in _KINDS}
 
 
 def _texts(owner: type[Any]) -> dict[str, str]:
@@ -105,8 +111,9 @@ def _refused_by_vllm(table: Mapping[str, Neutral], known: Collection[str] = ()) 
             yield from refused(name, reason, *values)
 
 
-def _sampling(name: str, kind: Kind, meaning: str = "") -> Field:
-    return Field(name, kind, meaning or _TEXTS[name])
+def sampling_field(name: str, meaning: str = "") -> Field:
+    """Return the field of a sampling parameter; its meaning is by default that of `SamplingParams`."""
+    return Field(name, SAMPLING_KINDS[name], meaning or _TEXTS[name])
 
 
 CONSTRAINTS = FieldTable(
@@ -148,11 +155,11 @@ GUIDED = "its place is structured_outputs: {{{}}}"
 # In every body that generates; of these two each body has its own form.
 SAMPLING_FIELDS = [
     *(
-        _sampling(name, kind, _MEANINGS.get(name, ""))
-        for name, kind in SAMPLING_KINDS.items()
+        sampling_field(name, _MEANINGS.get(name, ""))
+        for name in SAMPLING_KINDS
         if name not in ("logprobs", "detokenize")
     ),
-    _sampling("structured_outputs", ObjectOf(CONSTRAINTS)),
+    Field("structured_outputs", ObjectOf(CONSTRAINTS), _TEXTS["structured_outputs"]),
     Field(
         "response_format",
         RESPONSE_FORMAT,
@@ -181,8 +188,6 @@ SAMPLING_FIELDS = [
     *refused("extra_body", "its fields belong into the body itself; clients put them there", {}),
 ]
 SAMPLING_FIELDS += _refused_by_vllm(neutral_of("SamplingParams"), {field.name for field in SAMPLING_FIELDS})
-CACHE_SALT = _sampling("cache_salt", SAMPLING_KINDS["cache_salt"])
-DETOKENIZE = _sampling("detokenize", SAMPLING_KINDS["detokenize"])
 
 
 def constraint_of(values: dict[str, Any]) -> StructuredOutputsParams | None:

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...base.fields import Field, FieldTable, ObjectOf
+from ...base.kinds import (
+    Boolean,
+    Choice,
+    Integer,
+    JSONObject,
+    Kind,
+    ListOf,
+    Schema,
+    Text,
+    check_unicode_within,
+)
 from ...base.strict_json import parse_json
 from ...base.validation import shown
 from ...errors import RequestError
 from ...structural_tag import NAME, TAG_FORMATS, FormatField
-from .kinds import Boolean, Choice, Integer, JSONObject, Kind, ListOf, Schema, Text, check_unicode_within
-from .table import Field, FieldTable, ObjectOf
 
 SCHEMA_NAME = "StructuralFormat"  # of the formats' JSON schema, which refers to itself
 

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ...base.fields import Field, FieldTable, ObjectOf, Tagged
+from ...base.kinds import Boolean, Choice, JSONObject, ListOf, OneOf, Schema, Text
 from ...base.validation import shown
 from ...errors import RequestError
 from ..chat_output.tools import MAX_FUNCTION_NAME, MAX_TOOLS
-from .kinds import Boolean, Choice, JSONObject, ListOf, OneOf, Schema, Text
-from .table import Field, FieldTable, ObjectOf, Tagged
 
 _NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_FUNCTION_NAME}}}")
 

@@ -1,16 +1,16 @@
-"""Kinds: what the value of a field may be, for parsing, for JSON schemas and for the documentation."""
+"""Kinds: what a value may be, in Python's API, in request bodies, as a flag and in the documentation."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from numbers import Number as AnyNumber
 from typing import Any, ClassVar
 
-from ...base.validation import MAX_INT, check_bool, check_int, check_number, shown
-from ...errors import RequestError
-from ...sampling_params import biases_of
+from ..errors import RequestError
+from .validation import MAX_INT, check_bool, check_int, check_number, number_limits, plain, shown
 
 Schema = dict[str, Any]
 
@@ -27,9 +27,18 @@ class Kind(ABC):
     def parse(self, name: str, value: Any) -> Any:
         """Return a JSON value as the code takes it. Raises RequestError naming the field."""
 
+    def check(self, name: str, value: Any) -> None:
+        """Raise RequestError, naming the field, unless a value of Python's API is of this kind."""
+        self.parse(name, value)
+
     def parts(self, name: str, value: Any) -> tuple[Any, list[str]]:
         """Return what `parse` does, and the names of the fields within that have no effect."""
         return self.parse(name, value), []
+
+    @property
+    def limits(self) -> str:
+        """The bounds of the values in words, "" if there are none."""
+        return ""
 
     @abstractmethod
     def schema(self) -> Schema:
@@ -74,14 +83,23 @@ class Integer(Kind):
         """Return the value."""
         return check_int(RequestError, name, integral(value), self.minimum, self.maximum)
 
+    def check(self, name: str, value: Any) -> None:
+        """Refuse 1.0, which Python tells from 1."""
+        check_int(RequestError, name, value, self.minimum, self.maximum)
+
     def schema(self) -> Schema:
         """Return the JSON schema."""
         return {"type": "integer", "minimum": self.minimum, "maximum": self.maximum}
 
+    @property
+    def limits(self) -> str:
+        """The bounds, but those of 64 bits."""
+        if self.maximum < MAX_INT:
+            return f"from {self.minimum} to {self.maximum}"
+        return f"at least {self.minimum}" if self.minimum >= -MAX_INT else ""
+
     def __str__(self) -> str:
-        if self.maximum == MAX_INT:
-            return "integer" if self.minimum < -MAX_INT else f"integer ≥ {self.minimum}"
-        return f"integer {self.minimum}…{self.maximum}"
+        return f"integer {self.limits}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +122,15 @@ class Number(Kind):
         limits = {lowest: self.minimum, "maximum": self.maximum}
         return {"type": "number"} | {name: limit for name, limit in limits.items() if math.isfinite(limit)}
 
+    @property
+    def limits(self) -> str:
+        """The bounds."""
+        if math.isfinite(self.minimum) and math.isfinite(self.maximum) and not self.above:
+            return f"from {self.minimum:g} to {self.maximum:g}"
+        return " and ".join(number_limits(self.minimum, self.maximum, above=self.above))
+
     def __str__(self) -> str:
-        limits = [f"{'>' if self.above else '≥'} {self.minimum:g}"] if self.minimum > -math.inf else []
-        limits += [f"≤ {self.maximum:g}"] if self.maximum < math.inf else []
-        return " ".join(["number", ", ".join(limits)]).strip()
+        return f"number {self.limits}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,35 +372,6 @@ class JSONObject(Kind):
         return "object"
 
 
-@dataclass(frozen=True, slots=True)
-class LogitBias(Kind):
-    """An object of at most `most` token ids, written as strings, and biases from -100 to 100."""
-
-    types = (dict,)
-    most: int
-
-    def parse(self, name: str, value: Any) -> dict[int, float]:
-        """Return the biases by token id."""
-        if not isinstance(value, Mapping):
-            raise RequestError(f'{name} must be an object such as {{"50": -100}}, got {shown(value)}')
-        if len(value) > self.most:
-            raise RequestError(f"{name} has {len(value):,} entries; {self.most:,} is the most")
-        return biases_of(value.items())
-
-    def schema(self) -> Schema:
-        """Return the JSON schema."""
-        bias = {"type": "number", "minimum": -100, "maximum": 100}
-        return {
-            "type": "object",
-            "patternProperties": {"^[0-9]{1,19}$": bias},
-            "additionalProperties": False,
-            "maxProperties": self.most,
-        }
-
-    def __str__(self) -> str:
-        return f"object of at most {self.most:,} token ids and numbers from -100 to 100"
-
-
 def nullable(schema: Schema) -> Schema:
     """Return the schema with null as another value, which stands for a field that is not given."""
     if isinstance(schema.get("type"), str) and "enum" not in schema:
@@ -387,6 +381,26 @@ def nullable(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def names(values: Sequence[str]) -> str:
-    """Return names as a message lists them."""
-    return ", ".join(map(repr, values))
+def of_kind(kind: Kind, default: Any) -> Any:
+    """Return a field of a dataclass whose values are of a kind; None too, if its type says so."""
+    return field(default=default, metadata={"kind": kind})
+
+
+def kinds_of(owner: Any) -> dict[str, Kind]:
+    """Return the kinds of the fields of a dataclass that have one, by name."""
+    return {f.name: f.metadata["kind"] for f in fields(owner) if "kind" in f.metadata}
+
+
+def check_fields(config: Any) -> None:
+    """Check the fields of a frozen dataclass that have a kind, and make numbers of other libraries Python's.
+
+    Raises RequestError naming the field.
+    """
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if isinstance(value, AnyNumber) and not isinstance(value, int | float):
+            value = plain(value)
+            object.__setattr__(config, f.name, value)
+        kind = f.metadata.get("kind")
+        if kind is not None and not (value is None and "None" in str(f.type)):
+            kind.check(f.name, value)

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...base.validation import shown
-from ...errors import PagedError, RequestError, UnknownArgumentError
+from ..errors import PagedError, RequestError, UnknownArgumentError
 from .kinds import AnyJSON, Kind, Schema, check_unicode_within, nullable
+from .validation import shown
 
 # The names of longer fields are not compared with known ones, which takes quadratic time.
 MAX_COMPARED = 64
