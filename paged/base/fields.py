@@ -131,13 +131,15 @@ class FieldTable:
         return UnknownArgumentError(message, param=path + name if len(name) <= MAX_COMPARED else None)
 
     def schema(self) -> Schema:
-        """Return the JSON schema of the objects. Refused fields are not part of it."""
+        """Return the JSON schema of the objects. Of refused fields it has those with neutral values."""
         properties = {}
         for field in self.fields:
             if field.effect is not Effect.REFUSED:
                 schema = field.kind.schema()
                 described = {**(schema if field.required else nullable(schema)), "description": field.meaning}
                 properties[field.name] = described
+            elif field.neutral:
+                properties[field.name] = {"enum": [*field.neutral, None]}
         whole: Schema = {"type": "object", "properties": properties, "additionalProperties": self.is_open}
         if self._required:
             whole["required"] = self._required
@@ -189,7 +191,8 @@ class Tagged(Kind):
         tag = value.get(self.key) if isinstance(value, Mapping) else None
         if not isinstance(tag, str) or tag not in self.tables:
             known = ", ".join(self.tables)
-            raise RequestError(f"{name} must be an object of {self.key} {known}, got {shown(value)}")
+            message = f"{name} must be an object whose {self.key} is one of {known}, got {shown(value)}"
+            raise RequestError(message, param=name)
         return self.tables[tag].parse(value, f"{name}.")
 
     def schema(self) -> Schema:

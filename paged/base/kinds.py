@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Number as AnyNumber
 from typing import Any, ClassVar
@@ -258,7 +258,7 @@ class ListOf(Kind):
 
 def check_length(name: str, value: Any, shortest: int, longest: int | None) -> None:
     """Raise RequestError, naming the field, unless the value is a list of such a length."""
-    if not isinstance(value, list):
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise RequestError(f"{name} must be a list, got {shown(value)}")
     if len(value) < shortest:
         raise RequestError(f"{name} must have at least {shortest} entry, got {len(value)}")

@@ -89,19 +89,19 @@ class StructuralGrammar:
         rests = {(i, s): self._tag(t, t["begin"][len(s) :]) for i, (t, s) in enumerate(pairs)}
         after_text = self._either([f"{self._text_before(s)} {rest}" for (_, s), rest in rests.items()])
         first = after_text
-        more = _times(after_text, tag["max_tags"])
-        text = self._text_without(tag["triggers"], is_last=tag["max_tags"] is not None)
-        if tag["at_least_one"]:
+        more = _times(after_text, tag.get("max_tags"))
+        text = self._text_without(tag["triggers"], is_last=tag.get("max_tags") is not None)
+        if tag.get("at_least_one"):
             first = self._either([f"{self._literal(s)} {rest}" for (_, s), rest in rests.items()])
             more = f"{first} {_times(after_text, tag['max_tags'], used=1)}"
-            return first if tag["stop_after_first"] else f"({more} {text})"
-        return f"({first} | {text})" if tag["stop_after_first"] else f"({more} {text})"
+            return first if tag.get("stop_after_first") else f"({more} {text})"
+        return f"({first} | {text})" if tag.get("stop_after_first") else f"({more} {text})"
 
     def _separated(self, tag: Mapping[str, Any]) -> str:
         one = self._either([self._expression(t) for t in tag["tags"]])
-        more = _times(f"({self._literal(tag['separator'])} {one})", tag["max_tags"], used=1)
-        many = one if tag["stop_after_first"] else f"{one} {more}"
-        return f"({many})" if tag["at_least_one"] else f"({many})?"
+        more = _times(f"({self._literal(tag['separator'])} {one})", tag.get("max_tags"), used=1)
+        many = one if tag.get("stop_after_first") else f"{one} {more}"
+        return f"({many})" if tag.get("at_least_one") else f"({many})?"
 
     def _text_before(self, text: str) -> str:
         """Return free text that ends with the first occurrence of `text`."""

@@ -140,7 +140,7 @@ WRONG = [
         CHAT,
         {"response_format": "json"},
         "response_format",
-        "of type text, json_object, json_schema",
+        "whose type is one of text, json_object, json_schema",
     ),
     (
         CHAT,
@@ -193,7 +193,7 @@ WRONG = [
     (
         CHAT,
         {"structured_outputs": {"structural_tag": {"format": {"type": "const_string", "value": "\ud800"}}}},
-        "structured_outputs.structural_tag.format",
+        "structured_outputs.structural_tag.format.value",
         "structural_tag.format.value is not valid Unicode",
     ),
     (

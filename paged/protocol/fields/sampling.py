@@ -33,8 +33,8 @@ from ...sampling_params import (
     StructuredOutputsParams,
     biases_of,
 )
+from ...structural_tag import FORM_FIELDS, TAG_FORMS, StructuralTag
 from ..limits import MAX_LOGIT_BIASES, MAX_N, MAX_NAME_LENGTH, MAX_STOP_STRINGS
-from .structural_tags import FORM_FIELDS, TAG_FORMS, StructuralTag
 
 
 @dataclass(frozen=True, slots=True)
