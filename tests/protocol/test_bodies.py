@@ -344,12 +344,14 @@ REFUSED_BY_ENGINE = [
     ({"prompt": "x", "max_tokens": 300, "min_tokens": 300}, "min_tokens"),
     ({"prompt": "x", "dry_multiplier": 1, "dry_sequence_breakers": ["a"] * 600}, "dry_sequence_breakers"),
     ({"prompt": "x", "structured_outputs": {"regex": "["}}, "structured_outputs"),
-    ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
-     "response_format.json_schema.schema.type"),
+    (
+        {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+        "response_format.json_schema.schema.type",
+    ),
     ({"prompt": "x", "structured_outputs": {"choice": ["a"]}, "min_tokens": 5}, "min_tokens"),
     ({"prompt": "x", "structured_outputs": {"choice": ["a"]}, "allowed_token_ids": [9]}, "allowed_token_ids"),
     ({"prompt": "x", "allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1}, "allowed_token_ids"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
