@@ -194,10 +194,10 @@ def check_policy(policy: object, weights: object) -> None:
     """Raise ConfigError for an unknown policy or wrong tenant weights."""
     if isinstance(policy, str):
         _check_choice("scheduling_policy", policy, POLICIES)
-    elif lacking := [name for name in _POLICY_METHODS if not hasattr(policy, name)]:
+    elif absent := [name for name in _POLICY_METHODS if not hasattr(policy, name)]:
         raise ConfigError(
             f"scheduling_policy must be one of {', '.join(POLICIES)} or a Policy, got {shown(policy)}, "
-            f"which has no {lacking[0]!r}"
+            f"which has no {absent[0]!r}"
         )
     elif isinstance(policy, type) or any(True for _ in policy):  # type: ignore[attr-defined]
         raise ConfigError(f"scheduling_policy must be a new Policy without requests, got {shown(policy)}")

@@ -261,7 +261,7 @@ class Connection(asyncio.Protocol):
         return httptools.HttpRequestParser(self)
 
     def _parse(self) -> None:
-        """Parse requests until input is lacking, or enough of them wait."""
+        """Parse requests until there is no more input, or enough of them wait."""
         while self._unparsed and not self._discards and not self._is_ahead:
             self._feed(self._next_piece())
         if self._discards:
