@@ -32,14 +32,12 @@ class _JSONSchema(Kind):
     types = (dict, bool)
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return the schema."""
         if value is not True and not isinstance(value, Mapping):
             raise RequestError(f"{name} must be a JSON schema, or true for any JSON, got {shown(value)}")
         check_unicode_within(name, value)
         return value
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"anyOf": [{"type": "object"}, {"const": True}]}
 
     def __str__(self) -> str:
@@ -50,7 +48,6 @@ class _Format(Tagged):
     """A format of any type."""
 
     def schema(self) -> Schema:
-        """Return a reference to `format_schema`."""
         return {"$ref": f"#/components/schemas/{SCHEMA_NAME}"}
 
     def __str__(self) -> str:
@@ -61,14 +58,12 @@ class _Tag(_Format):
     """A format of type tag, which need not say so."""
 
     def parts(self, name: str, value: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return the tag with its type, and the names of fields without effect."""
         tag = {"type": "tag", **value} if isinstance(value, Mapping) else value
         if not isinstance(tag, Mapping) or tag["type"] != "tag":
             raise RequestError(f"{name} must be of type tag, got {shown(value)}", param=name)
         return super().parts(name, tag)
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         schema = self.tables["tag"].schema()
         return {**schema, "required": [name for name in schema["required"] if name != "type"]}
 
@@ -177,7 +172,6 @@ class StructuralTag(ObjectOf):
         super().__init__(_TAG_TABLE)
 
     def parts(self, name: str, value: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return the tag as an object, and the names of fields without effect."""
         if isinstance(value, str):
             try:
                 value = parse_json(value)
@@ -186,7 +180,6 @@ class StructuralTag(ObjectOf):
         return super().parts(name, value)
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"anyOf": [Text(1).schema(), super().schema()]}
 
     def __str__(self) -> str:

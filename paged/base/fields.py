@@ -156,18 +156,12 @@ class ObjectOf(Kind):
     types: ClassVar[tuple[type, ...]] = (dict,)
     table: FieldTable
 
-    def parse(self, name: str, value: Any) -> dict[str, Any]:
-        """Return the honoured fields, parsed."""
-        return self.parts(name, value)[0]
-
     def parts(self, name: str, value: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return the honoured fields, parsed, and the names of those without effect."""
         if not isinstance(value, Mapping):
             raise RequestError(f"{name} must be an object, got {shown(value)}")
         return self.table.parse(value, f"{name}.")
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return self.table.schema()
 
     def __str__(self) -> str:
@@ -182,12 +176,7 @@ class Tagged(Kind):
     key: str
     tables: Mapping[str, FieldTable]
 
-    def parse(self, name: str, value: Any) -> dict[str, Any]:
-        """Return the honoured fields, parsed, with the key."""
-        return self.parts(name, value)[0]
-
     def parts(self, name: str, value: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return the honoured fields, parsed, with the key, and the names of those without effect."""
         tag = value.get(self.key) if isinstance(value, Mapping) else None
         if not isinstance(tag, str) or tag not in self.tables:
             known = ", ".join(self.tables)
@@ -196,7 +185,6 @@ class Tagged(Kind):
         return self.tables[tag].parse(value, f"{name}.")
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         schemas = []
         for tag, table in self.tables.items():
             schema = table.schema()

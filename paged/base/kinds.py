@@ -16,24 +16,24 @@ Schema = dict[str, Any]
 
 
 class Kind(ABC):
-    """What the value of a field may be.
+    """What the value of a field may be. A kind has `parse`, or `parts` if there may be fields within it.
 
     types: the Python types of JSON values that may be of this kind.
     """
 
     types: ClassVar[tuple[type, ...]] = ()
 
-    @abstractmethod
     def parse(self, name: str, value: Any) -> Any:
         """Return a JSON value as the code takes it. Raises RequestError naming the field."""
-
-    def check(self, name: str, value: Any) -> None:
-        """Raise RequestError, naming the field, unless a value of Python's API is of this kind."""
-        self.parse(name, value)
+        return self.parts(name, value)[0]
 
     def parts(self, name: str, value: Any) -> tuple[Any, list[str]]:
         """Return what `parse` does, and the names of the fields within that have no effect."""
         return self.parse(name, value), []
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise RequestError, naming the field, unless a value of Python's API is of this kind."""
+        self.parse(name, value)
 
     @property
     def limits(self) -> str:
@@ -55,11 +55,9 @@ class Boolean(Kind):
     types = (bool,)
 
     def parse(self, name: str, value: Any) -> bool:
-        """Return the value."""
         return check_bool(RequestError, name, value)
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"type": "boolean"}
 
     def __str__(self) -> str:
@@ -80,7 +78,6 @@ class Integer(Kind):
     maximum: int = MAX_INT
 
     def parse(self, name: str, value: Any) -> int:
-        """Return the value."""
         return check_int(RequestError, name, integral(value), self.minimum, self.maximum)
 
     def check(self, name: str, value: Any) -> None:
@@ -88,7 +85,6 @@ class Integer(Kind):
         check_int(RequestError, name, value, self.minimum, self.maximum)
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"type": "integer", "minimum": self.minimum, "maximum": self.maximum}
 
     @property
@@ -117,7 +113,6 @@ class Number(Kind):
         return number if abs(number) > MAX_INT else value
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         lowest = "exclusiveMinimum" if self.above else "minimum"
         limits = {lowest: self.minimum, "maximum": self.maximum}
         return {"type": "number"} | {name: limit for name, limit in limits.items() if math.isfinite(limit)}
@@ -142,7 +137,6 @@ class Text(Kind):
     longest: int | None = None
 
     def parse(self, name: str, value: Any) -> str:
-        """Return the value."""
         if not isinstance(value, str):
             raise RequestError(f"{name} must be a string, got {shown(value)}")
         if len(value) < self.shortest:
@@ -155,7 +149,6 @@ class Text(Kind):
         return value
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         limits = {"minLength": self.shortest or None, "maxLength": self.longest}
         return {"type": "string"} | {name: limit for name, limit in limits.items() if limit is not None}
 
@@ -167,14 +160,12 @@ class PrintableText(Text):
     """A string of printable ASCII, which fits headers and logs."""
 
     def parse(self, name: str, value: Any) -> str:
-        """Return the value."""
         text = super().parse(name, value)
         if not (text.isascii() and text.isprintable()):
             raise RequestError(f"{name} must be printable ASCII, got {shown(value)}")
         return text
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {**super().schema(), "pattern": "^[ -~]*$"}
 
     def __str__(self) -> str:
@@ -215,14 +206,12 @@ class Choice(Kind):
     values: tuple[str, ...]
 
     def parse(self, name: str, value: Any) -> str:
-        """Return the value."""
         if not isinstance(value, str) or value not in self.values:
             known = ", ".join(map(repr, self.values))
             raise RequestError(f"{name} must be one of {known}, got {shown(value)}")
         return value
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"type": "string", "enum": [*self.values]}
 
     def __str__(self) -> str:
@@ -238,18 +227,12 @@ class ListOf(Kind):
     shortest: int = 0
     longest: int | None = None
 
-    def parse(self, name: str, value: Any) -> list[Any]:
-        """Return the parsed values."""
-        return self.parts(name, value)[0]
-
     def parts(self, name: str, value: Any) -> tuple[list[Any], list[str]]:
-        """Return the parsed values, and the names of the fields within that have no effect."""
         check_length(name, value, self.shortest, self.longest)
         found = [self.item.parts(f"{name}[{i}]", item) for i, item in enumerate(value)]
         return [part for part, _ in found], [ignored for _, names in found for ignored in names]
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"type": "array", "items": self.item.schema()} | length_schema(self.shortest, self.longest)
 
     def __str__(self) -> str:
@@ -280,7 +263,6 @@ class TokenIds(Kind):
     longest: int | None = None
 
     def parse(self, name: str, value: Any) -> list[int]:
-        """Return the ids."""
         check_length(name, value, self.shortest, self.longest)
         if {*map(type, value)} == {float, int} or {*map(type, value)} == {float}:  # all of them at once
             value = [*map(integral, value)]
@@ -289,7 +271,6 @@ class TokenIds(Kind):
         return value  # type: ignore[no-any-return]
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         item = {"type": "integer", "minimum": 0, "maximum": MAX_INT}
         return {"type": "array", "items": item} | length_schema(self.shortest, self.longest)
 
@@ -303,19 +284,13 @@ class OneOf(Kind):
 
     kinds: tuple[Kind, ...]
 
-    def parse(self, name: str, value: Any) -> Any:
-        """Return the value as the kind parses it."""
-        return self.parts(name, value)[0]
-
     def parts(self, name: str, value: Any) -> tuple[Any, list[str]]:
-        """Return the value as the kind parses it, and the names of the fields within that have no effect."""
         for kind in self.kinds:
             if type(value) in kind.types and (kind is self.kinds[-1] or _may_be(kind, value)):
                 return kind.parts(name, value)
         raise RequestError(f"{name} must be {self}, got {shown(value)}")
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"anyOf": [kind.schema() for kind in self.kinds]}
 
     def __str__(self) -> str:
@@ -339,11 +314,9 @@ class AnyJSON(Kind):
     types = (bool, int, float, str, list, dict)
 
     def parse(self, name: str, value: Any) -> Any:  # noqa: ARG002
-        """Return the value."""
         return value
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {}
 
     def __str__(self) -> str:
@@ -358,14 +331,12 @@ class JSONObject(Kind):
     example: str = "{...}"
 
     def parse(self, name: str, value: Any) -> Mapping[str, Any]:
-        """Return the value."""
         if not isinstance(value, Mapping):
             raise RequestError(f"{name} must be an object such as {self.example}, got {shown(value)}")
         check_unicode_within(name, value)
         return value
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"type": "object"}
 
     def __str__(self) -> str:

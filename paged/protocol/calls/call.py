@@ -78,6 +78,19 @@ class Call(ABC):
             raise
 
 
+def listed_prompts(value: str | list[Any]) -> list[Any]:
+    """Return a list of prompts from a text, token ids, or a list of either."""
+    return [value] if isinstance(value, str) or isinstance(value[0], int) else value
+
+
+def prompt_of(prompt: str | list[int], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a prompt with the options that a body gives for it."""
+    salt = {"cache_salt": values["cache_salt"]} if "cache_salt" in values else {}
+    if isinstance(prompt, str):
+        return {"prompt": prompt, "add_special_tokens": values.get("add_special_tokens", True), **salt}
+    return {"prompt_token_ids": prompt, **salt}
+
+
 class GenerationCall(Call):
     """A request body that asks for generated tokens.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...base.fields import Field, FieldTable, ObjectOf, ignored, refused
-from ...base.kinds import Boolean, Choice, JSONObject, ListOf, PrintableText, Text
-from ..limits import MAX_NAME_LENGTH, MAX_REQUEST_ID_LENGTH
+from ...base.kinds import Boolean, Choice, JSONObject, ListOf, OneOf, PrintableText, Text, TokenIds
+from ..limits import MAX_NAME_LENGTH, MAX_PROMPTS, MAX_REQUEST_ID_LENGTH
 
 STREAM_OPTIONS = FieldTable(
     "stream_options",
@@ -17,6 +17,8 @@ STREAM_OPTIONS = FieldTable(
 ADD_SPECIAL_TOKENS = Field(
     "add_special_tokens", Boolean(), "add the special tokens of the checkpoint to a prompt that is text"
 )
+# One prompt or several, each a text or token ids.
+PROMPTS = OneOf((Text(1), TokenIds(1), ListOf(Text(1), 1, MAX_PROMPTS), ListOf(TokenIds(1), 1, MAX_PROMPTS)))
 # In every body.
 BASE_FIELDS = [
     Field("model", Text(longest=MAX_NAME_LENGTH), "a name of the model; any model if it is not given"),

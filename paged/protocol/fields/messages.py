@@ -15,7 +15,6 @@ class _Role(Text):
     """A role. The schema has those that all templates know."""
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"type": "string", "enum": [*ROLES]}
 
 
@@ -23,7 +22,6 @@ class _PartKind(JSONObject):
     """A part of a message's content, of which only text is supported."""
 
     def parse(self, name: str, value: object) -> dict[str, object]:
-        """Return the part."""
         kind = value.get("type") if isinstance(value, dict) else None
         if not isinstance(value, dict) or not isinstance(kind, str):
             example = '{"type": "text", "text": ...}'
@@ -35,7 +33,6 @@ class _PartKind(JSONObject):
         return value if kind == "text" else {"type": "text", "text": value[kind]}
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {
             "type": "object",
             "properties": {"type": {"const": "text"}, "text": {"type": "string"}},

@@ -45,7 +45,6 @@ class LogitBias(Kind):
     most: int
 
     def parse(self, name: str, value: Any) -> dict[int, float]:
-        """Return the biases by token id."""
         if not isinstance(value, Mapping):
             raise RequestError(f'{name} must be an object such as {{"50": -100}}, got {shown(value)}')
         if len(value) > self.most:
@@ -53,7 +52,6 @@ class LogitBias(Kind):
         return biases_of(value.items())
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {
             "type": "object",
             "patternProperties": {"^[0-9]{1,19}$": BIAS.schema()},

@@ -19,7 +19,6 @@ class _FunctionName(Text):
     """The name of a function."""
 
     def parse(self, name: str, value: Any) -> str:
-        """Return the name."""
         if not isinstance(value, str) or not _NAME.fullmatch(value):
             raise RequestError(
                 f"{name} must be 1 to {MAX_FUNCTION_NAME} letters, digits, underscores or hyphens, "
@@ -28,7 +27,6 @@ class _FunctionName(Text):
         return value
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"type": "string", "pattern": f"^{_NAME.pattern}$"}
 
     def __str__(self) -> str:
@@ -39,13 +37,11 @@ class _ArgumentsSchema(JSONObject):
     """The JSON schema of a function's arguments."""
 
     def parse(self, name: str, value: Any) -> Mapping[str, Any]:
-        """Return the schema."""
         if not isinstance(value, Mapping) or value.get("type", "object") != "object":
             raise RequestError(f"{name} must be a JSON schema of type object, got {shown(value)}")
         return super().parse(name, value)
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"type": "object", "properties": {"type": {"const": "object"}}}
 
     def __str__(self) -> str:
