@@ -222,7 +222,7 @@ def structural_tag_text(value: Any) -> str:
 
 
 def _from_structures(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the format of the older form, checked."""
+    """Return the format of a tag in the older form, checked."""
     tags = [
         {
             "begin": structure["begin"],
@@ -294,7 +294,7 @@ def _parts(where: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[
 def grammars_of(
     given: Mapping[str, Any], where: str = f"{NAME}.format"
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the parts of a checked format that may be refused by themselves, each with its path or name."""
+    """Yield the parts of a checked format that are grammars of their own, each with its path or name."""
     field = {"json_schema": "json_schema", "regex": "pattern", "grammar": "grammar"}.get(given["type"])
     if field is not None:
         yield given.get("name") or f"{where}.{field}", given
@@ -362,7 +362,7 @@ def no_constant(name: str) -> Any:
 
 
 def _float64(digits: str) -> float:
-    """Return a number of a tag, which is passed on as a float. Raises ValueError if that would round it."""
+    """Return a number in a tag as a float. Raises ValueError if float64 would round it."""
     number = float(digits)
     if not math.isfinite(number) or Decimal(repr(number)) != exact_decimal(digits):
         raise ValueError(f"{digits} is not exact in float64; it is exact in a schema of its own, as json")

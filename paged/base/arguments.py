@@ -74,15 +74,16 @@ def show_arguments_of(config: Callable[..., Any], method: Callable[..., Any]) ->
 
 
 def field_texts(owner: type[Any]) -> dict[str, str]:
-    """Return what the docstring of a dataclass says of each field, a text in one line by the field's name."""
+    """Return the text of a dataclass's docstring on each field, joined to one line, by the field's name."""
     found = re.finditer(r"^    (\w+): (.*?)(?=^    \w+: |^$)", owner.__doc__ or "", re.DOTALL | re.MULTILINE)
     return {match[1]: " ".join(match[2].split()) for match in found}
 
 
 def check_call(method: str, unnamed: Mapping[str, Any], **neutral: Any) -> None:
-    """Check the arguments of a call that have no effect here.
+    """Refuse unknown arguments of a call, and arguments of vLLM at values that are not supported.
 
-    unnamed: keywords that are not in the method's signature. neutral: arguments of vLLM that are.
+    unnamed: keywords that are not in the method's signature.
+    neutral: arguments of vLLM that are in it, and have no effect here.
 
     Raises RequestError for an argument of vLLM at a value that is not supported, and UnknownArgumentError.
     """

@@ -17,7 +17,7 @@ MAX_COMPARED = 64
 
 
 class Effect(enum.Enum):
-    """What becomes of a field that a body gives."""
+    """How a field that a body gives is treated."""
 
     HONOURED = "honoured"
     IGNORED = "no effect"  # accepted, and listed in the header x-paged-ignored
@@ -80,7 +80,7 @@ class FieldTable:
         return field is not None and field.effect is Effect.HONOURED
 
     def with_effect(self, effect: Effect) -> list[Field]:
-        """Return the fields with such an effect."""
+        """Return the fields that are treated so."""
         return [field for field in self.fields if field.effect is effect]
 
     def parse(self, given: Mapping[str, Any], path: str = "") -> tuple[dict[str, Any], list[str]]:
@@ -131,7 +131,7 @@ class FieldTable:
         return UnknownArgumentError(message, param=path + name if len(name) <= MAX_COMPARED else None)
 
     def schema(self) -> Schema:
-        """Return the JSON schema of the objects. Of refused fields it has those with neutral values."""
+        """Return the JSON schema of the objects. A refused field is in it with its neutral values alone."""
         properties = {}
         for field in self.fields:
             if field.effect is not Effect.REFUSED:

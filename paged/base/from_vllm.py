@@ -119,7 +119,7 @@ class MissingNames:
 
     @staticmethod
     def find_spec(full_name: str, *_: object) -> None:
-        """Return that there is no such module. Raises ImportError if vLLM has it."""
+        """Find no module, so that Python reports it missing. Raises ImportError if vLLM has it."""
         package, _dot, name = full_name.partition(".")
         if package == "paged" and name in missing_of("paged"):
             raise ImportError(missing("paged", name), name=full_name)

@@ -65,7 +65,7 @@ class Boolean(Kind):
 
 
 def integral(value: Any) -> Any:
-    """Return a float that is an int as one, any other value unchanged."""
+    """Return a float without a fraction as an int, any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -89,7 +89,7 @@ class Integer(Kind):
 
     @property
     def limits(self) -> str:
-        """The bounds, but those of 64 bits."""
+        """The bounds in words, without those of 64 bits."""
         if self.maximum < MAX_INT:
             return f"from {self.minimum} to {self.maximum}"
         return f"at least {self.minimum}" if self.minimum >= -MAX_INT else ""
@@ -119,7 +119,7 @@ class Number(Kind):
 
     @property
     def limits(self) -> str:
-        """The bounds."""
+        """The bounds in words."""
         if math.isfinite(self.minimum) and math.isfinite(self.maximum) and not self.above:
             return f"from {self.minimum:g} to {self.maximum:g}"
         return " and ".join(number_limits(self.minimum, self.maximum, above=self.above))
@@ -240,7 +240,7 @@ class ListOf(Kind):
 
 
 def check_length(name: str, value: Any, shortest: int, longest: int | None) -> None:
-    """Raise RequestError, naming the field, unless the value is a list of such a length."""
+    """Raise RequestError, naming the field, unless it is a list with a length in [shortest, longest]."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise RequestError(f"{name} must be a list, got {shown(value)}")
     if len(value) < shortest:
@@ -250,7 +250,7 @@ def check_length(name: str, value: Any, shortest: int, longest: int | None) -> N
 
 
 def length_schema(shortest: int, longest: int | None) -> Schema:
-    """Return the keywords of a JSON schema for such lengths of a list."""
+    """Return the keywords of a JSON schema for lists with a length in [shortest, longest]."""
     return ({"minItems": shortest} if shortest else {}) | ({} if longest is None else {"maxItems": longest})
 
 
@@ -325,7 +325,10 @@ class AnyJSON(Kind):
 
 @dataclass(frozen=True, slots=True)
 class JSONObject(Kind):
-    """An object with any fields. example: of one, for messages."""
+    """An object with any fields.
+
+    example: an object of this kind, for messages.
+    """
 
     types = (dict,)
     example: str = "{...}"
@@ -363,7 +366,7 @@ def kinds_of(owner: Any) -> dict[str, Kind]:
 
 
 def check_fields(config: Any) -> None:
-    """Check the fields of a frozen dataclass that have a kind, and make numbers of other libraries Python's.
+    """Check the fields of a frozen dataclass that have a kind. Convert numbers of numpy and the like.
 
     Raises RequestError naming the field.
     """

@@ -36,9 +36,9 @@ def shown(value: object) -> str:
 
 
 def field_of(name: str) -> str | None:
-    """Return the field of a named value: of an entry, such as stop_token_ids[2], the list.
+    """Return the field that a name in a message belongs to: stop_token_ids for stop_token_ids[2].
 
-    None for a name that is a phrase.
+    Return None for a name that is a phrase.
     """
     return _INDEX.sub("", name) if _PATH.fullmatch(name) else None
 

@@ -82,7 +82,7 @@ def _is_switch(name: str) -> bool:
 
 
 def _value(text: str, neutral: Neutral) -> Any:
-    """Return the value without effect that is written so, else a number, else the text itself."""
+    """Return the neutral value that the text stands for, else a number, else the text itself."""
     for value in neutral.values:
         if str(value).lower() == text.lower():
             return value

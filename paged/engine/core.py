@@ -100,7 +100,7 @@ class EngineCore:
     def publish(self, groups: Iterable[RequestGroup] = ()) -> None:
         """Put an output into the outbox of each finished request, and of each of `groups` that wants one.
 
-        A request whose log-probabilities are not all readable yet is left for a later step.
+        A request whose log-probabilities are not all decoded yet is left for a later step.
         """
         finished = [group for group in self._finished if group not in self._unread]
         for group in dict.fromkeys([*groups, *finished]):
@@ -112,10 +112,10 @@ class EngineCore:
             self._forget(group)
 
     def _read_logprobs(self) -> None:
-        """Make log-probabilities readable, about CANDIDATES_OF_STEP besides those of the step's tokens.
+        """Decode about CANDIDATES_OF_STEP candidates of log-probabilities besides those of the step's tokens.
 
-        Each request gets an equal share, and then what remains goes to one after the other: to the finished
-        ones first, as their readers wait. Of those with some left, the next step begins with which got least.
+        Each request gets an equal share. What remains goes to one request after the other, finished ones
+        first, as their readers wait. The next step begins with the requests that got least.
         """
         self._unread = frozenset()
         if not self._reporting:
@@ -132,7 +132,7 @@ class EngineCore:
         self._num_to_read = 0
 
     def _read_some(self, group: RequestGroup, most: int, got: dict[RequestGroup, int]) -> bool:
-        """Make up to `most` candidates of a request readable. Return whether some may be left."""
+        """Decode up to `most` candidates of a request. Return whether some may be left."""
         bound = max(0, min(most, self._num_to_read))
         num = self.outputs.read_logprobs(group, bound)
         self._num_to_read -= num
@@ -201,7 +201,7 @@ class EngineCore:
             self._collect_finished(self._waits.settle())
 
     def _collect_finished(self, requests: list[Request]) -> None:
-        """Free the blocks of finished requests, and have `publish` put out the groups that are finished."""
+        """Free the blocks of finished requests, and note the finished groups for `publish`."""
         if requests:
             self.scheduler.release_finished()
             self._finished |= dict.fromkeys(group for group in self.groups_of(requests) if group.finished)

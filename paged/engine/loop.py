@@ -31,7 +31,7 @@ HELD_S = 0.05  # between two looks at requests that are all held
 
 
 class Recipient(Outbox, ABC):
-    """An outbox whose reader is told when there will be no more outputs."""
+    """An outbox that tells its reader when no more outputs will come."""
 
     def pauses(self, group: RequestGroup) -> bool:  # noqa: ARG002
         """Return whether the request is to be paused now, as its reader is slow."""
@@ -101,7 +101,7 @@ class EngineLoop:
         return self.engine.core.factory.params_of(spec)
 
     def prepare(self, spec: RequestSpec) -> RequestSpec:
-        """Do the slow part of making a request, which needs none of the engine's state."""
+        """Do the slow part of making a request. It uses no state of the engine, so any thread may call it."""
         assert not isinstance(spec.prompt, Prepared)
         factory = self.engine.core.factory
         params = factory.params_of(spec)

@@ -135,7 +135,7 @@ class FeedForwardSpec:
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """Where a layer normalises, by the names of the norms in a checkpoint; None: not there."""
+    """Where a layer normalises: the names of the norms in a checkpoint, None where there is none."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None  # of the output of attention, before it is added to the residual

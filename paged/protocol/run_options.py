@@ -93,7 +93,7 @@ def _not_defaults(engine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has no form for as something that it has one for."""
+    """Convert a value that JSON cannot hold to one that it can."""
     if is_dataclass(value):
         given = ((field.name, getattr(value, field.name)) for field in fields(value))
         return {name: part for name, part in given if part is not None}

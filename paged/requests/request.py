@@ -65,7 +65,7 @@ class RequestMetrics:
     num_preemptions: int = 0
 
     def start_beside(self, other: RequestMetrics) -> None:
-        """Record that the request starts with the blocks of another one that runs: a fork on its arrival."""
+        """Record that a fork runs from its arrival on, with the blocks of its parent."""
         self.first_scheduled_time = max(self.arrival_time, other.first_scheduled_time or self.arrival_time)
 
 
@@ -196,7 +196,7 @@ class Request:
 
     @property
     def namespace(self) -> bytes:
-        """What determines the KV besides the tokens. That of a long prompt says so itself."""
+        """What determines the KV besides the tokens; it changes when the output reaches `long_from`."""
         inputs = self.inputs
         if inputs.long_from is None or not self.num_prompt_tokens < inputs.long_from <= len(self.token_ids):
             return inputs.namespace

@@ -240,7 +240,7 @@ class _Text:
         return self.num_known - end if head >= start else self.num_known
 
     def take(self) -> tuple[int, ...]:
-        """Advance by one token. Return the columns of its place known to the host, and the new bounds."""
+        """Append one token. Return the columns of its place that the host knows, and the new bounds."""
         at = self.num_known
         token_ids = self.request.token_ids
         token = token_ids[at]

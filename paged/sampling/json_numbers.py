@@ -39,7 +39,7 @@ class Interval:
     multiple: Fraction | None = None
 
     def intersect(self, other: Interval) -> Interval:
-        """Return the numbers that are in both."""
+        """Return the intersection with another interval."""
         low = self.low
         is_low_open = self.is_low_open
         if low is None or (other.low is not None and other.low > low):

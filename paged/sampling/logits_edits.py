@@ -169,7 +169,7 @@ class LogitsEdits:
 
 
 def _by_last_but_one(words: Iterable[tuple[int, ...]]) -> dict[int, list[tuple[int, ...]]]:
-    """Group the words of several tokens by their last but one."""
+    """Group the words of at least two tokens by the token before their last."""
     found: dict[int, list[tuple[int, ...]]] = {}
     for word in words:
         if len(word) > 1:
@@ -180,7 +180,7 @@ def _by_last_but_one(words: Iterable[tuple[int, ...]]) -> dict[int, list[tuple[i
 def _process(logits: Tensor, row: int, request: Request, numbers: Sequence[int]) -> str | None:
     """Let a request's logits processors change its row. Return an error message if one fails.
 
-    numbers: how many arguments each of them takes.
+    numbers: how many arguments each processor takes.
     """
     shape = logits[row].shape
     device = logits.device

@@ -117,10 +117,10 @@ class StructuralGrammar:
         return name
 
     def _text_without(self, texts: Sequence[str], *, is_last: bool = False) -> str:
-        """Return free text without those of the texts that are special tokens, spelled by other tokens.
+        """Return free text in which no special token among the texts is spelled by other tokens.
 
-        The parser of an output does not tell the two apart. Where no tag may follow, which is_last says, the
-        text has none of the texts: before, the grammar of a tag would begin after one.
+        The parser of an output cannot tell such a spelling from the token. is_last: whether no tag may
+        follow; then the text contains none of the texts, after which a tag would have to begin.
         """
         spelled = tuple(t for t in texts if is_last or self._pieces(t)[0] in self._special)
         if not spelled:
@@ -173,12 +173,12 @@ NAME_OF_MAIN = "structural_tag"
 
 
 def _times(expression: str, most: int | None, *, used: int = 0) -> str:
-    """Return an expression that is repeated, at most as often as is left of `most` after those used."""
+    """Repeat an expression any number of times or, if there is a `most`, at most `most - used` times."""
     if most is None:
         return f"{expression}*"
     return f"{expression}{{0,{most - used}}}" if most > used else ""
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """Return a slash, a line break or an escaped character for a regular expression between slashes."""
+    """Escape a slash or a line break for a regular expression between slashes; leave escaped characters."""
     return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(found[0], found[0])

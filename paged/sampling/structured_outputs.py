@@ -311,7 +311,7 @@ class GrammarState:
         return None if self._job is None or self._job.done.done() else self._job
 
     def copy(self) -> GrammarState:
-        """Return an independent state at the same position; at the start, while a worker has the matcher."""
+        """Return an independent state at the same position; at the start, if a worker uses the matcher."""
         copy = GrammarState(self.grammar, self.vocabulary)
         if self.pending is None:
             copy._matcher = self._matcher.deep_copy()

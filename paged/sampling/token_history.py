@@ -136,5 +136,5 @@ class TokenHistory:
 
 
 def _count(counts: Tensor, places: Tensor) -> None:
-    """Add one at places of the flat counts, as often as each occurs."""
+    """Add 1 to the flat counts at each place, as often as the place occurs."""
     counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))

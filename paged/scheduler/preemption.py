@@ -93,7 +93,7 @@ class Preemption:
         self._held_since.pop(request, None)
 
     def preempt_held(self, since: float, schedule: Schedule) -> None:
-        """Preempt the requests that have been held since that time, if another one waits to run."""
+        """Preempt the requests that have been held since `since` or longer, if another one waits to run."""
         if not self._held_since or self._queue.peek() is None:
             return
         for request, held_at in self._held_since.items():
@@ -170,7 +170,7 @@ class Preemption:
         return victims if room.first_chunk(need, max_chunk) else []
 
     def check(self) -> None:
-        """Check that all requests whose time is kept are held and unfinished."""
+        """Check that every request with a recorded time is held and unfinished."""
         for request in self._held_since:
             assert request.held, "released, but its time is kept"
             assert request.status is not RequestStatus.FINISHED, "ended, but its time is kept"

@@ -362,7 +362,7 @@ def place_from_wire(place: Place) -> dict[int, Logprob]:
 
 
 class Places(Sequence[P]):
-    """The candidates at places of a text, which are made of frames whenever they are read.
+    """The candidates at places of a text, decoded from frames each time they are read.
 
     Reading takes long, and is for a thread; adding is for the event loop.
     """

@@ -47,7 +47,7 @@ class FrontEnd:
     names: of the model, the first one in responses.
     created: when the server started, in seconds since 1970.
     metrics: what GET /metrics says.
-    observers: are told of each request.
+    observers: of each request's beginning and end.
     body_budget: of the bodies of requests in progress.
     response_budget: of the whole responses that are being sent.
     is_stopping: whether the server ends, so that new requests are refused.

@@ -101,7 +101,7 @@ class OutputProcessor:
             self._progress.pop(sample, None)
 
     def read_logprobs(self, group: RequestGroup, most: int) -> int:
-        """Make log-probabilities of a request readable, about `most` candidates. Return how many were.
+        """Decode the tokens of about `most` candidates of a request's log-probabilities. Return how many.
 
         An output needs all of them. Those of a long prompt or of many samples take longer than a step.
         """
@@ -231,7 +231,7 @@ class _Progress:
             self.read_logprobs(math.inf)
 
     def read_logprobs(self, most: float) -> int:
-        """Make log-probabilities of new tokens readable, about `most` candidates. Return how many were."""
+        """Decode the tokens of about `most` candidates of new log-probabilities. Return how many."""
         request = self._request
         num = 0
         # A failed step may have added log-probabilities without their token.
@@ -254,7 +254,7 @@ class _Progress:
 def _readable(
     place: TokenLogprobs, tokenizer: Tokenizer | None, *, first: bool = False
 ) -> dict[int, Logprob]:
-    """Return log-probabilities by token id, the token at the place first.
+    """Return the candidates at one place with their texts, by token id, the chosen token first.
 
     first: whether the place is the beginning of a text, where some tokenizers drop spaces.
     """

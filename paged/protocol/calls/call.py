@@ -198,7 +198,7 @@ class AnswerCall(GenerationCall):
         }
 
     def decode_with(self, tokenizer: Tokenizer | None, *, skip_special_tokens: bool = True) -> None:
-        """Note what makes the text of the answer.
+        """Set the tokenizer that makes the text of the answer.
 
         skip_special_tokens: False if the text needs them, whatever the body says.
         """

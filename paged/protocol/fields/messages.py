@@ -12,7 +12,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class _Role(Text):
-    """A role. The schema has those that all templates know."""
+    """A role: any text, but the schema lists the roles that all templates know."""
 
     def schema(self) -> Schema:
         return {"type": "string", "enum": [*ROLES]}

@@ -82,7 +82,7 @@ SAMPLING_KINDS = {name: _KINDS[name] for name in SamplingParams.__dataclass_fiel
 
 
 def _texts(owner: type[Any]) -> dict[str, str]:
-    """Return what a dataclass says of its fields, with JSON's names of constants."""
+    """Return a dataclass's texts on its fields, with JSON's names of constants."""
     words = {"None": "null", "True": "true", "False": "false"}
     return {
         name: re.sub(r"\b(None|True|False)\b", lambda match: words[match[0]], text).rstrip(".")
@@ -189,7 +189,7 @@ SAMPLING_FIELDS += _refused_by_vllm(neutral_of("SamplingParams"), {field.name fo
 
 
 def constraint_of(values: dict[str, Any]) -> StructuredOutputsParams | None:
-    """Take structured_outputs and response_format out of parsed fields. Return what they say.
+    """Remove structured_outputs and response_format from parsed fields. Return the constraint that they give.
 
     Raises RequestError, whose param is the field.
     """
@@ -213,7 +213,7 @@ def constraint_of(values: dict[str, Any]) -> StructuredOutputsParams | None:
 
 
 def field_of_part(name: str, part: str | None) -> str:
-    """Return the path in a body of a part of a constraint.
+    """Return the path, in a request body, of a part of a constraint.
 
     name: of the field that the constraint comes from.
     part: its path in StructuredOutputsParams, such as structural_tag.format; None if it is not known.
