@@ -286,7 +286,7 @@ MUTANTS = {
             "return 99",
         ),
         ("promises seats twice", "self.seats.num_free - self._num_reserved_seats", "self.seats.num_free"),
-        ("seats are not given up", "self.seats.give_up(request.seat)", "pass"),
+        ("seats are not released", "self.seats.release(request.seat)", "pass"),
         ("the device is not told of newcomers", "self.newcomers.append(request)\n        bisect", "bisect"),
         (
             "makes room for a priority where prompts wait for blocks",

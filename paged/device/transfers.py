@@ -123,7 +123,7 @@ class Upload:
             array[start : start + numbers.nbytes] = numbers.reshape(-1).view(np.uint8)
         memory = staging.to(self.device, non_blocking=True)
         if buffer is not None:
-            buffer.in_use_until_now()
+            buffer.mark_in_use()
         typed: dict[Any, Tensor] = {}
         for start, sent in zip(starts, parts, strict=True):
             numbers = sent.numbers
@@ -172,7 +172,7 @@ class Download:
         packed = words[0] if len(words) == 1 else torch.cat(words)
         buffer = self._buffers.take(packed.nbytes)
         buffer.memory[: packed.nbytes].view(torch.int32).copy_(packed, non_blocking=True)
-        buffer.in_use_until_now()
+        buffer.mark_in_use()
         self._buffer = buffer
         buffer.unread = self
 
@@ -213,7 +213,7 @@ class _Buffer:
         """Whether a transfer may still use the memory."""
         return self._event is not None and not self._event.query()  # type: ignore[no-untyped-call]
 
-    def in_use_until_now(self) -> None:
+    def mark_in_use(self) -> None:
         """Make `wait` wait for all work that the device was given until now."""
         if self._event is None:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -94,7 +94,7 @@ class RunningSet:
     def _leave(self, request: Request) -> None:
         self._num_reserved_seats -= len(request.siblings)
         self._num_protected -= request.protected
-        self.seats.give_up(request.seat)
+        self.seats.release(request.seat)
         request.seat = NO_SEAT
         if request in self.newcomers:
             self.newcomers.remove(request)

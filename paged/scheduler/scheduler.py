@@ -106,7 +106,7 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""
         schedule = Schedule(scheduled_time=self.clock())
-        self.preemption.compute_anew()
+        self.preemption.requeue_grown_long()
         self.preemption.preempt_held(schedule.scheduled_time - self.held_for_s, schedule)
         if self.policy.preempts:
             self.preemption.make_room_for_waiting(self._whole_step(), schedule)
@@ -318,10 +318,10 @@ class Scheduler:
         """
         while self.block_manager.pool.num_steps_in_flight:
             self._running.end_step()
-        self.preemption.compute_anew()
+        self.preemption.requeue_grown_long()
         # Each goes to the front of its queue, so the first is pushed last.
         for request in reversed(self._running.remove_all()):
-            self.preemption.wait_again(request)
+            self.preemption.requeue(request)
         for request in self.waiting():
             self.block_manager.release(request.blocks)
             request.num_computed_tokens = 0

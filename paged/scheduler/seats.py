@@ -26,7 +26,7 @@ class Seats:
         seat: int = self._free.pop()
         return seat
 
-    def give_up(self, seat: int) -> None:
+    def release(self, seat: int) -> None:
         """Give a seat up."""
         (self._kept[-1] if self._kept else self._free).append(seat)
 

@@ -100,7 +100,7 @@ class OutputProcessor:
         for sample in group.samples:
             self._progress.pop(sample, None)
 
-    def read_logprobs(self, group: RequestGroup, most: int) -> int:
+    def decode_logprobs(self, group: RequestGroup, most: int) -> int:
         """Decode the tokens of about `most` candidates of a request's log-probabilities. Return how many.
 
         An output needs all of them. Those of a long prompt or of many samples take longer than a step.
@@ -108,7 +108,7 @@ class OutputProcessor:
         num = self._read_prompt(group, most)
         for sample in group.samples:
             if num < most and sample.inputs.wants_logprobs:
-                num += self._progress_of(sample).read_logprobs(most - num)
+                num += self._progress_of(sample).decode_logprobs(most - num)
         return num
 
     def _progress_of(self, request: Request) -> _Progress:
@@ -151,7 +151,7 @@ class OutputProcessor:
         # The rows of a failed step are taken again: only those that were recorded count.
         while num < most and len(places) <= report.next_row - report.start:
             row = report.logprobs[len(places) - 1]
-            places.append(_readable(row, tokenizer))
+            places.append(_candidates(row, tokenizer))
             num += len(row.token_ids)
         return num
 
@@ -228,9 +228,9 @@ class _Progress:
         if self.transcript is not None:
             self.transcript.read()
         if self._request.inputs.wants_logprobs:
-            self.read_logprobs(math.inf)
+            self.decode_logprobs(math.inf)
 
-    def read_logprobs(self, most: float) -> int:
+    def decode_logprobs(self, most: float) -> int:
         """Decode the tokens of about `most` candidates of new log-probabilities. Return how many."""
         request = self._request
         num = 0
@@ -248,10 +248,10 @@ class _Progress:
 
     def _readable_at(self, i: int) -> dict[int, Logprob]:
         place = self._request.sampling.logprobs[i]
-        return _readable(place, self._tokenizer, first=self._starts_text and i == 0)
+        return _candidates(place, self._tokenizer, first=self._starts_text and i == 0)
 
 
-def _readable(
+def _candidates(
     place: TokenLogprobs, tokenizer: Tokenizer | None, *, first: bool = False
 ) -> dict[int, Logprob]:
     """Return the candidates at one place with their texts, by token id, the chosen token first.

@@ -65,7 +65,7 @@ class Decoding:
     def bytes_of(self, token_id: int, candidate: Logprob) -> list[int] | None:
         """Return the bytes of the text that a token stands for; None if they are not known.
 
-        The joined bytes of an answer's tokens are its text in UTF-8; a special token that is left out has none.
+        Joined, the bytes of an answer's tokens are its text in UTF-8; special tokens left out have none.
         """
         tokenizer = self.tokenizer
         text = candidate.decoded_token or ""
