@@ -76,7 +76,7 @@ def without_neutral(
     error: type[PagedError],
     written: str | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of `owner` without those of vLLM at their neutral value.
+    """Return the arguments of `owner`, less the arguments of vLLM at a neutral value.
 
     written: the argument as the user wrote it, for messages; by default name=value.
 
@@ -96,7 +96,7 @@ def without_neutral(
 
 
 def missing(owner: str, name: str) -> str:
-    """Return the message for a name that does not exist, with what to use in place of one of vLLM's."""
+    """Return the message for a missing name. For a name of vLLM it says what to use instead."""
     # Python asks classes for many names with underscores, of which vLLM has none.
     reason = None if name.startswith("_") else missing_of(owner).get(name)
     return f"{owner} has no {name!r}" + (f": {reason}" if reason else "")

@@ -89,7 +89,7 @@ class Integer(Kind):
 
     @property
     def limits(self) -> str:
-        """The bounds in words, without those of 64 bits."""
+        """The bounds in words; the bounds of 64-bit ints are left out."""
         if self.maximum < MAX_INT:
             return f"from {self.minimum} to {self.maximum}"
         return f"at least {self.minimum}" if self.minimum >= -MAX_INT else ""

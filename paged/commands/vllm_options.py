@@ -55,7 +55,7 @@ def without_flag(command: str, args: list[str], unknown: str) -> list[str] | Non
 
 
 def without_options(owner: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return options of a file or the environment without those of vLLM that change nothing here.
+    """Return options of a file or the environment, less the options of vLLM that change nothing here.
 
     owner: where they are given. known: the names of the options that exist here.
 

@@ -86,7 +86,7 @@ class BaseEngine(metaclass=ExplainsMissing):
         return self.text.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of requests without any: those of generation_config.json, or the defaults."""
+        """Return the parameters of requests without any: from generation_config.json, or the defaults."""
         return self.params_of({})
 
     def params_of(

@@ -112,7 +112,7 @@ class EngineCore:
             self._forget(group)
 
     def _decode_logprobs(self) -> None:
-        """Decode about CANDIDATES_OF_STEP candidates of log-probabilities besides those of the step's tokens.
+        """Decode about CANDIDATES_OF_STEP candidates of log-probabilities, plus as many as the step made.
 
         Each request gets an equal share. What remains goes to one request after the other, finished ones
         first, as their readers wait. The next step begins with the requests that got least.
@@ -336,7 +336,7 @@ class EngineCore:
         self._forget(group)
 
     def longest(self) -> int:
-        """Return the most tokens that an unfinished request may have, those read ahead included."""
+        """Return the most tokens that an unfinished request may have, also one that is read ahead."""
         samples = (sample for group in self.groups.values() for sample in group.samples)
         return max((sample.inputs.max_total_tokens for sample in samples), default=1)
 

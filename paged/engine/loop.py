@@ -135,7 +135,7 @@ class EngineLoop:
         self._call_for(request_id, reader, LLMEngine.abort_request)
 
     def hold(self, request_id: str, reader: Recipient, is_held: bool) -> None:
-        """Let the request of this reader compute nothing as long as it is held: its reader is slow."""
+        """Hold the request of this slow reader, so that it computes nothing, or release it."""
         self._call_for(request_id, reader, lambda engine, name: engine.core.hold(name, is_held))
 
     def _call_for(

@@ -45,7 +45,7 @@ class TensorNames:
         return not (name.startswith(self.skipped_prefixes) or name.endswith(self.ignored_suffixes))
 
     def around(self, text: TensorNames) -> TensorNames:
-        """Return the names of this checkpoint, if its decoder has those of `text` as well."""
+        """Return these names, but skip also what `text` skips in the decoder within."""
         skipped = tuple(
             theirs + name[len(ours) :]
             for theirs, ours in self.prefixes
@@ -89,7 +89,7 @@ class LayerInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder: its layers, and what is around them."""
+    """A decoder: its layers, and the embedding, the norm and the head around them."""
 
     architecture: str
     vocab_size: int
@@ -133,7 +133,7 @@ class ModelConfig:
         return replace(self.norm, eps=self.norm.eps / self.residual_multiplier**2)
 
     def for_context(self, max_model_len: int) -> ModelConfig:
-        """Return the model of an engine with sequences of up to so many tokens."""
+        """Return the config for an engine with sequences of up to this many tokens."""
         for rope, _ in self.ropes:
             if rope.grows_long(max_model_len):
                 first_long = rope.original_max_position_embeddings + 1

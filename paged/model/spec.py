@@ -29,7 +29,7 @@ class RopeConfig:
     query_scaling_beta: float = 0.0
 
     def grows_long(self, max_model_len: int) -> bool:
-        """Return whether sequences of up to so many tokens may need the long factors."""
+        """Return whether sequences of up to this many tokens may need the long factors."""
         return self.type == "longrope" and max_model_len > self.original_max_position_embeddings
 
 

@@ -28,7 +28,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 class RunOptions:
-    """The options of a run, to be compared with those that its file of results was begun with.
+    """The options of a run, which must be the same as when its file of results was begun.
 
     results: the file, beside which NAME.options.json keeps them.
     engine: arguments of LLMEngine. more: other options; None is one that is not given.

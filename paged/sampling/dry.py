@@ -251,7 +251,7 @@ class _Text:
         return -1 if token in self.alone else token_ids[at - 1], token, at, self.slot, *self.bounds()
 
     def bounds(self) -> tuple[int, int, int]:
-        """Return the window's start, and in the costs the indices of length 0 and of the longest allowed."""
+        """Return the start of the window, and where the costs of length 0 and of the longest length lie."""
         start = self.start
         first = self.first_cost
         return start, first, first + min(self.behind(start), self.longest)
@@ -273,7 +273,7 @@ class _Text:
 
 
 def _reaches(tokens: Sequence[int]) -> dict[int, int]:
-    """Compute the reach of each position of a text; those left out have 0.
+    """Compute the reach of each position of a text; positions that are left out have reach 0.
 
     The Z-algorithm (Gusfield, 1997) from the end of the text: linear time, however repetitive it is.
     """

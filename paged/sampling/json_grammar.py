@@ -117,7 +117,7 @@ class JsonGrammar:
         return "\n".join([*head, _NAME, *self._rules])
 
     def _options(self, root: Schema) -> Iterator[Schema]:
-        """Yield the schemas of which any may be the whole value."""
+        """Yield the alternatives for the whole value, as schemas."""
         pending = [root]
         seen = set[str]()
         while pending:

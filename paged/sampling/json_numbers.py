@@ -234,7 +234,7 @@ def _positive(low: Exact, high: Exact | None, is_low_open: bool, is_high_open: b
 
 
 def _mantissa(digits: int) -> str:
-    """Return an expression of numbers without an exponent that have at most so many digits."""
+    """Return an expression of numbers without an exponent that have at most this many digits."""
     return rf"{_regex(_PLAIN)} & /[0-9](\.?[0-9]){{0,{digits - 1}}}/"
 
 

@@ -103,7 +103,7 @@ class Strings:
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """Arrays. prefix: schemas of the first items. rest: that of the others."""
+    """Arrays. prefix: the schemas of the first items. rest: the schema of all other items."""
 
     prefix: tuple[Schema, ...]
     rest: Schema
@@ -113,7 +113,7 @@ class Arrays:
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """Objects. properties: in the order in which they are generated, with those that are only required."""
+    """Objects. properties: in the order in which they are generated, including merely required ones."""
 
     properties: Mapping[str, Schema]
     rest: Schema
@@ -177,7 +177,7 @@ class SchemaPath:
 
 
 class SchemaReader:
-    """Reads a schema and those that it refers to.
+    """Reads a schema and the schemas that it refers to.
 
     definitions: of all `Ref`, by pointer.
     """

@@ -50,7 +50,7 @@ class Sampler:
     def prepare(
         self, requests: Sequence[Request], positions: Callable[[], Sequence[int]], upload: Upload
     ) -> Draw:
-        """Send what sampling a token for each request needs. positions: returns those of the tokens."""
+        """Send what sampling a token for each request needs. positions: returns the tokens' positions."""
         batch = self._last
         if batch is None or batch.requests != requests:
             # Before the new batch changes the histories: the old one is invalid even if that fails half-way.
@@ -237,7 +237,7 @@ class _Batch:
         return self.kernels.take_rows(logits, self._asked_rows.tensor, self._raw)
 
     def compute_logprobs(self, raw: Tensor, tokens: Tensor, download: Download) -> list[list[Received]]:
-        """Compute the log-probabilities that were asked for, of rows that `raw_rows` returned."""
+        """Compute the requested log-probabilities, of the rows that `raw_rows` returned."""
         if len(self.asked) < len(self.requests):
             tokens = tokens.index_select(0, self._asked_rows.tensor)
         return self._logprobs.compute(self.kernels, raw, tokens, download)

@@ -84,7 +84,7 @@ class StructuralGrammar:
         return self._rule(f"{self._literal(begin)} {inside}")
 
     def _triggered(self, tag: Mapping[str, Any]) -> str:
-        """Return text with tags. With at_least_one, the first of them begins it."""
+        """Return text with tags. With at_least_one, a tag begins the text."""
         pairs = [(t, next(s for s in tag["triggers"] if t["begin"].startswith(s))) for t in tag["tags"]]
         rests = {(i, s): self._tag(t, t["begin"][len(s) :]) for i, (t, s) in enumerate(pairs)}
         after_text = self._either([f"{self._text_before(s)} {rest}" for (_, s), rest in rests.items()])

@@ -463,7 +463,7 @@ class GrammarMasks:
         return self._bits
 
     def _gathered(self) -> NDArray[np.int32]:
-        """Return the masks as the library makes them. That of an output with an error is empty."""
+        """Return the masks as the library makes them. The mask of an output with an error is empty."""
         bits = np.zeros((len(self.rows), self._states[0].vocabulary.num_words), np.int32)
         for i, (row, state) in enumerate(zip(self.rows, self._states, strict=True)):
             try:

@@ -109,7 +109,7 @@ class Preemption:
         self._grown_long.append(request)
 
     def requeue_grown_long(self) -> None:
-        """Queue the requests that have grown long and are not finished, to compute all their KV anew."""
+        """Queue the unfinished requests that have grown long, so that all their KV is recomputed."""
         grown = self._grown_long
         self._grown_long = []
         for request in grown:

@@ -35,7 +35,7 @@ class AnswerBudget:
 
 
 class AnswerAccount:
-    """The bytes that the answers of one HTTP request hold: those of all its prompts and samples.
+    """The bytes that the answers of one HTTP request hold, with all its prompts and samples.
 
     is_whole: whether the answers are sent together, when all are finished.
     num_bytes: how many bytes are held.
@@ -83,7 +83,7 @@ class AnswerAccount:
             raise RequestError(f"{what}{before} take {mebibytes}; {way_out}", param=param)
 
     def join(self, key: int, hold: Hold) -> None:
-        """Add an unfinished request, which is held at once if those before it are."""
+        """Add an unfinished request. It is held at once if earlier requests of the account are held."""
         self._going[key] = hold
         self._balance()
 

@@ -357,7 +357,7 @@ def _is_short(params: SamplingParams) -> bool:
 
 
 def _shortened(params: SamplingParams) -> SamplingParams:
-    """Return parameters without those that take long to prepare."""
+    """Return the parameters without the fields that take long to prepare."""
     return replace(params, structured_outputs=None, dry_multiplier=0.0, stop=[], bad_words=[])
 
 

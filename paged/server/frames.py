@@ -296,7 +296,7 @@ class FrameReader(Generic[T]):
 
 
 def params_to_wire(params: SamplingParams) -> Any:
-    """Return parameters as a frame holds them. Raises RequestError for those that cannot be sent."""
+    """Return parameters as a frame holds them. Raises RequestError for values that cannot be sent."""
     for name, reason in NOT_SENT.items():
         if getattr(params, name):
             raise RequestError(f"{name} cannot be given here: {reason}")

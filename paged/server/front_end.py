@@ -218,7 +218,7 @@ class FrontEnd:
         return not (self._num_open or self._num_preparing)
 
     def stop(self) -> None:
-        """Refuse new requests, and end those that are being answered."""
+        """Refuse new requests, and end the requests in progress."""
         if not self.is_stopping:
             self.is_stopping = True
             # It may block: it waits for the engine's thread or process to end.

@@ -16,7 +16,7 @@ from .answer_memory import AnswerAccount, AnswerBudget, bytes_of, comes_in_parts
 
 @dataclass(slots=True)
 class _Sample:
-    """A sample's tokens: all of them or, for deltas, those that are unread."""
+    """A sample's tokens: all or, for deltas, the unread ones."""
 
     index: int
     text: str = ""

@@ -57,7 +57,7 @@ def _by_likelihood(completion: CompletionOutput) -> tuple[bool, float]:
 
 
 class OutputProcessor:
-    """The text of requests. It is made when an output is asked for, so other requests cost nothing."""
+    """The text of requests. It is made when an output is requested, so other requests cost nothing."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer

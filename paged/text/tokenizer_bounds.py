@@ -102,7 +102,7 @@ def parts_of(backend: Any) -> dict[str, Any]:
 
 
 def _growth(part: Part | None, steps: str, growth_of: Callable[[Part], int]) -> int:
-    """Return the growth of a part that may be a sequence of others, which has them as `steps`."""
+    """Return the growth of a part, which may be a sequence of other parts under the key `steps`."""
     if part is None:
         return 1
     if part["type"] != "Sequence":

@@ -197,7 +197,7 @@ def _yarn_kept(rope: RopeConfig, rotary_dim: int) -> Tensor:
     """Return the share of each frequency that is kept; the rest is interpolated (Peng et al., YaRN, 2023)."""
 
     def dimension(rotations: float) -> float:
-        """Return the dimension whose frequency makes so many rotations within the trained context."""
+        """Return the dimension whose frequency makes this many rotations within the trained context."""
         wavelength = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
         return rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 

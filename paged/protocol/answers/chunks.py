@@ -66,7 +66,7 @@ class Chunks(ABC):
         self._ended: set[int] = set()  # choices whose finish_reason was sent
 
     def start(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return the chunks before those of the first output, which `add` takes next."""
+        """Return the first chunks, before the first output, which `add` takes next."""
         self.usage.add_prompt(index, output)
         return self.opening()
 
@@ -88,13 +88,13 @@ class Chunks(ABC):
         return chunks
 
     def finish(self) -> list[dict[str, Any]]:
-        """Return the chunks after those of the last output."""
+        """Return the last chunks, after the last output."""
         if not self.form.include_usage:
             return []
         return [{**self._head, "choices": [], "usage": self.usage.as_json()}]
 
     def before(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:  # noqa: ARG002
-        """Return the chunks before those of the choices: what belongs to the prompt of this index."""
+        """Return the chunks about the prompt of this index, which precede the chunks of its choices."""
         return []
 
     @abstractmethod

@@ -29,7 +29,7 @@ class Wire(Protocol):
         """Send bytes to the client, unless the connection is closed."""
 
     async def drain(self) -> None:
-        """Wait until the client has read enough, or was cut off as it did not."""
+        """Wait until the client has read enough, or was cut off for reading too slowly."""
 
     def update_reading(self) -> None:
         """Read on, if there is room for more."""

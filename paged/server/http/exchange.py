@@ -102,7 +102,7 @@ class Exchange:
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether the client was cut off, as it did not read or others needed the memory of the response."""
+        """Whether the client was cut off: it read too slowly, or others needed the memory of the response."""
         return self._is_too_slow()
 
     def header(self, name: str) -> str | None:

@@ -32,7 +32,7 @@ class Framing(ABC):
 
     @abstractmethod
     def end(self) -> bytes:
-        """Return the last part of a stream, after that of the last output."""
+        """Return the last part of a stream, which follows the part with the last output."""
 
     @abstractmethod
     def error(self, body: dict[str, Any]) -> bytes:
