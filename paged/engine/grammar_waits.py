@@ -36,7 +36,7 @@ class GrammarWaits:
             self._begun |= dict.fromkeys(wanted)
 
     def settle(self) -> list[Request]:
-        """Hold and release requests before a step. Return requests that end because their grammar is complete."""
+        """Hold and release requests before a step. Return requests that end, as their grammar is complete."""
         if not self._begun:
             return []
         self._wait_for_fast()
