@@ -87,6 +87,6 @@ def check_call(method: str, unnamed: Mapping[str, Any], **neutral: Any) -> None:
 
     Raises RequestError for an argument of vLLM at a value that is not supported, and UnknownArgumentError.
     """
-    given = {name: value for name, value in neutral.items() if value is not None} | unnamed
+    given = {**{name: value for name, value in neutral.items() if value is not None}, **unnamed}
     for name in without_neutral(method, given, neutral_of("calls"), RequestError) if given else ():
         raise UnknownArgumentError(f"{method} got an unknown argument {name!r}; see help(LLMEngine.{method})")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...requests.request import CompletionOutput, RequestOutput
-from .places import Decoding
+from .places import Decoding, prompt_places
 from .usage import Usage
 
 
@@ -25,6 +25,7 @@ class Form:
     include_usage: end a stream with the counts of tokens.
     continuous_usage: put the counts so far into each chunk.
     cached_tokens: say how many tokens of the prompts were in the prefix cache.
+    prompt_logprobs: return the log-probabilities of the prompts by themselves.
     """
 
     n: int = 1
@@ -36,6 +37,16 @@ class Form:
     include_usage: bool = False
     continuous_usage: bool = False
     cached_tokens: bool = False
+    prompt_logprobs: bool = False
+
+    def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
+        """Return the fields of a response about a prompt."""
+        fields: dict[str, Any] = {}
+        if self.prompt_logprobs and output.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = prompt_places(output.prompt_logprobs)
+        if self.token_ids:
+            fields["prompt_token_ids"] = output.prompt_token_ids
+        return fields
 
 
 @dataclass(frozen=True, slots=True)

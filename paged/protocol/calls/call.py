@@ -195,6 +195,7 @@ class AnswerCall(GenerationCall):
             "include_usage": options.get("include_usage", False),
             "continuous_usage": options.get("continuous_usage_stats", False),
             "cached_tokens": limits.cached_tokens,
+            "prompt_logprobs": "prompt_logprobs" in self.values,
         }
 
     def decode_with(self, tokenizer: Tokenizer | None, *, skip_special_tokens: bool = True) -> None:

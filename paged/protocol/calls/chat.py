@@ -160,7 +160,6 @@ class ChatCall(AnswerCall):
             **self.form_fields,
             num_top=self.sampling.get("logprobs", 0),
             role=self.conversation.answer_role,
-            prompt_logprobs="prompt_logprobs" in self.values,
             prompt_text=self.values.get("return_prompt_text", False),
             new_parser=self._new_parser if self._plan.parses else None,
             include_reasoning=self.values.get("include_reasoning", True),

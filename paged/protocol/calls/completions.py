@@ -105,5 +105,4 @@ class CompletionCall(AnswerCall):
             num_prompts=len(self.listed),
             echo=self._echo,
             logprobs="logprobs" in self.values,
-            prompt_logprobs="prompt_logprobs" in self.values,
         )
