@@ -93,7 +93,7 @@ class StructuralGrammar:
         text = self._text_without(tag["triggers"], is_last=tag.get("max_tags") is not None)
         if tag.get("at_least_one"):
             first = self._either([f"{self._literal(s)} {rest}" for (_, s), rest in rests.items()])
-            more = f"{first} {_times(after_text, tag['max_tags'], used=1)}"
+            more = f"{first} {_times(after_text, tag.get('max_tags'), used=1)}"
             return first if tag.get("stop_after_first") else f"({more} {text})"
         return f"({first} | {text})" if tag.get("stop_after_first") else f"({more} {text})"
 
