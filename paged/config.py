@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Literal
 
 from .base.arguments import strict
-from .base.from_vllm import ENGINE_ARGS
 from .base.validation import check_bool, check_int, check_number, shown
 from .errors import ConfigError
 
@@ -45,7 +44,7 @@ _OPTIONAL_COUNTS = (
 )
 
 
-@partial(strict, neutral=ENGINE_ARGS, error=ConfigError, name="LLMEngine")
+@partial(strict, vllm="EngineArgs", error=ConfigError, name="LLMEngine")
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Options of an `LLMEngine`.
@@ -195,10 +194,10 @@ def check_policy(policy: object, weights: object) -> None:
     """Raise ConfigError for an unknown policy or wrong tenant weights."""
     if isinstance(policy, str):
         _check_choice("scheduling_policy", policy, POLICIES)
-    elif lacking := [name for name in _POLICY_METHODS if not hasattr(policy, name)]:
+    elif absent := [name for name in _POLICY_METHODS if not hasattr(policy, name)]:
         raise ConfigError(
             f"scheduling_policy must be one of {', '.join(POLICIES)} or a Policy, got {shown(policy)}, "
-            f"which has no {lacking[0]!r}"
+            f"which has no {absent[0]!r}"
         )
     elif isinstance(policy, type) or any(True for _ in policy):  # type: ignore[attr-defined]
         raise ConfigError(f"scheduling_policy must be a new Policy without requests, got {shown(policy)}")

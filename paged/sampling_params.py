@@ -6,14 +6,14 @@ import enum
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
-from numbers import Number
 from typing import Any, Literal, Self
 
 from .base.arguments import strict
-from .base.from_vllm import BEAM_SEARCH_PARAMS, SAMPLING_PARAMS, STRUCTURED_OUTPUTS_PARAMS, ExplainsMissing
-from .base.validation import check_bool, check_int, check_number, plain, shown
+from .base.from_vllm import ExplainsMissing
+from .base.kinds import Boolean, Integer, Number, check_fields, of_kind
+from .base.validation import check_bool, check_int, plain, shown
 from .errors import RequestError, about
 from .structural_tag import schema_text, structural_tag_text
 
@@ -24,9 +24,9 @@ MAX_SEED = 2**63 - 1
 MAX_STOP_CHARACTERS = 2**18
 MAX_BAD_WORDS = 10_000
 MAX_TOKEN_IDS = 2**20  # in one list: a range() may not fit in memory
-# Beyond these, ordinary float32 logits become 0 or inf.
-MIN_REPETITION_PENALTY = 1e-6
-MAX_REPETITION_PENALTY = 1e6
+BIAS = Number(-100.0, 100.0)  # of a token's logit
+_SHARE = Number(0.0, 1.0, above=True)
+_CANDIDATES = Integer(-1, MAX_LOGPROBS)
 # (output tokens so far, logits f32[vocab_size]) or (prompt tokens, output tokens, logits) -> new logits
 LogitsProcessor = Callable[..., Any]
 
@@ -39,7 +39,7 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = "final_only"  # there is none before the end
 
 
-@partial(strict, neutral=STRUCTURED_OUTPUTS_PARAMS)
+@partial(strict, vllm="StructuredOutputsParams")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """The language that an output must belong to; exactly one field is given.
@@ -74,7 +74,7 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         if self.json_object is not None and not check_bool(RequestError, "json_object", self.json_object):
             object.__setattr__(self, "json_object", None)
-        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
         if len(given) != 1:
             raise RequestError(
                 "structured_outputs takes exactly one of json, regex, choice, grammar, structural_tag and "
@@ -98,10 +98,10 @@ class StructuredOutputsParams:
     @property
     def kind(self) -> str:
         """The name of the field that is given."""
-        return next(field.name for field in fields(self) if getattr(self, field.name) is not None)
+        return next(f.name for f in fields(self) if getattr(self, f.name) is not None)
 
 
-@partial(strict, neutral=SAMPLING_PARAMS)
+@partial(strict, vllm="SamplingParams")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(metaclass=ExplainsMissing):
     """Sampling and stopping of one request, with vLLM's names and meanings.
@@ -123,13 +123,13 @@ class SamplingParams(metaclass=ExplainsMissing):
         al., 2024); 0 keeps all.
     seed: the same seed gives the same tokens in any batch; None, or -1, derives one from the engine's seed
         and the request id.
-    presence_penalty: subtracted from the logit of every token generated before; from -2 to 2.
-    frequency_penalty: subtracted once for every time the token was generated; from -2 to 2.
+    presence_penalty: subtracted from the logit of every token generated before.
+    frequency_penalty: subtracted once for every time the token was generated.
     repetition_penalty: positive logits of tokens in the prompt or the output are divided by it, negative
-        ones multiplied (Keskar et al., 2019); from 1e-6 to 1e6, 1 changes nothing.
+        ones multiplied (Keskar et al., 2019); 1 changes nothing.
     dry_multiplier: DRY subtracts dry_multiplier * dry_base ** (n - dry_allowed_length) from the logit of a
         token that would extend a repetition of n tokens; 0 turns it off.
-    dry_base: see dry_multiplier; at least 1.
+    dry_base: see dry_multiplier.
     dry_allowed_length: shorter repetitions are not penalized.
     dry_sequence_breakers: strings that end a repetition.
     dry_penalty_last_n: number of last tokens in which repetitions are searched; -1 takes all, 0 none.
@@ -153,7 +153,7 @@ class SamplingParams(metaclass=ExplainsMissing):
     spaces_between_special_tokens: put spaces between adjacent special tokens in the text.
     output_kind: what the outputs of an unfinished request hold; see RequestOutputKind.
     priority: the lowest number goes first; only for scheduling_policy "priority".
-    timeout_s: seconds after which the request is aborted; None sets no limit.
+    timeout_s: seconds from its arrival after which the request is aborted; None sets no limit.
     cache_salt: only requests with the same salt share cached blocks; None sets no salt.
     logits_processors: functions that take (output tokens so far, logits f32[vocab_size]) or (prompt tokens,
         output tokens, logits) and return new logits. Called for every token, they delay the whole batch.
@@ -162,60 +162,59 @@ class SamplingParams(metaclass=ExplainsMissing):
     Raises RequestError naming the value and what is allowed.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    top_n_sigma: float = 0.0
-    seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
+    n: int = of_kind(Integer(1), 1)
+    best_of: int | None = of_kind(Integer(1), None)
+    temperature: float = of_kind(Number(0.0), 1.0)
+    top_p: float = of_kind(_SHARE, 1.0)
+    top_k: int = of_kind(Integer(-1), 0)
+    min_p: float = of_kind(Number(0.0, 1.0), 0.0)
+    typical_p: float = of_kind(_SHARE, 1.0)
+    top_n_sigma: float = of_kind(Number(0.0), 0.0)
+    seed: int | None = of_kind(Integer(-MAX_SEED - 1, MAX_SEED), None)
+    presence_penalty: float = of_kind(Number(-2.0, 2.0), 0.0)
+    frequency_penalty: float = of_kind(Number(-2.0, 2.0), 0.0)
+    # Beyond these, ordinary float32 logits become 0 or inf.
+    repetition_penalty: float = of_kind(Number(1e-6, 1e6), 1.0)
+    dry_multiplier: float = of_kind(Number(0.0), 0.0)
+    dry_base: float = of_kind(Number(1.0), 1.75)
+    dry_allowed_length: int = of_kind(Integer(1), 2)
     dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
-    dry_penalty_last_n: int = -1
+    dry_penalty_last_n: int = of_kind(Integer(-1), -1)
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
-    min_tokens: int = 0
-    max_tokens: int | None = DEFAULT_MAX_TOKENS
+    min_tokens: int = of_kind(Integer(0), 0)
+    max_tokens: int | None = of_kind(Integer(1), DEFAULT_MAX_TOKENS)
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = of_kind(Boolean(), False)
+    ignore_eos: bool = of_kind(Boolean(), False)
+    logprobs: int | None = of_kind(_CANDIDATES, None)
+    prompt_logprobs: int | None = of_kind(_CANDIDATES, None)
+    detokenize: bool = of_kind(Boolean(), True)
+    skip_special_tokens: bool = of_kind(Boolean(), True)
+    spaces_between_special_tokens: bool = of_kind(Boolean(), True)
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    priority: float = 0
-    timeout_s: float | None = None
+    priority: float = of_kind(Number(), 0)
+    timeout_s: float | None = of_kind(Number(0.0, above=True), None)
     cache_salt: str | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Number) and not isinstance(value, int | float):
-                object.__setattr__(self, field.name, plain(value))
         for name in ("stop", "stop_token_ids", "bad_words", "logits_processors"):
             if getattr(self, name) is None:  # other libraries' default
                 object.__setattr__(self, name, ())
-        self._check_choice()
-        self._check_penalties()
-        self._check_lengths()
         self._check_outputs()
         self._freeze_strings()
         self._freeze_tokens()
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", param="min_tokens"
+            )
         if self.best_of is not None and self.best_of < self.n:
             raise RequestError(f"best_of {self.best_of} is less than n {self.n}", param="best_of")
         if self.temperature == 0.0 and self.num_samples > 1:
@@ -256,54 +255,7 @@ class SamplingParams(metaclass=ExplainsMissing):
             or bool(self.bad_words or self.logit_bias or self.logits_processors)
         )
 
-    def _check_choice(self) -> None:
-        check_int(RequestError, "n", self.n, 1)
-        if self.best_of is not None:
-            check_int(RequestError, "best_of", self.best_of, 1)
-        check_number(RequestError, "temperature", self.temperature, 0.0)
-        check_number(RequestError, "top_p", self.top_p, 0.0, 1.0, above=True)
-        check_int(RequestError, "top_k", self.top_k, -1)
-        check_number(RequestError, "min_p", self.min_p, 0.0, 1.0)
-        check_number(RequestError, "typical_p", self.typical_p, 0.0, 1.0, above=True)
-        check_number(RequestError, "top_n_sigma", self.top_n_sigma, 0.0)
-        if self.seed is not None:
-            check_int(RequestError, "seed", self.seed, -MAX_SEED - 1, MAX_SEED)
-
-    def _check_penalties(self) -> None:
-        check_number(RequestError, "presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_number(RequestError, "frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        limits = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-        check_number(RequestError, "repetition_penalty", self.repetition_penalty, *limits)
-        check_number(RequestError, "dry_multiplier", self.dry_multiplier, 0.0)
-        check_number(RequestError, "dry_base", self.dry_base, 1.0)
-        check_int(RequestError, "dry_allowed_length", self.dry_allowed_length, 1)
-        check_int(RequestError, "dry_penalty_last_n", self.dry_penalty_last_n, -1)
-
-    def _check_lengths(self) -> None:
-        check_int(RequestError, "min_tokens", self.min_tokens, 0)
-        if self.max_tokens is not None:
-            check_int(RequestError, "max_tokens", self.max_tokens, 1)
-            if self.min_tokens > self.max_tokens:
-                raise RequestError(
-                    f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}",
-                    param="min_tokens",
-                )
-        check_number(RequestError, "priority", self.priority, -float("inf"))
-        if self.timeout_s is not None:
-            check_number(RequestError, "timeout_s", self.timeout_s, 0.0, above=True)
-
     def _check_outputs(self) -> None:
-        for name in (
-            "include_stop_str_in_output",
-            "ignore_eos",
-            "detokenize",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-        ):
-            check_bool(RequestError, name, getattr(self, name))
-        for name in ("logprobs", "prompt_logprobs"):
-            if (value := getattr(self, name)) is not None:
-                check_int(RequestError, name, value, -1, MAX_LOGPROBS)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise RequestError(
                 f"output_kind must be a RequestOutputKind, got {shown(self.output_kind)}", param="output_kind"
@@ -369,7 +321,7 @@ class SamplingParams(metaclass=ExplainsMissing):
         object.__setattr__(self, "logits_processors", tuple(processors))
 
 
-@partial(strict, neutral=BEAM_SEARCH_PARAMS)
+@partial(strict, vllm="BeamSearchParams")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
     """Parameters of a beam search: vLLM's names, and where vLLM differs from it, transformers' semantics.
@@ -378,35 +330,29 @@ class BeamSearchParams:
     max_tokens: most tokens to generate.
     ignore_eos: treat EOS as any other token.
     temperature: must be 0: continuations are ranked by the model's own log-probabilities.
-    length_penalty: a score is the log-probability divided by (generated tokens, EOS included) to this power,
-        from -50 to 50. Above 0 it favours longer continuations, below 0 shorter ones.
+    length_penalty: a score is the log-probability divided by (generated tokens, EOS included) to this power.
+        Above 0 it favours longer continuations, below 0 shorter ones.
     early_stopping: when beam_width continuations have ended with EOS, stop at once (True), or when no live
         beam could score better at its present length (False) or at any length up to max_tokens ("never").
 
     Raises RequestError naming the value and what is allowed.
     """
 
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
+    beam_width: int = field(metadata={"kind": Integer(1)})
+    max_tokens: int = field(metadata={"kind": Integer(1)})
+    ignore_eos: bool = of_kind(Boolean(), False)
+    temperature: float = of_kind(Number(0.0), 0.0)
+    # Within these bounds no possible length overflows a float.
+    length_penalty: float = of_kind(Number(-50.0, 50.0), 1.0)
     early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
-        for name in ("beam_width", "max_tokens", "temperature", "length_penalty"):
-            object.__setattr__(self, name, plain(getattr(self, name)))
-        check_int(RequestError, "beam_width", self.beam_width, 1)
-        check_int(RequestError, "max_tokens", self.max_tokens, 1)
-        check_bool(RequestError, "ignore_eos", self.ignore_eos)
-        check_number(RequestError, "temperature", self.temperature, 0.0)
+        check_fields(self)
         if self.temperature:
             raise RequestError(
                 f"temperature must be 0 in beam search, got {self.temperature!r}; sample with n for variety",
                 param="temperature",
             )
-        # Within these bounds no possible length overflows a float.
-        check_number(RequestError, "length_penalty", self.length_penalty, -50.0, 50.0)
         if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
             raise RequestError(
                 f"early_stopping must be True, False or 'never', got {shown(self.early_stopping)}",
@@ -457,7 +403,9 @@ def biases_of(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
                 f"logit_bias has token {token_id} twice, with {biases[token_id]} and {bias}",
                 param="logit_bias",
             )
-        biases[token_id] = check_number(RequestError, f"logit_bias[{token_id}]", plain(bias), -100.0, 100.0)
+        number = plain(bias)
+        BIAS.check(f"logit_bias[{token_id}]", number)
+        biases[token_id] = float(number)
     return biases
 
 

@@ -9,105 +9,305 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import Any
 
-from .base.strict_json import RoundedFloat, exact_decimal
-from .base.validation import check_bool, check_int, shown
-from .errors import PagedError, RequestError, reject_unknown
+from .base.fields import Field, FieldTable, ObjectOf, Tagged, refused
+from .base.kinds import Boolean, Choice, Integer, Kind, ListOf, Schema, Text, check_unicode_within
+from .base.strict_json import RoundedFloat, exact_decimal, parse_json
+from .base.validation import shown
+from .errors import PagedError, RequestError
 
 NAME = "structural_tag"
+SCHEMA_NAME = "StructuralFormat"  # of the formats' JSON schema, which refers to itself
 OPTIONS_KEY = "x-guidance"  # of llguidance, in a JSON schema
 MAX_NESTING = 32  # of formats
-# Kinds of fields that may be left out, and their defaults.
-OPTIONAL: Mapping[str, Any] = {"switch": False, "count": None, "name": None}
 _TAG_OF_STRUCTURE = re.compile(rf"{NAME}\.tags\[(\d+)\]")
 
 
-class FormatField(NamedTuple):
-    """A field of a format.
+class _JSONSchema(Kind):
+    """A JSON schema, or true for any JSON."""
 
-    kind: "text", "schema" (of JSON), "format", "formats", "tags", "texts", or one of OPTIONAL.
-    """
+    types = (dict, bool)
 
-    kind: str
-    meaning: str
+    def parse(self, name: str, value: Any) -> Any:
+        if value is not True and not isinstance(value, Mapping):
+            raise RequestError(f"{name} must be a JSON schema, or true for any JSON, got {shown(value)}")
+        check_unicode_within(name, value)
+        return value
 
-    @property
-    def is_required(self) -> bool:
-        """Whether the field must be given."""
-        return self.kind not in OPTIONAL
+    def schema(self) -> Schema:
+        return {"anyOf": [{"type": "object"}, {"const": True}]}
 
-
-class FormatType(NamedTuple):
-    """A type of format. neutral: fields of vLLM that are accepted at this value alone."""
-
-    meaning: str
-    fields: Mapping[str, FormatField] = {}
-    neutral: Mapping[str, Any] = {}
+    def __str__(self) -> str:
+        return "JSON schema, or true"
 
 
-_CONTENT = FormatField("format", "the format")
-_TAGS = FormatField("tags", "the tags, each an object with begin, content and end")
-_AT_LEAST_ONE = FormatField("switch", "demand at least one tag")
-_STOP_AFTER_FIRST = FormatField("switch", "end after the first tag")
-_MAX_TAGS = FormatField("count", "most tags; an extension of paged")
+class _Format(Tagged):
+    """A format of any type."""
+
+    def schema(self) -> Schema:
+        return {"$ref": f"#/components/schemas/{SCHEMA_NAME}"}
+
+    def __str__(self) -> str:
+        return "format"
+
+
+class _Tag(_Format):
+    """A format of type tag, which need not say so."""
+
+    def parts(self, name: str, value: Any) -> tuple[dict[str, Any], list[str]]:
+        tag = {"type": "tag", **value} if isinstance(value, Mapping) else value
+        if not isinstance(tag, Mapping) or tag["type"] != "tag":
+            raise RequestError(f"{name} must be of type tag, got {shown(value)}", param=name)
+        return super().parts(name, tag)
+
+    def schema(self) -> Schema:
+        schema = self.tables["tag"].schema()
+        return {**schema, "required": [name for name in schema["required"] if name != "type"]}
+
+    def __str__(self) -> str:
+        return "tag"
+
+
+def _needed(name: str, kind: Kind, meaning: str) -> Field:
+    return Field(name, kind, meaning, required=True)
+
+
 # Every format, described once: for parsing, for the schema of request bodies and for the documentation.
-TAG_FORMATS: Mapping[str, FormatType] = {
-    "const_string": FormatType("a fixed text", {"value": FormatField("text", "the text")}),
-    "json_schema": FormatType(
-        "JSON that matches a schema",
+TAG_FORMATS: dict[str, FieldTable] = {}
+_FORMAT = _Format("type", TAG_FORMATS)
+_CONTENT = _needed("content", _FORMAT, "the format")
+_ELEMENTS = _needed("elements", ListOf(_FORMAT, 1), "the formats")
+_TAGS = _needed(
+    "tags", ListOf(_Tag("type", TAG_FORMATS), 1), "the tags, each an object with begin, content and end"
+)
+_COUNTS = (
+    Field("at_least_one", Boolean(), "demand at least one tag"),
+    Field("stop_after_first", Boolean(), "end after the first tag"),
+    Field("max_tags", Integer(1), "most tags; an extension of paged"),
+)
+
+
+def _add(name: str, meaning: str, *fields: Field) -> None:
+    kind = _needed("type", Choice((name,)), meaning)
+    TAG_FORMATS[name] = FieldTable(f"a format of type {name}", [kind, *fields])
+
+
+_add("const_string", "a fixed text", _needed("value", Text(), "the text"))
+_add(
+    "json_schema",
+    "JSON that matches a schema",
+    _needed("json_schema", _JSONSchema(), "the JSON schema, or true for any JSON"),
+    Field("name", Text(1), "what errors call the schema; an extension of paged"),
+    *refused("style", "the style is always json", "json"),
+    *refused("any_order", "properties have the order of the schema", False),
+)
+_add("regex", "text that matches a regular expression", _needed("pattern", Text(), "the expression"))
+_add(
+    "grammar",
+    "text of a grammar",
+    _needed("grammar", Text(), "the grammar, in llama.cpp's GBNF or Lark's EBNF"),
+)
+_add(
+    "any_text",
+    "free text",
+    *refused("excludes", "free text ends where what follows it begins", []),
+    *refused("max_tokens max_chars", "free text has no bound of its own; max_tokens of the request is one"),
+)
+_add("sequence", "one after another", _ELEMENTS)
+_add("or", "one of several", _ELEMENTS)
+_add("optional", "once or not at all", _CONTENT)
+_add("star", "any number of times", _CONTENT)
+_add("plus", "at least once", _CONTENT)
+_add(
+    "tag",
+    "a format between two texts",
+    _needed("begin", Text(), "the text before it"),
+    _CONTENT,
+    _needed("end", Text(), "the text after it"),
+)
+_add(
+    "triggered_tags",
+    "free text with tags",
+    _needed("triggers", ListOf(Text(1), 1), "texts after which a tag goes on that begins with one of them"),
+    _TAGS,
+    *_COUNTS,
+    *refused("excludes", "the text between tags is free", []),
+)
+_add(
+    "tags_with_separator",
+    "tags with a text between them",
+    _TAGS,
+    _needed("separator", Text(), "the text"),
+    *_COUNTS,
+)
+STRUCTURE_TABLE = FieldTable(
+    "a structure",
+    [
+        _needed("begin", Text(), "the text before the JSON; it begins with one of the triggers"),
+        _needed("schema", _JSONSchema(), "the schema of the JSON"),
+        _needed("end", Text(), "the text after it"),
+    ],
+)
+# Of the two forms: one of format and structures is given.
+FORM_FIELDS = (
+    Field("format", _FORMAT, "the format of the text, in the newer form"),
+    Field("structures", ListOf(ObjectOf(STRUCTURE_TABLE), 1), "what follows the triggers, in the older form"),
+    Field("triggers", ListOf(Text(1), 1), "texts after which a structure follows, in the older form"),
+)
+TAG_FORMS = ("format", "structures")
+_TAG_TABLE = FieldTable(
+    NAME, [Field("type", Choice((NAME,)), "may be left out"), *FORM_FIELDS], one_of=TAG_FORMS
+)
+
+
+class StructuralTag(ObjectOf):
+    """A structural tag, as an object or as JSON text."""
+
+    types = (dict, str)
+
+    def __init__(self) -> None:
+        super().__init__(_TAG_TABLE)
+
+    def parts(self, name: str, value: Any) -> tuple[dict[str, Any], list[str]]:
+        if isinstance(value, str):
+            try:
+                value = parse_json(value)
+            except RequestError as error:
+                raise RequestError(f"{name} must be an object or JSON text: {error}") from error
+        return super().parts(name, value)
+
+    def schema(self) -> Schema:
+        return {"anyOf": [Text(1).schema(), super().schema()]}
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, or the same as JSON text"
+
+
+def format_schema() -> Schema:
+    """Return the JSON schema of all formats, to which those within formats refer."""
+    return Tagged("type", TAG_FORMATS).schema()
+
+
+def structural_tag_text(value: Any) -> str:
+    """Return a structural tag, given as JSON text or a dict in either form, as JSON text in the newer form.
+
+    Raises RequestError or UnknownArgumentError naming the wrong part.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value, parse_float=_float64, parse_constant=no_constant)
+        except (ValueError, RecursionError) as error:
+            raise _wrong(NAME, f"must be JSON: {error}", value) from error
+    if not isinstance(value, Mapping) or value.get("type", NAME) != NAME:
+        raise _wrong(NAME, 'must be an object {"type": "structural_tag", "format": ...}', value)
+    try:
+        given, _ = _TAG_TABLE.parse(value, f"{NAME}.")
+        if "format" not in given:
+            found = _from_structures(given)
+        elif "triggers" in given:
+            raise _wrong(f"{NAME}.triggers", "belongs to the older form, with structures", given["triggers"])
+        else:
+            found = given["format"]
+            _check(f"{NAME}.format", found, is_last=True)
+        return json.dumps({"type": NAME, "format": found}, ensure_ascii=False, allow_nan=False)
+    except PagedError:
+        raise
+    except RecursionError as error:
+        raise _too_deep() from error
+    except (TypeError, ValueError) as error:
+        raise _wrong(NAME, f"must be JSON: {error}", value) from error
+
+
+def _from_structures(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the format of a tag in the older form, checked."""
+    tags = [
         {
-            "json_schema": FormatField("schema", "the JSON schema, or true for any JSON"),
-            "name": FormatField("name", "what errors call the schema; an extension of paged"),
-        },
-        {"style": "json", "any_order": False},
-    ),
-    "regex": FormatType(
-        "text that matches a regular expression", {"pattern": FormatField("text", "the expression")}
-    ),
-    "grammar": FormatType(
-        "text of a grammar",
-        {"grammar": FormatField("text", "the grammar, in llama.cpp's GBNF or Lark's EBNF")},
-    ),
-    "any_text": FormatType("free text", {}, {"excludes": [], "max_tokens": None, "max_chars": None}),
-    "sequence": FormatType("one after another", {"elements": FormatField("formats", "the formats")}),
-    "or": FormatType("one of several", {"elements": FormatField("formats", "the formats")}),
-    "optional": FormatType("once or not at all", {"content": _CONTENT}),
-    "star": FormatType("any number of times", {"content": _CONTENT}),
-    "plus": FormatType("at least once", {"content": _CONTENT}),
-    "tag": FormatType(
-        "a format between two texts",
-        {
-            "begin": FormatField("text", "the text before it"),
-            "content": _CONTENT,
-            "end": FormatField("text", "the text after it"),
-        },
-    ),
-    "triggered_tags": FormatType(
-        "free text with tags",
-        {
-            "triggers": FormatField("texts", "texts after which a tag goes on that begins with one of them"),
-            "tags": _TAGS,
-            "at_least_one": _AT_LEAST_ONE,
-            "stop_after_first": _STOP_AFTER_FIRST,
-            "max_tags": _MAX_TAGS,
-        },
-        {"excludes": []},
-    ),
-    "tags_with_separator": FormatType(
-        "tags with a text between them",
-        {
-            "tags": _TAGS,
-            "separator": FormatField("text", "the text"),
-            "at_least_one": _AT_LEAST_ONE,
-            "stop_after_first": _STOP_AFTER_FIRST,
-            "max_tags": _MAX_TAGS,
-        },
-    ),
-}
+            "begin": structure["begin"],
+            "content": {"type": "json_schema", "json_schema": structure["schema"]},
+            "end": structure["end"],
+        }
+        for structure in given["structures"]
+    ]
+    triggered = {"type": "triggered_tags", "triggers": given.get("triggers"), "tags": tags}
+    try:
+        found: dict[str, Any] = _FORMAT.parse(NAME, triggered)
+        _check(NAME, found, is_last=True)
+    except PagedError as error:
+        path = _TAG_OF_STRUCTURE.sub(rf"{NAME}.structures[\1]", error.param or NAME)
+        error.param = path.replace(".content.json_schema", ".schema")
+        raise
+    return found
+
+
+def _check(where: str, given: Mapping[str, Any], *, is_last: bool, depth: int = 0) -> None:
+    """Check what the table of a format cannot tell: where free text stands, triggers, schemas and nesting.
+
+    is_last: whether nothing follows the format, so that it may be text without an end.
+    """
+    if depth > MAX_NESTING:
+        raise _too_deep()
+    kind = given["type"]
+    if kind in ("any_text", "triggered_tags") and not is_last:
+        raise RequestError(
+            f"{where} of type {kind} must be the last format; any_text may also be the content of a tag with "
+            "an end",
+            param=where,
+        )
+    if kind == "json_schema":
+        name = given.get("name") or f"{where}.json_schema"
+        try:
+            _check_schema(name, given["json_schema"])
+        except RequestError as error:
+            error.param = name
+            raise
+    parts = [*_parts(where, given)]
+    for i, (path, part) in enumerate(parts):
+        if kind == "triggered_tags":
+            begin = part["begin"]
+            if sum(begin.startswith(trigger) for trigger in given["triggers"]) != 1:
+                listed = given["triggers"]
+                raise _wrong(f"{path}.begin", f"must begin with exactly one of the triggers {listed}", begin)
+        match kind:
+            case "sequence":
+                part_is_last = is_last and i == len(parts) - 1
+            case "or":
+                part_is_last = is_last
+            case "tag":
+                part_is_last = part["type"] == "any_text" if given["end"] else is_last
+            case _:
+                part_is_last = False
+        _check(path, part, is_last=part_is_last, depth=depth + 1)
+
+
+def _parts(where: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the formats that a format consists of, each with its path."""
+    if "content" in given:
+        yield f"{where}.content", given["content"]
+    for name in ("elements", "tags"):
+        for i, part in enumerate(given.get(name, ())):
+            yield f"{where}.{name}[{i}]", part
+
+
+def grammars_of(
+    given: Mapping[str, Any], where: str = f"{NAME}.format"
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the parts of a checked format that are grammars of their own, each with its path or name."""
+    field = {"json_schema": "json_schema", "regex": "pattern", "grammar": "grammar"}.get(given["type"])
+    if field is not None:
+        yield given.get("name") or f"{where}.{field}", given
+    for path, part in _parts(where, given):
+        yield from grammars_of(part, path)
+
+
+def _too_deep() -> RequestError:
+    return RequestError(f"{NAME} has formats nested deeper than {MAX_NESTING}", param=NAME)
+
+
+def _wrong(where: str, what: str, value: Any) -> RequestError:
+    return RequestError(f"{where} {what}, got {shown(value)}", param=where)
 
 
 def schema_text(schema: Any) -> str:
@@ -162,193 +362,8 @@ def no_constant(name: str) -> Any:
 
 
 def _float64(digits: str) -> float:
-    """Return a number of a tag, which is passed on as a float. Raises ValueError if that would round it."""
+    """Return a number in a tag as a float. Raises ValueError if float64 would round it."""
     number = float(digits)
     if not math.isfinite(number) or Decimal(repr(number)) != exact_decimal(digits):
         raise ValueError(f"{digits} is not exact in float64; it is exact in a schema of its own, as json")
     return number
-
-
-def structural_tag_text(value: Any) -> str:
-    """Return a structural tag, given as JSON text or a dict in either form, as JSON text in the newer form.
-
-    Raises RequestError or UnknownArgumentError naming the wrong part.
-    """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value, parse_float=_float64, parse_constant=no_constant)
-        except (ValueError, RecursionError) as error:
-            raise _wrong(NAME, f"must be JSON: {error}", value) from error
-    if not isinstance(value, Mapping) or value.get("type", NAME) != NAME:
-        raise _wrong(NAME, 'must be an object {"type": "structural_tag", "format": ...}', value)
-    if "format" in value:
-        with _naming(NAME):
-            reject_unknown(NAME, value, ("type", "format"))
-        found = _format("format", value["format"], is_last=True)
-    else:
-        found = _from_structures(value)
-    try:
-        return json.dumps({"type": NAME, "format": found}, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _wrong(NAME, f"must be JSON: {error}", value) from error
-
-
-def _from_structures(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the format of the older form."""
-    with _naming(NAME):
-        reject_unknown(NAME, value, ("type", "structures", "triggers"))
-    structures = _list(NAME, "structures", value.get("structures"))
-    tags = []
-    for i, structure in enumerate(structures):
-        where = f"structures[{i}]"
-        if not isinstance(structure, Mapping):
-            raise _wrong(where, 'must be an object with "begin", "schema" and "end"', structure)
-        with _naming(where):
-            reject_unknown(where, structure, ("begin", "schema", "end"))
-        content = {"type": "json_schema", "json_schema": structure.get("schema")}
-        begin = structure.get("begin")
-        end = structure.get("end")
-        tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
-    triggered = {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
-    try:
-        return _format(NAME, triggered, is_last=True)
-    except PagedError as error:
-        path = _TAG_OF_STRUCTURE.sub(rf"{NAME}.structures[\1]", error.param or NAME)
-        error.param = path.replace(".content.json_schema", ".schema")
-        raise
-
-
-def grammars_of(
-    given: Mapping[str, Any], where: str = f"{NAME}.format"
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the parts of a validated format that may be refused by themselves, each with its path or name."""
-    for name, field in TAG_FORMATS[given["type"]].fields.items():
-        value = given[name]
-        path = f"{where}.{name}"
-        match field.kind:
-            case "schema":
-                yield given["name"] or path, given
-            case "text" if name in ("pattern", "grammar"):
-                yield path, given
-            case "format":
-                yield from grammars_of(value, path)
-            case "formats" | "tags":
-                for i, part in enumerate(value):
-                    yield from grammars_of(part, f"{path}[{i}]")
-
-
-def _format(where: str, given: Any, *, is_last: bool, depth: int = 0) -> dict[str, Any]:
-    """Return a validated format with all its fields.
-
-    is_last: whether nothing follows it, so that it may be text without an end.
-    """
-    if depth > MAX_NESTING:
-        raise RequestError(f"structural_tag has formats nested deeper than {MAX_NESTING}")
-    kind = given.get("type") if isinstance(given, Mapping) else None
-    if not isinstance(kind, str) or kind not in TAG_FORMATS:
-        raise _wrong(where, f"must be an object whose type is one of {', '.join(TAG_FORMATS)}", given)
-    _, fields, neutral = TAG_FORMATS[kind]
-    with _naming(where):
-        reject_unknown(f"{where} ({kind})", given, ("type", *fields, *neutral))
-    for name, value in neutral.items():
-        if given.get(name, value) != value:
-            raise _wrong(f"{where}.{name}", f"is supported only as {value!r}", given[name])
-    found: dict[str, Any] = {"type": kind}
-    for name, field in fields.items():
-        value = given.get(name, OPTIONAL.get(field.kind))
-        if value is None and field.is_required:
-            raise _wrong(where, f"of type {kind} needs {name!r}", given)
-        if field.kind in ("text", "name") and not isinstance(value, str | None):
-            raise _wrong(f"{where}.{name}", "must be a string", value)
-        if field.kind == "switch":
-            with _naming(f"{where}.{name}"):
-                check_bool(RequestError, f"{where}.{name}", value)
-        if field.kind == "count" and value is not None:
-            with _naming(f"{where}.{name}"):
-                check_int(RequestError, f"{where}.{name}", value, 1)
-        found[name] = value
-    _check_parts(where, found, is_last=is_last, depth=depth + 1)
-    return found
-
-
-def _check_parts(where: str, found: dict[str, Any], *, is_last: bool, depth: int) -> None:
-    """Validate what a format consists of, and replace it by its validated form."""
-    kind = found["type"]
-    if kind == "json_schema":
-        schema = found["json_schema"]
-        if schema is not True and not isinstance(schema, Mapping):
-            raise _wrong(f"{where}.json_schema", "must be a JSON schema", schema)
-        name = found["name"]
-        try:
-            _check_schema(name or f"{NAME}: {where}.json_schema", schema)
-        except RequestError as error:
-            error.param = name or _path(f"{where}.json_schema")
-            raise
-    if kind in ("any_text", "triggered_tags") and not is_last:
-        raise RequestError(
-            f"structural_tag: {where} of type {kind} must be the last format; any_text may also be the "
-            "content of a tag with an end",
-            param=_path(where),
-        )
-    if kind in ("sequence", "or"):
-        elements = _list(where, "elements", found["elements"])
-        last = len(elements) - 1
-        found["elements"] = [
-            _format(f"{where}.elements[{i}]", e, is_last=is_last and (kind == "or" or i == last), depth=depth)
-            for i, e in enumerate(elements)
-        ]
-    if "content" in found:
-        content = found["content"]
-        has_end = bool(found.get("end"))
-        ends_text = has_end and isinstance(content, Mapping) and content.get("type") == "any_text"
-        content_is_last = ends_text or (kind == "tag" and is_last and not has_end)
-        found["content"] = _format(f"{where}.content", content, is_last=content_is_last, depth=depth)
-    if "tags" in found:
-        tags = _list(where, "tags", found["tags"])
-        found["tags"] = [
-            _tag(f"{where}.tags[{i}]", tag, found.get("triggers"), depth) for i, tag in enumerate(tags)
-        ]
-
-
-def _tag(where: str, given: Any, triggers: Any, depth: int) -> dict[str, Any]:
-    """Return a validated tag that begins with exactly one of the triggers, if there are any."""
-    tag = _format(
-        where, {"type": "tag", **given} if isinstance(given, Mapping) else given, is_last=False, depth=depth
-    )
-    if tag["type"] != "tag":
-        raise _wrong(where, "must be of type tag", given)
-    if triggers is not None:
-        listed = _list(where, "triggers", triggers)
-        if not all(isinstance(trigger, str) and trigger for trigger in listed):
-            raise _wrong("triggers", "must be a list of non-empty strings", triggers)
-        if sum(tag["begin"].startswith(trigger) for trigger in listed) != 1:
-            raise _wrong(
-                f"{where}.begin", f"must begin with exactly one of the triggers {listed}", tag["begin"]
-            )
-    return tag
-
-
-def _list(where: str, name: str, value: Any) -> Sequence[Any]:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
-        raise _wrong(f"{where}.{name}", "must be a list that is not empty", value)
-    return value
-
-
-@contextmanager
-def _naming(where: str) -> Iterator[None]:
-    """Let an error from within name the part of the tag that it is about."""
-    try:
-        yield
-    except PagedError as error:
-        error.param = _path(where)
-        raise
-
-
-def _path(where: str) -> str:
-    """Return the path of a part of the tag, as errors have it in `param`."""
-    return where if where.startswith(NAME) else f"{NAME}.{where}"
-
-
-def _wrong(where: str, what: str, value: Any) -> RequestError:
-    name = where if where.startswith(NAME) else f"structural_tag: {where}"
-    return RequestError(f"{name} {what}, got {shown(value)}", param=_path(where))

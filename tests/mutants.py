@@ -184,7 +184,7 @@ MUTANTS = {
         ),
         ("the shortest must fit beside a pin", "longest = max(", "longest = min("),
         ("forgets requests that are read ahead", "longest = max(longest, ", "longest = max(1, "),
-        ("admits before running requests", "promised += self._running.num_reserved_blocks()", "promised = 0"),
+        ("admits before running requests", "reserved += self._running.num_reserved_blocks()", "reserved = 0"),
         ("what is pinned is still needed", "self._queue.reconsider()  # pinned", "pass  # pinned"),
         (
             "searches the queue without a seat",
@@ -282,11 +282,11 @@ MUTANTS = {
     "scheduler/running": [
         (
             "ignores max_num_seqs",
-            "return self.seats.num_free - self._num_promised_seqs",
+            "return self.seats.num_free - self._num_reserved_seats",
             "return 99",
         ),
-        ("promises seats twice", "self.seats.num_free - self._num_promised_seqs", "self.seats.num_free"),
-        ("seats are not given up", "self.seats.give_up(request.seat)", "pass"),
+        ("promises seats twice", "self.seats.num_free - self._num_reserved_seats", "self.seats.num_free"),
+        ("seats are not released", "self.seats.release(request.seat)", "pass"),
         ("the device is not told of newcomers", "self.newcomers.append(request)\n        bisect", "bisect"),
         (
             "makes room for a priority where prompts wait for blocks",

@@ -7,13 +7,15 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import paged
 from paged import LLM, AsyncLLMEngine, ConfigError, EngineConfig, RequestError, SamplingParams
-from paged.base.from_vllm import CALL_ARGS, ENGINE_ARGS, MISSING, SECRETS
+from paged.base import from_vllm
+from paged.base.from_vllm import SECRETS, missing_of, neutral_of
 from tests.support.from_vllm import CONFIGS, VLLM, config_rows, method_rows, name_rows, tables, written
 
 
@@ -46,6 +48,29 @@ def test_every_name_of_vllm_is_treated_and_no_other():
     for row in name_rows():
         if row.treatment == "same" and "." not in row.name:
             assert hasattr(paged, row.name)
+
+
+def test_a_name_stands_once_in_the_file():
+    tables = tomllib.loads(Path(from_vllm.__file__).with_name("vllm.toml").read_text())
+    used = set(tables.pop("reasons"))
+    for owner, reasons in {**tables.pop("missing"), **tables}.items():
+        parts = [part if isinstance(part, dict) else dict.fromkeys(part) for part in reasons.values()]
+        names = [name for part in parts for name in (*part, *part.get("empty", ())) if name != "empty"]
+        assert len(names) == len({*names}), owner
+        used -= reasons.keys()
+    assert not used  # every text that has a name stands somewhere
+
+
+def test_the_file_is_read_at_the_first_unknown_name():
+    """Reading takes 20 ms, which the start of a command need not pay."""
+    code = (
+        "import sys, paged.commands.cli; from paged import *; EngineConfig('demo', seed=1)\n"
+        "StructuredOutputsParams(regex='a'); SamplingParams(n=2); repr(SamplingParams)\n"
+        "assert 'tomllib' not in sys.modules\n"
+        "SamplingParams(flat_logprobs=False); assert 'tomllib' in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -124,11 +149,12 @@ def test_methods_take_the_arguments_of_vllm(demo):
             call(*arguments, lora_request=1)
         with pytest.raises(paged.UnknownArgumentError, match="'lora_requests'"):
             call(*arguments, lora_requests=None)
-    assert set(CALL_ARGS) - {"prompt_adapter_request"} <= {a for names in VLLM["LLM"].values() for a in names}
+    theirs = {argument for names in VLLM["LLM"].values() for argument in names}
+    assert neutral_of("calls").keys() - {"prompt_adapter_request"} <= theirs
 
 
 def test_missing_names_say_what_to_use(demo):
-    for name, reason in MISSING["LLMEngine"].items():
+    for name, reason in missing_of("LLMEngine").items():
         with pytest.raises(AttributeError, match=f"LLMEngine has no '{name}': ") as error:
             getattr(demo, name)
         assert str(error.value).endswith(reason)
@@ -137,14 +163,14 @@ def test_missing_names_say_what_to_use(demo):
     with pytest.raises(AttributeError, match="LLMEngine has no 'generat'"):
         demo.generat  # noqa: B018
     for owner in (LLM, AsyncLLMEngine, SamplingParams):
-        for name, reason in MISSING[owner.__name__].items():
+        for name, reason in missing_of(owner.__name__).items():
             said = re.escape(f"{owner.__name__} has no '{name}': {reason}")
             with pytest.raises(AttributeError, match=said):
                 getattr(owner, name)
 
 
 def test_importing_what_is_missing_says_what_to_use():
-    for name, reason in MISSING["paged"].items():
+    for name, reason in missing_of("paged").items():
         said = re.escape(f"paged has no '{name}': {reason}")
         with pytest.raises(AttributeError, match=said):
             getattr(paged, name)
@@ -162,7 +188,7 @@ def test_importing_what_is_missing_says_what_to_use():
     assert namespace["BeamSearchParams"] is paged.BeamSearchParams
 
 
-@pytest.mark.parametrize("method", [name for name in VLLM["LLM"] if name not in MISSING["LLMEngine"]])
+@pytest.mark.parametrize("method", [name for name in VLLM["LLM"] if name not in missing_of("LLMEngine")])
 def test_arguments_have_the_order_of_vllm(method):
     ours = inspect.signature(getattr(LLM, method)).parameters.values()
     names = [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
@@ -196,7 +222,7 @@ def test_signatures_are_those_of_the_config():
     for name, parameter in options.items():
         assert inspect.signature(LLM).parameters[name].default == parameter.default
         assert f"    {name}: " in (LLM.__init__.__doc__ or "")
-        assert name not in ENGINE_ARGS
+        assert name not in neutral_of("EngineArgs")
 
 
 def test_dir_and_help_show_the_public_names():

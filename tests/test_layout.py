@@ -310,6 +310,6 @@ def test_wheel_holds_kernels_and_demo(tmp_path):
         assert "paged = paged.commands.cli:main" in archive.read(entry_points).decode()
     assert {name.split("/")[0] for name in held} == {"paged"}
     wanted = {f"paged/{file.relative_to(ROOT)}" for file in KERNELS}
-    wanted |= {"paged/py.typed", "paged/commands/cli.py"}
+    wanted |= {"paged/py.typed", "paged/base/vllm.toml", "paged/commands/cli.py"}
     wanted |= {f"paged/demo/{file.name}" for file in (ROOT / "paged" / "demo").iterdir() if file.is_file()}
     assert wanted <= held

@@ -1,1 +1,1 @@
-"""What every room stands on: checks of values, strict JSON, interrupts, and what vLLM calls things."""
+"""What every room stands on: checks of values, kinds of fields, strict JSON, interrupts, and vLLM's names."""

@@ -10,7 +10,7 @@ from dataclasses import FrozenInstanceError, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..errors import PagedError, RequestError, UnknownArgumentError, reject_unknown
-from .from_vllm import CALL_ARGS, Neutral, without_neutral
+from .from_vllm import neutral_of, without_neutral
 from .validation import shown
 
 P = ParamSpec("P")
@@ -20,23 +20,26 @@ T = TypeVar("T")
 
 def strict(
     owner: type[T],
-    neutral: Mapping[str, Neutral],
+    vllm: str | None = None,
     error: type[PagedError] = RequestError,
     name: str | None = None,
 ) -> type[T]:
     """Make a frozen dataclass refuse unknown keywords and, with a message that says what to do, assignments.
 
-    neutral: keywords that the constructor accepts at a neutral value. Other values raise `error`.
+    vllm: the class of vLLM whose keywords are accepted at a value that changes nothing. Other values raise
+        `error`.
     name: of the constructor in messages.
     """
-    known = [field.name for field in fields(owner)]  # type: ignore[arg-type]
+    known = {field.name for field in fields(owner)}  # type: ignore[arg-type]
     name = name or owner.__name__
     generated: Callable[..., None] = owner.__init__
 
     @functools.wraps(generated)
     def init(self: Any, *args: Any, **given: Any) -> None:
-        given = without_neutral(name, given, neutral, error)
-        reject_unknown(name, given, known, neutral)
+        if not given.keys() <= known:
+            neutral = neutral_of(vllm) if vllm else {}
+            given = without_neutral(name, given, neutral, error)
+            reject_unknown(name, given, known, neutral)
         generated(self, *args, **given)
 
     def refuse(_: Any, attribute: str, value: Any) -> None:
@@ -71,17 +74,19 @@ def show_arguments_of(config: Callable[..., Any], method: Callable[..., Any]) ->
 
 
 def field_texts(owner: type[Any]) -> dict[str, str]:
-    """Return what the docstring of a dataclass says of each field, a text in one line by the field's name."""
+    """Return the text of a dataclass's docstring on each field, joined to one line, by the field's name."""
     found = re.finditer(r"^    (\w+): (.*?)(?=^    \w+: |^$)", owner.__doc__ or "", re.DOTALL | re.MULTILINE)
     return {match[1]: " ".join(match[2].split()) for match in found}
 
 
 def check_call(method: str, unnamed: Mapping[str, Any], **neutral: Any) -> None:
-    """Check the arguments of a call that have no effect here.
+    """Refuse unknown arguments of a call, and arguments of vLLM at values that are not supported.
 
-    unnamed: keywords that are not in the method's signature. neutral: arguments of vLLM that are.
+    unnamed: keywords that are not in the method's signature.
+    neutral: arguments of vLLM that are in it, and have no effect here.
 
     Raises RequestError for an argument of vLLM at a value that is not supported, and UnknownArgumentError.
     """
-    for name in without_neutral(method, {**unnamed, **neutral}, CALL_ARGS, RequestError):
+    given = {**{name: value for name, value in neutral.items() if value is not None}, **unnamed}
+    for name in without_neutral(method, given, neutral_of("calls"), RequestError) if given else ():
         raise UnknownArgumentError(f"{method} got an unknown argument {name!r}; see help(LLMEngine.{method})")

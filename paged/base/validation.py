@@ -36,9 +36,9 @@ def shown(value: object) -> str:
 
 
 def field_of(name: str) -> str | None:
-    """Return the field of a named value: of an entry, such as stop_token_ids[2], the list.
+    """Return the field that a name in a message belongs to: stop_token_ids for stop_token_ids[2].
 
-    None for a name that is a phrase.
+    Return None for a name that is a phrase.
     """
     return _INDEX.sub("", name) if _PATH.fullmatch(name) else None
 
@@ -73,9 +73,7 @@ def check_number(
     above: bool = False,
 ) -> float:
     """Return `value` if it is finite and in [minimum, maximum] (`above`: not minimum), else raise `error`."""
-    limits = [f"{'above' if above else 'at least'} {minimum:g}"] if minimum > -math.inf else []
-    limits += [f"at most {maximum:g}"] if maximum < math.inf else []
-    wanted = " and ".join(limits)
+    limits = number_limits(minimum, maximum, above=above)
     if isinstance(value, bool) or not isinstance(value, int | float):
         message = f"{name} must be {', '.join(['a number', *limits])}, got {shown(value)}"
         raise error(message, param=field_of(name))
@@ -83,8 +81,14 @@ def check_number(
         message = f"{name} must be {', '.join(['finite', *limits])}, got {shown(value)}"
         raise error(message, param=field_of(name))
     if value < minimum or value > maximum or (above and value == minimum):
-        raise error(f"{name} must be {wanted}, got {shown(value)}", param=field_of(name))
+        raise error(f"{name} must be {' and '.join(limits)}, got {shown(value)}", param=field_of(name))
     return float(value)
+
+
+def number_limits(minimum: float, maximum: float, *, above: bool) -> list[str]:
+    """Return the bounds of a number in words, none for an infinite one; above: not the minimum itself."""
+    limits = [f"{'above' if above else 'at least'} {minimum:g}"] if minimum > -math.inf else []
+    return limits + ([f"at most {maximum:g}"] if maximum < math.inf else [])
 
 
 def check_bool(error: type[PagedError], name: str, value: object) -> bool:

@@ -96,7 +96,7 @@ class UnknownCommandError(PagedError):
 
 
 class CommandGroup(TyperGroup):
-    """A group that answers an unknown command with the list of those that exist."""
+    """A group that answers an unknown command with the list of its commands."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the arguments name. Raises UnknownCommandError."""

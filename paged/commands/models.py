@@ -17,7 +17,7 @@ KERNEL_OPTIONS = ["dtype", "kv_cache_dtype", "device", "block_size", "max_model_
 
 
 def models() -> int:
-    """List the architectures that are native, and the models that have them."""
+    """List the native architectures, and the models of each."""
     width = max(map(len, NATIVE))
     for name, known in NATIVE.items():
         print(f"{name:{width}}  {known.models}")

@@ -41,6 +41,8 @@ def option(owner: type[Any], name: str, *flags: str, default: str | None = None)
         default = none[1] if value is None and none is not None else _shown(owner, name, value)
     if default is not None:
         text += f" [default: {default}]"
+    if limits := field.metadata["kind"].limits if "kind" in field.metadata else "":
+        text += f" [{limits}]"
     flag = name.replace("_", "-")
     flags = flags or (f"--{flag}/--no-{flag}" if value is True else f"--{flag}",)
     return typer.Option(

@@ -92,7 +92,7 @@ def from_file(file: Path, names: Collection[str]) -> dict[str, Any]:
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """A loader that refuses a key that is given twice, of which PyYAML would take the last."""
+        """A loader that refuses a key that is given twice; PyYAML would take the last value."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]

@@ -127,7 +127,7 @@ def _read_sweep(text: str) -> tuple[str, list[Any]]:
 
 
 def _parse(text: str, kind: Any) -> bool | int | float | str:
-    """Return the value of an option. Text that has none is returned as it is, for the configs to refuse."""
+    """Return the value of an option. Other text is returned unchanged, for the configs to refuse."""
     if kind is bool:
         return {"true": True, "false": False}.get(text, text)
     if kind in (int, float):

@@ -73,7 +73,7 @@ def top(
 
 
 def _views(address: str, interval: float) -> Iterator[Group]:
-    """Yield a view at once, without rates, and then one of each interval, without end."""
+    """Yield a first view without rates at once, then one view for each interval, without end."""
     from ..server.telemetry.scrape import ScrapeError, scrape
 
     before = scrape(address)
@@ -90,7 +90,7 @@ def _views(address: str, interval: float) -> Iterator[Group]:
 
 
 def view(address: str, before: Scrape, after: Scrape, *, whole: bool = False) -> Group:
-    """Return the view of what happened between two looks at a server.
+    """Return the view of a server between two scrapes.
 
     whole: show the latencies since the server's start.
     """

@@ -1,18 +1,18 @@
 """Options of vLLM's command line: those without effect here are accepted, the others refused with the reason.
 
-The tables of `paged.base.from_vllm` decide, as for the arguments of Python's API.
+The tables of `base/vllm.toml` decide, as for the arguments of Python's API.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
-from ..base.from_vllm import ENGINE_ARGS, SECRETS, SERVER_ARGS, Neutral, without_neutral
+from ..base.from_vllm import SECRETS, Neutral, neutral_of, without_neutral
 from ..errors import ConfigError
 
-_NEUTRAL = {**SERVER_ARGS, **ENGINE_ARGS}
 _SHORT = {
     "-tp": "tensor_parallel_size",
     "-pp": "pipeline_parallel_size",
@@ -37,31 +37,32 @@ def without_flag(command: str, args: list[str], unknown: str) -> list[str] | Non
     flag, equals, value = args[at].partition("=")
     name, dot, _ = flag.removeprefix("--").replace("-", "_").partition(".")
     name = _SHORT.get(flag, name)
-    is_off = name.startswith("no_") and name not in _NEUTRAL
+    is_off = name.startswith("no_") and name not in _neutral()
     name = name.removeprefix("no_") if is_off else name
-    if name not in _NEUTRAL:
+    if name not in _neutral():
         return None
     rest = args[at + 1 :]
     if not equals and not _is_switch(name) and rest and not rest[0].startswith("--"):
         value = rest.pop(0)
-    given = _value(value, _NEUTRAL[name])
+    given = _value(value, _neutral()[name])
     if _is_switch(name) and not equals:
         given = not is_off
     if dot:  # --speculative-config.method: a part of the value
         given = {flag: value}
     written = flag if name in SECRETS or not value else f"{flag} {value}"
-    without_neutral(command, {name: given}, _NEUTRAL, ConfigError, written)
+    without_neutral(command, {name: given}, _neutral(), ConfigError, written)
     return [*args[:at], *rest]
 
 
 def without_options(owner: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return options of a file or the environment without those of vLLM that change nothing here.
+    """Return options of a file or the environment, less the options of vLLM that change nothing here.
 
     owner: where they are given. known: the names of the options that exist here.
 
     Raises ConfigError for another value of an option of vLLM.
     """
-    theirs = {name: neutral for name, neutral in _NEUTRAL.items() if name in given and name not in known}
+    unknown = given.keys() - known
+    theirs = {name: _neutral()[name] for name in unknown if name in _neutral()}
     typed = {
         name: _value(value, theirs[name]) if name in theirs and isinstance(value, str) else value
         for name, value in given.items()
@@ -69,13 +70,19 @@ def without_options(owner: str, given: Mapping[str, Any], known: Collection[str]
     return without_neutral(owner, typed, theirs, ConfigError)
 
 
+@cache
+def _neutral() -> dict[str, Neutral]:
+    """Return the options of vLLM that change nothing here, by name."""
+    return {**neutral_of("serve"), **neutral_of("EngineArgs")}
+
+
 def _is_switch(name: str) -> bool:
     """Return whether the flag of an option takes no value."""
-    return name not in SECRETS and any(isinstance(value, bool) for value in _NEUTRAL[name].values)
+    return name not in SECRETS and any(isinstance(value, bool) for value in _neutral()[name].values)
 
 
 def _value(text: str, neutral: Neutral) -> Any:
-    """Return the value without effect that is written so, else a number, else the text itself."""
+    """Return the neutral value that the text stands for, else a number, else the text itself."""
     for value in neutral.values:
         if str(value).lower() == text.lower():
             return value

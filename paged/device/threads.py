@@ -110,7 +110,7 @@ def _quota_of(folder: Path) -> float:
 
 
 def _is_chosen(now: int) -> bool:
-    """Return whether the user has set this number: it is none of those that torch chooses by itself."""
+    """Return whether the user has set this number of threads: torch chooses other numbers by itself."""
     if any(os.environ.get(name) for name in VARIABLES):
         return True
     cpus = _affinity()

@@ -30,7 +30,10 @@ MOST_PINNED = 2**24
 
 
 class Sent:
-    """Numbers that an upload brings to the device. tensor: there, once the upload is sent."""
+    """Numbers that an upload copies to the device.
+
+    tensor: the copy, which exists once the upload is sent.
+    """
 
     __slots__ = ("dtype", "numbers", "tensor")
 
@@ -41,12 +44,15 @@ class Sent:
 
 
 def arrived(sent: Sent | None) -> Tensor | None:
-    """Return the tensor of what was sent, if there is any."""
+    """Return the tensor of numbers that were sent; None if there are none."""
     return None if sent is None else sent.tensor
 
 
 class Received:
-    """Numbers that a download brings to the host. numbers: there, once the download has arrived."""
+    """Numbers that a download copies to the host.
+
+    numbers: the copy, which exists after `Download.wait`.
+    """
 
     __slots__ = ("numbers",)
 
@@ -78,9 +84,9 @@ class Transfers:
 
 
 class Upload:
-    """Numbers for the device, put together and then sent at once.
+    """Numbers for the device, collected by `put` and copied in one transfer by `send`.
 
-    buffers: pinned ones; None where the device reads the host's memory.
+    buffers: pinned memory; None where the device reads the host's memory.
     """
 
     def __init__(self, device: torch.device, buffers: _Ring | None) -> None:
@@ -98,7 +104,7 @@ class Upload:
         return sent
 
     def send(self) -> None:
-        """Send all that was put, without waiting for it."""
+        """Start the copy of all numbers that were put, without waiting for it."""
         if self._buffers is None or not self._parts:
             return
         parts = self._parts
@@ -117,7 +123,7 @@ class Upload:
             array[start : start + numbers.nbytes] = numbers.reshape(-1).view(np.uint8)
         memory = staging.to(self.device, non_blocking=True)
         if buffer is not None:
-            buffer.in_use_until_now()
+            buffer.mark_in_use()
         typed: dict[Any, Tensor] = {}
         for start, sent in zip(starts, parts, strict=True):
             numbers = sent.numbers
@@ -130,7 +136,7 @@ class Upload:
 
 
 class Download:
-    """Tensors of the device for the host: asked for one by one, sent at once, and there after `wait`.
+    """Tensors for the host, requested by `get` and copied in one transfer by `send`, until `wait` returns.
 
     buffers: as of an upload.
     """
@@ -143,9 +149,9 @@ class Download:
         self._buffer: _Buffer | None = None
 
     def get(self, tensor: Tensor) -> Received:
-        """Ask for a tensor whose elements have 4 or 8 bytes.
+        """Request a tensor whose elements have 4 or 8 bytes.
 
-        Beyond MOST_PINNED bytes in all, it is fetched now and alone, by a copy that blocks.
+        Beyond MOST_PINNED bytes in all, the tensor is copied now, by a copy that blocks.
         """
         received = Received()
         if self._buffers is None:
@@ -158,7 +164,7 @@ class Download:
         return received
 
     def send(self) -> None:
-        """Send all that was asked for, without waiting for it."""
+        """Start the copy of all requested tensors, without waiting for it."""
         if self._buffers is None or not self._parts:
             return
         self._parts.sort(key=lambda part: -part[1].itemsize)  # so that each part is aligned
@@ -166,12 +172,12 @@ class Download:
         packed = words[0] if len(words) == 1 else torch.cat(words)
         buffer = self._buffers.take(packed.nbytes)
         buffer.memory[: packed.nbytes].view(torch.int32).copy_(packed, non_blocking=True)
-        buffer.in_use_until_now()
+        buffer.mark_in_use()
         self._buffer = buffer
         buffer.unread = self
 
     def wait(self) -> None:
-        """Wait until all that was asked for is on the host."""
+        """Wait until all requested tensors are on the host."""
         buffer = self._buffer
         if buffer is None:
             return
@@ -187,7 +193,10 @@ class Download:
 
 
 class _Buffer:
-    """Pinned memory, and when the device has done with it. unread: the download whose bytes it holds."""
+    """Pinned memory, and an event after the last transfer that uses it.
+
+    unread: the download whose bytes the memory holds.
+    """
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -195,23 +204,23 @@ class _Buffer:
         self._event: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """Wait until the device has done with it."""
+        """Wait until no transfer uses the memory."""
         if self._event is not None:
             self._event.synchronize()
 
     @property
     def in_use(self) -> bool:
-        """Whether the device has not done with it yet."""
+        """Whether a transfer may still use the memory."""
         return self._event is not None and not self._event.query()  # type: ignore[no-untyped-call]
 
-    def in_use_until_now(self) -> None:
-        """Have `wait` wait for all that the device was asked to do until now."""
+    def mark_in_use(self) -> None:
+        """Make `wait` wait for all work that the device was given until now."""
         if self._event is None:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
     def hold(self, size: int) -> None:
-        """Get memory for so many bytes."""
+        """Allocate memory for this many bytes unless there is as much."""
         if size > len(self.memory):
             self.memory = torch.empty(max(2 * size, 2**16), dtype=torch.uint8, pin_memory=True)
 
@@ -224,7 +233,7 @@ class _Ring:
         self._next = 0
 
     def take(self, size: int) -> _Buffer:
-        """Return a buffer of at least so many bytes that nothing is written to or read from any more."""
+        """Return a buffer of at least this many bytes that no transfer uses."""
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)
         if buffer.unread is not None:

@@ -86,7 +86,7 @@ class BaseEngine(metaclass=ExplainsMissing):
         return self.text.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of requests without any: those of generation_config.json, or the defaults."""
+        """Return the parameters of requests without any: from generation_config.json, or the defaults."""
         return self.params_of({})
 
     def params_of(
@@ -157,7 +157,7 @@ class BaseEngine(metaclass=ExplainsMissing):
         new_request_id: str | None = None,
         sampling_params: SamplingParams | None = None,
     ) -> str:
-        """Duplicate an unfinished request: both continue from where it is and share its blocks so far.
+        """Duplicate an unfinished request: both continue after its newest token, and share its blocks so far.
 
         new_request_id: by default the next number. Return it.
         sampling_params: by default the request's, with a seed of the fork's own. timeout_s counts from now;
@@ -181,7 +181,7 @@ class BaseEngine(metaclass=ExplainsMissing):
     def unfinished(self) -> list[RequestOutput]:
         """Return all unfinished requests so far, with every token whatever their output_kind.
 
-        An engine on another device goes on with one from its prompt_token_ids and outputs[i].token_ids.
+        Another engine can resume such a request from its prompt_token_ids and outputs[i].token_ids.
         """
         return [self.core.outputs.so_far(group) for group in self.core.groups.values() if not group.finished]
 

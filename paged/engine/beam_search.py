@@ -103,7 +103,7 @@ class BeamGroup:
         self.error: str | None = None
 
     def choose(self) -> list[Candidate]:
-        """Return the next beams once all present ones have children; none when the search is over.
+        """Return the next beams, chosen from the children of all present ones; none when the search is over.
 
         As in transformers, only the best beam_width candidates may end with EOS, and those that do not end
         go on.
@@ -153,7 +153,7 @@ class BeamGroup:
 class BeamSearch:
     """The searches for several prompts, beside other requests of the scheduler.
 
-    As many searches run at once as all their beams fit max_num_seqs. `abort` ends all of them.
+    So many searches run at once that all their beams fit max_num_seqs. `abort` ends all of them.
     """
 
     def __init__(self, factory: RequestFactory, scheduler: Scheduler, params: BeamSearchParams) -> None:
@@ -198,7 +198,7 @@ class BeamSearch:
         self._unstarted.append(self.groups[-1])
 
     def run(self, step: Callable[[], object]) -> Iterator[BeamGroup]:
-        """Run steps until all searches are over. Yield each when it is."""
+        """Run steps until all searches are over. Yield each search when it is over."""
         while self._active or self._unstarted:
             while self._unstarted and len(self._active) < self._most_active:
                 group = self._unstarted.popleft()

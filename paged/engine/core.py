@@ -54,8 +54,8 @@ class EngineCore:
         self._waits = GrammarWaits(scheduler)
         self._finished: dict[RequestGroup, None] = {}  # finished requests that are not published yet
         self._reporting: dict[RequestGroup, None] = {}  # requests with log-probabilities, in turn
-        self._unread: Set[RequestGroup] = frozenset()  # those of which some are not readable yet
-        self._num_to_read = 0  # candidates that the step may make readable
+        self._undecoded: Set[RequestGroup] = frozenset()  # with candidates that are not decoded yet
+        self._num_to_decode = 0  # how many candidates the step may decode
         self._ids = itertools.count()
 
     # Steps
@@ -75,7 +75,7 @@ class EngineCore:
         if self.dead is not None:
             if not self._finished:
                 raise EngineDeadError(str(self.dead)) from self.dead.__cause__
-            self._read_logprobs()
+            self._decode_logprobs()
             self.publish()
             return []
         advanced = list[Request]()
@@ -91,7 +91,7 @@ class EngineCore:
                 if not schedule.is_empty:
                     output = self.runner.execute(schedule)
                     advanced = self._update(schedule, output)
-            self._read_logprobs()
+            self._decode_logprobs()
             self.publish(self._groups_in(outbox, advanced))
         if is_blocked:
             self._waits.wait()
@@ -100,42 +100,42 @@ class EngineCore:
     def publish(self, groups: Iterable[RequestGroup] = ()) -> None:
         """Put an output into the outbox of each finished request, and of each of `groups` that wants one.
 
-        A request whose log-probabilities are not all readable yet is left for a later step.
+        A request whose log-probabilities are not all decoded yet is left for a later step.
         """
-        finished = [group for group in self._finished if group not in self._unread]
+        finished = [group for group in self._finished if group not in self._undecoded]
         for group in dict.fromkeys([*groups, *finished]):
-            if group in self._unread:
+            if group in self._undecoded:
                 continue
             if group in self._finished or group.outbox.wants(group.output_kind):
                 group.outbox.put(self.outputs.output(group))
         for group in finished:
             self._forget(group)
 
-    def _read_logprobs(self) -> None:
-        """Make log-probabilities readable, about CANDIDATES_OF_STEP besides those of the step's tokens.
+    def _decode_logprobs(self) -> None:
+        """Decode about CANDIDATES_OF_STEP candidates of log-probabilities, plus as many as the step made.
 
-        Each request gets an equal share, and then what remains goes to one after the other: to the finished
-        ones first, as their readers wait. Of those with some left, the next step begins with which got least.
+        Each request gets an equal share. What remains goes to one request after the other, finished ones
+        first, as their readers wait. The next step begins with the requests that got least.
         """
-        self._unread = frozenset()
+        self._undecoded = frozenset()
         if not self._reporting:
             return
-        self._num_to_read += CANDIDATES_OF_STEP if self.scheduler.has_runnable() else CANDIDATES_ALONE
+        self._num_to_decode += CANDIDATES_OF_STEP if self.scheduler.has_runnable() else CANDIDATES_ALONE
         got = dict.fromkeys(sorted(self._reporting, key=lambda group: group not in self._finished), 0)
-        share = max(1, min(CANDIDATES_OF_EACH, self._num_to_read // len(got)))
-        unread = [*got]
+        share = max(1, min(CANDIDATES_OF_EACH, self._num_to_decode // len(got)))
+        undecoded = [*got]
         for most in (share, CANDIDATES_ALONE):
-            unread = [group for group in unread if self._read_some(group, most, got)]
-        if unread:
-            self._reporting = dict.fromkeys([*sorted(unread, key=got.__getitem__), *self._reporting])
-            self._unread = {*unread}
-        self._num_to_read = 0
+            undecoded = [group for group in undecoded if self._decode_some(group, most, got)]
+        if undecoded:
+            self._reporting = dict.fromkeys([*sorted(undecoded, key=got.__getitem__), *self._reporting])
+            self._undecoded = {*undecoded}
+        self._num_to_decode = 0
 
-    def _read_some(self, group: RequestGroup, most: int, got: dict[RequestGroup, int]) -> bool:
-        """Make up to `most` candidates of a request readable. Return whether some may be left."""
-        bound = max(0, min(most, self._num_to_read))
-        num = self.outputs.read_logprobs(group, bound)
-        self._num_to_read -= num
+    def _decode_some(self, group: RequestGroup, most: int, got: dict[RequestGroup, int]) -> bool:
+        """Decode up to `most` candidates of a request. Return whether some may be left."""
+        bound = max(0, min(most, self._num_to_decode))
+        num = self.outputs.decode_logprobs(group, bound)
+        self._num_to_decode -= num
         got[group] += num
         return num >= bound
 
@@ -175,8 +175,8 @@ class EngineCore:
         num_finished = self.scheduler.counters.num_finished
         output.record_reports()  # both by position, so that a step which is computed again overwrites them
         output.record_logprobs(schedule)
-        # Without those of new tokens, the unread ones of many requests would become ever more.
-        self._num_to_read = sum(len(place.token_ids) for place in output.logprobs.values())
+        # Without those of new tokens, the candidates left of many requests would become ever more.
+        self._num_to_decode = sum(len(place.token_ids) for place in output.logprobs.values())
         advanced = self.scheduler.update(schedule, output.tokens, output.errors)
         num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
         if self._with_grammars:
@@ -201,7 +201,7 @@ class EngineCore:
             self._collect_finished(self._waits.settle())
 
     def _collect_finished(self, requests: list[Request]) -> None:
-        """Free the blocks of finished requests, and have `publish` put out the groups that are finished."""
+        """Free the blocks of finished requests, and note the finished groups for `publish`."""
         if requests:
             self.scheduler.release_finished()
             self._finished |= dict.fromkeys(group for group in self.groups_of(requests) if group.finished)
@@ -336,7 +336,7 @@ class EngineCore:
         self._forget(group)
 
     def longest(self) -> int:
-        """Return the most tokens that an unfinished request may have, those read ahead included."""
+        """Return the most tokens that an unfinished request may have, also one that is read ahead."""
         samples = (sample for group in self.groups.values() for sample in group.samples)
         return max((sample.inputs.max_total_tokens for sample in samples), default=1)
 

@@ -74,9 +74,9 @@ class RequestSource(Iterator[RequestSpec]):
 class Generation:
     """The requests of one call while an engine runs them. A context manager that aborts what is left.
 
-    At most `window` prompts are read whose last output was not released. An invalid prompt ends the reading.
-    Its error is raised at once if it is in the first window, before anything runs, and otherwise when the
-    prompts before it are done.
+    At most `window` prompts are in progress: read, with a last output that was not released. An invalid
+    prompt ends the reading. Its error is raised at once if it is in the first window, before anything runs,
+    and otherwise when the prompts before it are done.
     """
 
     def __init__(self, core: EngineCore, source: RequestSource, *, use_tqdm: Progress) -> None:
@@ -124,7 +124,7 @@ class Generation:
     def step(self, *, every_token: bool) -> list[tuple[int, RequestOutput]]:
         """Run a step. Return the index of the prompt and the output of each request that finished.
 
-        every_token: of each request that got a token, too.
+        every_token: return an output of each request that got a token, too.
         """
         _queue(self._core, self._pending)
         advanced = self._core.step(self._outbox if every_token else None)

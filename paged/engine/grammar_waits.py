@@ -16,7 +16,7 @@ ALL_HELD_S = 0.01
 
 
 class GrammarWaits:
-    """Begins the masks of requests as soon as their newest token is known, and holds those which are late.
+    """Begins a request's mask as soon as its newest token is known, and holds requests with late masks.
 
     Before each step `settle` waits for the masks of fast grammars, SLOW_S at most. A slow grammar is not
     waited for: its request is held, and released before the first step that finds its mask computed.
@@ -36,7 +36,7 @@ class GrammarWaits:
             self._begun |= dict.fromkeys(wanted)
 
     def settle(self) -> list[Request]:
-        """Hold and release requests before a step. Return those which end, as their grammars are complete."""
+        """Hold and release requests before a step. Return requests that end, as their grammar is complete."""
         if not self._begun:
             return []
         self._wait_for_fast()
@@ -68,7 +68,7 @@ class GrammarWaits:
                 job.record_late()
 
     def _release_computed(self) -> list[Request]:
-        """Release the requests whose masks are computed, hold the others. Return those which end."""
+        """Release the requests whose masks are computed, hold the others. Return the requests that end."""
         ended = []
         for request in [*self._begun]:
             if request.finish_reason is None and pending_mask(request) is not None:

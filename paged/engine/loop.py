@@ -31,7 +31,7 @@ HELD_S = 0.05  # between two looks at requests that are all held
 
 
 class Recipient(Outbox, ABC):
-    """An outbox whose reader is told when there will be no more outputs."""
+    """An outbox that tells its reader when no more outputs will come."""
 
     def pauses(self, group: RequestGroup) -> bool:  # noqa: ARG002
         """Return whether the request is to be paused now, as its reader is slow."""
@@ -101,7 +101,7 @@ class EngineLoop:
         return self.engine.core.factory.params_of(spec)
 
     def prepare(self, spec: RequestSpec) -> RequestSpec:
-        """Do the slow part of making a request, which needs none of the engine's state."""
+        """Do the slow part of making a request. It uses no state of the engine, so any thread may call it."""
         assert not isinstance(spec.prompt, Prepared)
         factory = self.engine.core.factory
         params = factory.params_of(spec)
@@ -135,7 +135,7 @@ class EngineLoop:
         self._call_for(request_id, reader, LLMEngine.abort_request)
 
     def hold(self, request_id: str, reader: Recipient, is_held: bool) -> None:
-        """Let the request of this reader compute nothing as long as it is held: its reader is slow."""
+        """Hold the request of this slow reader, so that it computes nothing, or release it."""
         self._call_for(request_id, reader, lambda engine, name: engine.core.hold(name, is_held))
 
     def _call_for(

@@ -154,7 +154,7 @@ def load(path: str | Path, manager: BlockManager, kv_cache: KVCache, fingerprint
 
 
 def _put(entries: list[Entry], saved: dict[str, Tensor], pool: BlockPool, kv_cache: KVCache) -> int:
-    """Copy entries that are not cached yet into free blocks, as far as these go. Return how many."""
+    """Copy entries that are not cached yet into free blocks, until none is free. Return how many."""
     loaded: list[BlockId] = []
     known: list[BlockId | None] = []
     digests: list[bytes] = []

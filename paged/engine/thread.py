@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Mailbox(Recipient):
-    """The outputs that one reader has not read yet: at most one, and the last one.
+    """The outputs that one reader has not read yet: at most the newest one and the last one.
 
     The engine's thread calls `put`, `pauses` and `fail`, the reader's event loop `get`. Each side first
     publishes its own state (an output, a waiter, a pause) and then checks the other's, so that no wake-up is

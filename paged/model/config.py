@@ -45,7 +45,7 @@ class TensorNames:
         return not (name.startswith(self.skipped_prefixes) or name.endswith(self.ignored_suffixes))
 
     def around(self, text: TensorNames) -> TensorNames:
-        """Return the names of this checkpoint, if its decoder has those of `text` as well."""
+        """Return these names, but skip also what `text` skips in the decoder within."""
         skipped = tuple(
             theirs + name[len(ours) :]
             for theirs, ours in self.prefixes
@@ -55,7 +55,7 @@ class TensorNames:
         return replace(self, skipped_prefixes=self.skipped_prefixes + skipped)
 
     def in_decoder(self, name: str) -> str | None:
-        """Return the name in a checkpoint of the decoder alone, or None for a tensor of nothing known."""
+        """Return the name in a checkpoint of the decoder alone, or None for an unknown tensor."""
         found = _with_other_start(name, self.prefixes)
         if found is None or not found.startswith(LAYERS):
             return found
@@ -75,7 +75,7 @@ LLAMA_NAMES = TensorNames()
 
 
 def _with_other_start(name: str, starts: tuple[tuple[str, str], ...]) -> str | None:
-    """Replace the first of the starts that a name has; None: it has none."""
+    """Replace the first listed prefix that a name begins with; None if it begins with none of them."""
     return next((new + name[len(old) :] for old, new in starts if name.startswith(old)), None)
 
 
@@ -89,7 +89,7 @@ class LayerInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder: its layers, and what is around them."""
+    """A decoder: its layers, and the embedding, the norm and the head around them."""
 
     architecture: str
     vocab_size: int
@@ -133,7 +133,7 @@ class ModelConfig:
         return replace(self.norm, eps=self.norm.eps / self.residual_multiplier**2)
 
     def for_context(self, max_model_len: int) -> ModelConfig:
-        """Return the model of an engine with sequences of up to so many tokens."""
+        """Return the config for an engine with sequences of up to this many tokens."""
         for rope, _ in self.ropes:
             if rope.grows_long(max_model_len):
                 first_long = rope.original_max_position_embeddings + 1
@@ -159,7 +159,7 @@ class ModelConfig:
 
     @cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """What each layer reads of a token."""
+        """The shapes of K and V that each layer reads."""
         return tuple(layer.attention.kv for layer in self.layers)
 
     @cached_property
@@ -208,7 +208,7 @@ class ModelConfig:
 
     @property
     def num_active_layer_params(self) -> int:
-        """How many of `num_layer_params` one token is multiplied by."""
+        """The number of weights in all layers that one token is multiplied by."""
         return self._outside_feed_forward + sum(
             layer.feed_forward.num_active_params(self.hidden_size) for layer in self.layers
         )

@@ -110,7 +110,7 @@ class DecoderLayer(nn.Module):
         return tensors
 
     def finish_loading(self) -> None:
-        """Make of the loaded weights what the kernels take. Raises CheckpointError."""
+        """Convert the loaded weights to what the kernels take. Raises CheckpointError."""
         self.attention.finish_loading()
         if self.scalar is not None:
             factor = self.scalar.item()
@@ -257,14 +257,14 @@ class Decoder(nn.Module):
             self.head.form = self.embedding.form
 
     def prepare(self, num_positions: int) -> None:
-        """Tabulate the rotary embeddings of so many positions; 0: each step computes them."""
+        """Precompute the rotary embeddings of this many positions; with 0 each step computes them."""
         if num_positions:
             for rotary in self.rotary:
                 rotary.tabulate(num_positions)
 
     @property
     def obstacle_to_recording(self) -> str | None:
-        """What torch computes in a step, so that its launches cannot be recorded."""
+        """What of a step torch computes, which keeps its launches from being recorded; None if nothing."""
         if not all(rotary.is_tabulated for rotary in self.rotary):
             return "torch computes the angles of its rotary embedding in each step"
         linear = [module for module in self.modules() if isinstance(module, Linear)]

@@ -27,7 +27,7 @@ REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 
 
 def check_file(file: Path, most: int) -> int:
-    """Return the size of a regular file, which links may lead to. Raises CheckpointError.
+    """Return the size of a regular file or of the file that a link leads to. Raises CheckpointError.
 
     most: bytes that it may have.
     """
@@ -71,7 +71,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _instead(directory: Path) -> str:
-    """Return what a directory without config.json has that looks like a model."""
+    """Describe what in a directory without config.json looks like a model."""
     if (directory / "adapter_config.json").exists():
         return ". This one has a LoRA adapter, which is not supported: merge it into its model"
     gguf = sorted(directory.glob("*.gguf"))

@@ -35,7 +35,7 @@ class Model(Protocol):
         """
 
     def prepare(self, num_positions: int) -> None:
-        """Make tables for so many positions, 0 for none. Call once, after `load`."""
+        """Precompute the rotary embeddings of this many positions, 0 for none. Call once, after `load`."""
 
     @property
     def obstacle_to_recording(self) -> str | None:

@@ -29,7 +29,7 @@ class RopeConfig:
     query_scaling_beta: float = 0.0
 
     def grows_long(self, max_model_len: int) -> bool:
-        """Return whether sequences of up to so many tokens may need the long factors."""
+        """Return whether sequences of up to this many tokens may need the long factors."""
         return self.type == "longrope" and max_model_len > self.original_max_position_embeddings
 
 
@@ -135,7 +135,7 @@ class FeedForwardSpec:
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """Where a layer normalises, by the names of the norms in a checkpoint; None: not there."""
+    """Where a layer normalises: the names of the norms in a checkpoint, None where there is none."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None  # of the output of attention, before it is added to the residual

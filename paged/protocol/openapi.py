@@ -6,9 +6,9 @@ import re
 from http import HTTPStatus
 from typing import Any
 
+from ..structural_tag import SCHEMA_NAME, format_schema
 from .answers.schemas import RESPONSES
 from .endpoints import ENDPOINTS, JSON, ROUTES, Endpoint
-from .fields.structural_tags import SCHEMA_NAME, format_schema
 
 OPENAPI_VERSION = "3.1.0"
 # Statuses that every route may answer with, those of routes that need a key, and of those that take a body.

@@ -111,7 +111,7 @@ NO_RESULTS = Earlier(0, 0, 0)
 
 
 def earlier_results(file: ResultFile, jobs: Sequence[Job]) -> Earlier:
-    """Return what the file has of the results of these prompts.
+    """Return how many of these prompts, from the first on, have results in the file.
 
     Raises RequestError naming the first line that is not the result of its prompt.
     """

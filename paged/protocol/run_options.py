@@ -28,7 +28,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 class RunOptions:
-    """The options of a run, to be compared with those that its file of results was begun with.
+    """The options of a run, which must be the same as when its file of results was begun.
 
     results: the file, beside which NAME.options.json keeps them.
     engine: arguments of LLMEngine. more: other options; None is one that is not given.
@@ -93,7 +93,7 @@ def _not_defaults(engine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has no form for as something that it has one for."""
+    """Convert a value that JSON cannot hold to one that it can."""
     if is_dataclass(value):
         given = ((field.name, getattr(value, field.name)) for field in fields(value))
         return {name: part for name, part in given if part is not None}

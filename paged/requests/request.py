@@ -65,7 +65,7 @@ class RequestMetrics:
     num_preemptions: int = 0
 
     def start_beside(self, other: RequestMetrics) -> None:
-        """Record that the request starts with the blocks of another one that runs: a fork on its arrival."""
+        """Record that a fork runs from its arrival on, with the blocks of its parent."""
         self.first_scheduled_time = max(self.arrival_time, other.first_scheduled_time or self.arrival_time)
 
 
@@ -139,7 +139,7 @@ class Request:
 
     index: its number among the n samples of the prompt.
     siblings: the other samples, until the prompt is computed.
-    alert_at: the number of tokens from which on `on_token` must be called for each new one.
+    on_token_from: the number of tokens from which on `on_token` must be called for each new one.
     num_cached_tokens: how many prompt tokens the prefix cache held when the request first ran.
     ready: whether the next step may include it: it is running, and no step in flight computes it.
     seat: its place in what the device keeps about running requests; NO_SEAT while it does not run.
@@ -158,7 +158,7 @@ class Request:
     siblings: Sequence[Request] = ()
     token_ids: list[int] = field(init=False)  # prompt, then output
     num_prompt_tokens: int = field(init=False)
-    alert_at: int = field(init=False)
+    on_token_from: int = field(init=False)
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
     status: RequestStatus = RequestStatus.WAITING
@@ -182,7 +182,7 @@ class Request:
         self.generates = inputs.generates
         self.token_ids = list(inputs.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.alert_at = self.num_prompt_tokens + 1
+        self.on_token_from = self.num_prompt_tokens + 1
 
     @property
     def num_tokens(self) -> int:
@@ -196,7 +196,7 @@ class Request:
 
     @property
     def namespace(self) -> bytes:
-        """What determines the KV besides the tokens. That of a long prompt says so itself."""
+        """What determines the KV besides the tokens; it changes when the output reaches `long_from`."""
         inputs = self.inputs
         if inputs.long_from is None or not self.num_prompt_tokens < inputs.long_from <= len(self.token_ids):
             return inputs.namespace
@@ -235,9 +235,9 @@ class Request:
         params = self.inputs.params
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
-        self.alert_at = inputs.max_total_tokens
+        self.on_token_from = inputs.max_total_tokens
         if inputs.long_from is not None and self.num_tokens < inputs.long_from:
-            self.alert_at = min(self.alert_at, inputs.long_from)
+            self.on_token_from = min(self.on_token_from, inputs.long_from)
         if token_id in self.stop_ids and self.num_output_tokens > params.min_tokens:
             # As in vLLM, stop_reason is None for EOS.
             self.finish("stop", now, token_id if token_id in params.stop_token_ids else None)

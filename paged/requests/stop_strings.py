@@ -70,7 +70,7 @@ class StopStrings:
         self._match[state] = len(string)
 
     def _linked(self) -> list[int]:
-        """Return the failure link of each state: that of the longest shorter suffix. Pass its match on."""
+        """Return the failure link of each state: its longest shorter suffix, whose match it inherits."""
         step = self._next
         shorter = [0] * len(self._next)
         states = deque(step[0].values())

@@ -240,7 +240,7 @@ class _Text:
         return self.num_known - end if head >= start else self.num_known
 
     def take(self) -> tuple[int, ...]:
-        """Advance by one token. Return the columns of its place known to the host, and the new bounds."""
+        """Append one token. Return the columns of its place that the host knows, and the new bounds."""
         at = self.num_known
         token_ids = self.request.token_ids
         token = token_ids[at]
@@ -251,7 +251,7 @@ class _Text:
         return -1 if token in self.alone else token_ids[at - 1], token, at, self.slot, *self.bounds()
 
     def bounds(self) -> tuple[int, int, int]:
-        """Return the window's start, and in the costs the indices of length 0 and of the longest allowed."""
+        """Return the start of the window, and where the costs of length 0 and of the longest length lie."""
         start = self.start
         first = self.first_cost
         return start, first, first + min(self.behind(start), self.longest)
@@ -273,7 +273,7 @@ class _Text:
 
 
 def _reaches(tokens: Sequence[int]) -> dict[int, int]:
-    """Compute the reach of each position of a text; those left out have 0.
+    """Compute the reach of each position of a text; positions that are left out have reach 0.
 
     The Z-algorithm (Gusfield, 1997) from the end of the text: linear time, however repetitive it is.
     """

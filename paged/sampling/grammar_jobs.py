@@ -23,7 +23,7 @@ PROOFS = 4  # fast masks after which a slow grammar is taken for a fast one agai
 class CompiledGrammar:
     """A grammar, which all its outputs share.
 
-    matcher: before the first token. It is only copied.
+    matcher: the state before the first token, of which each output gets a copy.
     first: i32[num_words], the mask of the first token.
     is_slow: whether its masks take long.
     """
@@ -125,7 +125,7 @@ def _slow_lane() -> ThreadPoolExecutor:
 
 @lru_cache(maxsize=2)
 def _executor(*, is_slow: bool) -> Any:
-    """Return the library's threads of a lane."""
+    """Return the threads that compute masks: one for slow grammars, the library's default for the others."""
     from llguidance import LLExecutor
 
     return LLExecutor(num_threads=1) if is_slow else LLExecutor()

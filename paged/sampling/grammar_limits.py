@@ -47,9 +47,10 @@ def check_grammar(kind: str, text: str) -> None:
 
 
 def library_limits(text: str) -> Any:
-    """Return the library's limits for a grammar of this text. Those not set are the library's own.
+    """Return the library's limits for a grammar of this text.
 
-    These are 500,000 symbols of a grammar, and about 20 ms of work for each later mask.
+    Limits that are not set are the library's own: 500,000 symbols of a grammar, and about 20 ms of work for
+    each later mask.
     """
     from llguidance import LLParserLimits
 

@@ -59,7 +59,7 @@ class JsonGrammar:
     leaves: the paths of the schemas that the library compiles, by their JSON.
     lark: the grammar of all values.
     at_start: those of `leaves` that are values of the whole schema.
-    others: the grammar of the values that are not of `at_start`; None if there are none.
+    others: the grammar of the values that match none of `at_start`; None if there are none.
     whitespace: a regular expression of the blanks that may be between JSON tokens.
 
     A schema that is too large for this is left to the library as a whole, if that rounds none of its numbers.
@@ -117,7 +117,7 @@ class JsonGrammar:
         return "\n".join([*head, _NAME, *self._rules])
 
     def _options(self, root: Schema) -> Iterator[Schema]:
-        """Yield the schemas of which any may be the whole value."""
+        """Yield the alternatives for the whole value, as schemas."""
         pending = [root]
         seen = set[str]()
         while pending:
@@ -152,7 +152,10 @@ class JsonGrammar:
     def _need(
         self, schema: Schema, needed_by: _Need, users: Mapping[str, list[_Need]], ready: list[str]
     ) -> None:
-        """Meet a need as soon as a schema has a value. users: the needs of each reference."""
+        """Register `needed_by` with the parts of a schema, and meet it if the schema has a value already.
+
+        users: what waits for each reference. ready: references that have a value since now.
+        """
         match schema:
             case Ref():
                 users[schema.pointer].append(needed_by)

@@ -43,7 +43,7 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 class _Definition(NamedTuple):
-    """A definition for the library. needed: the pointers of those that it refers to."""
+    """A definition for the library. needed: the pointers of the definitions that it refers to."""
 
     schema: Any
     needed: Sequence[str]

@@ -39,7 +39,7 @@ class Interval:
     multiple: Fraction | None = None
 
     def intersect(self, other: Interval) -> Interval:
-        """Return the numbers that are in both."""
+        """Return the intersection with another interval."""
         low = self.low
         is_low_open = self.is_low_open
         if low is None or (other.low is not None and other.low > low):
@@ -234,7 +234,7 @@ def _positive(low: Exact, high: Exact | None, is_low_open: bool, is_high_open: b
 
 
 def _mantissa(digits: int) -> str:
-    """Return an expression of numbers without an exponent that have at most so many digits."""
+    """Return an expression of numbers without an exponent that have at most this many digits."""
     return rf"{_regex(_PLAIN)} & /[0-9](\.?[0-9]){{0,{digits - 1}}}/"
 
 

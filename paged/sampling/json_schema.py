@@ -103,7 +103,7 @@ class Strings:
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """Arrays. prefix: schemas of the first items. rest: that of the others."""
+    """Arrays. prefix: the schemas of the first items. rest: the schema of all other items."""
 
     prefix: tuple[Schema, ...]
     rest: Schema
@@ -113,7 +113,7 @@ class Arrays:
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """Objects. properties: in the order in which they are generated, with those that are only required."""
+    """Objects. properties: in the order in which they are generated, including merely required ones."""
 
     properties: Mapping[str, Schema]
     rest: Schema
@@ -177,7 +177,7 @@ class SchemaPath:
 
 
 class SchemaReader:
-    """Reads a schema and those that it refers to.
+    """Reads a schema and the schemas that it refers to.
 
     definitions: of all `Ref`, by pointer.
     """
@@ -400,7 +400,7 @@ class SchemaReader:
         return node
 
     def resolved(self, schema: Schema, place: SchemaPath) -> Schema:
-        """Return the schema itself of a reference. Raises RequestError for references in a circle."""
+        """Return the schema that a reference leads to. Raises RequestError for references in a circle."""
         if not isinstance(schema, Ref):
             return schema
         if schema.pointer in self._resolving:
@@ -417,7 +417,7 @@ class SchemaReader:
     # Sets
 
     def intersect(self, one: Schema, other: Schema, place: SchemaPath) -> Schema:
-        """Return the values of both schemas."""
+        """Return the schema of the values that match both schemas."""
         self._count(place)
         match one, other:
             case (Anything(), _):
@@ -543,7 +543,7 @@ _FREE = (Null(), Booleans(), Numbers(Interval()), Strings(), Arrays((), ANYTHING
 
 
 def exact(value: Any, place: SchemaPath) -> Exact:
-    """Return a number of a schema. Raises RequestError if it is none, or too large to compute with."""
+    """Return a number of a schema exactly. Raises RequestError for another value or a huge number."""
     if isinstance(value, bool) or not isinstance(value, int | Decimal):
         raise place.error(f"must be a number, got {shown(value)}")
     is_large = value.bit_length() > 4 * MAX_MAGNITUDE if isinstance(value, int) else _is_large(value)
@@ -557,7 +557,7 @@ def _is_large(value: Decimal) -> bool:
 
 
 def any_of(options: Iterable[Schema], place: SchemaPath) -> Schema:
-    """Return the values of any of the schemas."""
+    """Return the schema of the values that match at least one of the schemas."""
     found = list[Schema]()
     nevers = list[Never]()
     for option in options:

@@ -13,7 +13,7 @@ from ..kernels.backend import Kernels
 from ..requests.request import Request
 from ..sampling_params import SamplingParams, num_arguments
 from .dry import DryHistory
-from .token_history import Reading, TokenHistory
+from .token_history import Recount, TokenHistory
 
 IndexedRequests = list[tuple[int, Request, SamplingParams]]  # row of the logits, request, its parameters
 
@@ -25,7 +25,7 @@ class StepEdits(NamedTuple):
     """
 
     banned: Sent | None
-    reading: Reading | None
+    recount: Recount | None
 
 
 class LogitsEdits:
@@ -79,10 +79,10 @@ class LogitsEdits:
     def prepare(self, positions: Sequence[int], upload: Upload) -> StepEdits:
         """Send what depends on the tokens so far. positions: of the token that each row draws."""
         banned = self._last_tokens_of_words() + self._early_stops(positions)
-        reading = None
+        recount = None
         if self._penalties is not None:
-            reading = self.history.prepare([positions[row] for row in self._penalized_rows], upload)
-        return StepEdits(upload.put(banned, torch.int64) if banned else None, reading)
+            recount = self.history.prepare([positions[row] for row in self._penalized_rows], upload)
+        return StepEdits(upload.put(banned, torch.int64) if banned else None, recount)
 
     def apply(self, logits: Tensor, step: StepEdits) -> dict[int, str]:
         """Edit f32[num_rows, vocab_size] in place. Return the errors of rows that failed."""
@@ -97,10 +97,10 @@ class LogitsEdits:
                 flat.index_fill_(0, banned.tensor, -torch.inf)
         if self._biases is not None:
             flat.index_add_(0, *(sent.tensor for sent in self._biases))
-        if self._penalties is not None and step.reading is not None:
+        if self._penalties is not None and step.recount is not None:
             rows, *columns = (sent.tensor for sent in self._penalties)
             history = self.history
-            history.read(step.reading)
+            history.count(step.recount)
             assert history.slots is not None, "no request has a slot"
             counts = history.output_counts, history.seen
             self.kernels.apply_penalties(logits, rows, history.slots.tensor, *counts, *columns)
@@ -169,7 +169,7 @@ class LogitsEdits:
 
 
 def _by_last_but_one(words: Iterable[tuple[int, ...]]) -> dict[int, list[tuple[int, ...]]]:
-    """Group the words of several tokens by their last but one."""
+    """Group the words of at least two tokens by the token before their last."""
     found: dict[int, list[tuple[int, ...]]] = {}
     for word in words:
         if len(word) > 1:
@@ -180,7 +180,7 @@ def _by_last_but_one(words: Iterable[tuple[int, ...]]) -> dict[int, list[tuple[i
 def _process(logits: Tensor, row: int, request: Request, numbers: Sequence[int]) -> str | None:
     """Let a request's logits processors change its row. Return an error message if one fails.
 
-    numbers: how many arguments each of them takes.
+    numbers: how many arguments each processor takes.
     """
     shape = logits[row].shape
     device = logits.device

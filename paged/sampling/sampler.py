@@ -31,7 +31,7 @@ OVERFLOW = "the sampling parameters made logits that are not finite"
 class Sampler:
     """Chooses a token for each request.
 
-    What is made of the requests' parameters is kept while the same requests are sampled.
+    The parameters on the device are kept while the same requests are sampled.
 
     max_num_seqs: the most requests of a batch; on a GPU, memory for their penalties is allocated at once.
     """
@@ -50,7 +50,7 @@ class Sampler:
     def prepare(
         self, requests: Sequence[Request], positions: Callable[[], Sequence[int]], upload: Upload
     ) -> Draw:
-        """Send what the draw of a token for each request needs. positions: returns those of the tokens."""
+        """Send what sampling a token for each request needs. positions: returns the tokens' positions."""
         batch = self._last
         if batch is None or batch.requests != requests:
             # Before the new batch changes the histories: the old one is invalid even if that fails half-way.
@@ -225,8 +225,8 @@ class _Batch:
     def raw_rows(self, logits: Tensor, *, changed: bool) -> Tensor | None:
         """Return the logits of rows that report log-probabilities, copied if anything will change them.
 
-        changed: whether grammar masks will. The copy reuses the last step's memory, as allocating this much
-        costs more than the copy.
+        changed: whether grammar masks will change logits. The copy reuses the last step's memory, as
+        allocating this much costs more than the copy.
         """
         if not self.asked:
             return None
@@ -237,7 +237,7 @@ class _Batch:
         return self.kernels.take_rows(logits, self._asked_rows.tensor, self._raw)
 
     def compute_logprobs(self, raw: Tensor, tokens: Tensor, download: Download) -> list[list[Received]]:
-        """Compute the log-probabilities that were asked for, of rows that `raw_rows` returned."""
+        """Compute the requested log-probabilities, of the rows that `raw_rows` returned."""
         if len(self.asked) < len(self.requests):
             tokens = tokens.index_select(0, self._asked_rows.tensor)
         return self._logprobs.compute(self.kernels, raw, tokens, download)

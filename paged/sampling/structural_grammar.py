@@ -84,24 +84,24 @@ class StructuralGrammar:
         return self._rule(f"{self._literal(begin)} {inside}")
 
     def _triggered(self, tag: Mapping[str, Any]) -> str:
-        """Return text with tags. With at_least_one, the first of them begins it."""
+        """Return text with tags. With at_least_one, a tag begins the text."""
         pairs = [(t, next(s for s in tag["triggers"] if t["begin"].startswith(s))) for t in tag["tags"]]
         rests = {(i, s): self._tag(t, t["begin"][len(s) :]) for i, (t, s) in enumerate(pairs)}
         after_text = self._either([f"{self._text_before(s)} {rest}" for (_, s), rest in rests.items()])
         first = after_text
-        more = _times(after_text, tag["max_tags"])
-        text = self._text_without(tag["triggers"], is_last=tag["max_tags"] is not None)
-        if tag["at_least_one"]:
+        more = _times(after_text, tag.get("max_tags"))
+        text = self._text_without(tag["triggers"], is_last=tag.get("max_tags") is not None)
+        if tag.get("at_least_one"):
             first = self._either([f"{self._literal(s)} {rest}" for (_, s), rest in rests.items()])
-            more = f"{first} {_times(after_text, tag['max_tags'], used=1)}"
-            return first if tag["stop_after_first"] else f"({more} {text})"
-        return f"({first} | {text})" if tag["stop_after_first"] else f"({more} {text})"
+            more = f"{first} {_times(after_text, tag.get('max_tags'), used=1)}"
+            return first if tag.get("stop_after_first") else f"({more} {text})"
+        return f"({first} | {text})" if tag.get("stop_after_first") else f"({more} {text})"
 
     def _separated(self, tag: Mapping[str, Any]) -> str:
         one = self._either([self._expression(t) for t in tag["tags"]])
-        more = _times(f"({self._literal(tag['separator'])} {one})", tag["max_tags"], used=1)
-        many = one if tag["stop_after_first"] else f"{one} {more}"
-        return f"({many})" if tag["at_least_one"] else f"({many})?"
+        more = _times(f"({self._literal(tag['separator'])} {one})", tag.get("max_tags"), used=1)
+        many = one if tag.get("stop_after_first") else f"{one} {more}"
+        return f"({many})" if tag.get("at_least_one") else f"({many})?"
 
     def _text_before(self, text: str) -> str:
         """Return free text that ends with the first occurrence of `text`."""
@@ -117,10 +117,10 @@ class StructuralGrammar:
         return name
 
     def _text_without(self, texts: Sequence[str], *, is_last: bool = False) -> str:
-        """Return free text without those of the texts that are special tokens, spelled by other tokens.
+        """Return free text in which no special token among the texts is spelled by other tokens.
 
-        The parser of an output does not tell the two apart. Where no tag may follow, which is_last says, the
-        text has none of the texts: before, the grammar of a tag would begin after one.
+        The parser of an output cannot tell such a spelling from the token. is_last: whether no tag may
+        follow; then the text contains none of the texts, after which a tag would have to begin.
         """
         spelled = tuple(t for t in texts if is_last or self._pieces(t)[0] in self._special)
         if not spelled:
@@ -173,12 +173,12 @@ NAME_OF_MAIN = "structural_tag"
 
 
 def _times(expression: str, most: int | None, *, used: int = 0) -> str:
-    """Return an expression that is repeated, at most as often as is left of `most` after those used."""
+    """Repeat an expression any number of times or, if there is a `most`, at most `most - used` times."""
     if most is None:
         return f"{expression}*"
     return f"{expression}{{0,{most - used}}}" if most > used else ""
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """Return a slash, a line break or an escaped character for a regular expression between slashes."""
+    """Escape a slash or a line break for a regular expression between slashes; leave escaped characters."""
     return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(found[0], found[0])

@@ -311,7 +311,7 @@ class GrammarState:
         return None if self._job is None or self._job.done.done() else self._job
 
     def copy(self) -> GrammarState:
-        """Return an independent state at the same position; at the start, while a worker has the matcher."""
+        """Return an independent state at the same position; at the start, if a worker uses the matcher."""
         copy = GrammarState(self.grammar, self.vocabulary)
         if self.pending is None:
             copy._matcher = self._matcher.deep_copy()
@@ -463,7 +463,7 @@ class GrammarMasks:
         return self._bits
 
     def _gathered(self) -> NDArray[np.int32]:
-        """Return the masks as the library makes them. That of an output with an error is empty."""
+        """Return the masks as the library makes them. The mask of an output with an error is empty."""
         bits = np.zeros((len(self.rows), self._states[0].vocabulary.num_words), np.int32)
         for i, (row, state) in enumerate(zip(self.rows, self._states, strict=True)):
             try:

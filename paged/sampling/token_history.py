@@ -15,15 +15,15 @@ from ..requests.request import Request
 MIN_SLOTS = 4
 
 
-class Reading(NamedTuple):
-    """The requests whose tokens a step counts anew, and what it has to know of the others.
+class Recount(NamedTuple):
+    """The requests of a step, and the tokens of those that the device has not counted yet.
 
     seen, generated: places in the flat counts, request by request.
     """
 
     requests: list[Request]
     positions: list[int]  # of all requests: how many tokens each has
-    slots: Sent | None  # of those that are read; None: there are none
+    slots: Sent | None  # of those that are counted; None: there are none
     seen: Sent | None
     generated: Sent | None
 
@@ -63,38 +63,38 @@ class TokenHistory:
         self._slots = {r: before[r] if r in before else next(free) for r in requests}
         self.slots = upload.put([*self._slots.values()], torch.int64)
 
-    def prepare(self, positions: Sequence[int], upload: Upload) -> Reading:
+    def prepare(self, positions: Sequence[int], upload: Upload) -> Recount:
         """Send the tokens of requests that are new, or not counted up to their position."""
         vocab_size = self.output_counts.shape[1]
         slots = self._slots
         new = [r for r, at in zip(slots, positions, strict=True) if self._known.get(r) != at]
         if not new:
-            return Reading([*slots], [*positions], None, None, None)
+            return Recount([*slots], [*positions], None, None, None)
         seen = [np.array(r.token_ids, np.int64) + slots[r] * vocab_size for r in new]
         generated = [places[r.num_prompt_tokens :] for r, places in zip(new, seen, strict=True)]
         put = (
             upload.put(numbers, torch.int64)
             for numbers in ([slots[r] for r in new], np.concatenate(seen), np.concatenate(generated))
         )
-        return Reading([*slots], [*positions], *put)
+        return Recount([*slots], [*positions], *put)
 
-    def read(self, reading: Reading) -> None:
+    def count(self, recount: Recount) -> None:
         """Count the tokens of a step's new requests."""
         self._known = {}  # until all is done
-        if reading.slots and reading.seen and reading.generated:
+        if recount.slots and recount.seen and recount.generated:
             counts = self.output_counts
             seen = self.seen
-            slots = reading.slots.tensor
+            slots = recount.slots.tensor
             seen.index_fill_(0, slots, False)
             counts.index_fill_(0, slots, 0)
-            seen.view(-1).index_fill_(0, reading.seen.tensor, True)
-            _count(counts, reading.generated.tensor)
-        self._known = dict(zip(reading.requests, reading.positions, strict=True))
+            seen.view(-1).index_fill_(0, recount.seen.tensor, True)
+            _count(counts, recount.generated.tensor)
+        self._known = dict(zip(recount.requests, recount.positions, strict=True))
 
     def record(
         self,
         tokens: Tensor,  # i64[num_rows], those that were drawn
-        rows: Tensor,  # i64[num_requests], whose they are
+        rows: Tensor,  # i64[num_requests], the row of each request's token
     ) -> None:
         """Count the tokens that were drawn for the requests."""
         assert self.slots is not None, "no request has a slot"
@@ -136,5 +136,5 @@ class TokenHistory:
 
 
 def _count(counts: Tensor, places: Tensor) -> None:
-    """Add one at places of the flat counts, as often as each occurs."""
+    """Add 1 to the flat counts at each place, as often as the place occurs."""
     counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))

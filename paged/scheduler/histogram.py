@@ -27,7 +27,7 @@ class HistogramCounts:
 
     @classmethod
     def total_of(cls, several: Sequence[HistogramCounts]) -> HistogramCounts:
-        """Return the counts of several histograms of the same bounds together."""
+        """Return the sum of the counts of histograms with the same bounds."""
         counts = zip(*(each.counts for each in several), strict=True)
         return cls(tuple(map(sum, counts)), sum(each.total for each in several))
 

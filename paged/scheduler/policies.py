@@ -239,7 +239,7 @@ class Fair(Policy):
         self.service[tenant] += cost / self._weights.get(tenant, 1.0)
 
     def _floor(self) -> float:
-        """Return the counter of a new tenant: that of the lowest waiting one, or of the last that waited."""
+        """Return the counter of a new tenant: the lowest of waiting tenants, or of the last that waited."""
         head = self.peek()
         return self.service.get(self._last_to_leave if head is None else head.inputs.tenant, 0.0)
 

@@ -82,7 +82,7 @@ class Preemption:
         if not victim.held:
             victim.metrics.num_preemptions += 1
             victim.protected = victim.metrics.num_preemptions >= self._max_preemptions
-        self.wait_again(victim)
+        self.requeue(victim)
 
     def hold(self, request: Request, now: float) -> None:
         """Record that a request is held from now on."""
@@ -93,7 +93,7 @@ class Preemption:
         self._held_since.pop(request, None)
 
     def preempt_held(self, since: float, schedule: Schedule) -> None:
-        """Preempt the requests that have been held since that time, if another one waits to run."""
+        """Preempt the requests that have been held since `since` or longer, if another one waits to run."""
         if not self._held_since or self._queue.peek() is None:
             return
         for request, held_at in self._held_since.items():
@@ -103,13 +103,13 @@ class Preemption:
     def hold_grown_long(self, request: Request) -> None:
         """Keep a running request that has reached `RequestInputs.long_from` out of steps: its KV is stale.
 
-        `compute_anew` queues it before the next step, unless its newest token completes a stop string.
+        `requeue_grown_long` queues it before the next step, unless its newest token completes a stop string.
         """
         request.ready = False
         self._grown_long.append(request)
 
-    def compute_anew(self) -> None:
-        """Queue the requests that have grown long and are not finished, to compute all their KV anew."""
+    def requeue_grown_long(self) -> None:
+        """Queue the unfinished requests that have grown long, so that all their KV is recomputed."""
         grown = self._grown_long
         self._grown_long = []
         for request in grown:
@@ -119,14 +119,14 @@ class Preemption:
             request.blocks = self._manager.open(request.token_ids, request.namespace)
             request.num_computed_tokens = 0
             self._running.remove(request)
-            self.wait_again(request)
+            self.requeue(request)
 
     def free(self, request: Request) -> None:
         """Free a request's blocks; the full ones stay in the prefix cache."""
         self._manager.register(request.blocks, request.token_ids, request.num_computed_tokens)
         self._manager.release(request.blocks)
 
-    def wait_again(self, request: Request) -> None:
+    def requeue(self, request: Request) -> None:
         """Queue a request that ran."""
         request.status = RequestStatus.WAITING
         request.ready = False
@@ -170,7 +170,7 @@ class Preemption:
         return victims if room.first_chunk(need, max_chunk) else []
 
     def check(self) -> None:
-        """Check that all requests whose time is kept are held and unfinished."""
+        """Check that every request with a recorded time is held and unfinished."""
         for request in self._held_since:
             assert request.held, "released, but its time is kept"
             assert request.status is not RequestStatus.FINISHED, "ended, but its time is kept"

@@ -14,8 +14,8 @@ from .waiting import Room, num_tokens_ahead
 class RunningSet:
     """The running requests by rank, their seats, and the blocks reserved for protected ones.
 
-    newcomers: those that the device has to be told all about: they joined since the last step with requests,
-        or were changed.
+    newcomers: the requests that the next step sends to the device as a whole, as they joined or changed since
+        the last step with requests.
     """
 
     def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_chunk: int) -> None:
@@ -25,12 +25,12 @@ class RunningSet:
         self._manager = block_manager
         self.max_chunk = max_chunk
         self._num_protected = 0
-        self._num_promised_seqs = 0  # samples that will run once their prompt is computed
+        self._num_reserved_seats = 0  # for samples that join once their prompt is computed
 
     @property
     def num_seats(self) -> int:
         """How many more requests may run now."""
-        return self.seats.num_free - self._num_promised_seqs
+        return self.seats.num_free - self._num_reserved_seats
 
     def begin_step(self) -> None:
         """Start a step, which may use any block and any seat held now until it ends."""
@@ -45,14 +45,14 @@ class RunningSet:
     def join(self, request: Request) -> None:
         """Add a request, and reserve seats for its siblings."""
         self._num_protected += request.protected
-        self._num_promised_seqs += len(request.siblings)
+        self._num_reserved_seats += len(request.siblings)
         request.status = RequestStatus.RUNNING
         request.seat = self.seats.take()
         self.newcomers.append(request)
         bisect.insort(self.requests, request, key=lambda other: other.rank)
 
-    def tell_anew(self, request: Request) -> None:
-        """Have the device told all about a request that was changed, if it runs."""
+    def resend(self, request: Request) -> None:
+        """Send a changed request to the device as if it were new, if it runs."""
         if request.seat != NO_SEAT and request not in self.newcomers:
             self.newcomers.append(request)
 
@@ -66,7 +66,7 @@ class RunningSet:
         """Return the siblings of a request, whose reserved seats are given up: they join now."""
         siblings = request.siblings
         request.siblings = ()
-        self._num_promised_seqs -= len(siblings)
+        self._num_reserved_seats -= len(siblings)
         return siblings
 
     def remove(self, request: Request) -> None:
@@ -92,9 +92,9 @@ class RunningSet:
         return finished
 
     def _leave(self, request: Request) -> None:
-        self._num_promised_seqs -= len(request.siblings)
+        self._num_reserved_seats -= len(request.siblings)
         self._num_protected -= request.protected
-        self.seats.give_up(request.seat)
+        self.seats.release(request.seat)
         request.seat = NO_SEAT
         if request in self.newcomers:
             self.newcomers.remove(request)
@@ -119,7 +119,7 @@ class RunningSet:
         return manager.grow(request.blocks, request.num_computed_tokens, end, copies)
 
     def claim(self, request: Request) -> Room:
-        """Return what a running request takes of the next step, and the blocks promised to it beyond that."""
+        """Return what a running request takes of the next step, and the blocks that are reserved for it."""
         takes_part = request.ready and not request.held
         missing = request.num_tokens - request.num_computed_tokens if takes_part else 0
         num_new = min(missing, self.max_chunk)
@@ -134,7 +134,7 @@ class RunningSet:
         """Check the order, the counts and the limits."""
         ranks = [request.rank for request in self.requests]
         assert ranks == sorted(ranks), "out of order"
-        assert self._num_promised_seqs == sum([len(request.siblings) for request in self.requests])
+        assert self._num_reserved_seats == sum([len(request.siblings) for request in self.requests])
         assert self._num_protected == sum([request.protected for request in self.requests])
         assert self.num_seats >= 0, "more requests run than max_num_seqs"
         self.seats.check([request.seat for request in self.requests])

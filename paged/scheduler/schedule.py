@@ -61,7 +61,7 @@ class Schedule:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every request computes one token, gets one, and got one before."""
+        """Whether every request computes one token and samples the next one."""
         return self.num_decode_tokens == len(self.requests) == len(self.sampled)
 
     def add(self, request: Request, num_new: int) -> None:
@@ -85,7 +85,7 @@ class Schedule:
         return [computed[row] + num_new[row] for row in self.sampled]
 
     def asked_rows(self) -> list[AskedRows]:
-        """Return the rows that prompt reports ask for. Requests that decode have theirs already."""
+        """Return the rows that prompt reports ask for. The reports of decodes are complete."""
         asked = []
         offset = self.num_decode_tokens
         for i in range(self.num_decode_tokens, len(self.requests)):

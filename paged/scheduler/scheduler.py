@@ -106,7 +106,7 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""
         schedule = Schedule(scheduled_time=self.clock())
-        self.preemption.compute_anew()
+        self.preemption.requeue_grown_long()
         self.preemption.preempt_held(schedule.scheduled_time - self.held_for_s, schedule)
         if self.policy.preempts:
             self.preemption.make_room_for_waiting(self._whole_step(), schedule)
@@ -135,7 +135,7 @@ class Scheduler:
     def _schedule_decodes(self, schedule: Schedule) -> list[Request]:
         """Schedule one token for each request that needs exactly one. Return the requests that need more."""
         requests = schedule.requests
-        lacking = list[Request]()
+        prefills = list[Request]()
         budget = self.max_num_batched_tokens
         running = self.running.copy()
         scarce = len(self.running) > budget
@@ -144,7 +144,7 @@ class Scheduler:
                 continue
             end = request.num_computed_tokens + 1
             if end != len(request.token_ids) or request.siblings or not request.generates:
-                lacking.append(request)
+                prefills.append(request)
                 continue
             if scarce and len(requests) == budget:
                 break
@@ -164,12 +164,12 @@ class Scheduler:
         schedule.sampled_requests = requests.copy()
         schedule.seats = [request.seat for request in requests]
         schedule.sampled_seats = schedule.seats.copy()
-        return lacking
+        return prefills
 
-    def _schedule_prompts(self, lacking: list[Request], schedule: Schedule) -> list[Request]:
+    def _schedule_prompts(self, prefills: list[Request], schedule: Schedule) -> list[Request]:
         """Schedule chunks of prompts. Return the requests that need more tokens after the step."""
         unfinished = []
-        for request in lacking:
+        for request in prefills:
             if not request.ready:
                 continue
             missing = request.num_tokens - request.num_computed_tokens
@@ -190,14 +190,14 @@ class Scheduler:
         """Run waiting requests while there are tokens, seats and blocks for them."""
         pool = self.block_manager.pool
         # Running requests come first.
-        promised = sum(
+        reserved = sum(
             self._running.missing_blocks(request) for request in unfinished if not request.protected
         )
-        promised += self._running.num_reserved_blocks()
+        reserved += self._running.num_reserved_blocks()
         num_partial = self.max_num_partial_prefills - len(unfinished)
         while self._budget_left(schedule) and self._running.num_seats > 0:
             alone = not self.running and not pool.num_steps_in_flight
-            num_blocks = math.inf if alone else pool.num_available - promised
+            num_blocks = math.inf if alone else pool.num_available - reserved
             room = Room(self._budget_left(schedule), self._running.num_seats, num_partial, num_blocks)
             request = self._admit_head(room, schedule)
             if request is None:
@@ -205,7 +205,7 @@ class Scheduler:
             partial = request.num_computed_tokens + schedule.num_new_tokens[-1] < request.num_tokens
             num_partial -= partial
             if partial or request.protected:
-                promised += self._running.missing_blocks(request)
+                reserved += self._running.missing_blocks(request)
 
     def _admit_head(self, room: Room, schedule: Schedule) -> Request | None:
         """Run the head of the queue and return it, if there is room for all of its known tokens."""
@@ -291,7 +291,7 @@ class Scheduler:
                 continue
             token_ids = request.token_ids
             token_ids.append(token)
-            if len(token_ids) >= request.alert_at or token in request.stop_ids:
+            if len(token_ids) >= request.on_token_from or token in request.stop_ids:
                 request.on_token(token, now)
                 num_finished += request.finish_reason is not None
                 if request.has_just_grown_long:
@@ -318,10 +318,10 @@ class Scheduler:
         """
         while self.block_manager.pool.num_steps_in_flight:
             self._running.end_step()
-        self.preemption.compute_anew()
+        self.preemption.requeue_grown_long()
         # Each goes to the front of its queue, so the first is pushed last.
         for request in reversed(self._running.remove_all()):
-            self.preemption.wait_again(request)
+            self.preemption.requeue(request)
         for request in self.waiting():
             self.block_manager.release(request.blocks)
             request.num_computed_tokens = 0
@@ -364,7 +364,7 @@ class Scheduler:
     def replace_last_token(self, request: Request, token: int) -> None:
         """Replace the newest token of a request, which no step has computed yet."""
         request.token_ids[-1] = token
-        self._running.tell_anew(request)
+        self._running.resend(request)
 
     def _enter(self, request: Request) -> None:
         """Give a new request its arrival, rank and deadline."""

@@ -8,7 +8,7 @@ from collections import deque
 class Seats:
     """The numbers 0 to num_seats - 1, each taken by at most one running request.
 
-    A seat that is given up while steps are in flight is free when the newest of them ends: it may be in it.
+    A seat that is given up while steps are in flight, which may use it, is free when the newest of them ends.
     """
 
     def __init__(self, num_seats: int) -> None:
@@ -26,7 +26,7 @@ class Seats:
         seat: int = self._free.pop()
         return seat
 
-    def give_up(self, seat: int) -> None:
+    def release(self, seat: int) -> None:
         """Give a seat up."""
         (self._kept[-1] if self._kept else self._free).append(seat)
 

@@ -41,11 +41,11 @@ class Room(NamedTuple):
     num_blocks: float
 
     def plus(self, other: Room) -> Room:
-        """Add two of them."""
+        """Return the sum of both, field by field."""
         return Room(*map(operator.add, self, other))
 
     def minus(self, other: Room) -> Room:
-        """Subtract the other from this one."""
+        """Return the difference of both, field by field."""
         return Room(*map(operator.sub, self, other))
 
     def first_chunk(self, need: Need, max_chunk: int) -> int:
@@ -65,7 +65,7 @@ def num_tokens_ahead(request: Request) -> int:
 
 
 class WaitingQueue:
-    """Protected requests by rank, then the others in the order of the policy; apart from them the held ones.
+    """Waiting requests: protected ones by rank, then others in the policy's order. Held ones are kept apart.
 
     max_chunk: the most tokens that a request begins with.
     watermark: the share of blocks that stays free when a request is admitted.

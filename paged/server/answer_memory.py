@@ -17,7 +17,7 @@ Hold = Callable[[list[int], bool], None]
 
 
 class AnswerBudget:
-    """Bytes that the answers of all requests hold.
+    """The memory that the answers of all requests hold, and its limit.
 
     num_pauses: how often a request was paused, as its reader was slow.
     """
@@ -35,11 +35,11 @@ class AnswerBudget:
 
 
 class AnswerAccount:
-    """The bytes that the answers of one HTTP request hold: those of all its prompts and samples.
+    """The bytes that the answers of one HTTP request hold, with all its prompts and samples.
 
-    is_whole: whether they are sent together, when all are finished.
-    num_bytes: held.
-    num_unread: of these, those that a reader may take, or took and has not sent on yet.
+    is_whole: whether the answers are sent together, when all are finished.
+    num_bytes: how many bytes are held.
+    num_unread: how many of these a reader may take, or took and has not sent on yet.
     """
 
     def __init__(self, budget: AnswerBudget, *, is_whole: bool = True) -> None:
@@ -56,10 +56,10 @@ class AnswerAccount:
     def expect(
         self, params: SamplingParams, num_prompt_tokens: int, *, max_model_len: int, vocab_size: int
     ) -> None:
-        """Add a prompt. Raise RequestError if an answer with it would hold more than it may.
+        """Add a prompt. Raise RequestError if the answer to it would be larger than is allowed.
 
-        Output tokens count only where max_tokens is given and all come at once: few requests without it
-        generate as many as fit the context.
+        Output tokens count only where max_tokens is given and the whole answer is sent at once: few requests
+        without max_tokens generate as many as fit the context.
         """
         prompt_top = params.prompt_logprobs
         top = params.logprobs
@@ -83,7 +83,7 @@ class AnswerAccount:
             raise RequestError(f"{what}{before} take {mebibytes}; {way_out}", param=param)
 
     def join(self, key: int, hold: Hold) -> None:
-        """Add an unfinished request, which is held at once if those before it are."""
+        """Add an unfinished request. It is held at once if earlier requests of the account are held."""
         self._going[key] = hold
         self._balance()
 
@@ -94,18 +94,18 @@ class AnswerAccount:
         self._balance()
 
     def grow(self, num_bytes: int, num_unread: int) -> None:
-        """Count bytes that came, and those that a reader may take now."""
+        """Add bytes that came, and bytes that a reader may take now."""
         self.num_bytes += num_bytes
         self.budget.num_bytes += num_bytes
         self.num_unread += num_unread
         self._balance()
 
     def shrink(self, num_bytes: int, num_unread: int) -> None:
-        """Return bytes that are not held any more, and those that are not unread any more."""
+        """Subtract bytes that are not held any more, and bytes that are not unread any more."""
         self.grow(-num_bytes, -num_unread)
 
     def _balance(self) -> None:
-        """Hold the requests whose reader is slow, or whose answers have grown too much side by side."""
+        """Hold the requests whose reader is slow, or of which too many grow at once."""
         if self.is_whole:
             return
         budget = self.budget
@@ -121,7 +121,7 @@ class AnswerAccount:
             self._let_go_on(len(self._going) + len(self._held))
 
     def _let_go_on(self, num: int) -> None:
-        """Hold all requests but `num`: the first ones, of those that go on or else of those that are held."""
+        """Hold all requests but `num`, preferably the first that run now, else the first that are held."""
         num_more = num - len(self._going)
         if num_more < 0:
             self._move(sorted(self._going)[num:], self._going, self._held, is_held=True)
@@ -139,9 +139,9 @@ class AnswerAccount:
             hold(its_keys, is_held)
 
     def refusal(self, num_own: int) -> RequestError | None:
-        """Return why an answer cannot grow further of which nothing is sent before its end; None if it can.
+        """Return why an answer that is sent as a whole cannot grow further; None if it can.
 
-        num_own: bytes of its prompt, which alone count where each prompt has an answer of its own.
+        num_own: bytes of this prompt's answer; only these count where each prompt has an answer of its own.
         """
         if (self.num_bytes if self.is_whole else num_own) > self.budget.max_answer_bytes:
             return RequestError(

@@ -20,7 +20,7 @@ from .inbox import Inbox
 
 @dataclass(frozen=True, slots=True)
 class RequestTerms:
-    """What a caller asks for. `render` makes the prompt of a chat."""
+    """What a caller requests: a prompt, or `render`, which makes the prompt of a chat, and parameters."""
 
     prompt: Prompt | ParsedPrompt
     params: SamplingParams
@@ -93,7 +93,7 @@ class ClientStream(AsyncIterator[RequestOutput]):
         return output
 
     def count_for(self, account: AnswerAccount) -> None:
-        """Count the bytes of the outputs for this account, before the first is awaited."""
+        """Count the bytes of the outputs in this account. Call it before the first output is awaited."""
         self._account = account
 
     @property
@@ -107,7 +107,7 @@ class ClientStream(AsyncIterator[RequestOutput]):
         return 0 if self._sent is None else self._sent.connection.replica
 
     async def aclose(self) -> None:
-        """Abort the request if it is not finished. What its reader has got does not count any more."""
+        """Abort the request if it is not finished. The reader's outputs do not count any more."""
         self._let_go()
 
     def __del__(self) -> None:
@@ -138,9 +138,9 @@ class ClientStream(AsyncIterator[RequestOutput]):
 
 
 def count_together(streams: Sequence[object], *, is_whole: bool) -> None:
-    """Bound what all streams of one reader hold, those that come from engine processes.
+    """Bound the memory that all streams of one reader hold together, if they come from engine processes.
 
-    is_whole: whether the reader sends all of it together, when all are finished.
+    is_whole: whether the reader sends all outputs together, when all are finished.
     """
     counted = [stream for stream in streams if isinstance(stream, ClientStream)]
     if counted:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessEndError(ChildProcessError):
-    """How an engine process ended; logged when it did."""
+    """How an engine process ended; logged at that time."""
 
 
 class EngineConnection(asyncio.Protocol):
@@ -91,7 +91,7 @@ class EngineConnection(asyncio.Protocol):
         await loop.create_unix_connection(lambda: self, sock=self._socket)
 
     def send(self, order: frames.Order, inbox: Inbox | None = None) -> None:
-        """Send an order, of the request whose outputs go to the inbox. Raises EngineDeadError."""
+        """Send an order. The outputs of its request go to the inbox. Raises EngineDeadError."""
         self.check()
         assert self._transport is not None
         data = frames.encode(order)

@@ -68,7 +68,7 @@ class Link:
 
 
 def end_with_front_end(connection: socket.socket) -> None:
-    """End this process as soon as the other end of the socket is closed, whatever this process does."""
+    """End this process as soon as the other end of the socket is closed, even within a step."""
     poll = select.poll()
     poll.register(connection, 0)  # a hang-up is reported without being asked for
     poll.poll()
@@ -357,7 +357,7 @@ def _is_short(params: SamplingParams) -> bool:
 
 
 def _shortened(params: SamplingParams) -> SamplingParams:
-    """Return parameters without those that take long to prepare."""
+    """Return the parameters without the fields that take long to prepare."""
     return replace(params, structured_outputs=None, dry_multiplier=0.0, stop=[], bad_words=[])
 
 
@@ -376,7 +376,7 @@ def check_affinity() -> None:
 
 
 def take_share(start: frames.Start) -> None:
-    """Leave this process the GPU of its own, or its share of the cores, of those that are there.
+    """Restrict this process to its own GPU, or to its share of the cores.
 
     Raises ConfigError if there are fewer than processes.
     """

@@ -296,7 +296,7 @@ class FrameReader(Generic[T]):
 
 
 def params_to_wire(params: SamplingParams) -> Any:
-    """Return parameters as a frame holds them. Raises RequestError for those that cannot be sent."""
+    """Return parameters as a frame holds them. Raises RequestError for values that cannot be sent."""
     for name, reason in NOT_SENT.items():
         if getattr(params, name):
             raise RequestError(f"{name} cannot be given here: {reason}")
@@ -362,7 +362,7 @@ def place_from_wire(place: Place) -> dict[int, Logprob]:
 
 
 class Places(Sequence[P]):
-    """The candidates at places of a text, which are made of frames whenever they are read.
+    """The candidates at places of a text, decoded from frames each time they are read.
 
     Reading takes long, and is for a thread; adding is for the event loop.
     """

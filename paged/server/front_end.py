@@ -47,7 +47,7 @@ class FrontEnd:
     names: of the model, the first one in responses.
     created: when the server started, in seconds since 1970.
     metrics: what GET /metrics says.
-    observers: are told of each request.
+    observers: of each request's beginning and end.
     body_budget: of the bodies of requests in progress.
     response_budget: of the whole responses that are being sent.
     is_stopping: whether the server ends, so that new requests are refused.
@@ -218,7 +218,7 @@ class FrontEnd:
         return not (self._num_open or self._num_preparing)
 
     def stop(self) -> None:
-        """Refuse new requests, and end those that are being answered."""
+        """Refuse new requests, and end the requests in progress."""
         if not self.is_stopping:
             self.is_stopping = True
             # It may block: it waits for the engine's thread or process to end.

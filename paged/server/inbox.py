@@ -16,7 +16,7 @@ from .answer_memory import AnswerAccount, AnswerBudget, bytes_of, comes_in_parts
 
 @dataclass(slots=True)
 class _Sample:
-    """A sample's tokens: all of them or, for deltas, those that are unread."""
+    """A sample's tokens: all or, for deltas, the unread ones."""
 
     index: int
     text: str = ""
@@ -136,17 +136,17 @@ class Inbox:
         self.account.grow(size, num_unread)
 
     def refusal(self) -> RequestError | None:
-        """Return why the answer cannot be held, if its reader gets it whole; else None."""
+        """Return why an answer that its reader gets as a whole has become too large; else None."""
         return None if self.comes_in_parts else self.account.refusal(self._num_bytes)
 
     def refuse(self, error: RequestError) -> None:
-        """Make `wait` raise this error in place of what is held."""
+        """Drop all outputs that are held, and make `wait` raise this error instead."""
         self.give_back()
         self._has_news = False
         self.fail(error)
 
     def release(self) -> None:
-        """Drop what the reader took last: it has done with it."""
+        """Release the output that the reader took last and has now processed."""
         if self._num_taken:
             self._drop(self._num_done, self._num_taken)
         self._num_done = 0

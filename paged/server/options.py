@@ -42,7 +42,7 @@ _LISTS = ("api_key", "served_model_name", "allowed_origins", "allowed_hosts")
 _SWITCHES = ("enable_auto_tool_choice", "trust_request_chat_template", "enable_prompt_tokens_details")
 
 
-@partial(strict, neutral={}, error=ConfigError, name="paged serve")
+@partial(strict, error=ConfigError, name="paged serve")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
     """Options of the server.

@@ -78,7 +78,7 @@ class Preparations(Generic[T]):
             asked.give_up()
 
     def _take(self, asked: Preparation[T]) -> bool:
-        """Return whether the caller is the one to answer a request, and take it off the queue."""
+        """Remove a request from the queue. Return whether the caller is the first to answer it."""
         with self._changed:
             if self._unanswered.pop(asked.key, None) is None:
                 return False

@@ -62,8 +62,8 @@ TEMPLATE_OPTIONS = (
 class Abilities(NamedTuple):
     """What a template shows to the model.
 
-    tools: whether it renders anything else with a tool than without. A template that refuses each
-        conversation that is tried is taken to show tools, as it may want another one.
+    tools: whether it renders anything else with a tool than without. A template that refuses every
+        trial conversation is taken to show tools, as it may expect another conversation.
     system: whether it shows system messages.
     """
 
@@ -267,7 +267,7 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
 def _arguments_of(given: Any) -> Any:
     """Return the arguments of a call as an object.
 
-    Those that a limit has cut are no JSON. Templates that go through the arguments, or print them, take
+    Arguments that a limit has cut are no JSON. Templates that iterate over the arguments, or print them, take
     neither a text nor null, so such a text is put into an object.
     """
     if given is None or (isinstance(given, str) and given.strip() in ("", "null")):

@@ -19,9 +19,19 @@ from .tokenizer_worker import GENERAL_CLASSES
 # Types of model for which transformers takes no other class.
 MODEL_TYPES = ("llama", "qwen3")
 # The settings of tokenizer_config.json that do not change what a text's tokens are, and those read here.
-KNOWN = {"added_tokens_decoder", "backend", "chat_template", "clean_up_tokenization_spaces", "is_local",
-         "model_input_names", "model_max_length", "name_or_path", "padding_side", "tokenizer_class",
-         *SPECIAL_TOKENS}  # fmt: skip
+KNOWN = {
+    "added_tokens_decoder",
+    "backend",
+    "chat_template",
+    "clean_up_tokenization_spaces",
+    "is_local",
+    "model_input_names",
+    "model_max_length",
+    "name_or_path",
+    "padding_side",
+    "tokenizer_class",
+    *SPECIAL_TOKENS,
+}
 # Files that change tokens or templates in ways that are left to transformers.
 OTHER_FILES = (
     "added_tokens.json",

@@ -57,7 +57,7 @@ def _by_likelihood(completion: CompletionOutput) -> tuple[bool, float]:
 
 
 class OutputProcessor:
-    """The text of requests. It is made when an output is asked for, so other requests cost nothing."""
+    """The text of requests. It is made when an output is requested, so other requests cost nothing."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -100,15 +100,15 @@ class OutputProcessor:
         for sample in group.samples:
             self._progress.pop(sample, None)
 
-    def read_logprobs(self, group: RequestGroup, most: int) -> int:
-        """Make log-probabilities of a request readable, about `most` candidates. Return how many were.
+    def decode_logprobs(self, group: RequestGroup, most: int) -> int:
+        """Decode the tokens of about `most` candidates of a request's log-probabilities. Return how many.
 
         An output needs all of them. Those of a long prompt or of many samples take longer than a step.
         """
         num = self._read_prompt(group, most)
         for sample in group.samples:
             if num < most and sample.inputs.wants_logprobs:
-                num += self._progress_of(sample).read_logprobs(most - num)
+                num += self._progress_of(sample).decode_logprobs(most - num)
         return num
 
     def _progress_of(self, request: Request) -> _Progress:
@@ -151,7 +151,7 @@ class OutputProcessor:
         # The rows of a failed step are taken again: only those that were recorded count.
         while num < most and len(places) <= report.next_row - report.start:
             row = report.logprobs[len(places) - 1]
-            places.append(_readable(row, tokenizer))
+            places.append(_candidates(row, tokenizer))
             num += len(row.token_ids)
         return num
 
@@ -228,10 +228,10 @@ class _Progress:
         if self.transcript is not None:
             self.transcript.read()
         if self._request.inputs.wants_logprobs:
-            self.read_logprobs(math.inf)
+            self.decode_logprobs(math.inf)
 
-    def read_logprobs(self, most: float) -> int:
-        """Make log-probabilities of new tokens readable, about `most` candidates. Return how many were."""
+    def decode_logprobs(self, most: float) -> int:
+        """Decode the tokens of about `most` candidates of new log-probabilities. Return how many."""
         request = self._request
         num = 0
         # A failed step may have added log-probabilities without their token.
@@ -248,13 +248,13 @@ class _Progress:
 
     def _readable_at(self, i: int) -> dict[int, Logprob]:
         place = self._request.sampling.logprobs[i]
-        return _readable(place, self._tokenizer, first=self._starts_text and i == 0)
+        return _candidates(place, self._tokenizer, first=self._starts_text and i == 0)
 
 
-def _readable(
+def _candidates(
     place: TokenLogprobs, tokenizer: Tokenizer | None, *, first: bool = False
 ) -> dict[int, Logprob]:
-    """Return log-probabilities by token id, the token at the place first.
+    """Return the candidates at one place with their texts, by token id, the chosen token first.
 
     first: whether the place is the beginning of a text, where some tokenizers drop spaces.
     """

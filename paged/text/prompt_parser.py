@@ -80,7 +80,7 @@ class PromptParser:
 
     @about("prompt")
     def check_parsed(self, prompt: ParsedPrompt) -> None:
-        """Raise RequestError for a parsed prompt that another parser made, if it is none of this model."""
+        """Raise RequestError for a prompt that another parser made, if it does not fit this model."""
         token_ids = prompt.token_ids
         if not token_ids:
             raise RequestError("the prompt is empty; it must have at least one token")
@@ -156,7 +156,7 @@ class PromptParser:
         return wholes
 
     def check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
-        """Raise RequestError, naming the argument, if one of these is not a token id of the model."""
+        """Raise RequestError, naming the argument, if one of these ids is not in the model's vocabulary."""
         vocab_size = self.model_config.vocab_size
         for i, token_id in enumerate(token_ids):
             if isinstance(token_id, bool) or not isinstance(token_id, Integral):

@@ -25,11 +25,29 @@ MAX_WORD = 200  # characters of a word of WordPiece, whose time is cubic in it
 MAX_TEMPLATE = 64  # tokens that a post-processor adds
 
 # The largest growth of UTF-8 by each normalizer; forms of Unicode: https://www.unicode.org/faq/normalization.html
-_NORMALIZERS = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 3, "Strip": 1, "StripAccents": 1,
-                "Nmt": 3, "BertNormalizer": 15, "ByteLevel": 2}  # fmt: skip
+_NORMALIZERS = {
+    "NFC": 3,
+    "NFD": 3,
+    "NFKC": 11,
+    "NFKD": 11,
+    "Lowercase": 3,
+    "Strip": 1,
+    "StripAccents": 1,
+    "Nmt": 3,
+    "BertNormalizer": 15,
+    "ByteLevel": 2,
+}
 _REMOVING = ("Strip", "StripAccents", "Nmt", "BertNormalizer")
-_PRE_TOKENIZERS = {"ByteLevel": 3, "Whitespace": 1, "WhitespaceSplit": 1, "BertPreTokenizer": 1, "Digits": 1,
-                   "Punctuation": 1, "UnicodeScripts": 1, "CharDelimiterSplit": 1}  # fmt: skip
+_PRE_TOKENIZERS = {
+    "ByteLevel": 3,
+    "Whitespace": 1,
+    "WhitespaceSplit": 1,
+    "BertPreTokenizer": 1,
+    "Digits": 1,
+    "Punctuation": 1,
+    "UnicodeScripts": 1,
+    "CharDelimiterSplit": 1,
+}
 _DECODERS = {"ByteLevel": 1, "ByteFallback": 3, "Fuse": 1, "BPEDecoder": 1, "WordPiece": 2}
 
 
@@ -44,10 +62,8 @@ def why_unbounded(description: Mapping[str, Any], *, has_model: bool = True) -> 
     has_model: False to check the parts around the model alone.
     """
     try:
-        growth = prod((
-            _growth(description.get("normalizer"), "normalizers", _normalizer),
-            _growth(description.get("pre_tokenizer"), "pretokenizers", _pre_tokenizer),
-        ))  # fmt: skip
+        growth = _growth(description.get("normalizer"), "normalizers", _normalizer)
+        growth *= _growth(description.get("pre_tokenizer"), "pretokenizers", _pre_tokenizer)
         if growth > MAX_GROWTH:
             raise _UnboundedError(f"its normalizer may make text {growth} times as long")
         if description.get("decoder") is not None:
@@ -86,7 +102,7 @@ def parts_of(backend: Any) -> dict[str, Any]:
 
 
 def _growth(part: Part | None, steps: str, growth_of: Callable[[Part], int]) -> int:
-    """Return the growth of a part that may be a sequence of others, which has them as `steps`."""
+    """Return the growth of a part, which may be a sequence of other parts under the key `steps`."""
     if part is None:
         return 1
     if part["type"] != "Sequence":

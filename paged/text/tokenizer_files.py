@@ -21,13 +21,31 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 # Files that hold a vocabulary. Without one, transformers makes a tokenizer that knows no text.
 VOCABULARIES = ("tokenizer.*json", "*.model", "*.tiktoken", "vocab*", "merges.txt", "tekken*.json")
 TEMPLATES = "additional_chat_templates"
-OTHERS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template*.json",
-          "*.jinja", "*.txt", "*.spm", "bpe.codes", TEMPLATES, f"{TEMPLATES}/*")  # fmt: skip
+OTHERS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*.json",
+    "*.jinja",
+    "*.txt",
+    "*.spm",
+    "bpe.codes",
+    TEMPLATES,
+    f"{TEMPLATES}/*",
+)
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Classes that take their tokens from tokenizer.json, and are made in this process if that is bounded.
-KNOWN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizer", "LlamaTokenizer", "CodeLlamaTokenizer",
-                 "Qwen2Tokenizer", "GPT2Tokenizer", "GPTNeoXTokenizer", "GemmaTokenizer",
-                 "T5Tokenizer")  # fmt: skip
+KNOWN_CLASSES = (
+    "TokenizersBackend",
+    "PreTrainedTokenizer",
+    "LlamaTokenizer",
+    "CodeLlamaTokenizer",
+    "Qwen2Tokenizer",
+    "GPT2Tokenizer",
+    "GPTNeoXTokenizer",
+    "GemmaTokenizer",
+    "T5Tokenizer",
+)
 WAY_OUT = "give another tokenizer with tokenizer=, or do without one: skip_tokenizer_init=True"
 
 

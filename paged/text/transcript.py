@@ -51,7 +51,7 @@ class Transcript:
         return len(self._text) - self._stops.num_open(self._state)
 
     def since(self, start: int) -> str:
-        """Return the visible text from a character on."""
+        """Return the visible text from this character index on."""
         return self._text[start : self.num_visible]
 
     def read_given(self, num_tokens: int) -> None:

@@ -221,7 +221,7 @@ class Workers:
 
 
 def _write(process: subprocess.Popen[bytes], data: bytes | memoryview) -> int:
-    """Write what the pipe takes. Return how many bytes; all if the process has ended, as no reply says."""
+    """Write what the pipe takes. Return how many bytes; all if the process has ended: no reply will come."""
     assert process.stdin is not None
     try:
         return process.stdin.write(data) or 0

@@ -18,7 +18,7 @@ import pytest
 
 from paged import LLMEngine, SamplingParams
 from paged.commands import cli, common
-from paged.commands import run_batch as command
+from paged.commands.batch_run import BatchRun
 from paged.protocol.batch_file import IdentitySet
 from paged.protocol.calls.completions import CompletionCall
 from paged.protocol.result_file import ResultFile
@@ -269,14 +269,14 @@ def test_embeddings_are_lines_among_others(run, loaded, tmp_path):
 
 def test_lines_are_read_as_they_are_needed(run, loaded, tmp_path, monkeypatch):
     source, output = write(tmp_path / "in.jsonl", *map(text_line, range(40))), tmp_path / "out.jsonl"
-    ahead, read_lines = [], command.read_lines
+    ahead, answer = [], BatchRun.answer
 
-    def counting(*given):
-        for number, item in enumerate(read_lines(*given), start=1):
+    def counting(lines):
+        for number, item in enumerate(lines, start=1):
             ahead.append(number - output.read_bytes().count(b"\n"))
             yield item
 
-    monkeypatch.setattr(command, "read_lines", counting)
+    monkeypatch.setattr(BatchRun, "answer", lambda self, lines: answer(self, counting(lines)))
     assert run("run-batch", source, output)[0] == 0
     assert len(ahead) == 40
     # Lines that run, lines that wait, and the next one.

@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from paged.base.from_vllm import ENGINE_ARGS, SERVER_ARGS
+from paged.base.from_vllm import neutral_of
 from paged.commands.settings import from_environment, from_file
 from paged.commands.vllm_options import without_flag
 from paged.errors import ConfigError, PagedError
 
 # Options of `paged serve` that have these names in vLLM too, where they mean the same.
-TABLE = {**SERVER_ARGS, **ENGINE_ARGS}
+TABLE = {**neutral_of("serve"), **neutral_of("EngineArgs")}
 WRONG = "surely-no-value-of-this"
 
 

@@ -43,8 +43,8 @@ class Watch:
     def __init__(self, engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.excess: list[int] = []
         self.made: Counter[RequestGroup] = Counter()
-        made, readable, execute, step = [0], module._readable, engine.runner.execute, engine.core.step
-        read = engine.core.outputs.read_logprobs
+        made, readable, execute, step = [0], module._candidates, engine.runner.execute, engine.core.step
+        read = engine.core.outputs.decode_logprobs
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             made[0] += len(args[0].token_ids)
@@ -66,10 +66,10 @@ class Watch:
             self.made[group] += num
             return num
 
-        monkeypatch.setattr(module, "_readable", counted)
+        monkeypatch.setattr(module, "_candidates", counted)
         monkeypatch.setattr(engine.runner, "execute", executed)
         monkeypatch.setattr(engine.core, "step", stepped)
-        monkeypatch.setattr(engine.core.outputs, "read_logprobs", noted)
+        monkeypatch.setattr(engine.core.outputs, "decode_logprobs", noted)
         monkeypatch.setattr(core, "CANDIDATES_OF_STEP", 24)
         monkeypatch.setattr(core, "CANDIDATES_ALONE", 24)
         monkeypatch.setattr(core, "CANDIDATES_OF_EACH", 4)

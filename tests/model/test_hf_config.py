@@ -66,15 +66,26 @@ GEMMA4 = ("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM")  # which ignore what 
 ONE_SCALED_ROPE = ("null-in-rope", "old-linear", "both-names", "llama3", "llama3-trained-on-less")
 BY_LAYER_TYPE_VARIANTS: dict[str, dict[str, Any]] = {
     "old": {"rope_theta": 2e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-    "old-yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "beta_fast": 20.0,
-                                  "original_max_position_embeddings": 100, "mscale": 0.7,
-                                  "mscale_all_dim": 1.1}},
-    "both": {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e5},
-                                 "sliding_attention": {"rope_type": "default", "rope_theta": 3e3}}},
+    "old-yarn": {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 20.0,
+            "original_max_position_embeddings": 100,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.1,
+        }
+    },
+    "both": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3e3},
+        }
+    },
     "one": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 3e5}}},
     "local-base": {"rope_local_base_freq": 2e4, "sliding_window": 7, "sliding_window_pattern": 2},
     "types": {"layer_types": ["full_attention", "sliding_attention"] * 18},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("variant", BY_LAYER_TYPE_VARIANTS)
@@ -116,19 +127,50 @@ def test_what_a_config_leaves_out_is_as_in_transformers(architecture, variant):
 
 OWN_KEYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "GPT2LMHeadModel": (
-        {"vocab_size": 211, "n_embd": 64, "n_layer": 3, "n_head": 2, "n_positions": 99, "n_inner": 50,
-         "scale_attn_weights": False, "layer_norm_epsilon": 1e-3, "activation_function": "gelu"},
-        {"hidden_size": 64, "num_layers": 3, "num_heads": 2, "layer.attention.kv.key_dim": 32,
-         "max_context": 99, "layer.feed_forward.size": 50, "layer.attention.scale": 1.0, "norm.eps": 1e-3,
-         "layer.feed_forward.activation": "gelu"},
+        {
+            "vocab_size": 211,
+            "n_embd": 64,
+            "n_layer": 3,
+            "n_head": 2,
+            "n_positions": 99,
+            "n_inner": 50,
+            "scale_attn_weights": False,
+            "layer_norm_epsilon": 1e-3,
+            "activation_function": "gelu",
+        },
+        {
+            "hidden_size": 64,
+            "num_layers": 3,
+            "num_heads": 2,
+            "layer.attention.kv.key_dim": 32,
+            "max_context": 99,
+            "layer.feed_forward.size": 50,
+            "layer.attention.scale": 1.0,
+            "norm.eps": 1e-3,
+            "layer.feed_forward.activation": "gelu",
+        },
     ),
     "GPTNeoXForCausalLM": (
-        {**SIZES, "hidden_size": 512, "rotary_pct": 0.5, "rotary_emb_base": 500, "layer_norm_eps": 1e-3,
-         "hidden_act": "gelu_new", "use_parallel_residual": False, "attention_bias": False},
-        {"layer.parallel": False, "layer.attention.qkv_bias": False, "layer.attention.output_bias": False,
-         "layer.feed_forward.bias": True, "norm.eps": 1e-3, "layer.feed_forward.activation": "gelu_tanh"},
+        {
+            **SIZES,
+            "hidden_size": 512,
+            "rotary_pct": 0.5,
+            "rotary_emb_base": 500,
+            "layer_norm_eps": 1e-3,
+            "hidden_act": "gelu_new",
+            "use_parallel_residual": False,
+            "attention_bias": False,
+        },
+        {
+            "layer.parallel": False,
+            "layer.attention.qkv_bias": False,
+            "layer.attention.output_bias": False,
+            "layer.feed_forward.bias": True,
+            "norm.eps": 1e-3,
+            "layer.feed_forward.activation": "gelu_tanh",
+        },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("architecture", OWN_KEYS)

@@ -41,14 +41,25 @@ RELEASED = {
         {
             "max_position_embeddings": 262144,
             "rope_parameters": {
-                "beta_fast": 4.0, "beta_slow": 1.0, "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 0.0,
-                "original_max_position_embeddings": 4096, "llama_4_scaling_beta": 0.0,
-                "rope_theta": 1000000.0, "rope_type": "yarn", "type": "yarn",
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "factor": 64.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.0,
+                "original_max_position_embeddings": 4096,
+                "llama_4_scaling_beta": 0.0,
+                "rope_theta": 1000000.0,
+                "rope_type": "yarn",
+                "type": "yarn",
             },
         },
         # Of the two scales that cancel elsewhere one is 0, which transformers takes as absent.
-        {"max_context": 262144, "rope.attention_factor": pytest.approx(1 + 0.1 * math.log(64)),
-         "rope.beta_fast": 4.0, "rope.query_scaling_beta": 0.0},
+        {
+            "max_context": 262144,
+            "rope.attention_factor": pytest.approx(1 + 0.1 * math.log(64)),
+            "rope.beta_fast": 4.0,
+            "rope.query_scaling_beta": 0.0,
+        },
     ),
     "Ministral-8B-2410": Released(
         "MistralForCausalLM",
@@ -57,8 +68,16 @@ RELEASED = {
     ),
     "Mistral-7B-v0.3": Released(
         "MistralForCausalLM",
-        {"sliding_window": None, "is_decoder": False, "add_cross_attention": False, "max_length": 20,
-         "tie_encoder_decoder": False, "pruned_heads": {}, "temperature": 1.0, "torch_dtype": "bfloat16"},
+        {
+            "sliding_window": None,
+            "is_decoder": False,
+            "add_cross_attention": False,
+            "max_length": 20,
+            "tie_encoder_decoder": False,
+            "pruned_heads": {},
+            "temperature": 1.0,
+            "torch_dtype": "bfloat16",
+        },
         {"windows": (None,) * 12, "dtype": "bfloat16"},
     ),
     "Yarn-Mistral-7b-128k": Released(
@@ -67,8 +86,12 @@ RELEASED = {
             "max_position_embeddings": 32768,
             "max_sequence_length": 131072,
             "sliding_window": 131072,
-            "rope_scaling": {"factor": 16.0, "finetuned": True, "original_max_position_embeddings": 8192,
-                             "type": "yarn"},
+            "rope_scaling": {
+                "factor": 16.0,
+                "finetuned": True,
+                "original_max_position_embeddings": 8192,
+                "type": "yarn",
+            },
             "auto_map": {"AutoModelForCausalLM": "modeling_mistral_yarn.MistralForCausalLM"},
         },
         {"max_context": 131072, "rope.type": "yarn", "rope.original_max_position_embeddings": 8192},
@@ -80,25 +103,42 @@ RELEASED = {
             "original_max_position_embeddings": 4096,
             "partial_rotary_factor": 0.75,
             "rope_scaling": {"long_factor": FACTORS, "short_factor": [1.0] * 48, "type": "longrope"},
-            "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False,
-            "sliding_window": 262144, "tie_word_embeddings": True,
+            "full_attn_mod": 1,
+            "interpolate_factor": 1,
+            "lm_head_bias": False,
+            "mlp_bias": False,
+            "sliding_window": 262144,
+            "tie_word_embeddings": True,
         },
-        {"max_context": 131072, "rope.rotary_dim": 96, "rope.long_factors": tuple(FACTORS),
-         "rope.attention_factor": pytest.approx(math.sqrt(1 + 5 / 12)),
-         "rope.original_max_position_embeddings": 4096},
+        {
+            "max_context": 131072,
+            "rope.rotary_dim": 96,
+            "rope.long_factors": tuple(FACTORS),
+            "rope.attention_factor": pytest.approx(math.sqrt(1 + 5 / 12)),
+            "rope.original_max_position_embeddings": 4096,
+        },
     ),
     "Olmo-3.1-32B": Released(
         "Olmo3ForCausalLM",
         {
             "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 3,
             "max_position_embeddings": 65536,
-            "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1,
-                             "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "yarn"},
+            "rope_scaling": {
+                "attention_factor": 1.2079441541679836,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "yarn",
+            },
             "rope_theta": 500000,
             "sliding_window": 4096,
         },
-        {"max_context": 65536, "rope.attention_factor": 1.2079441541679836,
-         "windows": (4096, 4096, 4096, None) * 3},
+        {
+            "max_context": 65536,
+            "rope.attention_factor": 1.2079441541679836,
+            "windows": (4096, 4096, 4096, None) * 3,
+        },
     ),
     "translategemma-4b": Released(
         "Gemma3ForCausalLM",  # its text_config
@@ -107,14 +147,20 @@ RELEASED = {
             "layer_types": SLIDING_BUT_SIXTH * 2,
             "max_position_embeddings": 131072,
             "rope_local_base_freq": 10000.0,
-            "rope_parameters": {"full_attention": {"factor": 8.0, "rope_type": "linear"},
-                                "sliding_attention": {"rope_type": "default"}},
+            "rope_parameters": {
+                "full_attention": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_attention": {"rope_type": "default"},
+            },
             "rope_theta": 1000000.0,
             "sliding_window": 1024,
             "use_bidirectional_attention": False,
         },
-        {"max_context": 131072, "rope.theta": 1e6, "rope.factor": 8.0,
-         "windows": ((1024,) * 5 + (None,)) * 2},
+        {
+            "max_context": 131072,
+            "rope.theta": 1e6,
+            "rope.factor": 8.0,
+            "windows": ((1024,) * 5 + (None,)) * 2,
+        },
     ),
     "SmolLM3-3B": Released(
         "SmolLM3ForCausalLM",
@@ -132,8 +178,12 @@ RELEASED = {
     ),
     "GLM-Z1-9B-0414 with yarn": Released(
         "Glm4ForCausalLM",
-        {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "max_position_embeddings": 32768,
-         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+        {
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-05,
+            "max_position_embeddings": 32768,
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        },
         {"max_context": 131072, "rope.rotary_dim": 64, "rope.type": "yarn"},
     ),
     "granite-swash-2b": Released(
@@ -142,8 +192,11 @@ RELEASED = {
             "layer_types": ["full_attention"]
             + ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2
             + ["sliding_attention"] * 3,
-            "attention_multiplier": 0.0078125, "embedding_multiplier": 12, "residual_multiplier": 0.28,
-            "logits_scaling": 10, "rope_theta": 10000,
+            "attention_multiplier": 0.0078125,
+            "embedding_multiplier": 12,
+            "residual_multiplier": 0.28,
+            "logits_scaling": 10,
+            "rope_theta": 10000,
         },
         {"layer.attention.scale": 0.0078125, "windows": (None, 128, 128, 128) * 3},
     ),
@@ -161,14 +214,25 @@ RELEASED = {
     ),
     "SmolLM2-135M": Released(
         "LlamaForCausalLM",
-        {"is_llama_config": True, "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000,
-         "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}},
+        {
+            "is_llama_config": True,
+            "rope_interleaved": False,
+            "rope_scaling": None,
+            "rope_theta": 100000,
+            "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+        },
         {"rope.theta": 1e5, "rope.interleaved": False},
     ),
     "gpt-neox-20b": Released(
         "GPTNeoXForCausalLM",
-        {"attention_probs_dropout_prob": 0, "hidden_act": "gelu_fast", "hidden_dropout_prob": 0,
-         "rotary_emb_base": 10000, "rotary_pct": 0.25, "use_parallel_residual": True},
+        {
+            "attention_probs_dropout_prob": 0,
+            "hidden_act": "gelu_fast",
+            "hidden_dropout_prob": 0,
+            "rotary_emb_base": 10000,
+            "rotary_pct": 0.25,
+            "use_parallel_residual": True,
+        },
         {"layer.feed_forward.activation": "gelu_tanh", "rope.rotary_dim": 32, "layer.parallel": True},
     ),
     "RedPajama-INCITE-3B": Released(
@@ -176,7 +240,7 @@ RELEASED = {
         {"hidden_act": "gelu", "rotary_emb_base": 10000, "rotary_pct": 1.0, "use_parallel_residual": False},
         {"layer.feed_forward.activation": "gelu", "rope.rotary_dim": None, "layer.parallel": False},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RELEASED)

@@ -19,21 +19,46 @@ from paged.text.tokenizer import Tokenizer
 from tests.model.test_hf_config import completed
 from tests.support.checkpoints import checkpoint, edit_json
 
-GEMMA3_4B = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024,
-             "model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}  # fmt: skip
-MINISTRAL3_3B = {"model_type": "ministral3", "hidden_size": 3072, "num_hidden_layers": 26, "head_dim": 128,
-                 "intermediate_size": 9216, "tie_word_embeddings": True}  # fmt: skip
+GEMMA3_4B = {
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 34,
+    "sliding_window": 1024,
+    "model_type": "gemma3_text",
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+}
+MINISTRAL3_3B = {
+    "model_type": "ministral3",
+    "hidden_size": 3072,
+    "num_hidden_layers": 26,
+    "head_dim": 128,
+    "intermediate_size": 9216,
+    "tie_word_embeddings": True,
+}
 # The contents of config.json beside architecture and vision_config, as on the hub.
 TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-4b": ("Gemma3ForConditionalGeneration", {"text_config": GEMMA3_4B, "torch_dtype": "bfloat16"}),
-    "mistral-small": ("Mistral3ForConditionalGeneration", {
-        "text_config": {"hidden_size": 5120, "head_dim": 128, "sliding_window": None, "rope_theta": 1e9,
-                        "vocab_size": 131072, "num_hidden_layers": 40}, "image_token_index": 10}),
+    "mistral-small": (
+        "Mistral3ForConditionalGeneration",
+        {
+            "text_config": {
+                "hidden_size": 5120,
+                "head_dim": 128,
+                "sliding_window": None,
+                "rope_theta": 1e9,
+                "vocab_size": 131072,
+                "num_hidden_layers": 40,
+            },
+            "image_token_index": 10,
+        },
+    ),
     "ministral3": ("Mistral3ForConditionalGeneration", {"text_config": MINISTRAL3_3B, "dtype": "bfloat16"}),
     "untied": ("Gemma3ForConditionalGeneration", {"text_config": GEMMA3_4B, "tie_word_embeddings": False}),
-    "other-tokens": ("Gemma3ForConditionalGeneration", {
-        "text_config": GEMMA3_4B, "image_token_id": 7, "boi_token_index": 8, "eoi_token_index": None}),
-}  # fmt: skip
+    "other-tokens": (
+        "Gemma3ForConditionalGeneration",
+        {"text_config": GEMMA3_4B, "image_token_id": 7, "boi_token_index": 8, "eoi_token_index": None},
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", TEXT_PARTS)

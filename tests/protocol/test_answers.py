@@ -216,8 +216,14 @@ def test_a_bad_prompt_of_many_is_an_error_in_its_own_result(engine):
             outcomes[int(output.request_id)] = output
     body = call.body(outcomes, 2.0)
     assert [(result["index"], result.get("sample")) for result in body["results"]] == [
-        (0, 0), (0, 1), (1, None), (2, None), (3, 0), (3, 1), (4, None)
-    ]  # fmt: skip
+        (0, 0),
+        (0, 1),
+        (1, None),
+        (2, None),
+        (3, 0),
+        (3, 1),
+        (4, None),
+    ]
     assert (body["total_prompts"], body["total_time_seconds"], body["avg_time_per_prompt"]) == (5, 2.0, 0.4)
     good, _, number, token, *_ = body["results"]
     assert good["generated_text"] == outcomes[0].outputs[0].text

@@ -5,13 +5,13 @@ import re
 import pytest
 
 from paged import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from paged.base.fields import Effect
 from paged.errors import PagedError
 from paged.protocol.calls.call import AnswerCall, GenerationCall
 from paged.protocol.calls.tokens import DetokenizeCall, TokenizeCall
 from paged.protocol.calls.vectors import EmbeddingCall
 from paged.protocol.chat_output.chat_format import ChatFormat
 from paged.protocol.endpoints import ENDPOINTS, parse_call
-from paged.protocol.fields.table import Effect
 from paged.protocol.limits import Limits
 from tests.support.api_fields import BODIES, COMPLETIONS, PAGE, changes, page
 

@@ -3,17 +3,20 @@
 import ast
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 import paged
 from paged import LLMEngine, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from paged.base.fields import Effect
+from paged.base.kinds import Integer, Number, kinds_of
 from paged.base.strict_json import parse_json
+from paged.commands.options import option
 from paged.errors import PagedError, RequestError, UnknownArgumentError
 from paged.protocol.endpoints import ENDPOINTS, parse_call
 from paged.protocol.fields.sampling import CONSTRAINTS, SAMPLING_KINDS
-from paged.protocol.fields.table import Effect
 from paged.protocol.jobs import SAMPLING_NAMES
 from paged.protocol.limits import Limits
 from tests.support.api_fields import BODIES, CHAT, COMPLETIONS, EMBEDDINGS, GENERATE, HELLO, SCORE, TOOLS
@@ -137,7 +140,7 @@ WRONG = [
         CHAT,
         {"response_format": "json"},
         "response_format",
-        "of type text, json_object, json_schema",
+        "whose type is one of text, json_object, json_schema",
     ),
     (
         CHAT,
@@ -190,7 +193,7 @@ WRONG = [
     (
         CHAT,
         {"structured_outputs": {"structural_tag": {"format": {"type": "const_string", "value": "\ud800"}}}},
-        "structured_outputs.structural_tag.format",
+        "structured_outputs.structural_tag.format.value",
         "structural_tag.format.value is not valid Unicode",
     ),
     (
@@ -304,6 +307,30 @@ def test_errors_of_an_engine_name_the_field_with_the_prompt():
     assert newer.param_of(RequestError("x", param="max_tokens")) == "max_completion_tokens"
 
 
+def test_ranges_of_sampling_parameters_stand_once():
+    """Bodies and the help of flags have those of `SamplingParams`, and say the same of a wrong value."""
+    own = {"n", "best_of"}  # a body takes fewer samples than an engine
+    num_bounds = 0
+    for name, kind in kinds_of(SamplingParams).items():
+        assert (SAMPLING_KINDS[name] is kind) != (name in own)
+        assert option(SamplingParams, name).help.endswith(f"[{kind.limits}]" if kind.limits else "]")
+        bounds = [(kind.minimum, -1), (kind.maximum, 1)] if isinstance(kind, Integer | Number) else []
+        for bound, side in bounds:
+            wrong = bound + side * (1 if isinstance(kind, Integer) else 0.5 * abs(bound) + 0.5)
+            if side < 0 and getattr(kind, "above", False):
+                wrong = bound
+            if name in own or abs(bound) == math.inf:
+                continue
+            num_bounds += 1
+            with pytest.raises(RequestError, match=f"^{name} must be ") as in_python:
+                SamplingParams(**{name: wrong})
+            with pytest.raises(RequestError) as in_a_body:
+                parsed(GENERATE, **{name: wrong})
+            assert str(in_python.value) == str(in_a_body.value)
+            assert in_python.value.param == in_a_body.value.param == name
+    assert num_bounds > 25
+
+
 # What an engine refuses, and the field that it is about, for a model of 256 tokens.
 REFUSED_BY_ENGINE = [
     ({"prompt": "a " * 300}, "prompt"),
@@ -317,12 +344,14 @@ REFUSED_BY_ENGINE = [
     ({"prompt": "x", "max_tokens": 300, "min_tokens": 300}, "min_tokens"),
     ({"prompt": "x", "dry_multiplier": 1, "dry_sequence_breakers": ["a"] * 600}, "dry_sequence_breakers"),
     ({"prompt": "x", "structured_outputs": {"regex": "["}}, "structured_outputs"),
-    ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
-     "response_format.json_schema.schema.type"),
+    (
+        {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+        "response_format.json_schema.schema.type",
+    ),
     ({"prompt": "x", "structured_outputs": {"choice": ["a"]}, "min_tokens": 5}, "min_tokens"),
     ({"prompt": "x", "structured_outputs": {"choice": ["a"]}, "allowed_token_ids": [9]}, "allowed_token_ids"),
     ({"prompt": "x", "allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1}, "allowed_token_ids"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")

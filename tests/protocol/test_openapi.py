@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import jsonschema
 import pytest
 
+from paged.base.fields import Effect
 from paged.errors import PagedError
 from paged.protocol.endpoints import ENDPOINTS, parse_call
 from paged.protocol.limits import Limits
@@ -75,6 +76,22 @@ def test_a_null_stands_for_a_field_that_is_not_given():
                 assert validator(url).is_valid(given) or field.effect.value == "refused"
     with pytest.raises(PagedError, match="messages is missing"):
         parse_call(CHAT, {"messages": None})
+
+
+def test_the_schema_has_the_neutral_values_of_refused_fields():
+    num_values = 0
+    for url, body in BODIES.items():
+        for field in ENDPOINTS[url].table.with_effect(Effect.REFUSED):
+            for value in field.neutral:
+                given = {**body, field.name: value}
+                assert parse_call(url, given).values == parse_call(url, body).values
+                validator(url).validate(given)
+                num_values += 1
+            given = {**body, field.name: "wrong"}
+            assert not validator(url).is_valid(given)
+            with pytest.raises(PagedError, match=f"{field.name} is not supported"):
+                parse_call(url, given)
+    assert num_values > 50
 
 
 def tag(**more):

@@ -325,11 +325,24 @@ def test_a_handshake_that_does_not_end(encrypted, monkeypatch):
 
 
 HOSTS = {
-    "localhost": 200, "LocalHost:8000": 200, "127.0.0.1": 200, "127.1.2.3:80": 200, "[::1]:8000": 200,
-    "localhost.": 200, "evil.example": 403, "localhost.evil.example": 403, "evil.example:8000": 403,
-    "127.0.0.1.evil.example": 403, "192.0.2.1": 403, "": 403, "localhost:80:80": 403, "[]": 403,
-    "[]:80": 403, ":80": 403, "[:80": 403,
-}  # fmt: skip
+    "localhost": 200,
+    "LocalHost:8000": 200,
+    "127.0.0.1": 200,
+    "127.1.2.3:80": 200,
+    "[::1]:8000": 200,
+    "localhost.": 200,
+    "evil.example": 403,
+    "localhost.evil.example": 403,
+    "evil.example:8000": 403,
+    "127.0.0.1.evil.example": 403,
+    "192.0.2.1": 403,
+    "": 403,
+    "localhost:80:80": 403,
+    "[]": 403,
+    "[]:80": 403,
+    ":80": 403,
+    "[:80": 403,
+}
 
 
 def test_other_names_are_refused_on_loopback_without_a_key(served, keyed, engine):

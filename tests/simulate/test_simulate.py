@@ -176,9 +176,14 @@ def test_same_seed_same_figures():
 
 def test_workload_is_what_was_asked_for():
     workload = Workload(
-        requests=20_000, rate=50.0, input_len="lognormal:100,0.5", output_len="uniform:10-30",
-        prefixes=3, prefix_len=64, tenants={"a": 3, "b": 1},
-    )  # fmt: skip
+        requests=20_000,
+        rate=50.0,
+        input_len="lognormal:100,0.5",
+        output_len="uniform:10-30",
+        prefixes=3,
+        prefix_len=64,
+        tenants={"a": 3, "b": 1},
+    )
     _, stream = workload.open()
     arrivals = [*stream]
     assert arrivals[-1].time == pytest.approx(20_000 / 50, rel=0.05)

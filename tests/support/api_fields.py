@@ -8,16 +8,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from paged.base.fields import Effect, Field, FieldTable
 from paged.base.strict_json import MAX_JSON_DEPTH
 from paged.protocol import limits
 from paged.protocol.endpoints import ENDPOINTS
 from paged.protocol.fields.common import ANSWER_FIELDS, BASE_FIELDS, STREAM_OPTIONS, TEMPLATE_FIELDS
 from paged.protocol.fields.messages import CALL_TABLE, CALLED_TABLE, MESSAGE_TABLE
 from paged.protocol.fields.sampling import CONSTRAINTS, RESPONSE_FORMAT, SAMPLING_FIELDS, SCHEMA_TABLE
-from paged.protocol.fields.structural_tags import STRUCTURE_TABLE, kind_of
-from paged.protocol.fields.table import Effect, Field, FieldTable
 from paged.protocol.fields.tools import ALLOWED_TABLE, CHOICE_TABLES, FUNCTION_TABLE, TOOL_TABLE
-from paged.structural_tag import TAG_FORMATS
+from paged.structural_tag import STRUCTURE_TABLE, TAG_FORMATS
 from paged.text.prompt_parser import MAX_CONTINUED_TOKENS
 
 PAGE = Path(__file__).parents[2] / "docs" / "api-fields.md"
@@ -218,11 +217,12 @@ def page() -> str:
 def _format_rows() -> Iterator[str]:
     yield "`type` says which; the fields marked `*` must be given.\n\n"
     yield "| type | what it matches | field | value | meaning |\n|---|---|---|---|---|\n"
-    for name, (meaning, own, _) in TAG_FORMATS.items():
-        first = f"| `{name}` | {meaning} |"
-        for field_name, field in own.items():
-            star = "*" if field.is_required else ""
-            yield f"{first} `{field_name}`{star} | {kind_of(field)} | {field.meaning} |\n"
+    for name, table in TAG_FORMATS.items():
+        kind, *own = table.with_effect(Effect.HONOURED)
+        first = f"| `{name}` | {kind.meaning} |"
+        for field in own:
+            star = "*" if field.required else ""
+            yield f"{first} `{field.name}`{star} | {field.kind} | {field.meaning} |\n"
             first = "| | |"
         if not own:
             yield f"{first} | | |\n"

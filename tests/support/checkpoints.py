@@ -272,8 +272,14 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 IMAGE = VOCAB_SIZE - 1  # stands for one in the prompts of these
-_VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-                           "num_attention_heads": 2, "image_size": 16, "patch_size": 8}  # fmt: skip
+_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
 
 
 def _mistral3(text: str) -> PreTrainedConfig:
@@ -285,8 +291,15 @@ def _mistral3(text: str) -> PreTrainedConfig:
 
 
 def _gemma4(text: str, whole: type[PreTrainedConfig], **parts: PreTrainedConfig) -> PreTrainedConfig:
-    tokens = ("image_token_id", "boi_token_id", "eoi_token_id", "audio_token_id", "boa_token_id",
-              "eoa_token_index", "video_token_id")  # fmt: skip
+    tokens = (
+        "image_token_id",
+        "boi_token_id",
+        "eoi_token_id",
+        "audio_token_id",
+        "boa_token_id",
+        "eoa_token_index",
+        "video_token_id",
+    )
     config = CONFIGS[text]()
     config.pad_token_id = 0  # which it computes images' tokens with
     return whole(text_config=config, **{name: IMAGE - i for i, name in enumerate(tokens)}, **parts)

@@ -13,27 +13,21 @@ from typing import Any, NamedTuple
 
 import paged
 from paged import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams
-from paged.base.from_vllm import (
-    BEAM_SEARCH_PARAMS,
-    CALL_ARGS,
-    ENGINE_ARGS,
-    MISSING,
-    SAMPLING_PARAMS,
-    SERVER_ARGS,
-    STRUCTURED_OUTPUTS_PARAMS,
-    Neutral,
-)
+from paged.base.from_vllm import Neutral, missing_of, neutral_of
 
 # The names, arguments and defaults of vLLM 0.33; a default that is an object is {}.
 VLLM = json.loads((Path(__file__).parents[1] / "vllm_0_33.json").read_text())
 PAGE = Path(__file__).parents[2] / "docs" / "from-vllm.md"
 _START, _END = "<!-- tables: python -m tests.support.from_vllm --write -->\n", "<!-- end of tables -->"
 # The dataclasses of both, and the arguments that are accepted at their neutral value alone.
-CONFIGS: dict[str, tuple[type[Any], dict[str, Any]]] = {
-    "EngineArgs": (EngineConfig, ENGINE_ARGS),
-    "SamplingParams": (SamplingParams, SAMPLING_PARAMS),
-    "StructuredOutputsParams": (StructuredOutputsParams, STRUCTURED_OUTPUTS_PARAMS),
-    "BeamSearchParams": (BeamSearchParams, BEAM_SEARCH_PARAMS),
+CONFIGS = {
+    name: (owner, neutral_of(name))
+    for name, owner in {
+        "EngineArgs": EngineConfig,
+        "SamplingParams": SamplingParams,
+        "StructuredOutputsParams": StructuredOutputsParams,
+        "BeamSearchParams": BeamSearchParams,
+    }.items()
 }
 OUTPUTS = {"RequestOutput": paged.RequestOutput, "CompletionOutput": paged.CompletionOutput}
 # Names that are here too, with another meaning or other values.
@@ -88,38 +82,39 @@ def neutral_row(name: str, neutral: Neutral) -> Row:
 def method_rows() -> Iterator[Row]:
     """Yield the methods of vLLM's LLM."""
     for method, arguments in VLLM["LLM"].items():
-        if method in MISSING["LLMEngine"]:
-            yield Row(method, "refused", MISSING["LLMEngine"][method])
+        if method in missing_of("LLMEngine"):
+            yield Row(method, "refused", missing_of("LLMEngine")[method])
         elif method in OTHER_MEANING:
             yield Row(method, "other", OTHER_MEANING[method])
         else:
             ours = inspect.signature(getattr(LLMEngine, method)).parameters
-            neutral = [f"`{a}`" for a in arguments if a not in ours and a in CALL_ARGS]
+            neutral = [f"`{a}`" for a in arguments if a not in ours and a in neutral_of("calls")]
             yield Row(method, "same", f"without effect: {', '.join(neutral)}" if neutral else "")
 
 
 def name_rows() -> Iterator[Row]:
     """Yield what `import vllm` offers, and the fields of outputs."""
+    missing = missing_of("paged")
     for name in VLLM["vllm"]:
-        yield Row(name, *(("refused", MISSING["paged"][name]) if name in MISSING["paged"] else ("same",)))
-    for name, reason in MISSING["paged"].items():
-        if name not in VLLM["vllm"] and name not in MISSING["LLMEngine"]:  # a module
+        yield Row(name, *(("refused", missing[name]) if name in missing else ("same",)))
+    for name, reason in missing.items():
+        if name not in VLLM["vllm"] and name not in missing_of("LLMEngine"):  # a module
             yield Row(f"vllm.{name}", "refused", reason)
     for owner, cls in OUTPUTS.items():
         ours = {field.name for field in dataclasses.fields(cls)}
         for name in VLLM[owner]:
             if name not in ours:
-                yield Row(f"{owner}.{name}", "refused", MISSING[owner][name])
+                yield Row(f"{owner}.{name}", "refused", missing_of(owner)[name])
     for name in VLLM["SamplingParams methods"]:
         if name not in dir(SamplingParams):
-            yield Row(f"SamplingParams.{name}", "refused", MISSING["SamplingParams"][name])
+            yield Row(f"SamplingParams.{name}", "refused", missing_of("SamplingParams")[name])
 
 
 def tables() -> str:
     """Return the tables of the page."""
     parts = [("Methods of `LLM`", [*method_rows()]), ("Names and outputs", [*name_rows()])]
     parts += [(f"`{name}`", [*config_rows(name)]) for name in CONFIGS]
-    parts += [("Options of `vllm serve` alone", [neutral_row(*item) for item in SERVER_ARGS.items()])]
+    parts += [("Options of `vllm serve` alone", [neutral_row(*item) for item in neutral_of("serve").items()])]
     lines = list[str]()
     for title, rows in parts:
         same = [f"`{r.name}`" + (f" ({r.note})" if r.note else "") for r in rows if r.treatment == "same"]

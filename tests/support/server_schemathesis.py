@@ -19,7 +19,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from paged.protocol.fields.structural_tags import SCHEMA_NAME
+from paged.structural_tag import SCHEMA_NAME
 from tests.support.server_fuzz import fuzzed_server
 
 # A body may match its schema and be wrong for the model: a token id outside its vocabulary.

@@ -40,8 +40,17 @@ MOST_ADDRESS_SPACE = 8 * 2**30  # so that a finding does not take the machine's 
 REFUSALS = (CheckpointError, UnsupportedModelError, ConfigError)
 # Parts of a checkpoint that no loader may open: they hold code.
 CODE = (".py", ".pyc", ".so", ".bin", ".pt", ".pkl")
-FORBIDDEN = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.connect",
-             "socket.getaddrinfo", "ftplib.connect", "urllib.Request")  # fmt: skip
+FORBIDDEN = (
+    "pickle.find_class",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "socket.connect",
+    "socket.getaddrinfo",
+    "ftplib.connect",
+    "urllib.Request",
+)
 IN_OPEN = 0x20
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"

@@ -319,14 +319,16 @@ GOOD = {
     "llama3": CONTRACTED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + ENDS,
     "qwen": CONTRACTED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + ENDS,
     "o200k": f"{BEFORE}{UPPER}*{LOWER}+{CONTRACTED}?|{BEFORE}{UPPER}+{LOWER}*{CONTRACTED}?"
-    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + ENDS,
-    "tekken": f"{BEFORE}{UPPER}*{LOWER}+|{BEFORE}{UPPER}+{LOWER}*" + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+    + ENDS,
+    "tekken": f"{BEFORE}{UPPER}*{LOWER}+|{BEFORE}{UPPER}+{LOWER}*"
+    + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
     + ENDS,
     "deepseek": r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*" + ENDS,
     "demo": r"\w+ ?|[^\w\s]+ ?|\s+",
     "spaces": " {2,}",
-}  # fmt: skip
+}
 RUNS = [
     text * 20_000 for text in ("  ", "A", "a", "語", "- ", "\u0301", "1", "'", " \u3000", "\n ", "\t", "Aa")
 ]
@@ -344,12 +346,37 @@ def test_patterns_of_known_tokenizers_are_linear(kind):
 @pytest.mark.parametrize(
     "pattern",
     [
-        "(a+)+$", "a+b", "a+a+", "(a|aa)+", r"\s*\s*\s*x", "a{1,1000}", "(?:a?){50}", "a++", "a*?b", r"(.)\1",
-        r"\s*[\r\n]+", r"\s+(?!\S)", "(?=a+b)", "(?<=a)b", "(a", "a)", "[a", ".*a", "(a{50}){50}", "(?i:a*)*",
-        "[a&&[b]]", "a{,}", "^a+$", r"\bfoo", "(?>a+)b", "|a", "(a|a)" * 9 + "x", "a" * 5000,
+        "(a+)+$",
+        "a+b",
+        "a+a+",
+        "(a|aa)+",
+        r"\s*\s*\s*x",
+        "a{1,1000}",
+        "(?:a?){50}",
+        "a++",
+        "a*?b",
+        r"(.)\1",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        "(?=a+b)",
+        "(?<=a)b",
+        "(a",
+        "a)",
+        "[a",
+        ".*a",
+        "(a{50}){50}",
+        "(?i:a*)*",
+        "[a&&[b]]",
+        "a{,}",
+        "^a+$",
+        r"\bfoo",
+        "(?>a+)b",
+        "|a",
+        "(a|a)" * 9 + "x",
+        "a" * 5000,
         r"x|\s+(?!\S)|y",
     ],
-)  # fmt: skip
+)
 def test_other_patterns_are_not(pattern):
     assert not is_linear(pattern)
 

@@ -51,7 +51,7 @@ class CacheLayout:
 
     @property
     def planes(self) -> tuple[int, int]:
-        """The number of planes, and the numbers of a block in each of them."""
+        """The number of planes, and how many numbers a block has in each plane."""
         if self.is_in_planes:
             return max(map(len, self._parts)), self._parts[0][0]
         return 1, max(map(sum, self._parts))

@@ -123,7 +123,7 @@ def _ropes(hf: Config) -> Any:
 
 
 def _shapes(hf: Config, layer_types: tuple[str, ...]) -> tuple[KVShape, ...]:
-    """Return what each layer reads of a token.
+    """Return the shapes of K and V that each layer reads.
 
     transformers 5 writes what differs from head_dim and num_key_value_heads into per_layer_config. Other
     checkpoints have keys for the layers with full attention.
@@ -160,7 +160,10 @@ def _shapes(hf: Config, layer_types: tuple[str, ...]) -> tuple[KVShape, ...]:
 
 
 def _shape(own: Config, called: dict[str, str], num_heads: int) -> KVShape:
-    """Return the shape of a layer. own: its sizes. called: what errors call their keys."""
+    """Return the shape of a layer.
+
+    own: its sizes. called: the names of their keys in errors.
+    """
     most = CEILINGS["global_head_dim"]
     head_dim = check_int(CheckpointError, called["head_dim"], own["head_dim"], 2, most)
     name = called["num_key_value_heads"]

@@ -12,9 +12,16 @@ from .build import read_attention, read_feed_forward, read_model, read_norm, rep
 from .reading import Config, activation_of, flag, size
 from .rope import MAX_ROPE_THETA, own_rope, read_rope
 
-GPT2 = {"max_position_embeddings": 1024, "tie_word_embeddings": True, "n_inner": None,
-        "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}  # fmt: skip
+GPT2 = {
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "n_inner": None,
+    "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu_new",
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
 GPT2_KEYS = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -26,8 +33,13 @@ GPT2_KEYS = {
     "num_key_value_heads": None,
     "head_dim": None,
 }
-GPT_NEOX = {"max_position_embeddings": 2048, "layer_norm_eps": 1e-5, "hidden_act": "gelu",
-            "use_parallel_residual": True, "attention_bias": True}  # fmt: skip
+GPT_NEOX = {
+    "max_position_embeddings": 2048,
+    "layer_norm_eps": 1e-5,
+    "hidden_act": "gelu",
+    "use_parallel_residual": True,
+    "attention_bias": True,
+}
 GPT_NEOX_KEYS = {"rms_norm_eps": "layer_norm_eps", "num_key_value_heads": None, "head_dim": None}
 # Masks, which old checkpoints contain.
 _MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")

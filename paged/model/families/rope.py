@@ -120,7 +120,7 @@ def ropes_by_type(hf: Config, rope_theta: float, local_theta: float) -> dict[str
 
 
 def by_layer_type(hf: Config, layer_types: tuple[str, ...], ropes: dict[str, RopeConfig]) -> dict[str, Any]:
-    """Return `rope`, that of full attention, and the `ropes` and `windows` of each layer."""
+    """Return the arguments of `repeat`: `rope`, of full attention, and each layer's `ropes` and `windows`."""
     return {
         "rope": ropes["full_attention"],
         "ropes": tuple(ropes[kind] for kind in layer_types),

@@ -38,11 +38,22 @@ COMMON = {
 }
 _LLAMA = {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
 _MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
-_MINISTRAL3 = {"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128,
-               "rms_norm_eps": 1e-5, "sliding_window": None}  # fmt: skip
-_MINISTRAL3_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0,
-                    "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
-                    "llama_4_scaling_beta": 0.1}  # fmt: skip
+_MINISTRAL3 = {
+    "max_position_embeddings": 262144,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+}
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16384,
+    "llama_4_scaling_beta": 0.1,
+}
 _QWEN2 = {
     "max_position_embeddings": 32768,
     "num_key_value_heads": 32,
@@ -51,25 +62,66 @@ _QWEN2 = {
     "max_window_layers": 28,
 }
 _QWEN3 = {**_QWEN2, "head_dim": 128, "attention_bias": False}
-_PHI3 = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None,
-         "original_max_position_embeddings": 4096}  # fmt: skip
-_GRANITE = {**_LLAMA, "attention_multiplier": 1.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
-            "logits_scaling": 1.0}  # fmt: skip
-_GRANITE_SWA = {**_GRANITE, "max_position_embeddings": 8192, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
-                "tie_word_embeddings": True, "sliding_window": 128, "layer_rope_theta": None}  # fmt: skip
+_PHI3 = {
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "original_max_position_embeddings": 4096,
+}
+_GRANITE = {
+    **_LLAMA,
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+_GRANITE_SWA = {
+    **_GRANITE,
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "sliding_window": 128,
+    "layer_rope_theta": None,
+}
 _OLMO2 = {"max_position_embeddings": 2048, "attention_bias": False, "rms_norm_eps": 1e-5}
 _OLMO3 = {**_OLMO2, "sliding_window": 4096}
-_SMOLLM3 = {**_LLAMA, "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True,
-            "use_sliding_window": False, "sliding_window": None, "no_rope_layers": None,
-            "no_rope_layer_interval": 4}  # fmt: skip
-_GLM4 = {"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
-         "rms_norm_eps": 1.5625e-7, "attention_bias": True}  # fmt: skip
-_GEMMA2 = {"max_position_embeddings": 8192, "num_key_value_heads": 4, "head_dim": 256,
-           "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "attention_bias": False,
-           "query_pre_attn_scalar": 256, "sliding_window": 4096, "final_logit_softcapping": 30.0,
-           "attn_logit_softcapping": 50.0}  # fmt: skip
-_GEMMA3 = {**_GEMMA2, "max_position_embeddings": 131072, "final_logit_softcapping": None,
-           "attn_logit_softcapping": None, "sliding_window_pattern": 6}  # fmt: skip
+_SMOLLM3 = {
+    **_LLAMA,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "no_rope_layers": None,
+    "no_rope_layer_interval": 4,
+}
+_GLM4 = {
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+}
+_GEMMA2 = {
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}
+_GEMMA3 = {
+    **_GEMMA2,
+    "max_position_embeddings": 131072,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "sliding_window_pattern": 6,
+}
 
 
 def _llama(hf: Config) -> ModelConfig:

@@ -42,7 +42,7 @@ class LayerNorm(nn.Module):
 
 
 def new_norm(spec: NormSpec, size: int, kernels: Kernels) -> RMSNorm | LayerNorm:
-    """Make a norm over so many numbers."""
+    """Make a norm over vectors of this size."""
     if spec.subtracts_mean:
         return LayerNorm(size, spec.eps, kernels)
     return RMSNorm(size, spec.eps, kernels, unit_offset=spec.unit_offset)

@@ -27,7 +27,7 @@ class Angles(NamedTuple):
     query_factors: Tensor | None  # f32[num_tokens, 1]
 
     def take(self, indices: Tensor, kernels: Kernels) -> Angles:
-        """Return those of the tokens with these indices, i64[n]."""
+        """Return the angles of the tokens with these indices, i64[n]."""
         cos = kernels.take_rows(self.cos, indices)
         sin = kernels.take_rows(self.sin, indices)
         factors = None
@@ -197,7 +197,7 @@ def _yarn_kept(rope: RopeConfig, rotary_dim: int) -> Tensor:
     """Return the share of each frequency that is kept; the rest is interpolated (Peng et al., YaRN, 2023)."""
 
     def dimension(rotations: float) -> float:
-        """Return the dimension whose frequency makes so many rotations within the trained context."""
+        """Return the dimension whose frequency makes this many rotations within the trained context."""
         wavelength = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
         return rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
@@ -215,7 +215,7 @@ def _yarn_kept(rope: RopeConfig, rotary_dim: int) -> Tensor:
 def rotated_order(rope: RopeConfig, head_dim: int) -> Tensor | None:  # i64[head_dim]
     """Return the order of a head's dimensions in which the kernels rotate i with i + head_dim // 2.
 
-    Those that are not rotated come behind the others of each half. None: the order of the checkpoint.
+    Dimensions that are not rotated are the last ones of each half. None: the order of the checkpoint.
     """
     rotary_dim = rope.rotary_dim or head_dim
     if rotary_dim == head_dim and not rope.interleaved:

@@ -12,10 +12,10 @@ from .rotary import Angles
 
 
 class TokenRows(NamedTuple):
-    """Values that every layer gets of each token; row i of each belongs to token i.
+    """Values that every layer gets for each token: row i belongs to token i.
 
-    angles: those of each rotary embedding of the model.
-    inputs: those of all layers, see PerLayerEmbeddings; None: the model has none.
+    angles: of each rotary embedding of the model.
+    inputs: of all layers, see PerLayerEmbeddings; None: the model has none.
     """
 
     angles: Sequence[Angles]

@@ -9,7 +9,7 @@ from typing import Any
 from ...requests.request import CompletionOutput, RequestOutput
 from ..chat_output.parts import ChatOutput, OutputParser, Part, ReasoningDelta, delta_of
 from .chunks import Chunks, Form, Head
-from .places import chat_places, prompt_places
+from .places import chat_places
 from .usage import Usage, usage_of
 
 
@@ -18,28 +18,22 @@ class ChatForm(Form):
     """The form of a chat.
 
     role: of the answer.
-    prompt_logprobs: whether the log-probabilities of the prompt are returned.
     prompt_text: whether the rendered conversation is returned.
     new_parser: makes the parser of an answer; None if answers are all content.
     include_reasoning: whether reasoning is returned.
     """
 
     role: str = "assistant"
-    prompt_logprobs: bool = False
     prompt_text: bool = False
     new_parser: Callable[[], OutputParser] | None = None
     include_reasoning: bool = True
 
     def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the fields of a body about the prompt."""
-        fields: dict[str, Any] = {}
-        if self.prompt_logprobs and output.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = prompt_places(output.prompt_logprobs)
-        if self.token_ids:
-            fields["prompt_token_ids"] = output.prompt_token_ids
-        if self.prompt_text:
-            fields["prompt_text"] = output.prompt
-        return fields
+        """Return the fields of a response about the prompt."""
+        text = {"prompt_text": output.prompt} if self.prompt_text else {}
+        return (
+            Form.prompt_fields(self, output) | text
+        )  # a class with slots that dataclass made has no super()
 
     def shown(self, parts: Iterable[Part]) -> list[Part]:
         """Return the parts that a response holds."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...requests.request import CompletionOutput, RequestOutput
-from .places import Decoding
+from .places import Decoding, prompt_places
 from .usage import Usage
 
 
@@ -25,6 +25,7 @@ class Form:
     include_usage: end a stream with the counts of tokens.
     continuous_usage: put the counts so far into each chunk.
     cached_tokens: say how many tokens of the prompts were in the prefix cache.
+    prompt_logprobs: return the log-probabilities of the prompts by themselves.
     """
 
     n: int = 1
@@ -36,6 +37,16 @@ class Form:
     include_usage: bool = False
     continuous_usage: bool = False
     cached_tokens: bool = False
+    prompt_logprobs: bool = False
+
+    def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
+        """Return the fields of a response about a prompt."""
+        fields: dict[str, Any] = {}
+        if self.prompt_logprobs and output.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = prompt_places(output.prompt_logprobs)
+        if self.token_ids:
+            fields["prompt_token_ids"] = output.prompt_token_ids
+        return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +77,7 @@ class Chunks(ABC):
         self._ended: set[int] = set()  # choices whose finish_reason was sent
 
     def start(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return the chunks before those of the first output, which `add` takes next."""
+        """Return the first chunks, before the first output, which `add` takes next."""
         self.usage.add_prompt(index, output)
         return self.opening()
 
@@ -88,13 +99,13 @@ class Chunks(ABC):
         return chunks
 
     def finish(self) -> list[dict[str, Any]]:
-        """Return the chunks after those of the last output."""
+        """Return the last chunks, after the last output."""
         if not self.form.include_usage:
             return []
         return [{**self._head, "choices": [], "usage": self.usage.as_json()}]
 
     def before(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:  # noqa: ARG002
-        """Return the chunks before those of the choices: what belongs to the prompt of this index."""
+        """Return the chunks about the prompt of this index, which precede the chunks of its choices."""
         return []
 
     @abstractmethod

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...requests.request import CompletionOutput, RequestOutput
 from .chunks import Chunks, Form, Head
-from .places import CompletionPlaces, prompt_places, prompt_text
+from .places import CompletionPlaces, prompt_text
 from .usage import Usage, usage_of
 
 if TYPE_CHECKING:
@@ -45,25 +45,14 @@ class CompletionForm(Form):
 
     echo: None if prompts are not repeated.
     logprobs: whether the tokens' log-probabilities are returned.
-    prompt_logprobs: whether those of the prompts are returned by themselves.
     """
 
     echo: Echo | None = None
     logprobs: bool = False
-    prompt_logprobs: bool = False
 
     def new_places(self, output: RequestOutput) -> CompletionPlaces:
         """Return what makes the log-probabilities of a choice of a prompt."""
         return CompletionPlaces(self.decoding, output.prompt_token_ids, as_ids=self.as_ids)
-
-    def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the fields of a choice about its prompt."""
-        fields: dict[str, Any] = {}
-        if self.prompt_logprobs and output.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = prompt_places(output.prompt_logprobs)
-        if self.token_ids:
-            fields["prompt_token_ids"] = output.prompt_token_ids
-        return fields
 
     @property
     def echo_only(self) -> bool:

@@ -44,7 +44,7 @@ def chat_places(
 class Decoding:
     """How the tokens of an answer become its text.
 
-    tokenizer: None if they do not.
+    tokenizer: None if there is no text.
     """
 
     tokenizer: Tokenizer | None = None
@@ -65,7 +65,7 @@ class Decoding:
     def bytes_of(self, token_id: int, candidate: Logprob) -> list[int] | None:
         """Return the bytes of the text that a token stands for; None if they are not known.
 
-        Joined, those of an answer are its text in UTF-8: a special token that is left out has none.
+        Joined, the bytes of an answer's tokens are its text in UTF-8; special tokens left out have none.
         """
         tokenizer = self.tokenizer
         text = candidate.decoded_token or ""
@@ -81,8 +81,9 @@ class Decoding:
 class CompletionPlaces:
     """The log-probabilities of a completion, whose offsets count on from one delta to the next.
 
-    An offset is the number of characters before a token in the text that is returned. A part of a character
-    that another token completes has none of its own, and neither has a special token that is left out.
+    An offset is the number of characters before a token in the text that is returned. A token with a part
+    of a character that a later token completes adds no characters, and neither does a special token that is
+    left out.
 
     prompt_token_ids: of the prompt that is completed.
     as_ids: name tokens by their ids.
@@ -97,7 +98,7 @@ class CompletionPlaces:
     def of_prompt(
         self, places: Sequence[Place | None], text: str, tokenizer: Tokenizer, *, is_text: bool
     ) -> dict[str, Any]:
-        """Return the log-probabilities of the prompt's tokens. What follows counts on from its text.
+        """Return the log-probabilities of the prompt's tokens. Later offsets count on from the prompt's end.
 
         places: None for the first token, which has no log-probability.
         text: the prompt as it is repeated.
@@ -145,7 +146,7 @@ class CompletionPlaces:
 
 @dataclass(slots=True)
 class _Lists:
-    """The lists of a completion's log-probabilities, with an entry of each for a token."""
+    """The parallel lists of a completion's log-probabilities: each has an entry for each token."""
 
     tokens: list[str] = field(default_factory=list)
     token_logprobs: list[float | None] = field(default_factory=list)
@@ -205,7 +206,7 @@ def prompt_offsets(
 def _num_before(piece: str, token: str | None) -> int:
     """Return how many characters of a piece of text belong to the tokens before the one that completes it.
 
-    They are what becomes of parts of a character that the token does not complete, or a space.
+    Such characters replace parts of a character that the token does not complete, or are a space.
     """
     return len(piece) - len(token) if token and piece.endswith(token) else 0
 

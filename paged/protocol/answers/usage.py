@@ -29,7 +29,7 @@ class Usage:
             self._num_cached += output.num_cached_tokens or 0
 
     def add(self, index: int, output: RequestOutput) -> None:
-        """Add an output of the prompt of this index: the only one, or one of those with deltas."""
+        """Add an output of the prompt with this index: its only output, or one of several with deltas."""
         self.add_prompt(index, output)
         if self._counts_output:
             for completion in output.outputs:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ...base.fields import FieldTable
 from ...errors import PagedError, RequestError
 from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
@@ -16,7 +17,6 @@ from ...sampling_params import RequestOutputKind, SamplingParams, StructuredOutp
 from ..answers.chunks import Chunks
 from ..answers.places import Decoding
 from ..fields.sampling import SAMPLING_KINDS, check_most_logprobs, constraint_of, field_of_part
-from ..fields.table import FieldTable
 from ..limits import MAX_CHOICES, MAX_PARAMETER_SIZE, Limits
 
 if TYPE_CHECKING:
@@ -76,6 +76,19 @@ class Call(ABC):
         except PagedError as error:
             error.param = self.param_of(error) or default
             raise
+
+
+def listed_prompts(value: str | list[Any]) -> list[Any]:
+    """Return a list of prompts from a text, token ids, or a list of either."""
+    return [value] if isinstance(value, str) or isinstance(value[0], int) else value
+
+
+def prompt_of(prompt: str | list[int], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a prompt with the options that a body gives for it."""
+    salt = {"cache_salt": values["cache_salt"]} if "cache_salt" in values else {}
+    if isinstance(prompt, str):
+        return {"prompt": prompt, "add_special_tokens": values.get("add_special_tokens", True), **salt}
+    return {"prompt_token_ids": prompt, **salt}
 
 
 class GenerationCall(Call):
@@ -182,10 +195,11 @@ class AnswerCall(GenerationCall):
             "include_usage": options.get("include_usage", False),
             "continuous_usage": options.get("continuous_usage_stats", False),
             "cached_tokens": limits.cached_tokens,
+            "prompt_logprobs": "prompt_logprobs" in self.values,
         }
 
     def decode_with(self, tokenizer: Tokenizer | None, *, skip_special_tokens: bool = True) -> None:
-        """Note what makes the text of the answer.
+        """Set the tokenizer that makes the text of the answer.
 
         skip_special_tokens: False if the text needs them, whatever the body says.
         """

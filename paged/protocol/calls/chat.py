@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...base.fields import Field, FieldTable, ignored, refused
+from ...base.kinds import Boolean, Integer
 from ...errors import PagedError, RequestError
 from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
@@ -14,10 +16,8 @@ from ..answers.chunks import Head
 from ..chat_output.parts import OutputParser
 from ..chat_output.plan import ToolPlan
 from ..fields.common import ADD_SPECIAL_TOKENS, ANSWER_FIELDS, BASE_FIELDS, TEMPLATE_FIELDS
-from ..fields.kinds import Boolean, Integer
 from ..fields.messages import MESSAGES
 from ..fields.sampling import SAMPLING_FIELDS, check_most_logprobs
-from ..fields.table import Field, FieldTable, ignored, refused
 from ..fields.tools import TOOL_FIELDS
 from ..limits import MAX_TOP_LOGPROBS, Limits
 from .call import AnswerCall
@@ -160,7 +160,6 @@ class ChatCall(AnswerCall):
             **self.form_fields,
             num_top=self.sampling.get("logprobs", 0),
             role=self.conversation.answer_role,
-            prompt_logprobs="prompt_logprobs" in self.values,
             prompt_text=self.values.get("return_prompt_text", False),
             new_parser=self._new_parser if self._plan.parses else None,
             include_reasoning=self.values.get("include_reasoning", True),

@@ -5,43 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...base.fields import Field, FieldTable, refused
+from ...base.kinds import Boolean, Integer
 from ...errors import RequestError
 from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
-from ...sampling_params import MAX_LOGPROBS
 from ..answers.chunks import Head
 from ..answers.completions import CompletionChunks, CompletionForm, Echo, completion_body
-from ..fields.common import ADD_SPECIAL_TOKENS, ANSWER_FIELDS, BASE_FIELDS
-from ..fields.kinds import Boolean, Integer, ListOf, OneOf, Text, TokenIds
-from ..fields.sampling import DETOKENIZE, SAMPLING_FIELDS, check_most_logprobs
-from ..fields.table import Field, FieldTable, refused
-from ..limits import MAX_PROMPTS, Limits
-from .call import AnswerCall
+from ..fields.common import ADD_SPECIAL_TOKENS, ANSWER_FIELDS, BASE_FIELDS, PROMPTS
+from ..fields.sampling import SAMPLING_FIELDS, check_most_logprobs, sampling_field
+from ..limits import Limits
+from .call import AnswerCall, listed_prompts, prompt_of
 
 if TYPE_CHECKING:
     from ...engine.model_text import ModelText
 
-PROMPTS = OneOf((Text(1), TokenIds(1), ListOf(Text(1), 1, MAX_PROMPTS), ListOf(TokenIds(1), 1, MAX_PROMPTS)))
 COMPLETION_TABLE = FieldTable(
     "/v1/completions",
     [
         Field("prompt", PROMPTS, "the text to complete, its token ids, or a list of either", required=True),
         *BASE_FIELDS,
         *(field for field in SAMPLING_FIELDS if field.name != "max_tokens"),
-        Field(
-            "max_tokens",
-            Integer(0),
-            "most tokens to generate, by default 16; 0 needs echo",
-        ),
-        Field(
+        Field("max_tokens", Integer(0), "most tokens to generate, by default 16; 0 needs echo"),
+        sampling_field(
             "logprobs",
-            Integer(-1, MAX_LOGPROBS),
             "report the log-probability of every token and of this many most likely ones at its position; "
             "with echo also of the prompt's tokens",
         ),
         Field("echo", Boolean(), "repeat the prompt before its completion"),
         ADD_SPECIAL_TOKENS,
-        DETOKENIZE,
+        sampling_field("detokenize"),
         *ANSWER_FIELDS,
         *refused("suffix", "models that fill in the middle take a prompt with their own special tokens", ""),
         *refused("prompt_embeds", "a prompt is text or token ids"),
@@ -60,7 +53,7 @@ class CompletionCall(AnswerCall):
         super().__init__(body, limits)
         values = self.values
         sampling = self.sampling
-        self.listed = _listed(values["prompt"])
+        self.listed = listed_prompts(values["prompt"])
         self.check_choices(len(self.listed))
         self._echo: Echo | None = None
         self._echoes: bool = values.get("echo", False)
@@ -88,13 +81,7 @@ class CompletionCall(AnswerCall):
             self._echo = Echo(tokenizer=text.tokenizer, only=self._echo_only)
         if "logprobs" in self.values and self.values.get("detokenize", True):
             self.decode_with(text.tokenizer)
-        add = self.values.get("add_special_tokens", True)
-        return [
-            {"prompt": prompt, "add_special_tokens": add}
-            if isinstance(prompt, str)
-            else {"prompt_token_ids": prompt}
-            for prompt in self.listed
-        ]
+        return [prompt_of(prompt, self.values) for prompt in self.listed]
 
     def body(
         self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str
@@ -118,13 +105,4 @@ class CompletionCall(AnswerCall):
             num_prompts=len(self.listed),
             echo=self._echo,
             logprobs="logprobs" in self.values,
-            prompt_logprobs="prompt_logprobs" in self.values,
         )
-
-
-def _listed(value: Any) -> list[Any]:
-    """Return a list of prompts from a text, token ids, or a list of either."""
-    if isinstance(value, str) or not value or isinstance(value[0], int):
-        return [value]
-    prompts: list[Any] = value
-    return prompts

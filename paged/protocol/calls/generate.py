@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...base.fields import Field, FieldTable
+from ...base.kinds import AnyJSON, Boolean, Choice, ListOf, OneOf
 from ...errors import PagedError
 from ...requests.prompts import Prompt
 from ...requests.request import CompletionOutput, RequestOutput
-from ...sampling_params import MAX_LOGPROBS, SamplingParams
+from ...sampling_params import SamplingParams
 from ..answers.errors import error_body, failure_of, status_of
 from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS
-from ..fields.kinds import AnyJSON, Boolean, Choice, Integer, ListOf, OneOf
-from ..fields.sampling import DETOKENIZE, SAMPLING_FIELDS, check_most_logprobs
-from ..fields.table import Field, FieldTable
+from ..fields.sampling import SAMPLING_FIELDS, check_most_logprobs, sampling_field
 from ..jobs import candidates_of, finite
 from ..limits import MAX_PROMPTS, Limits
 from .call import GenerationCall
@@ -32,11 +32,7 @@ GENERATE_TABLE = FieldTable(
         Field("prompt", AnyJSON(), "a single prompt; either it or prompts is given"),
         *BASE_FIELDS,
         *SAMPLING_FIELDS,
-        Field(
-            "logprobs",
-            Integer(-1, MAX_LOGPROBS),
-            "report the log-probability of every token and of this many most likely ones at its position",
-        ),
+        sampling_field("logprobs"),
         Field(
             "stream",
             OneOf((Boolean(), Choice(("results", "deltas")))),
@@ -44,7 +40,7 @@ GENERATE_TABLE = FieldTable(
             "piece of text",
         ),
         ADD_SPECIAL_TOKENS,
-        DETOKENIZE,
+        sampling_field("detokenize"),
     ],
     one_of=("prompts", "prompt"),
 )

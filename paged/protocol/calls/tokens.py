@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...base.fields import Field, FieldTable
+from ...base.kinds import Boolean, Text, TokenIds
 from ...errors import RequestError
 from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, TEMPLATE_FIELDS
-from ..fields.kinds import Boolean, Text, TokenIds
 from ..fields.messages import MESSAGES
-from ..fields.table import Field, FieldTable
 from ..fields.tools import TOOLS
 from ..limits import MAX_CONTEXTS, Limits
 from .call import Call

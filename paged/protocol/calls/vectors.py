@@ -7,26 +7,25 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...base.fields import Field, FieldTable, refused
+from ...base.kinds import Boolean, Choice, Integer, ListOf, OneOf, Text, TokenIds
 from ...engine.embedding import POOLINGS, EmbeddingRequestOutput
 from ...engine.scoring import ScoreOutput
 from ...errors import RequestError
 from ...requests.prompts import Prompt
-from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, ENCODING_FORMAT, PRIORITY, REQUEST_TIMEOUT
-from ..fields.kinds import Boolean, Choice, Integer, ListOf, OneOf, Text, TokenIds
-from ..fields.sampling import CACHE_SALT
-from ..fields.table import Field, FieldTable, refused
+from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, ENCODING_FORMAT, PROMPTS
+from ..fields.sampling import sampling_field
 from ..jobs import finite
-from ..limits import MAX_CONTINUATIONS, MAX_PROMPTS, Limits
-from .call import Call
+from ..limits import MAX_CONTINUATIONS, Limits
+from .call import Call, listed_prompts, prompt_of
 
 if TYPE_CHECKING:
     from ...engine.model_text import ModelText
 
-_INPUT = OneOf((Text(1), TokenIds(1), ListOf(Text(1), 1, MAX_PROMPTS), ListOf(TokenIds(1), 1, MAX_PROMPTS)))
 EMBEDDING_TABLE = FieldTable(
     "/v1/embeddings",
     [
-        Field("input", _INPUT, "the text to embed, its token ids, or a list of either", required=True),
+        Field("input", PROMPTS, "the text to embed, its token ids, or a list of either", required=True),
         *BASE_FIELDS,
         Field("encoding_format", ENCODING_FORMAT, "numbers, or base64 of little-endian float32"),
         Field("dimensions", Integer(1), "the size of the model's hidden states: vectors are not cut"),
@@ -36,9 +35,7 @@ EMBEDDING_TABLE = FieldTable(
             "the final hidden state of the last token, which is the default, or the mean over all tokens",
         ),
         Field("normalize", Boolean(), "scale each vector to a Euclidean norm of 1, by default true"),
-        PRIORITY,
-        REQUEST_TIMEOUT,
-        CACHE_SALT,
+        *map(sampling_field, ("priority", "timeout_s", "cache_salt")),
         ADD_SPECIAL_TOKENS,
         *refused("truncate_prompt_tokens truncation_side", "cut the prompt's token ids", -1),
         *refused("messages", "a conversation is not embedded; give its text as input"),
@@ -58,9 +55,7 @@ SCORE_TABLE = FieldTable(
             required=True,
         ),
         *BASE_FIELDS,
-        PRIORITY,
-        REQUEST_TIMEOUT,
-        CACHE_SALT,
+        *map(sampling_field, ("priority", "timeout_s", "cache_salt")),
         ADD_SPECIAL_TOKENS,
         *refused(
             "text_1 text_2 queries documents",
@@ -85,9 +80,7 @@ class EmbeddingCall(Call):
         self.pooling = self.values.get("pooling", POOLINGS[0])
         self.normalize: bool = self.values.get("normalize", True)
         self._in_base64 = self.values.get("encoding_format") == "base64"
-        value = self.values["input"]
-        is_one = isinstance(value, str) or isinstance(value[0], int)
-        self.listed: list[Any] = [value] if is_one else value
+        self.listed = listed_prompts(self.values["input"])
 
     def prompts(self, text: ModelText) -> Sequence[Prompt]:
         """Return the prompts to embed. Raises RequestError."""
@@ -176,11 +169,3 @@ class ScoreCall(Call):
                 "prompt_tokens_details": None,
             },
         }
-
-
-def prompt_of(prompt: str | list[int], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a prompt with the options that a body gives for it."""
-    salt = {"cache_salt": values["cache_salt"]} if "cache_salt" in values else {}
-    if isinstance(prompt, str):
-        return {"prompt": prompt, "add_special_tokens": values.get("add_special_tokens", True), **salt}
-    return {"prompt_token_ids": prompt, **salt}

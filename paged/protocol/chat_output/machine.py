@@ -293,7 +293,7 @@ class CallMachine(TextMachine):
 
 
 def _object_text(value: str) -> str:
-    """Return the text of an object from that of arguments which may be null or a string; "" if it is none."""
+    """Return arguments as the text of an object, even if the model wrote null or a string; "" otherwise."""
     if value.startswith("{"):
         return value
     if value in ("null", '""'):

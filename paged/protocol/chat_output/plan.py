@@ -29,13 +29,13 @@ class PlainText:
         return [ContentDelta(text)] if text else []
 
     def finish(self) -> list[Part]:
-        """Return nothing: nothing was held."""
+        """Return nothing, as `feed` holds nothing back."""
         return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolPlan:
-    """What a chat request makes of its tools and of reasoning.
+    """How the tools and the reasoning of a chat request shape its prompt, its grammar and its parser.
 
     template_tools: the tools to show to the chat template; None for none.
     tools: those that the answer may call.
@@ -169,7 +169,7 @@ class ToolPlan:
 
 
 def _format_of(wanted: StructuredOutputsParams) -> Format:
-    """Return the format of a structural tag that is the same language."""
+    """Return the language as the format of a structural tag."""
     value: Any = getattr(wanted, wanted.kind)
     match wanted.kind:
         case "json":

@@ -74,7 +74,7 @@ class ToolPrompt:
 
 
 def _add_result(shown: list[Message], message: Message) -> None:
-    """Add a tool's result to the conversation, together with those before it: roles alternate."""
+    """Add a tool's result to the conversation, in one message with the results before it: roles alternate."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "\n".join(part["text"] for part in content)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..limits import MAX_NAME_LENGTH, MAX_REQUEST_ID_LENGTH
-from .kinds import Boolean, Choice, JSONObject, ListOf, Number, PrintableText, Text
-from .table import Field, FieldTable, ObjectOf, ignored, refused
+from ...base.fields import Field, FieldTable, ObjectOf, ignored, refused
+from ...base.kinds import Boolean, Choice, JSONObject, ListOf, OneOf, PrintableText, Text, TokenIds
+from ..limits import MAX_NAME_LENGTH, MAX_PROMPTS, MAX_REQUEST_ID_LENGTH
 
 STREAM_OPTIONS = FieldTable(
     "stream_options",
@@ -17,6 +17,8 @@ STREAM_OPTIONS = FieldTable(
 ADD_SPECIAL_TOKENS = Field(
     "add_special_tokens", Boolean(), "add the special tokens of the checkpoint to a prompt that is text"
 )
+# One prompt or several, each a text or token ids.
+PROMPTS = OneOf((Text(1), TokenIds(1), ListOf(Text(1), 1, MAX_PROMPTS), ListOf(TokenIds(1), 1, MAX_PROMPTS)))
 # In every body.
 BASE_FIELDS = [
     Field("model", Text(longest=MAX_NAME_LENGTH), "a name of the model; any model if it is not given"),
@@ -37,12 +39,6 @@ BASE_FIELDS = [
     *refused("mm_processor_kwargs media_io_kwargs", "this version takes text and token ids alone", {}),
     *refused("lora_request", "LoRA adapters are not supported yet"),
 ]
-PRIORITY = Field("priority", Number(), 'the lowest number goes first; only for scheduling_policy "priority"')
-REQUEST_TIMEOUT = Field(
-    "timeout_s",
-    Number(0.0, above=True),
-    "seconds from the arrival of the request after which it is aborted; null sets no limit",
-)
 # In the bodies that generate in OpenAI's form.
 ANSWER_FIELDS = [
     Field("stream", Boolean(), "send the answer as server-sent events while it is generated"),

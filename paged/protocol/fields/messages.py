@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from ...base.fields import Field, FieldTable, ObjectOf, refused
+from ...base.kinds import Choice, JSONObject, Kind, ListOf, OneOf, Schema, Text
 from ...base.validation import shown
 from ...errors import RequestError
 from ..limits import MAX_MESSAGES
-from .kinds import Choice, JSONObject, Kind, ListOf, OneOf, Schema, Text
-from .table import Field, FieldTable, ObjectOf, refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class _Role(Text):
-    """A role. The schema has those that all templates know."""
+    """A role: any text, but the schema lists the roles that all templates know."""
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"type": "string", "enum": [*ROLES]}
 
 
@@ -23,7 +22,6 @@ class _PartKind(JSONObject):
     """A part of a message's content, of which only text is supported."""
 
     def parse(self, name: str, value: object) -> dict[str, object]:
-        """Return the part."""
         kind = value.get("type") if isinstance(value, dict) else None
         if not isinstance(value, dict) or not isinstance(kind, str):
             example = '{"type": "text", "text": ...}'
@@ -35,7 +33,6 @@ class _PartKind(JSONObject):
         return value if kind == "text" else {"type": "text", "text": value[kind]}
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {
             "type": "object",
             "properties": {"type": {"const": "text"}, "text": {"type": "string"}},

@@ -4,81 +4,85 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...base.arguments import field_texts
-from ...base.from_vllm import SAMPLING_PARAMS, STRUCTURED_OUTPUTS_PARAMS, Neutral
-from ...base.validation import shown
-from ...errors import PagedError, RequestError
-from ...sampling_params import (
-    MAX_BAD_WORDS,
-    MAX_LOGPROBS,
-    MAX_REPETITION_PENALTY,
-    MAX_SEED,
-    MAX_TOKEN_IDS,
-    MIN_REPETITION_PENALTY,
-    SamplingParams,
-    StructuredOutputsParams,
-)
-from ..limits import MAX_LOGIT_BIASES, MAX_N, MAX_NAME_LENGTH, MAX_STOP_STRINGS
-from .kinds import (
+from ...base.fields import Field, FieldTable, ObjectOf, Tagged, ignored, refused
+from ...base.from_vllm import Neutral, neutral_of
+from ...base.kinds import (
     Boolean,
     Choice,
     Integer,
     JSONObject,
     Kind,
     ListOf,
-    LogitBias,
-    Number,
     OneOf,
+    Schema,
     Text,
     TokenIds,
+    kinds_of,
 )
-from .structural_tags import FORM_FIELDS, TAG_FORMS, StructuralTag
-from .table import Field, FieldTable, ObjectOf, Tagged, ignored, refused
+from ...base.validation import shown
+from ...errors import PagedError, RequestError
+from ...sampling_params import (
+    BIAS,
+    MAX_BAD_WORDS,
+    MAX_TOKEN_IDS,
+    SamplingParams,
+    StructuredOutputsParams,
+    biases_of,
+)
+from ...structural_tag import FORM_FIELDS, TAG_FORMS, StructuralTag
+from ..limits import MAX_LOGIT_BIASES, MAX_N, MAX_NAME_LENGTH, MAX_STOP_STRINGS
+
+
+@dataclass(frozen=True, slots=True)
+class LogitBias(Kind):
+    """An object of at most `most` token ids, written as strings, and their biases."""
+
+    types = (dict,)
+    most: int
+
+    def parse(self, name: str, value: Any) -> dict[int, float]:
+        if not isinstance(value, Mapping):
+            raise RequestError(f'{name} must be an object such as {{"50": -100}}, got {shown(value)}')
+        if len(value) > self.most:
+            raise RequestError(f"{name} has {len(value):,} entries; {self.most:,} is the most")
+        return biases_of(value.items())
+
+    def schema(self) -> Schema:
+        return {
+            "type": "object",
+            "patternProperties": {"^[0-9]{1,19}$": BIAS.schema()},
+            "additionalProperties": False,
+            "maxProperties": self.most,
+        }
+
+    def __str__(self) -> str:
+        return f"object of at most {self.most:,} token ids and numbers {BIAS.limits}"
+
 
 _TEXT = Text(1)
-_CANDIDATES = Integer(-1, MAX_LOGPROBS)
-SAMPLING_KINDS: dict[str, Kind] = {
+_WORDS = ListOf(_TEXT, longest=MAX_BAD_WORDS)
+# What bodies take otherwise than `SamplingParams`: lists, and less than an engine.
+_OWN_KINDS: dict[str, Kind] = {
     "n": Integer(1, MAX_N),
     "best_of": Integer(1, MAX_N),
-    "temperature": Number(0.0),
-    "top_p": Number(0.0, 1.0, above=True),
-    "top_k": Integer(-1),
-    "min_p": Number(0.0, 1.0),
-    "typical_p": Number(0.0, 1.0, above=True),
-    "top_n_sigma": Number(0.0),
-    "seed": Integer(-MAX_SEED - 1, MAX_SEED),
-    "presence_penalty": Number(-2.0, 2.0),
-    "frequency_penalty": Number(-2.0, 2.0),
-    "repetition_penalty": Number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
-    "dry_multiplier": Number(0.0),
-    "dry_base": Number(1.0),
-    "dry_allowed_length": Integer(1),
-    "dry_sequence_breakers": ListOf(_TEXT, longest=MAX_BAD_WORDS),
-    "dry_penalty_last_n": Integer(-1),
+    "dry_sequence_breakers": _WORDS,
     "logit_bias": LogitBias(MAX_LOGIT_BIASES),
     "allowed_token_ids": TokenIds(1, MAX_TOKEN_IDS),
-    "bad_words": ListOf(_TEXT, longest=MAX_BAD_WORDS),
-    "min_tokens": Integer(0),
-    "max_tokens": Integer(1),
+    "bad_words": _WORDS,
     "stop": OneOf((_TEXT, ListOf(_TEXT, longest=MAX_STOP_STRINGS))),
     "stop_token_ids": TokenIds(0, MAX_TOKEN_IDS),
-    "include_stop_str_in_output": Boolean(),
-    "ignore_eos": Boolean(),
-    "logprobs": _CANDIDATES,
-    "prompt_logprobs": _CANDIDATES,
-    "detokenize": Boolean(),
-    "skip_special_tokens": Boolean(),
-    "spaces_between_special_tokens": Boolean(),
-    "priority": Number(),
-    "timeout_s": Number(0.0, above=True),
     "cache_salt": Text(1, MAX_NAME_LENGTH),
 }
+_KINDS = {**kinds_of(SamplingParams), **_OWN_KINDS}
+SAMPLING_KINDS = {name: _KINDS[name] for name in SamplingParams.__dataclass_fields__ if name in _KINDS}
 
 
 def _texts(owner: type[Any]) -> dict[str, str]:
-    """Return what a dataclass says of its fields, with JSON's names of constants."""
+    """Return a dataclass's texts on its fields, with JSON's names of constants."""
     words = {"None": "null", "True": "true", "False": "false"}
     return {
         name: re.sub(r"\b(None|True|False)\b", lambda match: words[match[0]], text).rstrip(".")
@@ -105,15 +109,16 @@ def _refused_by_vllm(table: Mapping[str, Neutral], known: Collection[str] = ()) 
             yield from refused(name, reason, *values)
 
 
-def _sampling(name: str, kind: Kind, meaning: str = "") -> Field:
-    return Field(name, kind, meaning or _TEXTS[name])
+def sampling_field(name: str, meaning: str = "") -> Field:
+    """Return the field of a sampling parameter; its meaning is by default that of `SamplingParams`."""
+    return Field(name, SAMPLING_KINDS[name], meaning or _TEXTS[name])
 
 
 CONSTRAINTS = FieldTable(
     "structured_outputs",
     [
         *(Field(name, kind, _CONSTRAINT_TEXTS[name]) for name, kind in _CONSTRAINT_KINDS.items()),
-        *_refused_by_vllm(STRUCTURED_OUTPUTS_PARAMS),
+        *_refused_by_vllm(neutral_of("StructuredOutputsParams")),
     ],
 )
 SCHEMA_TABLE = FieldTable(
@@ -148,11 +153,11 @@ GUIDED = "its place is structured_outputs: {{{}}}"
 # In every body that generates; of these two each body has its own form.
 SAMPLING_FIELDS = [
     *(
-        _sampling(name, kind, _MEANINGS.get(name, ""))
-        for name, kind in SAMPLING_KINDS.items()
+        sampling_field(name, _MEANINGS.get(name, ""))
+        for name in SAMPLING_KINDS
         if name not in ("logprobs", "detokenize")
     ),
-    _sampling("structured_outputs", ObjectOf(CONSTRAINTS)),
+    Field("structured_outputs", ObjectOf(CONSTRAINTS), _TEXTS["structured_outputs"]),
     Field(
         "response_format",
         RESPONSE_FORMAT,
@@ -180,13 +185,11 @@ SAMPLING_FIELDS = [
     *refused("kv_transfer_params ec_transfer_params", "KV is not transferred between engines yet"),
     *refused("extra_body", "its fields belong into the body itself; clients put them there", {}),
 ]
-SAMPLING_FIELDS += _refused_by_vllm(SAMPLING_PARAMS, {field.name for field in SAMPLING_FIELDS})
-CACHE_SALT = _sampling("cache_salt", SAMPLING_KINDS["cache_salt"])
-DETOKENIZE = _sampling("detokenize", SAMPLING_KINDS["detokenize"])
+SAMPLING_FIELDS += _refused_by_vllm(neutral_of("SamplingParams"), {field.name for field in SAMPLING_FIELDS})
 
 
 def constraint_of(values: dict[str, Any]) -> StructuredOutputsParams | None:
-    """Take structured_outputs and response_format out of parsed fields. Return what they say.
+    """Remove structured_outputs and response_format from parsed fields. Return the constraint that they give.
 
     Raises RequestError, whose param is the field.
     """
@@ -210,7 +213,7 @@ def constraint_of(values: dict[str, Any]) -> StructuredOutputsParams | None:
 
 
 def field_of_part(name: str, part: str | None) -> str:
-    """Return the path in a body of a part of a constraint.
+    """Return the path, in a request body, of a part of a constraint.
 
     name: of the field that the constraint comes from.
     part: its path in StructuredOutputsParams, such as structural_tag.format; None if it is not known.

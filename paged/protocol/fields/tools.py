@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ...base.fields import Field, FieldTable, ObjectOf, Tagged
+from ...base.kinds import Boolean, Choice, JSONObject, ListOf, OneOf, Schema, Text
 from ...base.validation import shown
 from ...errors import RequestError
 from ..chat_output.tools import MAX_FUNCTION_NAME, MAX_TOOLS
-from .kinds import Boolean, Choice, JSONObject, ListOf, OneOf, Schema, Text
-from .table import Field, FieldTable, ObjectOf, Tagged
 
 _NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_FUNCTION_NAME}}}")
 
@@ -19,7 +19,6 @@ class _FunctionName(Text):
     """The name of a function."""
 
     def parse(self, name: str, value: Any) -> str:
-        """Return the name."""
         if not isinstance(value, str) or not _NAME.fullmatch(value):
             raise RequestError(
                 f"{name} must be 1 to {MAX_FUNCTION_NAME} letters, digits, underscores or hyphens, "
@@ -28,7 +27,6 @@ class _FunctionName(Text):
         return value
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"type": "string", "pattern": f"^{_NAME.pattern}$"}
 
     def __str__(self) -> str:
@@ -39,13 +37,11 @@ class _ArgumentsSchema(JSONObject):
     """The JSON schema of a function's arguments."""
 
     def parse(self, name: str, value: Any) -> Mapping[str, Any]:
-        """Return the schema."""
         if not isinstance(value, Mapping) or value.get("type", "object") != "object":
             raise RequestError(f"{name} must be a JSON schema of type object, got {shown(value)}")
         return super().parse(name, value)
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"type": "object", "properties": {"type": {"const": "object"}}}
 
     def __str__(self) -> str:

@@ -53,7 +53,7 @@ class Acceptor:
                 self._pause.cancel()
 
     async def wait_closed(self) -> None:
-        """Return at once: uvicorn waits for the connections."""
+        """Return at once, as uvicorn itself waits for the connections."""
 
     def _accept(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):

@@ -10,10 +10,10 @@ SMALL_BODIES_BYTES = 2**26  # more, for small bodies alone, so that large ones d
 
 
 class BodyBudget:
-    """Bytes of bodies of requests in progress.
+    """The memory that the bodies of requests in progress use, and its limit.
 
-    max_bytes: of all bodies, where small ones may use SMALL_BODIES_BYTES more.
-    num_bytes: in use.
+    max_bytes: the limit; small bodies may use SMALL_BODIES_BYTES more.
+    num_bytes: how many are in use.
     """
 
     def __init__(self, max_bytes: int = MAX_BODY_BYTES_IN_PROGRESS) -> None:
@@ -21,7 +21,7 @@ class BodyBudget:
         self.num_bytes = 0
 
     def grow(self, num_before: int, num_after: int) -> bool:
-        """Use bytes for a body that grows, or return False if there are not as many."""
+        """Reserve bytes for a body that grows, or return False if too few are left."""
         most = self.max_bytes + (SMALL_BODIES_BYTES if num_after <= SMALL_BYTES else 0)
         if self.num_bytes + num_after - num_before > most:
             return False

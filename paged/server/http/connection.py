@@ -59,7 +59,7 @@ class ConnectionContext:
     slow_client_s: seconds in which a client has to read enough for the next part of a response to be sent,
         and all that is left after the last response.
     default_headers: of all responses.
-    connections, tasks: that are open. uvicorn waits for them when it ends.
+    connections, tasks: the open ones, which uvicorn waits for when it ends.
     """
 
     app: ASGIApp
@@ -81,7 +81,7 @@ class ConnectionContext:
 
 
 class Connection(asyncio.Protocol):
-    """A connection: its requests have heads of limited size and time, and few are parsed ahead.
+    """A client's connection. The size and the time of heads are limited; few requests are parsed ahead.
 
     A request to change the protocol, as some clients send with every request for HTTP/2, is answered as if it
     did not ask for that.
@@ -150,7 +150,7 @@ class Connection(asyncio.Protocol):
         self._on_lost(self)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come."""
+        """Parse received bytes."""
         if not self._discards:
             self._unparsed += data
             self._parse()
@@ -261,7 +261,7 @@ class Connection(asyncio.Protocol):
         return httptools.HttpRequestParser(self)
 
     def _parse(self) -> None:
-        """Parse requests until input is lacking, or enough of them wait."""
+        """Parse requests until there is no more input, or enough of them wait."""
         while self._unparsed and not self._discards and not self._is_ahead:
             self._feed(self._next_piece())
         if self._discards:
@@ -476,7 +476,7 @@ class Connection(asyncio.Protocol):
         self.write(b"".join([STATUS_LINES[status], *lines, b"\r\n", body]))
 
     def _end(self, *, lingers: bool = False) -> None:
-        """Close the connection once the client has what was sent. What it still sends is discarded."""
+        """Close the connection once the client has read all responses. What it still sends is discarded."""
         self._discards = True
         self._unparsed.clear()
         self._drop_requests()

@@ -29,7 +29,7 @@ class Wire(Protocol):
         """Send bytes to the client, unless the connection is closed."""
 
     async def drain(self) -> None:
-        """Wait until the client has read enough, or was cut off as it did not."""
+        """Wait until the client has read enough, or was cut off for reading too slowly."""
 
     def update_reading(self) -> None:
         """Read on, if there is room for more."""
@@ -46,7 +46,7 @@ class Cycle:
 
     is_old: whether the client speaks HTTP/1.0, which has neither chunks nor status 100.
     closes: whether the connection ends after the response.
-    body: what has arrived and was not received yet.
+    body: bytes that have arrived and that the application has not received yet.
     is_read: whether the whole body has arrived.
     is_started, is_complete: of the response.
     is_gone: whether the client has left, or sent what cannot be read.

@@ -102,7 +102,7 @@ class Exchange:
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether the client was cut off, as it did not read or others needed the memory of the response."""
+        """Whether the client was cut off: it read too slowly, or others needed the memory of the response."""
         return self._is_too_slow()
 
     def header(self, name: str) -> str | None:
@@ -111,7 +111,7 @@ class Exchange:
         return None if value is None else value.decode("latin-1")
 
     def time_left(self, timeout_s: float | None) -> float | None:
-        """Return what is left of a request's timeout_s, which counts from its arrival; None without one."""
+        """Return the seconds left of a request's timeout_s, counted from its arrival; None without one."""
         if timeout_s is None:
             return None
         return max(timeout_s - (time.monotonic() - self.received), LEAST_TIMEOUT_S)
@@ -134,7 +134,7 @@ class Exchange:
         return await in_thread_if(self.has_large_body, lambda: parse(parse_json(body)))
 
     def end(self) -> None:
-        """Give back what the body used, once the request has ended."""
+        """Release the memory of the body, once the request has ended."""
         self._budget.give_back(self.num_body_bytes)
         self.num_body_bytes = 0
 
@@ -289,7 +289,7 @@ def request_id_of(given: bytes | None) -> str:
 
 
 async def in_thread_if(is_long: bool, function: Callable[..., T], *args: Any) -> T:
-    """Call a function in a thread if that takes long, else on the event loop."""
+    """Call a function in a thread if it takes long, else on the event loop."""
     return await asyncio.to_thread(function, *args) if is_long else function(*args)
 
 

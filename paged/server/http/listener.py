@@ -95,7 +95,7 @@ def allow_many_connections() -> None:
 
 
 def connection_limit(wanted: int | None) -> int:
-    """Return the most connections: what is wanted, else as many as this process may have files for.
+    """Return the limit of connections: as many as are wanted, by default as the limit of open files allows.
 
     Raises ConfigError if more are wanted.
     """

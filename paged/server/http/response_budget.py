@@ -9,12 +9,12 @@ MAX_RESPONSE_BYTES_IN_PROGRESS = 512 * 2**20
 
 
 class ResponseBudget:
-    """Bytes of whole responses that their clients have not read to the end.
+    """The memory of whole responses that their clients have not read to the end, and its limit.
 
     A client may read as slowly as it likes while there is memory for all.
 
-    max_bytes: of all responses.
-    num_bytes: in use.
+    max_bytes: the limit.
+    num_bytes: how many are in use.
     """
 
     def __init__(self, max_bytes: int = MAX_RESPONSE_BYTES_IN_PROGRESS) -> None:
@@ -25,7 +25,7 @@ class ResponseBudget:
 
     @contextmanager
     def sending(self, num_bytes: int, cut: Callable[[], None]) -> Iterator[None]:
-        """Count a response while it is sent. Cut those that take the longest if all have too many bytes.
+        """Count a response while it is sent. Cut the slowest responses if all together exceed the limit.
 
         cut: closes the connection of this response.
         """

@@ -15,7 +15,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class StreamedResponse:
-    """A response that is sent in parts, and begins with the first of them.
+    """A response that is sent in parts, and whose status is sent with the first part.
 
     Until then it may still become another response, such as an error with its own status.
     """

@@ -103,7 +103,7 @@ async def _finished_outputs(
 
 @asynccontextmanager
 async def _placing(exchange: Exchange, streams: Sequence[OutputStream]) -> AsyncIterator[None]:
-    """Close the streams at the end, and record which replicas computed them, even without an output."""
+    """Close the streams at the end of the context, and record their replicas, even without an output."""
     try:
         yield
     finally:
@@ -117,7 +117,7 @@ async def _placing(exchange: Exchange, streams: Sequence[OutputStream]) -> Async
 async def _begin(
     front: FrontEnd, exchange: Exchange, call: GenerationCall
 ) -> tuple[list[OutputStream], str, OnOutput]:
-    """Return the streams of a call's prompts, the identity of its response, and what records outputs."""
+    """Return the streams of a call's prompts, the id of its response, and a function to record outputs."""
     identity = front.identity_of(exchange, call)
     terms = (front, exchange, call, identity)
     with front.preparing():

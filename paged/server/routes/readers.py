@@ -26,9 +26,10 @@ async def finished_outcomes(
 ) -> list[Outcome]:
     """Return the last output of each stream, or the error that refused its prompt.
 
-    If the caller is cancelled, or the engine stops, all are closed.
+    If the caller is cancelled, or the engine stops, all streams are closed.
 
-    check: is called with each of them as it comes; if it raises, all are closed, and the error is raised.
+    check: is called with each output as it comes; if it raises, all streams are closed, and the error is
+        raised.
     """
     if len(streams) == 1:
         return [await _last(streams[0], on_output, check)]
@@ -88,7 +89,7 @@ class ReadyOutcomes(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """What a stream gave, or the error that it raised.
+    """An output of a stream, or the error that it raised.
 
     stream: its index.
     sent: is set when it was sent.
@@ -132,7 +133,7 @@ class MergedOutcomes:
             await stream.aclose()
 
     async def batches(self) -> AsyncIterator[ReadyOutcomes]:
-        """Yield outputs that are there at once. The next batch is asked for when one was sent.
+        """Yield batches of the outputs that have come. Ask for the next batch once the last one was sent.
 
         A stream that is refused ends with the error, in place of an output. Raises what else a stream raises.
         """

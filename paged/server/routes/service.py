@@ -84,7 +84,7 @@ class ReadyRoute:
 
 
 def check_heard(silent: dict[int, float]) -> None:
-    """Raise HttpError that names the first engine process of those that have been silent for too long."""
+    """Raise HttpError, naming the engine process, if one has been silent for too long."""
     for replica, seconds in silent.items():
         raise HttpError(
             503,

@@ -28,11 +28,11 @@ class Framing(ABC):
 
     @abstractmethod
     def part(self, outcomes: Sequence[tuple[int, Outcome]]) -> bytes:
-        """Return the part for outputs with the indices of their prompts. Raises what ends the stream."""
+        """Return the part for outputs, each with its prompt's index. Raises an error that ends the stream."""
 
     @abstractmethod
     def end(self) -> bytes:
-        """Return the part after the last output."""
+        """Return the last part of a stream, which follows the part with the last output."""
 
     @abstractmethod
     def error(self, body: dict[str, Any]) -> bytes:

@@ -62,7 +62,7 @@ class RequestProgress:
 
     @property
     def num_generated_tokens(self) -> int | None:
-        """The tokens of all samples that have come; None while there may be some that have not been sent."""
+        """The number of tokens of all samples; None while some may not have been sent."""
         return sum(self.num_generated) if self.num_generated or self.finished_at is not None else None
 
     def seconds(self, start: str, end: str) -> float | None:
@@ -211,7 +211,7 @@ class Ending:
 
 
 class Observer(Protocol):
-    """What is told of every HTTP request."""
+    """A listener that every HTTP request is reported to."""
 
     def begin(self, record: RequestRecord) -> None:
         """Take note of a request whose body was accepted."""

@@ -22,7 +22,7 @@ _FIRST = "num_requests_running"  # the gauge by which the prefix of the names is
 
 
 class ScrapeError(PagedError):
-    """There is no server at the address, or what it answers are not its metrics."""
+    """There is no server at the address, or its answer is not the metrics of one."""
 
     MAX_LENGTH = 500
 

@@ -8,16 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...base.validation import shown
-from ...errors import PagedError, RequestError, UnknownArgumentError
+from ..errors import PagedError, RequestError, UnknownArgumentError
 from .kinds import AnyJSON, Kind, Schema, check_unicode_within, nullable
+from .validation import shown
 
 # The names of longer fields are not compared with known ones, which takes quadratic time.
 MAX_COMPARED = 64
 
 
 class Effect(enum.Enum):
-    """What becomes of a field that a body gives."""
+    """How a field that a body gives is treated."""
 
     HONOURED = "honoured"
     IGNORED = "no effect"  # accepted, and listed in the header x-paged-ignored
@@ -80,7 +80,7 @@ class FieldTable:
         return field is not None and field.effect is Effect.HONOURED
 
     def with_effect(self, effect: Effect) -> list[Field]:
-        """Return the fields with such an effect."""
+        """Return the fields that are treated so."""
         return [field for field in self.fields if field.effect is effect]
 
     def parse(self, given: Mapping[str, Any], path: str = "") -> tuple[dict[str, Any], list[str]]:
@@ -131,13 +131,15 @@ class FieldTable:
         return UnknownArgumentError(message, param=path + name if len(name) <= MAX_COMPARED else None)
 
     def schema(self) -> Schema:
-        """Return the JSON schema of the objects. Refused fields are not part of it."""
+        """Return the JSON schema of the objects. A refused field is in it with its neutral values alone."""
         properties = {}
         for field in self.fields:
             if field.effect is not Effect.REFUSED:
                 schema = field.kind.schema()
                 described = {**(schema if field.required else nullable(schema)), "description": field.meaning}
                 properties[field.name] = described
+            elif field.neutral:
+                properties[field.name] = {"enum": [*field.neutral, None]}
         whole: Schema = {"type": "object", "properties": properties, "additionalProperties": self.is_open}
         if self._required:
             whole["required"] = self._required
@@ -154,18 +156,12 @@ class ObjectOf(Kind):
     types: ClassVar[tuple[type, ...]] = (dict,)
     table: FieldTable
 
-    def parse(self, name: str, value: Any) -> dict[str, Any]:
-        """Return the honoured fields, parsed."""
-        return self.parts(name, value)[0]
-
     def parts(self, name: str, value: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return the honoured fields, parsed, and the names of those without effect."""
         if not isinstance(value, Mapping):
             raise RequestError(f"{name} must be an object, got {shown(value)}")
         return self.table.parse(value, f"{name}.")
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return self.table.schema()
 
     def __str__(self) -> str:
@@ -180,20 +176,15 @@ class Tagged(Kind):
     key: str
     tables: Mapping[str, FieldTable]
 
-    def parse(self, name: str, value: Any) -> dict[str, Any]:
-        """Return the honoured fields, parsed, with the key."""
-        return self.parts(name, value)[0]
-
     def parts(self, name: str, value: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return the honoured fields, parsed, with the key, and the names of those without effect."""
         tag = value.get(self.key) if isinstance(value, Mapping) else None
         if not isinstance(tag, str) or tag not in self.tables:
             known = ", ".join(self.tables)
-            raise RequestError(f"{name} must be an object of {self.key} {known}, got {shown(value)}")
+            message = f"{name} must be an object whose {self.key} is one of {known}, got {shown(value)}"
+            raise RequestError(message, param=name)
         return self.tables[tag].parse(value, f"{name}.")
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         schemas = []
         for tag, table in self.tables.items():
             schema = table.schema()

@@ -1,35 +1,44 @@
-"""Kinds: what the value of a field may be, for parsing, for JSON schemas and for the documentation."""
+"""Kinds: what a value may be, in Python's API, in request bodies, as a flag and in the documentation."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from numbers import Number as AnyNumber
 from typing import Any, ClassVar
 
-from ...base.validation import MAX_INT, check_bool, check_int, check_number, shown
-from ...errors import RequestError
-from ...sampling_params import biases_of
+from ..errors import RequestError
+from .validation import MAX_INT, check_bool, check_int, check_number, number_limits, plain, shown
 
 Schema = dict[str, Any]
 
 
 class Kind(ABC):
-    """What the value of a field may be.
+    """What the value of a field may be. A kind has `parse`, or `parts` if there may be fields within it.
 
     types: the Python types of JSON values that may be of this kind.
     """
 
     types: ClassVar[tuple[type, ...]] = ()
 
-    @abstractmethod
     def parse(self, name: str, value: Any) -> Any:
         """Return a JSON value as the code takes it. Raises RequestError naming the field."""
+        return self.parts(name, value)[0]
 
     def parts(self, name: str, value: Any) -> tuple[Any, list[str]]:
         """Return what `parse` does, and the names of the fields within that have no effect."""
         return self.parse(name, value), []
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise RequestError, naming the field, unless a value of Python's API is of this kind."""
+        self.parse(name, value)
+
+    @property
+    def limits(self) -> str:
+        """The bounds of the values in words, "" if there are none."""
+        return ""
 
     @abstractmethod
     def schema(self) -> Schema:
@@ -46,11 +55,9 @@ class Boolean(Kind):
     types = (bool,)
 
     def parse(self, name: str, value: Any) -> bool:
-        """Return the value."""
         return check_bool(RequestError, name, value)
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"type": "boolean"}
 
     def __str__(self) -> str:
@@ -58,7 +65,7 @@ class Boolean(Kind):
 
 
 def integral(value: Any) -> Any:
-    """Return a float that is an int as one, any other value unchanged."""
+    """Return a float without a fraction as an int, any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -71,17 +78,24 @@ class Integer(Kind):
     maximum: int = MAX_INT
 
     def parse(self, name: str, value: Any) -> int:
-        """Return the value."""
         return check_int(RequestError, name, integral(value), self.minimum, self.maximum)
 
+    def check(self, name: str, value: Any) -> None:
+        """Refuse 1.0, which Python tells from 1."""
+        check_int(RequestError, name, value, self.minimum, self.maximum)
+
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"type": "integer", "minimum": self.minimum, "maximum": self.maximum}
 
+    @property
+    def limits(self) -> str:
+        """The bounds in words; the bounds of 64-bit ints are left out."""
+        if self.maximum < MAX_INT:
+            return f"from {self.minimum} to {self.maximum}"
+        return f"at least {self.minimum}" if self.minimum >= -MAX_INT else ""
+
     def __str__(self) -> str:
-        if self.maximum == MAX_INT:
-            return "integer" if self.minimum < -MAX_INT else f"integer ≥ {self.minimum}"
-        return f"integer {self.minimum}…{self.maximum}"
+        return f"integer {self.limits}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +113,19 @@ class Number(Kind):
         return number if abs(number) > MAX_INT else value
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         lowest = "exclusiveMinimum" if self.above else "minimum"
         limits = {lowest: self.minimum, "maximum": self.maximum}
         return {"type": "number"} | {name: limit for name, limit in limits.items() if math.isfinite(limit)}
 
+    @property
+    def limits(self) -> str:
+        """The bounds in words."""
+        if math.isfinite(self.minimum) and math.isfinite(self.maximum) and not self.above:
+            return f"from {self.minimum:g} to {self.maximum:g}"
+        return " and ".join(number_limits(self.minimum, self.maximum, above=self.above))
+
     def __str__(self) -> str:
-        limits = [f"{'>' if self.above else '≥'} {self.minimum:g}"] if self.minimum > -math.inf else []
-        limits += [f"≤ {self.maximum:g}"] if self.maximum < math.inf else []
-        return " ".join(["number", ", ".join(limits)]).strip()
+        return f"number {self.limits}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +137,6 @@ class Text(Kind):
     longest: int | None = None
 
     def parse(self, name: str, value: Any) -> str:
-        """Return the value."""
         if not isinstance(value, str):
             raise RequestError(f"{name} must be a string, got {shown(value)}")
         if len(value) < self.shortest:
@@ -132,7 +149,6 @@ class Text(Kind):
         return value
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         limits = {"minLength": self.shortest or None, "maxLength": self.longest}
         return {"type": "string"} | {name: limit for name, limit in limits.items() if limit is not None}
 
@@ -144,14 +160,12 @@ class PrintableText(Text):
     """A string of printable ASCII, which fits headers and logs."""
 
     def parse(self, name: str, value: Any) -> str:
-        """Return the value."""
         text = super().parse(name, value)
         if not (text.isascii() and text.isprintable()):
             raise RequestError(f"{name} must be printable ASCII, got {shown(value)}")
         return text
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {**super().schema(), "pattern": "^[ -~]*$"}
 
     def __str__(self) -> str:
@@ -192,14 +206,12 @@ class Choice(Kind):
     values: tuple[str, ...]
 
     def parse(self, name: str, value: Any) -> str:
-        """Return the value."""
         if not isinstance(value, str) or value not in self.values:
             known = ", ".join(map(repr, self.values))
             raise RequestError(f"{name} must be one of {known}, got {shown(value)}")
         return value
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"type": "string", "enum": [*self.values]}
 
     def __str__(self) -> str:
@@ -215,18 +227,12 @@ class ListOf(Kind):
     shortest: int = 0
     longest: int | None = None
 
-    def parse(self, name: str, value: Any) -> list[Any]:
-        """Return the parsed values."""
-        return self.parts(name, value)[0]
-
     def parts(self, name: str, value: Any) -> tuple[list[Any], list[str]]:
-        """Return the parsed values, and the names of the fields within that have no effect."""
         check_length(name, value, self.shortest, self.longest)
         found = [self.item.parts(f"{name}[{i}]", item) for i, item in enumerate(value)]
         return [part for part, _ in found], [ignored for _, names in found for ignored in names]
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"type": "array", "items": self.item.schema()} | length_schema(self.shortest, self.longest)
 
     def __str__(self) -> str:
@@ -234,8 +240,8 @@ class ListOf(Kind):
 
 
 def check_length(name: str, value: Any, shortest: int, longest: int | None) -> None:
-    """Raise RequestError, naming the field, unless the value is a list of such a length."""
-    if not isinstance(value, list):
+    """Raise RequestError, naming the field, unless it is a list with a length in [shortest, longest]."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise RequestError(f"{name} must be a list, got {shown(value)}")
     if len(value) < shortest:
         raise RequestError(f"{name} must have at least {shortest} entry, got {len(value)}")
@@ -244,7 +250,7 @@ def check_length(name: str, value: Any, shortest: int, longest: int | None) -> N
 
 
 def length_schema(shortest: int, longest: int | None) -> Schema:
-    """Return the keywords of a JSON schema for such lengths of a list."""
+    """Return the keywords of a JSON schema for lists with a length in [shortest, longest]."""
     return ({"minItems": shortest} if shortest else {}) | ({} if longest is None else {"maxItems": longest})
 
 
@@ -257,7 +263,6 @@ class TokenIds(Kind):
     longest: int | None = None
 
     def parse(self, name: str, value: Any) -> list[int]:
-        """Return the ids."""
         check_length(name, value, self.shortest, self.longest)
         if {*map(type, value)} == {float, int} or {*map(type, value)} == {float}:  # all of them at once
             value = [*map(integral, value)]
@@ -266,7 +271,6 @@ class TokenIds(Kind):
         return value  # type: ignore[no-any-return]
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         item = {"type": "integer", "minimum": 0, "maximum": MAX_INT}
         return {"type": "array", "items": item} | length_schema(self.shortest, self.longest)
 
@@ -280,19 +284,13 @@ class OneOf(Kind):
 
     kinds: tuple[Kind, ...]
 
-    def parse(self, name: str, value: Any) -> Any:
-        """Return the value as the kind parses it."""
-        return self.parts(name, value)[0]
-
     def parts(self, name: str, value: Any) -> tuple[Any, list[str]]:
-        """Return the value as the kind parses it, and the names of the fields within that have no effect."""
         for kind in self.kinds:
             if type(value) in kind.types and (kind is self.kinds[-1] or _may_be(kind, value)):
                 return kind.parts(name, value)
         raise RequestError(f"{name} must be {self}, got {shown(value)}")
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"anyOf": [kind.schema() for kind in self.kinds]}
 
     def __str__(self) -> str:
@@ -316,11 +314,9 @@ class AnyJSON(Kind):
     types = (bool, int, float, str, list, dict)
 
     def parse(self, name: str, value: Any) -> Any:  # noqa: ARG002
-        """Return the value."""
         return value
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {}
 
     def __str__(self) -> str:
@@ -329,53 +325,25 @@ class AnyJSON(Kind):
 
 @dataclass(frozen=True, slots=True)
 class JSONObject(Kind):
-    """An object with any fields. example: of one, for messages."""
+    """An object with any fields.
+
+    example: an object of this kind, for messages.
+    """
 
     types = (dict,)
     example: str = "{...}"
 
     def parse(self, name: str, value: Any) -> Mapping[str, Any]:
-        """Return the value."""
         if not isinstance(value, Mapping):
             raise RequestError(f"{name} must be an object such as {self.example}, got {shown(value)}")
         check_unicode_within(name, value)
         return value
 
     def schema(self) -> Schema:
-        """Return the JSON schema."""
         return {"type": "object"}
 
     def __str__(self) -> str:
         return "object"
-
-
-@dataclass(frozen=True, slots=True)
-class LogitBias(Kind):
-    """An object of at most `most` token ids, written as strings, and biases from -100 to 100."""
-
-    types = (dict,)
-    most: int
-
-    def parse(self, name: str, value: Any) -> dict[int, float]:
-        """Return the biases by token id."""
-        if not isinstance(value, Mapping):
-            raise RequestError(f'{name} must be an object such as {{"50": -100}}, got {shown(value)}')
-        if len(value) > self.most:
-            raise RequestError(f"{name} has {len(value):,} entries; {self.most:,} is the most")
-        return biases_of(value.items())
-
-    def schema(self) -> Schema:
-        """Return the JSON schema."""
-        bias = {"type": "number", "minimum": -100, "maximum": 100}
-        return {
-            "type": "object",
-            "patternProperties": {"^[0-9]{1,19}$": bias},
-            "additionalProperties": False,
-            "maxProperties": self.most,
-        }
-
-    def __str__(self) -> str:
-        return f"object of at most {self.most:,} token ids and numbers from -100 to 100"
 
 
 def nullable(schema: Schema) -> Schema:
@@ -387,6 +355,26 @@ def nullable(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def names(values: Sequence[str]) -> str:
-    """Return names as a message lists them."""
-    return ", ".join(map(repr, values))
+def of_kind(kind: Kind, default: Any) -> Any:
+    """Return a field of a dataclass whose values are of a kind; None too, if its type says so."""
+    return field(default=default, metadata={"kind": kind})
+
+
+def kinds_of(owner: Any) -> dict[str, Kind]:
+    """Return the kinds of the fields of a dataclass that have one, by name."""
+    return {f.name: f.metadata["kind"] for f in fields(owner) if "kind" in f.metadata}
+
+
+def check_fields(config: Any) -> None:
+    """Check the fields of a frozen dataclass that have a kind. Convert numbers of numpy and the like.
+
+    Raises RequestError naming the field.
+    """
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if isinstance(value, AnyNumber) and not isinstance(value, int | float):
+            value = plain(value)
+            object.__setattr__(config, f.name, value)
+        kind = f.metadata.get("kind")
+        if kind is not None and not (value is None and "None" in str(f.type)):
+            kind.check(f.name, value)
