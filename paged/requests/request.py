@@ -283,6 +283,10 @@ class Outbox:
         """Add the newest output."""
         self._outputs.append(output)
 
+    def put_prompt(self, places: Sequence[dict[int, Logprob] | None]) -> bool:  # noqa: ARG002
+        """Take the next log-probabilities of the prompt. Return False to find all of them in each output."""
+        return False
+
     def take(self) -> list[RequestOutput]:
         """Remove and return all outputs."""
         taken = [*self._outputs]

@@ -179,7 +179,7 @@ class Completion(msgspec.Struct, array_like=True):
 class Output(msgspec.Struct, array_like=True):
     """What is new of a request; the fields of `RequestOutput`.
 
-    `metrics` is sent first and last; `PromptPlaces` come before the first output.
+    `metrics` is sent first and last; `PromptPlaces` come before the first token.
     """
 
     key: int
@@ -342,7 +342,7 @@ def place_to_wire(place: dict[int, Logprob]) -> Place:
 
 
 def prompt_places(key: int, prompt_logprobs: Sequence[dict[int, Logprob] | None]) -> Iterator[PromptPlaces]:
-    """Yield the frames of a prompt's log-probabilities."""
+    """Yield the frames of the next log-probabilities of a prompt."""
     places: list[Place | None] = []
     num = 0
     for candidates in prompt_logprobs:

@@ -79,6 +79,7 @@ class Inbox:
         self.account = AnswerAccount(AnswerBudget()) if account is None else account
         self._num_bytes = 0  # held
         self._num_lasting = 0  # of these, those of the prompt, which all outputs have
+        self._num_early = 0  # of those, what came since the last output, and cannot be read before the next
         self._num_unread = 0  # of these, those that the reader has not taken
         self._num_taken = 0  # those that it took last, and is not done with
         self._num_done = 0  # what is dropped when it is
@@ -118,18 +119,24 @@ class Inbox:
         return num
 
     def put_prompt(self, places: list[frames.Place | None]) -> None:
-        """Add the next log-probabilities of the prompt. All come before the first output."""
+        """Add the next log-probabilities of the prompt. All come before the first output with tokens.
+
+        They are not unread before: a request that was paused for them could never make that output.
+        """
         self._prompt_logprobs = self._prompt_logprobs or frames.Places()
         self._prompt_logprobs.add(places)
         size = bytes_of(places)
         self._num_lasting += size
-        self._count(size)
+        self._num_early += size
+        self._num_bytes += size
+        self.account.grow(size, 0)
 
     def _count(self, size: int) -> None:
         self._num_bytes += size
         num_unread = 0
         if self.comes_in_parts:
-            num_unread = size
+            num_unread = size + self._num_early
+            self._num_early = 0
         elif self.finished:
             num_unread = self._num_bytes
         self._num_unread += num_unread
@@ -199,7 +206,7 @@ class Inbox:
             self.finished,
             self._num_cached_tokens,
             self._metrics,
-            self._prompt_logprobs,
+            self._whole_prompt(),
         )
         self._num_taken += self._num_unread
         self._num_unread = 0
@@ -207,6 +214,11 @@ class Inbox:
             self._samples = []
             self._num_done = self._num_bytes - self._num_lasting
         return output
+
+    def _whole_prompt(self) -> frames.Places[dict[int, Logprob] | None] | None:
+        """Return the log-probabilities of the prompt; None before all are there."""
+        places = self._prompt_logprobs
+        return places if places is not None and len(places) == len(self.token_ids) else None
 
     def _wake(self) -> None:
         self._has_news = self._has_news or self._error is None

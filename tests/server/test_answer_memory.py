@@ -49,17 +49,27 @@ def test_what_its_reader_is_done_with_is_given_back_and_what_is_merged_is_counte
 
 def test_prompt_logprobs_are_held_until_the_end_and_unread_until_the_first_output_is_sent():
     account = AnswerAccount(AnswerBudget(), is_whole=False)
-    inbox = Inbox("r", None, [1], DELTA, account=account)
+    inbox = Inbox("r", None, [1, 2], DELTA, account=account)
     inbox.put_prompt([None])
     inbox.put_prompt([PLACE])
+    assert account.num_unread == 0, "the request would be held, and its first output never come"
     inbox.put(frames.Output(1, [], False, None, None))
-    assert asyncio.run(inbox.get()).prompt_logprobs is not None
+    assert account.num_unread == 21 * CANDIDATE_BYTES
+    places = asyncio.run(inbox.get()).prompt_logprobs
+    assert places == [None, frames.place_from_wire(PLACE)]
     assert account.num_unread == 21 * CANDIDATE_BYTES
     inbox.release()
     inbox.release()
     assert (account.num_bytes, account.num_unread) == (21 * CANDIDATE_BYTES, 0)
     inbox.give_back()
     assert account.num_bytes == 0
+
+
+def test_of_a_prompt_that_is_aborted_before_its_end_no_logprobs_are_shown():
+    inbox = Inbox("r", None, [1, 2, 3], FINAL_ONLY)
+    inbox.put_prompt([None, PLACE])
+    inbox.put(frames.Output(1, [frames.Completion(0, "", [], "abort")], True, None, None))
+    assert asyncio.run(inbox.get()).prompt_logprobs is None
 
 
 class Requests:
