@@ -329,7 +329,7 @@ class EngineCore:
                 # The scheduler has not got it yet. The other samples wait for its prompt and end with it.
                 for waiting in group.samples:
                     self.scheduler.release(waiting, waiting.held)
-                    waiting.finish("abort", now)
+                    waiting.finish("abort", now, error_kind="abort")
         # A reader of another outbox waits for a last output; the core's outbox belongs to the caller.
         if group.outbox is not self.outbox:
             group.outbox.put(self.outputs.output(group))

@@ -17,7 +17,7 @@ from ..base.validation import MAX_INT
 from ..engine.embedding import EmbeddingRequestOutput
 from ..engine.scoring import ScoreOutput
 from ..errors import RequestError
-from ..requests.request import CompletionOutput, FinishReason, Logprob, RequestMetrics
+from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, RequestMetrics
 from ..sampling_params import SamplingParams
 from ..scheduler.stats import EngineStats
 
@@ -174,6 +174,7 @@ class Completion(msgspec.Struct, array_like=True):
     stop_reason: int | str | None = None
     logprobs: list[Place] | None = None
     cumulative_logprob: float | None = None
+    error_kind: ErrorKind | None = None
 
 
 class Output(msgspec.Struct, array_like=True):
@@ -327,6 +328,7 @@ def completion_to_wire(completion: CompletionOutput) -> Completion:
         completion.stop_reason,
         None if logprobs is None else [place_to_wire(place) for place in logprobs],
         completion.cumulative_logprob,
+        completion.error_kind,
     )
 
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import RequestError
-from ..requests.request import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from ..requests.request import (
+    CompletionOutput,
+    ErrorKind,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
 from ..sampling_params import RequestOutputKind
 from ..text.outputs import View
 from . import frames
@@ -25,11 +32,13 @@ class _Sample:
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error_kind: ErrorKind | None = None
 
     def add(self, new: frames.Completion) -> None:
         self.index = new.index
         self.finish_reason = new.finish_reason
         self.stop_reason = new.stop_reason
+        self.error_kind = new.error_kind
         self.text += new.text
         self.token_ids += new.token_ids
         self.cumulative_logprob = new.cumulative_logprob
@@ -52,6 +61,7 @@ class _Sample:
             self.stop_reason,
             terms[1],
             self.cumulative_logprob,
+            self.error_kind,
         )
 
 

@@ -254,6 +254,7 @@ class _Progress:
             stop_reason=request.stop_reason,
             logprobs=None if request.inputs.params.logprobs is None else logprobs,
             cumulative_logprob=self._cumulative if request.inputs.wants_logprobs else None,
+            error_kind=request.error_kind,
         )
 
     def _catch_up(self) -> None:
