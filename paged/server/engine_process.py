@@ -35,7 +35,8 @@ from ..text.prompt_parser import ParsedPrompt
 from . import frames
 from .interpreter import Garbage, switch_often
 from .preparations import Preparation, Preparations
-from .telemetry.log_queue import log_to_stderr
+from .telemetry.log_lines import formatter_of
+from .telemetry.log_queue import log_to_stderr, log_uncaught_errors
 
 logger = logging.getLogger(__name__)
 
@@ -406,7 +407,8 @@ def take_share(start: frames.Start) -> None:
 def main() -> None:
     """Serve the front end at the other end of the socket whose descriptor is the argument."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the front end
-    log_to_stderr()
+    log = log_to_stderr()
+    log_uncaught_errors()
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     switch_often()
@@ -415,6 +417,7 @@ def main() -> None:
     start = next(orders := link.orders(), None)
     if not isinstance(start, frames.Start):
         return
+    log.setFormatter(formatter_of(start.log_format))
     # The front end has read the same defaults.
     logging.getLogger("paged.engine.model_text").setLevel(logging.ERROR)
     gc.disable()  # what imports and the engine create stays until the process ends

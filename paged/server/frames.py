@@ -20,6 +20,7 @@ from ..errors import RequestError
 from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, RequestMetrics
 from ..sampling_params import SamplingParams
 from ..scheduler.stats import EngineStats
+from .telemetry.log_lines import LogFormat
 
 T = TypeVar("T")
 P = TypeVar("P")
@@ -54,11 +55,13 @@ class Frame(msgspec.Struct, array_like=True, tag=True):
 class Start(Frame):
     """Make an engine of these options of `LLMEngine`. The first frame.
 
+    log_format: of the lines that it writes to stderr.
     replica: the number of this process of num_replicas, which share the cores, or have a GPU each.
     """
 
     options: dict[str, Any]
     stream_interval_s: float
+    log_format: LogFormat
     replica: int
     num_replicas: int
 

@@ -470,7 +470,7 @@ def test_the_engine_process_ends_with_its_parent(when):
 
 
 def start_of(replica: int, num_replicas: int, **options: Any) -> frames.Start:
-    return frames.Start({"model": "demo", **options}, 0.2, replica, num_replicas)
+    return frames.Start({"model": "demo", **options}, 0.2, "text", replica, num_replicas)
 
 
 def test_replicas_share_the_cores(monkeypatch):
