@@ -43,12 +43,13 @@ def shared_client() -> Iterator[Served]:
 
 
 @pytest.fixture
-def short_buffers(request, shared_client) -> None:
+def short_buffers(shared_client) -> Iterator[None]:
     """Let the system hold little of a response, so that a short one fills what is sent ahead."""
     listener = shared_client.server.servers[0]._listener
     size = listener.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-    request.addfinalizer(lambda: listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size // 2))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+    yield
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size // 2)
 
 
 @pytest.fixture
