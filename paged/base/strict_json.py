@@ -18,7 +18,7 @@ MOST_EXACT_LENGTH = 15  # every number of so few characters is exact in float64
 # Other threads wait for a match: texts are looked through in pieces.
 _PIECE = 2**16
 _PART_OF_STRING = r'(?:[^"\\]{1,64}+|\\.){0,1024}+("?)'
-# Strings, whose brackets do not count, and brackets. A string may go on, or be cut at the end of a wrong text.
+# Strings, whose brackets do not count, and brackets. A string may go on, or a wrong text end in it.
 _BRACKETS = re.compile(rf'"{_PART_OF_STRING}|([\[\]{{}}])', re.DOTALL)
 _REST_OF_STRING = re.compile(_PART_OF_STRING, re.DOTALL)
 
@@ -62,7 +62,8 @@ def _check_depth(text: str) -> None:
                 depth += 1 if bracket in "[{" else -1
                 if depth > MAX_JSON_DEPTH:
                     raise RequestError(
-                        f"objects and arrays are nested more than {MAX_JSON_DEPTH} deep; make the JSON flatter"
+                        f"objects and arrays are nested more than {MAX_JSON_DEPTH} deep; "
+                        "make the JSON flatter"
                     )
             elif not quote:
                 end = _end_of_string(text, match.end())
