@@ -1,7 +1,8 @@
 """Mutation tests of the CUDA path: seeded bugs that the engine's steps on fake devices must show.
 
-    python -m tests.gpu_mutants          # all of them: a table, and exit code 1 if one survives
-    python -m tests.gpu_mutants item     # only mutants with one of these words in their names
+    python -m tests.gpu_mutants             # all of them: a table, and exit code 1 if one survives
+    python -m tests.gpu_mutants item        # only mutants with one of these words in their names
+    python -m tests.gpu_mutants --share 1   # one of SHARES shares; the tests try the first
 
 A mutant replaces one text, which must occur exactly once, by another. Its case runs in a process that imports
 the changed module. A bug shows as an error, or as a row or a place that `kernels/gpu/STEPS.md` does not have.
@@ -9,6 +10,7 @@ the changed module. A bug shows as an error, or as a row or a place that `kernel
 
 from __future__ import annotations
 
+import argparse
 import importlib.machinery
 import multiprocessing
 import sys
@@ -20,6 +22,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from tests.mutants import planted
 from tests.support.fake_cuda import load_guard
+
+SHARES = 3
 
 
 class Mutant(NamedTuple):
@@ -170,8 +174,14 @@ def plant(module: str, text: str) -> None:
 
 def main() -> None:
     """Try every mutant."""
-    words = sys.argv[1:]
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_mutants", description=__doc__)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--share", type=int, choices=range(SHARES))
+    given = parser.parse_args()
+    words = given.words
     chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    if given.share is not None:
+        chosen = chosen[given.share :: SHARES]
     texts = [planted(m.file, m.name, m.old, m.new) for m in chosen]
     load_guard()
     for case in dict.fromkeys(mutant.case for mutant in chosen):
