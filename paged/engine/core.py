@@ -24,7 +24,7 @@ from .request_factory import RequestFactory, RequestSpec
 # Log-probabilities that a step makes readable besides those of its tokens: 10 ms of Python where others run.
 CANDIDATES_OF_STEP = 4096
 CANDIDATES_OF_EACH = CANDIDATES_OF_STEP // 8
-CANDIDATES_ALONE = 8 * CANDIDATES_OF_STEP
+CANDIDATES_ALONE = 2 * CANDIDATES_OF_STEP  # requests may come meanwhile
 
 
 class EngineCore:
