@@ -51,6 +51,8 @@ class Acceptor:
             self._loop.remove_reader(self._listener)
             if self._pause is not None:
                 self._pause.cancel()
+            for making in self._open.values():  # in its handshake: it would be open for nothing
+                making.cancel()
 
     async def wait_closed(self) -> None:
         """Return at once: uvicorn waits for the connections."""
