@@ -258,7 +258,7 @@ def test_a_stream_of_many_prompts_that_is_not_read_holds_little(shared_client, m
     monkeypatch.setattr(AnswerAccount, "grow", noted)
     monkeypatch.setattr(answer_memory, "PAUSE_BYTES", PAUSE_BYTES // 8)
     monkeypatch.setattr(answer_memory, "RESUME_BYTES", RESUME_BYTES // 8)
-    num_prompts, num_tokens = 40, 50
+    num_prompts, num_tokens = 40, 200
     prompts = [[5 + i] * num_tokens for i in range(num_prompts)]
     body = {"prompt": prompts, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True}
     num_pauses = budget.num_pauses

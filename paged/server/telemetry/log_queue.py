@@ -109,8 +109,10 @@ def log_to_stderr(formatter: logging.Formatter | None = None) -> LogQueue:
 def log_uncaught_errors() -> None:
     """Write what ends this process, or one of its threads, to the log."""
 
-    def log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        logger.critical("uncaught error", exc_info=(kind, error, trace))
+    def log_uncaught(
+        _kind: type[BaseException], error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        logger.critical("uncaught error", exc_info=error)
 
     sys.excepthook = log_uncaught
     threading.excepthook = lambda args: log_uncaught(*args[:3])
