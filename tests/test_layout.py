@@ -83,8 +83,13 @@ def parts_of(file: Path) -> tuple[str, ...]:
     return parts[:-1] if parts[-1] == "__init__" else parts
 
 
-def imports(file: Path) -> Iterator[tuple[str, str | None]]:
-    """Yield each module that a file imports from, with each name imported from there."""
+@cache
+def imports(file: Path) -> tuple[tuple[str, str | None], ...]:
+    """Return each module that a file imports from, with each name imported from there."""
+    return tuple(_imports(file))
+
+
+def _imports(file: Path) -> Iterator[tuple[str, str | None]]:
     package = parts_of(file) if file.name == "__init__.py" else parts_of(file)[:-1]
     for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
@@ -171,27 +176,27 @@ def test_no_folder_is_in_an_import_cycle():
     assert cycles(folders) == []
 
 
-@pytest.mark.parametrize("file", PRODUCT, ids=names_of(PRODUCT))
-def test_private_names_stay_in_their_module(file):
+def test_private_names_stay_in_their_module():
     private = {
-        name
+        (str(file.relative_to(ROOT)), name)
+        for file in PRODUCT
         for module, name in imports(file)
         if module.split(".")[0] == "paged" and name and name.startswith("_") and not name.startswith("__")
     }
-    assert not private
+    assert private == set()
 
 
-@pytest.mark.parametrize("file", PRODUCT, ids=names_of(PRODUCT))
-def test_functions_take_few_parameters(file):
+def test_functions_take_few_parameters():
     """Except Triton's kernels, launchers of attention, what takes the options of a command, and LLMEngine."""
+    nodes = [node for file in PRODUCT for node in ast.walk(tree_of(file))]
     excepted = {
         method
-        for owner in ast.walk(tree_of(file))
+        for owner in nodes
         if isinstance(owner, ast.ClassDef)
         and owner.name == "LLMEngine"  # has the arguments of vLLM's methods
         for method in owner.body
     }
-    for node in ast.walk(tree_of(file)):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef) and node not in excepted and not _is_triton(node):
             given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             count = sum(argument.arg not in ("self", "cls") for argument in given)
@@ -229,9 +234,12 @@ def _defined(tree: ast.Module) -> Iterator[str]:
 WORDS_FOR_PEOPLE = re.compile(r"\b(nobody|somebody|everybody|whoever)\b", re.IGNORECASE)
 
 
-@pytest.mark.parametrize("file", PRODUCT, ids=names_of(PRODUCT))
-def test_requests_and_blocks_are_no_people(file):
-    assert not WORDS_FOR_PEOPLE.findall(file.read_text())
+def test_requests_and_blocks_are_no_people():
+    found = {
+        name: WORDS_FOR_PEOPLE.findall(file.read_text())
+        for file, name in zip(PRODUCT, names_of(PRODUCT), strict=True)
+    }
+    assert {name: words for name, words in found.items() if words} == {}
 
 
 @pytest.mark.parametrize(
@@ -255,15 +263,13 @@ def test_only_loading_touches_transformers():
     assert touching <= {"model", "text", "protocol"}
 
 
-@pytest.mark.parametrize("file", PRODUCT, ids=names_of(PRODUCT))
-def test_nothing_imports_tests_or_benchmarks(file):
-    assert not packages(file) & {"tests", "benchmarks"}
+def test_nothing_imports_tests_or_benchmarks():
+    assert names_of([file for file in PRODUCT if packages(file) & {"tests", "benchmarks"}]) == []
 
 
-@pytest.mark.parametrize("file", EVERY_FILE, ids=names_of(EVERY_FILE))
-def test_kernels_is_not_imported_by_its_bare_name(file):
+def test_kernels_is_not_imported_by_its_bare_name():
     # Hugging Face has a package of that name, and transformers takes ours for it.
-    assert "kernels" not in packages(file)
+    assert names_of([file for file in EVERY_FILE if "kernels" in packages(file)]) == []
 
 
 def test_kernels_is_no_package_of_its_own():

@@ -15,8 +15,12 @@ from .validation import shown
 MAX_JSON_DEPTH = 64  # of objects and arrays in a JSON text
 MAX_JSON_EXPONENT = 100_000  # of an exact number, with which Python computes in no time
 MOST_EXACT_LENGTH = 15  # every number of so few characters is exact in float64
-# Strings, whose brackets do not count, and brackets. A string may be cut at the end of a wrong text.
-_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|([\[\]{}])', re.DOTALL)
+# Other threads wait for a match: texts are looked through in pieces.
+_PIECE = 2**16
+_PART_OF_STRING = r'(?:[^"\\]{1,64}+|\\.){0,1024}+("?)'
+# Strings, whose brackets do not count, and brackets. A string may go on, or a wrong text end in it.
+_BRACKETS = re.compile(rf'"{_PART_OF_STRING}|([\[\]{{}}])', re.DOTALL)
+_REST_OF_STRING = re.compile(_PART_OF_STRING, re.DOTALL)
 
 
 class RoundedFloat(float):
@@ -49,14 +53,33 @@ def _check_depth(text: str) -> None:
     if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
         return
     depth = 0
-    for match in _BRACKETS.finditer(text):
-        opening = match[1]
-        if opening is not None:
-            depth += 1 if opening in "[{" else -1
-            if depth > MAX_JSON_DEPTH:
-                raise RequestError(
-                    f"objects and arrays are nested more than {MAX_JSON_DEPTH} deep; make the JSON flatter"
-                )
+    place = 0
+    while place < len(text):
+        end = place + _PIECE
+        for match in _BRACKETS.finditer(text, place, end):
+            quote, bracket = match.groups()
+            if bracket is not None:
+                depth += 1 if bracket in "[{" else -1
+                if depth > MAX_JSON_DEPTH:
+                    raise RequestError(
+                        f"objects and arrays are nested more than {MAX_JSON_DEPTH} deep; "
+                        "make the JSON flatter"
+                    )
+            elif not quote:
+                end = _end_of_string(text, match.end())
+                break
+        place = end
+
+
+def _end_of_string(text: str, place: int) -> int:
+    """Return the place after a string of which `place` is the middle."""
+    while place < len(text):
+        match = _REST_OF_STRING.match(text, place)
+        assert match is not None, "it may be empty"
+        if match[1]:
+            return match.end()
+        place = max(match.end(), place + 1)  # past a backslash that ends a wrong text
+    return place
 
 
 def exact_decimal(digits: str) -> Decimal:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import fields
@@ -109,7 +108,7 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
     from ..server.front_end import FrontEnd
     from ..server.http.listener import Server, allow_many_connections, url_of
     from ..server.telemetry.records import Observer
-    from ..server.telemetry.request_log import RequestLog, set_up_logging
+    from ..server.telemetry.request_log import RequestLog, announce, set_up_logging
 
     allow_many_connections()
     set_up_logging(options.log_format)
@@ -123,19 +122,16 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
         replicas=options.replicas,
         router=options.router,
         stream_interval_s=options.stream_interval_s,
+        log_format=options.log_format,
     )
     async with client as engine:
         front = FrontEnd(engine, options, observers)
-        print(engine.describe(), file=sys.stderr)
+        announce(engine.describe())
         address = f"{', '.join(front.names)} is served at {url_of(options, listener)}"
-
-        def announce() -> None:
-            print(address, file=sys.stderr)
-
         server = Server(
             new_app(front),
             options,
-            on_start=announce,
+            on_start=lambda: announce(address),
             on_exit=front.stop,
             on_refusal=front.observers.refused,
         )

@@ -24,7 +24,7 @@ from .request_factory import RequestFactory, RequestSpec
 # Log-probabilities that a step makes readable besides those of its tokens: 10 ms of Python where others run.
 CANDIDATES_OF_STEP = 4096
 CANDIDATES_OF_EACH = CANDIDATES_OF_STEP // 8
-CANDIDATES_ALONE = 8 * CANDIDATES_OF_STEP
+CANDIDATES_ALONE = 2 * CANDIDATES_OF_STEP  # requests may come meanwhile
 
 
 class EngineCore:
@@ -329,7 +329,7 @@ class EngineCore:
                 # The scheduler has not got it yet. The other samples wait for its prompt and end with it.
                 for waiting in group.samples:
                     self.scheduler.release(waiting, waiting.held)
-                    waiting.finish("abort", now)
+                    waiting.finish("abort", now, error_kind="abort")
         # A reader of another outbox waits for a last output; the core's outbox belongs to the caller.
         if group.outbox is not self.outbox:
             group.outbox.put(self.outputs.output(group))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ..base.validation import check_bool
 from ..errors import RequestError
 from ..requests.prompt_report import PromptReport
-from ..requests.request import Request, RequestMetrics
+from ..requests.request import ErrorKind, Request, RequestMetrics
 from ..text.prompt_parser import ParsedPrompt
 
 Pooling = Literal["last", "mean"]
@@ -22,6 +22,7 @@ class EmbeddingOutput:
 
     embedding: list[float] | None
     error: str | None = None
+    error_kind: ErrorKind | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def embedding_output(request: Request, *, normalize: bool) -> EmbeddingRequestOu
         assert request.report is not None
         output = EmbeddingOutput(_embedding(request.report, normalize=normalize))
     else:
-        output = EmbeddingOutput(None, str(request.stop_reason or request.finish_reason))
+        output = EmbeddingOutput(None, str(request.stop_reason or request.finish_reason), request.error_kind)
     return EmbeddingRequestOutput(
         request_id=request.request_id,
         prompt=request.inputs.prompt,

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HELD_S = 0.05  # between two looks at requests that are all held
+CALLS_S = 0.02  # of calls between two steps: a request may have a thousand prompts
 
 
 class Recipient(Outbox, ABC):
@@ -174,7 +175,10 @@ class EngineLoop:
         self._is_stopping = True
 
     def _make_calls(self) -> None:
-        """Make the submitted calls. Without work, wait for one; if all requests are held, HELD_S at most."""
+        """Make submitted calls. Without work, wait for one; if all requests are held, HELD_S at most.
+
+        Those that are left after CALLS_S are made after the next step.
+        """
         core = self.engine.core
         is_idle = not core.has_work()
         if is_idle:
@@ -184,11 +188,14 @@ class EngineLoop:
         if not is_idle and core.waits_for_masks():  # the step itself waits for them
             is_held = False
         timeout_s = HELD_S if is_held and not is_idle else None
-        while True:
+        until = math.inf
+        while time.monotonic() < until or not core.has_runnable():
             try:
                 future, function = self._calls.get(is_idle or is_held, timeout_s)
             except Empty:
                 break
+            if until == math.inf:
+                until = time.monotonic() + CALLS_S
             is_idle = is_held = self._is_blocked = False
             if future.set_running_or_notify_cancel():
                 try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..requests.prompt_report import PromptReport
-from ..requests.request import Request
+from ..requests.request import ErrorKind, Request
 from ..text.prompt_parser import ParsedPrompt
 
 
@@ -25,6 +25,7 @@ class ScoreOutput:
     is_greedy: bool
     error: str | None = None
     num_prompt_tokens: int = 0
+    error_kind: ErrorKind | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -53,7 +54,7 @@ def score_output(request: Request) -> ScoreOutput:
     num_before = report.start + 1
     if request.finish_reason != "length":
         why = str(request.stop_reason or request.finish_reason)
-        return ScoreOutput(token_ids, None, [], False, why, num_before)
+        return ScoreOutput(token_ids, None, [], False, why, num_before, request.error_kind)
     assert report.is_complete
     logprobs = [row.logprobs[0] for row in report.logprobs]
     is_greedy = all(row.rank == 1 for row in report.logprobs)

@@ -17,6 +17,8 @@ from .stop_strings import StopStrings
 from .token_rules import TokenRules
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+# Why a request failed: its own parameters, the model or the engine, its timeout_s, or that it was aborted.
+ErrorKind = Literal["request", "engine", "timeout", "abort"]
 NO_SEAT = -1
 # Why a request is held; one may be for both reasons.
 SLOW_READER = 1
@@ -170,6 +172,7 @@ class Request:
     held: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error_kind: ErrorKind | None = None
     sampling: SamplingState = field(default_factory=SamplingState)
     report: PromptReport | None = None
     blocks: SequenceBlocks = field(default_factory=lambda: SequenceBlocks(0, None))
@@ -257,12 +260,19 @@ class Request:
         """Whether the last token ended the output and is not part of its text."""
         return self.finish_reason == "stop" and self.token_ids[-1] in self.stop_ids
 
-    def finish(self, reason: FinishReason, now: float, stop_reason: int | str | None = None) -> None:
-        """Mark as finished; the scheduler frees the blocks."""
+    def finish(
+        self,
+        reason: FinishReason,
+        now: float,
+        stop_reason: int | str | None = None,
+        error_kind: ErrorKind | None = None,
+    ) -> None:
+        """Mark as finished; the scheduler frees the blocks. error_kind: of reason "error" or "abort"."""
         self.status = RequestStatus.FINISHED
         self.ready = False
         self.finish_reason = reason
         self.stop_reason = stop_reason
+        self.error_kind = error_kind
         self.metrics.finished_time = now
 
 
@@ -282,6 +292,10 @@ class Outbox:
     def put(self, output: RequestOutput) -> None:
         """Add the newest output."""
         self._outputs.append(output)
+
+    def put_prompt(self, places: Sequence[dict[int, Logprob] | None]) -> bool:  # noqa: ARG002
+        """Take the next log-probabilities of the prompt. Return False to find all of them in each output."""
+        return False
 
     def take(self) -> list[RequestOutput]:
         """Remove and return all outputs."""
@@ -338,6 +352,8 @@ class CompletionOutput:
         the end of the context), "abort" or "error".
     stop_reason: the stop string or stop token id that ended the output, None for EOS; the message of an
         "error", or of an "abort" by timeout_s.
+    error_kind: of an "error" or "abort": whether the request itself is wrong ("request"), the model or the
+        engine failed ("engine"), timeout_s has passed ("timeout"), or it was ended ("abort").
     """
 
     index: int
@@ -347,6 +363,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     logprobs: Sequence[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    error_kind: ErrorKind | None = None
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from ..device.transfers import Sent, Upload
 from ..kernels.backend import Kernels
 from ..requests.request import Request
 from ..sampling_params import SamplingParams, num_arguments
+from ..scheduler.schedule import RowError
 from .dry import DryHistory
 from .token_history import Recount, TokenHistory
 
@@ -84,7 +85,7 @@ class LogitsEdits:
             recount = self.history.prepare([positions[row] for row in self._penalized_rows], upload)
         return StepEdits(upload.put(banned, torch.int64) if banned else None, recount)
 
-    def apply(self, logits: Tensor, step: StepEdits) -> dict[int, str]:
+    def apply(self, logits: Tensor, step: StepEdits) -> dict[int, RowError]:
         """Edit f32[num_rows, vocab_size] in place. Return the errors of rows that failed."""
         flat = logits.view(-1)
         if self._allowed is not None:
@@ -107,7 +108,8 @@ class LogitsEdits:
         if self._dry_rows is not None:
             self.dry.update()
             self.dry.apply(flat, self._dry_rows.tensor)
-        return {r: message for r, q, num in self._processed if (message := _process(logits, r, q, num))}
+        messages = {row: _process(logits, row, request, num) for row, request, num in self._processed}
+        return {row: RowError(message, "request") for row, message in messages.items() if message}
 
     def record(self, tokens: Tensor) -> None:
         """Count the tokens that were drawn, i64[num_rows]."""

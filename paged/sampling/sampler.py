@@ -13,7 +13,7 @@ from ..device.transfers import Download, Received, Sent, Transfers, Upload
 from ..kernels.backend import Kernels
 from ..requests.prompt_report import TokenLogprobs
 from ..requests.request import Request
-from ..scheduler.schedule import NOT_FINITE, StepOutput
+from ..scheduler.schedule import NOT_FINITE, RowError, StepOutput
 from .dry import DryHistory
 from .logits_edits import LogitsEdits, StepEdits
 from .logprobs import AskedLogprobs
@@ -21,11 +21,12 @@ from .parameters import SentParameters, columns_of
 from .structured_outputs import GrammarMasks
 from .token_history import MIN_SLOTS, TokenHistory
 
-NONE_LEFT = (
+NONE_LEFT = RowError(
     "no token is left: bad_words, min_tokens or a logits processor ban everything that allowed_token_ids and "
-    "structured_outputs allow"
+    "structured_outputs allow",
+    "request",
 )
-OVERFLOW = "the sampling parameters made logits that are not finite"
+OVERFLOW = RowError("the sampling parameters made logits that are not finite", "request")
 
 
 class Sampler:
@@ -107,7 +108,7 @@ class Draw:
             known = positions()
             self._edits = None if batch.edits is None else batch.edits.prepare(known, upload)
             self._positions = upload.put(known, torch.int64)
-        self._errors: dict[int, str] = {}
+        self._errors: dict[int, RowError] = {}
         self._tokens: Received | None = None
         self._of_model: Received | None = None  # each row's highest logit
         self._edited: Received | None = None  # after all edits; None: as the model's
@@ -247,7 +248,9 @@ class _Batch:
         return dict(zip(self.asked, self._logprobs.reports(found), strict=True)) if self.asked else {}
 
 
-def _not_finite(of_model: list[float], edited: list[float], known: dict[int, str]) -> dict[int, str]:
+def _not_finite(
+    of_model: list[float], edited: list[float], known: dict[int, RowError]
+) -> dict[int, RowError]:
     """Return errors for the rows without a finite maximum, in the model's own logits or after all edits."""
     errors = {row: NOT_FINITE for row, value in enumerate(of_model) if not math.isfinite(value)}
     for row, value in enumerate(edited):

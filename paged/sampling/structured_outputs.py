@@ -31,7 +31,7 @@ from torch import Tensor
 from ..errors import CheckpointError, RequestError
 from ..requests.request import Request
 from ..sampling_params import StructuredOutputsParams
-from ..scheduler.schedule import StepOutput
+from ..scheduler.schedule import RowError, StepOutput
 from ..structural_tag import NAME, exact_json, grammars_of
 from ..text.tokenizer import Tokenizer
 from .forced_text import ForcedText
@@ -408,7 +408,7 @@ class GrammarMasks:
 
     def __init__(self, rows: list[int], requests: list[Request]) -> None:
         self.rows = rows
-        self.errors = dict[int, str]()
+        self.errors = dict[int, RowError]()
         self._requests = requests
         self._states: list[GrammarState] = [request.sampling.grammar for request in requests]  # type: ignore[misc]
         # i32[len(rows), num_words], once they are gathered: bit b of word w is token 32 w + b
@@ -449,7 +449,8 @@ class GrammarMasks:
         for i, row in enumerate(self.rows):
             token = output.tokens[row]
             if token is not None and not bits[i, token // WORD_BITS] >> (token % WORD_BITS) & 1:
-                self.errors.setdefault(row, f"token {token} is not in the language of structured_outputs")
+                message = f"token {token} is not in the language of structured_outputs"
+                self.errors.setdefault(row, RowError(message, "engine"))
             if row in self.errors:
                 output.tokens[row] = None
                 output.logprobs.pop(row, None)
@@ -469,7 +470,7 @@ class GrammarMasks:
             try:
                 bits[i] = state.mask()
             except BaseException as error:  # a Rust panic is not an Exception
-                self.errors[row] = f"structured_outputs: {_one_line(str(error))}"
+                self.errors[row] = _of_language(f": {_one_line(str(error))}")
         return bits
 
     def _finish(self, bits: NDArray[np.int32]) -> None:
@@ -483,7 +484,7 @@ class GrammarMasks:
             if row in self.errors:
                 continue
             if state.matcher.is_error():
-                self.errors[row] = f"structured_outputs: {_error(state.matcher)}"
+                self.errors[row] = _of_language(f": {_error(state.matcher)}")
             elif i in empty:
                 self.errors[row] = _dead_end(request)
         broken = [i for i, row in enumerate(self.rows) if row in self.errors]
@@ -499,12 +500,17 @@ def _set_ends(row: NDArray[np.int32], request: Request, state: GrammarState) -> 
         row |= ends
 
 
-def _dead_end(request: Request) -> str:
+def _of_language(message: str) -> RowError:
+    """Return the error of a language that was found too large, or has no next token."""
+    return RowError(f"structured_outputs{message}", "request")
+
+
+def _dead_end(request: Request) -> RowError:
     num = request.num_output_tokens
     least = request.inputs.params.min_tokens
     if num < least:
-        return f"structured_outputs allows nothing more after {num} tokens, and min_tokens is {least}"
-    return f"structured_outputs allows no token of the vocabulary after {num} tokens"
+        return _of_language(f" allows nothing more after {num} tokens, and min_tokens is {least}")
+    return _of_language(f" allows no token of the vocabulary after {num} tokens")
 
 
 def _bits(token_ids: Any, num_words: int) -> NDArray[np.int32]:

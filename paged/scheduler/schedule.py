@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..blocks.manager import Copy
 from ..requests.prompt_report import PromptReport, TokenLogprobs
-from ..requests.request import Request
+from ..requests.request import ErrorKind, Request
 from .histogram import SECONDS_OF_STEP, TOKENS_OF_STEP, Histogram
 
 
@@ -24,7 +24,14 @@ class AskedRows(NamedTuple):
     offset: int
 
 
-NOT_FINITE = "the model's logits are not finite"
+class RowError(NamedTuple):
+    """Why a row has no token, and of which kind that is."""
+
+    message: str
+    kind: ErrorKind
+
+
+NOT_FINITE = RowError("the model's logits are not finite", "engine")
 
 
 @dataclass(slots=True)
@@ -111,7 +118,7 @@ class Schedule:
             # In the step with the prompt's last token the siblings have rows of their own.
             beside = [q for at, q in zip(self.sampled, self.sampled_requests, strict=True) if at == row]
             for ended in (request, *request.siblings, *beside):
-                ended.finish("error", now, NOT_FINITE)
+                ended.finish("error", now, *NOT_FINITE)
         elif not request.generates and request.num_computed_tokens == request.num_tokens:
             request.finish("length", now)
         return request.finish_reason is not None
@@ -135,7 +142,7 @@ class StepOutput:
 
     tokens: list[int | None] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, RowError] = field(default_factory=dict)
     reports: list[tuple[AskedRows, list[TokenLogprobs] | Any]] = field(default_factory=list)
 
     def record_reports(self) -> None:

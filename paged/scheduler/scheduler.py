@@ -10,15 +10,22 @@ from types import MappingProxyType
 
 from ..blocks.manager import BlockManager
 from ..errors import QueueFullError, UsageError
-from ..requests.request import NO_MASK, TIMEOUT_MESSAGE, FinishReason, Request, RequestStatus
+from ..requests.request import (
+    NO_MASK,
+    TIMEOUT_MESSAGE,
+    ErrorKind,
+    FinishReason,
+    Request,
+    RequestStatus,
+)
 from .deadlines import Deadlines
 from .policies import FirstComeFirstServed, Policy
 from .preemption import Preemption
 from .running import RunningSet
-from .schedule import NOT_FINITE, Schedule, SchedulerCounters
+from .schedule import NOT_FINITE, RowError, Schedule, SchedulerCounters
 from .waiting import Room, WaitingQueue
 
-NO_ERRORS: Mapping[int, str] = MappingProxyType({})
+NO_ERRORS: Mapping[int, RowError] = MappingProxyType({})
 
 
 class Scheduler:
@@ -255,12 +262,12 @@ class Scheduler:
         return self.max_num_batched_tokens - schedule.num_tokens
 
     def update(
-        self, schedule: Schedule, sampled: Sequence[int | None], errors: Mapping[int, str] = NO_ERRORS
+        self, schedule: Schedule, sampled: Sequence[int | None], errors: Mapping[int, RowError] = NO_ERRORS
     ) -> list[Request]:
         """Record the results of a finished step, the oldest in flight.
 
         sampled: a token for each of `schedule.sampled_requests`; None ends that request with an error.
-        errors: the error messages by rows of sampled; by default that the logits were not finite.
+        errors: by rows of sampled; by default that the logits were not finite.
 
         Returns the sampled requests not aborted meanwhile, then those that ended with their prompt's report.
         """
@@ -286,7 +293,7 @@ class Scheduler:
                 continue
             request.ready = True
             if token is None:
-                request.finish("error", now, errors.get(row, NOT_FINITE))
+                request.finish("error", now, *errors.get(row, NOT_FINITE))
                 num_finished += 1
                 continue
             token_ids = request.token_ids
@@ -410,19 +417,25 @@ class Scheduler:
         else:
             self.preemption.release(request)
 
-    def abort(self, request: Request, message: str | None = None) -> None:
+    def abort(self, request: Request, message: str | None = None, kind: ErrorKind = "abort") -> None:
         """End a request, running or waiting, and free its blocks."""
-        self._end(request, "abort", message)
+        self._end(request, "abort", message, kind)
 
     def complete(self, request: Request) -> None:
         """End a request that no step computes, running or waiting, as nothing can follow its output."""
-        self._end(request, "stop", None)
+        self._end(request, "stop")
         self.counters.num_finished += 1
 
-    def _end(self, request: Request, reason: FinishReason, message: str | None) -> None:
+    def _end(
+        self,
+        request: Request,
+        reason: FinishReason,
+        message: str | None = None,
+        kind: ErrorKind | None = None,
+    ) -> None:
         (self._running if request.status is RequestStatus.RUNNING else self._queue).remove(request)
         for ended in (request, *request.siblings):
-            ended.finish(reason, self.clock(), message)
+            ended.finish(reason, self.clock(), message, kind)
             self.preemption.release(ended)
         self.block_manager.release(request.blocks)
 
@@ -430,7 +443,7 @@ class Scheduler:
         """Abort and return the requests whose deadline has passed."""
         expired = self._deadlines.take_expired(self.clock())
         for request in expired:
-            self.abort(request, message=TIMEOUT_MESSAGE)
+            self.abort(request, TIMEOUT_MESSAGE, "timeout")
         return expired
 
     def pin(self, name: str, token_ids: Sequence[int], namespace: bytes, longest: int = 1) -> int:

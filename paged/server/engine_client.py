@@ -39,6 +39,7 @@ from .client_stream import ClientStream, RequestTerms, SentRequest
 from .connection import EngineConnection
 from .inbox import Inbox
 from .start_options import sendable_options
+from .telemetry.log_lines import LogFormat
 
 T = TypeVar("T")
 
@@ -58,6 +59,7 @@ class EngineClient:
     replicas: engine processes, each with a GPU of its own or its share of the cores.
     router: which of them gets a request: "round-robin", "least-loaded" or "prefix-aware".
     stream_interval_s: see `AsyncLLMEngine`.
+    log_format: of the lines that the processes write to stderr, "text" or "json".
 
     Raises ConfigError, CheckpointError or UnsupportedModelError, as `LLMEngine` does, and EngineDeadError if
     a process ends before its engine is made.
@@ -70,6 +72,7 @@ class EngineClient:
         replicas: int = 1,
         router: str = "least-loaded",
         stream_interval_s: float = STREAM_INTERVAL_S,
+        log_format: LogFormat = "text",
         **options: Any,
     ) -> None:
         check_interval(stream_interval_s)
@@ -83,7 +86,7 @@ class EngineClient:
         self._finalizer = weakref.finalize(self, _close, self._connections)
         try:
             for replica in range(replicas):
-                start = frames.Start(sent, stream_interval_s, replica, replicas)
+                start = frames.Start(sent, stream_interval_s, log_format, replica, replicas)
                 self._connections.append(EngineConnection(start))
             self.text = ModelText(config, directory, model_config)  # while the engines start
             ready = [connection.wait_ready() for connection in self._connections]

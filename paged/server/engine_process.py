@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -28,14 +28,15 @@ from ..engine.request_factory import RequestSpec
 from ..engine.scoring import score_output
 from ..errors import ConfigError, EngineDeadError, PagedError, QueueFullError
 from ..requests.prompt_report import PromptReport
-from ..requests.request import Request, RequestOutput
+from ..requests.request import Logprob, Request, RequestOutput
 from ..sampling_params import SamplingParams
 from ..scheduler.stats import EngineStats
 from ..text.prompt_parser import ParsedPrompt
 from . import frames
 from .interpreter import Garbage, switch_often
 from .preparations import Preparation, Preparations
-from .telemetry.log_queue import log_to_stderr
+from .telemetry.log_lines import formatter_of
+from .telemetry.log_queue import log_to_stderr, log_uncaught_errors
 
 logger = logging.getLogger(__name__)
 
@@ -86,18 +87,12 @@ class FrameOutbox(Recipient):
         self.is_gone = False  # the front end wants no more
         self.is_held = False  # its reader is slow
         self._sent_metrics = False
-        self._sent_prompt = False  # the prompt's log-probabilities
 
     def put(self, output: RequestOutput) -> None:
         """Add an output to the frame."""
         self._server.forget(self, output.finished)
         first = not self._sent_metrics
         self._sent_metrics = True
-        # A stream begins with them, and they do not change.
-        if output.prompt_logprobs is not None and not self._sent_prompt:
-            self._sent_prompt = True
-            for frame in frames.prompt_places(self.key, output.prompt_logprobs):
-                self._server.link.send(frame)
         self._server.outputs.append(
             frames.Output(
                 self.key,
@@ -107,6 +102,12 @@ class FrameOutbox(Recipient):
                 output.metrics if first or output.finished else None,
             )
         )
+
+    def put_prompt(self, places: Sequence[dict[int, Logprob] | None]) -> bool:
+        """Send the next log-probabilities of the prompt. They are not kept here."""
+        for frame in frames.prompt_places(self.key, places):
+            self._server.link.send(frame)
+        return True
 
     def fail(self, error: BaseException) -> None:
         """Refuse the request, unless all end with the engine."""
@@ -406,7 +407,8 @@ def take_share(start: frames.Start) -> None:
 def main() -> None:
     """Serve the front end at the other end of the socket whose descriptor is the argument."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the front end
-    log_to_stderr()
+    log = log_to_stderr()
+    log_uncaught_errors()
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     switch_often()
@@ -415,6 +417,7 @@ def main() -> None:
     start = next(orders := link.orders(), None)
     if not isinstance(start, frames.Start):
         return
+    log.setFormatter(formatter_of(start.log_format))
     # The front end has read the same defaults.
     logging.getLogger("paged.engine.model_text").setLevel(logging.ERROR)
     gc.disable()  # what imports and the engine create stays until the process ends

@@ -17,9 +17,10 @@ from ..base.validation import MAX_INT
 from ..engine.embedding import EmbeddingRequestOutput
 from ..engine.scoring import ScoreOutput
 from ..errors import RequestError
-from ..requests.request import CompletionOutput, FinishReason, Logprob, RequestMetrics
+from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, RequestMetrics
 from ..sampling_params import SamplingParams
 from ..scheduler.stats import EngineStats
+from .telemetry.log_lines import LogFormat
 
 T = TypeVar("T")
 P = TypeVar("P")
@@ -54,11 +55,13 @@ class Frame(msgspec.Struct, array_like=True, tag=True):
 class Start(Frame):
     """Make an engine of these options of `LLMEngine`. The first frame.
 
+    log_format: of the lines that it writes to stderr.
     replica: the number of this process of num_replicas, which share the cores, or have a GPU each.
     """
 
     options: dict[str, Any]
     stream_interval_s: float
+    log_format: LogFormat
     replica: int
     num_replicas: int
 
@@ -174,12 +177,13 @@ class Completion(msgspec.Struct, array_like=True):
     stop_reason: int | str | None = None
     logprobs: list[Place] | None = None
     cumulative_logprob: float | None = None
+    error_kind: ErrorKind | None = None
 
 
 class Output(msgspec.Struct, array_like=True):
     """What is new of a request; the fields of `RequestOutput`.
 
-    `metrics` is sent first and last; `PromptPlaces` come before the first output.
+    `metrics` is sent first and last; `PromptPlaces` come before the first token.
     """
 
     key: int
@@ -327,6 +331,7 @@ def completion_to_wire(completion: CompletionOutput) -> Completion:
         completion.stop_reason,
         None if logprobs is None else [place_to_wire(place) for place in logprobs],
         completion.cumulative_logprob,
+        completion.error_kind,
     )
 
 
@@ -342,7 +347,7 @@ def place_to_wire(place: dict[int, Logprob]) -> Place:
 
 
 def prompt_places(key: int, prompt_logprobs: Sequence[dict[int, Logprob] | None]) -> Iterator[PromptPlaces]:
-    """Yield the frames of a prompt's log-probabilities."""
+    """Yield the frames of the next log-probabilities of a prompt."""
     places: list[Place | None] = []
     num = 0
     for candidates in prompt_logprobs:

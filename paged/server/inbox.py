@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import RequestError
-from ..requests.request import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from ..requests.request import (
+    CompletionOutput,
+    ErrorKind,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
 from ..sampling_params import RequestOutputKind
 from ..text.outputs import View
 from . import frames
@@ -25,11 +32,13 @@ class _Sample:
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error_kind: ErrorKind | None = None
 
     def add(self, new: frames.Completion) -> None:
         self.index = new.index
         self.finish_reason = new.finish_reason
         self.stop_reason = new.stop_reason
+        self.error_kind = new.error_kind
         self.text += new.text
         self.token_ids += new.token_ids
         self.cumulative_logprob = new.cumulative_logprob
@@ -52,6 +61,7 @@ class _Sample:
             self.stop_reason,
             terms[1],
             self.cumulative_logprob,
+            self.error_kind,
         )
 
 
@@ -79,6 +89,7 @@ class Inbox:
         self.account = AnswerAccount(AnswerBudget()) if account is None else account
         self._num_bytes = 0  # held
         self._num_lasting = 0  # of these, those of the prompt, which all outputs have
+        self._num_early = 0  # of those, what came since the last output, and cannot be read before the next
         self._num_unread = 0  # of these, those that the reader has not taken
         self._num_taken = 0  # those that it took last, and is not done with
         self._num_done = 0  # what is dropped when it is
@@ -118,18 +129,24 @@ class Inbox:
         return num
 
     def put_prompt(self, places: list[frames.Place | None]) -> None:
-        """Add the next log-probabilities of the prompt. All come before the first output."""
+        """Add the next log-probabilities of the prompt. All come before the first output with tokens.
+
+        They are not unread before: a request that was paused for them could never make that output.
+        """
         self._prompt_logprobs = self._prompt_logprobs or frames.Places()
         self._prompt_logprobs.add(places)
         size = bytes_of(places)
         self._num_lasting += size
-        self._count(size)
+        self._num_early += size
+        self._num_bytes += size
+        self.account.grow(size, 0)
 
     def _count(self, size: int) -> None:
         self._num_bytes += size
         num_unread = 0
         if self.comes_in_parts:
-            num_unread = size
+            num_unread = size + self._num_early
+            self._num_early = 0
         elif self.finished:
             num_unread = self._num_bytes
         self._num_unread += num_unread
@@ -199,7 +216,7 @@ class Inbox:
             self.finished,
             self._num_cached_tokens,
             self._metrics,
-            self._prompt_logprobs,
+            self._whole_prompt(),
         )
         self._num_taken += self._num_unread
         self._num_unread = 0
@@ -207,6 +224,11 @@ class Inbox:
             self._samples = []
             self._num_done = self._num_bytes - self._num_lasting
         return output
+
+    def _whole_prompt(self) -> frames.Places[dict[int, Logprob] | None] | None:
+        """Return the log-probabilities of the prompt; None before all are there."""
+        places = self._prompt_logprobs
+        return places if places is not None and len(places) == len(self.token_ids) else None
 
     def _wake(self) -> None:
         self._has_news = self._has_news or self._error is None

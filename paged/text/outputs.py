@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar, overload
 
-from ..requests.prompt_report import TokenLogprobs
-from ..requests.request import CompletionOutput, Logprob, Request, RequestGroup, RequestOutput
+from ..requests.prompt_report import PromptReport, TokenLogprobs
+from ..requests.request import CompletionOutput, Logprob, Outbox, Request, RequestGroup, RequestOutput
 from ..sampling_params import RequestOutputKind
 from .tokenizer import Tokenizer
 from .transcript import Transcript
@@ -62,7 +62,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._progress: dict[Request, _Progress] = {}
-        self._prompt_logprobs: dict[RequestGroup, list[dict[int, Logprob] | None]] = {}
+        self._prompts: dict[RequestGroup, _PromptLogprobs] = {}  # of requests that ask for theirs
 
     def end_at_stop_string(self, request: Request, now: float) -> None:
         """Finish a request whose newest token completes one of its stop strings, and cut its text there."""
@@ -96,16 +96,20 @@ class OutputProcessor:
 
     def forget(self, group: RequestGroup) -> None:
         """Drop the text of a request."""
-        self._prompt_logprobs.pop(group, None)
+        self._prompts.pop(group, None)
         for sample in group.samples:
             self._progress.pop(sample, None)
 
     def decode_logprobs(self, group: RequestGroup, most: int) -> int:
         """Decode the tokens of about `most` candidates of a request's log-probabilities. Return how many.
 
-        An output needs all of them. Those of a long prompt or of many samples take longer than a step.
+        An output needs all of them. Those of a long prompt or of many samples take longer than a step. The
+        outbox may take those of the prompt as they become readable.
         """
-        num = self._read_prompt(group, most)
+        num = 0
+        if (prompt := self._prompt_of(group)) is not None:
+            num = prompt.read(most)
+            prompt.offer(group.outbox)
         for sample in group.samples:
             if num < most and sample.inputs.wants_logprobs:
                 num += self._progress_of(sample).decode_logprobs(most - num)
@@ -133,27 +137,56 @@ class OutputProcessor:
         return [replace(completion, index=index) for index, completion in enumerate(best)]
 
     def _prompt_logprobs_of(self, group: RequestGroup) -> list[dict[int, Logprob] | None] | None:
-        report = group.samples[0].report
-        params = group.samples[0].inputs.params
-        if params.prompt_logprobs is None or report is None or report.failed or not report.is_complete:
-            return None
-        self._read_prompt(group, math.inf)
-        return self._prompt_logprobs[group]
+        prompt = self._prompt_of(group)
+        return None if prompt is None else prompt.whole()
 
-    def _read_prompt(self, group: RequestGroup, most: float) -> int:
+    def _prompt_of(self, group: RequestGroup) -> _PromptLogprobs | None:
         report = group.samples[0].report
         params = group.samples[0].inputs.params
         if params.prompt_logprobs is None or report is None or report.failed:
-            return 0
-        tokenizer = self._tokenizer if params.detokenize else None
-        places = self._prompt_logprobs.setdefault(group, [None])
+            return None
+        found = self._prompts.get(group)
+        if found is None:
+            tokenizer = self._tokenizer if params.detokenize else None
+            found = self._prompts[group] = _PromptLogprobs(report, tokenizer)
+        return found
+
+
+class _PromptLogprobs:
+    """The readable log-probabilities of a prompt that its outbox has not taken."""
+
+    def __init__(self, report: PromptReport, tokenizer: Tokenizer | None) -> None:
+        self._report = report
+        self._tokenizer = tokenizer
+        self._places: list[dict[int, Logprob] | None] = [None]  # the first token has none
+        self._num_taken = 0
+
+    def read(self, most: float) -> int:
+        """Make about `most` more candidates readable. Return how many were."""
+        report = self._report
+        first = self._num_taken + len(self._places) - 1
         num = 0
         # The rows of a failed step are taken again: only those that were recorded count.
-        while num < most and len(places) <= report.next_row - report.start:
-            row = report.logprobs[len(places) - 1]
-            places.append(_candidates(row, tokenizer))
-            num += len(row.token_ids)
+        for row in range(first, report.next_row - report.start):
+            if num >= most:
+                break
+            place = report.logprobs[row]
+            self._places.append(_candidates(place, self._tokenizer))
+            num += len(place.token_ids)
         return num
+
+    def offer(self, outbox: Outbox) -> None:
+        """Let an outbox take what is readable."""
+        if self._places and outbox.put_prompt(self._places):
+            self._num_taken += len(self._places)
+            self._places = []
+
+    def whole(self) -> list[dict[int, Logprob] | None] | None:
+        """Return those of all tokens; None until they are known, and if the outbox took them."""
+        if self._num_taken or not self._report.is_complete:
+            return None
+        self.read(math.inf)
+        return self._places
 
 
 class _Progress:
@@ -221,6 +254,7 @@ class _Progress:
             stop_reason=request.stop_reason,
             logprobs=None if request.inputs.params.logprobs is None else logprobs,
             cumulative_logprob=self._cumulative if request.inputs.wants_logprobs else None,
+            error_kind=request.error_kind,
         )
 
     def _catch_up(self) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from paged import LLMEngine, RequestOutput, SamplingParams
 from paged.engine import core
+from paged.engine.request_factory import RequestSpec
 from paged.requests.request import RequestGroup
+from paged.server import frames
+from paged.server.engine_process import FrameOutbox
 from paged.text import outputs as module
 from tests.support.checkpoints import assert_all_free, checkpoint, new_engine
 
@@ -97,3 +101,25 @@ def test_many_readers_share_one_budget_in_turn(engine, monkeypatch):
         unfair.append(max(begun, default=0) - min(begun, default=0))
     assert max(watch.excess) <= 24 + PLACE, "more than one budget"
     assert max(unfair) <= 24 + PLACE, "some got more than others"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 41])
+def test_an_engine_process_sends_those_of_a_prompt_as_they_are_made(engine, monkeypatch, num_tokens):
+    """Sent with the first output, those of a long prompt would hold one step and one event loop."""
+    prompt = [*range(1, 1 + num_tokens)]
+    params = REPORTS["prompt"]
+    (expected,) = engine.generate([prompt], params, use_tqdm=False)
+    Watch(engine, monkeypatch)
+    sent: list[frames.PromptPlaces] = []
+    server: Any = SimpleNamespace(link=SimpleNamespace(send=sent.append), outputs=[], forget=lambda *_: None)
+    engine.core.add("r", RequestSpec(prompt, params), FrameOutbox(7, "r", server))
+    received = frames.Places[Any]()
+    while engine.has_unfinished_requests():
+        engine.core.step()
+        assert sum(len(place[0]) for frame in sent for place in frame.places if place) <= 24 + PLACE
+        assert not (sent and server.outputs[:-1]), "they come before the first token"
+        for frame in sent:
+            received.add(frame.places)
+        sent.clear()
+    assert received == expected.prompt_logprobs
+    assert not engine.core.outputs._prompts

@@ -1,6 +1,7 @@
 """Response bodies: whole and streamed ones say the same, and official clients take them."""
 
 import base64
+import itertools
 import json
 import math
 import struct
@@ -11,6 +12,8 @@ from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from paged import CompletionOutput, LLMEngine, Logprob, RequestMetrics, RequestOutput, SamplingParams
+from paged.engine.embedding import EmbeddingOutput, EmbeddingRequestOutput
+from paged.engine.scoring import ScoreOutput
 from paged.errors import ConfigError, EngineDeadError, QueueFullError, RequestError, UnknownArgumentError
 from paged.protocol.answers.errors import error_body, failure_of, status_of
 from paged.protocol.answers.places import CompletionPlaces, Decoding, chat_places, prompt_places
@@ -256,8 +259,8 @@ def test_lines_of_deltas_join_to_the_result(engine):
     assert prompts == {r["index"]: r["prompt_logprobs"] for r in results}
 
 
-def output_that_ended(reason, message, text=""):
-    completion = CompletionOutput(0, text, [], reason, message)
+def output_that_ended(reason, message, text="", kind=None):
+    completion = CompletionOutput(0, text, [], reason, message, error_kind=kind)
     return RequestOutput("r", "x", [4], [completion], True, 0, RequestMetrics(0.0))
 
 
@@ -290,7 +293,7 @@ def test_a_sample_that_has_ended_has_no_more_lines():
 def test_the_error_of_a_prompt_is_one_line_of_deltas():
     """Also while its other samples go on."""
     call = parse_call(GENERATE, {"prompts": ["x"], "n": 2, "stream": "deltas"})
-    output = output_that_ended("error", "NaN")
+    output = output_that_ended("error", "NaN", kind="engine")
     output.finished = False
     output.outputs.append(CompletionOutput(1, "b", [5], None, None))
     (line,) = call.deltas(0, output)
@@ -300,10 +303,16 @@ def test_the_error_of_a_prompt_is_one_line_of_deltas():
 
 def test_failures_have_a_status():
     assert failure_of([output_that_ended("stop", None)]) is None
-    assert failure_of([output_that_ended("error", "NaN")]) == (500, "NaN")
-    assert failure_of([output_that_ended("error", "structured_outputs: too many states")])[0] == 400
-    assert failure_of([output_that_ended("abort", "timeout_s 1")]) == (504, "timeout_s 1")
-    assert failure_of([output_that_ended("abort", None)])[0] == 503
+    by_kind = {"engine": 500, "request": 400, "timeout": 504}
+    for (kind, status), message in itertools.product(by_kind.items(), ["structured_outputs: x", "abort"]):
+        vector = EmbeddingOutput(None, message, kind)
+        for output in (
+            output_that_ended("error", message, kind=kind),
+            EmbeddingRequestOutput("r", "x", [4], vector, True, 0, RequestMetrics(0.0)),
+            ScoreOutput([4], None, [], False, message, 1, kind),
+        ):
+            assert failure_of([output_that_ended("stop", None), output]) == (status, message)
+    assert failure_of([output_that_ended("abort", None, kind="abort")])[0] == 503
     statuses = {QueueFullError: 429, RequestError: 400, UnknownArgumentError: 400, EngineDeadError: 503}
     for error, status in {**statuses, ConfigError: 500}.items():
         assert status_of(error("x")) == status

@@ -4,12 +4,15 @@ import ast
 import dataclasses
 import json
 import math
+import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import paged
 from paged import LLMEngine, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from paged.base import strict_json
 from paged.base.fields import Effect
 from paged.base.kinds import Integer, Number, kinds_of
 from paged.base.strict_json import parse_json
@@ -544,3 +547,71 @@ def test_json_that_is_taken():
     assert parse_json(deep) == json.loads(deep)
     brackets = json.dumps({"a": '[{"\\' * 100, "b": "]" * 100, "é": [1.5e3]}, ensure_ascii=False)
     assert parse_json(brackets.encode()) == json.loads(brackets)
+
+
+PARTS = ['"', "\\", '\\"', "[", "]", "{", "}", " " * 70, '"[[["', "\\n" * 1030]
+
+
+def depth_of(text):
+    """Return how deep brackets outside of strings are nested, looking at one character after another."""
+    depth = deepest = 0
+    is_string = is_escaped = False
+    for character in text:
+        if is_escaped:
+            is_escaped = False
+        elif is_string:
+            is_escaped = character == "\\"
+            is_string = character != '"'
+        elif character == '"':
+            is_string = True
+        elif character in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "]}":
+            depth -= 1
+    return deepest
+
+
+@pytest.mark.parametrize("piece", [7, 2**16])
+def test_the_depth_of_a_text_does_not_depend_on_its_pieces(piece, monkeypatch):
+    monkeypatch.setattr(strict_json, "_PIECE", piece)
+    choose = random.Random(0)
+    found = Counter()
+    for _ in range(300):
+        begin = "[]" * 9 + "[" * choose.choice([58, 60, 64])
+        text = begin + "".join(choose.choices(PARTS, k=choose.randrange(40))) + "[" * choose.choice([0, 20])
+        try:
+            strict_json._check_depth(text)
+            is_deep = False
+        except RequestError:
+            is_deep = True
+        assert is_deep == (depth_of(text) > 64), text
+        found[is_deep] += 1
+    assert min(found[True], found[False]) > 50
+
+
+@pytest.mark.parametrize("text", ["x" * 10**6, '"' + "x" * 10**6, '"' + "\\n" * 10**6, "1, " * 10**6])
+def test_no_search_for_brackets_takes_long(text, monkeypatch):
+    """Other threads, among them that of the event loop, wait as long as one takes."""
+    lengths = []
+
+    class Watched:
+        def __init__(self, pattern):
+            self.pattern = pattern
+
+        def finditer(self, text, place, end):
+            lengths.append(min(end, len(text)) - place)
+            for match in self.pattern.finditer(text, place, end):
+                lengths.append(len(match[0]))
+                yield match
+
+        def match(self, text, place):
+            match = self.pattern.match(text, place)
+            lengths.append(len(match[0]))
+            return match
+
+    for name in ("_BRACKETS", "_REST_OF_STRING"):
+        monkeypatch.setattr(strict_json, name, Watched(getattr(strict_json, name)))
+    strict_json._check_depth("[]" * 70 + text)
+    assert len(lengths) > 10
+    assert max(lengths) < 2**17

@@ -100,8 +100,8 @@ def test_equals_the_batches_of_the_builder(windows, num_host_blocks, rope):
         swap_pays=(lambda _: True) if num_host_blocks else None,
     )
     seated, is_decode = new_seated(len(windows), rope), []
-    for i in range(9):
-        request = cases.new_request(str(i), prompt_len=1 + 5 * i % 37, max_tokens=12 + 7 * i % 40)
+    for i in range(8):
+        request = cases.new_request(str(i), prompt_len=1 + 5 * i % 37, max_tokens=6 + 7 * i % 20)
         if i % 3 == 0:
             request.report = PromptReport(0, request.num_tokens, 0)
         if i % 4 == 1:

@@ -206,7 +206,7 @@ def test_row_without_a_finite_maximum_has_an_error_and_others_are_unaffected(val
     logits[3] = -math.inf
     step = sample(logits, requests)
     assert step.tokens == [sound[0], None, sound[2], None]
-    assert step.errors == dict.fromkeys((1, 3), "the model's logits are not finite")
+    assert step.errors == dict.fromkeys((1, 3), ("the model's logits are not finite", "engine"))
     assert set(step.logprobs) <= {0, 2}
 
 
@@ -227,9 +227,10 @@ def test_row_without_any_token_left_is_an_error():
     ]
     step = sample(torch.ones(4, VOCAB_SIZE), requests)
     assert [token is None for token in step.tokens] == [True, True, True, False]
-    assert "no token is left" in step.errors[0]
-    assert "allowed_token_ids" in step.errors[1]
-    assert "not finite" in step.errors[2]
+    assert "no token is left" in step.errors[0].message
+    assert "allowed_token_ids" in step.errors[1].message
+    assert "not finite" in step.errors[2].message
+    assert {error.kind for error in step.errors.values()} == {"request"}
     assert not step.logprobs
 
 
@@ -266,10 +267,11 @@ def test_logits_processors_get_the_output_and_their_row_and_fail_alone():
     assert step.tokens == [4, None, None, None, None, 5]
     assert seen == [([2, 3, 99], logits[0].tolist())]
     assert requests[0].token_ids == [1, 2, 3]
-    assert step.errors[1] == "logits_processors[1] raised ZeroDivisionError: division by zero"
-    assert step.errors[2] == "logits_processors[0] must return a tensor of shape [13], got shape [3]"
-    assert step.errors[3] == "logits_processors[0] must return a tensor of shape [13], got list"
-    assert "not finite" in step.errors[4]
+    messages = {row: error.message for row, error in step.errors.items()}
+    assert messages[1] == "logits_processors[1] raised ZeroDivisionError: division by zero"
+    assert messages[2] == "logits_processors[0] must return a tensor of shape [13], got shape [3]"
+    assert messages[3] == "logits_processors[0] must return a tensor of shape [13], got list"
+    assert "not finite" in messages[4]
 
 
 def test_grammar_masks_come_before_all_edits_and_after_logprobs():

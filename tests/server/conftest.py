@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -39,6 +40,16 @@ def shared_client() -> Iterator[Served]:
     """Yield a server of an engine in another process."""
     with serving(EngineClient("demo", **OPTIONS), closes=True) as served:
         yield served
+
+
+@pytest.fixture
+def short_buffers(shared_client) -> Iterator[None]:
+    """Let the system hold little of a response, so that a short one fills what is sent ahead."""
+    listener = shared_client.server.servers[0]._listener
+    size = listener.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+    yield
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size // 2)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from paged import QueueFullError, RequestError, SamplingParams
 from paged.engine.async_options import CANDIDATE_BYTES, PAUSE_BYTES, TOKEN_BYTES
 from paged.sampling_params import RequestOutputKind
-from paged.server import frames
+from paged.server import answer_memory, frames
 from paged.server.answer_memory import RESUME_BYTES, AnswerAccount, AnswerBudget, bytes_of, size_of
 from paged.server.inbox import Inbox
 from tests.server.test_streams import events_of, read_all, send, slow_client
@@ -49,17 +49,27 @@ def test_what_its_reader_is_done_with_is_given_back_and_what_is_merged_is_counte
 
 def test_prompt_logprobs_are_held_until_the_end_and_unread_until_the_first_output_is_sent():
     account = AnswerAccount(AnswerBudget(), is_whole=False)
-    inbox = Inbox("r", None, [1], DELTA, account=account)
+    inbox = Inbox("r", None, [1, 2], DELTA, account=account)
     inbox.put_prompt([None])
     inbox.put_prompt([PLACE])
+    assert account.num_unread == 0, "the request would be held, and its first output never come"
     inbox.put(frames.Output(1, [], False, None, None))
-    assert asyncio.run(inbox.get()).prompt_logprobs is not None
+    assert account.num_unread == 21 * CANDIDATE_BYTES
+    places = asyncio.run(inbox.get()).prompt_logprobs
+    assert places == [None, frames.place_from_wire(PLACE)]
     assert account.num_unread == 21 * CANDIDATE_BYTES
     inbox.release()
     inbox.release()
     assert (account.num_bytes, account.num_unread) == (21 * CANDIDATE_BYTES, 0)
     inbox.give_back()
     assert account.num_bytes == 0
+
+
+def test_of_a_prompt_that_is_aborted_before_its_end_no_logprobs_are_shown():
+    inbox = Inbox("r", None, [1, 2, 3], FINAL_ONLY)
+    inbox.put_prompt([None, PLACE])
+    inbox.put(frames.Output(1, [frames.Completion(0, "", [], "abort")], True, None, None))
+    assert asyncio.run(inbox.get()).prompt_logprobs is None
 
 
 class Requests:
@@ -196,22 +206,22 @@ WHOLE = {"prompt": "def f(", "n": 4, "logprobs": 20, "ignore_eos": True, "seed":
 def test_when_answers_hold_too_much_whole_ones_end_and_streams_go_on(shared_client, monkeypatch):
     budget = shared_client.front.engine.budget
     monkeypatch.setattr(budget, "max_bytes", 100_000)
-    status, headers, body = shared_client.request("POST", "/v1/completions", {**WHOLE, "max_tokens": 200})
+    status, headers, body = shared_client.request("POST", "/v1/completions", {**WHOLE, "max_tokens": 40})
     assert (status, "retry-after" in headers) == (429, True)
     assert "the answers in progress take more than" in json.loads(body)["error"]["message"]
     eventually(lambda: shared_client.num_requests == budget.num_bytes == 0)
     assert shared_client.post("/v1/completions", **WHOLE, max_tokens=3)["usage"]["completion_tokens"] == 12
-    streamed = shared_client.events("/v1/completions", **WHOLE, max_tokens=60)
+    streamed = shared_client.events("/v1/completions", **WHOLE, max_tokens=30)
     places = [choice["logprobs"] for e in streamed[:-1] for choice in json.loads(e)["choices"]]
-    assert sum(len(place["tokens"]) for place in places if place) == 240
+    assert sum(len(place["tokens"]) for place in places if place) == 120
     eventually(lambda: budget.num_bytes == 0)
 
 
 def test_the_prompts_of_one_request_count_together(shared_client, monkeypatch):
     """Each of 8 answers holds less than the limit, and together they hold more."""
     budget = shared_client.front.engine.budget
-    monkeypatch.setattr(budget, "max_answer_bytes", 210 * BYTES)
-    alone = {**WHOLE, "n": 1, "max_tokens": 200}
+    monkeypatch.setattr(budget, "max_answer_bytes", 21 * BYTES)
+    alone = {**WHOLE, "n": 1, "max_tokens": 20}
     assert shared_client.request("POST", "/v1/completions", alone)[0] == 200
     status, _, body = shared_client.request("POST", "/v1/completions", {**alone, "prompt": ["a"] * 8})
     assert status == 400
@@ -223,18 +233,19 @@ def test_the_prompts_of_one_request_count_together(shared_client, monkeypatch):
 def test_streamed_results_together_may_hold_more_than_a_whole_answer(stream, shared_client, monkeypatch):
     """Each of 8 results holds two thirds of the limit: all come, and none is refused."""
     budget = shared_client.front.engine.budget
-    monkeypatch.setattr(budget, "max_answer_bytes", 300 * BYTES)
-    body = {"prompts": ["a"] * 8, "logprobs": 20, "max_tokens": 200, "ignore_eos": True, "stream": stream}
+    monkeypatch.setattr(budget, "max_answer_bytes", 60 * BYTES)
+    body = {"prompts": ["a"] * 8, "logprobs": 20, "max_tokens": 40, "ignore_eos": True, "stream": stream}
     status, _, lines = shared_client.request("POST", "/generate", body)
     assert status == 200
     num_places = [0] * 8
     for line in lines.splitlines():
         result = json.loads(line)
         num_places[result["index"]] += len(result["logprobs"])
-    assert num_places == [200] * 8
+    assert num_places == [40] * 8
     eventually(lambda: shared_client.num_requests == budget.num_bytes == 0)
 
 
+@pytest.mark.usefixtures("short_buffers")
 def test_a_stream_of_many_prompts_that_is_not_read_holds_little(shared_client, monkeypatch):
     """Few of its prompts are computed before a later request has ended, and all come when it is read."""
     budget = shared_client.front.engine.budget
@@ -245,7 +256,9 @@ def test_a_stream_of_many_prompts_that_is_not_read_holds_little(shared_client, m
         came[0] += max(num_bytes, 0)
 
     monkeypatch.setattr(AnswerAccount, "grow", noted)
-    num_prompts, num_tokens = 40, 400
+    monkeypatch.setattr(answer_memory, "PAUSE_BYTES", PAUSE_BYTES // 8)
+    monkeypatch.setattr(answer_memory, "RESUME_BYTES", RESUME_BYTES // 8)
+    num_prompts, num_tokens = 40, 200
     prompts = [[5 + i] * num_tokens for i in range(num_prompts)]
     body = {"prompt": prompts, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True}
     num_pauses = budget.num_pauses
@@ -263,17 +276,18 @@ def test_a_stream_of_many_prompts_that_is_not_read_holds_little(shared_client, m
     eventually(lambda: shared_client.num_requests == budget.num_bytes == 0)
 
 
+@pytest.mark.usefixtures("short_buffers")
 def test_a_body_that_is_read_slowly_keeps_no_memory_from_others(shared_client, monkeypatch):
     """Once it is written as JSON, its log-probabilities count no more; and it is cut before others wait."""
     budget, responses = shared_client.front.engine.budget, shared_client.front.response_budget
-    body = {**WHOLE, "max_tokens": 400}
+    body = {**WHOLE, "max_tokens": 60}
     with slow_client(shared_client) as first:
         send(first, body)
         eventually(lambda: responses.num_bytes > 0)
         assert budget.num_bytes == 0
         monkeypatch.setattr(responses, "max_bytes", responses.num_bytes)
         choices = shared_client.post("/v1/completions", **body)["choices"]
-        assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [400] * 4
+        assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [60] * 4
         with pytest.raises(ConnectionResetError):
             read_all(first)
     eventually(lambda: responses.num_bytes == 0)

@@ -91,7 +91,7 @@ def engine(shared) -> Iterator[Any]:
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client() -> Iterator[EngineClient]:
     client = EngineClient("demo", **OPTIONS)
     yield client
@@ -411,7 +411,8 @@ def test_a_step_that_raises_ends_the_engine_with_its_error(monkeypatch):
     run(main())
 
 
-def test_shutdown_ends_readers_and_processes(client):
+def test_shutdown_ends_readers_and_processes():
+    client = EngineClient("demo", **OPTIONS)
     process = client._connections[0]._process
 
     async def main() -> None:
@@ -423,6 +424,7 @@ def test_shutdown_ends_readers_and_processes(client):
         with pytest.raises(EngineDeadError, match="shut down"):
             await reader
         assert not client.errored
+        await client.__aexit__()
 
     run(main())
     assert process.poll() == 0
@@ -470,7 +472,7 @@ def test_the_engine_process_ends_with_its_parent(when):
 
 
 def start_of(replica: int, num_replicas: int, **options: Any) -> frames.Start:
-    return frames.Start({"model": "demo", **options}, 0.2, replica, num_replicas)
+    return frames.Start({"model": "demo", **options}, 0.2, "text", replica, num_replicas)
 
 
 def test_replicas_share_the_cores(monkeypatch):

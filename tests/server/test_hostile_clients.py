@@ -7,6 +7,7 @@ import logging
 import re
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -274,6 +275,20 @@ def test_connections_beyond_the_limit(engine, caplog, monkeypatch):
         _, _, metrics = served.request("GET", "/metrics")
     assert re.search(rb'requests_refused_total{reason="connections"} \d+', metrics)
     assert not caplog.records
+
+
+def test_connections_that_come_at_once_are_closed_and_forgotten(engine, monkeypatch):
+    """Those that gave way while they were being made stayed open, and held up the end of the server."""
+    monkeypatch.setattr(acceptor, "NUM_SPARE", 3)
+    go_on = threading.Event()
+    with serving(engine, max_connections=2) as served, ExitStack() as stack:
+        served.loop.call_soon_threadsafe(go_on.wait, 10)
+        clients = [stack.enter_context(served.connect()) for _ in range(60)]
+        go_on.set()
+        for client in clients[2:-3]:
+            with suppress(ConnectionResetError):
+                rest_of(client)
+        assert served.num_connections == 2 + 3
 
 
 def test_an_idle_connection_beyond_the_limit_is_told(engine, monkeypatch):

@@ -9,9 +9,10 @@ import pytest
 
 from paged.errors import RequestError
 from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput
+from paged.server.telemetry.log_lines import formatter_of
 from paged.server.telemetry.log_queue import MAX_LINE_BYTES
 from paged.server.telemetry.records import Observers, RequestRecord
-from paged.server.telemetry.request_log import RequestLog, _JsonLine, set_up_logging
+from paged.server.telemetry.request_log import RequestLog, set_up_logging
 from paged.server.telemetry.trace_context import TraceContext
 
 SECRET = "my secret"
@@ -115,7 +116,7 @@ def test_a_client_cannot_forge_a_line_or_a_field(evil, log_format):
 
 @pytest.mark.parametrize("character", ["x", "\n", "\x00", "\U0001f600"])
 def test_a_long_line_of_json_is_shortened_within_its_texts(character):
-    formatter = _JsonLine()
+    formatter = formatter_of("json")
     long = "begin" + character * 2**16 + "end"
     try:
         raise ValueError(long)

@@ -223,9 +223,10 @@ def test_a_server_and_its_end():
     """It says its address, serves with the tokens of its engine, and ends with 0 on a signal.
 
     From then on nothing reads its log, which made it hang as soon as the pipe was full. No process that it
-    starts has its key.
+    starts has its key. Every line is JSON, also those of its engine process.
     """
     command = [sys.executable, "-m", "paged", "serve", "demo", "--device", "cpu", "--num-blocks", "64"]
+    command += ["--log-format", "json"]
     environment = {**os.environ, "PAGED_PORT": "0", "OMP_NUM_THREADS": "1", "PAGED_API_KEY": "topsecret"}
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env=environment, cwd=Path(__file__).parents[2]
@@ -235,10 +236,12 @@ def test_a_server_and_its_end():
             lines = []
             while "is served at" not in (line := process.stderr.readline()):
                 assert line, lines
-                lines.append(line)
+                lines.append(json.loads(line)["event"])
             assert any(line.startswith("LlamaForCausalLM") for line in lines), lines
-            url = line.split()[-1]
-            body = json.dumps({"prompt": "def add(a, b):", "max_tokens": 4}).encode()
+            url = json.loads(line)["event"].split()[-1]
+            schema = {"type": "string", "maxLength": 9, "format": "strange"}  # of which the engine tells
+            constraint = {"structured_outputs": {"json": schema}}
+            body = json.dumps({"prompt": "def add(a, b):", "max_tokens": 4, **constraint}).encode()
             headers = {"content-type": "application/json", "authorization": "Bearer topsecret"}
             request = urllib.request.Request(f"{url}/v1/completions", body, headers)
             with urllib.request.urlopen(request, timeout=20) as response:
@@ -252,9 +255,11 @@ def test_a_server_and_its_end():
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
             rest = process.stderr.read()
-            assert "Traceback" not in rest
-            assert "request id=" in rest
-            assert 0 < rest.count("status=401") < 60
+            events = [*map(json.loads, rest.splitlines())]
+            assert not any("traceback" in event for event in events)
+            assert [event for event in events if "strange" in event["event"]]
+            assert next(event["status"] for event in events if event["event"] == "request") == 200
+            assert 0 < sum(event.get("status") == 401 for event in events) < 60
         finally:
             process.kill()
 

@@ -75,13 +75,13 @@ class Served:
         return json.loads(data)
 
     def events(self, path: str, **body: Any) -> list[str]:
-        """Return the data of all events of a response, without blank lines between them."""
+        """Return the data of all events of a response, however many blank lines are between them."""
         status, headers, data = self.request("POST", path, {**body, "stream": True})
         assert status == 200, data
         assert headers["content-type"].startswith("text/event-stream")
-        *events, rest = data.decode().split("\n\n")
-        assert rest == ""
-        return [event.lstrip("\n").removeprefix("data: ") for event in events]
+        assert data.endswith(b"\n\n")
+        events = [event.strip("\n") for event in data.decode().split("\n\n")]
+        return [event.removeprefix("data: ") for event in events if event]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from ...errors import (
     RequestTimeoutError,
     UnknownArgumentError,
 )
-from ...requests.request import TIMEOUT_MESSAGE, RequestOutput
+from ...requests.request import ErrorKind, RequestOutput
 
 BAD_REQUEST = 400
 NOT_FOUND = 404
@@ -33,8 +33,13 @@ _TYPES = {
 }
 MODEL_NOT_FOUND = "model_not_found"  # the `code` of a wrong model
 Failure = tuple[int, str]  # status and message
-# What ends an embedding or a score, and the reason; other errors are failures.
-_ABORTS = {"abort": None, TIMEOUT_MESSAGE: TIMEOUT_MESSAGE}
+_STATUSES: dict[ErrorKind, int] = {
+    "request": BAD_REQUEST,
+    "engine": FAILED,
+    "timeout": TIMED_OUT,
+    "abort": UNAVAILABLE,
+}
+_ABORTED = "the server ended this request; send it again"
 
 
 def error_body(
@@ -65,26 +70,17 @@ def failure_of(
 ) -> Failure | None:
     """Return status and message of the first output that failed or was ended; None if all are fine."""
     for output in outputs:
-        if isinstance(output, RequestOutput):
-            for completion in output.outputs:
-                if completion.finish_reason == "error":
-                    return _failed(str(completion.stop_reason))
-                if completion.finish_reason == "abort":
-                    return _aborted(completion.stop_reason)
-        else:
-            error = output.error if isinstance(output, ScoreOutput) else output.outputs.error
-            if error is not None:
-                return _aborted(_ABORTS[error]) if error in _ABORTS else (FAILED, error)
+        for kind, message in _errors_of(output):
+            if kind is not None:
+                return _STATUSES[kind], _ABORTED if kind == "abort" else str(message)
     return None
 
 
-def _failed(reason: str) -> Failure:
-    """Return the failure of a request: of its language, which was found too large, or of the server."""
-    return (BAD_REQUEST if reason.startswith("structured_outputs") else FAILED), reason
-
-
-def _aborted(reason: int | str | None) -> Failure:
-    """Return the failure of a request that timeout_s ended, or that the server itself ended."""
-    if reason is None:
-        return UNAVAILABLE, "the server ended this request; send it again"
-    return TIMED_OUT, str(reason)
+def _errors_of(
+    output: RequestOutput | EmbeddingRequestOutput | ScoreOutput,
+) -> list[tuple[ErrorKind | None, int | str | None]]:
+    """Return kind and message of the error of each part; (None, ...) for a part that is fine."""
+    if isinstance(output, RequestOutput):
+        return [(completion.error_kind, completion.stop_reason) for completion in output.outputs]
+    part = output if isinstance(output, ScoreOutput) else output.outputs
+    return [(part.error_kind, part.error)]

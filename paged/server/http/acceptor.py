@@ -51,6 +51,8 @@ class Acceptor:
             self._loop.remove_reader(self._listener)
             if self._pause is not None:
                 self._pause.cancel()
+            for connection, making in self._open.items():
+                self._give_up(connection, making)
 
     async def wait_closed(self) -> None:
         """Return at once, as uvicorn itself waits for the connections."""
@@ -86,10 +88,14 @@ class Acceptor:
 
     def _drop(self, oldest: Connection) -> None:
         del self._spare[oldest]
-        making = self._open[oldest]
-        if making.done():
-            oldest.refuse_spare()
-        else:  # in its handshake
+        oldest.refuse_spare()
+        self._give_up(oldest, self._open[oldest])
+
+    @staticmethod
+    def _give_up(connection: Connection, making: asyncio.Task[None]) -> None:
+        """End a connection that is not made yet, as in its handshake."""
+        if not connection.is_made:
+            connection.close_when_made()  # the loop may make it in spite of the end of the task
             making.cancel()
 
     async def _connect(self, connection: Connection, accepted: socket.socket) -> None:

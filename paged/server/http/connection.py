@@ -132,6 +132,9 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to wait for a request."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop has a class of its own
+        if self._discards:
+            self._transport.abort()
+            return
         for name, of in (("client", "peername"), ("server", "sockname")):
             address = transport.get_extra_info(of)
             self._addresses[name] = tuple(address[:2]) if isinstance(address, tuple) else None
@@ -179,6 +182,15 @@ class Connection(asyncio.Protocol):
             self._queue[-1].closes = True
         elif self._transport is not None:
             self._transport.close()
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it can be written to: its handshake is over."""
+        return self._transport is not None
+
+    def close_when_made(self) -> None:
+        """Close a connection that is not made yet as soon as it is."""
+        self._discards = True
 
     def refuse_spare(self) -> None:
         """Refuse a connection beyond the limit and close it at once, as others need its file."""

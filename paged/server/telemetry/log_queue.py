@@ -5,8 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import select
+import sys
 import threading
 from collections import deque
+from types import TracebackType
+
+logger = logging.getLogger(__name__)
 
 MAX_LINES = 4096
 MAX_LINE_BYTES = 2**14  # of one line; a longer one is cut, unless its formatter makes it shorter
@@ -100,6 +104,18 @@ def log_to_stderr(formatter: logging.Formatter | None = None) -> LogQueue:
     logging.getLogger().addHandler(handler)
     logging.captureWarnings(True)
     return handler
+
+
+def log_uncaught_errors() -> None:
+    """Write what ends this process, or one of its threads, to the log."""
+
+    def log_uncaught(
+        _kind: type[BaseException], error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        logger.critical("uncaught error", exc_info=error)
+
+    sys.excepthook = log_uncaught
+    threading.excepthook = lambda args: log_uncaught(*args[:3])
 
 
 def num_dropped_lines() -> int:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import re
-from datetime import UTC, datetime
-from typing import IO, Any, Literal
+from typing import IO, Any
 
-from .log_queue import MAX_LINE_BYTES, log_to_stderr
+from .log_lines import LogFormat, formatter_of
+from .log_queue import log_to_stderr
 from .records import Ending, RequestProgress, RequestRecord
-
-LogFormat = Literal["text", "json"]
-MAX_TEXT = 128  # characters of an id, a tenant or a model's name
-# What is written as it is. Any other text is quoted and escaped: it cannot look like a line of its own.
-_PLAIN = re.compile(r"[\w./:+@-]+", re.ASCII)
 
 _lines = logging.getLogger("paged.server.requests")
 
@@ -46,12 +39,17 @@ class RequestLog:
 
 def set_up_logging(log_format: LogFormat, stream: IO[str] | None = None) -> None:
     """Write the log in this form: all of it to stderr, or the lines of requests to another stream."""
-    formatter = _JsonLine() if log_format == "json" else _TextLine()
+    formatter = formatter_of(log_format)
     handler = log_to_stderr(formatter) if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(formatter)
     _lines.handlers = [handler]
     _lines.setLevel(logging.INFO)
     _lines.propagate = False
+
+
+def announce(text: str) -> None:
+    """Write a line of the server itself."""
+    _lines.info("%s", text)
 
 
 def fields_of(record: RequestRecord, ending: Ending) -> dict[str, Any]:
@@ -89,56 +87,3 @@ def _longest(progress: list[RequestProgress], start: str, end: str) -> float | N
 def _first_token(record: RequestRecord, progress: list[RequestProgress]) -> float | None:
     times = [p.first_token_at for p in progress if p.first_token_at is not None]
     return round(min(times) - record.received, 6) if times else None
-
-
-class _TextLine(logging.Formatter):
-    """Time, message, then name=value for each field; the message alone where there are no fields."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
-        fields: dict[str, Any] | None = getattr(record, "fields", None)
-        if fields is None:
-            return super().format(record)
-        pairs = [f"{name}={_shown(value)}" for name, value in fields.items()]
-        return " ".join([_time_of(record), record.getMessage(), *pairs])
-
-
-class _JsonLine(logging.Formatter):
-    """An object with the time, the level, the event, the fields and the traceback."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
-        fields: dict[str, Any] = getattr(record, "fields", {})
-        shortened = {name: _shortened(value) for name, value in fields.items()}
-        line = {"time": _time_of(record), "level": record.levelname.lower(), "event": record.getMessage()}
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return _encoded({**line, **shortened})
-
-
-def _encoded(fields: dict[str, Any]) -> str:
-    """Encode the fields as a line of MAX_LINE_BYTES at most: of the longest text the middle is left out."""
-    # Other than ASCII is escaped, and so is every control character.
-    while len(line := json.dumps(fields)) > MAX_LINE_BYTES:
-        name = max(fields, key=lambda name: len(str(fields[name])))
-        text = str(fields[name])
-        kept = min(len(text), MAX_LINE_BYTES) // 4  # at each end: those of a traceback say most
-        fields[name] = f"{text[:kept]} ... {text[len(text) - kept :]}"
-    return line
-
-
-def _time_of(record: logging.LogRecord) -> str:
-    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-
-
-def _shortened(value: Any) -> Any:
-    return value[:MAX_TEXT] if isinstance(value, str) else value
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        text = value[:MAX_TEXT]
-        return text if _PLAIN.fullmatch(text) else json.dumps(text)
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
