@@ -242,10 +242,9 @@ def test_a_failed_step_changes_nothing(demo, monkeypatch):
 
     monkeypatch.setattr(demo.runner.model, "forward", failing)
     demo.add_request("r", PROMPT, structured(json=OBJECT))
-    for _ in range(3):
-        demo.step()
     with pytest.raises(RuntimeError, match="is gone"):
-        demo.step()
+        while demo.has_unfinished_requests():  # a step whose mask is late computes nothing
+            demo.step()
     while demo.has_unfinished_requests():
         outputs = demo.step()
     assert texts(outputs) == expected
