@@ -4,11 +4,13 @@ Importing this module, and loading "torch", needs no Triton.
 """
 
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol
+from types import SimpleNamespace
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from .arguments import unchecked
 from .attention_options import AttentionOptions, AttentionPlan
 
 BackendName = Literal["triton", "numba", "torch"]
@@ -154,14 +156,24 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-def load_kernels(name: BackendName, progress: Any = None) -> Kernels:
+def load_kernels(name: BackendName, progress: Any = None, *, checked: bool = True) -> Kernels:
     """Return the kernels of one backend.
 
     progress: see `cpu.compiling.Progress`; shows what is compiled now, which is logged otherwise.
+    checked: False: leave out the checks that are skipped in `checks.TrustedContents`, and the cost of asking
+        for it. For a caller that proves its arguments, as the engine does.
 
     Raises ValueError for an unknown name, and ImportError if Triton or numba is missing, or if numba has no
     directory to keep compiled kernels in.
     """
+    kernels = _load(name, progress)
+    if checked:
+        return kernels
+    bare = {name: unchecked(value) for name, value in vars(kernels).items() if callable(value)}
+    return cast(Kernels, SimpleNamespace(**{**vars(kernels), **bare}))
+
+
+def _load(name: BackendName, progress: Any) -> Kernels:
     if name == "torch":
         from .plain import backend as torch_kernels
 

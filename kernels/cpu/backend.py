@@ -1,7 +1,7 @@
 """The "numba" backend: compiled for the CPU that it runs on. Implements `backend.Kernels`."""
 
 from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
-from ..plain.ops import copy_blocks
+from ..plain.backend import copy_blocks
 from ..reference import check_cache_dtype
 from .attention.paged_attention import paged_attention, plan_attention
 from .compiling import compile_ahead
@@ -9,7 +9,8 @@ from .rows.add import add
 from .rows.gelu_and_mul import gelu, gelu_and_mul
 from .rows.greedy import greedy
 from .rows.layer_norm import layer_norm
-from .rows.rms_norm import rms_norm, rms_norm_into
+from .rows.rms_norm import rms_norm
+from .rows.rms_norm_into import rms_norm_into
 from .rows.rotary_store_kv import rotary_store_kv
 from .rows.scale_and_cap import scale_and_cap
 from .rows.scale_rows import scale_rows

@@ -3,21 +3,20 @@
 import torch
 
 from ..attention_options import MIN_HEAD_DIM
-from ..plain.logprobs import token_logprobs
-from ..plain.ops import add, greedy, take_rows
+from ..plain.backend import add, greedy, take_rows, token_logprobs
 from .attention.config import largest_head_dim
 from .attention.paged_attention import paged_attention, plan_attention
 from .copy_blocks import copy_blocks
-from .gelu_and_mul import gelu, gelu_and_mul
-from .layer_norm import layer_norm
-from .rms_norm import rms_norm
-from .rms_norm_into import rms_norm_into
-from .rotary_store_kv import rotary_store_kv
+from .rows.gelu_and_mul import gelu, gelu_and_mul
+from .rows.layer_norm import layer_norm
+from .rows.rms_norm import rms_norm
+from .rows.rms_norm_into import rms_norm_into
+from .rows.rotary_store_kv import rotary_store_kv
+from .rows.scale_and_cap import scale_and_cap
+from .rows.scale_rows import scale_rows
+from .rows.silu_and_mul import silu_and_mul
 from .sampling.penalties import apply_penalties
 from .sampling.sample_tokens import sample_tokens
-from .scale_and_cap import scale_and_cap
-from .scale_rows import scale_rows
-from .silu_and_mul import silu_and_mul
 from .target import check_target, current_target, in_interpreter
 
 name = "triton"
