@@ -3,6 +3,8 @@
 Importing this module, and loading "torch", needs no Triton.
 """
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol, cast
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from .arguments import unchecked
 from .attention_options import AttentionOptions, AttentionPlan
+from .steps import StepRecorder, UnpackStep
 
 BackendName = Literal["triton", "numba", "torch"]
 BACKENDS: tuple[BackendName, ...] = ("triton", "numba", "torch")
@@ -26,10 +29,24 @@ class Kernels(Protocol):
 
     name: str  # for messages; callers decide by the capabilities below
     has_linear: bool  # batch-invariant kernels for linear layers, with weights in panels
-    records_steps: bool  # the launches of a step can be recorded, and replayed without Python between them
     compiles_at_launch: bool  # a kernel is compiled when it is first launched: an engine should warm up
-    unpacks_steps: bool  # has `gpu.unpack_step`, which makes a step's batch of one upload
-    needs_partials: bool  # attention allocates partial results of split decodes, which grow with the batch
+    split_keys: int  # the length from which attention may split the context of a decode
+
+    @property
+    def unpack_step(self) -> UnpackStep | None:
+        """Makes a step's batch of one upload, on the device; None if the host makes it."""
+
+    @property
+    def step_recorder(self) -> Callable[[int, Sequence[int]], StepRecorder] | None:
+        """Makes a recorder of steps: of num_heads, and of num_kv_heads in each layer group. None: none are
+        recorded.
+        """
+
+    def partial_bytes(self, num_seqs: int, max_keys: int, num_heads: int, value_dim: int) -> int:
+        """Return the most bytes that attention allocates for partial results, which grow with the batch."""
+
+    def listening(self, compiled: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `compiled` for every kernel that is compiled at its launch inside the block."""
 
     def head_dims(self) -> range:
         """Return the head dimensions that attention takes. Raises ValueError if it has no kernel for the

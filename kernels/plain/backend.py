@@ -4,10 +4,13 @@ An operation that plain torch computes no faster than the reference is the refer
 """
 
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from .. import reference
 from ..arguments import checked
 from ..reference import check_cache_dtype
+from ..steps import UnpackStep
 from .attention.paged_attention import paged_attention, plan_attention
 from .rows.gelu_and_mul import gelu_and_mul
 from .rows.greedy import greedy
@@ -29,12 +32,22 @@ take_rows = checked(reference.take_rows)
 
 name = "torch"
 has_linear = False
-unpacks_steps = False
-records_steps = False
 compiles_at_launch = False
-needs_partials = False
+unpack_step: UnpackStep | None = None
+step_recorder = None
+split_keys = sys.maxsize  # contexts are not split
 
 
 def head_dims() -> range:
     """Return the head dimensions that attention takes: any."""
     return range(1, sys.maxsize)
+
+
+def partial_bytes(num_seqs: int, max_keys: int, num_heads: int, value_dim: int) -> int:  # noqa: ARG001
+    """Return the most bytes that partial results of attention take, beside what a step of any size takes."""
+    return 0
+
+
+def listening(compiled: Callable[[], None]) -> AbstractContextManager[None]:  # noqa: ARG001
+    """Call `compiled` for every kernel that is compiled at its launch inside the block: there is none."""
+    return nullcontext()
