@@ -3,13 +3,18 @@
 Importing this module, and loading "torch", needs no Triton.
 """
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol
+from types import SimpleNamespace
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from .arguments import unchecked
 from .attention_options import AttentionOptions, AttentionPlan
+from .steps import StepRecorder, UnpackStep
 
 BackendName = Literal["triton", "numba", "torch"]
 BACKENDS: tuple[BackendName, ...] = ("triton", "numba", "torch")
@@ -24,10 +29,24 @@ class Kernels(Protocol):
 
     name: str  # for messages; callers decide by the capabilities below
     has_linear: bool  # batch-invariant kernels for linear layers, with weights in panels
-    records_steps: bool  # the launches of a step can be recorded, and replayed without Python between them
     compiles_at_launch: bool  # a kernel is compiled when it is first launched: an engine should warm up
-    unpacks_steps: bool  # has `gpu.unpack_step`, which makes a step's batch of one upload
-    needs_partials: bool  # attention allocates partial results of split decodes, which grow with the batch
+    split_keys: int  # the length from which attention may split the context of a decode
+
+    @property
+    def unpack_step(self) -> UnpackStep | None:
+        """Makes a step's batch of one upload, on the device; None if the host makes it."""
+
+    @property
+    def step_recorder(self) -> Callable[[int, Sequence[int]], StepRecorder] | None:
+        """Makes a recorder of steps: of num_heads, and of num_kv_heads in each layer group. None: none are
+        recorded.
+        """
+
+    def partial_bytes(self, num_seqs: int, max_keys: int, num_heads: int, value_dim: int) -> int:
+        """Return the most bytes that attention allocates for partial results, which grow with the batch."""
+
+    def listening(self, compiled: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `compiled` for every kernel that is compiled at its launch inside the block."""
 
     def head_dims(self) -> range:
         """Return the head dimensions that attention takes. Raises ValueError if it has no kernel for the
@@ -154,14 +173,24 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-def load_kernels(name: BackendName, progress: Any = None) -> Kernels:
+def load_kernels(name: BackendName, progress: Any = None, *, checked: bool = True) -> Kernels:
     """Return the kernels of one backend.
 
     progress: see `cpu.compiling.Progress`; shows what is compiled now, which is logged otherwise.
+    checked: False: leave out the checks that are skipped in `checks.TrustedContents`, and the cost of asking
+        for it. For a caller that proves its arguments, as the engine does.
 
     Raises ValueError for an unknown name, and ImportError if Triton or numba is missing, or if numba has no
     directory to keep compiled kernels in.
     """
+    kernels = _load(name, progress)
+    if checked:
+        return kernels
+    bare = {name: unchecked(value) for name, value in vars(kernels).items() if callable(value)}
+    return cast(Kernels, SimpleNamespace(**{**vars(kernels), **bare}))
+
+
+def _load(name: BackendName, progress: Any) -> Kernels:
     if name == "torch":
         from .plain import backend as torch_kernels
 

@@ -10,7 +10,7 @@ from its lowest value, -3.8, to its highest, 44.4, and a probability to one part
 The logarithm is a polynomial too. Products and sums of float32 that are not contracted round in one way on
 every machine, unlike a library's log: this module and the Triton kernels draw the same token from the same
 logits. The CPU backends, numba and plain torch, draw from another generator, SplitMix64: see
-`plain.splitmix`.
+`plain.sampling.splitmix`.
 """
 
 import torch

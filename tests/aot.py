@@ -6,6 +6,7 @@ known, and of what is known one case of SHARES, each on one target.
     python -m tests.aot sm_90          # one target's table; needs TRITON_INTERPRET unset
     python -m tests.aot sm_90 --json <tests/kernel_figures.json    # the same for the tests
     python -m tests.aot --write        # compiles all, and keeps what it finds: table and known figures
+    python -m tests.aot --update       # the same, but of what is known compiles that share only
     python -m tests.aot --check sm_120 # compiles attention for every case, not only the common ones, and says
                                        # what spills or does not fit
 """
@@ -236,8 +237,8 @@ def figures_of(row: dict[str, Any]) -> Figures:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--write"]:
-        write(reports({}))
+    if sys.argv[1:] in (["--write"], ["--update"]):
+        write(reports(known_figures() if sys.argv[1] == "--update" else {}))
     elif sys.argv[1:2] == ["--check"]:
         sys.exit(check(sys.argv[2]) > 0)
     elif sys.argv[2:] == ["--json"]:

@@ -258,6 +258,19 @@ def test_kernels_know_tensors_only(file):
         assert module.split(".")[0] != "paged" or module.startswith("paged.kernels")
 
 
+OF_A_BACKEND = re.compile(r"paged\.kernels\.(cpu|gpu|plain)\b")
+
+
+@pytest.mark.parametrize("row", ["model", "sampling", "runner", "engine"])
+def test_backends_are_behind_kernels(row):
+    """What computes with kernels knows none of them: what a backend can do is in `Kernels`."""
+    files = [file for file in SOURCES if place(file) == row]
+    assert files
+    for file in files:
+        for module, name in imports(file):
+            assert not OF_A_BACKEND.match(f"{module}.{name}"), f"{file} imports {name} from {module}"
+
+
 def test_only_loading_touches_transformers():
     touching = {place(f) for f in SOURCES if "transformers" in packages(f)}
     assert touching <= {"model", "text", "protocol"}

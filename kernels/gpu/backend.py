@@ -3,29 +3,29 @@
 import torch
 
 from ..attention_options import MIN_HEAD_DIM
-from ..plain.logprobs import token_logprobs
-from ..plain.ops import add, greedy, take_rows
-from .attention.config import largest_head_dim
+from ..plain.backend import add, greedy, take_rows, token_logprobs
+from .attention.config import SPLIT, largest_head_dim
 from .attention.paged_attention import paged_attention, plan_attention
+from .attention.split_kv import most_partial_bytes
 from .copy_blocks import copy_blocks
-from .gelu_and_mul import gelu, gelu_and_mul
-from .layer_norm import layer_norm
-from .rms_norm import rms_norm
-from .rms_norm_into import rms_norm_into
-from .rotary_store_kv import rotary_store_kv
+from .rows.gelu_and_mul import gelu, gelu_and_mul
+from .rows.layer_norm import layer_norm
+from .rows.rms_norm import rms_norm
+from .rows.rms_norm_into import rms_norm_into
+from .rows.rotary_store_kv import rotary_store_kv
+from .rows.scale_and_cap import scale_and_cap
+from .rows.scale_rows import scale_rows
+from .rows.silu_and_mul import silu_and_mul
 from .sampling.penalties import apply_penalties
 from .sampling.sample_tokens import sample_tokens
-from .scale_and_cap import scale_and_cap
-from .scale_rows import scale_rows
-from .silu_and_mul import silu_and_mul
-from .target import check_target, current_target, in_interpreter
+from .target import check_target, current_target, in_interpreter, listening
+from .unpack_step import unpack_step
 
 name = "triton"
 has_linear = False
-unpacks_steps = True
-records_steps = False
 compiles_at_launch = not in_interpreter()
-needs_partials = True
+step_recorder = None
+split_keys = SPLIT
 
 
 def head_dims() -> range:
@@ -36,3 +36,8 @@ def head_dims() -> range:
 def check_cache_dtype(dtype: torch.dtype) -> None:
     """Raise ValueError if the current GPU cannot read a cache of this dtype."""
     check_target(dtype, current_target())
+
+
+def partial_bytes(num_seqs: int, max_keys: int, num_heads: int, value_dim: int) -> int:
+    """Return the most bytes that partial results of split decodes take."""
+    return most_partial_bytes(num_seqs, max_keys, num_heads, value_dim, SPLIT)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..arguments import check_copy_blocks
+from ..arguments import checked_as
 from ..checks import check_contiguous
 from .launch import BoundLaunch, Launches, combination
 from .target import check_launchable
@@ -62,9 +62,9 @@ def _is_pinned(tensor: Tensor) -> bool:
     return isinstance(tensor, Tensor) and tensor.is_cpu and tensor.is_pinned()
 
 
+@checked_as("copy_blocks")
 def _bind(cache: Tensor, pairs: Tensor, target: Tensor | None) -> tuple[BoundLaunch | None, torch.dtype]:
     """Check the arguments. Return the launch, if there are pairs, and the dtype of copies."""
-    check_copy_blocks(cache, pairs, target)
     to = cache if target is None else target
     for name, tensor in (("cache", cache), ("target", to)):
         check_launchable(name, tensor, or_pinned=target is not None)

@@ -3,6 +3,9 @@
 What the device keeps has a row for each seat, which a running request has until it stops running: its last
 token and its block tables. A step uploads only what is new: where each request stands, the tokens of prompts,
 and the entries by which block tables have grown.
+
+Rows say what each request does in the step; `steps` names their columns. A row beyond those of the step is of
+a request that computes nothing in it, and of which the device must be told all the same.
 """
 
 from typing import NamedTuple
@@ -13,13 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..checks import check_contiguous, check_device, check_shape
+from ..steps import NUM_COLUMNS
 from .launch import BoundLaunch, Launches, combination
 from .target import check_launchable
 
-# The columns of a row, which says what one request does in the step.
-SEAT, START, FIRST_TOKEN, LAST_TOKEN, FIRST_ENTRY, ENTRIES, NUM_ENTRIES = range(7)
-NUM_COLUMNS = 7
-FROM_SEAT = -1  # as FIRST_TOKEN: the only new token is the seat's last one, which as LAST_TOKEN stays
 _BLOCK = 256  # tokens, and entries of a block table, of one program
 
 

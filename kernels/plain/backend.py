@@ -1,36 +1,53 @@
-"""The "torch" backend: plain torch, on any device. Implements `backend.Kernels`."""
+"""The "torch" backend: plain torch, on any device. Implements `backend.Kernels`.
+
+An operation that plain torch computes no faster than the reference is the reference's.
+"""
 
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
+from .. import reference
+from ..arguments import checked
 from ..reference import check_cache_dtype
-from .logprobs import token_logprobs
-from .ops import (
-    add,
-    copy_blocks,
-    gelu,
-    gelu_and_mul,
-    greedy,
-    layer_norm,
-    paged_attention,
-    plan_attention,
-    rms_norm,
-    rms_norm_into,
-    rotary_store_kv,
-    scale_and_cap,
-    scale_rows,
-    silu_and_mul,
-    take_rows,
-)
-from .sampling import apply_penalties, sample_tokens
+from ..steps import UnpackStep
+from .attention.paged_attention import paged_attention, plan_attention
+from .rows.gelu_and_mul import gelu_and_mul
+from .rows.greedy import greedy
+from .rows.layer_norm import layer_norm
+from .rows.rotary_store_kv import rotary_store_kv
+from .rows.silu_and_mul import silu_and_mul
+from .sampling.penalties import apply_penalties
+from .sampling.sample_tokens import sample_tokens
+from .sampling.token_logprobs import token_logprobs
+
+add = checked(reference.add)
+copy_blocks = checked(reference.copy_blocks)
+gelu = checked(reference.gelu)
+rms_norm = checked(reference.rms_norm)
+rms_norm_into = checked(reference.rms_norm_into)
+scale_and_cap = checked(reference.scale_and_cap)
+scale_rows = checked(reference.scale_rows)
+take_rows = checked(reference.take_rows)
 
 name = "torch"
 has_linear = False
-unpacks_steps = False
-records_steps = False
 compiles_at_launch = False
-needs_partials = False
+unpack_step: UnpackStep | None = None
+step_recorder = None
+split_keys = sys.maxsize  # contexts are not split
 
 
 def head_dims() -> range:
     """Return the head dimensions that attention takes: any."""
     return range(1, sys.maxsize)
+
+
+def partial_bytes(num_seqs: int, max_keys: int, num_heads: int, value_dim: int) -> int:  # noqa: ARG001
+    """Return the most bytes that partial results of attention take, beside what a step of any size takes."""
+    return 0
+
+
+def listening(compiled: Callable[[], None]) -> AbstractContextManager[None]:  # noqa: ARG001
+    """Call `compiled` for every kernel that is compiled at its launch inside the block: there is none."""
+    return nullcontext()

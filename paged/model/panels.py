@@ -8,12 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.cpu.linear import linear as numba_linear
-from ..kernels.cpu.linear.linear import can_pair
-from ..kernels.cpu.linear.pack_bf12 import pack_bf12
-from ..kernels.cpu.linear.panels import Panels
-from ..kernels.cpu.products.int4 import INT4_GROUP
-from ..kernels.cpu.rows.take_rows import take_panel_rows, take_rows, widen_rows
+from ..kernels.panels import (
+    INT4_GROUP,
+    Panels,
+    can_pair,
+    linear,
+    pack,
+    pack_bf12,
+    pack_int4,
+    pad,
+    take_panel_rows,
+    take_rows,
+    widen_rows,
+)
 from .layers.linear import PlainWeight, TableForm
 from .quantization import Int8Weight, int4_codes
 
@@ -66,7 +73,7 @@ class PanelWeight(TableForm):
 
     def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
         kept = narrowed(weight)
-        return pack_bf12(numba_linear.pack(kept, pairs=pairs and kept.dtype == torch.bfloat16, gated=gated))
+        return pack_bf12(pack(kept, pairs=pairs and kept.dtype == torch.bfloat16, gated=gated))
 
     @property
     def is_recordable(self) -> bool:
@@ -75,12 +82,12 @@ class PanelWeight(TableForm):
 
     def lay_out(self, bias: Tensor) -> None:
         """Order the bias as the panels are."""
-        self._bias = numba_linear.pad(bias, gated=self.gated)
+        self._bias = pad(bias, gated=self.gated)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if bias is not None and self._bias is None:
             self.lay_out(bias)
-        return numba_linear.linear(x, self.panels, None if bias is None else self._bias, self._out_dtype)
+        return linear(x, self.panels, None if bias is None else self._bias, self._out_dtype)
 
     def rows(self, indices: Tensor) -> Tensor:
         return take_panel_rows(self.panels, indices, self.dtype)
@@ -91,7 +98,7 @@ class PanelInt8Weight(PanelWeight):
 
     def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
         plain = Int8Weight(weight)
-        return numba_linear.pack(plain.codes, plain.scale, pairs=pairs, gated=gated)
+        return pack(plain.codes, plain.scale, pairs=pairs, gated=gated)
 
 
 class PanelInt4Weight(PanelWeight):
@@ -103,7 +110,7 @@ class PanelInt4Weight(PanelWeight):
         codes, scales, zeros = int4_codes(weight.view(len(weight), -1, self.GROUP))
         # For x in float32 the weights are finer than the bfloat16 of pairs.
         pairs = pairs and weight.dtype == torch.bfloat16
-        return numba_linear.pack_int4(codes.flatten(1), scales, zeros, pairs=pairs, gated=gated)
+        return pack_int4(codes.flatten(1), scales, zeros, pairs=pairs, gated=gated)
 
 
 PANEL_FORMS: dict[str | None, type[PanelWeight]] = {

@@ -12,6 +12,7 @@ import torch
 from ..device.devices import check_attention, resolve_backend, weights_in_panels
 from ..errors import ConfigError
 from ..kernels.backend import load_kernels
+from ..kernels.checks import in_debug_mode
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.model import Model
@@ -38,7 +39,9 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
         )
     try:
         backend = resolve_backend(config.attention_backend, device)
-        kernels = load_kernels(backend, compile_bar if has_terminal() else None)
+        # Steps give them what the scheduler and the batch have proven.
+        progress = compile_bar if has_terminal() else None
+        kernels = load_kernels(backend, progress, checked=in_debug_mode())
     except ImportError as error:  # Triton or numba is not installed
         raise ConfigError(str(error)) from error
     with open_tensors(directory, model_config.tensor_names) as sources:

@@ -11,7 +11,6 @@ import torch
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..kernels.backend import Kernels
-from ..kernels.gpu.attention.config import SPLIT
 from ..model.cache.kv_cache import KVCache
 from ..requests.request import Request, RequestInputs
 from ..sampling_params import SamplingParams
@@ -125,14 +124,10 @@ def _largest_step(sizes: Sizes) -> list[int]:
 
 def _max_partial_bytes(sizes: Sizes, kernels: Kernels) -> int:
     """Return the most bytes that partial results of split decodes take; the measured step has few."""
-    if not kernels.needs_partials:
-        return 0
-    from ..kernels.gpu.attention.split_kv import most_partial_bytes
-
     model = sizes.model
     max_rows = 2 * sizes.config.max_num_seqs  # the last layers may attend twice for a sequence
     widest = max(shape.value_dim for shape in model.kv_shapes)
-    return most_partial_bytes(max_rows, sizes.max_model_len, model.num_heads, widest, SPLIT)
+    return kernels.partial_bytes(max_rows, sizes.max_model_len, model.num_heads, widest)
 
 
 def _cgroup_free_bytes() -> float:

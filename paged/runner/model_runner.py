@@ -158,11 +158,13 @@ class ModelRunner:
             "with_rope_lens": model.rope.type == "dynamic",
             "long_context": model.long_context,
         }
-        if not self.model.kernels.unpacks_steps:
+        unpack_step = self.model.kernels.unpack_step
+        if unpack_step is None:
             return HostBatches(self.sizes.block_size, self.device, **options)
         from .batches.seats import SeatedBatches
 
         return SeatedBatches(
+            unpack_step,
             self.sizes.block_size,
             self.device,
             num_groups=len(model.layer_groups),
@@ -174,7 +176,8 @@ class ModelRunner:
     def _new_graphs(self) -> StepGraphs | None:
         """Return where steps are recorded; None if they are not, and say so where one would expect it."""
         # A recorded step skips the checks of debug mode.
-        if not self.model.kernels.records_steps or self.config.enforce_eager or in_debug_mode():
+        step_recorder = self.model.kernels.step_recorder
+        if step_recorder is None or self.config.enforce_eager or in_debug_mode():
             return None
         if obstacle := self.model.obstacle_to_recording:
             logger.warning(
@@ -186,7 +189,7 @@ class ModelRunner:
 
         model = self.model_config
         shapes = [model.kv_shapes[group.layers[0]] for group in model.layer_groups]
-        return StepGraphs(model.num_heads, [shape.num_kv_heads for shape in shapes])
+        return StepGraphs(step_recorder(model.num_heads, [shape.num_kv_heads for shape in shapes]))
 
     def run_in_other_cache(self, schedule: Schedule, kv_cache: KVCache) -> None:
         """Run one step in this KV cache, and keep none of the memory that it took."""

@@ -6,8 +6,6 @@ from itertools import pairwise
 
 from tqdm import tqdm
 
-from ..kernels.gpu.attention.config import SPLIT
-from ..kernels.gpu.target import listening
 from ..requests.request import Request, RequestInputs
 from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule
@@ -32,7 +30,7 @@ def warm_up(runner: ModelRunner) -> int:
     num_blocks = runner.kv_cache.num_blocks
     if not kernels.compiles_at_launch:
         return 0
-    with tqdm(desc="Compiling kernels", unit="kernel", delay=1.0) as bar, listening(bar.update):
+    with tqdm(desc="Compiling kernels", unit="kernel", delay=1.0) as bar, kernels.listening(bar.update):
         runner.execute(_end_of_a_prompt(runner, runner.sizes.max_step_tokens, EVERY_WAY_TO_SAMPLE[0]))
         for params in EVERY_WAY_TO_SAMPLE:
             runner.execute(_end_of_a_prompt(runner, 1, params))
@@ -45,7 +43,8 @@ def _end_of_a_prompt(runner: ModelRunner, max_new_tokens: int, params: SamplingP
     """Schedule the last tokens of a prompt that is long enough for attention to split its keys."""
     sizes = runner.sizes
     blocks = sizes.new_block_manager(runner.kv_cache.num_blocks)
-    length = blocks.longest_fit(min(2 * SPLIT, max(1, sizes.max_model_len - 1)))
+    split = runner.model.kernels.split_keys
+    length = blocks.longest_fit(min(2 * split, max(1, sizes.max_model_len - 1)))
     if not length:
         return Schedule()  # the pool is too small for any request
     num_new = min(length, max_new_tokens)

@@ -13,8 +13,10 @@ import torch
 from paged.kernels import reference
 from paged.kernels.backend import load_kernels
 from paged.kernels.gpu import target
+from tests.support.checkpoints import checkpoint, new_engine
 
 OPERATIONS = (
+    "take_rows",
     "rms_norm",
     "rms_norm_into",
     "rotary_store_kv",
@@ -41,6 +43,32 @@ def test_signatures_are_those_of_the_reference(name):
     for operation in OPERATIONS:
         expected = inspect.signature(getattr(reference, operation))
         assert inspect.signature(getattr(kernels, operation)) == expected
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("name", ["torch", "numba", "triton"])
+def test_every_call_is_checked_first(name, operation):
+    """And of `checked=False` only what is checked once for each plan, or each combination of arguments."""
+    call = getattr(load_kernels(name), operation)
+    wrong = {parameter: object() for parameter in inspect.signature(call).parameters}
+    with pytest.raises(ValueError, match=r" must be .*, got"):
+        call(**wrong)
+    bare = getattr(load_kernels(name, checked=False), operation)
+    assert inspect.signature(bare) == inspect.signature(call)
+    if name != "triton" and operation != "paged_attention":
+        with pytest.raises((AttributeError, TypeError)):
+            bare(**wrong)
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_an_engine_calls_bare_operations_but_in_debug_mode(backend, monkeypatch):
+    def operation() -> object:
+        engine = new_engine(checkpoint("llama"), attention_backend=backend)
+        return engine.runner.model.kernels.rms_norm
+
+    assert operation() is load_kernels(backend, checked=False).rms_norm
+    monkeypatch.setenv("PAGED_DEBUG", "1")
+    assert operation() is load_kernels(backend).rms_norm
 
 
 def test_unknown_backend_names_the_choices():

@@ -21,9 +21,14 @@ from transformers import (
 )
 
 from paged.kernels.backend import load_kernels
-from paged.kernels.plain import selection as torch_selection
-from paged.kernels.plain.selection import column_sums_between, kth_largest, smallest_bound, top_candidates
-from paged.kernels.plain.splitmix import GOLDEN, mixed, nth, splitmix64, uniforms
+from paged.kernels.plain.sampling import selection as torch_selection
+from paged.kernels.plain.sampling.selection import (
+    column_sums_between,
+    kth_largest,
+    smallest_bound,
+    top_candidates,
+)
+from paged.kernels.plain.sampling.splitmix import GOLDEN, mixed, nth, splitmix64, uniforms
 
 VOCAB_SIZE = 29
 DTYPES = {"top_k": torch.int32}

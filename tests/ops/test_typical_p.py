@@ -8,7 +8,7 @@ from transformers import TypicalLogitsWarper
 
 from paged.kernels import reference
 from paged.kernels.backend import load_kernels
-from paged.kernels.plain import selection
+from paged.kernels.plain.sampling import selection
 from tests.support.kernel_cases import DEVICE, on_cpu
 
 INF = math.inf

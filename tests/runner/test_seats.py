@@ -12,8 +12,9 @@ import torch
 from paged.blocks.manager import BlockManager
 from paged.device.transfers import Transfers
 from paged.errors import ConfigError
-from paged.kernels.gpu import unpack_step as kernel
+from paged.kernels import steps
 from paged.kernels.gpu.target import in_interpreter
+from paged.kernels.gpu.unpack_step import unpack_step
 from paged.model.batch import Batch, Queries
 from paged.model.spec import LongContext
 from paged.requests.prompt_report import PromptReport
@@ -38,6 +39,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 def new_seated(num_groups: int = 1, rope: str = "dynamic") -> SeatedBatches:
     return SeatedBatches(
+        unpack_step,
         cases.BLOCK_SIZE,
         DEVICE,
         num_groups=num_groups,
@@ -147,9 +149,9 @@ def test_only_what_is_new_is_sent():
         assert (step.tokens.numbers.size, step.entries.numbers.size) == ((64, 16) if not sent else (16, 16))
         rows = step.rows.numbers
         num_tokens = sum(
-            schedule.num_new_tokens[row] for row in (rows[:, kernel.FIRST_TOKEN] >= 0).nonzero()[0]
+            schedule.num_new_tokens[row] for row in (rows[:, steps.FIRST_TOKEN] >= 0).nonzero()[0]
         )
-        sent.append((num_tokens, rows[:, kernel.NUM_ENTRIES].sum()))
+        sent.append((num_tokens, rows[:, steps.NUM_ENTRIES].sum()))
         cases.updated(scheduler, schedule)
     # The prompts with 4 and 1 blocks; then only those by which the tables grow, at 9 and at 33 tokens.
     assert sent == [(36, 5), (0, 0), (0, 0), (0, 2), (0, 0), (0, 0)]
@@ -165,14 +167,14 @@ def test_seats_beyond_memory_are_refused(monkeypatch):
 
 
 def test_kernel_refuses_what_does_not_fit():
-    row = [0, 0, kernel.FROM_SEAT, kernel.FROM_SEAT, ALL_KEPT, 0, 0]
+    row = [0, 0, steps.FROM_SEAT, steps.FROM_SEAT, ALL_KEPT, 0, 0]
     rows = torch.tensor([row, row], dtype=torch.int32, device=DEVICE)
     ints, longs = rows[0, :0], torch.zeros(4, dtype=torch.int64, device=DEVICE)
     tables = torch.zeros(1, 4, 3, dtype=torch.int32, device=DEVICE)
     sizes = {"num_tokens": 2, "max_seq_len": 1, "longest": 1, "block_size": 8}
     ends, none = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE), ints.view(1, 0)
     good = [rows, ends, ints, none, longs, tables, None, None]
-    kernel.unpack_step(*good, **sizes)
+    unpack_step(*good, **sizes)
     wrong = {
         0: [rows[:, :5], rows.long(), rows.T],
         1: [ends.long(), torch.zeros(5, dtype=torch.int32), ends[:1]],
@@ -186,7 +188,7 @@ def test_kernel_refuses_what_does_not_fit():
     for place, values in wrong.items():
         for value in values:
             with pytest.raises(ValueError):
-                kernel.unpack_step(*good[:place], value, *good[place + 1 :], **sizes)
+                unpack_step(*good[:place], value, *good[place + 1 :], **sizes)
 
 
 def test_rows_are_those_of_numpy():
@@ -209,7 +211,7 @@ def test_rows_are_those_of_numpy():
                 first, num_entries = ALL_KEPT, 0
             own = [int(last[seat])] if from_seat else rng.integers(0, 99, num_new).tolist()
             is_told = row >= num_rows or (rng.random() < 0.5 and not from_seat)
-            new_last = int(rng.integers(0, 99)) if is_told else kernel.FROM_SEAT
+            new_last = int(rng.integers(0, 99)) if is_told else steps.FROM_SEAT
             rows.append(
                 [seat, start, -1 if from_seat else len(tokens), new_last, first, len(entries[0]), num_entries]
             )
@@ -228,7 +230,7 @@ def test_rows_are_those_of_numpy():
         tables, last_tokens = torch.tensor(kept, device=DEVICE), torch.tensor(last, device=DEVICE)
         sources = torch.arange(num_rows, dtype=torch.int32, device=DEVICE).flip(0)
         longest = max(start + len(own) for _, start, own, _ in expected[:num_rows])
-        by_token, found = kernel.unpack_step(
+        by_token, found = unpack_step(
             *ints,
             last_tokens,
             tables,

@@ -11,10 +11,11 @@ from paged import SamplingParams
 from paged.kernels import reference
 from paged.kernels.cpu import backend as numba_kernels
 from paged.kernels.cpu.attention.units import SPLIT_KEYS
-from paged.kernels.cpu.launch.graph import Graph, NotRecordableError, Recorder, column
+from paged.kernels.cpu.launch.graph import Graph, Recorder, column
 from paged.kernels.cpu.launch.machine_code import MachineCode
 from paged.kernels.cpu.launch.tasks import Launch, Task
 from paged.kernels.cpu.simd.vectors import HAS_DOT
+from paged.kernels.steps import NotRecordableError
 from paged.model.decoder import Decoder
 from tests.support.checkpoints import (
     SHAPE,
@@ -186,7 +187,7 @@ def test_without_memory_to_record_steps_still_run(monkeypatch):
     def full(_: object) -> None:
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr("paged.runner.step_graphs.Recorder.__enter__", full)
+    monkeypatch.setattr(Recorder, "__enter__", full)
     engine = new_engine(checkpoint("llama"))
     assert run(engine, prompts, params) == expected
     assert not graphs_of(engine)

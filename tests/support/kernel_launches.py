@@ -11,7 +11,8 @@ from paged.kernels.gpu.attention.config import choose_config, largest_head_dim
 from paged.kernels.gpu.sampling.filter_logits import filter_logits
 from paged.kernels.gpu.sampling.penalties import apply_penalties
 from paged.kernels.gpu.sampling.sample_tokens import sample_tokens
-from paged.kernels.gpu.unpack_step import NUM_COLUMNS, unpack_step
+from paged.kernels.gpu.unpack_step import unpack_step
+from paged.kernels.steps import NUM_COLUMNS
 from tests.support.absent_gpu import TARGETS
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")}

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...steps import NotRecordableError
 from ..simd.memory import LINE, call, claim, get_long, seen
 from .tasks import Launch, Task, note_launches
 from .threads import changed, threads, wait_in_kernel
@@ -46,10 +47,6 @@ def _graph_kernel(record):
         while seen(row + _ENTERED) != num_left:
             wait_in_kernel(args.threads, row + _LEFT, num_left)
             num_left = seen(row + _LEFT)
-
-
-class NotRecordableError(Exception):
-    """A torch operation that computes, which a table of launches cannot replay."""
 
 
 class Recorder(TorchDispatchMode):

@@ -122,9 +122,9 @@ def addresses(*tensors: torch.Tensor | None) -> list[int]:
     return [0 if x is None else x.data_ptr() for x in tensors]
 
 
-def is_plain(x: torch.Tensor, dtype: torch.dtype, size: int) -> bool:
-    """Return whether x is on a CPU, contiguous, of this dtype and size."""
-    return x.dtype == dtype and x.numel() == size and x.is_contiguous() and x.is_cpu
+def are_contiguous(*tensors: torch.Tensor | None) -> bool:
+    """Return whether the tensors are contiguous; None is."""
+    return all(x is None or x.is_contiguous() for x in tensors)
 
 
 _local = threading.local()

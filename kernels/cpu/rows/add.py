@@ -4,9 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...arguments import check_add
-from ...checks import is_trusted
-from ...plain import ops as torch_ops
+from ... import reference
+from ...arguments import checked
 from ..launch.tasks import Task
 from ..simd import vectors
 from ..simd.memory import some_of
@@ -40,11 +39,10 @@ def _add_unit(args, unit):
         _add_row(args, row)
 
 
+@checked
 def add(x: Tensor, out: Tensor) -> None:  # [num_rows, size], both
     """Add x to `out` in place."""
-    if not is_trusted():
-        check_add(x, out)
     if has_regular_rows(x, out):
         run_on_rows(ADD, (x, out))
     else:
-        torch_ops.add(x, out)
+        reference.add(x, out)

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...arguments import check_gelu, check_gelu_and_mul
-from ...checks import KERNEL_DTYPES, is_trusted
-from ...plain import ops as torch_ops
+from ... import reference
+from ...arguments import checked
+from ...plain.rows.gelu_and_mul import gelu_and_mul as by_torch
 from ..launch.tasks import Task, addresses
 from ..simd import vectors
 from ..simd.memory import some_of
@@ -57,17 +57,13 @@ def _gelu_and_mul_unit(args, unit):
         _gelu_and_mul_row(args, row)
 
 
+@checked
 def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_tokens, size]
     """Return gelu(gate) * up, of x or of x and `up`; see `reference.gelu_and_mul`."""
-    if not is_trusted():
-        check_gelu_and_mul(x, up)
-    regular = x.is_cpu and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES
-    if up is not None:
-        regular = regular and up.shape == x.shape and up.dtype == x.dtype and up.is_cpu and up.stride(1) == 1
-    elif x.shape[1] % 2 == 0:
-        x, up = x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
-    if not regular or up is None:
-        return torch_ops.gelu_and_mul(x, up)
+    if up is None:
+        x, up = x.chunk(2, dim=1)
+    if not has_regular_rows(x, up):
+        return by_torch(x, up)
     num_rows, size = x.shape
     out = x.new_empty(num_rows, size)
     num_units, per_unit = units_of_rows(num_rows, 2 * size)
@@ -113,11 +109,10 @@ def _gelu_unit(args, unit):
         _gelu_row(args, row)
 
 
+@checked
 def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
     """Apply GELU to x in place; see `reference.gelu`."""
-    if not is_trusted():
-        check_gelu(x, tanh=tanh)
     if has_regular_rows(x):
         run_on_rows(GELU, (x,), tanh)
     else:
-        torch_ops.gelu(x, tanh=tanh)
+        reference.gelu(x, tanh=tanh)

@@ -4,12 +4,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...arguments import check_logits
-from ...checks import is_trusted
-from ...plain import ops as torch_ops
+from ...arguments import checked
+from ...plain.rows.greedy import greedy as by_torch
 from ..launch.tasks import Task, addresses
 from ..simd.memory import get_float, load, set_float, set_long, store
 from ..simd.vectors import LANES, VECTOR_BYTES, greater, splat, total, where_greater, where_nan
+from .row_kernel import has_regular_rows
 
 GREEDY = Task(("logits", "tokens", "highest"), ("size", "stride"))
 
@@ -48,13 +48,12 @@ def _greedy(args, row, scratch):
     set_long(args.tokens + 8 * row, place if nans == nans else 0)
 
 
+@checked
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's maximum, f32[n], after its first index, i64[n]; see `reference.greedy`."""
-    if not is_trusted():
-        check_logits(logits)
+    if not has_regular_rows(logits):
+        return by_torch(logits)
     num_rows, size = logits.shape
-    if logits.stride(1) != 1 or logits.dtype != torch.float32:
-        return torch_ops.greedy(logits)
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
     highest = logits.new_empty(num_rows)
     GREEDY.run(

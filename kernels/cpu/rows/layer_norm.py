@@ -5,10 +5,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...arguments import check_layer_norm
-from ...checks import KERNEL_DTYPES, is_trusted
-from ...plain import ops as torch_ops
-from ..launch.tasks import Task, addresses, is_plain
+from ...arguments import checked
+from ...plain.rows.layer_norm import layer_norm as by_torch
+from ..launch.tasks import Task, addresses, are_contiguous
 from ..simd.memory import some_of
 from ..simd.numbers import ITEM_SIZES, KINDS
 from ..simd.vectors import (
@@ -23,7 +22,7 @@ from ..simd.vectors import (
     total,
     where_from,
 )
-from .row_kernel import by_kind, padded_width, rows_of_unit, units_of_rows
+from .row_kernel import by_kind, has_regular_rows, padded_width, rows_of_unit, units_of_rows
 
 LAYER_NORM = Task(
     ("x", "weight", "bias", "residual", "out"),
@@ -80,6 +79,7 @@ def _layer_norm_unit(args, unit):
         _layer_norm_row(args, row)
 
 
+@checked
 def layer_norm(
     x: Tensor,  # [num_rows, size]
     weight: Tensor,  # [size]
@@ -91,26 +91,16 @@ def layer_norm(
 
     Many rows of whole pages are padded, see `padded_width`: the result is not contiguous.
     """
-    if not is_trusted():
-        check_layer_norm(x, weight, bias, eps, residual)
-    (num_rows, size), dtype = x.shape, x.dtype
-    regular = (
-        dtype in KERNEL_DTYPES
-        and x.is_cpu
-        and x.stride(1) == 1
-        and is_plain(weight, dtype, size)
-        and is_plain(bias, dtype, size)
-        and (residual is None or (residual.shape == x.shape and is_plain(residual, dtype, x.numel())))
-    )
-    if not regular:
-        return torch_ops.layer_norm(x, weight, bias, eps, residual)
+    if not (has_regular_rows(x) and are_contiguous(weight, bias, residual)):
+        return by_torch(x, weight, bias, eps, residual)
+    num_rows, size = x.shape
     width = padded_width(num_rows, size, x.itemsize)
     out = x.new_empty(num_rows, width)[:, :size]
     num_units, per_unit = units_of_rows(num_rows, size)
     LAYER_NORM.run(
         num_units,
         *addresses(x, weight, bias, residual, out),
-        KINDS[dtype],
+        KINDS[x.dtype],
         num_rows,
         size,
         x.stride(0) * x.itemsize,

@@ -1,19 +1,17 @@
 """RMSNorm, with the addition to the residual stream before it."""
 
-import math
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from ...arguments import check_rms_norm, check_rms_norm_into
-from ...checks import KERNEL_DTYPES, is_trusted
-from ...plain import ops as torch_ops
-from ..launch.tasks import Task, addresses, is_plain
+from ... import reference
+from ...arguments import checked
+from ..launch.tasks import Task, addresses, are_contiguous
 from ..simd.memory import some_of
 from ..simd.numbers import FLOAT32, ITEM_SIZES, KINDS
 from ..simd.vectors import LANES, add, fma, function, multiply, splat, total
-from .row_kernel import by_kind, padded_width, rows_of_unit, units_of_rows
+from .row_kernel import by_kind, has_regular_rows, padded_width, rows_of_unit, units_of_rows
 
 RMS_NORM = Task(
     ("x", "weight", "residual", "out"),
@@ -88,6 +86,7 @@ def _rms_norm_unit(args, unit):
         _rms_norm_row(args, row)
 
 
+@checked
 def rms_norm(
     x: Tensor,  # [..., size]
     weight: Tensor,  # [size]
@@ -100,29 +99,17 @@ def rms_norm(
 
     Many rows of whole pages are padded, see `padded_width`: the result is not contiguous.
     """
-    if not is_trusted():
-        check_rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
-    size = weight.shape[0]
-    dtype = x.dtype
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    regular = (
-        dtype in KERNEL_DTYPES
-        and x.is_cpu
-        and rows.shape[1] == size
-        and rows.stride(1) == 1
-        and is_plain(weight, dtype, size)
-        and (residual is None or (residual.shape == x.shape and is_plain(residual, dtype, x.numel())))
-    )
-    if not regular:
-        return torch_ops.rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
-    num_rows = rows.shape[0]
+    if not (has_regular_rows(rows) and are_contiguous(weight, residual)):
+        return reference.rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
+    num_rows, size = rows.shape
     width = padded_width(num_rows, size, x.itemsize) if x.dim() == 2 else size
     out = x.new_empty(num_rows, width)[:, :size].view(x.shape)
     num_units, per_unit = units_of_rows(num_rows, size)
     RMS_NORM.run(
         num_units,
         *addresses(rows, weight, residual, out),
-        KINDS[dtype],
+        KINDS[x.dtype],
         unit_offset,
         False,
         num_rows,
@@ -136,48 +123,3 @@ def rms_norm(
         eps,
     )
     return out
-
-
-def rms_norm_into(
-    x: Tensor,  # [num_tokens, size] or [num_tokens, num_heads, size]
-    weight: Tensor,  # [size]
-    eps: float,
-    out: Tensor,  # like x, or x itself; written in place
-    *,
-    unit_offset: bool = False,
-    add: bool = False,
-) -> None:
-    """Write the norm of x into `out`, or add it; see `reference.rms_norm_into`."""
-    if not is_trusted():
-        check_rms_norm_into(x, weight, eps, out, unit_offset=unit_offset, add=add)
-    num_tokens, *heads, size = x.shape
-    num_heads = math.prod(heads)
-    dtype = x.dtype
-    regular = (
-        dtype in KERNEL_DTYPES
-        and x.is_cpu
-        and x.dim() in (2, 3)
-        and x.stride(-1) == out.stride(-1) == 1
-        and out.shape == x.shape
-        and out.dtype == dtype
-        and is_plain(weight, dtype, size)
-    )
-    if not regular:
-        torch_ops.rms_norm_into(x, weight, eps, out, unit_offset=unit_offset, add=add)
-        return
-    num_rows = num_tokens * num_heads
-    num_units, per_unit = units_of_rows(num_rows, size)
-    RMS_NORM.run(
-        num_units,
-        *addresses(x, weight, None, out),
-        KINDS[dtype],
-        unit_offset,
-        add,
-        num_rows,
-        num_heads,
-        size,
-        *(x.stride(dim) * x.itemsize for dim in (0, -2)),
-        *(out.stride(dim) * out.itemsize for dim in (0, -2)),
-        per_unit,
-        eps,
-    )

@@ -3,13 +3,11 @@
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from ...arguments import check_rotary_store_kv
-from ...checks import KERNEL_DTYPES, QUANTIZED_DTYPES, is_trusted
-from ...plain import ops as torch_ops
-from ..launch.tasks import Task, addresses, is_plain
+from ...arguments import checked
+from ...plain.rows.rotary_store_kv import rotary_store_kv as by_torch
+from ..launch.tasks import Task, addresses, are_contiguous
 from ..simd.memory import get_long, item_size, load_some_as, set_float, some_of, store_some_as
 from ..simd.numbers import FLOAT32, INT8, ITEM_SIZES, KINDS
 from ..simd.vectors import LANES, add, fma, function, greater, highest, multiply, splat, subtract, total
@@ -148,24 +146,12 @@ def _rotary_store_kv_unit(args, unit):
             _store_row_as(args, row)
 
 
-def _has_its_scales(cache: Tensor, scales: Tensor | None) -> bool:
-    """Return whether a quantized cache has a scale for each token and head, and any other cache none."""
-    if scales is None:
-        return cache.dtype in KERNEL_DTYPES
-    num_blocks, block_size, num_kv_heads, _ = cache.shape
-    shape = num_blocks, num_kv_heads, block_size
-    return (
-        cache.dtype in QUANTIZED_DTYPES
-        and scales.shape == shape
-        and is_plain(scales, torch.float32, scales.numel())
-    )
-
-
 def _byte_strides(cache: Tensor) -> tuple[int, ...]:
     """Return how many bytes apart blocks, tokens and heads are."""
     return tuple(stride * cache.itemsize for stride in cache.stride()[:3])
 
 
+@checked
 def rotary_store_kv(
     qkv: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: query, key and value heads
     cos: Tensor,  # f32[num_tokens, head_dim // 2]
@@ -182,47 +168,21 @@ def rotary_store_kv(
     value_scales: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """Apply QK norm and rotary embeddings, store K and V; see `reference.rotary_store_kv`."""
-    if not is_trusted():
-        tensors = qkv, cos, sin, key_cache, value_cache, slot_mapping
-        weights = query_norm_weight, key_norm_weight
-        check_rotary_store_kv(*tensors, *weights, eps, unit_offset, key_scales, value_scales)
     num_tokens, num_rows, head_dim = qkv.shape
     block_size = 0
     num_kv_heads = 0
     cache_dtype = qkv.dtype
     strides: tuple[int, ...] = (0,) * 6
-    dtype = qkv.dtype
-    angles = num_tokens * (head_dim // 2)
-    regular = (
-        dtype in KERNEL_DTYPES
-        and qkv.is_cpu
-        and qkv.stride(2) == 1
-        and is_plain(cos, torch.float32, angles)
-        and is_plain(sin, torch.float32, angles)
-        and (query_norm_weight is None or is_plain(query_norm_weight, dtype, head_dim))
-        and (key_norm_weight is None or is_plain(key_norm_weight, dtype, head_dim))
-    )
-    if key_cache is not None and value_cache is not None and slot_mapping is not None:
-        block_size, num_kv_heads, cache_dim = key_cache.shape[1:]
+    regular = qkv.is_cpu and qkv.stride(2) == 1
+    regular = regular and are_contiguous(cos, sin, slot_mapping, query_norm_weight, key_norm_weight)
+    if key_cache is not None and value_cache is not None:
+        block_size, num_kv_heads, _ = key_cache.shape[1:]
         cache_dtype = key_cache.dtype
         strides = *_byte_strides(key_cache), *_byte_strides(value_cache)
-        regular = (
-            regular
-            and block_size > 0
-            and key_cache.is_cpu
-            and value_cache.is_cpu
-            and cache_dtype == value_cache.dtype
-            and _has_its_scales(key_cache, key_scales)
-            and _has_its_scales(value_cache, value_scales)
-            and key_cache.stride(3) == value_cache.stride(3) == 1
-            and head_dim == cache_dim
-            and key_cache.shape == value_cache.shape
-            and is_plain(slot_mapping, torch.int64, num_tokens)
-            and (query_norm_weight is None) == (key_norm_weight is None)
-        )
+        regular = regular and key_cache.stride(3) == value_cache.stride(3) == 1
     num_heads = num_rows - 2 * num_kv_heads
-    if head_dim % 2 or not regular:
-        return torch_ops.rotary_store_kv(
+    if not regular:
+        return by_torch(
             qkv,
             cos,
             sin,
@@ -241,7 +201,7 @@ def rotary_store_kv(
         num_units,
         *addresses(qkv, cos, sin, key_cache, value_cache, slot_mapping),
         *addresses(query_norm_weight, key_norm_weight, key_scales, value_scales),
-        *(KINDS[dtype], KINDS[cache_dtype], unit_offset),
+        *(KINDS[qkv.dtype], KINDS[cache_dtype], unit_offset),
         *(num_tokens, num_heads, num_kv_heads, head_dim, block_size),
         *(stride * qkv.itemsize for stride in qkv.stride()[:2]),
         *strides,

@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...arguments import check_scale_and_cap
-from ...checks import is_trusted
-from ...plain import ops as torch_ops
+from ... import reference
+from ...arguments import checked
 from ..launch.tasks import Task
 from ..simd.memory import some_of
 from ..simd.numbers import ITEM_SIZES
@@ -51,11 +50,10 @@ def _scale_and_cap_unit(args, unit):
         _scale_and_cap_row(args, row)
 
 
+@checked
 def scale_and_cap(x: Tensor, factor: float, softcap: float | None = None) -> None:  # [num_rows, size]
     """Multiply x by a factor in place, and cap the product; see `reference.scale_and_cap`."""
-    if not is_trusted():
-        check_scale_and_cap(x, factor, softcap)
     if has_regular_rows(x):
         run_on_rows(SCALE_AND_CAP, (x,), factor, softcap or 0.0)
     else:
-        torch_ops.scale_and_cap(x, factor, softcap)
+        reference.scale_and_cap(x, factor, softcap)

@@ -4,9 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...arguments import check_scale_rows
-from ...checks import is_trusted
-from ...plain import ops as torch_ops
+from ... import reference
+from ...arguments import checked
 from ..launch.tasks import Task
 from ..simd.memory import get_float, some_of
 from ..simd.numbers import ITEM_SIZES
@@ -39,11 +38,10 @@ def _scale_rows_unit(args, unit):
         _scale_row(args, row)
 
 
+@checked
 def scale_rows(x: Tensor, factors: Tensor) -> None:  # [num_rows, size], f32[num_rows]
     """Multiply each row of x by its factor, in place; see `reference.scale_rows`."""
-    if not is_trusted():
-        check_scale_rows(x, factors)
     if has_regular_rows(x) and factors.is_contiguous():
         run_on_rows(SCALE_ROWS, (x,), others=(factors,))
     else:
-        torch_ops.scale_rows(x, factors)
+        reference.scale_rows(x, factors)

@@ -4,14 +4,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ...arguments import check_silu_and_mul
-from ...checks import KERNEL_DTYPES, is_trusted
-from ...plain import ops as torch_ops
+from ...arguments import checked
+from ...plain.rows.silu_and_mul import silu_and_mul as by_torch
 from ..launch.tasks import Task, addresses
 from ..simd.memory import some_of
 from ..simd.numbers import ITEM_SIZES, KINDS
 from ..simd.vectors import LANES, function, multiply, silu
-from .row_kernel import by_kind, rows_of_unit, units_of_rows
+from .row_kernel import by_kind, has_regular_rows, rows_of_unit, units_of_rows
 
 SILU_AND_MUL = Task(("x", "out"), ("kind", "num_rows", "size", "x_stride", "rows_per_unit"))
 
@@ -41,15 +40,13 @@ def _silu_and_mul_unit(args, unit):
         _silu_and_mul_row(args, row)
 
 
+@checked
 def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
     """Return silu(gate) * up, where x is gate and up side by side; see `reference.silu_and_mul`."""
-    if not is_trusted():
-        check_silu_and_mul(x)
+    if not has_regular_rows(x):
+        return by_torch(x)
     num_rows = x.shape[0]
     size = x.shape[1] // 2
-    regular = x.is_cpu and x.shape[1] % 2 == 0 and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES
-    if not regular:
-        return torch_ops.silu_and_mul(x)
     out = x.new_empty(num_rows, size)
     num_units, per_unit = units_of_rows(num_rows, 2 * size)
     SILU_AND_MUL.run(

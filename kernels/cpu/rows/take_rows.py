@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...arguments import check_take_rows
+from ...arguments import check_call, checked
 from ...checks import check_contiguous, check_device, check_dtype, check_indices, check_shape, is_trusted
 from ..launch.tasks import Task, addresses
 from ..linear.panels import Panels, check_panels, check_result_dtype
@@ -117,11 +117,11 @@ def _take_panel_row(args, i, scratch):
     copy_row(args.out_kind, to, FLOAT32, numbers, args.in_features, scale)
 
 
+@checked
 def take_rows(table: Tensor, indices: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the rows of [n, size] with indices i64[m]: [m, size]; see `reference.take_rows`."""
-    if not is_trusted():
-        check_take_rows(table, indices, out)
-        check_device("table", table, _CPU)
+    if not table.is_cpu:
+        raise ValueError(f"table must be on cpu, got {table.device}")
     if table.stride(1) != 1:
         table = table.contiguous()
     if out is None:
@@ -133,7 +133,7 @@ def take_rows(table: Tensor, indices: Tensor, out: Tensor | None = None) -> Tens
 def widen_rows(table: Tensor, indices: Tensor) -> Tensor:
     """Return rows of a contiguous 16-bit [n, size] with indices i64[m] as f32[m, size]."""
     if not is_trusted():
-        check_take_rows(table, indices)
+        check_call("take_rows", {"table": table, "indices": indices})
     check_dtype("table", table, (torch.float16, torch.bfloat16))
     check_device("table", table, _CPU)
     check_contiguous("table", table)

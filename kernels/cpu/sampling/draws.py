@@ -1,20 +1,20 @@
-"""Draws by exponential races, and the draw from few candidates; see `plain.sampling`.
+"""Draws by exponential races, and the draw from few candidates; see `plain.sampling.sample_tokens`.
 
 In a race each token arrives after an exponential random time divided by its weight; the first one is drawn.
 This is equivalent to the Gumbel-max trick. Each seed and position has a SplitMix64 stream, the same as in
-`plain.sampling`; the GPU kernels draw from Philox, so that a seed draws other tokens there.
+`plain.sampling.sample_tokens`; the GPU kernels draw from Philox, so that a seed draws other tokens there.
 """
 
 import math
 
 import numpy as np
 
-from ...plain.sampling import SMALLEST
+from ...plain.sampling.sample_tokens import SMALLEST
 from ..simd.memory import get_double, get_float, get_long, set_double
 from ..simd.vectors import function
 from .selection import collect_keys, index_of, sort
 
-# SplitMix64 (Steele et al., 2014), as in `plain.splitmix`.
+# SplitMix64 (Steele et al., 2014), as in `plain.sampling.splitmix`.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)

@@ -1,13 +1,12 @@
 """Repetition, frequency and presence penalties."""
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from ...arguments import check_penalties
-from ...checks import is_trusted
-from ...plain import sampling as torch_sampling
-from ..launch.tasks import Task, addresses, is_plain
+from ...arguments import checked
+from ...plain.sampling.penalties import apply_penalties as by_torch
+from ..launch.tasks import Task, addresses, are_contiguous
+from ..rows.row_kernel import has_regular_rows
 from ..simd.memory import any_set, get_byte, get_float, get_int, get_long, set_float
 from ..simd.vectors import VECTOR_BYTES, function
 
@@ -47,6 +46,7 @@ def _apply_penalties(args, i):
             _penalize(args, i, x + 4 * token, get_int(counts + 4 * token))
 
 
+@checked
 def apply_penalties(
     logits: Tensor,  # f32[num_rows, vocab_size], changed in place
     rows: Tensor,  # i64[n], rows of logits
@@ -58,22 +58,8 @@ def apply_penalties(
     presence_penalty: Tensor,  # f32[n]
 ) -> None:
     """Subtract penalties from the logits of tokens seen; see `reference.apply_penalties`."""
-    if not is_trusted():
-        penalties = repetition_penalty, frequency_penalty, presence_penalty
-        check_penalties(logits, rows, slots, output_counts, seen, *penalties)
-    num = rows.shape[0]
-    size = logits.shape[1]
-    columns = (repetition_penalty, frequency_penalty, presence_penalty)
-    regular = (
-        logits.dtype == torch.float32
-        and logits.stride(1) == 1
-        and all(is_plain(x, torch.int64, num) for x in (rows, slots))
-        and is_plain(output_counts, torch.int32, output_counts.shape[0] * size)
-        and is_plain(seen, torch.bool, seen.shape[0] * size)
-        and all(is_plain(x, torch.float32, num) for x in columns)
-    )
-    if not regular:
-        torch_sampling.apply_penalties(logits, rows, slots, output_counts, seen, *columns)
+    histories = rows, slots, output_counts, seen, repetition_penalty, frequency_penalty, presence_penalty
+    if not (has_regular_rows(logits) and are_contiguous(*histories)):
+        by_torch(logits, *histories)
         return
-    histories = (logits, rows, slots, output_counts, seen, *columns)
-    PENALTIES.run(num, *addresses(*histories), size, logits.stride(0) * 4)
+    PENALTIES.run(len(rows), *addresses(logits, *histories), logits.shape[1], logits.stride(0) * 4)

@@ -1,9 +1,9 @@
 """Sampling, one row at a time: it is read from memory once and then stays in the core's cache.
 
-The algorithm and the random numbers are those of `plain.sampling`: where min_p, top_n_sigma or a small top_k
-leave few candidates, a race of these in float64; else a race of columns and one within the column, run again
-while top_p or typical_p exclude the token (rejection sampling). The latter works on `logs`: base-2 logarithms
-of the tokens' weights relative to the likeliest token, whose logarithm is 0.
+The algorithm and the random numbers are those of `plain.sampling.sample_tokens`: where min_p, top_n_sigma or
+a small top_k leave few candidates, a race of these in float64; else a race of columns and one within the
+column, run again while top_p or typical_p exclude the token (rejection sampling). The latter works on `logs`:
+base-2 logarithms of the tokens' weights relative to the likeliest token, whose logarithm is 0.
 """
 
 import math
@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...arguments import check_sample_tokens
-from ...checks import is_trusted
-from ...plain import sampling as torch_sampling
-from ...plain import selection as torch_selection
-from ..launch.tasks import Task, addresses, is_plain
+from ...arguments import checked
+from ...plain.sampling import selection as torch_selection
+from ...plain.sampling.sample_tokens import SMALLEST
+from ...plain.sampling.sample_tokens import sample_tokens as by_torch
+from ..launch.tasks import Task, addresses, are_contiguous
 from ..rows.greedy import greedy
+from ..rows.row_kernel import has_regular_rows
 from ..simd.memory import (
     get_float,
     get_int,
@@ -168,8 +169,8 @@ def _sample(args, row, scratch):
 def _draw_from_all(x, size, width, top, lowest, asked, bits, columns, scratch):
     """Draw from the tokens with logits from `lowest` on, until typical_p and top_p keep the token."""
     temperature, typical_p, top_k, top_p = asked
-    typical_p = max(typical_p, torch_sampling.SMALLEST)
-    top_p = max(top_p, torch_sampling.SMALLEST)
+    typical_p = max(typical_p, SMALLEST)
+    top_p = max(top_p, SMALLEST)
     logs = scratch
     height = -(-size // width)
     rest = logs + 4 * height * padded(width)
@@ -313,6 +314,7 @@ def _sample_unit(args, row, scratch):
     set_long(args.tokens + 8 * row, _sample(args, row, scratch))
 
 
+@checked
 def sample_tokens(
     logits: Tensor,  # f32[n, vocab_size], may be destroyed; -inf never drawn
     seeds: Tensor,  # i64[n]
@@ -326,24 +328,12 @@ def sample_tokens(
     top_p: Tensor | None,  # f32[n], 1 keeps all
     highest: Tensor | None = None,  # f32[n], receives each row's highest logit; NaN if the row has one
 ) -> Tensor:  # i64[n]
-    """Draw one token of each row; see `plain.sampling.sample_tokens`."""
-    if not is_trusted():
-        filters = min_p, top_n_sigma, typical_p, top_k, top_p
-        check_sample_tokens(logits, seeds, positions, temperature, *filters, highest=highest)
+    """Draw one token of each row; see `reference.sample_tokens`."""
     if highest is not None:
         highest.copy_(greedy(logits)[1])  # before the draw destroys the logits
-    num_rows, size = logits.shape
-    floats = (temperature, min_p, top_n_sigma, typical_p, top_p)
-    regular = (
-        logits.dtype == torch.float32
-        and logits.stride(1) == 1
-        and size > 0
-        and all(is_plain(x, torch.int64, num_rows) for x in (seeds, positions))
-        and all(x is None or is_plain(x, torch.float32, num_rows) for x in floats)
-        and (top_k is None or is_plain(top_k, torch.int32, num_rows))
-    )
-    if not regular:
-        return torch_sampling.sample_tokens(
+    columns = seeds, positions, temperature, min_p, top_n_sigma, typical_p, top_k, top_p
+    if not (has_regular_rows(logits) and are_contiguous(*columns)):
+        return by_torch(
             logits,
             seeds,
             positions,
@@ -354,14 +344,14 @@ def sample_tokens(
             top_k=top_k,
             top_p=top_p,
         )
+    num_rows, size = logits.shape
     tokens = torch.empty_like(seeds)
     height = torch_selection.HEIGHT
     width = -(-size // height)
     pitch = padded.py_func(width)
     SAMPLE.run(
         num_rows,
-        *addresses(logits, tokens, seeds, positions),
-        *addresses(temperature, min_p, top_n_sigma, typical_p, top_k, top_p),
+        *addresses(logits, tokens, *columns),
         size,
         logits.stride(0) * 4,
         height,

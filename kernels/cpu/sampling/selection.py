@@ -1,8 +1,8 @@
 """Selection in a row of logits: maxima, thresholds, radix search by bins, and sorting of few candidates.
 
 After a row was read once it stays in a core's cache, so that several passes over all of it are cheap. As in
-`plain.selection`, a row is seen as a matrix with sums or maxima for each column; here rows of the matrix are
-padded to whole vectors. Addresses are in bytes, sizes in numbers.
+`plain.sampling.selection`, a row is seen as a matrix with sums or maxima for each column; here rows of the
+matrix are padded to whole vectors. Addresses are in bytes, sizes in numbers.
 """
 
 import numpy as np

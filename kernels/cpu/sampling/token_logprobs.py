@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...arguments import check_token_logprobs
-from ...checks import is_trusted
-from ...plain import logprobs as torch_logprobs
-from ...plain import selection as torch_selection
-from ..launch.tasks import Task, addresses, is_plain
+from ...arguments import checked
+from ...plain.sampling import selection as torch_selection
+from ...plain.sampling.token_logprobs import token_logprobs as by_torch
+from ..launch.tasks import Task, addresses
+from ..rows.row_kernel import has_regular_rows
 from ..simd.memory import get_float, get_long, load, load_up_to, set_float, set_long
 from ..simd.vectors import (
     LANES,
@@ -103,17 +103,16 @@ def _token_logprobs(args, row, scratch):
     set_long(args.ranks + 8 * row, rank if own >= bound else 1 + count_above(x, size, own, False))
 
 
+@checked
 def token_logprobs(
     logits: Tensor,  # f32[n, vocab_size]
     tokens: Tensor,  # i64[n]
     num_top: int,  # 0 to vocab_size
 ) -> tuple[Tensor, Tensor, Tensor]:  # f32 and i64 [n, 1 + num_top], i64[n]
     """Return log_softmax of tokens and of the likeliest; see `reference.token_logprobs`."""
-    if not is_trusted():
-        check_token_logprobs(logits, tokens, num_top)
+    if not (has_regular_rows(logits) and tokens.is_contiguous()):
+        return by_torch(logits, tokens, num_top)
     num_rows, size = logits.shape
-    if logits.dtype != torch.float32 or logits.stride(1) != 1 or not is_plain(tokens, torch.int64, num_rows):
-        return torch_logprobs.token_logprobs(logits, tokens, num_top)
     values = logits.new_empty(num_rows, 1 + num_top)
     ids = tokens.new_empty(num_rows, 1 + num_top)
     ranks = torch.empty_like(tokens)

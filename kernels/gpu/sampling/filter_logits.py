@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...arguments import check_filters
-from ...checks import check_apart, check_contiguous, check_last_dim_contiguous
+from ...arguments import checked_as
+from ...checks import check_contiguous, check_last_dim_contiguous
 from ...gumbel import NOISE_BLOCK
 from ..launch import BoundLaunch
 from ..target import check_launchable, current_target
@@ -275,6 +275,7 @@ def row_limits(
     return limits
 
 
+@checked_as("filter_logits")
 def filter_logits(
     logits: Tensor,  # f32[n, vocab_size], changed in place
     *,
@@ -291,8 +292,6 @@ def filter_logits(
     dtype or stride that does not fit.
     """
     filters = Filters(min_p, top_n_sigma, typical_p, top_k, top_p)
-    check_filters(logits, temperature, *filters)
-    check_apart("logits", logits)
     check_launchable("logits", logits)
     check_vocabulary(logits, temperature, filters)
     if len(logits) == 0:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...arguments import check_penalties
+from ...arguments import check_call
 from ...checks import check_contiguous, check_last_dim_contiguous
 from ..target import check_launchable
 
@@ -74,15 +74,18 @@ def apply_penalties(
     or stride that does not fit, and in debug mode (see `checks`) for rows and slots that do not exist or are
     named twice.
     """
-    penalties = {
+    tensors = {
+        "rows": rows,
+        "slots": slots,
+        "output_counts": output_counts,
+        "seen": seen,
         "repetition_penalty": repetition_penalty,
         "frequency_penalty": frequency_penalty,
         "presence_penalty": presence_penalty,
     }
-    check_penalties(logits, rows, slots, output_counts, seen, **penalties)
+    check_call("apply_penalties", {"logits": logits, **tensors})
     check_last_dim_contiguous("logits", logits)
     check_launchable("logits", logits)
-    tensors = {"rows": rows, "slots": slots, "output_counts": output_counts, "seen": seen, **penalties}
     for name, tensor in tensors.items():
         check_contiguous(name, tensor)
     num_items, size = len(rows), logits.shape[1]

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...arguments import check_sample_tokens
+from ...arguments import checked_as
 from ...checks import check_contiguous
 from ...gumbel import LN_2, LOG_POLYNOMIAL, SMALL_POLYNOMIAL, SQRT_HALF_BITS
 from ..launch import BoundLaunch, Launches, combination
@@ -168,7 +168,7 @@ def sample_tokens(
     """
     filters = Filters(min_p, top_n_sigma, typical_p, top_k, top_p)
     tensors = logits, seeds, positions, temperature, *filters, highest
-    bound = _launches.find(combination(tensors), *tensors[:4], filters, highest)
+    bound = _launches.find(combination(tensors), *tensors)
     n, device = len(logits), logits.device
     out = torch.empty(n, dtype=torch.int64, device=device)
     if bound is None:
@@ -192,24 +192,28 @@ class _Bound(NamedTuple):
     pick: BoundLaunch
 
 
+@checked_as("sample_tokens")
 def _bind(
     logits: Tensor,
     seeds: Tensor,
     positions: Tensor,
     temperature: Tensor,
-    filters: Filters,
+    min_p: Tensor | None,
+    top_n_sigma: Tensor | None,
+    typical_p: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
     highest: Tensor | None,
 ) -> _Bound | None:
     """Check the arguments. Return the launches, if there are rows."""
-    check_sample_tokens(logits, seeds, positions, temperature, *filters, highest=highest)
     check_launchable("logits", logits)
-    check_vocabulary(logits, temperature, filters)
+    check_vocabulary(logits, temperature, Filters(min_p, top_n_sigma, typical_p, top_k, top_p))
     check_contiguous("seeds", seeds)
     check_contiguous("positions", positions)
     n, vocab_size = logits.shape
     if n == 0:
         return None
-    maxima = BlockMaxima(logits, moments=filters.top_n_sigma is not None, highest=highest is not None)
+    maxima = BlockMaxima(logits, moments=top_n_sigma is not None, highest=highest is not None)
     blocks = triton.next_power_of_2(maxima.num_blocks)
     best = BoundLaunch(
         _best_kernel,

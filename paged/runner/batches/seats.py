@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...device.transfers import Sent, Upload, arrived
 from ...errors import ConfigError
-from ...kernels.gpu.unpack_step import (
+from ...kernels.steps import (
     ENTRIES,
     FIRST_ENTRY,
     FIRST_TOKEN,
@@ -23,7 +23,7 @@ from ...kernels.gpu.unpack_step import (
     NUM_ENTRIES,
     SEAT,
     START,
-    unpack_step,
+    UnpackStep,
 )
 from ...model.batch import Batch, Queries
 from ...model.spec import LongContext
@@ -72,6 +72,7 @@ class SeatedBatches:
 
     def __init__(
         self,
+        unpack_step: UnpackStep,
         block_size: int,
         device: torch.device,
         *,
@@ -81,6 +82,7 @@ class SeatedBatches:
         with_rope_lens: bool = False,
         long_context: LongContext | None = None,
     ) -> None:
+        self._unpack_step = unpack_step
         self.block_size = block_size
         self.with_rope_lens = with_rope_lens
         self._num_groups = num_groups
@@ -136,7 +138,7 @@ class SeatedBatches:
         """Make the batch of a step whose upload is sent."""
         outputs = step.outputs
         cu_seqlens_q = step.cu_seqlens_q.tensor
-        by_token, tables = unpack_step(
+        by_token, tables = self._unpack_step(
             step.rows.tensor,
             cu_seqlens_q,
             step.tokens.tensor,

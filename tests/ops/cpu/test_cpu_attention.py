@@ -26,7 +26,7 @@ from paged.kernels.cpu.products.amx import HAS_TILES
 from paged.kernels.cpu.rows import take_rows as numba_lookup
 from paged.kernels.cpu.simd.memory import load, store
 from paged.kernels.cpu.simd.vectors import LANES, VECTOR_BYTES, exp2, exp2_of_negative
-from paged.kernels.plain import ops as torch_ops
+from paged.kernels.plain import backend as torch_kernels
 from tests.ops.test_attention_variants import OPTIONS, PAIRS, with_options
 from tests.support.error_bounds import assert_exact_enough
 from tests.support.kernel_cases import DEVICE, attend, inputs_of, quantized, ragged_case, take_sequences
@@ -272,7 +272,7 @@ def test_powers_of_2_to_a_unit_in_the_last_place():
 def test_rows_that_the_kernels_would_misread_are_left_to_torch():
     """The kernels would read or write beyond the end of each of these, if they took any."""
     x, strided = torch.randn(5, 64), torch.randn(64, 2)[:, 0]
-    assert torch.equal(numba_kernels.rms_norm(x, strided, 1e-6), torch_ops.rms_norm(x, strided, 1e-6))
+    assert torch.equal(numba_kernels.rms_norm(x, strided, 1e-6), torch_kernels.rms_norm(x, strided, 1e-6))
     other = torch.randn(64, 5).T
     added = other + x
     numba_kernels.rms_norm(x, torch.ones(64), 1e-6, other)
@@ -280,7 +280,7 @@ def test_rows_that_the_kernels_would_misread_are_left_to_torch():
 
     cos, caches = torch.randn(16, 5).T, torch.zeros(2, 2, 4, 2, 32)
     slots, qkv, expected = torch.arange(5), torch.randn(5, 8, 32), torch.zeros(2, 2, 4, 2, 32)
-    torch_ops.rotary_store_kv(qkv.clone(), cos, cos, *expected, slots)
+    torch_kernels.rotary_store_kv(qkv.clone(), cos, cos, *expected, slots)
     numba_kernels.rotary_store_kv(qkv.clone(), cos, cos, *caches, slots)
     assert torch.equal(caches, expected)
     scales = torch.zeros(2, 2, 4, 2)  # as the cache has them, not [num_blocks, num_kv_heads, block_size]
@@ -301,19 +301,10 @@ def test_rows_of_any_length_are_not_left_to_torch(size, dtype, monkeypatch):
     angles, slots = torch.randn(3, size), torch.arange(3)
     cache = torch.zeros(2, 2, 4, 1, 2 * size + 1, dtype=dtype)
     caches = cache[..., :-1]
-    for name in (
-        "rms_norm",
-        "rms_norm_into",
-        "silu_and_mul",
-        "gelu_and_mul",
-        "layer_norm",
-        "gelu",
-        "add",
-        "scale_and_cap",
-        "scale_rows",
-        "rotary_store_kv",
-    ):
-        monkeypatch.delattr(torch_ops, name)
+    for name in ("rms_norm", "rms_norm_into", "gelu", "add", "scale_and_cap", "scale_rows"):
+        monkeypatch.delattr(reference, name)
+    for name in ("silu_and_mul", "gelu_and_mul", "layer_norm", "rotary_store_kv"):
+        monkeypatch.delattr(f"paged.kernels.cpu.rows.{name}.by_torch")
     numba_kernels.rms_norm_into(x, weight, 1e-6, x.clone())
     numba_kernels.gelu_and_mul(x)
     numba_kernels.layer_norm(x, weight, weight, 1e-6, x.clone())

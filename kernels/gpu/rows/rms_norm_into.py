@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..arguments import check_rms_norm_into
-from ..checks import check_last_dim_contiguous
-from .launch import BoundLaunch, Launches, combination
+from ...arguments import checked_as
+from ...checks import check_last_dim_contiguous
+from ..launch import BoundLaunch, Launches, combination
+from ..target import check_launchable
 from .rms_norm import weighted
-from .target import check_launchable
 
 _TILE = 2048  # values that one program normalises, or one row if that is longer
 
@@ -76,9 +76,9 @@ def rms_norm_into(
     launch(x, weight, out)
 
 
+@checked_as("rms_norm_into")
 def _bind(x: Tensor, weight: Tensor, eps: float, out: Tensor, unit_offset: bool, add: bool) -> BoundLaunch:
     """Check the arguments. Return the launch."""
-    check_rms_norm_into(x, weight, eps, out, unit_offset=unit_offset, add=add)
     check_launchable("x", x)
     for name, tensor in {"x": x, "weight": weight, "out": out}.items():
         check_last_dim_contiguous(name, tensor)

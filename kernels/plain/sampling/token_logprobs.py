@@ -4,19 +4,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import check_token_logprobs
-from ..checks import is_trusted
+from ...arguments import checked
 from . import selection as torch_selection
 
 
+@checked
 def token_logprobs(
     logits: Tensor,  # f32[n, vocab_size]
     tokens: Tensor,  # i64[n]
     num_top: int,  # 0 to vocab_size
 ) -> tuple[Tensor, Tensor, Tensor]:  # f32 and i64 [n, 1 + num_top], i64[n]
     """Return log_softmax of tokens and of the likeliest; see `reference.token_logprobs`."""
-    if not is_trusted():
-        check_token_logprobs(logits, tokens, num_top)
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(-1, tokens[:, None])
     top_values, top_tokens = _top(logprobs, num_top)

@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..arguments import check_gelu, check_gelu_and_mul
-from ..checks import check_last_dim_contiguous
-from .launch import BoundLaunch, Launches, combination
-from .target import check_launchable
+from ...arguments import checked_as
+from ...checks import check_last_dim_contiguous
+from ..launch import BoundLaunch, Launches, combination
+from ..target import check_launchable
 
 _BLOCK = 2048
 
@@ -56,9 +56,9 @@ def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_toke
     return out
 
 
+@checked_as("gelu_and_mul")
 def _bind(x: Tensor, up: Tensor | None) -> tuple[BoundLaunch, tuple[int, int]]:
     """Check the arguments. Return the launch, and the size of the output."""
-    check_gelu_and_mul(x, up)
     check_last_dim_contiguous("x", x)
     check_launchable("x", x)
     num_tokens, size = x.shape
@@ -109,9 +109,9 @@ def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
     _gelu_launches.find(combination((x,), tanh), x, tanh)(x)
 
 
+@checked_as("gelu")
 def _bind_gelu(x: Tensor, tanh: bool) -> BoundLaunch:
     """Check the arguments. Return the launch."""
-    check_gelu(x, tanh=tanh)
     check_last_dim_contiguous("x", x)
     check_launchable("x", x)
     num_rows, size = x.shape

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import check_penalties, check_sample_tokens
-from ..checks import is_trusted
+from ...arguments import checked
+from ..rows.greedy import greedy
 from . import selection as torch_selection
-from .ops import greedy
 from .selection import (
     candidates,
     chunks,
@@ -26,7 +25,6 @@ from .selection import (
     column_sums_between,
     kth_largest,
     left_to_right,
-    places_where,
     row_sums,
     smallest_bound,
 )
@@ -36,41 +34,7 @@ SMALLEST = 1e-30  # stands for a probability that a float32 rounds to 0
 _LN_2 = math.log(2)
 
 
-def apply_penalties(
-    logits: Tensor,  # f32[num_rows, vocab_size], changed in place
-    rows: Tensor,  # i64[n], which rows of it
-    slots: Tensor,  # i64[n], where the history of each is
-    output_counts: Tensor,  # i32[num_slots, vocab_size], how often each token was generated
-    seen: Tensor,  # bool[num_slots, vocab_size], the tokens of prompt and output
-    repetition_penalty: Tensor,  # f32[n]
-    frequency_penalty: Tensor,  # f32[n]
-    presence_penalty: Tensor,  # f32[n]
-) -> None:
-    """Penalise tokens of the prompt or the output; see `reference.apply_penalties`."""
-    if not is_trusted():
-        penalties = repetition_penalty, frequency_penalty, presence_penalty
-        check_penalties(logits, rows, slots, output_counts, seen, *penalties)
-    num = rows.shape[0]
-    vocab_size = logits.shape[1]
-    if torch.equal(slots, torch.arange(num, device=slots.device)):  # without a copy of large tensors
-        counts = output_counts[:num]
-        seen = seen[:num]
-    else:
-        counts = output_counts[slots]
-        seen = seen[slots]
-    # Few tokens of the vocabulary were seen.
-    found_at = places_where(seen)
-    row = found_at // vocab_size
-    places = rows[row], found_at % vocab_size
-    found = logits[places]
-    count = counts.reshape(-1)[found_at].float()
-    penalty = repetition_penalty[row]
-    found = torch.where(found > 0, found / penalty, found * penalty)
-    found -= frequency_penalty[row] * count
-    found -= presence_penalty[row] * (count > 0)
-    logits[places] = found
-
-
+@checked
 def sample_tokens(
     logits: Tensor,  # f32[n, vocab_size], destroyed; -inf is never drawn
     seeds: Tensor,  # i64[n]
@@ -89,9 +53,6 @@ def sample_tokens(
     Random numbers depend on (seed, position) alone. A tiny temperature is greedy. Rows with a NaN, or
     with nothing but -inf, get some token. Raises ValueError for a shape, dtype or device that does not fit.
     """
-    if not is_trusted():
-        filters = min_p, top_n_sigma, typical_p, top_k, top_p
-        check_sample_tokens(logits, seeds, positions, temperature, *filters, highest=highest)
     columns = seeds, positions, temperature, (min_p, top_n_sigma, typical_p, top_k, top_p)
     is_drawn = temperature > 0
     if highest is None and is_drawn.all():

@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..arguments import check_silu_and_mul
-from ..checks import check_last_dim_contiguous
-from .launch import BoundLaunch, Launches, combination
-from .target import check_launchable
+from ...arguments import checked_as
+from ...checks import check_last_dim_contiguous
+from ..launch import BoundLaunch, Launches, combination
+from ..target import check_launchable
 
 _BLOCK = 2048  # in bfloat16 16 bytes a thread even for 256 threads: 4 warps on AMD
 
@@ -43,9 +43,9 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
     return out
 
 
+@checked_as("silu_and_mul")
 def _bind(x: Tensor) -> tuple[BoundLaunch, tuple[int, int]]:
     """Check the arguments. Return the launch, and the size of the output."""
-    check_silu_and_mul(x)
     check_last_dim_contiguous("x", x)
     check_launchable("x", x)
     num_tokens, size = x.shape[0], x.shape[1] // 2

@@ -4,11 +4,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..arguments import check_rotary_store_kv
-from ..checks import QUANTIZED_DTYPES, check_last_dim_contiguous, check_span
-from .launch import BoundLaunch, Launches, combination
+from ...arguments import checked_as
+from ...checks import QUANTIZED_DTYPES, check_last_dim_contiguous, check_span
+from ..launch import BoundLaunch, Launches, combination
+from ..target import check_launchable, check_target, current_target
 from .rms_norm import weighted
-from .target import check_launchable, check_target, current_target
 
 # Pairs (x1, x2) of a program: 16 bytes a thread for two warps. Each thread must own its pairs, see `_bind`.
 _TILE = 1024
@@ -183,7 +183,7 @@ def rotary_store_kv(
     tensors = qkv, cos, sin, key_cache, value_cache, slot_mapping
     weights, scales = (query_norm_weight, key_norm_weight), (key_scales, value_scales)
     key = combination((*tensors, *weights, *scales), eps, unit_offset)
-    launch, num_heads = _launches.find(key, *tensors, weights, eps, unit_offset, scales)
+    launch, num_heads = _launches.find(key, *tensors, *weights, eps, unit_offset, *scales)
     for name, keys, values in (("cache", key_cache, value_cache), ("scales", *scales)):
         if keys is not None and values is not None and keys.data_ptr() == values.data_ptr() and keys.numel():
             raise ValueError(f"key_{name} and value_{name} are both written, and must not be the same memory")
@@ -193,6 +193,7 @@ def rotary_store_kv(
     return qkv[:, :num_heads]
 
 
+@checked_as("rotary_store_kv")
 def _bind(
     qkv: Tensor,
     cos: Tensor,
@@ -200,23 +201,29 @@ def _bind(
     key_cache: Tensor | None,
     value_cache: Tensor | None,
     slot_mapping: Tensor | None,
-    weights: tuple[Tensor | None, Tensor | None],
+    query_norm_weight: Tensor | None,
+    key_norm_weight: Tensor | None,
     eps: float,
     unit_offset: bool,
-    scales: tuple[Tensor | None, Tensor | None],
+    key_scales: Tensor | None,  # noqa: ARG001  (checked)
+    value_scales: Tensor | None,  # noqa: ARG001
 ) -> tuple[BoundLaunch, int]:
     """Check the arguments. Return the launch, and the number of query heads."""
-    tensors = qkv, cos, sin, key_cache, value_cache, slot_mapping
-    check_rotary_store_kv(*tensors, *weights, eps, unit_offset, *scales)
     check_launchable("qkv", qkv)
     num_tokens, num_all_heads, head_dim = qkv.shape
     block_size, num_kv_heads, cache_dtype = 1, 0, qkv.dtype
     strides: tuple[int, ...] = (0, 0, 0)
-    names = (
-        "qkv", "cos", "sin", "key_cache", "value_cache", "slot_mapping", "query_norm_weight",
-        "key_norm_weight",
-    )  # fmt: skip
-    for name, tensor in zip(names, (*tensors, *weights), strict=True):
+    tensors = {
+        "qkv": qkv,
+        "cos": cos,
+        "sin": sin,
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "slot_mapping": slot_mapping,
+        "query_norm_weight": query_norm_weight,
+        "key_norm_weight": key_norm_weight,
+    }
+    for name, tensor in tensors.items():
         if tensor is not None:
             check_last_dim_contiguous(name, tensor)
     check_span("qkv", qkv)

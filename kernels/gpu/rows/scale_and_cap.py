@@ -4,11 +4,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..arguments import check_scale_and_cap
-from ..checks import check_last_dim_contiguous
+from ...arguments import checked_as
+from ...checks import check_last_dim_contiguous
+from ..launch import BoundLaunch, Launches, combination
+from ..target import check_launchable
 from .gelu_and_mul import sigmoid
-from .launch import BoundLaunch, Launches, combination
-from .target import check_launchable
 
 _BLOCK = 2048
 
@@ -41,9 +41,9 @@ def scale_and_cap(x: Tensor, factor: float, softcap: float | None = None) -> Non
     launch(x)
 
 
+@checked_as("scale_and_cap")
 def _bind(x: Tensor, factor: float, softcap: float | None) -> BoundLaunch:
     """Check the arguments. Return the launch."""
-    check_scale_and_cap(x, factor, softcap)
     check_last_dim_contiguous("x", x)
     check_launchable("x", x)
     num_rows, size = x.shape

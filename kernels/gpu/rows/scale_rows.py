@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..arguments import check_scale_rows
-from ..checks import check_contiguous, check_last_dim_contiguous
-from .launch import BoundLaunch, Launches, combination
-from .target import check_launchable
+from ...arguments import checked_as
+from ...checks import check_contiguous, check_last_dim_contiguous
+from ..launch import BoundLaunch, Launches, combination
+from ..target import check_launchable
 
 _BLOCK = 2048
 
@@ -38,9 +38,9 @@ def scale_rows(x: Tensor, factors: Tensor) -> None:  # [num_rows, size], f32[num
     launch(x, factors)
 
 
+@checked_as("scale_rows")
 def _bind(x: Tensor, factors: Tensor) -> BoundLaunch:
     """Check the arguments. Return the launch."""
-    check_scale_rows(x, factors)
     check_last_dim_contiguous("x", x)
     check_contiguous("factors", factors)
     check_launchable("x", x)

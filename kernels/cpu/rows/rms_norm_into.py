@@ -1,0 +1,46 @@
+"""RMSNorm into a tensor that is there: norms of Q and K in place, and norms before a residual addition."""
+
+import math
+
+from torch import Tensor
+
+from ... import reference
+from ...arguments import checked
+from ..launch.tasks import addresses
+from ..simd.numbers import KINDS
+from .rms_norm import RMS_NORM
+from .row_kernel import units_of_rows
+
+
+@checked
+def rms_norm_into(
+    x: Tensor,  # [num_tokens, size] or [num_tokens, num_heads, size]
+    weight: Tensor,  # [size]
+    eps: float,
+    out: Tensor,  # like x, or x itself; written in place
+    *,
+    unit_offset: bool = False,
+    add: bool = False,
+) -> None:
+    """Write the norm of x into `out`, or add it; see `reference.rms_norm_into`."""
+    if not (x.is_cpu and x.stride(-1) == out.stride(-1) == 1 and weight.is_contiguous()):
+        reference.rms_norm_into(x, weight, eps, out, unit_offset=unit_offset, add=add)
+        return
+    num_tokens, *heads, size = x.shape
+    num_heads = math.prod(heads)
+    num_rows = num_tokens * num_heads
+    num_units, per_unit = units_of_rows(num_rows, size)
+    RMS_NORM.run(
+        num_units,
+        *addresses(x, weight, None, out),
+        KINDS[x.dtype],
+        unit_offset,
+        add,
+        num_rows,
+        num_heads,
+        size,
+        *(x.stride(dim) * x.itemsize for dim in (0, -2)),
+        *(out.stride(dim) * out.itemsize for dim in (0, -2)),
+        per_unit,
+        eps,
+    )

@@ -1,0 +1,15 @@
+"""Linear layers by the CPU kernels: weights in panels, their products and lookups, for a backend that
+`has_linear`.
+"""
+
+from .cpu.linear.linear import can_pair as can_pair
+from .cpu.linear.linear import linear as linear
+from .cpu.linear.linear import pack as pack
+from .cpu.linear.linear import pack_int4 as pack_int4
+from .cpu.linear.linear import pad as pad
+from .cpu.linear.pack_bf12 import pack_bf12 as pack_bf12
+from .cpu.linear.panels import Panels as Panels
+from .cpu.products.int4 import INT4_GROUP as INT4_GROUP
+from .cpu.rows.take_rows import take_panel_rows as take_panel_rows
+from .cpu.rows.take_rows import take_rows as take_rows
+from .cpu.rows.take_rows import widen_rows as widen_rows

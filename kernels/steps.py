@@ -1,0 +1,58 @@
+"""What a backend may do with a whole step: record and replay it, or unpack it on the device."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+# The columns of a row, which says what one request does in the step; see `gpu.unpack_step`.
+SEAT, START, FIRST_TOKEN, LAST_TOKEN, FIRST_ENTRY, ENTRIES, NUM_ENTRIES = range(7)
+NUM_COLUMNS = 7
+FROM_SEAT = -1  # as FIRST_TOKEN: the only new token is the seat's last one, which as LAST_TOKEN stays
+
+UnpackStep = Callable[..., tuple[Tensor, Tensor]]  # with the parameters of `gpu.unpack_step.unpack_step`
+
+
+class NotRecordableError(Exception):
+    """A torch operation that computes, which a table of launches cannot replay."""
+
+
+class StepPlan(NamedTuple):
+    """How attention divides the work of a step, for the lengths of its sequences."""
+
+    of_groups: list[Any]  # of each layer group, in the backend's own form
+    sizes: tuple[object, ...]  # a recorded step can be replayed with any plan of the same sizes
+    num_steps: int  # that it holds for: this one, and those of one more token in each sequence
+
+
+class RecordedStep(Protocol):
+    """The launches of a step, for any sequences with the same number of tokens."""
+
+    num_bytes: int  # of the memory that a replay uses
+
+    def use_memory(self, memory: Tensor) -> None:
+        """Replay in this memory from now on; steps that do not run at once may share it."""
+
+    def use(self, plan: StepPlan, inputs: Sequence[Tensor], block_tables: Sequence[Tensor]) -> None:
+        """Replay with this plan and these tensors from now on."""
+
+    def replay(self) -> tuple[Tensor, ...]:
+        """Launch everything. Return the outputs, which the next replay overwrites."""
+
+
+class StepRecorder(Protocol):
+    """Records the steps of one model, whose replay runs no Python between kernels."""
+
+    def plan(self, seq_lens: Tensor, cu_seqlens_q: Tensor) -> StepPlan:
+        """Plan the attention of a step."""
+
+    def record(
+        self,
+        compute: Callable[[], tuple[Tensor, ...]],
+        inputs: Sequence[Tensor],  # those for which another step has other tensors
+        block_tables: Sequence[Tensor],  # of each layer group; they are among the inputs
+    ) -> RecordedStep:
+        """Record the launches of compute(). Raises NotRecordableError if torch computes a part of it."""
+
+    def new_memory(self, num_bytes: int) -> Tensor:
+        """Allocate memory for `RecordedStep.use_memory`. Raises RuntimeError if there is none."""
