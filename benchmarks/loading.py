@@ -27,7 +27,7 @@ from paged.model.config import LLAMA_NAMES
 from paged.model.decoder import Decoder
 from paged.model.families.reading import CEILINGS
 from paged.model.hf_config import from_hf
-from paged.model.weights import load_weights, open_tensors
+from paged.model.weights.loading import load_weights, open_tensors
 
 SHAPE = (16, 16)
 # 21 tensors in each layer, the most of all families.

@@ -23,7 +23,7 @@ from .layers.mlp import new_feed_forward
 from .layers.norms import LayerNorm, RMSNorm, new_norm
 from .layers.rotary import RotaryEmbedding
 from .layers.token_rows import TokenRows
-from .weight_forms import Forms
+from .weights.choice import Forms
 
 MAX_SCALAR = 1e6  # of a layer
 

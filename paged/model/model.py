@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.backend import Kernels
 from .batch import Batch
 from .cache.kv_cache import KVCache
-from .weight_forms import Forms
+from .weights.choice import Forms
 
 
 class Model(Protocol):

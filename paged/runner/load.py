@@ -14,9 +14,10 @@ from ..errors import ConfigError
 from ..kernels.backend import load_kernels
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
+from ..model.layers.linear import require_whole_groups
 from ..model.model import Model
-from ..model.weight_forms import choose_forms, require_whole_groups
-from ..model.weights import check_weights, has_own_head, load_weights, open_tensors
+from ..model.weights.choice import choose_forms
+from ..model.weights.loading import check_weights, has_own_head, load_weights, open_tensors
 from .compile_bar import compile_bar, has_terminal
 from .sizes import Sizes
 
@@ -55,7 +56,7 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
         )
         with torch.device("meta"), _default_dtype(dtype):
             model = Decoder(model_config, kernels)
-        require_whole_groups(model, forms)
+        require_whole_groups(model, forms.group_size)
         # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
         check_weights(model.hf_tensors(), sources, model_config.tensor_names, directory)
         try:

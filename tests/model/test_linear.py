@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paged import LLMEngine, SamplingParams
-from paged.model.layers.linear import Linear, PlainWeight
-from paged.model.weight_forms import PackedWeight, can_pack
+from paged.model.layers.linear import Linear
+from paged.model.weights.forms import PackedWeight, PlainWeight, can_pack
 from tests.support.error_bounds import assert_product
 
 CPU = torch.device("cpu")

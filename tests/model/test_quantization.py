@@ -10,10 +10,11 @@ from torch import Tensor
 
 from paged import CheckpointError, ConfigError, LLMEngine, SamplingParams
 from paged.model.decoder import Decoder
-from paged.model.layers.linear import Linear, PlainWeight
-from paged.model.panels import PANEL_FORMS
-from paged.model.quantization import Int4Weight, Int8Weight
-from paged.model.weight_forms import Forms, choose_forms
+from paged.model.layers.linear import Linear
+from paged.model.weights.choice import Forms, choose_forms
+from paged.model.weights.forms import PlainWeight
+from paged.model.weights.panels import PANEL_FORMS
+from paged.model.weights.quantization import Int4Weight, Int8Weight
 from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts
 
 CPU = torch.device("cpu")

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 
 from paged import CheckpointError
-from paged.model import safetensors_file
 from paged.model.config import LLAMA_NAMES
-from paged.model.safetensors_file import SafetensorsFile
-from paged.model.weight_files import find_weight_files
-from paged.model.weights import load_weights, open_tensors
+from paged.model.weights import safetensors_file
+from paged.model.weights.loading import load_weights, open_tensors
+from paged.model.weights.safetensors_file import SafetensorsFile
+from paged.model.weights.weight_files import find_weight_files
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -97,7 +97,7 @@ def test_each_file_is_opened_once(tmp_path, monkeypatch):
 
 
 def test_rows_and_parts_are_those_of_the_tensor(tmp_path, monkeypatch):
-    monkeypatch.setattr("paged.model.safetensors_file.TENSOR_PART_BYTES", 100)
+    monkeypatch.setattr("paged.model.weights.safetensors_file.TENSOR_PART_BYTES", 100)
     whole = torch.arange(70.0).view(10, 7).bfloat16()
     save_file({"a": whole, "empty": torch.zeros(0, 3)}, tmp_path / "a.safetensors")
     with SafetensorsFile(tmp_path / "a.safetensors") as file:

@@ -1,40 +1,14 @@
-"""Linear layers, embeddings, and the forms that their weights may take. `weight_forms` chooses the form."""
+"""Linear layers and embeddings, whose weights take a form when they are loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class WeightForm(Protocol):
-    """A weight [out_features, in_features], laid out for the product y = x Wᵀ + b."""
-
-    gated: bool  # whether the product is silu(gate) * up, which has half as many columns
-
-    @property
-    def is_recordable(self) -> bool:
-        """Whether it launches our kernels only, which a recorded step can replay."""
-
-    def lay_out(self, bias: Tensor) -> None:  # noqa: ARG002
-        """Prepare for this bias, which every product will add. Most forms have nothing to do."""
-        return
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply [num_tokens, in_features] to [num_tokens, out_features].
-
-        The result has the dtype of x, or float32 if the form was made to return it.
-        """
-
-
-class TableForm(WeightForm, Protocol):
-    """A weight [vocab_size, hidden_size] that also serves as an embedding table."""
-
-    def rows(self, indices: Tensor) -> Tensor:
-        """Look up i64[n] -> [n, hidden_size], in the dtype of the model."""
+from ...errors import ConfigError
+from ..weights.forms import TableForm, WeightForm
 
 
 class Linear(nn.Module):
@@ -82,24 +56,21 @@ class Embedding(nn.Module):
         del self.weight
 
 
-class PlainWeight(TableForm):
-    """The weight as it was loaded."""
-
-    gated = is_recordable = False
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, self.weight, bias)
-
-    def rows(self, indices: Tensor) -> Tensor:
-        return F.embedding(indices, self.weight)
-
-
 def split_rows(names: list[str], fused: Linear, sizes: list[int]) -> dict[str, Tensor]:
     """Return views of the rows of weight and bias that are tensors of their own in a checkpoint."""
     parts = dict(zip([f"{name}.weight" for name in names], torch.split(fused.weight, sizes), strict=True))
     if fused.bias is not None:
         parts |= zip([f"{name}.bias" for name in names], torch.split(fused.bias, sizes), strict=True)
     return parts
+
+
+def require_whole_groups(model: nn.Module, size: int | None) -> None:
+    """Raise ConfigError for a layer whose inputs do not divide into int4's groups of this size."""
+    if size is None:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and module.in_features % size and name != "head":
+            raise ConfigError(
+                f"quantization 'int4' divides inputs into groups of {size}, and {name} has "
+                f"{module.in_features}; use quantization='int8'"
+            )

@@ -26,8 +26,8 @@ from paged.kernels.cpu.rows.take_rows import widen_rows
 from paged.kernels.cpu.simd.vectors import HAS_DOT, HAS_LOOKUP, LANES
 from paged.model import panels
 from paged.model.layers.linear import Linear
-from paged.model.panels import PANEL_FORMS, PanelInt4Weight, PanelInt8Weight, PanelWeight, Table
-from paged.model.quantization import Int8Weight, int4_codes
+from paged.model.weights.panels import PANEL_FORMS, PanelInt4Weight, PanelInt8Weight, PanelWeight, Table
+from paged.model.weights.quantization import Int8Weight, int4_codes
 from tests.support.checkpoints import (
     CONFIGS,
     assert_all_free,

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.cpu.linear import linear as numba_linear
-from ..kernels.cpu.linear.linear import can_pair
-from ..kernels.cpu.linear.pack_bf12 import pack_bf12
-from ..kernels.cpu.linear.panels import Panels
-from ..kernels.cpu.products.int4 import INT4_GROUP
-from ..kernels.cpu.rows.take_rows import take_panel_rows, take_rows, widen_rows
-from .layers.linear import PlainWeight, TableForm
+from ...kernels.cpu.linear import linear as numba_linear
+from ...kernels.cpu.linear.linear import can_pair
+from ...kernels.cpu.linear.pack_bf12 import pack_bf12
+from ...kernels.cpu.linear.panels import Panels
+from ...kernels.cpu.products.int4 import INT4_GROUP
+from ...kernels.cpu.rows.take_rows import take_panel_rows, take_rows, widen_rows
+from .forms import PlainWeight, TableForm
 from .quantization import Int8Weight, int4_codes
 
 ROWS_AT_A_TIME = 256  # of a comparison: it takes little memory, and ends early for most weights that differ

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
-from .config import TensorNames
+from ...errors import CheckpointError
+from ..config import TensorNames
 from .safetensors_file import SafetensorsFile, StoredTensor
 from .weight_files import find_weight_files
 

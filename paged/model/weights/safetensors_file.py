@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.validation import shown
-from ..errors import CheckpointError
-from .config import LLAMA_NAMES, TensorNames
-from .hf_config import check_file
+from ...base.validation import shown
+from ...errors import CheckpointError
+from ..config import LLAMA_NAMES, TensorNames
+from ..hf_config import check_file
 
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HEADER_CEILING = 100 * 2**20

@@ -7,10 +7,9 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..errors import ConfigError
-from .layers.linear import Linear, PlainWeight, TableForm, WeightForm
+from .forms import Float32Product, PackedWeight, PlainWeight, TableForm, WeightForm, can_pack
 from .quantization import Int4Weight, Int8Weight, require_kernels, require_quantization
 
 
@@ -57,54 +56,3 @@ def choose_forms(
     if device.type == "cuda" and dtype != torch.float32 and not torch.version.hip:
         return Forms(form, form, Float32Product, Float32Product if tied else PlainWeight, PlainWeight)
     return Forms(form, form, form, PlainWeight, PlainWeight)
-
-
-def require_whole_groups(model: nn.Module, forms: Forms) -> None:
-    """Raise ConfigError for a layer whose inputs do not divide into int4's groups."""
-    size = forms.group_size
-    if size is None:
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, Linear) and module.in_features % size and name != "head":
-            raise ConfigError(
-                f"quantization 'int4' divides inputs into groups of {size}, and {name} has "
-                f"{module.in_features}; use quantization='int8'"
-            )
-
-
-class Float32Product(PlainWeight):
-    """A weight of 16 bits whose product is float32, as cuBLAS sums it: not rounded, and converted again."""
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        out = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
-        return out if bias is None else out.add_(bias)
-
-
-class PackedWeight(WeightForm):
-    """The weight in oneDNN's layout: 2 to 3 times faster up to a few dozen rows. Requires `can_pack`."""
-
-    gated = is_recordable = False
-    # The number of rows that oneDNN chooses the layout for; 1 to 512 measure the same within noise.
-    FOR_ROWS = 16
-
-    def __init__(self, weight: Tensor) -> None:
-        self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, self.FOR_ROWS)
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
-        return out
-
-
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this torch packs linear layers on this CPU.
-
-    The operations are private to torch, so they are tried out rather than assumed.
-    """
-    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if device.type != "cpu" or dtype == torch.float16 or not has_onednn:
-        return False
-    x = torch.arange(64, dtype=dtype).view(2, 32)
-    try:
-        return torch.equal(PackedWeight(torch.eye(32, dtype=dtype))(x, None), x)
-    except (AttributeError, RuntimeError, TypeError):
-        return False
