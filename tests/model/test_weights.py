@@ -20,7 +20,8 @@ from paged.model.generation_config import read_eos_token_ids
 from paged.model.hf_config import read_config
 from paged.model.hub import resolve
 from paged.model.layers.linear import Embedding, Linear
-from paged.model.weights.safetensors_file import SafetensorsFile, StoredTensor
+from paged.model.weights.safetensors_file import SafetensorsFile
+from paged.model.weights.sources import StoredTensor
 from tests.support.checkpoints import (
     CONFIGS,
     Reference,

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ..config import TensorNames
-from .safetensors_file import SafetensorsFile, StoredTensor
+from .safetensors_file import SafetensorsFile
+from .sources import Sources, StoredTensor
 from .weight_files import find_weight_files
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-
-Sources = Mapping[str, StoredTensor]  # by the name in the decoder
 
 
 @contextmanager
@@ -38,7 +37,7 @@ def open_tensors(directory: Path, names: TensorNames) -> Iterator[Sources]:
                     raise _unknown(path, [name])
                 if (known := found.get(own_name)) is not None:
                     again = "" if known.name == name else f", as {known.name}"
-                    raise CheckpointError(f"{path}: {name} is in {known.file.path.name} too{again}")
+                    raise CheckpointError(f"{path}: {name} is in {known.path.name} too{again}")
                 found[own_name] = tensor
         yield found
 
@@ -62,7 +61,7 @@ def check_weights(
         tensor = sources[name]
         if tensor.shape != list(destination.shape):
             raise CheckpointError(
-                f"{tensor.file.path}: {tensor.name} has shape {tensor.shape}, "
+                f"{tensor.path}: {tensor.name} has shape {tensor.shape}, "
                 f"but config.json makes it {list(destination.shape)}"
             )
 
@@ -97,8 +96,8 @@ def _check_names(
     tied_head = set() if HEAD in destinations else {HEAD}
     extra = sorted(sources[name].name for name in set(sources) - set(destinations) - tied_head)
     if extra:
-        file = next(source.file for source in sources.values() if source.name == extra[0])
-        raise _unknown(file.path, extra)
+        path = next(source.path for source in sources.values() if source.name == extra[0])
+        raise _unknown(path, extra)
 
 
 def _unknown(file: Path, names: list[str]) -> CheckpointError:
