@@ -1,36 +1,30 @@
-"""Choose the form of each weight of a model: as loaded, packed for oneDNN, in panels, or quantised."""
+"""Choose the form of each float weight of a model: as loaded, packed for oneDNN, in panels, or quantised."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .forms import Float32Product, PackedWeight, PlainWeight, TableForm, WeightForm, can_pack
+from .forms import Float32Product, PackedWeight, PlainWeight, WeightForm, can_pack
 from .quantization import Int4Weight, Int8Weight, require_kernels, require_quantization
 
-
-class Forms(NamedTuple):
-    """The forms of a model's weights. A head tied to the embedding shares the embedding's form.
-
-    The head's form may return float32; the gated form may apply silu(gate) * up itself.
-    """
-
-    layers: Callable[[Tensor], WeightForm]
-    gated: Callable[[Tensor], WeightForm]  # of the fused gate and up projections
-    head: Callable[[Tensor], WeightForm]
-    embedding: Callable[[Tensor], TableForm]
-    table: Callable[[Tensor], TableForm]  # of weights that are only looked up
-    group_size: int | None = None  # inputs of `layers` that share a scale, if in groups
+# What a weight is for: a layer; gate and up in one; the output head; the embedding of tokens; a table that is
+# only looked up. A head tied to the embedding shares the embedding's form.
+Role = Literal["layer", "gated", "head", "embedding", "table"]
+MakeForm = Callable[[Tensor], WeightForm]  # of a weight in floats
+# Those of embeddings and tables are of a TableForm. The head's may return float32, that of "gated" may apply
+# silu(gate) * up itself.
+Forms = Mapping[Role, MakeForm]
 
 
 def choose_forms(
     device: torch.device, dtype: torch.dtype, quantization: str | None, *, tied: bool, in_panels: bool
 ) -> Forms:
-    """Choose the forms for weights of this dtype on this device.
+    """Choose the forms for float weights of this dtype on this device.
 
     in_panels: multiply by the CPU backend's own kernels rather than torch's.
 
@@ -41,18 +35,25 @@ def choose_forms(
     """
     if quantization is not None:
         require_quantization(quantization, device, dtype)
-    group_size = Int4Weight.GROUP if quantization == "int4" else None
+    layer: MakeForm
+    gated: MakeForm
+    head: MakeForm
+    table: MakeForm = PlainWeight
     if in_panels:
         from .panels import PANEL_FORMS, Table
 
-        layers = PANEL_FORMS[quantization]
+        layer = PANEL_FORMS[quantization]
+        gated = partial(layer, gated=True)
         head = partial(PANEL_FORMS[quantization and "int8"], out_dtype=torch.float32)
-        return Forms(layers, partial(layers, gated=True), head, head if tied else Table, Table, group_size)
-    if quantization is not None:
+        table = Table
+    elif quantization is not None:
         require_kernels(quantization)
-        plain = Int4Weight if quantization == "int4" else Int8Weight
-        return Forms(plain, plain, Int8Weight, Int8Weight if tied else PlainWeight, PlainWeight, group_size)
-    form = PackedWeight if can_pack(device, dtype) else PlainWeight
-    if device.type == "cuda" and dtype != torch.float32 and not torch.version.hip:
-        return Forms(form, form, Float32Product, Float32Product if tied else PlainWeight, PlainWeight)
-    return Forms(form, form, form, PlainWeight, PlainWeight)
+        layer = gated = Int4Weight if quantization == "int4" else Int8Weight
+        head = Int8Weight
+    else:
+        layer = gated = head = PackedWeight if can_pack(device, dtype) else PlainWeight
+        if device.type == "cuda" and dtype != torch.float32 and not torch.version.hip:
+            head = Float32Product
+    # A weight that is packed for oneDNN cannot be looked up.
+    embedding = head if tied and head is not PackedWeight else table
+    return {"layer": layer, "gated": gated, "head": head, "embedding": embedding, "table": table}
