@@ -28,9 +28,9 @@ from torch import Tensor
 from benchmarks.common import SHAPES, print_json, print_table
 from benchmarks.timing import device_name
 from paged.device.devices import only_torch_has_bfloat16
-from paged.model.panels import PanelInt4Weight, PanelInt8Weight, PanelWeight
-from paged.model.quantization import Int4Weight, Int8Weight
-from paged.model.weight_forms import choose_forms
+from paged.model.weights.choice import choose_forms
+from paged.model.weights.panels import PanelInt4Weight, PanelInt8Weight, PanelWeight
+from paged.model.weights.quantization import Int4Weight, Int8Weight
 
 CPU = torch.device("cpu")
 Products = list[Callable[[Tensor], Tensor]]  # one for each linear of a layer
@@ -71,7 +71,7 @@ def layer_shapes(model: str) -> list[tuple[int, int]]:
 
 def forms_of(weights: list[Tensor], dtype: torch.dtype) -> dict[str, tuple[Products, list[Tensor], int]]:
     """Return for each form its products, the weights that it represents, and its bytes."""
-    packed = choose_forms(CPU, dtype, None, tied=False, in_panels=False).layers
+    packed = choose_forms(CPU, dtype, None, tied=False, in_panels=False)["layer"]
     unquantised = {"panels": PanelWeight, "torch": packed}
     if dtype == torch.bfloat16 and only_torch_has_bfloat16():
         unquantised = {"torch": packed, "panels": PanelWeight}

@@ -27,7 +27,7 @@ from paged.model.config import LLAMA_NAMES
 from paged.model.decoder import Decoder
 from paged.model.families.reading import CEILINGS
 from paged.model.hf_config import from_hf
-from paged.model.weights import load_weights, open_tensors
+from paged.model.weights.loading import open_tensors, wanted_tensors
 
 SHAPE = (16, 16)
 # 21 tensors in each layer, the most of all families.
@@ -63,7 +63,8 @@ def read(directory: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype) 
     destinations = {name: torch.zeros(tensor.shape, dtype=dtype) for name, tensor in tensors.items()}
     started = time.perf_counter()
     with open_tensors(directory, LLAMA_NAMES) as sources:
-        load_weights(destinations, sources)
+        for name, destination in destinations.items():
+            sources[name].copy_to(destination)
     passed = time.perf_counter() - started
     for name, tensor in tensors.items():
         torch.testing.assert_close(destinations[name], tensor.to(dtype), rtol=0, atol=0)
@@ -92,8 +93,8 @@ def measure_model(num_layers: int, num_files: int) -> dict[str, Any]:
     """Make an engine of as many small tensors as config.json may ask for."""
     config = MODEL | {"num_hidden_layers": num_layers}
     with torch.device("meta"):
-        shapes = Decoder(from_hf(config), load_kernels("torch")).hf_tensors()
-    tensors = {name: torch.ones(shape.shape) for name, shape in shapes.items()}
+        model = Decoder(from_hf(config), load_kernels("torch"))
+    tensors = {name: torch.ones(x.shape) for name, x in wanted_tensors(model.loadables(), {}).items()}
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), tensors, num_files)
         (Path(folder) / "config.json").write_text(json.dumps(config))

@@ -25,7 +25,7 @@ from benchmarks.common import print_json, print_table
 from benchmarks.demo.train import encode, read_corpus
 from paged import LLMEngine
 from paged.model.config import DEMO
-from paged.model.quantization import Int4Weight
+from paged.model.weights.quantization import Int4Weight
 
 # Options that differ from float32. int4-g64 and int4-g128 have groups that the engine has no option for.
 FORMS: dict[str, dict[str, str]] = {

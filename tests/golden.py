@@ -26,7 +26,7 @@ from paged.kernels.attention_options import AttentionOptions
 from paged.kernels.backend import load_kernels
 from paged.kernels.cpu.products.amx import HAS_TILES
 from paged.kernels.cpu.simd.vectors import HAS_DOT, HAS_HALVES, HAS_LOOKUP, VECTOR_BYTES
-from paged.model.panels import PANEL_FORMS
+from paged.model.weights.panels import PANEL_FORMS
 
 RECORD = Path(__file__).parent / "golden.json"
 NUM_PARAMETER_SETS = 50

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from typing import cast
@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 from ..kernels.backend import Kernels
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
-from .config import ModelConfig
+from .config import LAYERS, ModelConfig
 from .layers.attention import Attention
 from .layers.layer_inputs import PerLayerEmbeddings, PerLayerGate
 from .layers.linear import Embedding, Linear
@@ -23,12 +23,13 @@ from .layers.mlp import new_feed_forward
 from .layers.norms import LayerNorm, RMSNorm, new_norm
 from .layers.rotary import RotaryEmbedding
 from .layers.token_rows import TokenRows
-from .weight_forms import Forms
+from .weights.loading import Loadable, Loader
+from .weights.stored import StoredRows
 
 MAX_SCALAR = 1e6  # of a layer
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Loadable):
     """x + attention(x), then x + mlp(x), with norms of what goes in or what comes out: see NormNames.
 
     The additions are fused into norms.
@@ -40,19 +41,20 @@ class DecoderLayer(nn.Module):
     after_mlp: RMSNorm | None
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
-        super().__init__()
+        super().__init__(StoredRows({f"{LAYERS}{layer}": 1}))  # of the scalar
         spec = config.layers[layer]
-        self.norm_names = spec.norms
         self.kernels = kernels
-        self.transposed = config.transposed_weights
         for place, name in asdict(spec.norms).items():
-            norm = config.residual_norm if place.startswith("before") else config.norm
-            self.register_module(place, new_norm(norm, config.hidden_size, kernels) if name else None)
+            norm = None
+            if name:
+                kind = config.residual_norm if place.startswith("before") else config.norm
+                norm = new_norm(kind, config.hidden_size, kernels, f"{LAYERS}{layer}.{name}")
+            self.register_module(place, norm)
         self.attention = Attention(config, layer, kernels)
-        self.mlp = new_feed_forward(spec.feed_forward, config.hidden_size, kernels)
+        self.mlp = new_feed_forward(config, layer, kernels)
         self.input = PerLayerGate(config, layer, kernels) if config.layer_inputs else None
         # Multiplies the residual after the layer.
-        self.scalar = nn.Parameter(torch.empty(1), requires_grad=False) if spec.scaled else None
+        self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False) if spec.scaled else None
         self.factor = 1.0
 
     def project(
@@ -91,29 +93,10 @@ class DecoderLayer(nn.Module):
         norm.into(hidden, residual, add=True)
         return None
 
-    def hf_tensors(self) -> dict[str, Tensor]:
-        """Return views of the parameters under their Hugging Face names, relative to the layer."""
-        norms = {
-            f"{name}.{key}": parameter
-            for place, name in asdict(self.norm_names).items()
-            if name
-            for key, parameter in getattr(self, place).named_parameters()
-        }
-        sublayers = {**self.attention.hf_tensors(), **self.mlp.hf_tensors()}
-        if self.transposed:
-            sublayers = {name: x.t() if x.dim() == 2 else x for name, x in sublayers.items()}
-        tensors = {**norms, **sublayers}
-        if self.input is not None:
-            tensors |= self.input.named_parameters()
-        if self.scalar is not None:
-            tensors["layer_scalar"] = self.scalar
-        return tensors
-
     def finish_loading(self) -> None:
-        """Convert the loaded weights to what the kernels take. Raises CheckpointError."""
-        self.attention.finish_loading()
-        if self.scalar is not None:
-            factor = self.scalar.item()
+        """Take the scalar as a number. Raises CheckpointError for one that cannot be."""
+        if self.layer_scalar is not None:
+            factor = self.layer_scalar.item()
             name = f"layer_scalar of layer {self.attention.layer}"
             self.factor = check_number(CheckpointError, name, factor, 0, MAX_SCALAR, above=True)
 
@@ -123,7 +106,7 @@ class ParallelLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
         super().__init__(config, layer, kernels)
-        others = self.after_attention, self.after_mlp, self.scalar
+        others = self.after_attention, self.after_mlp, self.layer_scalar
         assert all(other is None for other in others), "a parallel layer normalises inputs, and no more"
 
     def attend(
@@ -153,10 +136,16 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.kernels = kernels
-        self.embedding = Embedding(config.vocab_size, config.hidden_size)
+        # The largest weights are loaded first, while there is most memory for what converts them.
+        table = StoredRows({"model.embed_tokens": config.vocab_size})
+        self.embedding = Embedding(table, config.hidden_size, "embedding")
+        self.head = Linear(
+            config.hidden_size, StoredRows({"lm_head": config.vocab_size}), bias=False, role="head"
+        )
         self.positions = None
         if config.learned_positions:
-            self.positions = Embedding(config.max_position_embeddings, config.hidden_size)
+            table = StoredRows({"model.embed_positions": config.max_position_embeddings})
+            self.positions = Embedding(table, config.hidden_size, "table")
         self.inputs = PerLayerEmbeddings(config, kernels) if config.layer_inputs else None
         tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in config.ropes)
         self.rotary = cast(Sequence[RotaryEmbedding], tables)
@@ -167,8 +156,7 @@ class Decoder(nn.Module):
         self.layers = cast(Sequence[DecoderLayer], layers)
         # Later layers read earlier layers' K and V, so they run for output rows only.
         self.last_kv = max(i for i, spec in enumerate(config.layers) if spec.attention.has_kv)
-        self.norm = new_norm(config.residual_norm, config.hidden_size, kernels)
-        self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.norm = new_norm(config.residual_norm, config.hidden_size, kernels, "model.norm")
         # The residual is kept divided by the multiplier of what is added to it: see residual_eps.
         multiplier = torch.tensor(
             config.embedding_multiplier, dtype=self.embedding.weight.dtype, device="cpu"
@@ -232,27 +220,25 @@ class Decoder(nn.Module):
             self.kernels.scale_and_cap(logits, 1 / self.config.logits_divisor, self.config.logits_softcap)
         return logits
 
-    def load(
-        self, device: torch.device, forms: Forms, read_into: Callable[[Mapping[str, Tensor]], None]
-    ) -> None:
+    def loadables(self) -> Iterator[Loadable]:
+        """Yield the modules that take parameters from a checkpoint."""
+        for module in self.modules():
+            is_tied = self.config.tie_word_embeddings and module is self.head
+            if isinstance(module, Loadable) and not is_tied:
+                yield module
+
+    def load(self, loader: Loader) -> None:
         """Load the weights of a model that was made on the meta device.
 
-        Each part is allocated, read and converted to its forms before the next, so that only one part at a
-        time is in memory twice. read_into: copies the checkpoint's tensors of these names into these tensors.
+        Each weight is read and converted to its form before the next, so that only one at a time is in memory
+        twice.
         """
         for rotary in self.rotary:
-            rotary.to(device)
-        for prefix, part in self._parts().items():
-            _allocate(part, device)
-            read_into(_with_prefix(prefix, part))
-            if isinstance(part, DecoderLayer):
-                part.finish_loading()
-            for module in part.modules():
-                if isinstance(module, Embedding):
-                    module.take_form(forms.embedding if module is self.embedding else forms.table)
-                if isinstance(module, Linear):
-                    form = forms.gated if module.gated else forms.layers
-                    module.take_form(forms.head if module is self.head else form)
+            rotary.to(loader.device)
+        for module in self.loadables():
+            module.load(loader)
+        for layer in self.layers:
+            layer.finish_loading()
         if self.config.tie_word_embeddings:
             self.head.form = self.embedding.form
 
@@ -271,38 +257,3 @@ class Decoder(nn.Module):
         if not all(module.form.is_recordable for module in linear):
             return f"torch computes a part of its linear layers in {self.norm.weight.dtype}"
         return None
-
-    def hf_tensors(self) -> dict[str, Tensor]:
-        """Return the destination of each tensor of a Hugging Face checkpoint, by name. Call before `load`.
-
-        The destinations are views that cover the parameters, but for what `finish_loading` fills.
-        """
-        tensors: dict[str, Tensor] = {}
-        for prefix, part in self._parts().items():
-            tensors |= _with_prefix(prefix, part)
-        return tensors
-
-    def _parts(self) -> dict[str, nn.Module]:
-        """Return the parts that are loaded one by one, by the prefix of their Hugging Face names."""
-        parts: dict[str, nn.Module] = {"model.embed_tokens.": self.embedding, "model.norm.": self.norm}
-        if self.inputs is not None:
-            parts["model."] = self.inputs
-        if not self.config.tie_word_embeddings:
-            parts["lm_head."] = self.head
-        if self.positions is not None:
-            parts["model.embed_positions."] = self.positions
-        return parts | {f"model.layers.{i}.": layer for i, layer in enumerate(self.layers)}
-
-
-def _with_prefix(prefix: str, part: nn.Module) -> dict[str, Tensor]:
-    tensors = part.hf_tensors() if isinstance(part, DecoderLayer) else dict(part.named_parameters())
-    return {prefix + name: tensor.detach() for name, tensor in tensors.items()}
-
-
-def _allocate(part: nn.Module, device: torch.device) -> None:
-    """Allocate the parameters of a part that is on the meta device."""
-    for module in part.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            # Not empty_like: on a meta tensor it would import sympy.
-            memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            setattr(module, name, nn.Parameter(memory, requires_grad=False))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from ..kernels.backend import Kernels
 from .batch import Batch
 from .cache.kv_cache import KVCache
-from .weight_forms import Forms
+from .weights.loading import Loadable, Loader
 
 
 class Model(Protocol):
@@ -23,16 +22,11 @@ class Model(Protocol):
 
     kernels: Kernels
 
-    def hf_tensors(self) -> dict[str, Tensor]:
-        """Return the destination of each tensor of a Hugging Face checkpoint, by name. Call before `load`."""
+    def loadables(self) -> Iterator[Loadable]:
+        """Yield the modules that take parameters from a checkpoint."""
 
-    def load(
-        self, device: torch.device, forms: Forms, read_into: Callable[[Mapping[str, Tensor]], None]
-    ) -> None:
-        """Load the weights of a model that was made on the meta device.
-
-        read_into: copies the checkpoint's tensors of these names into these tensors.
-        """
+    def load(self, loader: Loader) -> None:
+        """Load the weights of a model that was made on the meta device."""
 
     def prepare(self, num_positions: int) -> None:
         """Precompute the rotary embeddings of this many positions, 0 for none. Call once, after `load`."""

@@ -15,9 +15,10 @@ from ..kernels.backend import load_kernels
 from ..kernels.checks import in_debug_mode
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
+from ..model.layers.linear import require_whole_groups
 from ..model.model import Model
-from ..model.weight_forms import choose_forms, require_whole_groups
-from ..model.weights import check_weights, has_own_head, load_weights, open_tensors
+from ..model.weights.choice import choose_forms
+from ..model.weights.loading import Loader, check_weights, has_own_head, open_tensors
 from .compile_bar import compile_bar, has_terminal
 from .sizes import Sizes
 
@@ -58,11 +59,12 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
         )
         with torch.device("meta"), _default_dtype(dtype):
             model = Decoder(model_config, kernels)
-        require_whole_groups(model, forms)
+        if config.quantization == "int4":
+            require_whole_groups(model)
         # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
-        check_weights(model.hf_tensors(), sources, model_config.tensor_names, directory)
+        check_weights(model.loadables(), sources, model_config.tensor_names, directory)
         try:
-            model.load(device, forms, lambda tensors: load_weights(tensors, sources))
+            model.load(Loader(sources, forms, device))
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"no memory for the weights on {device}: take a smaller model or a narrower dtype, or end "

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from paged import LLMEngine, SamplingParams
-from paged.model.layers.linear import Linear, PlainWeight
-from paged.model.weight_forms import PackedWeight, can_pack
+from paged.model.layers.linear import Linear
+from paged.model.weights.forms import PackedWeight, PlainWeight, can_pack
+from paged.model.weights.stored import StoredRows
 from tests.support.error_bounds import assert_product
 
 CPU = torch.device("cpu")
@@ -19,11 +20,11 @@ DTYPES = [torch.float32, torch.bfloat16]
 def test_packed_linear_agrees_with_plain(dtype, bias):
     if not can_pack(CPU, dtype):
         pytest.skip(f"this CPU or torch does not pack {dtype}")
-    linear = Linear(96, 80, bias=bias).to(dtype)
+    linear = Linear(96, StoredRows({"": 80}), bias=bias).to(dtype)
     for parameter in linear.parameters():
         parameter.data.normal_()
     weight, bias_ = linear.weight.clone(), linear.bias
-    linear.take_form(PackedWeight)
+    linear.take_form(PackedWeight(weight))
     assert not hasattr(linear, "weight")
     for num_rows in (1, 3, 17, 200):
         x = torch.randn(num_rows, 96, dtype=dtype)

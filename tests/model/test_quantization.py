@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -10,10 +10,14 @@ from torch import Tensor
 
 from paged import CheckpointError, ConfigError, LLMEngine, SamplingParams
 from paged.model.decoder import Decoder
-from paged.model.layers.linear import Linear, PlainWeight
-from paged.model.panels import PANEL_FORMS
-from paged.model.quantization import Int4Weight, Int8Weight
-from paged.model.weight_forms import Forms, choose_forms
+from paged.model.layers.linear import Linear
+from paged.model.weights import stored
+from paged.model.weights.choice import MakeForm, choose_forms
+from paged.model.weights.forms import PlainWeight, WeightForm
+from paged.model.weights.loading import Loader
+from paged.model.weights.panels import PANEL_FORMS
+from paged.model.weights.quantization import Int4Weight, Int8Weight
+from paged.model.weights.stored import FloatFormat, StoredRows
 from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts
 
 CPU = torch.device("cpu")
@@ -62,10 +66,10 @@ def test_a_weight_is_at_most_half_a_step_off(form, dtype, shape):
 @cases
 @dtypes
 def test_products_are_those_of_the_dequantized_weight(form, dtype, shape):
-    linear = Linear(shape[1], shape[0], bias=True).to(dtype)
+    linear = Linear(shape[1], StoredRows({"": shape[0]}), bias=True).to(dtype)
     linear.weight.data = awkward_weight(*shape, dtype)
     linear.bias.data.normal_()
-    linear.take_form(form)
+    linear.take_form(form(linear.weight.detach()))
     weight = linear.form.dequantized().double()
     for num_rows in (1, 2, 3, 17, 65, 300):
         x = torch.randn(num_rows, shape[1], dtype=dtype)
@@ -145,24 +149,28 @@ def test_the_demo_model_stays_close(quantization, most):
 )
 @pytest.mark.parametrize("backend", ["numba", "torch"])
 def test_weights_are_held_once(name, quantization, backend, monkeypatch):
-    """While a model loads, one part is in float; afterwards only an embedding that is not the head."""
-    load, held = Decoder.load, []
+    """While a model loads, one weight is in float; afterwards only an embedding that is not the head."""
+    load = Decoder.load
+    models: list[Decoder] = []
+    converted: list[int] = []
 
-    def load_and_count(
-        self: Decoder, device: torch.device, forms: Forms, fill: Callable[..., object]
-    ) -> None:
-        def fill_and_count(tensors: Mapping[str, Tensor]) -> None:
-            fill(tensors)
-            held.append(sum(p.numel() for p in self.parameters() if p.dim() > 1 and not p.is_meta))
-            parts.append(sum(t.numel() for t in tensors.values() if t.dim() > 1))
+    def load_and_remember(self: Decoder, loader: Loader) -> None:
+        models.append(self)
+        load(self, loader)
 
-        load(self, device, forms, fill_and_count)
+    class Watched(FloatFormat):
+        def form(self, tensors: Mapping[str, Tensor], of_floats: MakeForm) -> WeightForm:
+            (weight,) = tensors.values()
+            assert weight.dim() == 2
+            assert not [p for p in models[0].parameters() if p.dim() > 1 and not p.is_meta]
+            converted.append(weight.numel())
+            return super().form(tensors, of_floats)
 
-    parts: list[int] = []
-    monkeypatch.setattr(Decoder, "load", load_and_count)
+    monkeypatch.setattr(Decoder, "load", load_and_remember)
+    monkeypatch.setattr(stored, "STORED_FORMATS", (Watched(),))
     options = {"quantization": quantization, "attention_backend": backend}
     model = new_engine(name if name == "demo" else checkpoint(name), **options).runner.model
-    assert held == parts
+    assert sum(converted) == model.config.num_params
     assert not [parameter for parameter in model.parameters() if parameter.dim() > 1]
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     forms = PANEL_FORMS if backend == "numba" else FORMS

@@ -20,7 +20,7 @@ from paged.model.families.multimodal import MULTIMODAL, NATIVE
 from paged.model.families.table import COMMON
 from paged.model.generation_config import read_eos_token_ids, read_sampling_defaults
 from paged.model.hf_config import from_hf, read_config
-from paged.model.safetensors_file import SafetensorsFile
+from paged.model.weights.safetensors_file import SafetensorsFile
 from paged.text.tokenizer import Tokenizer
 from tests.support.checkpoints import checkpoint, edit_json, new_engine
 

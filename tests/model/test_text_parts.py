@@ -14,7 +14,7 @@ from paged.errors import CheckpointError, UnsupportedModelError
 from paged.model.config import DEMO, TensorNames
 from paged.model.families.multimodal import MULTIMODAL
 from paged.model.hf_config import from_hf, read_config
-from paged.model.weights import open_tensors
+from paged.model.weights.loading import open_tensors
 from paged.text.tokenizer import Tokenizer
 from tests.model.test_hf_config import completed
 from tests.support.checkpoints import checkpoint, edit_json

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 
 from paged import CheckpointError
-from paged.model import safetensors_file
 from paged.model.config import LLAMA_NAMES
-from paged.model.safetensors_file import SafetensorsFile
-from paged.model.weight_files import find_weight_files
-from paged.model.weights import load_weights, open_tensors
+from paged.model.weights import sources
+from paged.model.weights.loading import open_tensors
+from paged.model.weights.safetensors_file import SafetensorsFile
+from paged.model.weights.weight_files import find_weight_files
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -90,14 +90,15 @@ def test_each_file_is_opened_once(tmp_path, monkeypatch):
         opened.clear()
         destinations = {name: torch.zeros(tensor.shape, dtype=dtype) for name, tensor in tensors.items()}
         with open_tensors(tmp_path, LLAMA_NAMES) as sources:
-            load_weights(destinations, sources)
+            for name, destination in destinations.items():
+                sources[name].copy_to(destination)
         assert {name: opened.count(name) for name in SHARDS} == dict.fromkeys(SHARDS, 1)
         for name, tensor in tensors.items():
             assert torch.equal(destinations[name], tensor.to(dtype)), name
 
 
 def test_rows_and_parts_are_those_of_the_tensor(tmp_path, monkeypatch):
-    monkeypatch.setattr("paged.model.safetensors_file.TENSOR_PART_BYTES", 100)
+    monkeypatch.setattr("paged.model.weights.sources.TENSOR_PART_BYTES", 100)
     whole = torch.arange(70.0).view(10, 7).bfloat16()
     save_file({"a": whole, "empty": torch.zeros(0, 3)}, tmp_path / "a.safetensors")
     with SafetensorsFile(tmp_path / "a.safetensors") as file:
@@ -122,12 +123,12 @@ def test_a_file_that_becomes_shorter_is_named(tmp_path):
 
 def test_a_large_tensor_has_few_parts(tmp_path, monkeypatch):
     """Each costs a meeting of all threads, which is slow where they share their cores."""
-    monkeypatch.setattr(safetensors_file, "TENSOR_PART_BYTES", 100)
+    monkeypatch.setattr(sources, "TENSOR_PART_BYTES", 100)
     whole = torch.arange(7000.0).view(1000, 7).bfloat16()
     save_file({"a": whole}, tmp_path / "a.safetensors")
     with SafetensorsFile(tmp_path / "a.safetensors") as file:
         parts = file.tensors["a"].parts()
-        assert len(parts) == safetensors_file.MAX_PARTS
+        assert len(parts) == sources.MAX_PARTS
         copy = torch.zeros(1000, 7)
         file.tensors["a"].copy_to(copy)
     assert torch.equal(copy, whole.float())

@@ -12,6 +12,8 @@ DECODER = "model/decoder"
 ATTENTION = "model/layers/attention"
 ROTARY = "model/layers/rotary"
 MLP = "model/layers/mlp"
+LINEAR = "model/layers/linear"
+STORED = "model/weights/stored"
 NORMS = "model/layers/norms"
 INPUTS = "model/layers/layer_inputs"
 ROWS = "model/layers/token_rows"
@@ -53,8 +55,8 @@ BUGS = {
             "fused",
             "gate and up are read from a tensor each",
             MLP,
-            "self.fused = spec.fused",
-            "self.fused = False",
+            "if spec.fused:",
+            "if False:",
         ),
         (
             "rotary_dim",
@@ -73,9 +75,9 @@ BUGS = {
         (
             "interleaved",
             "biases are not un-permuted",
-            ATTENTION,
-            "(self.qkv.weight, self.qkv.bias) if",
-            "(self.qkv.weight,) if",
+            LINEAR,
+            'loader.parameter(self.stored, "bias", self.bias)',
+            'loader.parameter(StoredRows(self.stored.parts), "bias", self.bias)',
         ),
     ],
     matches("olmo2"): [
@@ -163,15 +165,15 @@ BUGS = {
             "stored",
             "Q, K and V are read from a tensor each",
             ATTENTION,
-            'if self.spec.stored != "separate":',
+            'if spec.stored != "separate":',
             "if False:",
         ),
         (
             "rotary_dim",
             "a partial rope is not un-permuted",
             ATTENTION,
-            "if self.dim_order is None:",
-            "if True:",
+            "if order is not None:",
+            "if False:",
         ),
     ],
     matches("smollm3"): [
@@ -343,8 +345,20 @@ BUGS = {
             "self.positions(batch.positions)",
             "self.positions(batch.positions * 0)",
         ),
-        ("transposed_weights", "weights are not transposed", DECODER, "if self.transposed:", "if False:"),
-        ("gated", "every MLP has a gate", MLP, "(MLP if spec.gated else PlainMLP)", "MLP"),
+        (
+            "transposed_weights",
+            "weights are not transposed",
+            STORED,
+            "int(rows.transposed and like.dim() == 2)",
+            "0",
+        ),
+        (
+            "gated",
+            "every MLP has a gate",
+            MLP,
+            "(MLP if config.layers[layer].feed_forward.gated else PlainMLP)",
+            "MLP",
+        ),
         (
             "subtracts_mean",
             "biases of norms are not added",
@@ -365,8 +379,8 @@ BUGS = {
             "stored",
             "Q, K and V by head stay so",
             ATTENTION,
-            "by_head.transpose(0, 1).reshape",
-            "by_head.reshape",
+            ".transpose(0, 1).flatten()",
+            ".flatten()",
         ),
         ("activation", "GELU is approximated", MLP, "tanh=self.tanh", "tanh=not self.tanh"),
     ],
@@ -427,7 +441,13 @@ BUGS = {
         ),
     ],
     matches("gemma4-keys-as-values"): [
-        ("keys_as_values", "V is not made of what W_k makes", ATTENTION, "value.copy_(key)", "pass"),
+        (
+            "keys_as_values",
+            "V is not made of what W_k makes",
+            ATTENTION,
+            "index[-kv_size:] -= kv_size",
+            "pass",
+        ),
         (
             "kv",
             "all layers have one number of KV heads",

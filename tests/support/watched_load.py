@@ -31,6 +31,7 @@ from paged import CheckpointError, ConfigError, LLMEngine, RequestError, Samplin
 from paged.kernels.backend import load_kernels
 from paged.model.decoder import Decoder
 from paged.model.hf_config import from_hf
+from paged.model.weights.loading import wanted_tensors
 from tests.support.mutations import Files, mutate
 
 ROOT = Path(__file__).parents[2]
@@ -93,8 +94,11 @@ def _files(model_type: str, tokenizer: Tokenizer, *, sharded: bool) -> Files:
     }
     generator = torch.Generator().manual_seed(0)
     with torch.device("meta"):
-        shapes = Decoder(from_hf(config), load_kernels("torch")).hf_tensors()
-    tensors = {name: torch.randn(shape.shape, generator=generator) for name, shape in shapes.items()}
+        model = Decoder(from_hf(config), load_kernels("torch"))
+    tensors = {
+        name: torch.randn(x.shape, generator=generator)
+        for name, x in wanted_tensors(model.loadables(), {}).items()
+    }
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|end|>",

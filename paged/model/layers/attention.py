@@ -11,19 +11,22 @@ from ...kernels.attention_options import AttentionOptions
 from ...kernels.backend import Kernels
 from ..batch import Batch, Queries
 from ..cache.kv_cache import KVCache
-from ..config import ModelConfig
-from .linear import Linear, split_rows
+from ..config import LAYERS, ModelConfig
+from ..weights.loading import Loadable
+from ..weights.stored import StoredRows
+from .linear import Linear
 from .norms import RMSNorm
 from .rotary import rotated_order
 from .token_rows import TokenRows
 
 
-class Attention(nn.Module):
+class Attention(Loadable):
     """Grouped-query attention over the paged cache."""
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
-        super().__init__()
         spec = config.layers[layer].attention
+        name = f"{LAYERS}{layer}.self_attn"
+        super().__init__(StoredRows({name: spec.num_heads}))  # of the sinks
         shape = spec.kv
         assert shape.value_dim == shape.key_dim, f"layer {layer} has K and V of different head dimensions"
         self.spec = spec
@@ -36,10 +39,11 @@ class Attention(nn.Module):
         q_size = spec.num_heads * self.head_dim
         kv_size = shape.num_kv_heads * self.head_dim
         self.split_sizes = [q_size, kv_size, kv_size] if spec.has_kv else [q_size]
-        self.qkv = Linear(config.hidden_size, sum(self.split_sizes), bias=spec.qkv_bias)
-        self.output = Linear(q_size, config.hidden_size, bias=spec.output_bias)
-        # Where dimensions of a head are rotated in other pairs than by the kernels.
-        self.dim_order = rotated_order(spec.rope, self.head_dim)
+        # Not None where dimensions of a head are rotated in other pairs than by the kernels.
+        order = rotated_order(spec.rope, self.head_dim)
+        self.qkv = Linear(config.hidden_size, _stored_qkv(config, layer, order), bias=spec.qkv_bias)
+        output = StoredRows({f"{name}.o_proj": config.hidden_size}, transposed=config.transposed_weights)
+        self.output = Linear(q_size, output, bias=spec.output_bias)
         self.norm_by_head = spec.qk_norm == "head"
         # float32 in a model of any dtype, as the kernels take them.
         sinks = torch.empty(spec.num_heads, dtype=torch.float32)
@@ -49,11 +53,17 @@ class Attention(nn.Module):
         unit_offset = config.norm.unit_offset
         if spec.qk_norm is not None:
             q_size, kv_size = (self.head_dim,) * 2 if self.norm_by_head else (q_size, kv_size)
-            self.query_norm = RMSNorm(q_size, eps, kernels, unit_offset=unit_offset)
+
+            def norm_of(part: str, size: int) -> RMSNorm:
+                index = None if order is None else _in_order(torch.arange(size, device="cpu"), order)
+                stored_as = f"{name}.{part}_norm"
+                return RMSNorm(size, eps, kernels, stored_as, index=index, unit_offset=unit_offset)
+
+            self.query_norm = norm_of("q", q_size)
             if spec.has_kv:
-                self.key_norm = RMSNorm(kv_size, eps, kernels, unit_offset=unit_offset)
+                self.key_norm = norm_of("k", kv_size)
         if spec.value_norm and spec.has_kv:
-            self.value_norm = RMSNorm(self.head_dim, eps, kernels)
+            self.value_norm = RMSNorm(self.head_dim, eps, kernels, name=None)
 
     def project(
         self, hidden: Tensor, rows: TokenRows, batch: Batch, kv_cache: KVCache
@@ -112,48 +122,35 @@ class Attention(nn.Module):
         out: Tensor = self.output(attended.flatten(1))
         return out
 
-    def hf_tensors(self) -> dict[str, Tensor]:
-        """Return views of the parameters under their Hugging Face names, relative to the layer."""
-        sizes = self.split_sizes
-        names = [f"self_attn.{part}_proj" for part in "qkv"[: len(sizes)]]
-        if self.spec.stored != "separate":
-            names = ["self_attn.qkv_proj"]
-            sizes = [sum(sizes)]
-        output = split_rows(["self_attn.o_proj"], self.output, [self.output.out_features])
-        tensors = {**split_rows(names, self.qkv, sizes), **output}
-        if self.spec.keys_as_values:
-            tensors = {name: x for name, x in tensors.items() if ".v_proj." not in name}
-        if self.query_norm is not None:
-            tensors["self_attn.q_norm.weight"] = self.query_norm.weight
-        if self.key_norm is not None:
-            tensors["self_attn.k_norm.weight"] = self.key_norm.weight
-        if self.sinks is not None:
-            tensors["self_attn.sinks"] = self.sinks
-        return tensors
 
-    def finish_loading(self) -> None:
-        """Fill the weights that the checkpoint lacks, and order the others as the kernels take them: Q, K, V,
-        and dimensions of Q and K as rotated.
+def _stored_qkv(config: ModelConfig, layer: int, order: Tensor | None) -> StoredRows:
+    """Return the stored rows of Q, K and V, in the order in which the kernels take them.
 
-        Q Kᵀ is the same in any order of its dimensions.
-        """
-        if self.value_norm is not None:
-            self.value_norm.weight.fill_(1.0)
-        if self.spec.keys_as_values:
-            for fused in (self.qkv.weight, self.qkv.bias):
-                if fused is not None:
-                    _, key, value = torch.split(fused.detach(), self.split_sizes)
-                    value.copy_(key)
-        if self.spec.stored == "by_head":
-            for stored in (self.qkv.weight, self.qkv.bias):
-                if stored is not None:
-                    by_head = stored.view(self.spec.num_heads, 3, -1)
-                    stored.copy_(by_head.transpose(0, 1).reshape(stored.shape))
-        if self.dim_order is None:
-            return
-        order = self.dim_order.to(self.qkv.weight.device)
-        num_rotated = sum(self.split_sizes[:2])
-        ordered = [x.detach()[:num_rotated] for x in (self.qkv.weight, self.qkv.bias) if x is not None]
-        ordered += [norm.weight.detach() for norm in (self.query_norm, self.key_norm) if norm is not None]
-        for x in ordered:
-            x.copy_(x.view(-1, self.head_dim, *x.shape[1:])[:, order].flatten(0, 1))
+    order: that of the dimensions in each head of Q and K. Q Kᵀ is the same in any.
+    """
+    spec = config.layers[layer].attention
+    name = f"{LAYERS}{layer}.self_attn"
+    head_dim = spec.kv.key_dim
+    q_size = spec.num_heads * head_dim
+    kv_size = spec.kv.num_kv_heads * head_dim
+    sizes = {"q": q_size, "k": kv_size, "v": kv_size} if spec.has_kv else {"q": q_size}
+    total = sum(sizes.values())
+    as_stored = torch.arange(total, device="cpu")
+    index = as_stored.clone()
+    if spec.keys_as_values:
+        del sizes["v"]
+        index[-kv_size:] -= kv_size
+    if spec.stored == "by_head":
+        index = index.view(spec.num_heads, 3, head_dim).transpose(0, 1).flatten()
+    if order is not None:
+        rotated = slice(q_size + kv_size)
+        index[rotated] = _in_order(index[rotated], order)
+    parts = {f"{name}.{part}_proj": size for part, size in sizes.items()}
+    if spec.stored != "separate":
+        parts = {f"{name}.qkv_proj": total}
+    return StoredRows(parts, None if torch.equal(index, as_stored) else index, config.transposed_weights)
+
+
+def _in_order(rows: Tensor, order: Tensor) -> Tensor:
+    """Order the rows of each head."""
+    return rows.view(-1, len(order))[:, order].flatten()

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.backend import Kernels
-from ..config import ModelConfig
+from ..config import LAYERS, ModelConfig
+from ..weights.stored import StoredRows
 from .linear import Embedding, Linear
 from .norms import RMSNorm
-
-# Modules have the names that their weights have in a checkpoint.
 
 
 class PerLayerEmbeddings(nn.Module):
@@ -26,10 +25,12 @@ class PerLayerEmbeddings(nn.Module):
         self.kernels = kernels
         self.size = config.layer_inputs.size
         width = config.num_layers * self.size
-        self.embed_tokens_per_layer = Embedding(config.layer_inputs.vocab_size, width)
-        self.per_layer_model_projection = Linear(config.hidden_size, width, bias=False)
+        table = StoredRows({"model.embed_tokens_per_layer": config.layer_inputs.vocab_size})
+        self.embed_tokens_per_layer = Embedding(table, width, "table")
+        projection = StoredRows({"model.per_layer_model_projection": width})
+        self.per_layer_model_projection = Linear(config.hidden_size, projection, bias=False)
         eps = config.norm.eps * config.hidden_size
-        self.per_layer_projection_norm = RMSNorm(self.size, eps, kernels)
+        self.per_layer_projection_norm = RMSNorm(self.size, eps, kernels, "model.per_layer_projection_norm")
         dtype = self.per_layer_projection_norm.weight.dtype
         self.factor = float(torch.tensor(self.size**0.5, dtype=dtype, device="cpu"))
 
@@ -52,10 +53,15 @@ class PerLayerGate(nn.Module):
         self.kernels = kernels
         size = config.layer_inputs.size
         self.columns = slice(layer * size, (layer + 1) * size)
-        self.per_layer_input_gate = Linear(config.hidden_size, size, bias=False)
-        self.per_layer_projection = Linear(size, config.hidden_size, bias=False)
+        name = f"{LAYERS}{layer}"
+        gate = StoredRows({f"{name}.per_layer_input_gate": size})
+        self.per_layer_input_gate = Linear(config.hidden_size, gate, bias=False)
+        projection = StoredRows({f"{name}.per_layer_projection": config.hidden_size})
+        self.per_layer_projection = Linear(size, projection, bias=False)
         # x comes multiplied by 2 ** 0.5: see PerLayerEmbeddings.
-        self.post_per_layer_input_norm = RMSNorm(config.hidden_size, 2 * config.norm.eps, kernels)
+        self.post_per_layer_input_norm = RMSNorm(
+            config.hidden_size, 2 * config.norm.eps, kernels, f"{name}.post_per_layer_input_norm"
+        )
 
     def forward(self, inputs: Tensor, residual: Tensor) -> None:
         """Update the residual [num_tokens, hidden_size] in place. inputs: of all layers."""

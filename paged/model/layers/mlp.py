@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ...kernels.backend import Kernels
-from ..spec import FeedForwardSpec
-from .linear import Linear, split_rows
+from ..config import LAYERS, ModelConfig
+from ..weights.choice import Role
+from ..weights.stored import StoredRows
+from .linear import Linear
 
 
 class MLP(nn.Module):
@@ -15,42 +17,39 @@ class MLP(nn.Module):
     Gate and up are one product, which may include silu(gate) * up.
     """
 
-    def __init__(self, spec: FeedForwardSpec, hidden_size: int, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
         super().__init__()
+        spec = config.layers[layer].feed_forward
         assert spec.activation in ("silu", "gelu_tanh"), f"a gated MLP has no {spec.activation}"
-        self.split_sizes = [spec.size, spec.size]
-        self.fused = spec.fused
+        name = f"{LAYERS}{layer}.mlp"
         is_silu = spec.activation == "silu"
         self.activate = kernels.silu_and_mul if is_silu else kernels.gelu_and_mul
-        self.gate_up = Linear(hidden_size, 2 * spec.size, bias=spec.bias, gated=is_silu)
-        self.down = Linear(spec.size, hidden_size, bias=spec.bias)
+        parts = {f"{name}.gate_proj": spec.size, f"{name}.up_proj": spec.size}
+        if spec.fused:
+            parts = {f"{name}.gate_up_proj": 2 * spec.size}
+        stored = StoredRows(parts, transposed=config.transposed_weights)
+        role: Role = "gated" if is_silu else "layer"
+        self.gate_up = Linear(config.hidden_size, stored, bias=spec.bias, role=role)
+        self.down = _down(config, layer)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
         hidden = self.gate_up(hidden)
         out: Tensor = self.down(hidden if self.gate_up.form.gated else self.activate(hidden))
         return out
 
-    def hf_tensors(self) -> dict[str, Tensor]:
-        """Return views of the parameters under their Hugging Face names, relative to the layer."""
-        names = ["mlp.gate_proj", "mlp.up_proj"]
-        sizes = self.split_sizes
-        if self.fused:
-            names = ["mlp.gate_up_proj"]
-            sizes = [sum(sizes)]
-        down = split_rows(["mlp.down_proj"], self.down, [self.down.out_features])
-        return {**split_rows(names, self.gate_up, sizes), **down}
-
 
 class PlainMLP(nn.Module):
     """down(gelu(up(x))): an MLP without a gate."""
 
-    def __init__(self, spec: FeedForwardSpec, hidden_size: int, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
         super().__init__()
+        spec = config.layers[layer].feed_forward
         assert spec.activation in ("gelu", "gelu_tanh"), f"an MLP without gate has no {spec.activation}"
         self.kernels = kernels
         self.tanh = spec.activation == "gelu_tanh"
-        self.up = Linear(hidden_size, spec.size, bias=spec.bias)
-        self.down = Linear(spec.size, hidden_size, bias=spec.bias)
+        stored = StoredRows({f"{LAYERS}{layer}.mlp.up_proj": spec.size}, transposed=config.transposed_weights)
+        self.up = Linear(config.hidden_size, stored, bias=spec.bias)
+        self.down = _down(config, layer)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
         hidden = self.up(hidden)
@@ -58,12 +57,13 @@ class PlainMLP(nn.Module):
         out: Tensor = self.down(hidden)
         return out
 
-    def hf_tensors(self) -> dict[str, Tensor]:
-        """Return views of the parameters under their Hugging Face names, relative to the layer."""
-        up = split_rows(["mlp.up_proj"], self.up, [self.up.out_features])
-        return {**up, **split_rows(["mlp.down_proj"], self.down, [self.down.out_features])}
+
+def _down(config: ModelConfig, layer: int) -> Linear:
+    spec = config.layers[layer].feed_forward
+    parts = {f"{LAYERS}{layer}.mlp.down_proj": config.hidden_size}
+    return Linear(spec.size, StoredRows(parts, transposed=config.transposed_weights), bias=spec.bias)
 
 
-def new_feed_forward(spec: FeedForwardSpec, hidden_size: int, kernels: Kernels) -> MLP | PlainMLP:
+def new_feed_forward(config: ModelConfig, layer: int, kernels: Kernels) -> MLP | PlainMLP:
     """Make the feed-forward part of a layer."""
-    return (MLP if spec.gated else PlainMLP)(spec, hidden_size, kernels)
+    return (MLP if config.layers[layer].feed_forward.gated else PlainMLP)(config, layer, kernels)

@@ -7,13 +7,27 @@ from torch import Tensor, nn
 
 from ...kernels.backend import Kernels
 from ..spec import NormSpec
+from ..weights.loading import Loadable
+from ..weights.stored import StoredRows
 
 
-class RMSNorm(nn.Module):
-    """Root mean square normalisation, see `kernels.rms_norm`."""
+class RMSNorm(Loadable):
+    """Root mean square normalisation, see `kernels.rms_norm`.
 
-    def __init__(self, size: int, eps: float, kernels: Kernels, *, unit_offset: bool = False) -> None:
-        super().__init__()
+    name: that of its weight in a checkpoint; None: the weight is 1. index: the order of the stored weight.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        kernels: Kernels,
+        name: str | None,
+        *,
+        index: Tensor | None = None,
+        unit_offset: bool = False,
+    ) -> None:
+        super().__init__(StoredRows({} if name is None else {name: size}, index))
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps
         self.unit_offset = unit_offset
@@ -27,11 +41,11 @@ class RMSNorm(nn.Module):
         self.kernels.rms_norm_into(x, self.weight, self.eps, out, unit_offset=self.unit_offset, add=add)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Loadable):
     """Normalisation to mean 0 and variance 1, see `kernels.layer_norm`."""
 
-    def __init__(self, size: int, eps: float, kernels: Kernels) -> None:
-        super().__init__()
+    def __init__(self, size: int, eps: float, kernels: Kernels, name: str) -> None:
+        super().__init__(StoredRows({name: size}))
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps
@@ -41,8 +55,8 @@ class LayerNorm(nn.Module):
         return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, residual)
 
 
-def new_norm(spec: NormSpec, size: int, kernels: Kernels) -> RMSNorm | LayerNorm:
-    """Make a norm over vectors of this size."""
+def new_norm(spec: NormSpec, size: int, kernels: Kernels, name: str) -> RMSNorm | LayerNorm:
+    """Make a norm over vectors of this size, which has this name in a checkpoint."""
     if spec.subtracts_mean:
-        return LayerNorm(size, spec.eps, kernels)
-    return RMSNorm(size, spec.eps, kernels, unit_offset=spec.unit_offset)
+        return LayerNorm(size, spec.eps, kernels, name)
+    return RMSNorm(size, spec.eps, kernels, name, unit_offset=spec.unit_offset)

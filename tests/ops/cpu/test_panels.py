@@ -6,7 +6,6 @@ import copy
 import ctypes
 import mmap
 import sys
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -26,8 +25,9 @@ from paged.kernels.cpu.rows.take_rows import widen_rows
 from paged.kernels.cpu.simd.vectors import HAS_DOT, HAS_LOOKUP, LANES
 from paged.model import panels
 from paged.model.layers.linear import Linear
-from paged.model.panels import PANEL_FORMS, PanelInt4Weight, PanelInt8Weight, PanelWeight, Table
-from paged.model.quantization import Int8Weight, int4_codes
+from paged.model.weights.panels import PANEL_FORMS, PanelInt4Weight, PanelInt8Weight, PanelWeight, Table
+from paged.model.weights.quantization import Int8Weight, int4_codes
+from paged.model.weights.stored import StoredRows
 from tests.support.checkpoints import (
     CONFIGS,
     assert_all_free,
@@ -74,13 +74,13 @@ def dequantized(form: type[PanelWeight], weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products_and_bits(form, dtype, shape, unit):
     num_outputs, num_inputs = shape
-    linear = Linear(num_inputs, num_outputs, bias=num_outputs != 33).to(dtype)
+    linear = Linear(num_inputs, StoredRows({"": num_outputs}), bias=num_outputs != 33).to(dtype)
     for parameter in linear.parameters():
         parameter.data.normal_()
         if unit == "tiles":
             parameter.data.copy_(parameter.bfloat16())
     weight = dequantized(form, linear.weight.detach())
-    linear.take_form(form)
+    linear.take_form(form(linear.weight.detach()))
     assert not hasattr(linear, "weight")
     bias = 0 if linear.bias is None else linear.bias.double()
     x = torch.randn(300, num_inputs, dtype=dtype)  # more than a unit of rows
@@ -215,14 +215,14 @@ def test_rows_that_are_not_side_by_side(dtype):
 @pytest.mark.parametrize("size", [5, 16, 100])
 def test_gates_are_applied(form, dtype, size, unit):
     """Compare with the product and the activation one after the other: float32 is bitwise equal."""
-    linear = Linear(64, 2 * size, bias=size != 16, gated=True).to(dtype)
+    linear = Linear(64, StoredRows({"": 2 * size}), bias=size != 16).to(dtype)
     for parameter in linear.parameters():
         parameter.data.normal_()
         if unit == "tiles":
             parameter.data.copy_(parameter.bfloat16())
     plain, x = copy.deepcopy(linear), torch.randn(75, 64, dtype=dtype)
-    linear.take_form(partial(form, gated=True))
-    plain.take_form(partial(form, out_dtype=torch.float32))
+    linear.take_form(form(linear.weight.detach(), gated=True))
+    plain.take_form(form(plain.weight.detach(), out_dtype=torch.float32))
     assert linear.form.gated
     assert not plain.form.gated
     out, expected = linear(x), numba_kernels.silu_and_mul(plain(x))

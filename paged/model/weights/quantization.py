@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import ConfigError
-from .layers.linear import TableForm, WeightForm
+from ...errors import ConfigError
+from .forms import TableForm, WeightForm
 
 # Large enough that Python's 10 µs per tile do not matter, small enough for the caches.
 TILE_ELEMENTS = 2**19

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..base.validation import shown
-from ..errors import CheckpointError
-from .hf_config import read_json
+from ...base.validation import shown
+from ...errors import CheckpointError
+from ..hf_config import read_json
 
 logger = logging.getLogger(__name__)
 

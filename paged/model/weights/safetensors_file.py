@@ -20,18 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.validation import shown
-from ..errors import CheckpointError
-from .config import LLAMA_NAMES, TensorNames
-from .hf_config import check_file
+from ...base.validation import shown
+from ...errors import CheckpointError
+from ..config import LLAMA_NAMES, TensorNames
+from ..hf_config import check_file
+from .sources import StoredTensor
 
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HEADER_CEILING = 100 * 2**20
 MAX_RANK = 8
-# Of a tensor that is converted or compared at once: at least these bytes, in at most so many parts. Threads
-# that share a part meet at its end, which takes milliseconds where they share their cores with others.
-TENSOR_PART_BYTES = 16 * 2**20
-MAX_PARTS = 16
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
 Entry = tuple[str, list[int], int, int]  # dtype, shape, start and end of a tensor in a file
@@ -79,7 +76,7 @@ class SafetensorsFile:
         if memory:
             raise CheckpointError(f"{self.path}: became shorter while it was read")
 
-    def _read_header(self, names: TensorNames) -> dict[str, StoredTensor]:
+    def _read_header(self, names: TensorNames) -> dict[str, SafetensorsTensor]:
         size = os.fstat(self._stream.fileno()).st_size
         length = int.from_bytes(self._bytes(0, min(size, 8)), "little")
         if size < 8 or length > min(size - 8, HEADER_CEILING):
@@ -94,7 +91,9 @@ class SafetensorsFile:
         read = {name: entry for name, entry in entries.items() if names.is_read(name)}
         self._check_entries(entries, read, begin=8 + length, size=size)
         return {
-            name: StoredTensor(self, name, STORED_DTYPES[dtype], shape, 8 + length + start)
+            name: SafetensorsTensor(
+                self.path, name, STORED_DTYPES[dtype], shape, file=self, start=8 + length + start
+            )
             for name, (dtype, shape, start, _) in read.items()
         }
 
@@ -139,55 +138,23 @@ class SafetensorsFile:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of an open file. Its name there may be longer than that in the decoder."""
+class SafetensorsTensor(StoredTensor):
+    """A tensor of an open file."""
 
     file: SafetensorsFile
-    name: str
-    dtype: torch.dtype
-    shape: list[int]
     start: int  # byte of the file
 
-    def read(self, rows: slice = slice(None)) -> Tensor:
-        """Read the tensor, or these rows: consecutive indices of its first dimension."""
+    def read(self, rows: slice = slice(None), out: Tensor | None = None) -> Tensor:
         shape = self.shape
         first = 0
         if shape:
             first, last, _ = rows.indices(shape[0])
             shape = [last - first, *shape[1:]]
-        tensor = torch.empty(shape, dtype=self.dtype, device="cpu")
-        self._read_rows(tensor, first)
-        return tensor
-
-    def parts(self) -> list[slice]:
-        """Return the rows in parts of about TENSOR_PART_BYTES, or larger ones of a very large tensor."""
-        num_rows = self.shape[0] if self.shape else 1
-        step = max(1, TENSOR_PART_BYTES // max(1, self._row_bytes), -(-num_rows // MAX_PARTS))
-        return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
-
-    def copy_to(self, destination: Tensor) -> None:
-        """Copy the tensor into one of the same shape, part by part where it is converted or moved."""
-        is_plain = destination.device.type == "cpu" and destination.is_contiguous()
-        parts = self.parts()
-        if is_plain and destination.dtype == self.dtype:
-            self._read_rows(destination, 0)
-        elif len(parts) == 1:
-            destination.copy_(self.read())
-        elif parts:
-            # New memory for each part would take longer to map than to read.
-            memory = torch.empty([parts[0].stop, *self.shape[1:]], dtype=self.dtype, device="cpu")
-            for rows in parts:
-                part = memory[: rows.stop - rows.start]
-                self._read_rows(part, rows.start)
-                destination[rows].copy_(part)
-
-    @property
-    def _row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
-
-    def _read_rows(self, rows: Tensor, first: int) -> None:
-        """Fill a contiguous tensor with rows of this one, from the first on."""
-        self.file.read_into(_memory_of(rows), self.start + first * self._row_bytes)
+        if out is None:
+            out = torch.empty(shape, dtype=self.dtype, device="cpu")
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        self.file.read_into(_memory_of(out), self.start + first * row_bytes)
+        return out
 
 
 def _memory_of(tensor: Tensor) -> memoryview:

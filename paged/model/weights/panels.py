@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.panels import (
+from ...kernels.panels import (
     INT4_GROUP,
     Panels,
     can_pair,
@@ -21,7 +21,7 @@ from ..kernels.panels import (
     take_rows,
     widen_rows,
 )
-from .layers.linear import PlainWeight, TableForm
+from .forms import PlainWeight, TableForm
 from .quantization import Int8Weight, int4_codes
 
 ROWS_AT_A_TIME = 256  # of a comparison: it takes little memory, and ends early for most weights that differ

@@ -1,0 +1,59 @@
+"""Choose the form of each float weight of a model: as loaded, packed for oneDNN, in panels, or quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .forms import Float32Product, PackedWeight, PlainWeight, WeightForm, can_pack
+from .quantization import Int4Weight, Int8Weight, require_kernels, require_quantization
+
+# What a weight is for: a layer; gate and up in one; the output head; the embedding of tokens; a table that is
+# only looked up. A head tied to the embedding shares the embedding's form.
+Role = Literal["layer", "gated", "head", "embedding", "table"]
+MakeForm = Callable[[Tensor], WeightForm]  # of a weight in floats
+# Those of embeddings and tables are of a TableForm. The head's may return float32, that of "gated" may apply
+# silu(gate) * up itself.
+Forms = Mapping[Role, MakeForm]
+
+
+def choose_forms(
+    device: torch.device, dtype: torch.dtype, quantization: str | None, *, tied: bool, in_panels: bool
+) -> Forms:
+    """Choose the forms for float weights of this dtype on this device.
+
+    in_panels: multiply by the CPU backend's own kernels rather than torch's.
+
+    A quantised model has its output head in int8, which costs next to nothing in perplexity, and with it a
+    tied embedding. An embedding that is not tied stays in floating point, as it is only looked up.
+
+    Raises ConfigError where weights cannot be quantised.
+    """
+    if quantization is not None:
+        require_quantization(quantization, device, dtype)
+    layer: MakeForm
+    gated: MakeForm
+    head: MakeForm
+    table: MakeForm = PlainWeight
+    if in_panels:
+        from .panels import PANEL_FORMS, Table
+
+        layer = PANEL_FORMS[quantization]
+        gated = partial(layer, gated=True)
+        head = partial(PANEL_FORMS[quantization and "int8"], out_dtype=torch.float32)
+        table = Table
+    elif quantization is not None:
+        require_kernels(quantization)
+        layer = gated = Int4Weight if quantization == "int4" else Int8Weight
+        head = Int8Weight
+    else:
+        layer = gated = head = PackedWeight if can_pack(device, dtype) else PlainWeight
+        if device.type == "cuda" and dtype != torch.float32 and not torch.version.hip:
+            head = Float32Product
+    # A weight that is packed for oneDNN cannot be looked up.
+    embedding = head if tied and head is not PackedWeight else table
+    return {"layer": layer, "gated": gated, "head": head, "embedding": embedding, "table": table}

@@ -1,0 +1,183 @@
+"""Compare the tensors of a checkpoint with what a model takes, and load them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import CheckpointError
+from ..config import TensorNames
+from .choice import Forms, Role
+from .forms import WeightForm
+from .safetensors_file import SafetensorsFile
+from .sources import Sources, StoredTensor
+from .stored import Layout, StoredRows, float_layout, format_of, read_rows
+from .weight_files import find_weight_files
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+@contextmanager
+def open_tensors(directory: Path, names: TensorNames) -> Iterator[Sources]:
+    """Open the files of a checkpoint, and find every tensor of the decoder in their headers.
+
+    Each file is opened and its header read once. The tensors can be read until the context ends.
+
+    Raises CheckpointError, which names file and tensor, for damaged files and for tensors of no known part.
+    """
+    with ExitStack() as files:
+        found: dict[str, StoredTensor] = {}
+        for path in find_weight_files(directory):
+            file = files.enter_context(SafetensorsFile(path, names))
+            for name, tensor in file.tensors.items():
+                own_name = names.in_decoder(name)
+                if own_name is None:
+                    raise _unknown(path, [name])
+                if (known := found.get(own_name)) is not None:
+                    again = "" if known.name == name else f", as {known.name}"
+                    raise CheckpointError(f"{path}: {name} is in {known.path.name} too{again}")
+                found[own_name] = tensor
+        yield found
+
+
+class Loadable(nn.Module):
+    """A module whose parameters are rows of a checkpoint. It is made on the meta device.
+
+    role: which form its weight takes; None: the weight stays a parameter.
+    """
+
+    role: Role | None = None
+
+    def __init__(self, stored: StoredRows) -> None:
+        super().__init__()
+        self.stored = stored
+
+    def load(self, loader: Loader) -> None:
+        """Read the parameters of this module, without those of modules in it."""
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            setattr(self, name, loader.parameter(self.stored, name, parameter))
+
+
+class Loader(NamedTuple):
+    """Reads the parameters of modules, and chooses the form of each weight by what is stored of it."""
+
+    sources: Sources
+    forms: Forms
+    device: torch.device
+
+    def parameter(self, rows: StoredRows, name: str, like: Tensor) -> nn.Parameter:
+        """Read a parameter of floats. like: what it is on the meta device. One that is not stored is 1."""
+        if rows.parts:
+            value = self._read(rows, name, float_layout(rows, like))
+        else:
+            value = torch.ones(like.shape, dtype=like.dtype, device=self.device)
+        return nn.Parameter(value, requires_grad=False)
+
+    def form(self, rows: StoredRows, like: Tensor, role: Role) -> WeightForm:
+        """Read a weight into its form. like: what it would be in floats, on the meta device."""
+        stored = format_of(rows, like, self.sources)
+        tensors = {name: self._read(rows, name, each) for name, each in stored.layouts(rows, like).items()}
+        return stored.form(tensors, self.forms[role])
+
+    def _read(self, rows: StoredRows, name: str, layout: Layout) -> Tensor:
+        tensors = [(self.sources[f"{part}.{name}"], count) for part, count in rows.parts.items()]
+        return read_rows(tensors, rows.index, layout, self.device)
+
+
+class Wanted(NamedTuple):
+    """A tensor that a model takes from a checkpoint."""
+
+    num_rows: int
+    layout: Layout
+
+    @property
+    def shape(self) -> list[int]:
+        """The shape that it must have."""
+        return self.layout.shape_of(self.num_rows)
+
+
+def wanted_tensors(modules: Iterable[Loadable], sources: Sources) -> dict[str, Wanted]:
+    """Return what modules take from a checkpoint, by name: floats where the sources say nothing else."""
+    wanted: dict[str, Wanted] = {}
+    for module in modules:
+        rows = module.stored
+        for name, like in module.named_parameters(recurse=False):
+            layouts = {name: float_layout(rows, like)}
+            if name == "weight" and module.role is not None:
+                layouts = format_of(rows, like, sources).layouts(rows, like)
+            for part, num_rows in rows.parts.items():
+                wanted |= {f"{part}.{each}": Wanted(num_rows, layout) for each, layout in layouts.items()}
+    return wanted
+
+
+def check_weights(modules: Iterable[Loadable], sources: Sources, names: TensorNames, directory: Path) -> None:
+    """Compare the tensors of a checkpoint with what modules take.
+
+    Raises CheckpointError, which names file and tensor, for tensors that are missing, unknown, or of another
+    shape or dtype.
+    """
+    wanted = wanted_tensors(modules, sources)
+    _check_names(wanted, sources, names, directory)
+    for name, (num_rows, layout) in wanted.items():
+        tensor = sources[name]
+        if layout.unpack is not None and num_rows % layout.rows_per_entry:
+            raise CheckpointError(
+                f"{tensor.path}: {tensor.name} packs {layout.rows_per_entry} rows into each number, but "
+                f"config.json makes it {num_rows} rows"
+            )
+        if tensor.shape != (shape := layout.shape_of(num_rows)):
+            raise CheckpointError(
+                f"{tensor.path}: {tensor.name} has shape {tensor.shape}, but config.json makes it {shape}"
+            )
+        if tensor.dtype not in layout.stored_dtypes:
+            supported = ", ".join(map(str, layout.stored_dtypes))
+            raise CheckpointError(
+                f"{tensor.path}: {tensor.name} is {tensor.dtype}; supported are {supported}"
+            )
+
+
+def has_own_head(sources: Sources) -> bool:
+    """Return whether there is an output head that differs from the embedding.
+
+    The two are then not tied, whatever config.json says, which often has a default there. Some checkpoints
+    carry a copy of the embedding.
+    """
+    if HEAD not in sources or EMBEDDING not in sources:
+        return False
+    head = sources[HEAD]
+    embedding = sources[EMBEDDING]
+    if head.shape != embedding.shape or len(head.shape) != 2:
+        return True
+    return not all(
+        torch.equal(head.read(rows).float(), embedding.read(rows).float()) for rows in head.parts()
+    )
+
+
+def _check_names(wanted: Mapping[str, Wanted], sources: Sources, names: TensorNames, directory: Path) -> None:
+    absent = set(wanted) - set(sources)
+    if absent:
+        # A model that makes embeddings needs no head, so its checkpoint may lack one that is not tied.
+        only_head = "; tie_word_embeddings true in config.json uses the embedding as head"
+        missing = _some(sorted(map(names.in_checkpoint, absent)))
+        hint = only_head if absent == {HEAD} else ""
+        raise CheckpointError(f"{directory}: {missing} missing from the checkpoint{hint}")
+    tied_head = set() if HEAD in wanted else {HEAD}
+    extra = sorted(sources[name].name for name in set(sources) - set(wanted) - tied_head)
+    if extra:
+        path = next(source.path for source in sources.values() if source.name == extra[0])
+        raise _unknown(path, extra)
+
+
+def _unknown(file: Path, names: list[str]) -> CheckpointError:
+    return CheckpointError(f"{file}: {_some(names)} not part of the model that config.json describes")
+
+
+def _some(names: list[str]) -> str:
+    listed = ", ".join(names[:3])
+    return f"{listed} is" if len(names) == 1 else f"{listed}{' …' if len(names) > 3 else ''} are"

@@ -1,0 +1,64 @@
+"""Sources of tensors: what the loader asks of a file. Safetensors is one kind: `safetensors_file`."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# Of a tensor that is converted or compared at once: at least these bytes, in at most so many parts. Threads
+# that share a part meet at its end, which takes milliseconds where they share their cores with others.
+TENSOR_PART_BYTES = 16 * 2**20
+MAX_PARTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor(ABC):
+    """A tensor that is read when it is asked for."""
+
+    path: Path  # the file
+    name: str  # in the file; it may be longer than that in the decoder
+    dtype: torch.dtype
+    shape: list[int]
+
+    @abstractmethod
+    def read(self, rows: slice = slice(None), out: Tensor | None = None) -> Tensor:
+        """Read the tensor, or these rows: consecutive indices of its first dimension.
+
+        out: a contiguous tensor in CPU memory, of the same dtype, to read into.
+        """
+
+    def parts(self) -> list[slice]:
+        """Return the rows in parts of about TENSOR_PART_BYTES, or larger ones of a very large tensor."""
+        num_rows = self.shape[0] if self.shape else 1
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        step = max(1, TENSOR_PART_BYTES // max(1, row_bytes), -(-num_rows // MAX_PARTS))
+        return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+
+    def read_parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the rows in parts. Each is valid until the next."""
+        parts = self.parts()
+        # New memory for each part would take longer to map than to read.
+        most = parts[0].stop if parts else 0
+        memory = torch.empty([most, *self.shape[1:]], dtype=self.dtype, device="cpu")
+        for rows in parts:
+            yield rows, self.read(rows, memory[: rows.stop - rows.start])
+
+    def copy_to(self, destination: Tensor) -> None:
+        """Copy the tensor into one of the same shape, part by part where it is converted or moved."""
+        is_plain = destination.device.type == "cpu" and destination.is_contiguous()
+        if is_plain and destination.dtype == self.dtype:
+            self.read(out=destination)
+        elif len(self.parts()) == 1:
+            destination.copy_(self.read())
+        else:
+            for rows, part in self.read_parts():
+                destination[rows].copy_(part)
+
+
+Sources = Mapping[str, StoredTensor]  # by the name in the decoder
