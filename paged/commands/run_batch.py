@@ -7,12 +7,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..engine.embedding import EmbeddingRequestOutput, embedding_output, embedding_reports
+from ..engine.embedding import EmbeddingRequestOutput, EmbeddingSpec
+from ..engine.request_spec import ReportTerms
 from ..errors import PagedError, RequestError
 from ..protocol.answers.errors import FAILED, MODEL_NOT_FOUND, NOT_FOUND, error_body, failure_of, status_of
 from ..protocol.batch_file import BATCH_LIMITS, BatchOutput, Line, count_lines, is_done, read_lines
@@ -21,7 +23,7 @@ from ..protocol.calls.vectors import EmbeddingCall
 from ..protocol.chat_output.chat_format import ChatFormat
 from ..protocol.run_options import RunOptions
 from ..requests.prompts import Prompt
-from ..requests.request import Request, RequestOutput
+from ..requests.request import RequestOutput
 from ..server.options import ServeOptions
 from . import common
 from .options import with_options
@@ -97,7 +99,8 @@ class _Entry:
     call: AnswerCall | EmbeddingCall
     prompts: list[Prompt]
     outputs: dict[int, RequestOutput | EmbeddingRequestOutput] = field(default_factory=dict)
-    reports: dict[int, Request] = field(default_factory=dict)  # of embeddings
+    # What reads the report of each embedding.
+    reports: dict[int, Callable[[], EmbeddingRequestOutput]] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def request_id(self, index: int) -> str:
@@ -186,10 +189,10 @@ class _Run:
 
     def _add_report(self, entry: _Entry, call: EmbeddingCall, index: int) -> None:
         core = self._engine.core
-        parsed = core.factory.prompts.parse(entry.prompts[index])
-        ((prompt, report),) = embedding_reports([parsed], call.pooling)
-        terms = (entry.request_id(index), prompt, report, call.priority or 0.0, call.tenant)
-        entry.reports[index] = core.add_report(*terms, core.outbox, call.timeout_s)
+        spec = EmbeddingSpec(core.factory.prompts.parse(entry.prompts[index]), call.pooling, call.normalize)
+        terms = ReportTerms(call.priority or 0.0, call.tenant, call.timeout_s)
+        request = core.add_report(entry.request_id(index), spec, terms, core.outbox)
+        entry.reports[index] = partial(spec.output, request)
 
     def _take(self, output: RequestOutput) -> None:
         identity, _, number = output.request_id.rpartition("-")
@@ -197,7 +200,7 @@ class _Run:
         index = int(number)
         call = entry.call
         if isinstance(call, EmbeddingCall):
-            entry.outputs[index] = embedding_output(entry.reports.pop(index), normalize=call.normalize)
+            entry.outputs[index] = entry.reports.pop(index)()
         else:
             entry.outputs[index] = output
         if len(entry.outputs) < len(entry.prompts):

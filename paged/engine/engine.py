@@ -29,7 +29,7 @@ from ..text.prompt_parser import PromptParser
 from . import prefixes
 from .beam_search import BeamSearch, BeamSearchOutput
 from .core import EngineCore
-from .embedding import EmbeddingRequestOutput, Pooling, check_pooling, embedding_output, embedding_reports
+from .embedding import EmbeddingRequestOutput, EmbeddingSpec, Pooling, check_pooling
 from .generation import (
     Progress,
     RequestSource,
@@ -43,8 +43,9 @@ from .generation import (
     run_reports,
 )
 from .model_text import ModelText
-from .request_factory import RequestFactory, RequestSpec
-from .scoring import ScoreOutput, score_output, score_reports
+from .request_factory import RequestFactory
+from .request_spec import ReportTerms, RequestSpec
+from .scoring import ScoreOutput, ScoreSpec
 
 logger = logging.getLogger(__name__)
 
@@ -267,13 +268,11 @@ class LLMEngine(metaclass=ExplainsMissing):
         )
         check_pooling(pooling, normalize)
         parsed = [
-            call_with_error_prefix(f"prompts[{i}]", self.core.factory.prompts.parse, prompt)
+            call_with_error_prefix(f"prompts[{i}]", self.prompts.parse, prompt)
             for i, prompt in enumerate(as_list(prompts))
         ]
-        requests = run_reports(
-            self.core, "prompts", embedding_reports(parsed, pooling), priority, tenant, use_tqdm=use_tqdm
-        )
-        return [embedding_output(request, normalize=normalize) for request in requests]
+        specs = [EmbeddingSpec(prompt, pooling, normalize) for prompt in parsed]
+        return run_reports(self.core, "prompts", specs, ReportTerms(priority, tenant), use_tqdm=use_tqdm)
 
     def encode(
         self,
@@ -332,9 +331,10 @@ class LLMEngine(metaclass=ExplainsMissing):
             tokenization_kwargs=tokenization_kwargs,
             chat_template=chat_template,
         )
-        reports = score_reports(*self.core.factory.prompts.parse_continued(prompt, continuations))
-        requests = run_reports(self.core, "continuations", reports, priority, tenant, use_tqdm=use_tqdm)
-        return [score_output(request) for request in requests]
+        parsed, wholes = self.prompts.parse_continued(prompt, continuations)
+        specs = [ScoreSpec(whole, len(parsed.token_ids)) for whole in wholes]
+        terms = ReportTerms(priority, tenant)
+        return run_reports(self.core, "continuations", specs, terms, use_tqdm=use_tqdm)
 
     def beam_search(
         self,

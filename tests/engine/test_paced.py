@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from paged.engine.async_options import PARTS_OF_TURN, paced
+from paged.engine.async_base import PARTS_OF_TURN, paced
 
 
 def test_other_work_runs_between_the_parts_of_a_request():
