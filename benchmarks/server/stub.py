@@ -1,4 +1,4 @@
-"""StubEngine: a `ServedEngine` that answers at once, so that what is measured is the front end. No torch."""
+"""StubEngine: an `AsyncEngine` that answers at once, so that what is measured is the front end. No torch."""
 
 from __future__ import annotations
 
@@ -129,6 +129,9 @@ class StubEngine:
     async def stats_by_engine(self) -> list[EngineStats]:
         """Return nothing."""
         return []
+
+    def count_together(self, streams: Sequence[StubStream], *, is_whole: bool) -> None:
+        """Do nothing."""
 
     def shutdown(self) -> None:
         """Do nothing."""

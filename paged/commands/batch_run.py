@@ -7,16 +7,18 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..engine.embedding import EmbeddingRequestOutput, embedding_output, embedding_reports
+from ..engine.embedding import EmbeddingRequestOutput, EmbeddingSpec
+from ..engine.request_spec import ReportTerms
 from ..errors import PagedError, RequestError
 from ..protocol.answers.errors import FAILED, MODEL_NOT_FOUND, NOT_FOUND, error_body, failure_of, status_of
 from ..protocol.batch_file import BatchOutput, Line
 from ..protocol.calls.call import AnswerCall
 from ..protocol.calls.vectors import EmbeddingCall
 from ..requests.prompts import Prompt
-from ..requests.request import Request, RequestOutput
+from ..requests.request import RequestOutput
 
 if TYPE_CHECKING:
     from ..engine.engine import LLMEngine
@@ -32,7 +34,8 @@ class _Entry:
     call: AnswerCall | EmbeddingCall
     prompts: list[Prompt]
     outputs: dict[int, RequestOutput | EmbeddingRequestOutput] = field(default_factory=dict)
-    reports: dict[int, Request] = field(default_factory=dict)  # of embeddings
+    # What reads the report of each embedding.
+    reports: dict[int, Callable[[], EmbeddingRequestOutput]] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def request_id(self, index: int) -> str:
@@ -121,10 +124,10 @@ class BatchRun:
 
     def _add_report(self, entry: _Entry, call: EmbeddingCall, index: int) -> None:
         core = self._engine.core
-        parsed = core.factory.prompts.parse(entry.prompts[index])
-        ((prompt, report),) = embedding_reports([parsed], call.pooling)
-        terms = (entry.request_id(index), prompt, report, call.priority or 0.0, call.tenant)
-        entry.reports[index] = core.add_report(*terms, core.outbox, call.timeout_s)
+        spec = EmbeddingSpec(core.factory.prompts.parse(entry.prompts[index]), call.pooling, call.normalize)
+        terms = ReportTerms(call.priority or 0.0, call.tenant, call.timeout_s)
+        request = core.add_report(entry.request_id(index), spec, terms, core.outbox)
+        entry.reports[index] = partial(spec.output, request)
 
     def _take(self, output: RequestOutput) -> None:
         identity, _, number = output.request_id.rpartition("-")
@@ -132,7 +135,7 @@ class BatchRun:
         index = int(number)
         call = entry.call
         if isinstance(call, EmbeddingCall):
-            entry.outputs[index] = embedding_output(entry.reports.pop(index), normalize=call.normalize)
+            entry.outputs[index] = entry.reports.pop(index)()
         else:
             entry.outputs[index] = output
         if len(entry.outputs) < len(entry.prompts):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..engine.async_options import STREAM_INTERVAL_S, check_interval, next_show
+from ..engine.async_base import STREAM_INTERVAL_S, check_interval, next_show
 from ..errors import PagedError
 from ..sampling_params import SamplingParams
 from . import common

@@ -19,7 +19,8 @@ from ..requests.request import FinishReason, Request, RequestStatus
 from ..sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from ..scheduler.scheduler import Scheduler
 from ..text.tokenizer import Tokenizer
-from .request_factory import RequestFactory, RequestSpec
+from .request_factory import RequestFactory
+from .request_spec import RequestSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,17 +9,16 @@ from contextlib import contextmanager
 from ..base.interrupts import HeldInterrupts
 from ..device.devices import failure_of
 from ..errors import EngineDeadError, RequestError
-from ..requests.prompt_report import PromptReport
 from ..requests.request import SLOW_READER, Outbox, Request, RequestGroup, RequestStatus
 from ..runner.model_runner import ModelRunner
 from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule, StepOutput
 from ..scheduler.scheduler import Scheduler
 from ..text.outputs import OutputProcessor
-from ..text.prompt_parser import ParsedPrompt
 from ..text.tokenizer import Tokenizer
 from .grammar_waits import GrammarWaits
-from .request_factory import RequestFactory, RequestSpec
+from .request_factory import RequestFactory
+from .request_spec import ReportSpec, ReportTerms, RequestSpec
 
 # Log-probabilities that a step makes readable besides those of its tokens: 10 ms of Python where others run.
 CANDIDATES_OF_STEP = 4096
@@ -234,22 +233,14 @@ class EngineCore:
         self._waits.begin(group.samples)  # not before: a refused request must not be held or completed
 
     def add_report(
-        self,
-        request_id: str,
-        prompt: ParsedPrompt,
-        report: PromptReport,
-        priority: float,
-        tenant: str,
-        outbox: Outbox,
-        timeout_s: float | None = None,
+        self, request_id: str, spec: ReportSpec[object], terms: ReportTerms, outbox: Outbox
     ) -> Request:
         """Queue a prompt for a report on it alone. Return the request, which is to hold the report.
 
         Raises RequestError if anything is wrong, QueueFullError if max_waiting requests wait already.
         """
         self._check_id(request_id)
-        now = self.scheduler.clock()
-        group = self.factory.new_report(request_id, prompt, report, priority, tenant, now, timeout_s)
+        group = self.factory.new_report(request_id, spec, terms, self.scheduler.clock())
         self._queue(group, outbox)
         return group.samples[0]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,32 +46,36 @@ def check_pooling(pooling: object, normalize: object) -> None:
     check_bool(RequestError, "normalize", normalize)
 
 
-def embedding_reports(
-    prompts: Sequence[ParsedPrompt], pooling: Pooling
-) -> list[tuple[ParsedPrompt, PromptReport]]:
-    """Return each prompt with the report on the positions whose hidden states are averaged."""
-    lengths = [len(prompt.token_ids) for prompt in prompts]
-    firsts = [n - 1 if pooling == "last" else 0 for n in lengths]
-    reports = [PromptReport(first, n) for first, n in zip(firsts, lengths, strict=True)]
-    return list(zip(prompts, reports, strict=True))
+@dataclass(frozen=True, slots=True)
+class EmbeddingSpec:
+    """A request for the embedding of a prompt. A `ReportSpec`."""
 
+    prompt: ParsedPrompt
+    pooling: Pooling
+    normalize: bool
 
-def embedding_output(request: Request, *, normalize: bool) -> EmbeddingRequestOutput:
-    """Return the output of a finished request."""
-    if request.finish_reason == "length":
-        assert request.report is not None
-        output = EmbeddingOutput(_embedding(request.report, normalize=normalize))
-    else:
-        output = EmbeddingOutput(None, str(request.stop_reason or request.finish_reason), request.error_kind)
-    return EmbeddingRequestOutput(
-        request_id=request.request_id,
-        prompt=request.inputs.prompt,
-        prompt_token_ids=request.inputs.prompt_token_ids,
-        outputs=output,
-        finished=True,
-        num_cached_tokens=request.num_cached_tokens,
-        metrics=request.metrics,
-    )
+    def report(self) -> PromptReport:
+        """Return a new report, on the positions whose hidden states are averaged."""
+        end = len(self.prompt.token_ids)
+        return PromptReport(end - 1 if self.pooling == "last" else 0, end)
+
+    def output(self, request: Request) -> EmbeddingRequestOutput:
+        """Return the output of the finished request."""
+        if request.finish_reason == "length":
+            assert request.report is not None
+            output = EmbeddingOutput(_embedding(request.report, normalize=self.normalize))
+        else:
+            why = str(request.stop_reason or request.finish_reason)
+            output = EmbeddingOutput(None, why, request.error_kind)
+        return EmbeddingRequestOutput(
+            request_id=request.request_id,
+            prompt=request.inputs.prompt,
+            prompt_token_ids=request.inputs.prompt_token_ids,
+            outputs=output,
+            finished=True,
+            num_cached_tokens=request.num_cached_tokens,
+            metrics=request.metrics,
+        )
 
 
 def _embedding(report: PromptReport, *, normalize: bool) -> list[float]:

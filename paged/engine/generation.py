@@ -13,12 +13,10 @@ from typing import Any, Self, TypeVar
 from tqdm import tqdm
 
 from ..errors import PagedError, RequestError
-from ..requests.prompt_report import PromptReport
 from ..requests.prompts import Prompt
-from ..requests.request import Outbox, Request, RequestGroup, RequestOutput
-from ..text.prompt_parser import ParsedPrompt
+from ..requests.request import Outbox, RequestGroup, RequestOutput
 from .core import EngineCore
-from .request_factory import RequestSpec
+from .request_spec import ReportSpec, ReportTerms, RequestSpec
 
 T = TypeVar("T")
 Progress = bool | Callable[..., "tqdm[Any]"]
@@ -174,24 +172,22 @@ class Generation:
 def run_reports(
     core: EngineCore,
     name: str,
-    reports: Sequence[tuple[ParsedPrompt, PromptReport]],
-    priority: float,
-    tenant: str,
+    specs: Sequence[ReportSpec[T]],
+    terms: ReportTerms,
     *,
     use_tqdm: Progress,
-) -> list[Request]:
-    """Compute prompts for their reports alone. Return the finished requests in order.
+) -> list[T]:
+    """Compute prompts for their reports alone. Return what each says, in order.
 
     name: of the argument that holds the prompts, for error messages.
     """
     groups = list[RequestGroup]()
     outbox = Outbox()
     try:
-        for i, (prompt, report) in enumerate(reports):
+        for i, spec in enumerate(specs):
             now = core.scheduler.clock()
             new = core.factory.new_report
-            terms = (core.next_id(), prompt, report, priority, tenant, now)
-            group = call_with_error_prefix(f"{name}[{i}]", new, *terms)
+            group = call_with_error_prefix(f"{name}[{i}]", new, core.next_id(), spec, terms, now)
             core.register(group, outbox)
             groups.append(group)
         pending = deque(groups)
@@ -206,7 +202,7 @@ def run_reports(
     finally:
         for group in groups:
             core.abort(group.request_id)
-    return [group.samples[0] for group in groups]
+    return [spec.output(group.samples[0]) for spec, group in zip(specs, groups, strict=True)]
 
 
 def _queue(core: EngineCore, pending: deque[RequestGroup]) -> None:

@@ -14,14 +14,11 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from ..errors import EngineDeadError
-from ..requests.prompt_report import PromptReport
 from ..requests.request import Outbox, Request, RequestGroup
-from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule
-from ..text.prompt_parser import ParsedPrompt
-from .async_options import next_show
+from .async_base import next_show
 from .engine import LLMEngine
-from .request_factory import Prepared, RequestSpec
+from .request_spec import Prepared, RequestSpec
 
 logger = logging.getLogger(__name__)
 
@@ -97,37 +94,16 @@ class EngineLoop:
 
         return self.submit(called)
 
-    def params_of(self, spec: RequestSpec) -> SamplingParams:
-        """Return the sampling parameters of a request."""
-        return self.engine.core.factory.params_of(spec)
-
     def prepare(self, spec: RequestSpec) -> RequestSpec:
         """Do the slow part of making a request. It uses no state of the engine, so any thread may call it."""
         assert not isinstance(spec.prompt, Prepared)
         factory = self.engine.core.factory
-        params = factory.params_of(spec)
+        params = spec.params(factory.default_params)
         return replace(spec, prompt=factory.prepare(spec.prompt, params), sampling_params=params)
 
-    def add(self, request_id: str, spec: RequestSpec, reader: Recipient) -> Future[None]:
-        """Queue a prepared request. Its reader fails if the engine refuses it."""
-        call = self.submit(lambda engine: engine.core.add(request_id, spec, reader))
-        call.add_done_callback(reader.follow)
-        return call
-
-    def add_report(
-        self,
-        request_id: str,
-        prompt: ParsedPrompt,
-        report: PromptReport,
-        reader: Recipient,
-        *,
-        priority: float,
-        tenant: str,
-        timeout_s: float | None,
-    ) -> Future[Request]:
-        """Queue a prompt for a report on it alone. Its reader fails if the engine refuses it."""
-        terms = (request_id, prompt, report, priority, tenant)
-        call = self.submit(lambda engine: engine.core.add_report(*terms, reader, timeout_s))
+    def add(self, add: Callable[[LLMEngine], T], reader: Recipient) -> Future[T]:
+        """Call what adds the request of this reader, which fails if the engine refuses it."""
+        call = self.submit(add)
         call.add_done_callback(reader.follow)
         return call
 

@@ -64,6 +64,11 @@ class ModelText:
         return SamplingParams(**{"max_tokens": max_tokens, **self.sampling_defaults, **given})
 
     @cached_property
+    def default_params(self) -> SamplingParams:
+        """The parameters of requests without any."""
+        return self.params_of({})
+
+    @cached_property
     def rendering(self) -> ThreadPoolExecutor:
         """The threads that render conversations and do nothing else, as a template may hang."""
         return ThreadPoolExecutor(MOST_RENDERED, "paged-render")

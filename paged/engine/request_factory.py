@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
 
 from ..base.validation import shown
 from ..blocks.manager import BlockManager
@@ -23,35 +22,9 @@ from ..sampling_params import SamplingParams
 from ..scheduler.policies import Policy
 from ..text.prompt_parser import ParsedPrompt, PromptParser
 from .model_text import ModelText
+from .request_spec import Prepared, ReportSpec, ReportTerms, RequestSpec, check_is_params
 
 MAX_PROMPT_LOGPROBS = 2**22  # of one request; each takes about 200 bytes in its output
-
-
-class Prepared(NamedTuple):
-    """The parts of a request that may take long to make: the tokenized prompt and the compiled parameters."""
-
-    prompt: ParsedPrompt
-    rules: TokenRules = TokenRules()
-    stops: StopStrings | None = None
-    grammar: Grammar | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestSpec:
-    """What a caller asks for, as given. `RequestFactory.new_group` validates it.
-
-    prompt: as given, or already prepared.
-    sampling_params: None takes the engine's defaults.
-    priority, timeout_s: replace those of sampling_params where not None.
-    generated_token_ids: the output so far, which another engine made.
-    """
-
-    prompt: Prompt | ParsedPrompt | Prepared
-    sampling_params: SamplingParams | None
-    priority: float | None = None
-    tenant: str = ""
-    timeout_s: float | None = None
-    generated_token_ids: Sequence[int] = ()
 
 
 class RequestFactory:
@@ -76,7 +49,7 @@ class RequestFactory:
         self.max_num_seqs = max_num_seqs
         self.seed = seed
         self.scheduling_policy = scheduling_policy
-        self.default_params = text.params_of({})
+        self.default_params = text.default_params
         # Finding the tokens that contain a breaker reads the whole vocabulary; most requests share breakers.
         self._rules_of = lru_cache(maxsize=64)(self._new_rules)
         self.grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.eos_token_ids)
@@ -86,7 +59,7 @@ class RequestFactory:
 
         Raises RequestError naming what is wrong.
         """
-        params = self.params_of(spec)
+        params = spec.params(self.default_params)
         tenant = spec.tenant
         prepared = spec.prompt if isinstance(spec.prompt, Prepared) else self.prepare(spec.prompt, params)
         _check_tenant(tenant)
@@ -138,14 +111,6 @@ class RequestFactory:
         grammar = sample.sampling.grammar
         if grammar is not None and not grammar.follow(sample):
             raise RequestError(f"{name} is not in the language of structured_outputs", param=name)
-
-    def params_of(self, spec: RequestSpec) -> SamplingParams:
-        """Return the sampling parameters of a request, with its own priority and timeout_s."""
-        params = self.default_params if spec.sampling_params is None else spec.sampling_params
-        options: dict[str, Any] = {"priority": spec.priority, "timeout_s": spec.timeout_s}
-        given = {name: value for name, value in options.items() if value is not None}
-        # Anything else than SamplingParams is refused later, with a message that names it.
-        return replace(params, **given) if given and isinstance(params, SamplingParams) else params
 
     def prepare(self, prompt: Prompt | ParsedPrompt, params: SamplingParams) -> Prepared:
         """Do the part of `new_group` that may take long. Runs on any thread. Raises RequestError."""
@@ -233,28 +198,27 @@ class RequestFactory:
         return RequestGroup(request_id, [child])
 
     def new_report(
-        self,
-        request_id: str,
-        prompt: ParsedPrompt,
-        report: PromptReport,
-        priority: float,
-        tenant: str,
-        now: float,
-        timeout_s: float | None = None,
+        self, request_id: str, spec: ReportSpec[object], terms: ReportTerms, now: float
     ) -> RequestGroup:
         """Make a request that generates nothing and only reports on its prompt.
 
         Raises RequestError naming what is wrong.
         """
-        _check_tenant(tenant)
+        _check_tenant(terms.tenant)
         # Room for one token, which is never computed.
         params = SamplingParams(
-            max_tokens=1, temperature=0.0, detokenize=False, priority=priority, timeout_s=timeout_s
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            priority=terms.priority,
+            timeout_s=terms.timeout_s,
         )
-        self._check_priority(priority)
+        self._check_priority(terms.priority)
         deadline = _deadline(params, now)
-        inputs = self._inputs(request_id, Prepared(prompt), params, tenant, deadline, generates=False)
-        request = Request(inputs, report=report, metrics=RequestMetrics(now))
+        inputs = self._inputs(
+            request_id, Prepared(spec.prompt), params, terms.tenant, deadline, generates=False
+        )
+        request = Request(inputs, report=spec.report(), metrics=RequestMetrics(now))
         return RequestGroup(request_id, [request])
 
     def _grammar_of_fork(self, child: Request, parent: Request) -> Grammar | None:
@@ -317,11 +281,8 @@ class RequestFactory:
             )
         return PromptReport(0, num_rows, num_top)
 
-    def _check_params(self, params: Any) -> None:
-        if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"sampling_params must be SamplingParams, got {shown(params)}", param="sampling_params"
-            )
+    def _check_params(self, params: SamplingParams) -> None:
+        check_is_params(params)
         if params.stop and self.tokenizer is None:
             raise RequestError(
                 "stop strings need the tokenizer, which skip_tokenizer_init=True left out", param="stop"

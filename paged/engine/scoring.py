@@ -38,27 +38,34 @@ class ScoreOutput:
         return None if self.logprob is None else self.logprob / self.num_tokens
 
 
-def score_reports(
-    prompt: ParsedPrompt, continued: list[ParsedPrompt]
-) -> list[tuple[ParsedPrompt, PromptReport]]:
-    """Return each continued prompt with the report on its continuation, from the prompt's last token on."""
-    first = len(prompt.token_ids) - 1
-    return [(whole, PromptReport(first, len(whole.token_ids) - 1, num_top=0)) for whole in continued]
+@dataclass(frozen=True, slots=True)
+class ScoreSpec:
+    """A request for the log-probabilities of a continuation. A `ReportSpec`.
 
+    prompt: with the continuation.
+    num_prompt_tokens: before the continuation.
+    """
 
-def score_output(request: Request) -> ScoreOutput:
-    """Return the output of a finished request."""
-    report = request.report
-    assert report is not None
-    token_ids = request.inputs.prompt_token_ids[report.start + 1 :]
-    num_before = report.start + 1
-    if request.finish_reason != "length":
-        why = str(request.stop_reason or request.finish_reason)
-        return ScoreOutput(token_ids, None, [], False, why, num_before, request.error_kind)
-    assert report.is_complete
-    logprobs = [row.logprobs[0] for row in report.logprobs]
-    is_greedy = all(row.rank == 1 for row in report.logprobs)
-    return ScoreOutput(token_ids, sum(logprobs), logprobs, is_greedy, None, num_before)
+    prompt: ParsedPrompt
+    num_prompt_tokens: int
+
+    def report(self) -> PromptReport:
+        """Return a new report, on the positions from the last token before the continuation on."""
+        return PromptReport(self.num_prompt_tokens - 1, len(self.prompt.token_ids) - 1, num_top=0)
+
+    def output(self, request: Request) -> ScoreOutput:
+        """Return the output of the finished request."""
+        report = request.report
+        assert report is not None
+        num_before = self.num_prompt_tokens
+        token_ids = self.prompt.token_ids[num_before:]
+        if request.finish_reason != "length":
+            why = str(request.stop_reason or request.finish_reason)
+            return ScoreOutput(token_ids, None, [], False, why, num_before, request.error_kind)
+        assert report.is_complete
+        logprobs = [row.logprobs[0] for row in report.logprobs]
+        is_greedy = all(row.rank == 1 for row in report.logprobs)
+        return ScoreOutput(token_ids, sum(logprobs), logprobs, is_greedy, None, num_before)
 
 
 def names_of_scores(request_id: str, num_continuations: int) -> list[str]:

@@ -6,38 +6,60 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict, deque
+from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any
 
 from ..errors import EngineDeadError
 from ..requests.request import RequestGroup, RequestOutput
 from ..sampling_params import RequestOutputKind
-from .async_options import CANDIDATE_BYTES, PAUSE_BYTES, TOKEN_BYTES
+from ..scheduler.stats import EngineStats
+from .async_base import CANDIDATE_BYTES, PAUSE_BYTES, TOKEN_BYTES
 from .engine import LLMEngine
 from .loop import EngineLoop, Recipient, copy_of
+from .request_spec import ReportSpec
 
 logger = logging.getLogger(__name__)
 
 
 class Mailbox(Recipient):
-    """The outputs that one reader has not read yet: at most the newest one and the last one.
+    """The outputs of one request that its reader has not read yet: at most the newest one and the last one.
 
     The engine's thread calls `put`, `pauses` and `fail`, the reader's event loop `get`. Each side first
     publishes its own state (an output, a waiter, a pause) and then checks the other's, so that no wake-up is
-    lost.
+    lost. A `RequestHandle`.
 
+    spec: of a request for a report on a prompt.
+    adding: the call that adds the request to the engine.
     is_paused: whether the request computes nothing, as too much of it is unread.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, kind: RequestOutputKind, news: list[Mailbox]) -> None:
+    def __init__(
+        self,
+        thread: EngineThread,
+        loop: asyncio.AbstractEventLoop,
+        request_id: str,
+        kind: RequestOutputKind,
+        spec: ReportSpec[Any] | None = None,
+    ) -> None:
         super().__init__()
         if kind is RequestOutputKind.CUMULATIVE:
             self._outputs = deque(maxlen=1)  # the newest output holds all text
         self.loop = loop
-        self._news = news  # the thread's list of mailboxes to wake
+        self.adding: Future[Any] | None = None
+        self._thread = thread
+        self._request_id = request_id
+        self._spec = spec
         self.is_paused = False
         self._num_put = 0  # tokens of all outputs so far
         self._waiter: asyncio.Future[None] | None = None
         self._failed: BaseException | None = None
+        self._is_over = False  # the last output was read, or the reader is gone
+
+    @property
+    def replica(self) -> int:
+        """The number of the engine."""
+        return self._thread.replica
 
     def wants(self, kind: RequestOutputKind) -> bool:
         """Return whether to make an output now. No delta is made while another is unread: it accumulates."""
@@ -49,7 +71,7 @@ class Mailbox(Recipient):
         if self._failed is None:
             super().put(output)
         if self._waiter is not None:
-            self._news.append(self)
+            self._thread.news.append(self)
 
     def pauses(self, group: RequestGroup) -> bool:
         """Return whether the request is to be paused now: while a delta is unread, the next one grows."""
@@ -81,7 +103,27 @@ class Mailbox(Recipient):
                     await waiter
             finally:
                 self._waiter = None
-        return self._outputs.popleft()
+        output = self._outputs.popleft()
+        if self.is_paused:
+            self.is_paused = False
+            self._thread.hold(self._request_id, self, False)
+        self._is_over = output.finished
+        return output
+
+    async def result(self) -> Any:
+        """Return what a request for a report on a prompt has found."""
+        await self.get()
+        assert self._spec is not None
+        assert self.adding is not None
+        return self._spec.output(self.adding.result())
+
+    def close(self) -> None:
+        """Abort the request if it is not finished. From any thread."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self.adding is None or not self.adding.cancel():
+            self._thread.abort(self._request_id, self)
 
     def wake(self) -> None:
         """Resume `get`. Runs in the reader's event loop."""
@@ -90,7 +132,10 @@ class Mailbox(Recipient):
 
 
 class EngineThread(EngineLoop):
-    """A loop on a thread of its own, which wakes the readers of any event loop."""
+    """A loop on a thread of its own, which wakes the readers of any event loop. An `EngineReplica`."""
+
+    replica = 0
+    silent_s = 0.0  # this process cannot say that it hangs
 
     def __init__(self, engine: LLMEngine, stream_interval_s: float) -> None:
         super().__init__(engine, stream_interval_s, self._notify)
@@ -103,6 +148,10 @@ class EngineThread(EngineLoop):
         super().stop()
         if threading.current_thread() is not self.thread:
             self.thread.join()
+
+    async def ask(self) -> EngineStats:
+        """Return the current stats. Raises EngineDeadError."""
+        return await asyncio.wrap_future(self.call(LLMEngine.stats))
 
     def _notify(self) -> None:
         """Wake the readers that have new outputs, all of one event loop by one call."""

@@ -48,7 +48,8 @@ class PrefixAware:
     """
 
     MAX_PREFIXES = 2**18
-    MAX_RATIO, MAX_EXTRA = 1.5, 8192
+    MAX_RATIO = 1.5
+    MAX_EXTRA = 8192
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -71,7 +72,9 @@ class PrefixAware:
         return chosen
 
     def _keys(self, token_ids: Sequence[int]) -> list[int]:
-        keys, key, size = [], 0, self._block_size
+        keys = []
+        key = 0
+        size = self._block_size
         for end in range(size, len(token_ids), size):
             key = hash((key, *token_ids[end - size : end]))
             keys.append(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..engine.async_options import CANDIDATE_BYTES, PAUSE_BYTES, TOKEN_BYTES
+from ..engine.async_base import CANDIDATE_BYTES, PAUSE_BYTES, TOKEN_BYTES
 from ..errors import QueueFullError, RequestError
 from ..sampling_params import RequestOutputKind, SamplingParams
 from . import frames

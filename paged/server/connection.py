@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
@@ -10,12 +11,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 from .. import errors
 from ..errors import EngineDeadError, PagedError
+from ..requests.request import RequestOutput
 from ..scheduler.stats import EngineStats
 from ..text.worker import ROOT
 from . import frames
@@ -34,8 +37,40 @@ class ProcessEndError(ChildProcessError):
     """How an engine process ended; logged at that time."""
 
 
+class SentRequest:
+    """A request that an engine process computes, and its outputs. A `RequestHandle`."""
+
+    def __init__(self, connection: EngineConnection, key: int, inbox: Inbox) -> None:
+        self._connection = connection
+        self._key = key
+        self._inbox = inbox
+
+    @property
+    def replica(self) -> int:
+        """The number of the process."""
+        return self._connection.replica
+
+    async def get(self) -> RequestOutput:
+        """Return the next output. The one before does not count any more: its reader has done with it."""
+        self._inbox.release()
+        return await self._inbox.get()
+
+    async def result(self) -> Any:
+        """Return what a request for a report on a prompt has found."""
+        await self._inbox.wait()
+        return self._inbox.result
+
+    def close(self) -> None:
+        """Abort the request if it is not finished, and drop what is held of it. From any thread."""
+        self._connection.call_in_loop(self._close)
+
+    def _close(self) -> None:
+        self._connection.abort(self._key)
+        self._inbox.give_back()
+
+
 class EngineConnection(asyncio.Protocol):
-    """A process that runs an engine. It ends when this object's process does.
+    """A process that runs an engine. It ends when this object's process does. An `EngineReplica`.
 
     load: tokens of its unfinished requests, prompt and output so far.
     loop: the event loop that reads and writes; None before `attach`.
@@ -66,8 +101,10 @@ class EngineConnection(asyncio.Protocol):
         self.load = self.step = 0
         self.heard_at = time.monotonic()
         self._stats: EngineStats | None = None  # none before the engine is made
-        self._inboxes: dict[int, Inbox] = {}
+        self._inboxes: dict[int, Inbox] = {}  # of unfinished requests
+        self._keys: dict[str, int] = {}  # of these, by id
         self._loads: dict[int, int] = {}
+        self._asks = itertools.count(-1, -1)  # below the keys of requests
         self._answers: dict[int, asyncio.Future[EngineStats]] = {}
         with suppress(BrokenPipeError):  # `wait_ready` says why it has ended
             self._socket.sendall(frames.encode(start))
@@ -90,42 +127,48 @@ class EngineConnection(asyncio.Protocol):
         self.heard_at = time.monotonic()  # what was sent before waits in the socket
         await loop.create_unix_connection(lambda: self, sock=self._socket)
 
-    def send(self, order: frames.Order, inbox: Inbox | None = None) -> None:
-        """Send an order. The outputs of its request go to the inbox. Raises EngineDeadError."""
+    def begin(
+        self, order: frames.Generate | frames.Fork | frames.Embed | frames.ScoreTokens, inbox: Inbox
+    ) -> SentRequest:
+        """Send a request, whose outputs go to the inbox. Raises EngineDeadError."""
+        key = order.key
+        self._send(order)
+        self._inboxes[key] = inbox
+        self._keys[inbox.request_id] = key
+        self._loads[key] = len(inbox.token_ids)
+        self.load += len(inbox.token_ids)
+        inbox.account.join(key, self._hold)
+        return SentRequest(self, key, inbox)
+
+    def _send(self, order: frames.Order) -> None:
         self.check()
         assert self._transport is not None
-        data = frames.encode(order)
-        self._transport.write(data)
-        if inbox is not None:
-            assert isinstance(order, frames.Generate | frames.Fork | frames.Embed | frames.ScoreTokens)
-            self._inboxes[order.key] = inbox
-            self._loads[order.key] = len(inbox.token_ids)
-            self.load += len(inbox.token_ids)
-            inbox.account.join(order.key, self._hold)
+        self._transport.write(frames.encode(order))
 
-    async def ask(self, key: int) -> EngineStats:
+    async def ask(self) -> EngineStats:
         """Return the current stats. Raises EngineDeadError."""
+        key = next(self._asks)
         answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
         self._answers[key] = answer
         try:
-            self.send(frames.Ask(key))
+            self._send(frames.Ask(key))
             return await answer
         finally:
             del self._answers[key]
 
-    def unfinished(self, key: int) -> Inbox | None:
-        """Return the inbox of a request; None if it has finished, perhaps unread."""
-        return self._inboxes.get(key)
+    def unfinished(self, request_id: str) -> Inbox | None:
+        """Return the inbox of a request; None if it has finished, perhaps unread, or is elsewhere."""
+        key = self._keys.get(request_id)
+        return None if key is None else self._inboxes[key]
 
     def abort(self, key: int) -> None:
         """Abort a request whose reader is gone."""
         if self._forget(key) is not None and self.dead is None:
-            self.send(frames.Abort(key))
+            self._send(frames.Abort(key))
 
-    def end(self, key: int) -> None:
-        """Abort a request whose reader waits for its last output."""
-        if key in self._inboxes and self.dead is None:
-            self.send(frames.Abort(key))
+    def end(self, request_id: str) -> None:
+        """Abort an unfinished request whose reader waits for its last output."""
+        self._send(frames.Abort(self._keys[request_id]))
 
     @property
     def silent_s(self) -> float:
@@ -164,16 +207,19 @@ class EngineConnection(asyncio.Protocol):
         await asyncio.to_thread(self.close)
 
     def _shut_down(self) -> None:
-        error = EngineDeadError("the engine was shut down")
+        self.call_in_loop(partial(self._die, EngineDeadError("the engine was shut down")))
+
+    def call_in_loop(self, function: Callable[[], None]) -> None:
+        """Call a function in the event loop: at once if that runs here, otherwise soon."""
         try:
             is_here = self.loop is None or self.loop is asyncio.get_running_loop()
         except RuntimeError:  # none runs on this thread
             is_here = False
         if is_here:
-            self._die(error)
+            function()
         elif self.loop is not None:
             with suppress(RuntimeError):  # it is closed, and nothing waits
-                self.loop.call_soon_threadsafe(self._die, error)
+                self.loop.call_soon_threadsafe(function)
 
     # Of asyncio.Protocol
 
@@ -245,12 +291,13 @@ class EngineConnection(asyncio.Protocol):
     def _hold(self, keys: list[int], is_held: bool) -> None:
         """Pause requests, or let them go on."""
         if self.dead is None:
-            self.send(frames.Pause(keys) if is_held else frames.Resume(keys))
+            self._send(frames.Pause(keys) if is_held else frames.Resume(keys))
 
     def _forget(self, key: int) -> Inbox | None:
         self.load -= self._loads.pop(key, 0)
         inbox = self._inboxes.pop(key, None)
         if inbox is not None:
+            del self._keys[inbox.request_id]
             inbox.account.leave(key)
         return inbox
 
@@ -267,6 +314,7 @@ class EngineConnection(asyncio.Protocol):
             if not answer.done():
                 answer.set_exception(error)
         self._inboxes.clear()
+        self._keys.clear()
         self._loads.clear()
         self.load = 0
         if self._transport is not None:

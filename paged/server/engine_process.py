@@ -20,14 +20,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ..engine.async_options import MOST_AT_ONCE, Deadline
-from ..engine.embedding import embedding_output, embedding_reports
+from ..engine.async_base import Deadline, is_compiled_quickly
 from ..engine.engine import LLMEngine
 from ..engine.loop import EngineLoop, Recipient
-from ..engine.request_factory import RequestSpec
-from ..engine.scoring import score_output
+from ..engine.request_spec import ReportSpec, RequestSpec
+from ..engine.scoring import ScoreOutput
 from ..errors import ConfigError, EngineDeadError, PagedError, QueueFullError
-from ..requests.prompt_report import PromptReport
 from ..requests.request import Logprob, Request, RequestOutput
 from ..sampling_params import SamplingParams
 from ..scheduler.stats import EngineStats
@@ -119,18 +117,19 @@ class FrameOutbox(Recipient):
 class ReportOutbox(FrameOutbox):
     """The outbox of a report on a prompt."""
 
-    def __init__(
-        self, key: int, request_id: str, server: EngineServer, finish: Callable[[Request], None]
-    ) -> None:
+    def __init__(self, key: int, request_id: str, server: EngineServer, spec: ReportSpec[Any]) -> None:
         super().__init__(key, request_id, server)
-        self._finish = finish
+        self._spec = spec
         self.request: Request | None = None
 
     def put(self, output: RequestOutput) -> None:  # noqa: ARG002
-        """Add the report to the frame."""
+        """Add what the report says to the frame."""
         self._server.forget(self, True)
         assert self.request is not None
-        self._finish(self.request)
+        found = self._spec.output(self.request)
+        server = self._server
+        results = server.scores if isinstance(found, ScoreOutput) else server.embeddings
+        results.append((self.key, found))
 
 
 class EngineServer:
@@ -216,10 +215,8 @@ class EngineServer:
                 self._generate(order)
             case frames.Fork():
                 self._fork(order)
-            case frames.Embed():
-                self._embed(order)
-            case frames.ScoreTokens():
-                self._score(order)
+            case frames.Embed() | frames.ScoreTokens():
+                self._report(order)
             case frames.Abort():
                 self._abort(order.key)
             case frames.Pause():
@@ -231,37 +228,17 @@ class EngineServer:
             case frames.Start():
                 raise AssertionError("the engine is made already")
 
-    def _embed(self, order: frames.Embed) -> None:
-        def finish(request: Request) -> None:
-            self.embeddings.append((order.key, embedding_output(request, normalize=order.normalize)))
-
-        prompt = ParsedPrompt(None, order.token_ids, order.namespace)
-        ((_, report),) = embedding_reports([prompt], order.pooling)
-        self._add_report(order, report, finish)
-
-    def _score(self, order: frames.ScoreTokens) -> None:
-        def finish(request: Request) -> None:
-            self.scores.append((order.key, score_output(request)))
-
-        report = PromptReport(order.first - 1, len(order.token_ids) - 1, num_top=0)
-        self._add_report(order, report, finish)
-
-    def _add_report(
-        self,
-        order: frames.Embed | frames.ScoreTokens,
-        report: PromptReport,
-        finish: Callable[[Request], None],
-    ) -> None:
-        outbox = ReportOutbox(order.key, order.request_id, self, finish)
+    def _report(self, order: frames.Embed | frames.ScoreTokens) -> None:
+        spec = order.spec
+        outbox = ReportOutbox(order.key, order.request_id, self, spec)
         self._outboxes[order.key] = outbox
-        prompt = ParsedPrompt(None, order.token_ids, order.namespace)
-        deadline = Deadline(order.timeout_s)
+        deadline = Deadline(order.terms.timeout_s)
 
         def add(engine: LLMEngine) -> None:
-            engine.prompts.check_parsed(prompt)
-            terms = (order.request_id, prompt, report, order.priority, order.tenant)
+            engine.prompts.check_parsed(spec.prompt)
+            terms = order.terms._replace(timeout_s=deadline.left_s)
             # Set before a step may finish it.
-            outbox.request = engine.core.add_report(*terms, outbox, deadline.left_s)
+            outbox.request = engine.core.add_report(order.request_id, spec, terms, outbox)
 
         self._submit(add, outbox)
 
@@ -281,7 +258,7 @@ class EngineServer:
 
             self._submit(add_to, outbox)
 
-        if _is_short(params):
+        if is_compiled_quickly(params):
             try:
                 spec = self._prepared(order, params)
             except Exception as error:  # told to the front end, whose request it is
@@ -327,7 +304,7 @@ class EngineServer:
                 engine.core.hold(outbox.request_id, True)
 
         with suppress(EngineDeadError):
-            self.loop.submit(add_unless_gone).add_done_callback(outbox.follow)
+            self.loop.add(add_unless_gone, outbox)
 
     def _abort(self, key: int) -> None:
         if (outbox := self._outboxes.get(key)) is not None:
@@ -348,13 +325,6 @@ class EngineServer:
             self.link.send(frames.Heartbeat(self.engine.scheduler.counters.num_steps, self.stats))
             self._garbage.collect(is_idle=not self.engine.core.has_work())
             time.sleep(HEARTBEAT_S)
-
-
-def _is_short(params: SamplingParams) -> bool:
-    """Return whether preparing a request is so quick that it may delay the orders behind it."""
-    if params.structured_outputs is not None or params.dry_multiplier:
-        return False
-    return sum(map(len, (*params.stop, *params.bad_words))) <= MOST_AT_ONCE
 
 
 def _shortened(params: SamplingParams) -> SamplingParams:

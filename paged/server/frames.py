@@ -14,8 +14,9 @@ from typing import Any, Generic, TypeVar, overload
 import msgspec
 
 from ..base.validation import MAX_INT
-from ..engine.embedding import EmbeddingRequestOutput
-from ..engine.scoring import ScoreOutput
+from ..engine.embedding import EmbeddingRequestOutput, EmbeddingSpec
+from ..engine.request_spec import ReportTerms
+from ..engine.scoring import ScoreOutput, ScoreSpec
 from ..errors import RequestError
 from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, RequestMetrics
 from ..sampling_params import SamplingParams
@@ -95,26 +96,17 @@ class Embed(Frame):
 
     key: int
     request_id: str
-    token_ids: list[int]
-    namespace: bytes
-    pooling: typing.Literal["last", "mean"]
-    normalize: bool
-    priority: float
-    tenant: str
-    timeout_s: float | None
+    spec: EmbeddingSpec
+    terms: ReportTerms
 
 
 class ScoreTokens(Frame):
-    """Report the log-probabilities of the tokens of a prompt from `first` on."""
+    """Report the log-probabilities of the last tokens of a prompt."""
 
     key: int
     request_id: str
-    token_ids: list[int]
-    namespace: bytes
-    first: int
-    priority: float
-    tenant: str
-    timeout_s: float | None
+    spec: ScoreSpec
+    terms: ReportTerms
 
 
 class Abort(Frame):

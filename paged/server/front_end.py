@@ -9,9 +9,9 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from ..engine.async_options import Deadline
+from ..engine.async_base import AsyncEngine, Deadline
 from ..errors import EngineDeadError, QueueFullError
 from ..protocol.calls.call import Call
 from ..protocol.chat_output.chat_format import ChatFormat
@@ -29,9 +29,6 @@ from .options import ServeOptions
 from .telemetry.metrics import ServerMetrics
 from .telemetry.records import CLIENT_GONE, SLOW_CLIENT, Observer, Observers, RequestRecord
 from .telemetry.trace_context import TraceContext
-
-if TYPE_CHECKING:
-    from .served_engine import ServedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +52,7 @@ class FrontEnd:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: AsyncEngine[Any],
         options: ServeOptions,
         observers: Sequence[Observer] = (),
     ) -> None:

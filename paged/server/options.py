@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ..base.arguments import strict
 from ..base.validation import check_bool, check_int, check_number, shown
-from ..engine.async_options import STREAM_INTERVAL_S, check_interval
+from ..engine.async_base import STREAM_INTERVAL_S, check_interval
 from ..errors import ConfigError
 from ..protocol.chat_output.chat_format import check_parsers
 from ..protocol.limits import MAX_PROMPTS

@@ -23,7 +23,7 @@ from paged import (
     StructuredOutputsParams,
 )
 from paged.engine import grammar_waits, loop
-from paged.engine.request_factory import RequestSpec
+from paged.engine.request_spec import RequestSpec
 from paged.sampling import grammar_jobs
 from paged.sampling.grammar_jobs import CompiledGrammar, MaskJob
 from tests.support.checkpoints import assert_all_free, new_engine

@@ -6,7 +6,7 @@ import asyncio
 
 from paged import SamplingParams
 from paged.engine import loop as loop_module
-from paged.engine.async_options import PARTS_OF_TURN, paced
+from paged.engine.async_base import PARTS_OF_TURN, paced
 from paged.engine.loop import EngineLoop
 from tests.support.checkpoints import checkpoint, new_engine
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from paged import QueueFullError, RequestError, SamplingParams
-from paged.engine.async_options import CANDIDATE_BYTES, PAUSE_BYTES, TOKEN_BYTES
+from paged.engine.async_base import CANDIDATE_BYTES, PAUSE_BYTES, TOKEN_BYTES
 from paged.sampling_params import RequestOutputKind
 from paged.server import answer_memory, frames
 from paged.server.answer_memory import RESUME_BYTES, AnswerAccount, AnswerBudget, bytes_of, size_of

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from paged.engine.async_options import Deadline
+from paged.engine.async_base import Deadline
 from paged.errors import RequestTimeoutError
 from paged.text.worker import Worker, WorkerLimits
 from tests.support.served import Served, eventually

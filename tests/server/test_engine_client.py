@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from paged import (
     StructuredOutputsParams,
     UsageError,
 )
+from paged.engine.async_base import AsyncEngine
 from paged.scheduler.policies import FirstComeFirstServed
 from paged.server import connection, frames
 from paged.server.engine_client import EngineClient
@@ -83,10 +85,8 @@ def engine(shared) -> Iterator[Any]:
     yield shared
     stats = run(shared.stats())
     if isinstance(shared, EngineClient):
-        assert not shared._streams
-        assert [(each.load, each._inboxes) for each in shared._connections] == [(0, {})] * len(
-            shared._connections
-        )
+        for each in shared._connections:
+            assert (each.load, each._inboxes, each._keys) == (0, {}, {})
     assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
 
@@ -120,6 +120,21 @@ def joined(outputs: list[RequestOutput], kind: RequestOutputKind) -> list[tuple[
         reasons = sample.finish_reason, sample.stop_reason, sample.cumulative_logprob
         wholes.append((sample.index, text, token_ids, places, *reasons))
     return wholes
+
+
+def test_a_method_of_all_engines_is_written_once():
+    """The engines differ in how a request reaches them, and in nothing that a caller sees."""
+    shared = public_names(AsyncEngine)
+    for kind in (AsyncLLMEngine, EngineClient):
+        own = public_names(kind)
+        assert own - shared <= {"call", "from_engine"}
+        assert not own & {"generate", "chat", "encode", "embed", "score", "fork", "begin"}
+        for name in own & shared:
+            assert inspect.signature(getattr(kind, name)) == inspect.signature(getattr(AsyncEngine, name))
+
+
+def public_names(kind: type) -> set[str]:
+    return {name for name in vars(kind) if not name.startswith("_")}
 
 
 def test_all_give_what_generate_gives(sync, engine):

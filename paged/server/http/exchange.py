@@ -14,7 +14,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...base.strict_json import parse_json
-from ...engine.async_options import LEAST_TIMEOUT_S
+from ...engine.async_base import LEAST_TIMEOUT_S
 from ...requests.request import RequestOutput
 from ..telemetry.records import RequestRecord
 from .body_budget import BodyBudget

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ...engine.async_base import RequestStream
 from ...errors import PagedError, QueueFullError
 from ...protocol.answers.errors import failure_of
 from ...protocol.calls.call import AnswerCall, GenerationCall
@@ -16,7 +17,6 @@ from ...protocol.calls.chat import ChatCall
 from ...protocol.calls.generate import GenerateCall
 from ...requests.request import RequestOutput
 from ...sampling_params import SamplingParams
-from ..client_stream import count_together
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange, encode_answer, in_thread_if, until_disconnect
 from ..http.failures import HttpError
@@ -25,7 +25,6 @@ from .streaming import Events, Lines, send_stream
 
 if TYPE_CHECKING:
     from ...requests.prompts import Prompt
-    from ..served_engine import OutputStream
 
 BYTES_OF_PART = 16  # of a body, which may be echoed: about as much work as a token of an answer
 
@@ -86,7 +85,7 @@ class ResultRoute:
 
 
 async def _finished_outputs(
-    call: AnswerCall, streams: Sequence[OutputStream], on_output: OnOutput
+    call: AnswerCall, streams: Sequence[RequestStream], on_output: OnOutput
 ) -> list[RequestOutput]:
     """Return the last output of each stream. Raises the error of the first that fails."""
 
@@ -102,7 +101,7 @@ async def _finished_outputs(
 
 
 @asynccontextmanager
-async def _placing(exchange: Exchange, streams: Sequence[OutputStream]) -> AsyncIterator[None]:
+async def _placing(exchange: Exchange, streams: Sequence[RequestStream]) -> AsyncIterator[None]:
     """Close the streams at the end of the context, and record their replicas, even without an output."""
     try:
         yield
@@ -116,7 +115,7 @@ async def _placing(exchange: Exchange, streams: Sequence[OutputStream]) -> Async
 
 async def _begin(
     front: FrontEnd, exchange: Exchange, call: GenerationCall
-) -> tuple[list[OutputStream], str, OnOutput]:
+) -> tuple[list[RequestStream], str, OnOutput]:
     """Return the streams of a call's prompts, the id of its response, and a function to record outputs."""
     identity = front.identity_of(exchange, call)
     terms = (front, exchange, call, identity)
@@ -135,7 +134,7 @@ async def _begin(
         generate(prompt, own, f"{engine_id}-{i}", tenant=tenant)
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))
     ]
-    count_together(streams, is_whole=not call.stream)
+    front.engine.count_together(streams, is_whole=not call.stream)
     return streams, identity, exchange.on_output
 
 

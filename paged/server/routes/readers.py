@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
-from ...engine.async_options import paced
+from ...engine.async_base import RequestStream, paced
 from ...errors import EngineDeadError, PagedError
 from ...requests.request import Logprob, RequestOutput
 from ..frames import Places
 from ..http.exchange import PARTS_AT_ONCE
-
-if TYPE_CHECKING:
-    from ..served_engine import OutputStream
 
 Outcome = RequestOutput | PagedError
 OnOutput = Callable[[RequestOutput, int], None]  # with the number of its engine
 
 
 async def finished_outcomes(
-    streams: Sequence[OutputStream],
+    streams: Sequence[RequestStream],
     on_output: OnOutput,
     check: Callable[[Outcome], None] = lambda _: None,
 ) -> list[Outcome]:
@@ -41,7 +38,7 @@ async def finished_outcomes(
     return [task.result() for task in tasks]
 
 
-async def _last(stream: OutputStream, on_output: OnOutput, check: Callable[[Outcome], None]) -> Outcome:
+async def _last(stream: RequestStream, on_output: OnOutput, check: Callable[[Outcome], None]) -> Outcome:
     outcome: Outcome
     try:
         async for output in stream:
@@ -108,7 +105,7 @@ class MergedOutcomes:
     output when its last one was sent, and so knows what its reader still holds.
     """
 
-    def __init__(self, streams: Sequence[OutputStream], on_output: OnOutput) -> None:
+    def __init__(self, streams: Sequence[RequestStream], on_output: OnOutput) -> None:
         self._streams = streams
         self._on_output = on_output
         self._ready: asyncio.Queue[_Arrival] = asyncio.Queue()
@@ -176,7 +173,7 @@ class MergedOutcomes:
         except Exception as error:
             return _Arrival(0, error, asyncio.Event())
 
-    async def _pump(self, index: int, stream: OutputStream) -> None:
+    async def _pump(self, index: int, stream: RequestStream) -> None:
         try:
             async for output in stream:
                 sent = asyncio.Event()

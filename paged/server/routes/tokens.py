@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
+from ...engine.async_base import AsyncEngine
 from ...protocol.calls.tokens import DetokenizeCall, TokenizeCall
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange, encode_in_pieces
-
-if TYPE_CHECKING:
-    from ..served_engine import ServedEngine
 
 
 class TokenizeRoute:
@@ -47,5 +45,5 @@ class DetokenizeRoute:
         await exchange.respond(200, answer)
 
 
-def _answer(call: TokenizeCall | DetokenizeCall, engine: ServedEngine) -> bytes:
+def _answer(call: TokenizeCall | DetokenizeCall, engine: AsyncEngine[Any]) -> bytes:
     return encode_in_pieces(call.answer(engine.text, engine.max_model_len))

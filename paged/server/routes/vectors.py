@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from ...engine.async_options import paced
+from ...engine.async_base import paced
 from ...engine.embedding import EmbeddingRequestOutput
 from ...engine.scoring import names_of_scores
 from ...protocol.answers.errors import failure_of

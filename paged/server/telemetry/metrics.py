@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -19,9 +19,17 @@ from ... import __version__
 from ...config import EngineConfig
 from ...scheduler.histogram import Histogram, HistogramCounts
 from ...scheduler.stats import EngineStats
-from .families import FINISH_REASONS, METRIC_FAMILIES, REQUESTS, MetricFamily, length_bounds
+from .families import FINISH_REASONS, METRIC_FAMILIES, REQUESTS, SERVER, MetricFamily, length_bounds
 from .log_queue import num_dropped_lines
-from .records import CLIENT_GONE, REFUSALS, TOO_MANY_CONNECTIONS, Ending, RequestProgress, RequestRecord
+from .records import (
+    CLIENT_GONE,
+    REFUSALS,
+    TOO_MANY_CONNECTIONS,
+    Ending,
+    Observer,
+    RequestProgress,
+    RequestRecord,
+)
 
 # Not OpenMetrics, in which prometheus_client writes the colon of the names as an underscore.
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -30,8 +38,8 @@ OTHER = "other"
 _REASONS = frozenset((*REFUSALS.values(), TOO_MANY_CONNECTIONS))
 
 
-class ServerMetrics:
-    """Counts requests, and renders the counts with the statistics of the engines. An `Observer`.
+class ServerMetrics(Observer):
+    """Counts requests, and renders the counts with the statistics of the engines.
 
     model_name: the value of that label, the first served name.
     max_model_len: bounds the histograms of lengths.
@@ -51,7 +59,6 @@ class ServerMetrics:
     ) -> None:
         self._model_name = model_name
         self._config = config
-        self._max_model_len = max_model_len
         self._routes = frozenset(routes)
         self._prefix = prefix
         lengths = length_bounds(max_model_len)
@@ -62,24 +69,27 @@ class ServerMetrics:
             for _ in range(num_engines)
         ]
         self._token_latencies = [own["inter_token_latency_seconds"] for own in self._histograms]
-        self._finished = {(i, why): 0 for i in range(num_engines) for why in FINISH_REASONS}
-        self._responses = defaultdict[tuple[str, int], int](int)
-        self._refused = defaultdict[str, int](int)
-        self._in_progress = defaultdict[str, int](int)
+        # By family, then by the values of the labels.
+        self._counts: dict[str, Counter[tuple[str, ...]]] = {
+            family.name: Counter() for family in (*REQUESTS, *SERVER) if family.kind != "histogram"
+        }
+        for engine in range(num_engines):
+            for reason in FINISH_REASONS:
+                self._count_finish(engine, reason, 0)
+        self._counts["server_info"][__version__, model_name, str(max_model_len)] = 1
 
     def begin(self, record: RequestRecord) -> None:
         """Count a request as in progress, and let its record count the time between tokens."""
-        self._in_progress[self._route(record.route)] += 1
+        self._counts["http_requests_in_progress"][(self._route(record.route),)] += 1
         record.token_latencies = self._token_latencies
 
     def end(self, record: RequestRecord, ending: Ending) -> None:
         """Count a request that began, and each of the engine's requests that it made."""
-        route = self._route(record.route)
-        self._in_progress[route] -= 1
-        self._responses[route, ending.status] += 1
+        self._counts["http_requests_in_progress"][(self._route(record.route),)] -= 1
+        self.responded(record.route, ending.status)
         refused = ending.status in REFUSALS and not any(p.finish_reasons for p in record.progress.values())
         if refused:
-            self._refused[self._bounded(ending.reason, ending.status)] += 1
+            self._count_refusal(ending.reason, ending.status)
             return
         for progress in record.progress.values():
             if progress.finished_at is not None:
@@ -87,21 +97,18 @@ class ServerMetrics:
         reason = "abort" if ending.status == CLIENT_GONE else "error"
         for progress in record.progress.values():
             if progress.finished_at is None:
-                self._finished[progress.engine, reason] += 1
+                self._count_finish(progress.engine, reason)
         # What reached no engine is counted for the first one.
-        self._finished[0, reason] += max(record.num_requests - len(record.progress), 0)
+        self._count_finish(0, reason, max(record.num_requests - len(record.progress), 0))
 
     def refused(self, route: str, status: int, reason: str, request_id: str) -> None:  # noqa: ARG002
         """Count a refused request."""
-        self._refused[self._bounded(reason, status)] += 1
+        self._count_refusal(reason, status)
         self.responded(route, status)
 
     def responded(self, route: str, status: int) -> None:
         """Count a response."""
-        self._responses[self._route(route), status] += 1
-
-    def close(self) -> None:
-        """Do nothing: Prometheus fetches the metrics."""
+        self._counts["http_responses"][self._route(route), str(status)] += 1
 
     def render(self, stats: Mapping[int, EngineStats]) -> bytes:
         """Return the body of GET /metrics, whose content type is CONTENT_TYPE.
@@ -118,12 +125,12 @@ class ServerMetrics:
     def _count_finished(self, record: RequestRecord, progress: RequestProgress, finished_at: float) -> None:
         histograms = self._histograms[progress.engine]
         for reason in progress.finish_reasons:
-            self._finished[progress.engine, reason if reason in FINISH_REASONS else "error"] += 1
+            self._count_finish(progress.engine, reason if reason in FINISH_REASONS else "error")
         seconds: dict[str, float | None] = {
             "e2e_request_latency_seconds": finished_at - record.received,
-            "request_queue_time_seconds": progress.seconds("arrival_time", "first_scheduled_time"),
-            "request_prefill_time_seconds": progress.seconds("first_scheduled_time", "first_token_time"),
-            "request_inference_time_seconds": progress.seconds("first_scheduled_time", "finished_time"),
+            "request_queue_time_seconds": progress.seconds("queue"),
+            "request_prefill_time_seconds": progress.seconds("prefill"),
+            "request_inference_time_seconds": progress.seconds("inference"),
         }
         num_prompt_tokens = progress.num_prompt_tokens or 0
         lengths = {
@@ -135,7 +142,7 @@ class ServerMetrics:
         if progress.first_token_at is not None:
             longest = max(progress.num_generated)
             seconds["time_to_first_token_seconds"] = progress.first_token_at - record.received
-            decode = progress.seconds("first_token_time", "finished_time")
+            decode = progress.seconds("decode")
             seconds["request_decode_time_seconds"] = decode
             if decode is not None and longest > 1:
                 seconds["request_time_per_output_token_seconds"] = decode / (longest - 1)
@@ -153,9 +160,12 @@ class ServerMetrics:
     def _route(self, route: str) -> str:
         return route if route in self._routes else OTHER
 
-    @staticmethod
-    def _bounded(reason: str, status: int) -> str:
-        return reason if reason in _REASONS else REFUSALS.get(status, OTHER)
+    def _count_finish(self, engine: int, reason: str, times: int = 1) -> None:
+        self._counts["request_success"][self._model_name, str(engine), reason] += times
+
+    def _count_refusal(self, reason: str, status: int) -> None:
+        bounded = reason if reason in _REASONS else REFUSALS.get(status, OTHER)
+        self._counts["requests_refused"][(bounded,)] += 1
 
     # Rendering
 
@@ -192,21 +202,14 @@ class ServerMetrics:
         for values, count in self._own_values(family.name, stats):
             _add(metric, values, count)
 
-    def _own_values(self, name: str, stats: Mapping[int, EngineStats]) -> list[tuple[tuple[str, ...], float]]:
+    def _own_values(
+        self, name: str, stats: Mapping[int, EngineStats]
+    ) -> Iterable[tuple[tuple[str, ...], float]]:
         """Return the values of a counter or gauge by their labels."""
-        if name == "request_success":
-            return [((self._model_name, str(i), why), count) for (i, why), count in self._finished.items()]
-        if name == "http_responses":
-            return [((route, str(code)), count) for (route, code), count in self._responses.items()]
-        if name == "http_requests_in_progress":
-            return [((route,), count) for route, count in self._in_progress.items()]
-        if name == "requests_refused":
-            return [((reason,), count) for reason, count in self._refused.items()]
         if name == "log_lines_dropped":
             return [((), num_dropped_lines())]
-        if name == "server_info":
-            return [((__version__, self._model_name, str(self._max_model_len)), 1)]
-        assert name == "cache_config_info", name
+        if name != "cache_config_info":
+            return self._counts[name].items()
         config = self._config
         described = (config.kv_cache_dtype, str(config.enable_prefix_caching))
         share = str(config.gpu_memory_utilization)

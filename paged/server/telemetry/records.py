@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ...requests.request import RequestMetrics, RequestOutput
 from ...sampling_params import SamplingParams
@@ -21,6 +20,13 @@ logger = logging.getLogger(__name__)
 SLOW_CLIENT = "slow_client"  # the reason for which a connection was cut whose client did not read
 CLIENT_GONE = 499  # the status of a request whose client disconnected, as in nginx; it is never sent
 TOO_MANY_CONNECTIONS = "connections"  # why a connection beyond the limit was refused
+# From which time of `RequestMetrics` to which each phase of a request lasts.
+PHASES = {
+    "queue": ("arrival_time", "first_scheduled_time"),
+    "prefill": ("first_scheduled_time", "first_token_time"),
+    "decode": ("first_token_time", "finished_time"),
+    "inference": ("first_scheduled_time", "finished_time"),
+}
 # Why a request was refused, by the status of its response.
 REFUSALS = {
     400: "invalid",
@@ -65,10 +71,9 @@ class RequestProgress:
         """The number of tokens of all samples; None while some may not have been sent."""
         return sum(self.num_generated) if self.num_generated or self.finished_at is not None else None
 
-    def seconds(self, start: str, end: str) -> float | None:
-        """Return the seconds between two times of `RequestMetrics`; None unless both are known."""
-        first = getattr(self.times, start, None)
-        last = getattr(self.times, end, None)
+    def seconds(self, phase: str) -> float | None:
+        """Return how long one of PHASES lasted; None unless that is known."""
+        first, last = (getattr(self.times, name, None) for name in PHASES[phase])
         return None if first is None or last is None else max(0.0, last - first)
 
 
@@ -210,8 +215,8 @@ class Ending:
     at: float
 
 
-class Observer(Protocol):
-    """A listener that every HTTP request is reported to."""
+class Observer:
+    """A listener that every HTTP request is reported to. A method that is not overridden does nothing."""
 
     def begin(self, record: RequestRecord) -> None:
         """Take note of a request whose body was accepted."""

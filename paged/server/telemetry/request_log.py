@@ -7,16 +7,13 @@ from typing import IO, Any
 
 from .log_lines import LogFormat, formatter_of
 from .log_queue import log_to_stderr
-from .records import Ending, RequestProgress, RequestRecord
+from .records import Ending, Observer, RequestProgress, RequestRecord
 
 _lines = logging.getLogger("paged.server.requests")
 
 
-class RequestLog:
-    """Writes a line when a request ends or is refused. An `Observer`."""
-
-    def begin(self, record: RequestRecord) -> None:
-        """Do nothing: the line is written at the end."""
+class RequestLog(Observer):
+    """Writes a line when a request ends or is refused, but none of probes and scrapes."""
 
     def end(self, record: RequestRecord, ending: Ending) -> None:
         """Write the line of a request."""
@@ -27,9 +24,6 @@ class RequestLog:
         """Write the line of a request that was refused before it began."""
         fields = {"route": route, "status": status, "reason": reason}
         _lines.info("refused", extra={"fields": {"id": request_id, **fields} if request_id else fields})
-
-    def responded(self, route: str, status: int) -> None:
-        """Do nothing: probes and scrapes would fill the log."""
 
     def close(self) -> None:
         """Write what is buffered."""
@@ -69,9 +63,9 @@ def fields_of(record: RequestRecord, ending: Ending) -> dict[str, Any]:
         "cached_tokens": record.total(lambda p: p.num_cached_tokens),
         "generated_tokens": record.total(lambda p: p.num_generated_tokens),
         "preemptions": record.total(lambda p: None if p.times is None else p.times.num_preemptions),
-        "queue_s": _longest(progress, "arrival_time", "first_scheduled_time"),
-        "prefill_s": _longest(progress, "first_scheduled_time", "first_token_time"),
-        "decode_s": _longest(progress, "first_token_time", "finished_time"),
+        "queue_s": _longest(progress, "queue"),
+        "prefill_s": _longest(progress, "prefill"),
+        "decode_s": _longest(progress, "decode"),
         "first_token_s": _first_token(record, progress),
         "total_s": round(ending.at - record.received, 6),
         "trace_id": None if record.trace is None else record.trace.trace_id,
@@ -79,8 +73,8 @@ def fields_of(record: RequestRecord, ending: Ending) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _longest(progress: list[RequestProgress], start: str, end: str) -> float | None:
-    seconds = [s for p in progress if (s := p.seconds(start, end)) is not None]
+def _longest(progress: list[RequestProgress], phase: str) -> float | None:
+    seconds = [s for p in progress if (s := p.seconds(phase)) is not None]
     return round(max(seconds), 6) if seconds else None
 
 

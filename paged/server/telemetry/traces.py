@@ -10,7 +10,7 @@ from typing import Any
 
 from ... import __version__
 from ...errors import ConfigError
-from .records import CLIENT_GONE, Ending, RequestRecord
+from .records import CLIENT_GONE, Ending, Observer, RequestRecord
 from .trace_context import TraceContext
 
 try:
@@ -26,10 +26,16 @@ else:
 
 # How long `close` waits for the collector.
 CLOSE_TIMEOUT_MS = 5000
+_PHASES = {
+    "gen_ai.latency.time_in_queue": "queue",
+    "gen_ai.latency.time_in_model_prefill": "prefill",
+    "gen_ai.latency.time_in_model_decode": "decode",
+    "gen_ai.latency.time_in_model_inference": "inference",
+}
 
 
-class Traces:
-    """Exports one span per request. An `Observer`.
+class Traces(Observer):
+    """Exports one span per request that began; none of refused ones, probes and scrapes.
 
     endpoint: the collector's URL for traces over HTTP, such as http://localhost:4318/v1/traces.
     exporter: in its place, where the spans go.
@@ -82,12 +88,6 @@ class Traces:
             span.set_status(trace.Status(trace.StatusCode.ERROR, ending.error or ending.reason))
         span.end(end_time=_since_epoch(ending.at))
 
-    def refused(self, route: str, status: int, reason: str, request_id: str) -> None:
-        """Do nothing: a request that did not begin has no span."""
-
-    def responded(self, route: str, status: int) -> None:
-        """Do nothing: probes and scrapes have no spans."""
-
     def close(self) -> None:
         """Export the spans that are left."""
         self._provider.force_flush(CLOSE_TIMEOUT_MS)
@@ -131,12 +131,7 @@ def _attributes(record: RequestRecord, ending: Ending) -> dict[str, Any]:
             "gen_ai.request.top_p": params.top_p,
         }
     if first is not None:
-        attributes |= {
-            "gen_ai.latency.time_in_queue": first.seconds("arrival_time", "first_scheduled_time"),
-            "gen_ai.latency.time_in_model_prefill": first.seconds("first_scheduled_time", "first_token_time"),
-            "gen_ai.latency.time_in_model_decode": first.seconds("first_token_time", "finished_time"),
-            "gen_ai.latency.time_in_model_inference": first.seconds("first_scheduled_time", "finished_time"),
-        }
+        attributes |= {name: first.seconds(phase) for name, phase in _PHASES.items()}
         if first.first_token_at is not None:
             attributes["gen_ai.latency.time_to_first_token"] = first.first_token_at - record.received
     return attributes

@@ -1,0 +1,516 @@
+"""AsyncEngine: the methods of engines for coroutines, whether on a thread or in other processes.
+
+Subclasses carry requests to an engine and bring back what it answers. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from ..base.validation import check_number, shown
+from ..config import EngineConfig
+from ..errors import (
+    ConfigError,
+    EngineDeadError,
+    RequestError,
+    RequestTimeoutError,
+    UsageError,
+    reject_unknown,
+)
+from ..requests.prompts import Prompt
+from ..requests.request import TIMEOUT_MESSAGE, RequestOutput
+from ..sampling_params import SamplingParams
+from ..scheduler.stats import EngineStats
+from ..text.chat_template import TEMPLATE_OPTIONS, Message
+from ..text.prompt_parser import ParsedPrompt, PromptParser
+from .embedding import EmbeddingRequestOutput, EmbeddingSpec, Pooling, check_pooling
+from .model_text import ModelText
+from .request_spec import ReportTerms, RequestSpec
+from .scoring import ScoreOutput, ScoreSpec, names_of_scores
+
+T = TypeVar("T")
+
+# Characters or tokens that are validated and encoded on the event loop; more would block it too long.
+MOST_AT_ONCE = 1024
+PARTS_OF_TURN = 8  # prompts of one request that are begun in one turn of the event loop
+STREAM_INTERVAL_S = 0.2  # text still appears to flow
+SHOW_SHARE = 0.01  # of the time may be spent on showing tokens of unfinished requests
+# About what is held of an answer until it is read.
+TOKEN_BYTES = 40
+CANDIDATE_BYTES = 200
+PAUSE_BYTES = 2**20  # unread: the request computes nothing until its reader has read
+LEAST_TIMEOUT_S = 1e-6  # of a request whose timeout_s has passed before its engine gets it
+# Is told the id of a request and the number of the engine that computes it, before it is computed.
+OnPlace = Callable[[str, int], object]
+
+
+def ignore_place(request_id: str, replica: int) -> None:
+    """Do nothing: an `OnPlace` of callers that need not know."""
+
+
+class EngineReplica(Protocol):
+    """One engine as its callers reach it, on a thread or in another process."""
+
+    @property
+    def replica(self) -> int:
+        """Its number."""
+
+    @property
+    def dead(self) -> EngineDeadError | None:
+        """The error of every call, once it has stopped."""
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since it last sent something."""
+
+    def check(self) -> None:
+        """Raise EngineDeadError if it has stopped."""
+
+    async def ask(self) -> EngineStats:
+        """Return the current stats. Raises EngineDeadError."""
+
+
+E = TypeVar("E", bound=EngineReplica)
+
+
+class RequestHandle(Protocol):
+    """A request that an engine has got, for its one reader."""
+
+    @property
+    def replica(self) -> int:
+        """The number of its engine."""
+
+    async def get(self) -> RequestOutput:
+        """Return the next output. Raises the error that ended the request."""
+
+    async def result(self) -> Any:
+        """Return what a request for a report on a prompt has found."""
+
+    def close(self) -> None:
+        """Abort the request if it is not finished, and drop what is held of it. From any thread."""
+
+
+class RequestStream(AsyncIterator[RequestOutput]):
+    """The outputs of one request, for one reader.
+
+    request_id: the id in its outputs, and for `AsyncEngine.abort`.
+    render: makes the prompt, before the request begins.
+    handle: of a request that has begun already.
+    account: counts what is held of its outputs; see `EngineClient`.
+
+    Raises UsageError for a second reader, whose outputs the first one would get.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine[Any],
+        request_id: str,
+        spec: RequestSpec,
+        *,
+        render: Callable[[], Prompt] | None = None,
+        handle: RequestHandle | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.spec = spec
+        self.render = render
+        self.account: Any = None
+        self._engine = engine  # is kept alive while the stream is read
+        self._handle = handle
+        self._is_over = False
+        self._is_read = False
+
+    @property
+    def replica(self) -> int:
+        """The number of the engine that computes it; 0 until it is chosen."""
+        return 0 if self._handle is None else self._handle.replica
+
+    async def __anext__(self) -> RequestOutput:
+        if self._is_over:
+            self._close()  # its reader has done with the last output
+            raise StopAsyncIteration
+        if self._is_read:
+            raise UsageError(f"request {self.request_id!r} has a reader already; a stream takes one")
+        self._is_read = True
+        try:
+            if self._handle is None:
+                self._handle = await self._engine.begin(self)
+            output = await self._handle.get()
+        except BaseException:  # cancelled, most of all
+            self._close()
+            raise
+        finally:
+            self._is_read = False
+        self._is_over = output.finished
+        return output
+
+    async def aclose(self) -> None:
+        """Abort the request if it is not finished."""
+        self._close()
+
+    def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._is_over = True
+        if self._handle is not None:
+            self._handle.close()
+
+
+class AsyncEngine(ABC, Generic[E]):
+    """What `AsyncLLMEngine` and `EngineClient` share: one engine for coroutines, or several of one model.
+
+    config: the options of the engine.
+    max_model_len: most tokens of prompt and output together.
+    text: the tokenizer, chat templates and sampling defaults of the model.
+    prompts: the parser of prompts.
+    """
+
+    config: EngineConfig
+    max_model_len: int
+    text: ModelText
+    prompts: PromptParser
+    _engines: Sequence[E]
+
+    def generate(
+        self,
+        prompt: Prompt | ParsedPrompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: float | None = None,
+        tenant: str = "",
+        timeout_s: float | None = None,
+        generated_token_ids: Sequence[int] = (),
+    ) -> RequestStream:
+        """Return an async iterator over the outputs of a prompt. The last output has finished=True.
+
+        What each output holds is set by output_kind. The arguments are those of `LLMEngine.add_request`;
+        request_id is by default the next number.
+
+        The request begins when the first output is awaited. It is aborted, and its blocks are freed within a
+        step, if the reading task is cancelled or the iterator is closed or collected.
+
+        Iterating raises RequestError if the prompt or a parameter is wrong, QueueFullError if max_waiting
+        requests wait already, and EngineDeadError if the engine has stopped.
+        """
+        spec = RequestSpec(prompt, sampling_params, priority, tenant, timeout_s, generated_token_ids)
+        return RequestStream(self, self._id(request_id), spec)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: float | None = None,
+        tenant: str = "",
+        timeout_s: float | None = None,
+        **template: Any,
+    ) -> RequestStream:
+        """Return an async iterator over the answers to one conversation, as `generate` does.
+
+        template: tools, add_generation_prompt, continue_final_message, chat_template and chat_template_kwargs
+            of `LLMEngine.chat`.
+
+        Iterating raises RequestError also if the template refuses the conversation.
+        """
+        reject_unknown("chat", template, TEMPLATE_OPTIONS)
+        render = partial(self.text.render_chat, messages, **template)
+        spec = RequestSpec("", sampling_params, priority, tenant, timeout_s)
+        return RequestStream(self, self._id(request_id), spec, render=render)
+
+    async def fork(
+        self,
+        request_id: str,
+        new_request_id: str | None = None,
+        sampling_params: SamplingParams | None = None,
+    ) -> RequestStream:
+        """Duplicate an unfinished request, as `LLMEngine.fork` does. Return the stream of the new one."""
+        await self._attach()
+        new_id = self._id(new_request_id)
+        handle = await self._fork(request_id, new_id, sampling_params)
+        return RequestStream(self, new_id, RequestSpec("", sampling_params), handle=handle)
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        request_id: str | None = None,
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        priority: float = 0.0,
+        tenant: str = "",
+        timeout_s: float | None = None,
+        on_place: OnPlace = ignore_place,
+    ) -> EmbeddingRequestOutput:
+        """Embed a prompt, as `LLMEngine.encode` does, in the same steps as all other requests.
+
+        timeout_s: seconds after which the output has an error in place of a vector; None sets no limit.
+        on_place: is told the id of the request and the number of its engine, from 0.
+
+        Raises RequestError, QueueFullError or EngineDeadError. A cancelled task aborts the request.
+        """
+        check_pooling(pooling, normalize)
+        deadline = Deadline(timeout_s)
+        await self._attach()
+        parse = partial(self.prompts.parse, prompt)
+        parsed = (
+            parse()
+            if is_parsed_quickly(prompt)
+            else await self._in_pool(self.text.tokenizing, parse, deadline)
+        )
+        # The text is not sent there and back.
+        spec = EmbeddingSpec(replace(parsed, text=None), pooling, normalize)
+        terms = ReportTerms(priority, tenant, deadline.left_s)
+        (output,) = await self._report([self._id(request_id)], [spec], terms, parsed, on_place)
+        found: EmbeddingRequestOutput = replace(output, prompt=parsed.text)
+        return found
+
+    embed = encode
+
+    async def score(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[str | Sequence[int]],
+        request_id: str | None = None,
+        *,
+        priority: float = 0.0,
+        tenant: str = "",
+        timeout_s: float | None = None,
+        on_place: OnPlace = ignore_place,
+    ) -> list[ScoreOutput]:
+        """Return the log-probability of each continuation of a prompt, as `LLMEngine.score` does.
+
+        Raises and is cancelled as `encode`.
+        """
+        deadline = Deadline(timeout_s)
+        await self._attach()
+        parse = partial(self.prompts.parse_continued, prompt, continuations)
+        parsed, wholes = await self._in_pool(self.text.tokenizing, parse, deadline)
+        specs = [ScoreSpec(whole, len(parsed.token_ids)) for whole in wholes]
+        names = names_of_scores(self._id(request_id), len(specs))
+        terms = ReportTerms(priority, tenant, deadline.left_s)
+        return await self._report(names, specs, terms, parsed, on_place)
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer of transformers. Raises UsageError if the engine has none."""
+        return self.text.get_tokenizer()
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """End a request, whose reader gets a last output. Do nothing if no unfinished request has this id."""
+
+    async def stats(self) -> EngineStats:
+        """Return current counts of requests, blocks and tokens, and totals so far, of all engines."""
+        await self._attach()
+        return EngineStats.total(await asyncio.gather(*(engine.ask() for engine in self._running())))
+
+    @abstractmethod
+    async def stats_by_engine(self) -> list[EngineStats]:
+        """Return the stats of each engine, in another process those of at most a second ago."""
+
+    async def silent_s(self) -> dict[int, float]:
+        """Return for how many seconds each engine that has not ended has sent nothing."""
+        await self._attach()
+        await asyncio.sleep(0)  # what the sockets hold is read first
+        return {engine.replica: engine.silent_s for engine in self._running()}
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return a line about the model and its KV cache."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Abort all requests, whose readers get EngineDeadError, and end the engines."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are served: until `shutdown`, or until no engine is left."""
+        return any(engine.dead is None for engine in self._engines)
+
+    @property
+    def errored(self) -> bool:
+        """Whether a step has raised, or a process has ended."""
+        return any(engine.dead is not None and engine.dead.__cause__ is not None for engine in self._engines)
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """The error that calls raise; None while requests are served."""
+        return None if self.is_running else self._engines[0].dead
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    def count_together(self, streams: Sequence[RequestStream], *, is_whole: bool) -> None:
+        """Bound what all streams of one reader hold, where it is held in this process.
+
+        is_whole: whether the reader sends all of it together, when all are finished.
+        """
+
+    async def begin(self, stream: RequestStream) -> RequestHandle:
+        """Send the request of a stream to an engine."""
+        await self._attach()
+        spec = stream.spec
+        params = spec.params(self.text.default_params)
+        deadline = Deadline(params.timeout_s)
+        spec = replace(spec, sampling_params=params, priority=None, timeout_s=None)
+        if stream.render is not None:
+            prompt = await self._in_pool(self.text.rendering, stream.render, deadline)
+            spec = replace(spec, prompt=prompt)
+        prepare = partial(self._prepare, spec)
+        is_quick = self._is_prepared_quickly(spec)
+        spec = await self._in_pool(self.text.tokenizing, prepare, deadline, is_quick=is_quick)
+        # Nothing is awaited from here on: a reader that is cancelled has a handle, or no request.
+        return self._begin(stream.request_id, replace(spec, timeout_s=deadline.left_s), stream.account)
+
+    async def _report(
+        self,
+        names: Sequence[str],
+        specs: Sequence[EmbeddingSpec | ScoreSpec],
+        terms: ReportTerms,
+        prompt: ParsedPrompt,
+        on_place: OnPlace,
+    ) -> list[Any]:
+        """Compute prompts for their reports alone, on one engine, as they begin with the same prompt."""
+        engine = self._choose(prompt.token_ids)
+        handles = list[RequestHandle]()
+        try:
+            async for name, spec in paced(zip(names, specs, strict=True)):
+                handles.append(self._begin_report(engine, name, spec, terms))
+                on_place(name, handles[-1].replica)
+            return [await handle.result() for handle in handles]
+        finally:  # cancelled, or one is refused
+            for handle in handles:
+                handle.close()
+
+    def _running(self) -> list[E]:
+        """Return the engines that have not stopped. Raises EngineDeadError if none is left."""
+        running = [engine for engine in self._engines if engine.dead is None]
+        if not running:
+            self._engines[0].check()
+        return running
+
+    def _choose(self, token_ids: Sequence[int]) -> E:  # noqa: ARG002
+        """Return the engine for a prompt. Raises EngineDeadError if none is left."""
+        return self._running()[0]
+
+    def _id(self, request_id: str | None) -> str:
+        request_id = self._next_id() if request_id is None else request_id
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a string, got {shown(request_id)}")
+        return request_id
+
+    def _is_prepared_quickly(self, spec: RequestSpec) -> bool:
+        """Return whether `_prepare` is so quick that it may block the event loop."""
+        return is_parsed_quickly(spec.prompt)
+
+    async def _in_pool(
+        self,
+        pool: ThreadPoolExecutor,
+        function: Callable[[], T],
+        deadline: Deadline,
+        *,
+        is_quick: bool = False,
+    ) -> T:
+        """Call a function on a thread of the pool, or here if it is quick. Raises RequestTimeoutError."""
+        if is_quick:
+            return function()
+        return await deadline.wait_for(asyncio.get_running_loop().run_in_executor(pool, function))
+
+    # How requests reach an engine
+
+    @abstractmethod
+    async def _attach(self) -> None:
+        """Get ready for requests from the running event loop."""
+
+    @abstractmethod
+    def _next_id(self) -> str:
+        """Return an id that no unfinished request has."""
+
+    @abstractmethod
+    def _prepare(self, spec: RequestSpec) -> RequestSpec:
+        """Return the request with what takes long to make of its prompt and parameters. From any thread."""
+
+    @abstractmethod
+    def _begin(self, request_id: str, spec: RequestSpec, account: Any) -> RequestHandle:
+        """Send a prepared request to an engine."""
+
+    @abstractmethod
+    def _begin_report(
+        self, engine: E, request_id: str, spec: EmbeddingSpec | ScoreSpec, terms: ReportTerms
+    ) -> RequestHandle:
+        """Send a request for a report on a prompt to this engine."""
+
+    @abstractmethod
+    async def _fork(
+        self, request_id: str, new_request_id: str, params: SamplingParams | None
+    ) -> RequestHandle:
+        """Send the duplicate of a request to the engine that has it."""
+
+
+async def paced(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield the parts of one request, and let the event loop do other work after every few."""
+    for i, item in enumerate(items):
+        if i and i % PARTS_OF_TURN == 0:
+            await asyncio.sleep(0)
+        yield item
+
+
+def check_interval(seconds: float) -> None:
+    """Raise ConfigError unless stream_interval_s is a number of seconds."""
+    check_number(ConfigError, "stream_interval_s", seconds, 0.0)
+
+
+def next_show(started: float, ended: float, stream_interval_s: float) -> float:
+    """Return when to show tokens again after showing some, which took from `started` to `ended`.
+
+    Until then tokens are held back, so that showing takes at most SHOW_SHARE of the time, for at most
+    stream_interval_s.
+    """
+    return ended + min((ended - started) / SHOW_SHARE, stream_interval_s)
+
+
+def is_parsed_quickly(prompt: object) -> bool:
+    """Return whether a prompt is parsed so quickly that it may block the event loop."""
+    parts = [*prompt.values()] if isinstance(prompt, Mapping) else [prompt]
+    return sum(len(part) for part in parts if isinstance(part, Sized)) <= MOST_AT_ONCE
+
+
+def is_compiled_quickly(params: SamplingParams) -> bool:
+    """Return whether parameters are compiled so quickly that they may delay other requests."""
+    if params.structured_outputs is not None or params.dry_multiplier:
+        return False
+    return sum(map(len, (*params.stop, *params.bad_words))) <= MOST_AT_ONCE
+
+
+class Deadline:
+    """The time at which a request's timeout_s has passed, which counts from now; None sets no limit."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._at = None if timeout_s is None else time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float | None:
+        """What is left of timeout_s."""
+        return None if self._at is None else max(self._at - time.monotonic(), LEAST_TIMEOUT_S)
+
+    async def wait_for(self, awaitable: Awaitable[T]) -> T:
+        """Return what is awaited. Raises RequestTimeoutError if that takes too long."""
+        waiting = asyncio.timeout(self.left_s)
+        try:
+            async with waiting:
+                return await awaitable
+        except TimeoutError:
+            if not waiting.expired():
+                raise
+            raise RequestTimeoutError(TIMEOUT_MESSAGE) from None

@@ -1,0 +1,87 @@
+"""What a caller asks of an engine for one prompt, as given. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from ..base.validation import shown
+from ..errors import RequestError
+from ..requests.prompt_report import PromptReport
+from ..requests.prompts import Prompt
+from ..requests.request import Grammar, Request
+from ..requests.stop_strings import StopStrings
+from ..requests.token_rules import TokenRules
+from ..sampling_params import SamplingParams
+from ..text.prompt_parser import ParsedPrompt
+
+Found = TypeVar("Found", covariant=True)
+
+
+class Prepared(NamedTuple):
+    """The parts of a request that may take long to make: the tokenized prompt and the compiled parameters."""
+
+    prompt: ParsedPrompt
+    rules: TokenRules = TokenRules()
+    stops: StopStrings | None = None
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """A request to generate tokens. `RequestFactory.new_group` validates it.
+
+    prompt: as given, or already prepared.
+    sampling_params: None takes the engine's defaults.
+    priority, timeout_s: replace those of sampling_params where not None.
+    generated_token_ids: the output so far, which another engine made.
+    """
+
+    prompt: Prompt | ParsedPrompt | Prepared
+    sampling_params: SamplingParams | None
+    priority: float | None = None
+    tenant: str = ""
+    timeout_s: float | None = None
+    generated_token_ids: Sequence[int] = ()
+
+    def params(self, default: SamplingParams) -> SamplingParams:
+        """Return the sampling parameters, with the request's own priority and timeout_s.
+
+        Raises RequestError if they are none.
+        """
+        params = check_is_params(default if self.sampling_params is None else self.sampling_params)
+        options: dict[str, Any] = {"priority": self.priority, "timeout_s": self.timeout_s}
+        given = {name: value for name, value in options.items() if value is not None}
+        return replace(params, **given) if given else params
+
+
+class ReportSpec(Protocol[Found]):
+    """A request to find something about a prompt, for which nothing is generated."""
+
+    @property
+    def prompt(self) -> ParsedPrompt:
+        """What is computed."""
+
+    def report(self) -> PromptReport:
+        """Return a new report for the request to fill."""
+
+    def output(self, request: Request) -> Found:
+        """Return what the report of the finished request says."""
+
+
+class ReportTerms(NamedTuple):
+    """How a request for a report is scheduled."""
+
+    priority: float = 0.0
+    tenant: str = ""
+    timeout_s: float | None = None
+
+
+def check_is_params(params: Any) -> SamplingParams:
+    """Return the sampling parameters. Raises RequestError if they are none."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(
+            f"sampling_params must be SamplingParams, got {shown(params)}", param="sampling_params"
+        )
+    return params
