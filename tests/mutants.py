@@ -300,6 +300,34 @@ MUTANTS = {
             "self.requests.append(request)",
         ),
     ],
+    "runner/plan": [
+        ("grown block tables are not sent", "[*schedule.grown, *range(", "[*range("),
+        (
+            "a newcomer's first blocks are not sent",
+            "first = 0 if is_new else start // self.block_size",
+            "first = start // self.block_size",
+        ),
+        (
+            "a block that is filled up is not sent",
+            "is_new else start // self.block_size",
+            "is_new else -(-start // self.block_size)",
+        ),
+        (
+            "newcomers that are not in the step are not sent",
+            "requests = schedule.requests + [request for request in newcomers if request not in present]",
+            "requests = schedule.requests",
+        ),
+        (
+            "a seat is told a part's first token",
+            "last_token = request.token_ids[-1]",
+            "last_token = request.token_ids[start]",
+        ),
+        (
+            "a newcomer's token is not sent",
+            "if is_new or row >= part.num_decodes:",
+            "if row >= part.num_decodes:",
+        ),
+    ],
     "scheduler/waiting": [
         ("the held are admitted", "if request.held:", "if False:"),
         (

@@ -173,7 +173,8 @@ class EngineCore:
     def _update(self, schedule: Schedule, output: StepOutput) -> list[Request]:
         """Record the results of a step. Return the requests that got a token or an error."""
         num_finished = self.scheduler.counters.num_finished
-        output.record_reports()  # both by position, so that a step which is computed again overwrites them
+        # Both by position, so that a step which is computed again overwrites them.
+        output.record_reports(schedule)
         output.record_logprobs(schedule)
         # Without those of new tokens, the unread ones of many requests would become ever more.
         self._num_to_read = sum(len(place.token_ids) for place in output.logprobs.values())

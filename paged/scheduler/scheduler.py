@@ -117,7 +117,8 @@ class Scheduler:
             self._admit_waiting(unfinished, schedule)
         if not schedule.is_empty:
             self._running.begin_step()
-            schedule.newcomers = self._running.take_newcomers() if schedule.requests else []
+            if schedule.requests:
+                self._running.take_changes(schedule)
         elif not self.block_manager.pool.num_steps_in_flight and self._must_run():
             raise AssertionError("an idle step with work to do")
         return schedule
