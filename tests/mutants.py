@@ -109,7 +109,7 @@ MUTANTS = {
         ("registers behind what is gone", "(index and not all(map(pool.is_known, seq.last)))", "False"),
         (
             "shared blocks are written",
-            "if start % self.block_size and pool.refcount",
+            "if index < len(table) and pool.refcount",
             "if False and pool.refcount",
         ),
         (
@@ -123,8 +123,8 @@ MUTANTS = {
         ("the table keeps the copy's source", "seq.tables[group][index] = target", "pass"),
         (
             "a forked parent writes without a look",
-            "seq.capacity = copy.capacity = min(",
-            "copy.capacity = min(",
+            "for either in (seq, copy):",
+            "for either in (copy,):",
         ),
         ("a fork takes no reference", "self.pool.share(seq.live(group))", "pass"),
         ("no block for a fork's copy", "missing += 1  # forked", "missing += 0  # forked"),
@@ -214,6 +214,18 @@ MUTANTS = {
             "(self._running if request.status",
             "(self.running if request.status",
         ),
+        (
+            "after an empty run nothing is computed again",
+            "num_known - 1 + len(run))",
+            "num_known)",
+        ),
+        (
+            "a token computed again is written into a shared block",
+            "self.block_manager.rewind(request.blocks, request.num_computed_tokens)",
+            "pass",
+        ),
+        ("seats do not know of a run", "self._running.tell_anew(request)  # its", "pass  # its"),
+        ("a run goes on after a stop token", "if not request.ready:  # finished", "if False:  # finished"),
         ("steps never end", "self._running.end_step()\n        now", "now"),
     ],
     "scheduler/seats": [

@@ -44,6 +44,7 @@ from paged.scheduler.waiting import Need, Room
 
 STOP = 0
 HOLDS = 2**40  # makes another seed of the same world, so that the other choices stay what they were
+RUNS = 2**41
 UNWRITTEN = b"\xff"
 
 
@@ -196,6 +197,8 @@ class World:
         self.long_from = apart.randint(2, 40) if apart.random() < 0.3 else None
         self.holding = random.Random(seed ^ HOLDS)
         self.hold_share = self.holding.choice((0.0, 0.0, 0.05, 0.3))
+        self.running = random.Random(seed ^ RUNS)
+        self.run_share = self.running.choice((0.0, 0.0, 0.1, 0.4))  # of rows that get no token, or several
 
     def _num_cached(self, request: Request) -> int:
         return self.manager.num_matched(request.blocks, request.token_ids)
@@ -239,7 +242,7 @@ class World:
         """Return the most steps in which a request can be computed."""
         times = self.max_preemptions + (1 if self.long_from is None else 2)
         most = request.inputs.max_total_tokens * times
-        return most * (1 + len(request.siblings)) * self.depth
+        return int(most * (1 + len(request.siblings)) * self.depth / (1 - self.run_share))
 
     # Users
 
@@ -524,7 +527,12 @@ class World:
         tokens = tokens[: len(schedule.sampled_requests)]
         for seat, token in zip(schedule.sampled_seats, tokens, strict=True):
             self.last_tokens[seat] = token or 0
-        advanced = self.scheduler.update(schedule, tokens)
+        runs = {}
+        for row, (request, value) in enumerate(zip(schedule.sampled_requests, truths, strict=False)):
+            if tokens[row] is not None and self.running.random() < self.run_share:
+                runs[row] = self.run_of(request, value)
+                tokens[row] = None
+        advanced = self.scheduler.update(schedule, tokens, runs=runs)
         if self.long_from is not None:
             for request in advanced:
                 if request.finish_reason is None and request.num_tokens % 7 == self.long_from % 7:
@@ -533,8 +541,21 @@ class World:
         self.scheduler.check()
         for request in advanced:
             assert request.metrics.num_preemptions <= self.max_preemptions, "preempted too often"
+            assert request.num_tokens <= request.inputs.max_total_tokens, "a request has too many tokens"
+            assert STOP not in request.output_token_ids[:-1], "tokens follow the one that ended a request"
             if request.status is RequestStatus.FINISHED:
                 del self.live[request.request_id]
+
+    def run_of(self, request: Request, value: int) -> list[int]:
+        """Return the next tokens after a slot with this value: none, or as many as steps would have given."""
+        run = list[int]()
+        for _ in range(self.running.choice((0, 0, 1, 2, 3))):
+            token = self.sample(request, value)
+            if token is None:
+                break
+            run.append(token)
+            value = slot_value(value, token)
+        return run
 
     def stop(self, request: Request) -> None:
         """Finish some requests whose newest token completes a stop string."""

@@ -178,7 +178,7 @@ class EngineCore:
         output.record_logprobs(schedule)
         # Without those of new tokens, the unread ones of many requests would become ever more.
         self._num_to_read = sum(len(place.token_ids) for place in output.logprobs.values())
-        advanced = self.scheduler.update(schedule, output.tokens, output.errors)
+        advanced = self.scheduler.update(schedule, output.tokens, output.errors, output.runs)
         num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
         if self._with_grammars:
             self._begin_masks(advanced)

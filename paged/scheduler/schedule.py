@@ -142,7 +142,8 @@ class Schedule:
 class StepOutput:
     """The results of a step, by rows of schedule.sampled_requests.
 
-    tokens: None for a row in errors.
+    tokens: the token of each row that got one; None for the others, which are in runs or in errors.
+    runs: the tokens of rows that got none or several. A row without any is sampled again.
     logprobs: for the rows that asked for them.
     errors: why a row has no token; its request ends.
     reports: for each of `Schedule.asked_rows`.
@@ -151,6 +152,7 @@ class StepOutput:
     tokens: list[int | None] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    runs: dict[int, list[int]] = field(default_factory=dict)
     reports: list[ReportedRows] = field(default_factory=list)
 
     def record_reports(self, schedule: Schedule) -> None:

@@ -19,6 +19,7 @@ from .schedule import NOT_FINITE, Schedule, SchedulerCounters
 from .waiting import Room, WaitingQueue
 
 NO_ERRORS: Mapping[int, str] = MappingProxyType({})
+NO_RUNS: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 class Scheduler:
@@ -256,14 +257,21 @@ class Scheduler:
         return self.max_num_batched_tokens - schedule.num_tokens
 
     def update(
-        self, schedule: Schedule, sampled: Sequence[int | None], errors: Mapping[int, str] = NO_ERRORS
+        self,
+        schedule: Schedule,
+        sampled: Sequence[int | None],
+        errors: Mapping[int, str] = NO_ERRORS,
+        runs: Mapping[int, Sequence[int]] = NO_RUNS,
     ) -> list[Request]:
         """Record the results of a finished step, the oldest in flight.
 
-        sampled: a token for each of `schedule.sampled_requests`; None ends that request with an error.
+        sampled: a token for each of `schedule.sampled_requests`; None ends that request with an error, unless
+            its row is in runs.
         errors: the error messages by rows of sampled; by default that the logits were not finite.
+        runs: the tokens by rows of sampled that got none or several.
 
-        Returns the sampled requests not aborted meanwhile, then those that ended with their prompt's report.
+        Returns the sampled requests that got a token or an error and were not aborted meanwhile, then those
+        that ended with their prompt's report.
         """
         self._running.end_step()
         now = self.clock()
@@ -287,8 +295,11 @@ class Scheduler:
                 continue
             request.ready = True
             if token is None:
-                request.finish("error", now, errors.get(row, NOT_FINITE))
-                num_finished += 1
+                if row in runs:
+                    self._take_run(request, runs[row], now)
+                else:
+                    request.finish("error", now, errors.get(row, NOT_FINITE))
+                num_finished += request.finish_reason is not None
                 continue
             token_ids = request.token_ids
             token_ids.append(token)
@@ -302,8 +313,32 @@ class Scheduler:
             self.release_finished()
         if num_aborted:
             advanced = [r for r in advanced if r.finish_reason != "abort"]
+        if runs:
+            empty = {id(schedule.sampled_requests[row]) for row, run in runs.items() if not run}
+            advanced = [r for r in advanced if id(r) not in empty]
         self.policy.generated(advanced)
         return advanced + reported if reported else advanced
+
+    def _take_run(self, request: Request, run: Sequence[int], now: float) -> None:
+        """Append several tokens, or none: then the request's last token is computed once more, and sampled.
+
+        Of several, those that the step has computed already are not computed again.
+        """
+        num_known = request.num_tokens
+        request.num_computed_tokens = min(request.num_computed_tokens, num_known - 1 + len(run))
+        self.block_manager.rewind(request.blocks, request.num_computed_tokens)
+        self._running.tell_anew(request)  # its seat knows another last token
+        for token in run:
+            request.token_ids.append(token)
+            if request.num_tokens >= request.alert_at or token in request.stop_ids:
+                request.on_token(token, now)
+            if request.has_just_grown_long:
+                self.preemption.hold_grown_long(request)
+            if not request.ready:  # finished, or grown long: what follows does not count
+                break
+        num_more = request.num_tokens - num_known - 1  # than the one that is counted for each row
+        self.counters.num_generated_tokens += num_more
+        self.policy.generated([request] * num_more)
 
     def release_finished(self) -> None:
         """Free the blocks of finished requests."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 
 from paged import SamplingParams
+from paged.runner.model_runner import ModelRunner
 from paged.runner.plan import IN_SEAT, ComputedPart, SampledPart, StepPlan
+from paged.scheduler.schedule import Schedule, StepOutput
 from tests.support.batches import steps_from_bytes
 from tests.support.engine_uses import CASES, Case, sampled
 
@@ -53,6 +57,28 @@ def test_a_decode_is_a_seat_and_its_start():
     sizes = {len(part) for plan in plans if not plan.computed.changes for part in plan.to_bytes()}
     assert max(sizes) < 400
     assert sum(not plan.computed.changes for plan in plans) >= 5
+
+
+@pytest.mark.parametrize("name", ["sampling", "a grammar"])
+def test_a_row_that_gets_no_token_is_sampled_again(name):
+    case, rng, dropped = CASES[name], random.Random(3), 0
+    engine = case.engine()
+    expected = case.use(engine)
+    execute = ModelRunner.execute
+
+    def dropping(runner: ModelRunner, schedule: Schedule) -> StepOutput:
+        nonlocal dropped
+        output = execute(runner, schedule)
+        for row in range(len(output.tokens)):
+            if rng.random() < 0.4:
+                output.tokens[row], output.runs[row] = None, []
+                output.logprobs.pop(row, None)
+                dropped += 1
+        return output
+
+    with mock.patch.object(ModelRunner, "execute", dropping):
+        assert case.use(engine).tokens == expected.tokens
+    assert dropped > 2
 
 
 def test_an_empty_plan_is_read_back():
