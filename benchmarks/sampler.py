@@ -23,6 +23,7 @@ from paged import LLMEngine, SamplingParams
 from paged.device.transfers import Upload
 from paged.requests.request import Request
 from paged.sampling.sampler import Draw
+from paged.sampling.seats import Sampled
 
 ALL_ON: dict[str, Any] = {
     "temperature": 0.8,
@@ -106,19 +107,21 @@ class TimedSampler:
         self.clock = clock
         self.times: list[float] = []
         self.logits = torch.empty(0)
-        self.requests: Sequence[Request] = ()
+        self.requests: list[Request] = []
         self.token_ids: list[list[int]] = []
         self.step: Any = None
         self.keep = False
+        self._scheduler = engine.scheduler
         self._prepare = type(engine.runner.sampler).prepare.__get__(engine.runner.sampler)
         engine.runner.sampler.prepare = self.prepare  # type: ignore[assignment,method-assign]
 
-    def prepare(self, requests: Sequence[Request], positions: Any, upload: Upload) -> TimedSampler:
+    def prepare(self, sampled: Sequence[Sampled], positions: Any, upload: Upload) -> TimedSampler:
         """Time what comes before the model runs. The sampler then stands in for the step's `Draw`."""
         if self.keep:
-            self.requests, self.token_ids = requests, [request.token_ids.copy() for request in requests]
+            self.requests = self._scheduler.running.copy()
+            self.token_ids = [request.token_ids.copy() for request in self.requests]
         started = self.clock()
-        self._draw: Draw = self._prepare(requests, positions, upload)
+        self._draw: Draw = self._prepare(sampled, positions, upload)
         self.times.append(self.clock() - started)
         return self
 

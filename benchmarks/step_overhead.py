@@ -49,17 +49,23 @@ def step_in_parts(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
     runner, times = engine.runner, [time.perf_counter()]
     schedule = engine.scheduler.schedule()
     times.append(time.perf_counter())
-    upload = runner.transfers.new_upload()
-    step = runner.batches.put(schedule, upload)
+    plan = runner.plan(schedule)
+    upload, download = runner.transfers.new_upload(), runner.transfers.new_download()
+    step = runner.batches.put(plan.computed, upload)
     upload.send()
     batch = runner.batches.batch(step)
     times.append(time.perf_counter())
     with TrustedContents():  # as in runner.execute
         logits, best, _ = runner.compute(batch)
         times.append(time.perf_counter())
-        step = runner.sampler.sample(logits, schedule.sampled_requests, best=best)
+        seats = runner.sampling_seats.at(plan.computed.sampled_seats)
+        draw = runner.sampler.prepare(seats, plan.computed.positions, upload)
+        tokens = draw.run(logits, download, best=best)
+        assert tokens is not None, "no row is sampled"
+        runner.batches.record(step, tokens)
+        output = draw.result()
     times.append(time.perf_counter())
-    engine.scheduler.update(schedule, step.tokens, step.errors)
+    engine.scheduler.update(schedule, output.tokens, output.errors)
     times.append(time.perf_counter())
     for name, start, end in zip(parts, times[:-1], times[1:], strict=True):
         parts[name].append(end - start)

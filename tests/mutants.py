@@ -109,7 +109,7 @@ MUTANTS = {
         ("registers behind what is gone", "(index and not all(map(pool.is_known, seq.last)))", "False"),
         (
             "shared blocks are written",
-            "if start % self.block_size and pool.refcount",
+            "if index < len(table) and pool.refcount",
             "if False and pool.refcount",
         ),
         (
@@ -123,8 +123,8 @@ MUTANTS = {
         ("the table keeps the copy's source", "seq.tables[group][index] = target", "pass"),
         (
             "a forked parent writes without a look",
-            "seq.capacity = copy.capacity = min(",
-            "copy.capacity = min(",
+            "for either in (seq, copy):",
+            "for either in (copy,):",
         ),
         ("a fork takes no reference", "self.pool.share(seq.live(group))", "pass"),
         ("no block for a fork's copy", "missing += 1  # forked", "missing += 0  # forked"),
@@ -214,6 +214,18 @@ MUTANTS = {
             "(self._running if request.status",
             "(self.running if request.status",
         ),
+        (
+            "after an empty run nothing is computed again",
+            "num_known - 1 + len(run))",
+            "num_known)",
+        ),
+        (
+            "a token computed again is written into a shared block",
+            "self.block_manager.rewind(request.blocks, request.num_computed_tokens)",
+            "pass",
+        ),
+        ("seats do not know of a run", "self._running.resend(request)  # its", "pass  # its"),
+        ("a run goes on after a stop token", "if not request.ready:  # finished", "if False:  # finished"),
         ("steps never end", "self._running.end_step()\n        now", "now"),
     ],
     "scheduler/seats": [
@@ -298,6 +310,34 @@ MUTANTS = {
             "runs in order of joining",
             "bisect.insort(self.requests, request, key=lambda other: other.rank)",
             "self.requests.append(request)",
+        ),
+    ],
+    "runner/plan": [
+        ("grown block tables are not sent", "[*schedule.grown, *range(", "[*range("),
+        (
+            "a newcomer's first blocks are not sent",
+            "first = 0 if is_new else start // self.block_size",
+            "first = start // self.block_size",
+        ),
+        (
+            "a block that is filled up is not sent",
+            "is_new else start // self.block_size",
+            "is_new else -(-start // self.block_size)",
+        ),
+        (
+            "newcomers that are not in the step are not sent",
+            "requests = schedule.requests + [request for request in newcomers if request not in present]",
+            "requests = schedule.requests",
+        ),
+        (
+            "a seat is told a part's first token",
+            "last_token = request.token_ids[-1]",
+            "last_token = request.token_ids[start]",
+        ),
+        (
+            "a newcomer's token is not sent",
+            "if is_new or row >= part.num_decodes:",
+            "if row >= part.num_decodes:",
         ),
     ],
     "scheduler/waiting": [

@@ -4,7 +4,8 @@
     python -m tests.simulation --steps 100_000_000
     python -m tests.simulation --seed 1234             # one world again, the one that failed
 
-A world is a seed: it fixes every size, option, arrival, abort, fork and pin. The made-up model writes into
+A world is a seed: it fixes every size, option, arrival, abort, fork and pin. The made-up model runs each step
+from its plan, in some worlds from the plan's bytes, and keeps of each seat what it was told. It writes into
 each slot a hash of the token and of the slot before, which it reads through the block table; the next token
 is a hash of all slots that it sees. So a block that is lost, shared wrongly, reused early or not copied
 changes what is read, and everything that is read is compared with the content of an endless memory. After
@@ -35,6 +36,7 @@ from paged.blocks.pool import BlockPool
 from paged.blocks.prefix_chain import sha256_block
 from paged.errors import QueueFullError
 from paged.requests.request import LONG, NO_MASK, SLOW_READER, Request, RequestInputs, RequestStatus
+from paged.runner.plan import IN_SEAT, ComputedPart, Planner, StepPlan
 from paged.scheduler.policies import POLICIES, new_policy
 from paged.scheduler.schedule import Schedule
 from paged.scheduler.scheduler import Scheduler
@@ -42,6 +44,7 @@ from paged.scheduler.waiting import Need, Room
 
 STOP = 0
 HOLDS = 2**40  # makes another seed of the same world, so that the other choices stay what they were
+RUNS = 2**41
 UNWRITTEN = b"\xff"
 
 
@@ -179,7 +182,12 @@ class World:
         ]
         self.prefixes = [[rng.randint(1, 3) for _ in range(24)] for _ in range(3)]
         self.live: dict[str, tuple[Request, Truth]] = {}
-        self.seated: dict[int, Request] = {}  # what the device knows
+        self.seated: dict[int, Request] = {}  # whose seats the device has been told of
+        self.sends_bytes = seed % 4 == 0  # not always, since it takes a tenth of the time
+        self.planner = Planner(self.block_size, len(windows))
+        # What the device keeps of each seat: its last token and its block tables.
+        self.last_tokens = [0] * self.max_num_seqs
+        self.tables = [[array("i") for _ in windows] for _ in range(self.max_num_seqs)]
         self.in_flight: deque[tuple[Schedule, list[tuple[Request, int]], list[list[array[int]]]]] = deque()
         self.pins: list[str] = []
         self.num_requests = self.num_steps = 0
@@ -189,6 +197,8 @@ class World:
         self.long_from = apart.randint(2, 40) if apart.random() < 0.3 else None
         self.holding = random.Random(seed ^ HOLDS)
         self.hold_share = self.holding.choice((0.0, 0.0, 0.05, 0.3))
+        self.running = random.Random(seed ^ RUNS)
+        self.run_share = self.running.choice((0.0, 0.0, 0.1, 0.4))  # of rows that get no token, or several
 
     def _num_cached(self, request: Request) -> int:
         return self.manager.num_matched(request.blocks, request.token_ids)
@@ -232,7 +242,7 @@ class World:
         """Return the most steps in which a request can be computed."""
         times = self.max_preemptions + (1 if self.long_from is None else 2)
         most = request.inputs.max_total_tokens * times
-        return most * (1 + len(request.siblings)) * self.depth
+        return int(most * (1 + len(request.siblings)) * self.depth / (1 - self.run_share))
 
     # Users
 
@@ -412,12 +422,14 @@ class World:
 
     def launch(self, schedule: Schedule) -> None:
         """Copy blocks and write new slots. They are read as late as possible, when the step ends."""
-        assert sum(schedule.num_new_tokens) == schedule.num_tokens <= self.budget
+        made = self.planner.plan(schedule)
+        plan = (StepPlan.from_bytes(*made.to_bytes()) if self.sends_bytes else made).computed
+        assert sum(plan.counts) == schedule.num_tokens <= self.budget
         assert len(set(map(id, schedule.requests))) == len(schedule.requests), "a request is twice in a step"
         for pairs, source, target in (
-            (schedule.swap_out, self.memory, self.host),
-            (schedule.swap_in, self.host, self.memory),
-            (schedule.copies, self.memory, self.memory),
+            (plan.swap_out, self.memory, self.host),
+            (plan.swap_in, self.host, self.memory),
+            (plan.copies, self.memory, self.memory),
         ):
             if not pairs:
                 continue
@@ -429,20 +441,40 @@ class World:
         ends = {}
         self.written: set[tuple[int, int]] = set()
         self.now_held = self.holders()
-        for request, n in zip(schedule.requests, schedule.num_new_tokens, strict=True):
+        told = self.tell_seats(plan)
+        rows = zip(schedule.requests, plan.seats, plan.starts, plan.counts, strict=True)
+        for row, (request, seat, start, n) in enumerate(rows):
             assert 0 < n <= self.max_chunk
-            ends[request.request_id] = end = request.num_computed_tokens + n
-            for table in request.blocks.tables:
-                self.write(request, table, request.num_computed_tokens, end)
-        reads = []
-        for request, row in zip(schedule.sampled_requests, schedule.sampled, strict=True):
-            reads.append((request, ends[schedule.requests[row].request_id]))
+            tokens = told.get(row) or [self.last_tokens[seat]]
+            assert len(tokens) == n, "the device has not got the tokens of the step"
+            ends[seat] = start + n
+            for table in self.tables[seat]:
+                self.write(request, table, start, tokens)
         # Requests without a sampled token read their slots too, up to the last token of this step.
-        sampled = {id(r) for r in schedule.sampled_requests}
-        reads += [(r, ends[r.request_id]) for r in schedule.requests if id(r) not in sampled]
-        tables = [[table[:] for table in request.blocks.tables] for request, _ in reads]
+        sampled = {*plan.sampled_seats}
+        others = {seat: row for row, seat in enumerate(plan.seats) if seat not in sampled}
+        reads = [
+            (request, ends[plan.seats[row]])
+            for request, row in zip(schedule.sampled_requests, plan.sampled, strict=True)
+        ]
+        reads += [(schedule.requests[row], ends[seat]) for seat, row in others.items()]
+        tables = [[table[:] for table in self.tables[seat]] for seat in (*plan.sampled_seats, *others)]
         self.check_seats(schedule)
         self.in_flight.append((schedule, reads, tables))
+
+    def tell_seats(self, plan: ComputedPart) -> dict[int, list[int]]:
+        """Keep what a step tells its seats. Return the tokens that it sends, by row."""
+        told = {}
+        first_token = first_entry = 0
+        for row, seat, num_tokens, last_token, first, num_entries in plan.changes:
+            if num_tokens != IN_SEAT:
+                self.last_tokens[seat] = last_token
+                told[row] = plan.tokens[first_token : first_token + num_tokens].tolist()
+                first_token += num_tokens
+            for table, entries in zip(self.tables[seat], plan.entries, strict=True):
+                table[first:] = entries[first_entry : first_entry + num_entries]
+            first_entry += num_entries
+        return told
 
     def check_seats(self, schedule: Schedule) -> None:
         """Assert that the device knows whose seats a step has, and no step in flight has those it takes."""
@@ -460,14 +492,14 @@ class World:
         ):
             assert self.seated[seat] is request, "the device was not told who has a seat"
 
-    def write(self, request: Request, table: array[int], start: int, end: int) -> None:
+    def write(self, request: Request, table: array[int], start: int, tokens: list[int]) -> None:
         size, refcount = self.block_size, self.manager.pool.refcount
         if start == 0:
             value = zlib.crc32(request.namespace)
         else:
             at = (start - 1) % size * 4
             value = int.from_bytes(self.memory[table[(start - 1) // size]][at : at + 4], "little")
-        for position in range(start, end):
+        for position, token in enumerate(tokens, start):
             block, at = table[position // size], position % size * 4
             if refcount(block) > 1:
                 # Others may have joined for this step: they read it in the same step, after it is written.
@@ -477,7 +509,7 @@ class World:
                 )
             assert (block, at) not in self.written, "a slot is written twice in a step"
             self.written.add((block, at))
-            value = slot_value(value, request.token_ids[position])
+            value = slot_value(value, token)
             self.memory[block][at : at + 4] = value.to_bytes(4, "little")
 
     def finish_step(self) -> None:
@@ -493,7 +525,14 @@ class World:
             truths.append(values[end])
         tokens: list[int | None] = [self.sample(r, v) for (r, _), v in zip(reads, truths, strict=True)]
         tokens = tokens[: len(schedule.sampled_requests)]
-        advanced = self.scheduler.update(schedule, tokens)
+        for seat, token in zip(schedule.sampled_seats, tokens, strict=True):
+            self.last_tokens[seat] = token or 0
+        runs = {}
+        for row, (request, value) in enumerate(zip(schedule.sampled_requests, truths, strict=False)):
+            if tokens[row] is not None and self.running.random() < self.run_share:
+                runs[row] = self.run_of(request, value)
+                tokens[row] = None
+        advanced = self.scheduler.update(schedule, tokens, runs=runs)
         if self.long_from is not None:
             for request in advanced:
                 if request.finish_reason is None and request.num_tokens % 7 == self.long_from % 7:
@@ -502,8 +541,21 @@ class World:
         self.scheduler.check()
         for request in advanced:
             assert request.metrics.num_preemptions <= self.max_preemptions, "preempted too often"
+            assert request.num_tokens <= request.inputs.max_total_tokens, "a request has too many tokens"
+            assert STOP not in request.output_token_ids[:-1], "tokens follow the one that ended a request"
             if request.status is RequestStatus.FINISHED:
                 del self.live[request.request_id]
+
+    def run_of(self, request: Request, value: int) -> list[int]:
+        """Return the next tokens after a slot with this value: none, or as many as steps would have given."""
+        run = list[int]()
+        for _ in range(self.running.choice((0, 0, 1, 2, 3))):
+            token = self.sample(request, value)
+            if token is None:
+                break
+            run.append(token)
+            value = slot_value(value, token)
+        return run
 
     def stop(self, request: Request) -> None:
         """Finish some requests whose newest token completes a stop string."""

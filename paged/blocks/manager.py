@@ -173,7 +173,7 @@ class BlockManager:
         shared = []
         for group, table in enumerate(seq.tables):
             self._drop_invisible(seq, group, start)
-            if start % self.block_size and pool.refcount(table[index]) > 1:
+            if index < len(table) and pool.refcount(table[index]) > 1:
                 shared.append(group)
         missing = sum(wanted - len(table) for table in seq.tables if wanted > len(table))
         blocks = pool.allocate(missing + len(shared))
@@ -221,9 +221,14 @@ class BlockManager:
         copy.register_at = seq.register_at
         for group in range(len(self.windows)):
             self.pool.share(seq.live(group))
-        # The next write of either must go through `grow`, which checks whether the block is shared.
-        seq.capacity = copy.capacity = min(seq.capacity, num_computed - num_computed % self.block_size)
+        copy.capacity = seq.capacity
+        for either in (seq, copy):
+            self.rewind(either, num_computed)
         return copy
+
+    def rewind(self, seq: SequenceBlocks, num_computed: int) -> None:
+        """Have the token after num_computed ones be written through `grow`, since its block may be shared."""
+        seq.capacity = min(seq.capacity, num_computed - num_computed % self.block_size)
 
     def release(self, seq: SequenceBlocks) -> None:
         """Free all blocks of a sequence, on the device and on the host."""

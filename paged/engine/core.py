@@ -172,11 +172,12 @@ class EngineCore:
     def _update(self, schedule: Schedule, output: StepOutput) -> list[Request]:
         """Record the results of a step. Return the requests that got a token or an error."""
         num_finished = self.scheduler.counters.num_finished
-        output.record_reports()  # both by position, so that a step which is computed again overwrites them
+        # Both by position, so that a step which is computed again overwrites them.
+        output.record_reports(schedule)
         output.record_logprobs(schedule)
         # Without those of new tokens, the candidates left of many requests would become ever more.
         self._num_to_decode = sum(len(place.token_ids) for place in output.logprobs.values())
-        advanced = self.scheduler.update(schedule, output.tokens, output.errors)
+        advanced = self.scheduler.update(schedule, output.tokens, output.errors, output.runs)
         num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
         if self._with_grammars:
             self._begin_masks(advanced)

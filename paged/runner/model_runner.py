@@ -20,12 +20,14 @@ from ..model.cache.kv_cache import KVCache
 from ..model.config import ModelConfig
 from ..sampling.reporter import Reporter, StepReports
 from ..sampling.sampler import Draw, Sampler
+from ..sampling.seats import SamplingSeats
 from ..sampling.structured_outputs import GrammarMasks
 from ..scheduler.schedule import Schedule, StepOutput
 from .batches.batches import Batches
 from .batches.host import HostBatches
 from .load import load_model
 from .memory import new_kv_cache, num_blocks_that_fit
+from .plan import Planner, StepPlan
 from .sizes import Sizes
 
 if TYPE_CHECKING:
@@ -60,7 +62,14 @@ class ModelRunner:
         kernels = self.model.kernels
         self.graphs: StepGraphs | None = None
         self.transfers = Transfers(self.device)
+        self.planner = Planner(
+            self.sizes.block_size,
+            len(model_config.layer_groups),
+            with_prompt_lens=model_config.rope.type == "dynamic",
+            with_lens=model_config.long_context is not None,
+        )
         self.batches = self._new_batches()
+        self.sampling_seats = SamplingSeats()
         self.sampler = self._new_sampler()
         self.reporter = Reporter(self.model.logits, model_config.vocab_size, kernels)
         if on_gpu:
@@ -87,45 +96,56 @@ class ModelRunner:
 
     def execute(self, schedule: Schedule) -> StepOutput:
         """Run one step. Return a token for each of schedule.sampled_requests."""
-        return self.launch(schedule).result()
+        return self.launch(self.plan(schedule)).result()
 
-    def launch(self, schedule: Schedule) -> Pending:
+    def plan(self, schedule: Schedule) -> StepPlan:
+        """Make the plan of a step, the next to be launched. Only here the runner reads requests."""
+        if schedule.newcomers or schedule.vacated:
+            self.sampling_seats.change(schedule.vacated, schedule.newcomers)
+        return self.planner.plan(schedule)
+
+    def launch(self, plan: StepPlan) -> Pending:
         """Have the device compute a step, without waiting for it."""
         # Without inference_mode: no parameter requires a gradient, so it would only cost its 40 µs.
         # Triton launches on torch's current GPU, which may be another one.
         # The scheduler's blocks and slots are right, as its invariants say.
         with self._on_device, TrustedContents():
             try:
-                return self._launch(schedule)
+                return self._launch(plan)
             except BaseException:
                 self.sampler.forget()
                 raise
 
-    def _launch(self, schedule: Schedule) -> Pending:
+    def _launch(self, plan: StepPlan) -> Pending:
+        computed = plan.computed
         upload = self.transfers.new_upload()
         download = self.transfers.new_download()
         out, back, copies = (
             upload.put(pairs, torch.int64) if pairs else None
-            for pairs in (schedule.swap_out, schedule.swap_in, schedule.copies)
+            for pairs in (computed.swap_out, computed.swap_in, computed.copies)
         )
-        if not schedule.requests:
+        if not computed.seats:
             upload.send()
             self._move_blocks(out, back, copies)
             return Pending(self)
         # Everything is put into the upload before it is sent.
-        step = self.batches.put(schedule, upload)
-        draw = self.sampler.prepare(schedule.sampled_requests, schedule.sampled_positions, upload)
-        asked_rows = schedule.asked_rows()
-        reports = self.reporter.prepare(asked_rows, upload) if asked_rows else None
+        step = self.batches.put(computed, upload)
+        for tokens_of_seat in plan.sampled.new_tokens:
+            self.sampling_seats.add_tokens(*tokens_of_seat)
+        sampled = self.sampling_seats.at(computed.sampled_seats)
+        draw = self.sampler.prepare(sampled, computed.positions, upload)
+        reports = None
+        if computed.asked:
+            reports = self.reporter.prepare(computed.asked, plan.sampled.reports, upload)
         upload.send()
         self._move_blocks(out, back, copies)
         batch = self.batches.batch(step)
-        masks = GrammarMasks.start(schedule.sampled_requests)
+        masks = GrammarMasks.start(sampled)
         try:
             logits, best, hidden = self.compute(batch)
             tokens = draw.run(logits, download, masks, best)
         finally:
-            if masks is not None:  # also after an error, so that its worker no longer reads the requests
+            if masks is not None:  # also after an error, so that its worker no longer uses the matchers
                 masks.wait()
         if tokens is not None:
             self.batches.record(step, tokens)
@@ -155,6 +175,8 @@ class ModelRunner:
     def _new_batches(self) -> Batches[Any]:
         model = self.model_config
         options: dict[str, Any] = {
+            "num_groups": len(model.layer_groups),
+            "max_num_seqs": self.config.max_num_seqs,
             "with_rope_lens": model.rope.type == "dynamic",
             "long_context": model.long_context,
         }
@@ -167,8 +189,6 @@ class ModelRunner:
             unpack_step,
             self.sizes.block_size,
             self.device,
-            num_groups=len(model.layer_groups),
-            max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.sizes.max_model_len,
             **options,
         )
@@ -238,7 +258,7 @@ class Pending:
         self._reports = reports
 
     def result(self) -> StepOutput:
-        """Wait for the step. Return a token for each of the schedule's sampled_requests."""
+        """Wait for the step. Return a token for each of the plan's sampled rows."""
         if self._download is None or self._draw is None:
             return StepOutput()
         try:

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..requests.request import Request
+from .seats import Sampled
 
 # The largest penalty, far below the largest float32: longer repetitions cost no more than this.
 MAX_LOG_PENALTY = math.log(1e30)
@@ -33,7 +33,7 @@ class DryHistory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._requests: list[Request] = []
+        self._requests: list[Sampled] = []
         # The texts of these requests, in their order; empty while they change, so that after an interrupt the
         # next update reads them all again.
         self._texts: list[_Text] = []
@@ -49,7 +49,7 @@ class DryHistory:
         """The number of tokens that there is memory for."""
         return self._places.shape[1]
 
-    def keep(self, requests: Sequence[Request]) -> None:
+    def keep(self, requests: Sequence[Sampled]) -> None:
         """Keep the texts of these requests, and of no others."""
         if not requests and not self._requests:
             return
@@ -211,7 +211,7 @@ class _Text:
     slot, first_cost: the text's number in the history, and where its costs begin there.
     """
 
-    def __init__(self, request: Request, device: torch.device) -> None:
+    def __init__(self, request: Sampled, device: torch.device) -> None:
         params = request.inputs.params
         self.request = request
         self.num_known = len(request.token_ids)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ..device.transfers import Sent, Upload
 from ..kernels.backend import Kernels
-from ..requests.request import Request
 from ..sampling_params import SamplingParams, num_arguments
 from ..scheduler.schedule import RowError
 from .dry import DryHistory
+from .seats import Sampled
 from .token_history import Recount, TokenHistory
 
-IndexedRequests = list[tuple[int, Request, SamplingParams]]  # row of the logits, request, its parameters
+IndexedRequests = list[tuple[int, Sampled, SamplingParams]]  # row of the logits, request, its parameters
 
 
 class StepEdits(NamedTuple):
@@ -38,7 +38,7 @@ class LogitsEdits:
 
     def __init__(
         self,
-        requests: Sequence[tuple[int, Request]],  # with the rows of their logits
+        requests: Sequence[tuple[int, Sampled]],  # with the rows of their logits
         kernels: Kernels,
         history: TokenHistory,
         dry: DryHistory,
@@ -179,7 +179,7 @@ def _by_last_but_one(words: Iterable[tuple[int, ...]]) -> dict[int, list[tuple[i
     return found
 
 
-def _process(logits: Tensor, row: int, request: Request, numbers: Sequence[int]) -> str | None:
+def _process(logits: Tensor, row: int, request: Sampled, numbers: Sequence[int]) -> str | None:
     """Let a request's logits processors change its row. Return an error message if one fails.
 
     numbers: how many arguments each processor takes.

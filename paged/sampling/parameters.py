@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..device.transfers import Sent, Upload, arrived
 from ..kernels.backend import Kernels
-from ..requests.request import Request
+from .seats import Sampled
 
 _FLOATS = ("temperature", "min_p", "top_n_sigma", "typical_p", "top_p")
 _ROW = np.dtype(
@@ -29,7 +29,7 @@ _FLOAT32 = torch.finfo(torch.float32)
 _KEEPS_ALL = {"min_p": 0.0, "top_n_sigma": 0.0, "typical_p": 1.0, "top_p": 1.0}
 
 
-def columns_of(requests: Sequence[Request], vocab_size: int) -> NDArray[Any]:
+def columns_of(requests: Sequence[Sampled], vocab_size: int) -> NDArray[Any]:
     """Return the parameters of the requests, a structured array of one row each."""
     rows = [request.sampling.parameters or _write(request, vocab_size) for request in requests]
     return np.frombuffer(b"".join(rows), _ROW)
@@ -60,7 +60,7 @@ class SentParameters:
         )
 
 
-def _write(request: Request, vocab_size: int) -> bytes:
+def _write(request: Sampled, vocab_size: int) -> bytes:
     """Write a request's row, and keep it for the next batches."""
     params = request.inputs.params
     row = np.zeros((), _ROW)

@@ -11,13 +11,12 @@ from torch import Tensor
 from ..device.transfers import Download, Received, Upload
 from ..kernels.backend import Kernels
 from ..requests.prompt_report import TokenLogprobs
-from ..scheduler.schedule import AskedRows
+from ..scheduler.schedule import AskedRows, ReportedRows, ReportParams
 from .logprobs import AskedLogprobs
 
 # The most logits in memory at once: 64 MiB, and as much again for their log-probabilities. A vocabulary of
 # 131,072 makes them 128 rows, enough to read the head efficiently.
 MAX_LOGITS = 2**24
-Reported = list[TokenLogprobs] | Tensor
 
 
 class Reporter:
@@ -34,26 +33,33 @@ class Reporter:
         self.vocab_size = vocab_size
         self.max_rows = max(1, MAX_LOGITS // vocab_size)
 
-    def prepare(self, asked: Sequence[AskedRows], upload: Upload) -> StepReports:
-        """Send what a step's reports need."""
-        return StepReports(self, asked, upload)
+    def prepare(
+        self, asked: Sequence[AskedRows], params: Sequence[ReportParams], upload: Upload
+    ) -> StepReports:
+        """Send what a step's reports need. params: of each of the rows that are asked for."""
+        return StepReports(self, asked, params, upload)
 
 
 class StepReports:
     """The reports that one step computes."""
 
-    def __init__(self, reporter: Reporter, asked: Sequence[AskedRows], upload: Upload) -> None:
+    def __init__(
+        self, reporter: Reporter, asked: Sequence[AskedRows], params: Sequence[ReportParams], upload: Upload
+    ) -> None:
         self._reporter = reporter
         self._asked = asked
-        self._scored = [i for i, rows in enumerate(asked) if rows.report.num_top is not None]
-        self._summed = [i for i, rows in enumerate(asked) if rows.report.num_top is None]
+        self._scored: list[int] = []
+        self._summed: list[int] = []
         self._sums: Received | None = None
         tokens = list[int]()
         num_tops = list[int]()
-        for request, report, start, end, _ in (asked[i] for i in self._scored):
-            assert report.num_top is not None
-            tokens += request.token_ids[start + 1 : end + 1]
-            num_tops += [report.num_top] * (end - start)
+        for i, (num_top, next_tokens) in enumerate(params):
+            if num_top is None:
+                self._summed.append(i)
+            else:
+                self._scored.append(i)
+                tokens += next_tokens
+                num_tops += [num_top] * len(next_tokens)
         # By part of bounded size: the tokens that follow its rows, and what they report.
         self._parts = [
             (
@@ -82,9 +88,9 @@ class StepReports:
             sums = torch.stack([parts[i].sum(0, dtype=torch.float64) for i in self._summed])
             self._sums = download.get(sums)
 
-    def results(self) -> list[tuple[AskedRows, Reported]]:
+    def results(self) -> list[ReportedRows]:
         """Return each report's results: log-probabilities by row, or a sum, f64[hidden_size] on the CPU."""
-        found: dict[int, Reported] = {}
+        found: dict[int, list[TokenLogprobs] | Tensor] = {}
         logprobs = itertools.chain.from_iterable(
             asked.reports(rows) for (_, asked), rows in zip(self._parts, self._found, strict=True)
         )
@@ -93,4 +99,4 @@ class StepReports:
             found[i] = [*itertools.islice(logprobs, rows.end - rows.start)]
         if self._sums is not None:
             found |= zip(self._summed, torch.from_numpy(self._sums.numbers), strict=True)
-        return [(rows, found[i]) for i, rows in enumerate(self._asked)]
+        return [ReportedRows(rows.row, rows.end, found[i]) for i, rows in enumerate(self._asked)]

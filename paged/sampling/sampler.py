@@ -12,12 +12,12 @@ from torch import Tensor
 from ..device.transfers import Download, Received, Sent, Transfers, Upload
 from ..kernels.backend import Kernels
 from ..requests.prompt_report import TokenLogprobs
-from ..requests.request import Request
 from ..scheduler.schedule import NOT_FINITE, RowError, StepOutput
 from .dry import DryHistory
 from .logits_edits import LogitsEdits, StepEdits
 from .logprobs import AskedLogprobs
 from .parameters import SentParameters, columns_of
+from .seats import Sampled
 from .structured_outputs import GrammarMasks
 from .token_history import MIN_SLOTS, TokenHistory
 
@@ -49,7 +49,7 @@ class Sampler:
         self._last: _Batch | None = None
 
     def prepare(
-        self, requests: Sequence[Request], positions: Callable[[], Sequence[int]], upload: Upload
+        self, requests: Sequence[Sampled], positions: Callable[[], Sequence[int]], upload: Upload
     ) -> Draw:
         """Send what sampling a token for each request needs. positions: returns the tokens' positions."""
         batch = self._last
@@ -66,7 +66,7 @@ class Sampler:
     def sample(
         self,
         logits: Tensor,
-        requests: Sequence[Request],
+        requests: Sequence[Sampled],
         grammar_masks: GrammarMasks | None = None,
         best: tuple[Tensor, Tensor] | None = None,
     ) -> StepOutput:
@@ -200,7 +200,7 @@ class _Batch:
     asked: the rows that report log-probabilities.
     """
 
-    def __init__(self, requests: Sequence[Request], sampler: Sampler, upload: Upload) -> None:
+    def __init__(self, requests: Sequence[Sampled], sampler: Sampler, upload: Upload) -> None:
         self.requests = requests
         self.kernels = sampler.kernels
         columns = columns_of(requests, sampler.vocab_size)

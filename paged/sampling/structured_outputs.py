@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import CheckpointError, RequestError
-from ..requests.request import Request
 from ..sampling_params import StructuredOutputsParams
 from ..scheduler.schedule import RowError, StepOutput
 from ..structural_tag import NAME, exact_json, grammars_of
@@ -39,6 +38,7 @@ from .grammar_jobs import CompiledGrammar, MaskJob
 from .grammar_limits import check_grammar, library_limits
 from .json_grammar import JsonGrammar
 from .library_grammar import library_grammar
+from .seats import Sampled
 
 MAX_CACHED = 64  # compiled grammars
 MAX_CACHED_CHARACTERS = 2**20  # of their texts together; a compiled text takes up to 1,000 times its size
@@ -318,21 +318,21 @@ class GrammarState:
             copy.num_taken = self.num_taken
         return copy
 
-    def missing(self, request: Request) -> list[int]:
+    def missing(self, request: Sampled) -> list[int]:
         """Return the tokens that the matcher has not consumed yet, and count them as consumed."""
         start = request.num_prompt_tokens + self.num_taken
         self.num_taken = request.num_output_tokens
         self._job = None
         return request.token_ids[start:]
 
-    def follow(self, request: Request) -> bool:
+    def follow(self, request: Sampled) -> bool:
         """Consume all of the output. Return whether the grammar allows it."""
         if self.num_taken == request.num_output_tokens:
             return True
         matcher = self.matcher
         return bool(matcher.consume_tokens(self.missing(request)))
 
-    def has_mask(self, request: Request) -> bool:
+    def has_mask(self, request: Sampled) -> bool:
         """Return whether the request's next mask is computed, or is being computed."""
         return self.num_taken == request.num_output_tokens and (self._job is not None or not self.num_taken)
 
@@ -354,7 +354,7 @@ class GrammarState:
         flags = np.unpackbits(row.view(np.uint8), bitorder="little")
         return frozenset(np.flatnonzero(flags).tolist())
 
-    def is_complete(self, request: Request) -> bool:
+    def is_complete(self, request: Sampled) -> bool:
         """Return whether the output is complete and nothing can follow it.
 
         False if the library fails: `GrammarMasks` reports the error of the request's next mask.
@@ -364,7 +364,7 @@ class GrammarState:
         except BaseException:  # a Rust panic is not an Exception; a step holds interrupts back
             return False
 
-    def _is_complete(self, request: Request) -> bool:
+    def _is_complete(self, request: Sampled) -> bool:
         if not self.follow(request) or not self.matcher.is_accepting():
             return False
         vocabulary = self.vocabulary
@@ -375,12 +375,12 @@ class GrammarState:
         return not (row & vocabulary.not_ends).any()
 
 
-def begin_masks(requests: Iterable[Request]) -> None:
+def begin_masks(requests: Iterable[Sampled]) -> None:
     """Have workers compute the next masks of requests with a grammar, where they do not yet.
 
     Outputs of one grammar are computed together; those of a slow one each by itself.
     """
-    groups: dict[Any, list[tuple[GrammarState, Request]]] = {}
+    groups: dict[Any, list[tuple[GrammarState, Sampled]]] = {}
     for request in requests:
         state: GrammarState | None = request.sampling.grammar  # type: ignore[assignment]
         if state is not None and not state.has_mask(request):
@@ -393,7 +393,7 @@ def begin_masks(requests: Iterable[Request]) -> None:
             state.begin(job, row)
 
 
-def pending_mask(request: Request) -> MaskJob | None:
+def pending_mask(request: Sampled) -> MaskJob | None:
     """Return the job that computes the request's next mask; None if it is computed, or not begun."""
     state: GrammarState = request.sampling.grammar  # type: ignore[assignment]
     return state.pending
@@ -406,7 +406,7 @@ class GrammarMasks:
     them, after it. `check` reports errors.
     """
 
-    def __init__(self, rows: list[int], requests: list[Request]) -> None:
+    def __init__(self, rows: list[int], requests: list[Sampled]) -> None:
         self.rows = rows
         self.errors = dict[int, RowError]()
         self._requests = requests
@@ -416,7 +416,7 @@ class GrammarMasks:
         begin_masks(requests)
 
     @classmethod
-    def start(cls, requests: Sequence[Request]) -> GrammarMasks | None:
+    def start(cls, requests: Sequence[Sampled]) -> GrammarMasks | None:
         """Start the masks of the requests that have a grammar; None if there are none."""
         rows = [row for row, request in enumerate(requests) if request.sampling.grammar is not None]
         return cls(rows, [requests[row] for row in rows]) if rows else None
@@ -491,7 +491,7 @@ class GrammarMasks:
         bits[broken] = -1  # their tokens are discarded
 
 
-def _set_ends(row: NDArray[np.int32], request: Request, state: GrammarState) -> None:
+def _set_ends(row: NDArray[np.int32], request: Sampled, state: GrammarState) -> None:
     ends = _bits(request.stop_ids, len(row))
     row &= state.vocabulary.not_ends
     if request.num_output_tokens < request.inputs.params.min_tokens:
@@ -505,7 +505,7 @@ def _of_language(message: str) -> RowError:
     return RowError(f"structured_outputs{message}", "request")
 
 
-def _dead_end(request: Request) -> RowError:
+def _dead_end(request: Sampled) -> RowError:
     num = request.num_output_tokens
     least = request.inputs.params.min_tokens
     if num < least:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..device.transfers import Sent, Upload
-from ..requests.request import Request
+from .seats import Sampled
 
 MIN_SLOTS = 4
 
@@ -21,7 +21,7 @@ class Recount(NamedTuple):
     seen, generated: places in the flat counts, request by request.
     """
 
-    requests: list[Request]
+    requests: list[Sampled]
     positions: list[int]  # of all requests: how many tokens each has
     slots: Sent | None  # of those that are counted; None: there are none
     seen: Sent | None
@@ -42,15 +42,15 @@ class TokenHistory:
         self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)  # in prompt or output
         self.slots: Sent | None = None  # i64[num_requests], in their order
         self._least_slots = num_slots
-        self._slots: dict[Request, int] = {}
-        self._known: dict[Request, int] = {}  # how many tokens are counted
+        self._slots: dict[Sampled, int] = {}
+        self._known: dict[Sampled, int] = {}  # how many tokens are counted
 
     @property
     def num_slots(self) -> int:
         """The number of requests that there is memory for."""
         return self.output_counts.shape[0]
 
-    def keep(self, requests: Sequence[Request], upload: Upload) -> None:
+    def keep(self, requests: Sequence[Sampled], upload: Upload) -> None:
         """Assign slots to these requests, and to no others."""
         if not requests and not self._slots:
             return

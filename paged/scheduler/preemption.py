@@ -69,7 +69,7 @@ class Preemption:
         """Swap a request's blocks out or free them, and put it back into the queue."""
         manager = self._manager
         computed = victim.num_computed_tokens
-        pays = self.swap_pays is not None and self.swap_pays(computed)
+        pays = computed > 0 and self.swap_pays is not None and self.swap_pays(computed)
         if pays and manager.swap_out(victim.blocks, computed, schedule.swap_out):
             self._counters.num_swapped += 1
         else:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ..blocks.manager import BlockManager, Copy
 from ..requests.request import NO_SEAT, Request, RequestStatus
+from .schedule import Schedule
 from .seats import Seats
 from .waiting import Room, num_tokens_ahead
 
@@ -16,12 +17,14 @@ class RunningSet:
 
     newcomers: the requests that the next step sends to the device as a whole, as they joined or changed since
         the last step with requests.
+    vacated: the seats that requests have left since then.
     """
 
     def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_chunk: int) -> None:
         self.requests: list[Request] = []
         self.seats = Seats(max_num_seqs)
         self.newcomers: list[Request] = []
+        self.vacated: list[int] = []
         self._manager = block_manager
         self.max_chunk = max_chunk
         self._num_protected = 0
@@ -56,11 +59,14 @@ class RunningSet:
         if request.seat != NO_SEAT and request not in self.newcomers:
             self.newcomers.append(request)
 
-    def take_newcomers(self) -> list[Request]:
-        """Return the newcomers, which are none from now on."""
-        newcomers = self.newcomers
-        self.newcomers = []
-        return newcomers
+    def take_changes(self, schedule: Schedule) -> None:
+        """Put what has changed since the last step into this one: the newcomers and the vacated seats."""
+        if self.newcomers:
+            schedule.newcomers = self.newcomers
+            self.newcomers = []
+        if self.vacated:
+            schedule.vacated = self.vacated
+            self.vacated = []
 
     def take_siblings(self, request: Request) -> Sequence[Request]:
         """Return the siblings of a request, whose reserved seats are given up: they join now."""
@@ -95,6 +101,7 @@ class RunningSet:
         self._num_reserved_seats -= len(request.siblings)
         self._num_protected -= request.protected
         self.seats.release(request.seat)
+        self.vacated.append(request.seat)
         request.seat = NO_SEAT
         if request in self.newcomers:
             self.newcomers.remove(request)

@@ -6,19 +6,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..blocks.manager import Copy
-from ..requests.prompt_report import PromptReport, TokenLogprobs
+from ..requests.prompt_report import TokenLogprobs
 from ..requests.request import ErrorKind, Request
 from .histogram import SECONDS_OF_STEP, TOKENS_OF_STEP, Histogram
 
 
 class AskedRows(NamedTuple):
-    """The prompt positions [start, end) of a request that a step computes and its report asks for.
+    """The prompt positions [start, end) of requests[row] that a step computes and its report asks for.
 
-    offset: the row of the first one among the new tokens of the step.
+    offset: the first one's place among the new tokens of the step.
     """
 
-    request: Request
-    report: PromptReport
+    row: int
     start: int
     end: int
     offset: int
@@ -29,6 +28,28 @@ class RowError(NamedTuple):
 
     message: str
     kind: ErrorKind
+
+
+class ReportParams(NamedTuple):
+    """What is reported of rows that are asked for.
+
+    num_top: as of a `PromptReport`.
+    next_tokens: the prompt's token after each position; none if hidden states are summed.
+    """
+
+    num_top: int | None
+    next_tokens: list[int]
+
+
+class ReportedRows(NamedTuple):
+    """What a step has found for the report of requests[row], up to position `end`.
+
+    found: the log-probabilities of each position, or the sum of their hidden states, a tensor.
+    """
+
+    row: int
+    end: int
+    found: list[TokenLogprobs] | Any
 
 
 NOT_FINITE = RowError("the model's logits are not finite", "engine")
@@ -45,6 +66,7 @@ class Schedule:
     scheduled_time: on the scheduler's clock.
     newcomers: the requests that have taken their seats or were changed since the last step; some may not be
         in this one.
+    vacated: the seats that requests have left since the last step; newcomers may have taken them.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -52,6 +74,7 @@ class Schedule:
     num_computed_tokens: list[int] = field(default_factory=list)
     seats: list[int] = field(default_factory=list)
     newcomers: list[Request] = field(default_factory=list)
+    vacated: list[int] = field(default_factory=list)
     # The requests that get a token, and the index in `requests` of the one whose last row it is drawn from:
     # their own, or the request which computed the prompt for all n samples.
     sampled_requests: list[Request] = field(default_factory=list)
@@ -85,27 +108,20 @@ class Schedule:
         self.sampled.append(row)
         self.sampled_seats.append(request.seat)
 
-    def sampled_positions(self) -> list[int]:
-        """Return the position of each token that the step draws."""
-        computed = self.num_computed_tokens
-        num_new = self.num_new_tokens
-        return [computed[row] + num_new[row] for row in self.sampled]
-
     def asked_rows(self) -> list[AskedRows]:
         """Return the rows that prompt reports ask for. The reports of decodes are complete."""
         asked = []
         offset = self.num_decode_tokens
         for i in range(self.num_decode_tokens, len(self.requests)):
-            request = self.requests[i]
             num_new = self.num_new_tokens[i]
             first = self.num_computed_tokens[i]
-            report = request.report
+            report = self.requests[i].report
             if report is not None and not report.is_complete:
                 start = report.next_row
                 end = min(report.end, first + num_new)
                 assert start >= first, "the prefix cache has skipped a row that is asked for"
                 if start < end:
-                    asked.append(AskedRows(request, report, start, end, offset + start - first))
+                    asked.append(AskedRows(i, start, end, offset + start - first))
             offset += num_new
         return asked
 
@@ -133,25 +149,28 @@ class Schedule:
 class StepOutput:
     """The results of a step, by rows of schedule.sampled_requests.
 
-    tokens: None for a row in errors.
+    tokens: the token of each row that got one; None for the others, which are in runs or in errors.
+    runs: the tokens of rows that got none or several. A row without any is sampled again.
     logprobs: for the rows that asked for them.
     errors: why a row has no token; its request ends.
-    reports: for each of `Schedule.asked_rows` the log-probabilities of its rows, or the sum of their hidden
-        states.
+    reports: for each of `Schedule.asked_rows`.
     """
 
     tokens: list[int | None] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, RowError] = field(default_factory=dict)
-    reports: list[tuple[AskedRows, list[TokenLogprobs] | Any]] = field(default_factory=list)
+    runs: dict[int, list[int]] = field(default_factory=dict)
+    reports: list[ReportedRows] = field(default_factory=list)
 
-    def record_reports(self) -> None:
+    def record_reports(self, schedule: Schedule) -> None:
         """Add the reported rows to the reports of their requests."""
-        for asked, rows in self.reports:
-            if asked.report.num_top is None:
-                asked.report.take_hidden(asked.end, rows)
+        for row, end, found in self.reports:
+            report = schedule.requests[row].report
+            assert report is not None, "no report has asked for the row"
+            if report.num_top is None:
+                report.take_hidden(end, found)
             else:
-                asked.report.take_logprobs(asked.end, rows)
+                report.take_logprobs(end, found)
 
     def record_logprobs(self, schedule: Schedule) -> None:
         """Add log-probabilities to their requests, before the tokens are appended."""

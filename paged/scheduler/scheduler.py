@@ -26,6 +26,7 @@ from .schedule import NOT_FINITE, RowError, Schedule, SchedulerCounters
 from .waiting import Room, WaitingQueue
 
 NO_ERRORS: Mapping[int, RowError] = MappingProxyType({})
+NO_RUNS: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 class Scheduler:
@@ -124,7 +125,8 @@ class Scheduler:
             self._admit_waiting(unfinished, schedule)
         if not schedule.is_empty:
             self._running.begin_step()
-            schedule.newcomers = self._running.take_newcomers() if schedule.requests else []
+            if schedule.requests:
+                self._running.take_changes(schedule)
         elif not self.block_manager.pool.num_steps_in_flight and self._must_run():
             raise AssertionError("an idle step with work to do")
         return schedule
@@ -262,14 +264,21 @@ class Scheduler:
         return self.max_num_batched_tokens - schedule.num_tokens
 
     def update(
-        self, schedule: Schedule, sampled: Sequence[int | None], errors: Mapping[int, RowError] = NO_ERRORS
+        self,
+        schedule: Schedule,
+        sampled: Sequence[int | None],
+        errors: Mapping[int, RowError] = NO_ERRORS,
+        runs: Mapping[int, Sequence[int]] = NO_RUNS,
     ) -> list[Request]:
         """Record the results of a finished step, the oldest in flight.
 
-        sampled: a token for each of `schedule.sampled_requests`; None ends that request with an error.
-        errors: by rows of sampled; by default that the logits were not finite.
+        sampled: a token for each of `schedule.sampled_requests`; None ends that request with an error, unless
+            its row is in runs.
+        errors: the errors by rows of sampled; by default that the logits were not finite.
+        runs: the tokens by rows of sampled that got none or several.
 
-        Returns the sampled requests not aborted meanwhile, then those that ended with their prompt's report.
+        Returns the sampled requests that got a token or an error and were not aborted meanwhile, then those
+        that ended with their prompt's report.
         """
         self._running.end_step()
         now = self.clock()
@@ -293,8 +302,11 @@ class Scheduler:
                 continue
             request.ready = True
             if token is None:
-                request.finish("error", now, *errors.get(row, NOT_FINITE))
-                num_finished += 1
+                if row in runs:
+                    self._take_run(request, runs[row], now)
+                else:
+                    request.finish("error", now, *errors.get(row, NOT_FINITE))
+                num_finished += request.finish_reason is not None
                 continue
             token_ids = request.token_ids
             token_ids.append(token)
@@ -308,8 +320,32 @@ class Scheduler:
             self.release_finished()
         if num_aborted:
             advanced = [r for r in advanced if r.finish_reason != "abort"]
+        if runs:
+            empty = {id(schedule.sampled_requests[row]) for row, run in runs.items() if not run}
+            advanced = [r for r in advanced if id(r) not in empty]
         self.policy.generated(advanced)
         return advanced + reported if reported else advanced
+
+    def _take_run(self, request: Request, run: Sequence[int], now: float) -> None:
+        """Append several tokens, or none: then the request's last token is computed once more, and sampled.
+
+        Of several, those that the step has computed already are not computed again.
+        """
+        num_known = request.num_tokens
+        request.num_computed_tokens = min(request.num_computed_tokens, num_known - 1 + len(run))
+        self.block_manager.rewind(request.blocks, request.num_computed_tokens)
+        self._running.resend(request)  # its seat knows another last token
+        for token in run:
+            request.token_ids.append(token)
+            if request.num_tokens >= request.on_token_from or token in request.stop_ids:
+                request.on_token(token, now)
+            if request.has_just_grown_long:
+                self.preemption.hold_grown_long(request)
+            if not request.ready:  # finished, or grown long: what follows does not count
+                break
+        num_more = request.num_tokens - num_known - 1  # than the one that is counted for each row
+        self.counters.num_generated_tokens += num_more
+        self.policy.generated([request] * num_more)
 
     def release_finished(self) -> None:
         """Free the blocks of finished requests."""

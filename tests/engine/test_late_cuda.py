@@ -13,6 +13,7 @@ from paged.kernels.gpu.target import in_interpreter
 from paged.runner.model_runner import Pending
 from paged.runner.swap_rate import measure_swap_rate
 from paged.scheduler.schedule import Schedule
+from tests.support.batches import read_back, steps_from_bytes
 from tests.support.engine_uses import CASES, WAYS_TO_SAMPLE, Case, Tokens, draws_of_a_gpu, generated, sampled
 from tests.support.fake_cuda import lacks
 from tests.support.late_cuda import LateCuda, late_cuda
@@ -30,7 +31,9 @@ def test_same_results_as_on_a_cpu(name):
     with draws_of_a_gpu():
         expected = case.use(case.engine())
     with late_cuda(seed=[*CASES].index(name)) as gpu:
-        case.use(case.engine(device="cuda", attention_backend="triton")).assert_like(expected)
+        engine = case.engine(device="cuda", attention_backend="triton")
+        with steps_from_bytes():
+            case.use(engine).assert_like(expected)
     assert gpu.num_late > 20, "the host has waited for nothing"
 
 
@@ -59,7 +62,8 @@ def overlapped(
         schedule = scheduler.schedule()
         if not schedule.is_empty:
             num_overlaps += len(in_flight)
-            in_flight.append((schedule, engine.runner.launch(schedule)))
+            plan = read_back(engine.runner.plan(schedule))
+            in_flight.append((schedule, engine.runner.launch(plan)))
         if schedule.is_empty or len(in_flight) == 2:
             oldest, pending = in_flight.popleft()
             scheduler.update(oldest, pending.result().tokens)

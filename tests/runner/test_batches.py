@@ -12,10 +12,11 @@ from paged.model.batch import Batch, Queries
 from paged.requests.prompt_report import PromptReport
 from paged.requests.request import Request, RequestInputs
 from paged.runner.batches.host import HostBatches
+from paged.runner.plan import Planner
 from paged.scheduler.schedule import Schedule
 from paged.scheduler.scheduler import Scheduler
 from tests.support import scheduler_cases as cases
-from tests.support.batches import made
+from tests.support.batches import assert_equal, made, made_and_drawn, planned, whole
 
 CPU = torch.device("cpu")
 
@@ -40,8 +41,15 @@ def new_schedule(manager: BlockManager, rows: list[tuple[int, int, int, int]]) -
     return schedule
 
 
+def new_batches(num_groups: int) -> HostBatches:
+    return HostBatches(8, CPU, num_groups=num_groups, max_num_seqs=8, with_rope_lens=True)
+
+
 def build(schedule: Schedule) -> Batch:
-    return made(HostBatches(8, CPU, with_rope_lens=True), schedule, Transfers(CPU))[1]
+    """Make the batch of a schedule alone."""
+    num_groups = len(schedule.requests[0].blocks.tables)
+    plan = planned(Planner(8, num_groups, with_prompt_lens=True), whole(schedule))
+    return made(new_batches(num_groups), plan, Transfers(CPU))[1]
 
 
 def tensors_of(queries: Queries) -> list[torch.Tensor]:
@@ -127,22 +135,16 @@ def test_advanced_batch_equals_a_new_one(windows):
     """While requests arrive, fork, grow by blocks, are preempted and finish."""
     manager = BlockManager(60, cases.BLOCK_SIZE, windows=windows, max_step_tokens=32)
     scheduler = Scheduler(manager, max_num_seqs=8, max_num_batched_tokens=32)
-    batches = HostBatches(8, CPU, with_rope_lens=True)
+    batches = new_batches(len(windows))
+    planner = Planner(8, len(windows), with_prompt_lens=True)
     last = None
     num_steps = num_again = 0
     for i in range(24):
         scheduler.add(cases.new_request(str(i), prompt_len=1 + 5 * i % 37, max_tokens=20 + 7 * i % 50))
     while scheduler.has_unfinished():
         schedule = scheduler.schedule()
-        batch = made(batches, schedule, Transfers(CPU))[1]
-        expected = build(schedule)
-        for name in ("token_ids", "positions", "rope_lens", "output_rows"):
-            assert getattr(batch, name).tolist() == getattr(expected, name).tolist(), name
-        for got, wanted in zip(batch.slot_mapping, expected.slot_mapping, strict=True):
-            assert got.tolist() == wanted.tolist()
-        assert numbers_of(batch.queries) == numbers_of(expected.queries)
-        assert numbers_of(batch.output_queries) == numbers_of(expected.output_queries)
-        assert batch.queries.max_seqlen_q == expected.queries.max_seqlen_q
+        batch = made_and_drawn(batches, planned(planner, schedule), schedule, CPU)
+        assert_equal(batch, build(schedule))
         assert not batch.queries.plans, "the plan was made for other lengths"
         batch.queries.plans[None, 1] = AttentionPlan(())  # by the first layer
         num_steps, num_again, last = num_steps + 1, num_again + (batch is last), batch

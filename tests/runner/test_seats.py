@@ -1,4 +1,4 @@
-"""SeatedBatches, made of what a GPU keeps, against HostBatches, which makes batches of the requests."""
+"""Batches made of what seats keep, on a GPU and on the host, against those of plans that tell everything."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from paged.errors import ConfigError
 from paged.kernels import steps
 from paged.kernels.gpu.target import in_interpreter
 from paged.kernels.gpu.unpack_step import unpack_step
-from paged.model.batch import Batch, Queries
 from paged.model.spec import LongContext
 from paged.requests.prompt_report import PromptReport
 from paged.runner.batches.host import HostBatches
 from paged.runner.batches.seats import ALL_KEPT, SeatedBatches
-from paged.scheduler.schedule import Schedule
+from paged.runner.plan import Planner
 from paged.scheduler.scheduler import Scheduler
 from tests.support import scheduler_cases as cases
-from tests.support.batches import made
+from tests.support.batches import assert_equal, made, made_and_drawn, planned, whole
 
+CPU = torch.device("cpu")
 DEVICE = torch.device("cpu" if in_interpreter() else "cuda")
 MAX_NUM_SEQS, MAX_LEN = 6, 100
 WITH_WINDOW = (None, 12)
@@ -35,6 +35,9 @@ ROPES: dict[str, dict[str, Any]] = {
     "dynamic": {"with_rope_lens": True},
     "longrope": {"long_context": LongContext(30, 1000)},
 }
+
+# A request that grows as long is computed anew.
+LONG_FROM = {"dynamic": None, "longrope": 30}
 
 
 def new_seated(num_groups: int = 1, rope: str = "dynamic") -> SeatedBatches:
@@ -49,46 +52,21 @@ def new_seated(num_groups: int = 1, rope: str = "dynamic") -> SeatedBatches:
     )
 
 
-def batch_of(seated: SeatedBatches, schedule: Schedule) -> Batch:
-    """Make a batch, and record the tokens that `cases.updated` appends."""
-    step, batch = made(seated, schedule, Transfers(DEVICE))
-    drawn = [cases.hash_token(r.request_id, r.num_tokens) for r in schedule.sampled_requests]
-    seated.record(step, torch.tensor(drawn, dtype=torch.int64, device=DEVICE))
-    return batch
+def new_planner(num_groups: int = 1, rope: str = "dynamic") -> Planner:
+    options = {"with_prompt_lens": rope == "dynamic", "with_lens": rope == "longrope"}
+    return Planner(cases.BLOCK_SIZE, num_groups, **options)
 
 
-def assert_equal(batch: Batch, expected: Batch) -> None:
-    for name in ("token_ids", "positions", "output_rows"):
-        assert getattr(batch, name).tolist() == getattr(expected, name).tolist(), name
-    assert (batch.rope_lens is None) is (expected.rope_lens is None)
-    if batch.rope_lens is not None and expected.rope_lens is not None:
-        assert batch.rope_lens.tolist() == expected.rope_lens.tolist()
-    for got, wanted in zip(batch.slot_mapping, expected.slot_mapping, strict=True):
-        assert got.tolist() == wanted.tolist()
-    assert (batch.num_logits, batch.is_decode) == (expected.num_logits, expected.is_decode)
-    assert_equal_queries(batch.queries, expected.queries)
-    assert (batch.output_queries is None) is (expected.output_queries is None)
-    if batch.output_queries is not None and expected.output_queries is not None:
-        assert_equal_queries(batch.output_queries, expected.output_queries)
-
-
-def assert_equal_queries(got: Queries, expected: Queries) -> None:
-    for name in ("seq_lens", "cu_seqlens_q"):
-        assert getattr(got, name).tolist() == getattr(expected, name).tolist(), name
-    assert (got.max_seqlen_q, got.min_seqlen_q) == (expected.max_seqlen_q, expected.min_seqlen_q)
-    num_blocks = [-(-length // cases.BLOCK_SIZE) for length in expected.seq_lens.tolist()]
-    for group, (tables, wanted) in enumerate(zip(got.block_tables, expected.block_tables, strict=True)):
-        for row, num in enumerate(num_blocks):
-            dropped = wanted[row, :num] == 0 if group else torch.zeros(num, dtype=torch.bool)
-            assert (dropped | (tables[row, :num] == wanted[row, :num])).all()
-            assert not tables[row, num:].any()
+def new_host_batches(num_groups: int, rope: str) -> HostBatches:
+    options = {"num_groups": num_groups, "max_num_seqs": MAX_NUM_SEQS, **ROPES[rope]}
+    return HostBatches(cases.BLOCK_SIZE, CPU, **options)
 
 
 @pytest.mark.parametrize("windows", [(None,), WITH_WINDOW], ids=["full", "windowed"])
 @pytest.mark.parametrize(
     ("num_host_blocks", "rope"), [(0, "dynamic"), (40, "dynamic"), (0, "longrope")], ids=str
 )
-def test_equals_the_batches_of_the_builder(windows, num_host_blocks, rope):
+def test_equals_batches_of_plans_that_tell_everything(windows, num_host_blocks, rope):
     """While requests are chunked, fork, grow, are preempted both ways, changed and reported on, and end."""
     rng = random.Random(len(windows) + num_host_blocks)
     manager = BlockManager(
@@ -101,14 +79,17 @@ def test_equals_the_batches_of_the_builder(windows, num_host_blocks, rope):
         long_prefill_token_threshold=11,
         swap_pays=(lambda _: True) if num_host_blocks else None,
     )
-    seated, is_decode = new_seated(len(windows), rope), []
+    num_groups = len(windows)
+    seated, on_host = new_seated(num_groups, rope), new_host_batches(num_groups, rope)
+    planner, is_decode = new_planner(num_groups, rope), []
     for i in range(8):
-        request = cases.new_request(str(i), prompt_len=1 + 5 * i % 37, max_tokens=6 + 7 * i % 20)
+        request = cases.new_request(str(i), 1 + 5 * i % 37, 6 + 7 * i % 20, long_from=LONG_FROM[rope])
         if i % 3 == 0:
             request.report = PromptReport(0, request.num_tokens, 0)
         if i % 4 == 1:
             request.siblings = [
-                cases.new_request(f"{i}/{j}", request.num_tokens, max_tokens=9) for j in range(2)
+                cases.new_request(f"{i}/{j}", request.num_tokens, 9, long_from=LONG_FROM[rope])
+                for j in (0, 1)
             ]
             for sibling in request.siblings:
                 sibling.token_ids[:] = request.token_ids
@@ -116,9 +97,11 @@ def test_equals_the_batches_of_the_builder(windows, num_host_blocks, rope):
     while scheduler.has_unfinished():
         schedule = scheduler.schedule()
         if schedule.requests:
-            cpu = torch.device("cpu")
-            reference = HostBatches(cases.BLOCK_SIZE, cpu, **ROPES[rope])
-            assert_equal(batch_of(seated, schedule), made(reference, schedule, Transfers(cpu))[1])
+            plan = planned(planner, schedule)
+            everything = planned(new_planner(num_groups, rope), whole(schedule))
+            reference = made(new_host_batches(num_groups, rope), everything, Transfers(CPU))[1]
+            assert_equal(made_and_drawn(seated, plan, schedule, DEVICE), reference)
+            assert_equal(made_and_drawn(on_host, plan, schedule, CPU), reference)
             is_decode.append(schedule.is_decode)
         cases.updated(scheduler, schedule)
         for request in schedule.requests:
@@ -127,7 +110,8 @@ def test_equals_the_batches_of_the_builder(windows, num_host_blocks, rope):
         running = [request for request in scheduler.running if request.ready and request.generates]
         if running and len(is_decode) % 12 == 5:
             parent = rng.choice(running)
-            child = cases.new_request(f"{parent.request_id}+", 1, parent.inputs.max_total_tokens - 1)
+            most = parent.inputs.max_total_tokens - 1
+            child = cases.new_request(f"{parent.request_id}+", 1, most, long_from=LONG_FROM[rope])
             child.token_ids = [*parent.token_ids[:-1], 7]
             scheduler.fork(parent, child)
         if running and rng.random() < 0.1:
@@ -142,10 +126,10 @@ def test_equals_the_batches_of_the_builder(windows, num_host_blocks, rope):
 def test_only_what_is_new_is_sent():
     scheduler = cases.new_scheduler()
     cases.added(scheduler, cases.new_request("a", 30, 50), cases.new_request("b", 6, 50))
-    seated, sent = new_seated(), []
+    seated, planner, sent = new_seated(), new_planner(), []
     for _ in range(6):
         schedule = cases.scheduled(scheduler)
-        step = seated.put(schedule, Transfers(DEVICE).new_upload())
+        step = seated.put(planned(planner, schedule), Transfers(DEVICE).new_upload())
         assert (step.tokens.numbers.size, step.entries.numbers.size) == ((64, 16) if not sent else (16, 16))
         rows = step.rows.numbers
         num_tokens = sum(

@@ -14,11 +14,11 @@ from paged import RequestError, RequestOutput, SamplingParams
 from paged.device.transfers import Transfers
 from paged.kernels.backend import Kernels, load_kernels
 from paged.kernels.reference import token_logprobs as by_sorting
-from paged.requests.prompt_report import PromptReport, TokenLogprobs
-from paged.requests.request import Request, RequestInputs
+from paged.requests.prompt_report import TokenLogprobs
+from paged.requests.request import Request
 from paged.sampling import reporter
 from paged.sampling.logprobs import AskedLogprobs
-from paged.scheduler.schedule import AskedRows
+from paged.scheduler.schedule import AskedRows, ReportParams
 from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts, reference
 from tests.support.error_bounds import assert_logprobs
 
@@ -266,14 +266,14 @@ def test_rows_of_logits_in_memory_are_bounded(monkeypatch):
         return rows @ weight
 
     token_ids = [i % vocab_size for i in range(num_rows + 1)]
-    request = Request(RequestInputs(prompt_token_ids=token_ids, max_total_tokens=num_rows + 2))
-    asked = AskedRows(request, PromptReport(0, num_rows, 0), 0, num_rows, 0)
+    asked = AskedRows(0, 0, num_rows, 0)
     transfers = Transfers(torch.device("cpu"))
     reports = reporter.Reporter(head, vocab_size, load_kernels("torch")).prepare(
-        [asked], transfers.new_upload()
+        [asked], [ReportParams(0, token_ids[1:])], transfers.new_upload()
     )
     reports.run(hidden, transfers.new_download())
-    ((_, rows),) = reports.results()
+    ((row, end, rows),) = reports.results()
+    assert (row, end) == (0, num_rows)
     assert sizes == [4] * 8 + [1]
     own = (hidden @ weight).log_softmax(-1)[range(num_rows), token_ids[1:]]
     torch.testing.assert_close(torch.tensor([row.logprobs[0] for row in rows]), own)

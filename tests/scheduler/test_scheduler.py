@@ -248,6 +248,29 @@ def test_samples_share_the_prompt_and_all_but_one_copy_its_last_block():
     assert [s.finish_reason for s in samples] == ["length"] * 3
 
 
+@pytest.mark.parametrize("run", [[], [1], [1, 2, 3], [1, STOP, 2]], ids=str)
+def test_a_row_may_get_no_token_or_several(run):
+    scheduler = new_scheduler()
+    (request,) = added(scheduler, new_request("a", 5, 9))
+    schedule = scheduled(scheduler)
+    got = scheduler.update(schedule, [None], runs={0: run})
+    scheduler.check()
+    taken = run[: run.index(STOP) + 1] if STOP in run else run
+    assert got == [request][: len(run)]
+    assert request.output_token_ids == taken
+    assert scheduler.counters.num_generated_tokens == len(taken)
+    if STOP in run:
+        assert request.finish_reason == "stop"
+        return
+    schedule = scheduled(scheduler)
+    # After none the last token of the prompt again; of several all that follow the prompt.
+    assert computed(schedule) == {"a": max(1, len(run))}
+    assert schedule.newcomers == [request], "the seat knows another last token"
+    updated(scheduler, schedule)
+    finish(scheduler)
+    assert request.num_output_tokens == 9
+
+
 def test_samples_run_when_there_are_seats_for_all():
     scheduler = new_scheduler(max_num_seqs=3)
     added(scheduler, new_request("a", 2, 2), new_samples("s", 4, 2, 3)[0], new_request("b", 2, 2))

@@ -8,19 +8,20 @@ from torch import Tensor
 
 from ...device.transfers import Upload
 from ...model.batch import Batch
-from ...scheduler.schedule import Schedule
+from ..plan import ComputedPart
 
 Step = TypeVar("Step")
 
 
 class Batches(Protocol[Step]):
-    """Makes the batch of each step, for one model on one device.
+    """Makes the batch of each step, for one model on one device, of the step's plan and of what it keeps.
 
-    `HostBatches` is made of requests alone; `SeatedBatches` of what a GPU keeps of each seat.
+    It keeps what each seat was told: its last token and its block tables. `HostBatches` keeps that on the
+    host, `SeatedBatches` on a GPU.
     """
 
-    def put(self, schedule: Schedule, upload: Upload) -> Step:
-        """Add what the device needs for the batch of a schedule to the upload."""
+    def put(self, plan: ComputedPart, upload: Upload) -> Step:
+        """Add what the device needs for the batch of a step to the upload."""
 
     def batch(self, step: Step) -> Batch:
         """Make the batch of a step whose upload is sent."""

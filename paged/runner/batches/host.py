@@ -6,18 +6,19 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...blocks.sequence import SequenceBlocks
 from ...device.transfers import Sent, Upload
 from ...model.batch import Batch, Queries
 from ...model.spec import LongContext
-from ...requests.request import Request
-from ...scheduler.schedule import Schedule
+from ..plan import ComputedPart
+
+Tables: TypeAlias = "list[array[int]]"  # the block tables of one sequence, one for each layer group
 
 
 @dataclass(slots=True)
@@ -32,13 +33,14 @@ class _Step:
     output_lengths: list[int]
     num_logits: int
     is_decode: bool
-    decoding: list[Request] | None  # the requests, if the batch may be advanced in place
+    sampled_seats: NDArray[np.intp]
+    decoding: list[int] | None  # the seats, if the batch may be advanced in place
 
 
 class HostBatches:
-    """Makes batches on the host, for one model on one device. The reference for `SeatedBatches`.
+    """Batches made on the host, of what it keeps of each seat. The reference for `SeatedBatches`.
 
-    On a CPU, if the same requests decode again, the last batch is advanced in place and returned once more,
+    On a CPU, if the same seats decode again, the last batch is advanced in place and returned once more,
     because making tensors costs more than changing them. The caller must be done with it by then.
     """
 
@@ -47,6 +49,8 @@ class HostBatches:
         block_size: int,
         device: torch.device,
         *,
+        num_groups: int,
+        max_num_seqs: int,
         with_rope_lens: bool = False,
         long_context: LongContext | None = None,
     ) -> None:
@@ -54,21 +58,31 @@ class HostBatches:
         self.device = device
         self.with_rope_lens = with_rope_lens
         self.long_context = long_context
+        self.last_tokens = np.zeros(max_num_seqs, np.int64)
+        self.tables: list[Tables] = [[array("i") for _ in range(num_groups)] for _ in range(max_num_seqs)]
         self._last: _Decodes | None = None
+        # Seats, and the tokens that they have drawn last: not yet in `last_tokens`, as most decode once more.
+        self._drawn: tuple[NDArray[np.intp], NDArray[np.int64]] | None = None
 
-    def put(self, schedule: Schedule, upload: Upload) -> _Step | Batch:
-        """Add the numbers of a batch to the upload. The blocks of the schedule are allocated."""
+    def put(self, plan: ComputedPart, upload: Upload) -> _Step | _Decodes:
+        """Add the numbers of a batch to the upload."""
         last = self._last
-        again = last is not None and schedule.is_decode and schedule.requests == last.requests
-        if last is not None and again and self._advance(last, schedule):
-            return last.batch
+        drawn = self._drawn
+        if last is None or drawn is None or not plan.repeats(last.seats):
+            self._keep_drawn()
+            self._tell_seats(plan)
+        else:
+            self._tell_seats(plan)
+            if self._advance(last, plan, drawn[1]):
+                return last
+            self._keep_drawn()
         self._last = None
-        return self._step(schedule, upload)
+        return self._step(plan, upload)
 
-    def batch(self, step: _Step | Batch) -> Batch:
+    def batch(self, step: _Step | _Decodes) -> Batch:
         """Make the batch of a step whose upload is sent."""
-        if isinstance(step, Batch):
-            return step
+        if isinstance(step, _Decodes):
+            return step.batch
         num_groups = len(step.token_sizes) - 4
         token_ids, output_rows, positions, rope_lens, *slots = step.by_token.tensor.split_with_sizes(
             step.token_sizes
@@ -93,41 +107,59 @@ class HostBatches:
             self._last = _Decodes(step.decoding, step, batch)
         return batch
 
-    def record(self, step: _Step | Batch, tokens: Tensor) -> None:
-        """Do nothing: the next step's tokens are sent by the host."""
+    def record(self, step: _Step | _Decodes, tokens: Tensor) -> None:
+        """Keep the tokens that a step has drawn, i64[num_logits]. On a GPU, this waits for them."""
+        self._drawn = step.sampled_seats, tokens.cpu().numpy()
 
-    def _step(self, schedule: Schedule, upload: Upload) -> _Step:
+    def _keep_drawn(self) -> None:
+        """Give the seats of the last step the tokens that they have drawn."""
+        if self._drawn is not None:
+            seats, tokens = self._drawn
+            self.last_tokens[seats] = tokens
+            self._drawn = None
+
+    def _tell_seats(self, plan: ComputedPart) -> None:
+        """Give seats their newest tokens, and the new entries of their block tables."""
+        start = 0
+        for change in plan.changes:
+            if change.last_token >= 0:
+                self.last_tokens[change.seat] = change.last_token
+            end = start + change.num_entries
+            for table, entries in zip(self.tables[change.seat], plan.entries, strict=True):
+                table[change.first_entry :] = entries[start:end]
+            start = end
+
+    def _step(self, plan: ComputedPart, upload: Upload) -> _Step:
         # Plain lists: for the few numbers of a decode step, numpy's calls cost more than they save.
-        requests = schedule.requests
-        num_new_tokens = schedule.num_new_tokens
-        token_ids, positions, seq_lens = _tokens(schedule)
+        seq_lens = [start + n for start, n in zip(plan.starts, plan.counts, strict=True)]
+        token_ids = self._token_ids(plan)
+        positions = _positions(plan)
         if self.long_context is not None:
-            positions = _offset_positions(positions, schedule, self.long_context)
-        rope_lens = _rope_lens(schedule) if self.with_rope_lens else []
-        ends = [*accumulate(num_new_tokens)]
-        asked = schedule.asked_rows()
-        rows = [ends[i] - 1 for i in schedule.sampled]
-        for run in asked:
+            positions = _offset_positions(positions, plan, self.long_context)
+        rope_lens = _rope_lens(plan) if self.with_rope_lens else []
+        ends = [*accumulate(plan.counts)]
+        rows = [ends[i] - 1 for i in plan.sampled]
+        for run in plan.asked:
             rows += range(run.offset, run.offset + run.end - run.start)
         num_tokens = len(token_ids)
-        num_logits = len(schedule.sampled)
+        num_logits = len(plan.sampled)
         # Equal counts are not enough: samples of one prompt share its last row.
         is_decode = num_logits == num_tokens and rows == [*range(num_tokens)]
 
         # Only two parts, as each is a tensor to make.
         longs = array("q", token_ids + rows + positions + rope_lens)
         ints = array("i")
-        blocks = [request.blocks for request in requests]
-        num_groups = len(blocks[0].tables)
+        tables = [self.tables[seat] for seat in plan.seats]
+        num_groups = len(tables[0])
         for g in range(num_groups):
-            longs.extend(_slots([own.tables[g] for own in blocks], schedule, seq_lens, self.block_size))
-        sizes = _add_queries(ints, blocks, seq_lens, num_new_tokens)
-        lengths = [1] * num_logits + [run.end - run.start for run in asked]
+            longs.extend(_slots([own[g] for own in tables], plan, seq_lens, self.block_size))
+        sizes = _add_queries(ints, tables, seq_lens, plan.counts)
+        lengths = [1] * num_logits + [run.end - run.start for run in plan.asked]
         if rows and not is_decode:
             sizes += _add_queries(
                 ints,
-                [blocks[i] for i in schedule.sampled] + [run.request.blocks for run in asked],
-                [seq_lens[i] for i in schedule.sampled] + [run.end for run in asked],
+                [tables[i] for i in plan.sampled] + [tables[run.row] for run in plan.asked],
+                [seq_lens[i] for i in plan.sampled] + [run.end for run in plan.asked],
                 lengths,
             )
         return _Step(
@@ -135,25 +167,33 @@ class HostBatches:
             by_sequence=upload.put(ints, torch.int32),
             token_sizes=[num_tokens, len(rows), num_tokens, len(rope_lens)] + [num_tokens] * num_groups,
             sequence_sizes=sizes,
-            num_new_tokens=num_new_tokens,
+            num_new_tokens=plan.counts,
             output_lengths=lengths,
             num_logits=num_logits,
             is_decode=is_decode,
-            decoding=requests if is_decode and schedule.is_decode and self.device.type == "cpu" else None,
+            sampled_seats=np.array(plan.sampled_seats, np.intp),
+            decoding=plan.seats if is_decode and plan.is_decode and self.device.type == "cpu" else None,
         )
 
-    def _advance(self, last: _Decodes, schedule: Schedule) -> bool:
-        """Advance the last batch by one token of every request. Return False if a block table has no room."""
-        num = len(last.requests)
+    def _token_ids(self, plan: ComputedPart) -> list[int]:
+        """Return the new tokens. Decodes come first: each computes the last token of its seat."""
+        token_ids: list[int] = self.last_tokens[plan.seats[: plan.num_decodes]].tolist()
+        num_prompt_tokens = sum(plan.counts[plan.num_decodes :])
+        # Newcomers that decode have sent theirs, before those of prompts.
+        return token_ids + plan.tokens[len(plan.tokens) - num_prompt_tokens :].tolist()
+
+    def _advance(self, last: _Decodes, plan: ComputedPart, drawn: NDArray[np.int64]) -> bool:
+        """Advance the last batch by one token of every seat. Return False if a block table has no room."""
+        num = len(last.seats)
         widths = last.widths
-        grown = [(row, schedule.requests[row].blocks.tables) for row in schedule.grown]
+        grown = [(change.row, self.tables[change.seat]) for change in plan.changes]
         if any(len(tables[g]) > width for _, tables in grown for g, width in enumerate(widths)):
             return False
         last.batch.queries.plans.clear()
         last.batch.age += 1
         longs = last.longs
         ints = last.ints
-        longs[:num] = [request.token_ids[-1] for request in schedule.requests]
+        longs[:num] = drawn
         for numbers in last.growing:
             numbers += 1
         first_slot = len(longs) - num * len(widths)
@@ -173,11 +213,12 @@ class HostBatches:
 class _Decodes:
     """The last batch of decodes only, to be advanced in place."""
 
-    __slots__ = ("batch", "growing", "ints", "longs", "requests", "widths")
+    __slots__ = ("batch", "growing", "ints", "longs", "sampled_seats", "seats", "widths")
 
-    def __init__(self, requests: list[Request], step: _Step, batch: Batch) -> None:
-        num = len(requests)
-        self.requests = requests
+    def __init__(self, seats: list[int], step: _Step, batch: Batch) -> None:
+        num = len(seats)
+        self.seats = seats
+        self.sampled_seats = step.sampled_seats
         self.batch = batch
         # The memory of the batch's tensors.
         self.longs: NDArray[np.int64] = step.by_token.numbers
@@ -186,58 +227,46 @@ class _Decodes:
         self.widths = [table.shape[1] for table in batch.queries.block_tables]
 
 
-def _tokens(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
-    """Return the new tokens, their positions, and the sequences' lengths with them."""
-    requests = schedule.requests
-    # Decodes come first; each computes the last token of its request.
-    decoding = requests[: schedule.num_decode_tokens]
-    token_ids = [request.token_ids[-1] for request in decoding]
-    positions = schedule.num_computed_tokens[: len(decoding)]
-    seq_lens = [position + 1 for position in positions]
-    for i in range(len(decoding), len(requests)):
-        request = requests[i]
-        start = schedule.num_computed_tokens[i]
-        n = schedule.num_new_tokens[i]
-        token_ids += request.token_ids[start : start + n]
+def _positions(plan: ComputedPart) -> list[int]:
+    """Return the positions of the new tokens."""
+    positions = plan.starts[: plan.num_decodes]
+    for start, n in zip(plan.starts[plan.num_decodes :], plan.counts[plan.num_decodes :], strict=True):
         positions += range(start, start + n)
-        seq_lens.append(start + n)
-    return token_ids, positions, seq_lens
+    return positions
 
 
-def _offset_positions(positions: list[int], schedule: Schedule, long: LongContext) -> list[int]:
+def _offset_positions(positions: list[int], plan: ComputedPart, long: LongContext) -> list[int]:
     """Return the positions, those of long requests higher by the offset."""
     shifted = positions.copy()
     start = 0
-    for request, num_new in zip(schedule.requests, schedule.num_new_tokens, strict=True):
+    for length, num_new in zip(plan.rope_lens, plan.counts, strict=True):
         end = start + num_new
-        if request.num_tokens >= long.num_tokens:
+        if length >= long.num_tokens:
             shifted[start:end] = [position + long.offset for position in positions[start:end]]
         start = end
     return shifted
 
 
-def _rope_lens(schedule: Schedule) -> list[int]:
+def _rope_lens(plan: ComputedPart) -> list[int]:
     """Return the length for dynamic rope: a prompt's full length, a generated token's own position + 1."""
     lengths: list[int] = []
-    steps = zip(schedule.requests, schedule.num_computed_tokens, schedule.num_new_tokens, strict=True)
-    for request, start, n in steps:
-        prompt_len = request.num_prompt_tokens
+    for prompt_len, start, n in zip(plan.rope_lens, plan.starts, plan.counts, strict=True):
         lengths += [prompt_len] * (min(prompt_len, start + n) - start)
         lengths += range(max(prompt_len, start) + 1, start + n + 1)
     return lengths
 
 
 def _slots(
-    tables: Sequence[array[int]], schedule: Schedule, seq_lens: Sequence[int], block_size: int
+    tables: Sequence[array[int]], plan: ComputedPart, seq_lens: Sequence[int], block_size: int
 ) -> list[int]:
     """Return the slots of the new tokens."""
-    num_decodes = schedule.num_decode_tokens
+    num_decodes = plan.num_decodes
     slots = [
         table[-1] * block_size + (end - 1) % block_size
         for table, end in zip(tables[:num_decodes], seq_lens, strict=False)
     ]
     for i in range(num_decodes, len(tables)):
-        start = seq_lens[i] - schedule.num_new_tokens[i]
+        start = plan.starts[i]
         end = seq_lens[i]
         while start < end:  # block by block
             index, offset = divmod(start, block_size)
@@ -249,14 +278,14 @@ def _slots(
 
 
 def _add_queries(
-    ints: array[int], blocks: Sequence[SequenceBlocks], seq_lens: Sequence[int], lengths: Sequence[int]
+    ints: array[int], tables: Sequence[Tables], seq_lens: Sequence[int], lengths: Sequence[int]
 ) -> list[int]:
     """Append the numbers of `Queries` with these lengths. Return the size of each of its tensors."""
     ints.extend(seq_lens)
     ints.extend([0, *accumulate(lengths)])
     sizes = [len(lengths), len(lengths) + 1]
-    for tables in zip(*(own.tables for own in blocks), strict=True):  # one layer group
-        table = pad_tables(tables)
+    for of_group in zip(*tables, strict=True):
+        table = pad_tables(of_group)
         ints += table
         sizes.append(len(table))
     return sizes

@@ -27,8 +27,7 @@ from ...kernels.steps import (
 )
 from ...model.batch import Batch, Queries
 from ...model.spec import LongContext
-from ...requests.request import Request
-from ...scheduler.schedule import Schedule
+from ..plan import ComputedPart
 
 ALL_KEPT = 2**30  # as FIRST_ENTRY: the seat has the whole block table
 
@@ -62,10 +61,9 @@ class _Step(NamedTuple):
 
 
 class SeatedBatches:
-    """What a GPU keeps of each running request, and the batches made of it. `HostBatches` is the reference.
+    """Batches made of what a GPU keeps of each seat. `HostBatches` is the reference.
 
-    A seat keeps the last token and the block tables of its request. A request that takes a seat is sent as a
-    whole; afterwards only its new prompt tokens and the blocks by which it has grown.
+    A seat keeps the last token and the block tables of its request.
 
     Raises ConfigError if there is no memory for so many seats.
     """
@@ -100,20 +98,17 @@ class SeatedBatches:
         self._all_rows = torch.arange(max_num_seqs, device=device)
         self._last: tuple[list[int], NDArray[np.int32]] | None = None  # seats and rows of the last decodes
 
-    def put(self, schedule: Schedule, upload: Upload) -> _Step:
-        """Add what the device needs for the batch of a schedule to the upload."""
-        num_new = np.array(schedule.num_new_tokens, np.int32)
-        rows, tokens, entries, max_entries = self._rows(schedule)
+    def put(self, plan: ComputedPart, upload: Upload) -> _Step:
+        """Add what the device needs for the batch of a step to the upload."""
+        num_new = np.array(plan.counts, np.int32)
+        rows, max_entries = self._rows(plan)
         seq_lens = rows[: len(num_new), START] + num_new
         ends = np.zeros(len(num_new) + 1, np.int32)
         np.cumsum(num_new, out=ends[1:])
         rope_lens = None
         max_seqlen_q = int(num_new.max())
         if self.with_rope_lens or self.long_context is not None:
-            lengths = [
-                r.num_prompt_tokens if self.with_rope_lens else r.num_tokens for r in schedule.requests
-            ]
-            rope_lens = upload.put(lengths, torch.int32)
+            rope_lens = upload.put(plan.rope_lens, torch.int32)
         sizes = {
             "num_tokens": int(ends[-1]),
             "max_seq_len": int(seq_lens.max()),
@@ -122,16 +117,16 @@ class SeatedBatches:
         return _Step(
             rows=upload.put(rows, torch.int32),
             cu_seqlens_q=upload.put(ends, torch.int32),
-            tokens=upload.put(_padded(tokens), torch.int32),
-            entries=upload.put([_padded(group) for group in entries], torch.int32),
+            tokens=upload.put(_padded(plan.tokens), torch.int32),
+            entries=upload.put([_padded(group) for group in plan.entries], torch.int32),
             rope_lens=rope_lens,
             seq_lens=upload.put(seq_lens, torch.int32),
             sizes=sizes,
             max_seqlen_q=max_seqlen_q,
             min_seqlen_q=int(num_new.min()),
-            outputs=_put_outputs(schedule, seq_lens, ends, upload),
-            num_logits=len(schedule.sampled),
-            sampled_seats=upload.put(schedule.sampled_seats, torch.int64),
+            outputs=_put_outputs(plan, seq_lens, ends, upload),
+            num_logits=len(plan.sampled),
+            sampled_seats=upload.put(plan.sampled_seats, torch.int64),
         )
 
     def batch(self, step: _Step) -> Batch:
@@ -181,62 +176,38 @@ class SeatedBatches:
         """Keep the tokens that a step has drawn, i64[num_logits], as the last ones of their seats."""
         self.last_tokens.index_copy_(0, step.sampled_seats.tensor, tokens)
 
-    def _rows(self, schedule: Schedule) -> tuple[NDArray[np.int32], array[int], list[array[int]], int]:
-        """Return the rows for `unpack_step`, the tokens and entries to send, and a row's most entries."""
-        requests = schedule.requests
-        newcomers = dict.fromkeys(schedule.newcomers)
-        rows = self._rows_as_before(schedule)
+    def _rows(self, plan: ComputedPart) -> tuple[NDArray[np.int32], int]:
+        """Return the rows for `unpack_step`, and the most entries of one that is told of any."""
+        rows = self._rows_as_before(plan)
         if rows is None:
-            present = {*requests} if newcomers else set()
-            absent = [request for request in newcomers if request not in present]
-            rows = np.zeros((len(requests) + len(absent), NUM_COLUMNS), np.int32)
-            rows[:, SEAT] = schedule.seats + [request.seat for request in absent]
-            rows[: len(requests), START] = schedule.num_computed_tokens
-            requests = requests + absent
+            seats = plan.seats + plan.absent_seats
+            rows = np.zeros((len(seats), NUM_COLUMNS), np.int32)
+            rows[:, SEAT] = seats
+            rows[: len(plan.starts), START] = plan.starts
         rows[:, [FIRST_TOKEN, LAST_TOKEN, FIRST_ENTRY, NUM_ENTRIES]] = FROM_SEAT, FROM_SEAT, ALL_KEPT, 0
-        self._last = (schedule.seats, rows) if schedule.is_decode and not newcomers else None
-        tokens = array("i")
-        entries = [array("i") for _ in range(self._num_groups)]
+        self._last = (plan.seats, rows) if plan.repeats(plan.seats) else None
         max_entries = 0
-        num_step_rows = len(schedule.requests)
-        for row in self._changed_rows(schedule, requests, newcomers):
-            request = requests[row]
-            start = int(rows[row, START])
-            is_new = request in newcomers
-            if is_new or row >= schedule.num_decode_tokens:
-                # The last token also where none is drawn: it may be the only one that the next step computes.
-                rows[row, FIRST_TOKEN], rows[row, LAST_TOKEN] = len(tokens), request.token_ids[-1]
-                num_new = schedule.num_new_tokens[row] if row < num_step_rows else 0
-                tokens.extend(request.token_ids[start : start + num_new])
-            first = 0 if is_new else start // self.block_size
-            tables = request.blocks.tables
-            rows[row, FIRST_ENTRY], rows[row, ENTRIES] = first, len(entries[0])
-            rows[row, NUM_ENTRIES] = len(tables[0]) - first
-            max_entries = max(max_entries, len(tables[0]))
-            for sent, table in zip(entries, tables, strict=True):
-                sent += table[first:]
-        return rows, tokens, entries, max_entries
+        num_tokens = num_entries = 0  # of the rows before
+        for change in plan.changes:
+            row = rows[change.row]
+            if change.last_token >= 0:
+                row[FIRST_TOKEN], row[LAST_TOKEN] = num_tokens, change.last_token
+                num_tokens += change.num_tokens
+            row[FIRST_ENTRY], row[ENTRIES] = change.first_entry, num_entries
+            row[NUM_ENTRIES] = change.num_entries
+            num_entries += change.num_entries
+            max_entries = max(max_entries, change.first_entry + change.num_entries)
+        return rows, max_entries
 
-    def _rows_as_before(self, schedule: Schedule) -> NDArray[np.int32] | None:
-        """Return the rows of the last step, one token further, if the same requests decode once more."""
-        if self._last is None or not schedule.is_decode or schedule.newcomers:
+    def _rows_as_before(self, plan: ComputedPart) -> NDArray[np.int32] | None:
+        """Return the rows of the last step, one token further, if the same seats decode once more."""
+        if self._last is None:
             return None
         seats, rows = self._last
-        if seats != schedule.seats:
+        if not plan.repeats(seats):
             return None
         rows[:, START] += 1
         return rows
-
-    def _changed_rows(
-        self, schedule: Schedule, requests: list[Request], newcomers: dict[Request, None]
-    ) -> list[int]:
-        """Return the rows about which the device must be told: prompts, newcomers and grown block tables."""
-        changed = [*schedule.grown, *range(schedule.num_decode_tokens, len(requests))]
-        if newcomers:
-            decoding = requests[: schedule.num_decode_tokens]
-            new = (row for row, request in enumerate(decoding) if request in newcomers)
-            changed = [*dict.fromkeys([*new, *changed])]
-        return changed
 
 
 def _padded(numbers: array[int]) -> array[int]:
@@ -246,18 +217,17 @@ def _padded(numbers: array[int]) -> array[int]:
 
 
 def _put_outputs(
-    schedule: Schedule, seq_lens: NDArray[np.int32], ends: NDArray[np.int32], upload: Upload
+    plan: ComputedPart, seq_lens: NDArray[np.int32], ends: NDArray[np.int32], upload: Upload
 ) -> _Outputs | None:
     """Send which tokens the final hidden states are needed of, first to sample from, then for reports.
 
     Returns None if that is all of them, in order, or none.
     """
-    sampled = schedule.sampled
-    asked = schedule.asked_rows()
-    are_all = len(sampled) == ends[-1] and (schedule.is_decode or sampled == [*range(len(sampled))])
+    sampled = plan.sampled
+    asked = plan.asked
+    are_all = len(sampled) == ends[-1] and (plan.is_decode or sampled == [*range(len(sampled))])
     if not asked and (are_all or not sampled):
         return None
-    row_of = {request: row for row, request in enumerate(schedule.requests)}
     lengths = [1] * len(sampled) + [run.end - run.start for run in asked]
     at = np.array(sampled, np.int64)
     rows: list[NDArray[Any]] = [
@@ -267,7 +237,7 @@ def _put_outputs(
     reached = [*seq_lens[at], *(run.end for run in asked)]
     return _Outputs(
         upload.put(np.concatenate(rows), torch.int64),
-        upload.put(sampled + [row_of[run.request] for run in asked], torch.int32),
+        upload.put(sampled + [run.row for run in asked], torch.int32),
         upload.put(reached, torch.int32),
         upload.put([0, *np.cumsum(lengths)], torch.int32),
         max(lengths),

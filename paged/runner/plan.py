@@ -1,0 +1,294 @@
+"""StepPlan: a step as plain numbers. It holds no request, and can be sent to another process as bytes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple, Self
+
+from ..blocks.manager import Copy
+from ..requests.request import Request
+from ..scheduler.schedule import AskedRows, ReportParams, Schedule
+
+IN_SEAT = -1  # as number of tokens to send, and as last token: the seat has it
+
+
+class SeatChange(NamedTuple):
+    """What a seat is told before a step: tokens, and the entries of its block tables from first_entry on.
+
+    row: the seat's row in the step; one beyond the last if the seat is not in it.
+    num_tokens: how many of the plan's tokens are the row's. IN_SEAT: none, it computes the seat's last one.
+    last_token: the newest token of the request; IN_SEAT: the one that the last step has drawn.
+    """
+
+    row: int
+    seat: int
+    num_tokens: int
+    last_token: int
+    first_entry: int
+    num_entries: int
+
+
+@dataclass(slots=True)
+class ComputedPart:
+    """What a step computes, for every rank. Its rows are sequences, those that decode first.
+
+    What a seat was told or has drawn before is not repeated: a decode whose block tables have not grown is a
+    seat, its start, and 1.
+
+    swap_out, swap_in, copies: as of a `Schedule`.
+    starts, counts: how many tokens of each row are computed before the step, and in it.
+    rope_lens: the length of each row's prompt, or of the whole request; see `Planner`.
+    tokens, entries: those of `changes`, one after another; entries of each layer group.
+    sampled, sampled_seats: the rows from whose last token a token is drawn, and the seats that get it.
+    asked: the rows that reports on prompts ask for.
+    """
+
+    swap_out: Sequence[Copy] = ()
+    swap_in: Sequence[Copy] = ()
+    copies: Sequence[Copy] = ()
+    num_decodes: int = 0
+    seats: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    rope_lens: list[int] = field(default_factory=list)
+    changes: list[SeatChange] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    entries: list[array[int]] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
+    sampled_seats: list[int] = field(default_factory=list)
+    asked: Sequence[AskedRows] = ()
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row computes one token, is sampled, and was sampled before."""
+        return self.num_decodes == len(self.seats) == len(self.sampled)
+
+    @property
+    def absent_seats(self) -> list[int]:
+        """The seats that are told something although they are not in the step."""
+        return [change.seat for change in self.changes if change.row >= len(self.seats)]
+
+    def repeats(self, seats: Sequence[int]) -> bool:
+        """Return whether seats decode once more, and are told nothing but how their block tables grow."""
+        if not self.is_decode or self.seats != seats:
+            return False
+        return not self.changes or all(change.last_token == IN_SEAT for change in self.changes)
+
+    def positions(self) -> list[int]:
+        """Return the position of each token that is drawn."""
+        starts = self.starts
+        counts = self.counts
+        return [starts[row] + counts[row] for row in self.sampled]
+
+    def to_bytes(self) -> bytes:
+        """Write the part, for `from_bytes`."""
+        pairs = (self.swap_out, self.swap_in, self.copies)
+        rows = (self.seats, self.starts, self.counts, self.rope_lens, self.sampled, self.sampled_seats)
+        tuples = (*pairs, self.asked, self.changes)
+        flat = (chain.from_iterable(each) for each in tuples)
+        return _write([[self.num_decodes], *map(list, flat), *rows, self.tokens, *self.entries])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Read a part that `to_bytes` has written."""
+        lists = _read(data)
+        (num_decodes,) = next(lists)
+        swap_out, swap_in, copies = ([*zip(*[iter(next(lists))] * 2, strict=True)] for _ in range(3))
+        asked = [AskedRows(*numbers) for numbers in zip(*[iter(next(lists))] * 4, strict=True)]
+        changes = [SeatChange(*numbers) for numbers in zip(*[iter(next(lists))] * 6, strict=True)]
+        seats, starts, counts, rope_lens, sampled, sampled_seats = (next(lists) for _ in range(6))
+        tokens, *entries = (array("i", numbers) for numbers in lists)
+        return cls(
+            swap_out=swap_out,
+            swap_in=swap_in,
+            copies=copies,
+            num_decodes=num_decodes,
+            seats=seats,
+            starts=starts,
+            counts=counts,
+            rope_lens=rope_lens,
+            changes=changes,
+            tokens=tokens,
+            entries=entries,
+            sampled=sampled,
+            sampled_seats=sampled_seats,
+            asked=asked,
+        )
+
+
+class NewTokens(NamedTuple):
+    """The tokens of a seat from a position on, for the sampler, whose edits of its logits depend on them."""
+
+    seat: int
+    start: int
+    tokens: list[int]
+
+
+@dataclass(slots=True)
+class SampledPart:
+    """What a step samples and reports besides which rows, for the process that has the sampler.
+
+    new_tokens: of the sampled seats whose requests edit their logits.
+    reports: for each of the computed part's `asked` rows.
+    """
+
+    new_tokens: list[NewTokens] = field(default_factory=list)
+    reports: list[ReportParams] = field(default_factory=list)
+
+    def to_bytes(self) -> bytes:
+        """Write the part, for `from_bytes`."""
+        tokens = ([seat, start, *ids] for seat, start, ids in self.new_tokens)
+        tops = ([] if report.num_top is None else [report.num_top] for report in self.reports)
+        return _write([[len(self.new_tokens)], *tokens, *tops, *(r.next_tokens for r in self.reports)])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Read a part that `to_bytes` has written."""
+        (num_seats,), *lists = _read(data)
+        new_tokens = [NewTokens(seat, start, ids) for seat, start, *ids in lists[:num_seats]]
+        num_reports = (len(lists) - num_seats) // 2
+        tops = lists[num_seats : num_seats + num_reports]
+        next_tokens = lists[num_seats + num_reports :]
+        reports = [
+            ReportParams(top[0] if top else None, tokens)
+            for top, tokens in zip(tops, next_tokens, strict=True)
+        ]
+        return cls(new_tokens, reports)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A step in two parts: what every rank computes, and what is sampled where the sampler is."""
+
+    computed: ComputedPart
+    sampled: SampledPart
+
+    def to_bytes(self) -> tuple[bytes, bytes]:
+        """Write both parts, for `from_bytes`."""
+        return self.computed.to_bytes(), self.sampled.to_bytes()
+
+    @classmethod
+    def from_bytes(cls, computed: bytes, sampled: bytes) -> Self:
+        """Read a plan that `to_bytes` has written."""
+        return cls(ComputedPart.from_bytes(computed), SampledPart.from_bytes(sampled))
+
+
+class Planner:
+    """Makes a plan of each schedule, in the order in which the steps are launched.
+
+    with_prompt_lens, with_lens: whether rope needs the length of each row's prompt, or of its whole request.
+    """
+
+    def __init__(
+        self, block_size: int, num_groups: int, *, with_prompt_lens: bool = False, with_lens: bool = False
+    ) -> None:
+        self.block_size = block_size
+        self.num_groups = num_groups
+        self.with_prompt_lens = with_prompt_lens
+        self.with_lens = with_lens
+        self._editing = set[int]()  # the seats whose requests edit their logits
+
+    def plan(self, schedule: Schedule) -> StepPlan:
+        """Make the plan of a schedule, whose blocks are allocated. What it holds is not changed later."""
+        asked = schedule.asked_rows()
+        computed = ComputedPart(
+            swap_out=schedule.swap_out,
+            swap_in=schedule.swap_in,
+            copies=schedule.copies,
+            num_decodes=schedule.num_decode_tokens,
+            seats=schedule.seats,
+            starts=schedule.num_computed_tokens,
+            counts=schedule.num_new_tokens,
+            entries=[array("i") for _ in range(self.num_groups)],
+            sampled=schedule.sampled,
+            sampled_seats=schedule.sampled_seats,
+            asked=asked,
+        )
+        if self.with_prompt_lens:
+            computed.rope_lens = [request.num_prompt_tokens for request in schedule.requests]
+        elif self.with_lens:
+            computed.rope_lens = [request.num_tokens for request in schedule.requests]
+        if schedule.newcomers or schedule.grown or not schedule.is_decode:
+            self._add_changes(schedule, computed)
+        sampled = SampledPart()
+        if schedule.newcomers or schedule.vacated:
+            self._editing.difference_update(schedule.vacated)
+            self._editing.update(r.seat for r in schedule.newcomers if r.inputs.params.edits_logits)
+        if self._editing:
+            sampled.new_tokens = self._new_tokens(schedule)
+        if asked:
+            sampled.reports = [_report_params(schedule.requests[rows.row], rows) for rows in asked]
+        return StepPlan(computed, sampled)
+
+    def _add_changes(self, schedule: Schedule, part: ComputedPart) -> None:
+        """Add what seats are told: of prompts, of newcomers, and of grown block tables."""
+        num_rows = len(schedule.requests)
+        newcomers = dict.fromkeys(schedule.newcomers)
+        present = {*schedule.requests} if newcomers else set()
+        requests = schedule.requests + [request for request in newcomers if request not in present]
+        for row in _changed_rows(schedule, requests, newcomers):
+            request = requests[row]
+            is_new = request in newcomers
+            start = part.starts[row] if row < num_rows else 0
+            num_tokens = last_token = IN_SEAT
+            if is_new or row >= part.num_decodes:
+                # The last token also where none is drawn: it may be the only one that the next step computes.
+                last_token = request.token_ids[-1]
+                num_tokens = part.counts[row] if row < num_rows else 0
+                part.tokens.extend(request.token_ids[start : start + num_tokens])
+            tables = request.blocks.tables
+            first = 0 if is_new else start // self.block_size
+            num_entries = len(tables[0]) - first
+            part.changes.append(SeatChange(row, request.seat, num_tokens, last_token, first, num_entries))
+            for sent, table in zip(part.entries, tables, strict=True):
+                sent += table[first:]
+
+    def _new_tokens(self, schedule: Schedule) -> list[NewTokens]:
+        """Return the tokens that the step computes of sampled requests that edit their logits.
+
+        The sampler knows those before, and all of a newcomer.
+        """
+        rows = zip(schedule.sampled_requests, schedule.sampled, schedule.sampled_seats, strict=True)
+        starts = schedule.num_computed_tokens
+        return [
+            NewTokens(seat, starts[row], request.token_ids[starts[row] :])
+            for request, row, seat in rows
+            if seat in self._editing
+        ]
+
+
+def _changed_rows(
+    schedule: Schedule, requests: list[Request], newcomers: dict[Request, None]
+) -> Iterable[int]:
+    """Return the rows about whose seats something is told, the others of the newcomers last."""
+    changed = [*schedule.grown, *range(schedule.num_decode_tokens, len(requests))]
+    if not newcomers:
+        return changed
+    decoding = requests[: schedule.num_decode_tokens]
+    new = (row for row, request in enumerate(decoding) if request in newcomers)
+    return dict.fromkeys([*new, *changed])
+
+
+def _report_params(request: Request, rows: AskedRows) -> ReportParams:
+    assert request.report is not None, "no report asks for these rows"
+    num_top = request.report.num_top
+    next_tokens = [] if num_top is None else request.token_ids[rows.start + 1 : rows.end + 1]
+    return ReportParams(num_top, next_tokens)
+
+
+def _write(lists: Sequence[Sequence[int]]) -> bytes:
+    """Write lists of integers: how many there are, how long each is, then their numbers."""
+    return array("q", [len(lists), *map(len, lists), *chain.from_iterable(lists)]).tobytes()
+
+
+def _read(data: bytes) -> Iterator[list[int]]:
+    """Yield the lists that `_write` has written."""
+    numbers = array("q", data)
+    num_lists = numbers[0]
+    start = 1 + num_lists
+    for size in numbers[1:start]:
+        yield numbers[start : start + size].tolist()
+        start += size
