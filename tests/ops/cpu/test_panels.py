@@ -23,8 +23,8 @@ from paged.kernels.cpu.products.amx import HAS_TILES
 from paged.kernels.cpu.products.kinds import BFLOAT16_PAIRS
 from paged.kernels.cpu.rows.take_rows import widen_rows
 from paged.kernels.cpu.simd.vectors import HAS_DOT, HAS_LOOKUP, LANES
-from paged.model import panels
 from paged.model.layers.linear import Linear
+from paged.model.weights import panels
 from paged.model.weights.panels import PANEL_FORMS, PanelInt4Weight, PanelInt8Weight, PanelWeight, Table
 from paged.model.weights.quantization import Int8Weight, int4_codes
 from paged.model.weights.stored import StoredRows
