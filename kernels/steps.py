@@ -17,7 +17,7 @@ class NotRecordableError(Exception):
     """A torch operation that computes, which a table of launches cannot replay."""
 
 
-class StepPlan(NamedTuple):
+class AttentionSchedule(NamedTuple):
     """How attention divides the work of a step, for the lengths of its sequences."""
 
     of_groups: list[Any]  # of each layer group, in the backend's own form
@@ -33,7 +33,7 @@ class RecordedStep(Protocol):
     def use_memory(self, memory: Tensor) -> None:
         """Replay in this memory from now on; steps that do not run at once may share it."""
 
-    def use(self, plan: StepPlan, inputs: Sequence[Tensor], block_tables: Sequence[Tensor]) -> None:
+    def use(self, plan: AttentionSchedule, inputs: Sequence[Tensor], block_tables: Sequence[Tensor]) -> None:
         """Replay with this plan and these tensors from now on."""
 
     def replay(self) -> tuple[Tensor, ...]:
@@ -43,7 +43,7 @@ class RecordedStep(Protocol):
 class StepRecorder(Protocol):
     """Records the steps of one model, whose replay runs no Python between kernels."""
 
-    def plan(self, seq_lens: Tensor, cu_seqlens_q: Tensor) -> StepPlan:
+    def plan(self, seq_lens: Tensor, cu_seqlens_q: Tensor) -> AttentionSchedule:
         """Plan the attention of a step."""
 
     def record(

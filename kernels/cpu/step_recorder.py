@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..steps import StepPlan
+from ..steps import AttentionSchedule
 from .attention.kernel import ATTEND, MERGE
 from .attention.paged_attention import plan_units
 from .attention.units import SPLIT_KEYS
@@ -24,7 +24,7 @@ class CPUStepRecorder:
         self._num_heads = num_heads
         self._num_kv_heads = num_kv_heads
 
-    def plan(self, seq_lens: Tensor, cu_seqlens_q: Tensor) -> StepPlan:
+    def plan(self, seq_lens: Tensor, cu_seqlens_q: Tensor) -> AttentionSchedule:
         """Plan the attention of a step."""
         lengths = seq_lens.numpy()
         starts = cu_seqlens_q.numpy()
@@ -36,7 +36,7 @@ class CPUStepRecorder:
         sizes = tuple((plan.num_parts, plan.max_rows, len(plan.merges)) for plan in by_heads.values())
         # A plan stays valid until a sequence needs one more split.
         num_steps = 1 + int((-lengths % SPLIT_KEYS).min())
-        return StepPlan([by_heads[number] for number in self._num_kv_heads], sizes, num_steps)
+        return AttentionSchedule([by_heads[number] for number in self._num_kv_heads], sizes, num_steps)
 
     def record(
         self,
@@ -75,7 +75,7 @@ class _StepGraph(Graph):
             for attends in self._attends
         ]
 
-    def use(self, plan: StepPlan, inputs: Sequence[Tensor], block_tables: Sequence[Tensor]) -> None:
+    def use(self, plan: AttentionSchedule, inputs: Sequence[Tensor], block_tables: Sequence[Tensor]) -> None:
         """Replay with this plan and these tensors from now on."""
         of_groups = zip(plan.of_groups, self._attends, self._merges, block_tables, strict=True)
         for own, attends, merges, table in of_groups:

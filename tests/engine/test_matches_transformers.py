@@ -19,7 +19,9 @@ from transformers import Ministral3Config, Olmo3Config, SmolLM3Config
 from paged import LLMEngine, RequestOutput, SamplingParams
 from paged.model.config import DEMO
 from paged.model.families.table import ARCHITECTURES
+from paged.runner.model_runner import ModelRunner
 from paged.sampling.sampler import Draw
+from paged.scheduler.schedule import Schedule
 from tests.support.checkpoints import (
     CONFIGS,
     LONG,
@@ -47,14 +49,20 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 def recorded_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[tuple[int, ...], Tensor]]:
     """Record logits by the tokens that they follow."""
     logits_after: dict[tuple[int, ...], Tensor] = {}
+    sampled: list[tuple[int, ...]] = []  # the tokens of the step's sampled requests
+    execute = ModelRunner.execute
     run = Draw.run
 
+    def executing(runner: ModelRunner, schedule: Schedule) -> Any:
+        sampled[:] = [tuple(request.token_ids) for request in schedule.sampled_requests]
+        return execute(runner, schedule)
+
     def recording(draw: Draw, logits: Tensor, *others: Any) -> Any:
-        for row, request in zip(logits, draw.requests, strict=True):
-            logits_after[tuple(request.token_ids)] = row.cpu().clone()
+        logits_after.update(zip(sampled, logits.cpu().clone(), strict=True))
         return run(draw, logits, *others)
 
     with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "execute", executing)
         patch.setattr(Draw, "run", recording)
         yield logits_after
 

@@ -111,7 +111,7 @@ def test_a_copy_of_the_project_compiles_nothing(tmp_path, monkeypatch):
     started = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert (started.stdout, started.stderr) == (f"0 {cached}\n", "")
     # Another constant that the kernels use is another content.
-    source = copy / "paged" / "kernels" / "plain" / "sampling.py"
+    source = copy / "paged" / "kernels" / "plain" / "sampling" / "sample_tokens.py"
     source.write_text(source.read_text().replace("SMALLEST", "SMALLEST_NUMBER"))
     source.write_text(source.read_text() + "\nSMALLEST = SMALLEST_NUMBER\n")
     started = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
