@@ -158,6 +158,9 @@ class PromptParser:
     def check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
         """Raise RequestError, naming the argument, if one of these ids is not in the model's vocabulary."""
         vocab_size = self.model_config.vocab_size
+        # Of a long prompt, one id after another would take longer than its tokenization.
+        if {*map(type, token_ids)} == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+            return
         for i, token_id in enumerate(token_ids):
             if isinstance(token_id, bool) or not isinstance(token_id, Integral):
                 raise RequestError(f"{name}[{i}] must be an int, got {shown(token_id)}", param=field_of(name))

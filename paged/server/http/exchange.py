@@ -8,6 +8,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
@@ -294,25 +295,35 @@ async def in_thread_if(is_long: bool, function: Callable[..., T], *args: Any) ->
 
 
 async def encode_answer(new_body: Callable[[], Any], num_parts: int) -> bytes:
-    """Return the JSON of a body, which is made in a thread if it is large.
+    """Return the JSON of a body. Large ones are made beside the event loop, one after another.
 
     num_parts: about how many tokens, candidates or other values it has.
     """
-    is_large = num_parts > PARTS_AT_ONCE
-    encode = encode_in_pieces if is_large else encode_json
-    return await in_thread_if(is_large, lambda: encode(new_body()))
+    if num_parts <= PARTS_AT_ONCE:
+        return encode_json(new_body())
+    return await beside_loop(lambda: encode_in_pieces(new_body()))
+
+
+async def beside_loop(function: Callable[..., T], *args: Any) -> T:
+    """Call a function that computes a part of an answer in a thread, which others of this kind wait for."""
+    return await asyncio.get_running_loop().run_in_executor(_answers, function, *args)
+
+
+# One thread: more would take turns at the interpreter, and the event loop would wait for each of them.
+_answers = ThreadPoolExecutor(1, "paged-answers")
 
 
 def encode_in_pieces(value: Any) -> bytes:
     """Return a large value as JSON, letting other threads run between its parts."""
-    return _encoder.encode(_in_pieces(value, depth=6))  # down to one token of one choice of a chat
+    return bytes(_in_pieces(value, depth=6))  # down to one token of one choice of a chat
 
 
-def _in_pieces(value: Any, depth: int) -> Any:
+def _in_pieces(value: Any, depth: int) -> msgspec.Raw:
+    """Return a value as JSON. What is in it is encoded before, so that no call of the encoder takes long."""
     if depth and isinstance(value, dict):
-        return {key: _in_pieces(part, depth - 1) for key, part in value.items()}
-    if depth and isinstance(value, list) and value and isinstance(value[-1], dict | list):
-        return [_in_pieces(part, depth - 1) for part in value]
+        value = {key: _in_pieces(part, depth - 1) for key, part in value.items()}
+    elif depth and isinstance(value, list) and value and isinstance(value[-1], dict | list):
+        value = [_in_pieces(part, depth - 1) for part in value]
     return msgspec.Raw(encode_json(value))
 
 

@@ -12,7 +12,7 @@ from ...protocol.answers.errors import failure_of
 from ...protocol.calls.call import AnswerCall
 from ...protocol.calls.generate import GenerateCall
 from ..front_end import FrontEnd
-from ..http.exchange import EVENTS, JSON_LINES, PARTS_AT_ONCE, Exchange, encode_json, in_thread_if
+from ..http.exchange import EVENTS, JSON_LINES, PARTS_AT_ONCE, Exchange, beside_loop, encode_json
 from ..http.failures import HttpError
 from ..http.streams import DONE, StreamedResponse, event
 from .readers import MergedOutcomes, Outcome
@@ -115,8 +115,10 @@ async def send_stream(
     try:
         async with outcomes:
             async for batch in outcomes.batches():
-                is_large = batch.num_parts > PARTS_AT_ONCE
-                part = await in_thread_if(is_large, framing.part, batch.outcomes)
+                if batch.num_parts > PARTS_AT_ONCE:
+                    part = await beside_loop(framing.part, batch.outcomes)
+                else:
+                    part = framing.part(batch.outcomes)
                 if batch.is_last:
                     await response.write(part + framing.end(), more=False)
                 elif part:
