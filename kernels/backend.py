@@ -137,7 +137,11 @@ class Kernels(Protocol):
         options: AttentionOptions,
         plan: AttentionPlan | None = None,
     ) -> Tensor:
-        """Attend by a plan; without one, make one for this call."""
+        """Attend from each new token to the cached K and V of its sequence.
+
+        plan: from `plan_attention`, for all layers of one layout; without it one is made for this call.
+        Returns [num_tokens, num_heads, value_dim].
+        """
 
     def apply_penalties(
         self,

@@ -249,7 +249,7 @@ class BlockPool:
         return self._serials[block]
 
     def is_known(self, entry: tuple[BlockId, int]) -> bool:
-        """Return whether a block still has this serial: it was not evicted since."""
+        """Return whether a block was not evicted since `serial` returned its serial. entry: both."""
         return self._serials[entry[0]] == entry[1]
 
     def reset(self) -> None:

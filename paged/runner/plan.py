@@ -63,7 +63,7 @@ class ComputedPart:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every row computes one token, is sampled, and was sampled before."""
+        """Whether every row decodes: it computes one token and is sampled."""
         return self.num_decodes == len(self.seats) == len(self.sampled)
 
     @property

@@ -132,7 +132,7 @@ class Scheduler:
         return schedule
 
     def _must_run(self) -> bool:
-        """Return whether something can run. Held requests keep seats and blocks from others for a while."""
+        """Return whether a step must not be empty: a request can run, and no held one keeps its blocks."""
         return self.has_runnable() and not any(request.held for request in self.running)
 
     def _whole_step(self) -> Room:

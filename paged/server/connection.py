@@ -200,7 +200,7 @@ class EngineConnection(asyncio.Protocol):
             self._process.wait()
 
     async def aclose(self) -> None:
-        """End the process, from its event loop."""
+        """End the process. It is called in the event loop of `attach`; see `close`."""
         self._shut_down()
         if self._is_closed is not None:
             await self._is_closed

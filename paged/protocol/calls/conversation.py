@@ -92,5 +92,5 @@ def _message(index: int, message: dict[str, Any], source: str) -> dict[str, Any]
 
 
 def _names(source: str, role: str) -> bool:
-    """Return whether a template compares something with this role."""
+    """Return whether a template's source has this role as a quoted string, as a comparison has it."""
     return f"'{role}'" in source or f'"{role}"' in source
