@@ -86,13 +86,19 @@ def without_neutral(
     for name in kept.keys() & neutral.keys():
         value = kept.pop(name)
         values, reason = neutral[name]
-        if not any(value is v or (type(value) is type(v) and value == v) for v in values):
+        if not any(_is_same(value, v) for v in values):
             if written is None:
                 written = name if name in SECRETS else f"{name}={shown(value)}"
             raise error(f"{owner} got {written}: {reason}")
         if value is True and name in _NOTES:
             logger.warning(_NOTES[name])
     return kept
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    """Return whether two values are equal: 0.0 is 0, but False is not."""
+    is_number = {type(value), type(neutral)} == {int, float}
+    return value is neutral or ((is_number or type(value) is type(neutral)) and value == neutral)
 
 
 def missing(owner: str, name: str) -> str:

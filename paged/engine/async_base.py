@@ -32,7 +32,7 @@ from ..text.chat_template import TEMPLATE_OPTIONS, Message
 from ..text.prompt_parser import ParsedPrompt, PromptParser
 from .embedding import EmbeddingRequestOutput, EmbeddingSpec, Pooling, check_pooling
 from .model_text import ModelText
-from .request_spec import ReportTerms, RequestSpec
+from .request_spec import ReportTerms, RequestSpec, closed_error, ids_of
 from .scoring import ScoreOutput, ScoreSpec, names_of_scores
 
 T = TypeVar("T")
@@ -141,6 +141,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
         try:
             if self._handle is None:
                 self._handle = await self._engine.begin(self)
+                if self._is_over:  # closed meanwhile
+                    raise closed_error(self.request_id)
             output = await self._handle.get()
         except BaseException:  # cancelled, most of all
             self._close()
@@ -258,7 +260,8 @@ class AsyncEngine(ABC, Generic[E]):
         Raises RequestError, QueueFullError or EngineDeadError. A cancelled task aborts the request.
         """
         check_pooling(pooling, normalize)
-        deadline = Deadline(timeout_s)
+        params = ReportTerms(priority, tenant, timeout_s).params()
+        deadline = Deadline(params.timeout_s)
         await self._attach()
         parse = partial(self.prompts.parse, prompt)
         parsed = (
@@ -268,7 +271,7 @@ class AsyncEngine(ABC, Generic[E]):
         )
         # The text is not sent there and back.
         spec = EmbeddingSpec(replace(parsed, text=None), pooling, normalize)
-        terms = ReportTerms(priority, tenant, deadline.left_s)
+        terms = ReportTerms(params.priority, tenant, deadline.left_s)
         (output,) = await self._report([self._id(request_id)], [spec], terms, parsed, on_place)
         found: EmbeddingRequestOutput = replace(output, prompt=parsed.text)
         return found
@@ -290,22 +293,27 @@ class AsyncEngine(ABC, Generic[E]):
 
         Raises and is cancelled as `encode`.
         """
-        deadline = Deadline(timeout_s)
+        params = ReportTerms(priority, tenant, timeout_s).params()
+        deadline = Deadline(params.timeout_s)
         await self._attach()
         parse = partial(self.prompts.parse_continued, prompt, continuations)
         parsed, wholes = await self._in_pool(self.text.tokenizing, parse, deadline)
         specs = [ScoreSpec(whole, len(parsed.token_ids)) for whole in wholes]
         names = names_of_scores(self._id(request_id), len(specs))
-        terms = ReportTerms(priority, tenant, deadline.left_s)
+        terms = ReportTerms(params.priority, tenant, deadline.left_s)
         return await self._report(names, specs, terms, parsed, on_place)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers. Raises UsageError if the engine has none."""
         return self.text.get_tokenizer()
 
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End one request or several, whose readers get a last output. Ignore other ids."""
+        for each in ids_of(request_id):
+            await self._abort(each)
+
     @abstractmethod
-    async def abort(self, request_id: str) -> None:
-        """End a request, whose reader gets a last output. Do nothing if no unfinished request has this id."""
+    async def _abort(self, request_id: str) -> None: ...
 
     async def stats(self) -> EngineStats:
         """Return current counts of requests, blocks and tokens, and totals so far, of all engines."""

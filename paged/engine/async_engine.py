@@ -83,8 +83,7 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
         """
         return await asyncio.wrap_future(self._thread.call(function))
 
-    async def abort(self, request_id: str) -> None:
-        """End a request, whose reader gets a last output. Do nothing if no unfinished request has this id."""
+    async def _abort(self, request_id: str) -> None:
         if self.is_running:
             await self.call(lambda engine: engine.abort_request(request_id))
 

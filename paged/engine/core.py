@@ -153,11 +153,14 @@ class EngineCore:
         try:
             yield
         except BaseException as error:
-            # The failed step may have appended tokens. They stay, and may complete a stop string.
-            samples = [sample for group in self._with_stops for sample in group.samples]
-            self._end_at_stop_strings([s for s in samples if not isinstance(s.stop_reason, str)])
-            self.scheduler.release_finished()
-            self.scheduler.cancel()
+            # The failed step may have appended tokens. They stay, and may end an output.
+            try:
+                samples = [sample for group in self._with_stops for sample in group.samples]
+                self._end_at_stop_strings([s for s in samples if not isinstance(s.stop_reason, str)])
+                self.scheduler.release_finished()
+            finally:  # also after another Ctrl-C: a step in flight holds its requests
+                self.scheduler.cancel()
+            self._waits.begin([sample for group in self._with_grammars for sample in group.samples])
             self._finished |= dict.fromkeys(group for group in self.groups.values() if group.finished)
             # Ctrl-C must not wait for a GPU that may never answer.
             if isinstance(error, Exception) and (failure := failure_of(self.runner.device)) is not None:

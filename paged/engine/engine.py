@@ -44,7 +44,7 @@ from .generation import (
 )
 from .model_text import ModelText
 from .request_factory import RequestFactory
-from .request_spec import ReportTerms, RequestSpec
+from .request_spec import ReportTerms, RequestSpec, ids_of
 from .scoring import ScoreOutput, ScoreSpec
 
 logger = logging.getLogger(__name__)
@@ -478,9 +478,10 @@ class LLMEngine(metaclass=ExplainsMissing):
         """
         return self.core.fork(request_id, new_request_id, sampling_params)
 
-    def abort_request(self, request_id: str) -> None:
-        """End a request and free its blocks. Do nothing if no unfinished request has this id."""
-        self.core.abort(request_id)
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """End one request or several, and free their blocks. Do nothing for ids of no unfinished request."""
+        for each in ids_of(request_id):
+            self.core.abort(each)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has anything to compute or to return."""

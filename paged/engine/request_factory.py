@@ -22,7 +22,7 @@ from ..sampling_params import SamplingParams
 from ..scheduler.policies import Policy
 from ..text.prompt_parser import ParsedPrompt, PromptParser
 from .model_text import ModelText
-from .request_spec import Prepared, ReportSpec, ReportTerms, RequestSpec, check_is_params
+from .request_spec import Prepared, ReportSpec, ReportTerms, RequestSpec, check_is_params, check_tenant
 
 MAX_PROMPT_LOGPROBS = 2**22  # of one request; each takes about 200 bytes in its output
 
@@ -62,7 +62,7 @@ class RequestFactory:
         params = spec.params(self.default_params)
         tenant = spec.tenant
         prepared = spec.prompt if isinstance(spec.prompt, Prepared) else self.prepare(spec.prompt, params)
-        _check_tenant(tenant)
+        check_tenant(tenant)
         seed = derived_seed(self.seed, request_id) if params.seed is None else params.seed
         inputs = self._inputs(request_id, prepared, params, tenant, _deadline(params, now))
         samples = [
@@ -204,15 +204,7 @@ class RequestFactory:
 
         Raises RequestError naming what is wrong.
         """
-        _check_tenant(terms.tenant)
-        # Room for one token, which is never computed.
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            detokenize=False,
-            priority=terms.priority,
-            timeout_s=terms.timeout_s,
-        )
+        params = terms.params()
         self._check_priority(terms.priority)
         deadline = _deadline(params, now)
         inputs = self._inputs(
@@ -357,8 +349,3 @@ def _deadline(params: SamplingParams, now: float) -> float:
 
 def _stops(params: SamplingParams) -> StopStrings | None:
     return stop_strings(tuple(params.stop)) if params.stop else None
-
-
-def _check_tenant(tenant: object) -> None:
-    if not isinstance(tenant, str):
-        raise RequestError(f"tenant must be a string, got {shown(tenant)}", param="tenant")

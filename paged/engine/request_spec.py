@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ..base.validation import shown
-from ..errors import RequestError
+from ..errors import RequestError, UsageError
 from ..requests.prompt_report import PromptReport
 from ..requests.prompts import Prompt
 from ..requests.request import Grammar, Request
@@ -76,6 +76,40 @@ class ReportTerms(NamedTuple):
     priority: float = 0.0
     tenant: str = ""
     timeout_s: float | None = None
+
+    def params(self) -> SamplingParams:
+        """Return sampling parameters with these terms, which generate nothing. Raises RequestError."""
+        check_tenant(self.tenant)
+        # Room for one token, which is never computed.
+        return SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            priority=self.priority,
+            timeout_s=self.timeout_s,
+        )
+
+
+def check_tenant(tenant: object) -> None:
+    """Raise RequestError for a tenant that is not a string."""
+    if not isinstance(tenant, str):
+        raise RequestError(f"tenant must be a string, got {shown(tenant)}", param="tenant")
+
+
+def ids_of(request_ids: str | Iterable[str]) -> list[str]:
+    """Return one id or several as a list. Raises RequestError for anything else."""
+    if isinstance(request_ids, str):
+        return [request_ids]
+    listed = [*request_ids] if isinstance(request_ids, Iterable) else [request_ids]
+    for request_id in listed:
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a string, or several, got {shown(request_ids)}")
+    return listed
+
+
+def closed_error(request_id: str) -> UsageError:
+    """Return the error of a reader whose stream is closed while it waits for an output."""
+    return UsageError(f"the stream of request {request_id!r} was closed while its output was awaited")
 
 
 def check_is_params(params: Any) -> SamplingParams:

@@ -17,7 +17,7 @@ from ..scheduler.stats import EngineStats
 from .async_base import CANDIDATE_BYTES, PAUSE_BYTES, TOKEN_BYTES
 from .engine import LLMEngine
 from .loop import EngineLoop, Recipient, copy_of
-from .request_spec import ReportSpec
+from .request_spec import ReportSpec, closed_error
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +124,8 @@ class Mailbox(Recipient):
         self._is_over = True
         if self.adding is None or not self.adding.cancel():
             self._thread.abort(self._request_id, self)
+        else:
+            self.fail(closed_error(self._request_id))  # to who still waits
 
     def wake(self) -> None:
         """Resume `get`. Runs in the reader's event loop."""

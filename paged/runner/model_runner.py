@@ -99,7 +99,11 @@ class ModelRunner:
         return self.launch(self.plan(schedule)).result()
 
     def plan(self, schedule: Schedule) -> StepPlan:
-        """Make the plan of a step, the next to be launched. Only here the runner reads requests."""
+        """Make the plan of a step. Only here the runner reads requests.
+
+        Plans are launched in the order in which they are made, each once: a plan does not repeat
+        what seats were told before.
+        """
         if schedule.newcomers or schedule.vacated:
             self.sampling_seats.change(schedule.vacated, schedule.newcomers)
         return self.planner.plan(schedule)

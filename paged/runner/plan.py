@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from ..blocks.manager import Copy
 from ..requests.request import Request
@@ -96,9 +96,9 @@ class ComputedPart:
         """Read a part that `to_bytes` has written."""
         lists = _read(data)
         (num_decodes,) = next(lists)
-        swap_out, swap_in, copies = ([*zip(*[iter(next(lists))] * 2, strict=True)] for _ in range(3))
-        asked = [AskedRows(*numbers) for numbers in zip(*[iter(next(lists))] * 4, strict=True)]
-        changes = [SeatChange(*numbers) for numbers in zip(*[iter(next(lists))] * 6, strict=True)]
+        swap_out, swap_in, copies = ([*_tuples(next(lists), 2)] for _ in range(3))
+        asked = [AskedRows(*numbers) for numbers in _tuples(next(lists), len(AskedRows._fields))]
+        changes = [SeatChange(*numbers) for numbers in _tuples(next(lists), len(SeatChange._fields))]
         seats, starts, counts, rope_lens, sampled, sampled_seats = (next(lists) for _ in range(6))
         tokens, *entries = (array("i", numbers) for numbers in lists)
         return cls(
@@ -282,6 +282,11 @@ def _report_params(request: Request, rows: AskedRows) -> ReportParams:
 def _write(lists: Sequence[Sequence[int]]) -> bytes:
     """Write lists of integers: how many there are, how long each is, then their numbers."""
     return array("q", [len(lists), *map(len, lists), *chain.from_iterable(lists)]).tobytes()
+
+
+def _tuples(numbers: Sequence[int], size: int) -> Iterator[Any]:
+    """Yield the numbers in tuples of a size."""
+    return zip(*[iter(numbers)] * size, strict=True)
 
 
 def _read(data: bytes) -> Iterator[list[int]]:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, cast
 
 from .. import errors
+from ..engine.request_spec import closed_error
 from ..errors import EngineDeadError, PagedError
 from ..requests.request import RequestOutput
 from ..scheduler.stats import EngineStats
@@ -66,6 +67,7 @@ class SentRequest:
 
     def _close(self) -> None:
         self._connection.abort(self._key)
+        self._inbox.fail(closed_error(self._inbox.request_id))  # to who still waits
         self._inbox.give_back()
 
 
@@ -121,7 +123,8 @@ class EngineConnection(asyncio.Protocol):
         raise EngineDeadError(f"{self._name} ended before its engine was made ({self._how_ended()})")
 
     async def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Read and write in this event loop from now on."""
+        """Read and write in this event loop from now on. Raises EngineDeadError."""
+        self.check()
         self.loop = loop
         self._is_closed = loop.create_future()
         self.heard_at = time.monotonic()  # what was sent before waits in the socket
@@ -308,9 +311,10 @@ class EngineConnection(asyncio.Protocol):
         if error.__cause__ is not None:  # not shut down: at once, as no request may come to find it
             logger.error("%s", error)
         self._stats = None if self._stats is None else self._stats.at_rest()
-        for inbox in self._inboxes.values():
+        # Copies: the garbage collector may run meanwhile, and close streams that nobody reads.
+        for inbox in [*self._inboxes.values()]:
             inbox.fail(error)
-        for answer in self._answers.values():
+        for answer in [*self._answers.values()]:
             if not answer.done():
                 answer.set_exception(error)
         self._inboxes.clear()

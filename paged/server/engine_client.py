@@ -95,8 +95,7 @@ class EngineClient(AsyncEngine[EngineConnection]):
         self.budget = AnswerBudget()
         self._attached: asyncio.Future[Any] | None = None  # to an event loop
 
-    async def abort(self, request_id: str) -> None:
-        """End a request, whose reader gets a last output. Do nothing if no unfinished request has this id."""
+    async def _abort(self, request_id: str) -> None:
         if (connection := self._holder(request_id)) is not None:
             connection.end(request_id)
 

@@ -303,7 +303,7 @@ def params_to_wire(params: SamplingParams) -> Any:
 
 def _sendable(value: Any) -> Any:
     """Return an int of more than 64 bits, which a frame cannot hold, as the float that it stands for."""
-    return float(value) if isinstance(value, int) and abs(value) > MAX_INT else value
+    return float(value) if isinstance(value, int) and not -MAX_INT - 1 <= value <= MAX_INT else value
 
 
 def params_from_wire(params: Any) -> SamplingParams:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,59 @@ def test_a_failed_step_changes_nothing(demo, monkeypatch):
     with pytest.raises(RuntimeError, match="is gone"):
         finish()
     assert texts(finish()) == expected
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_error_after_a_token_was_appended_changes_nothing(demo, monkeypatch, at):
+    """The token may complete the grammar, and nothing but the next mask tells."""
+    params = structured(regex="[a-z]{2,6}", ignore_eos=True)
+    expected = texts(run(demo, params))
+    policy = demo.scheduler.policy
+    generated = policy.generated
+    calls = iter(range(1, 100))
+
+    def failing(requests: Sequence[Any]) -> None:
+        if next(calls) == at:
+            raise RuntimeError("the policy fails")
+        generated(requests)
+
+    monkeypatch.setattr(policy, "generated", failing)
+    demo.add_request("r", PROMPT, params)
+    outputs: list[RequestOutput] = []
+    while demo.has_unfinished_requests():
+        with suppress(RuntimeError):
+            outputs = demo.step() or outputs
+    assert texts(outputs) == expected
+    assert outputs[0].outputs[0].finish_reason == "stop"
+
+
+def test_an_interrupt_of_the_recovery_holds_no_request(demo, monkeypatch):
+    params = SamplingParams(temperature=0.0, max_tokens=8, stop=["never"])
+    expected = texts(run(demo, params))
+    execute = demo.runner.execute
+    end = demo.core.outputs.end_at_stop_string
+    fails = iter([True, True])
+
+    def executing(schedule: Any) -> Any:
+        if next(fails, False):
+            raise KeyboardInterrupt
+        return execute(schedule)
+
+    def ending(*arguments: Any) -> Any:
+        if next(fails, False):
+            raise KeyboardInterrupt
+        return end(*arguments)
+
+    demo.add_request("r", PROMPT, params)
+    demo.step()
+    monkeypatch.setattr(demo.runner, "execute", executing)
+    monkeypatch.setattr(demo.core.outputs, "end_at_stop_string", ending)
+    with pytest.raises(KeyboardInterrupt):
+        demo.step()
+    outputs: list[RequestOutput] = []
+    for _ in range(20):
+        outputs = demo.step() or outputs
+    assert texts(outputs) == expected
 
 
 # How it ends

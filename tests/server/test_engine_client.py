@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import inspect
 import os
 import signal
@@ -11,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,6 +36,7 @@ from paged.scheduler.policies import FirstComeFirstServed
 from paged.server import connection, frames
 from paged.server.engine_client import EngineClient
 from paged.server.engine_process import take_share
+from paged.server.inbox import Inbox
 from paged.text.prompt_parser import ParsedPrompt
 from tests.support.failing_engine_process import SLOW, UNLUCKY
 
@@ -264,6 +268,49 @@ def test_an_abort_at_any_moment_ends_the_stream(engine):
     run(main())
 
 
+def test_a_stream_that_another_task_closes_ends_its_reader(engine):
+    """At any moment: while the request begins, while the engine takes it, while an output is awaited."""
+
+    async def main() -> None:
+        for i in range(10):
+            stream = engine.generate("x", replace(LONG, output_kind=FINAL_ONLY), "closed")
+            task = asyncio.create_task(anext(stream))
+            for _ in range(i):
+                await asyncio.sleep(0 if i < 7 else 0.02)
+            await stream.aclose()
+            with contextlib.suppress(UsageError, StopAsyncIteration):
+                assert (await task).outputs[0].finish_reason == "abort"
+            while (await engine.stats()).num_running:
+                await asyncio.sleep(0.01)
+
+    run(main())
+
+
+def test_several_requests_are_aborted_at_once(engine):
+    async def main() -> None:
+        tasks = [asyncio.create_task(read(engine.generate("x", LONG, name))) for name in "ab"]
+        while (await engine.stats()).num_running < 2:
+            await asyncio.sleep(0.01)
+        await engine.abort(["a", "b"])
+        assert [(await task)[-1].outputs[0].finish_reason for task in tasks] == ["abort"] * 2
+        with pytest.raises(RequestError, match="must be a string, or several"):
+            await engine.abort([1])
+
+    run(main())
+
+
+def test_terms_of_all_calls_are_checked(engine):
+    async def main() -> None:
+        for call in (partial(engine.encode, "x"), partial(engine.score, "x", ["y"])):
+            for wrong in ({"timeout_s": "x"}, {"timeout_s": 0}, {"priority": "x"}, {"tenant": 5}):
+                with pytest.raises(RequestError, match=f"{next(iter(wrong))} must be"):
+                    await call(**wrong)
+        least = replace(VARIANTS[1], seed=-(2**63))
+        assert len((await read(engine.generate("x", least)))[-1].outputs) == 3
+
+    run(main())
+
+
 def test_a_finished_request_is_neither_forked_nor_in_the_way(engine):
     async def main() -> None:
         stream = engine.generate("x", replace(LONG, max_tokens=2), "short")
@@ -332,8 +379,6 @@ def test_what_cannot_cross_is_refused(client):
         for given, message in WRONG_TYPES:
             with pytest.raises(RequestError, match=message):
                 await anext(client.generate("x", **given))
-        with pytest.raises(RequestError, match="refuses the request: Expected `float`"):
-            await client.encode("x", priority="high")
         params = SamplingParams(logits_processors=[print])
         with pytest.raises(RequestError, match=r"logits_processors .* Python functions"):
             await anext(client.generate("x", params))
@@ -406,6 +451,31 @@ def test_a_killed_process_fails_its_requests_alone():
                 await anext(client.generate("x", LONG))
             with pytest.raises(EngineDeadError):
                 await client.stats()
+
+    run(main())
+
+
+def test_streams_that_are_collected_while_their_engine_ends_hold_nobody(monkeypatch):
+    fail = Inbox.fail
+
+    def failing(inbox: Inbox, error: BaseException) -> None:
+        gc.collect()
+        fail(inbox, error)
+
+    async def main() -> None:
+        async with EngineClient("demo", **OPTIONS) as client:
+            streams = [client.generate("x", LONG) for _ in range(4)]
+            for stream in streams:
+                await anext(stream)
+            for stream in streams[::2]:
+                stream.itself = stream
+            readers = [asyncio.create_task(read(stream)) for stream in streams[1::2]]
+            await asyncio.sleep(0)
+            monkeypatch.setattr(Inbox, "fail", failing)
+            del stream, streams
+            os.kill(client._connections[0]._process.pid, signal.SIGKILL)
+            ends = await asyncio.gather(*readers, return_exceptions=True)
+            assert [type(end) for end in ends] == [EngineDeadError] * 2
 
     run(main())
 
