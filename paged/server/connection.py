@@ -311,7 +311,7 @@ class EngineConnection(asyncio.Protocol):
         if error.__cause__ is not None:  # not shut down: at once, as no request may come to find it
             logger.error("%s", error)
         self._stats = None if self._stats is None else self._stats.at_rest()
-        # Copies: the garbage collector may run meanwhile, and close streams that nobody reads.
+        # Copies: the garbage collector may run meanwhile, and close unread streams.
         for inbox in [*self._inboxes.values()]:
             inbox.fail(error)
         for answer in [*self._answers.values()]:

@@ -128,8 +128,8 @@ def test_wrong_forks_are_refused():
         engine.fork("a", "b", greedy(9, cache_salt="another"))
     with pytest.raises(RequestError, match=r"no unfinished request \['a'\]"):
         engine.fork(["a"])  # type: ignore[arg-type]
-    engine.abort_request(["a"])  # type: ignore[arg-type]
-    assert set(finish(engine)) == {"a", "several"}
+    engine.abort_request(["a", "unknown"])
+    assert set(finish(engine)) == {"several"}
 
 
 def test_fork_has_a_timeout_of_its_own_or_that_of_its_parent(monkeypatch):
