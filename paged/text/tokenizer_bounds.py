@@ -165,7 +165,8 @@ def _post_processor(part: Part) -> int:
         return 1
     if kind != "TemplateProcessing":
         raise _UnboundedError(f"post-processor {str(kind)[:80]!r} is not known")
-    single, known = part["single"], part["special_tokens"]
+    single = part["single"]
+    known = part["special_tokens"]
     sequences = [piece["Sequence"]["id"] for piece in single if "Sequence" in piece]
     special = [piece["SpecialToken"]["id"] for piece in single if "SpecialToken" in piece]
     special_of_pair = [piece["SpecialToken"]["id"] for piece in part["pair"] if "SpecialToken" in piece]

@@ -67,7 +67,8 @@ class TokenizeCall(Call):
         else:
             with self.naming_field("messages"):
                 rendered = self.conversation.prompt(text)
-            prompt, add = rendered["prompt"], rendered["add_special_tokens"]
+            prompt = rendered["prompt"]
+            add = rendered["add_special_tokens"]
         name = "prompt" if "prompt" in self.values else "messages"
         most = MAX_CONTEXTS * max_model_len
         with self.naming_field(name):

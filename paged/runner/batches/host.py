@@ -74,7 +74,7 @@ class HostBatches:
         else:
             self._tell_seats(plan)
             if self._advance(last, plan, drawn[1]):
-                return last
+                return last  # what was drawn is replaced by `record`, or no longer counts if the step fails
             self._keep_drawn()
         self._last = None
         return self._step(plan, upload)
