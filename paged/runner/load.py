@@ -15,9 +15,11 @@ from ..kernels.backend import load_kernels
 from ..kernels.checks import in_debug_mode
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
+from ..model.hf_config import read_json
 from ..model.layers.linear import require_whole_groups
 from ..model.model import Model
 from ..model.weights.choice import choose_forms
+from ..model.weights.formats.recognizers import recognizers_of
 from ..model.weights.loading import Loader, check_weights, has_own_head, open_tensors
 from .compile_bar import compile_bar, has_terminal
 from .sizes import Sizes
@@ -45,6 +47,7 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
         kernels = load_kernels(backend, progress, checked=in_debug_mode())
     except ImportError as error:  # Triton or numba is not installed
         raise ConfigError(str(error)) from error
+    recognizers = recognizers_of(read_json(directory / "config.json"))
     with open_tensors(directory, model_config.tensor_names) as sources:
         if model_config.tie_word_embeddings and has_own_head(sources):
             model_config = replace(model_config, tie_word_embeddings=False)
@@ -62,9 +65,9 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
         if config.quantization == "int4":
             require_whole_groups(model)
         # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
-        check_weights(model.loadables(), sources, model_config.tensor_names, directory)
+        check_weights(model.loadables(), sources, model_config.tensor_names, directory, recognizers)
         try:
-            model.load(Loader(sources, forms, device))
+            model.load(Loader(sources, forms, device, recognizers))
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"no memory for the weights on {device}: take a smaller model or a narrower dtype, or end "

@@ -16,31 +16,38 @@ from torch import Tensor
 from paged import CheckpointError, SamplingParams
 from paged.model.config import LLAMA_NAMES
 from paged.model.layers.linear import Linear
-from paged.model.weights import safetensors_file, sources, stored
-from paged.model.weights.choice import MakeForm, Role
-from paged.model.weights.forms import PlainWeight, WeightForm
+from paged.model.weights import sources
+from paged.model.weights.choice import Forms
+from paged.model.weights.coded_forms import CodedProduct
+from paged.model.weights.forms import JoinedForm, PlainWeight, Role, WeightForm
 from paged.model.weights.loading import Loader, check_weights
 from paged.model.weights.quantization import Int8Weight
 from paged.model.weights.sources import StoredTensor
-from paged.model.weights.stored import STORED_FORMATS, Layout, StoredFormat, StoredRows, read_rows
+from paged.model.weights.stored import Layout, StoredFormat, StoredPart, StoredRows, read_rows
+from paged.runner import load
 from tests.support.checkpoints import checkpoint, new_engine, ragged_prompts
 
 CPU = torch.device("cpu")
 PACK, BLOCK, GROUP = 8, 128, 16  # outputs in an int32 and with one scale; inputs with one scale
 
 
+@dataclass(frozen=True)
 class PackedFormat(StoredFormat):
     """Codes of 4 bits, eight outputs in an int32, and a scale for each 128 outputs and 16 inputs."""
 
-    def layouts(self, rows: StoredRows, like: Tensor) -> dict[str, Layout]:  # noqa: ARG002
-        num_inputs = like.shape[1]
-        codes = Layout((num_inputs,), torch.uint8, 1, PACK, unpacked, (torch.int32,))
-        return {"codes": codes, "scales": Layout((num_inputs // GROUP,), like.dtype, rows_per_entry=BLOCK)}
+    def layouts(self, part: StoredPart) -> dict[str, Layout]:
+        codes = Layout((part.num_inputs,), torch.uint8, 1, PACK, unpacked, (torch.int32,))
+        scales = Layout((part.num_inputs // GROUP,), part.dtype, rows_per_entry=BLOCK)
+        return {"codes": codes, "scales": scales}
 
-    def form(self, tensors: Mapping[str, Tensor], of_floats: MakeForm) -> WeightForm:
+    def weight(self, tensors: Mapping[str, Tensor]) -> Tensor:
         codes, scales = tensors["codes"], tensors["scales"]
         assert codes.dtype == torch.uint8
-        return of_floats((codes.to(scales.dtype) - 8) * scales.repeat_interleave(GROUP, dim=1))
+        return (codes.to(scales.dtype) - 8) * scales.repeat_interleave(GROUP, dim=1)
+
+
+def packed_format(part: StoredPart) -> PackedFormat | None:
+    return PackedFormat() if part.get("codes") else None
 
 
 def unpacked(entries: Tensor, places: Tensor) -> Tensor:
@@ -64,9 +71,8 @@ def packed(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 @pytest.fixture(autouse=True)
 def _load_packed_too(monkeypatch):
-    """Load PackedFormat, and its int32, which no format of the product has."""
-    monkeypatch.setattr(stored, "STORED_FORMATS", (*STORED_FORMATS, PackedFormat()))
-    monkeypatch.setitem(safetensors_file.STORED_DTYPES, "I32", torch.int32)
+    """Load PackedFormat, which no config.json names."""
+    monkeypatch.setattr(load, "recognizers_of", lambda _: [packed_format])
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,15 +162,21 @@ def test_packed_checkpoint_is_that_of_its_floats(name, tmp_path, monkeypatch):
 
 
 def is_packed(key: str, num_rows: int, num_inputs: int) -> bool:
-    """Whether to pack a weight: those of attention in every layer, and of the MLP in the second."""
-    return ("attn" in key or "attention" in key or ".1.mlp" in key) and not (
-        num_rows % PACK or num_inputs % GROUP
-    )
+    """Whether to pack a weight: those of attention but V in every layer, and of the MLP in the second.
+
+    A product may thus consist of rows in two formats.
+    """
+    is_meant = "attn" in key or "attention" in key or ".1.mlp" in key
+    return is_meant and "v_proj" not in key and num_rows % PACK == num_inputs % GROUP == 0
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    forms = {n: m.form.weight for n, m in model.named_modules() if isinstance(m, Linear)}
-    return forms | dict(model.named_parameters())
+    forms = {name: module.form for name, module in model.named_modules() if isinstance(module, Linear)}
+    return {name: weight_of(form) for name, form in forms.items()} | dict(model.named_parameters())
+
+
+def weight_of(form: WeightForm) -> Tensor:
+    return torch.cat([each.weight for each in form.forms]) if isinstance(form, JoinedForm) else form.weight
 
 
 def greedy(engine) -> list[list[int]]:
@@ -180,7 +192,7 @@ def linear_of(role: Role = "layer", **counts: int) -> Linear:
 def refusal(linear: Linear, tensors: Mapping[str, Tensor]) -> str:
     found = {name: in_memory(name, tensor) for name, tensor in tensors.items()}
     with pytest.raises(CheckpointError) as info:
-        check_weights([linear], found, LLAMA_NAMES, Path("directory"))
+        check_weights([linear], found, LLAMA_NAMES, Path("directory"), [packed_format])
     return str(info.value)
 
 
@@ -188,7 +200,8 @@ def test_what_does_not_fit_its_units_is_named():
     codes, scales = torch.zeros(32, 2, dtype=torch.int32), torch.zeros(1, 2)
     sound = {"model.a.codes": codes, "model.a.scales": scales}
     linear = linear_of(**{"model.a": 16})
-    check_weights([linear], {n: in_memory(n, x) for n, x in sound.items()}, LLAMA_NAMES, Path("directory"))
+    found = {n: in_memory(n, x) for n, x in sound.items()}
+    check_weights([linear], found, LLAMA_NAMES, Path("directory"), [packed_format])
     assert refusal(linear_of(**{"model.a": 12}), sound) == (
         "memory: model.a.codes packs 8 rows into each number, but config.json makes it 12 rows"
     )
@@ -201,10 +214,6 @@ def test_what_does_not_fit_its_units_is_named():
     assert "model.a.scales is missing" in refusal(linear, {"model.a.codes": codes})
     both = {**sound, "model.a.weight": torch.zeros(16, 32)}
     assert "model.a.weight is not part of the model" in refusal(linear, both)
-    mixed = {**sound, "model.b.weight": torch.zeros(16, 32)}
-    assert refusal(linear_of(**{"model.a": 16, "model.b": 16}), mixed) == (
-        "memory: model.b.weight, model.a.codes make one product, so they must have one format"
-    )
 
 
 def test_integers_are_no_floats():
@@ -219,8 +228,9 @@ def test_a_form_is_chosen_for_each_linear():
     codes, scales = torch.zeros(32, 2, dtype=torch.int32), torch.ones(1, 2)
     tensors = {"a.codes": codes, "a.scales": scales, "b.weight": torch.ones(16, 32)}
     tensors["head.weight"] = tensors["b.weight"]
-    forms = {"layer": PlainWeight, "head": Int8Weight}
-    loader = Loader({name: in_memory(name, x) for name, x in tensors.items()}, forms, CPU)
+    forms = Forms({"layer": PlainWeight, "head": Int8Weight}, CodedProduct)
+    found = {name: in_memory(name, x) for name, x in tensors.items()}
+    loader = Loader(found, forms, CPU, [packed_format])
     linears = [linear_of(a=16), linear_of(b=16), linear_of("head", head=16)]
     for linear in linears:
         linear.load(loader)

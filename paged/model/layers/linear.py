@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError
-from ..weights.choice import Role
-from ..weights.forms import TableForm, WeightForm
+from ..weights.forms import Role, TableForm, WeightForm
 from ..weights.loading import Loadable, Loader
 from ..weights.quantization import Int4Weight
 from ..weights.stored import StoredRows

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ...kernels.backend import Kernels
 from ..config import LAYERS, ModelConfig
-from ..weights.choice import Role
+from ..weights.forms import Role
 from ..weights.stored import StoredRows
 from .linear import Linear
 

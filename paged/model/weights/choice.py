@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .forms import Float32Product, PackedWeight, PlainWeight, WeightForm, can_pack
+from .coded import CodedWeight, Weight
+from .coded_forms import CodedProduct
+from .forms import Float32Product, PackedWeight, PlainWeight, Role, WeightForm, can_pack
 from .quantization import Int4Weight, Int8Weight, require_kernels, require_quantization
 
-# What a weight is for: a layer; gate and up in one; the output head; the embedding of tokens; a table that is
-# only looked up. A head tied to the embedding shares the embedding's form.
-Role = Literal["layer", "gated", "head", "embedding", "table"]
 MakeForm = Callable[[Tensor], WeightForm]  # of a weight in floats
-# Those of embeddings and tables are of a TableForm. The head's may return float32, that of "gated" may apply
-# silu(gate) * up itself.
-Forms = Mapping[Role, MakeForm]
+MakeCodedForm = Callable[[CodedWeight, Role], WeightForm]
+
+
+@dataclass(frozen=True)
+class Forms:
+    """How to make the form of a weight, by what is stored of it and by its role.
+
+    Those of embeddings and tables are of a TableForm. The head's may return float32, that of "gated" may
+    apply silu(gate) * up itself.
+    """
+
+    of_floats: Mapping[Role, MakeForm]
+    of_codes: MakeCodedForm
+
+    def make(self, weight: Weight, role: Role) -> WeightForm:
+        """Make the form of a weight."""
+        if isinstance(weight, CodedWeight):
+            return self.of_codes(weight, role)
+        return self.of_floats[role](weight)
 
 
 def choose_forms(
@@ -37,6 +52,7 @@ def choose_forms(
         require_quantization(quantization, device, dtype)
     layer: MakeForm
     gated: MakeForm
+    of_codes: MakeCodedForm = partial(CodedProduct, dtype=dtype)
     head: MakeForm
     table: MakeForm = PlainWeight
     if in_panels:
@@ -56,4 +72,11 @@ def choose_forms(
             head = Float32Product
     # A weight that is packed for oneDNN cannot be looked up.
     embedding = head if tied and head is not PackedWeight else table
-    return {"layer": layer, "gated": gated, "head": head, "embedding": embedding, "table": table}
+    of_floats: dict[Role, MakeForm] = {
+        "layer": layer,
+        "gated": gated,
+        "head": head,
+        "embedding": embedding,
+        "table": table,
+    }
+    return Forms(of_floats, of_codes)

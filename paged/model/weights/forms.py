@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# What a weight is for: a layer; gate and up in one; the output head; the embedding of tokens; a table that is
+# only looked up. A head tied to the embedding shares the embedding's form.
+Role = Literal["layer", "gated", "head", "embedding", "table"]
 
 
 class WeightForm(Protocol):
@@ -87,3 +92,26 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
         return torch.equal(PackedWeight(torch.eye(32, dtype=dtype))(x, None), x)
     except (AttributeError, RuntimeError, TypeError):
         return False
+
+
+class JoinedForm(WeightForm):
+    """Rows of a weight in several forms, whose products follow each other."""
+
+    gated = is_recordable = False
+
+    def __init__(self, forms: Sequence[tuple[WeightForm, int]]) -> None:
+        self.forms = [form for form, _ in forms]
+        self.num_rows = [num_rows for _, num_rows in forms]
+        self._biases: list[Tensor | None] = [None] * len(forms)
+
+    def lay_out(self, bias: Tensor) -> None:
+        """Divide the bias among the forms."""
+        biases = torch.split(bias, self.num_rows)
+        for form, own in zip(self.forms, biases, strict=True):
+            form.lay_out(own)
+        self._biases = list(biases)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is not None and self._biases[0] is None:
+            self.lay_out(bias)
+        return torch.cat([form(x, own) for form, own in zip(self.forms, self._biases, strict=True)], dim=1)

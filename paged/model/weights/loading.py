@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -12,11 +12,21 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from ..config import TensorNames
-from .choice import Forms, Role
-from .forms import WeightForm
+from .choice import Forms
+from .forms import JoinedForm, Role, WeightForm
 from .safetensors_file import SafetensorsFile
 from .sources import Sources, StoredTensor
-from .stored import Layout, StoredRows, float_layout, format_of, read_rows
+from .stored import (
+    Layout,
+    Recognizer,
+    StoredPart,
+    StoredRows,
+    StoredWeight,
+    float_layout,
+    format_of,
+    read_rows,
+    split_by_format,
+)
 from .weight_files import find_weight_files
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -70,24 +80,49 @@ class Loader(NamedTuple):
     sources: Sources
     forms: Forms
     device: torch.device
+    recognizers: Sequence[Recognizer] = ()
 
     def parameter(self, rows: StoredRows, name: str, like: Tensor) -> nn.Parameter:
         """Read a parameter of floats. like: what it is on the meta device. One that is not stored is 1."""
         if rows.parts:
-            value = self._read(rows, name, float_layout(rows, like))
+            value = self._read(rows, name, float_layout(like))
         else:
             value = torch.ones(like.shape, dtype=like.dtype, device=self.device)
         return nn.Parameter(value, requires_grad=False)
 
     def form(self, rows: StoredRows, like: Tensor, role: Role) -> WeightForm:
         """Read a weight into its form. like: what it would be in floats, on the meta device."""
-        stored = format_of(rows, like, self.sources)
-        tensors = {name: self._read(rows, name, each) for name, each in stored.layouts(rows, like).items()}
-        return stored.form(tensors, self.forms[role])
+        parts = {part.name: part for part in parts_of(rows, like, self.sources)}
+        formats = {name: format_of(part, self.recognizers) for name, part in parts.items()}
+        stored = split_by_format(rows, formats)
+        if len(stored) == 1:
+            return self._form(stored[0], parts, role)
+        # Gates and ups in several products are not multiplied by each other in any of them.
+        own_role: Role = "layer" if role == "gated" else role
+        return JoinedForm([(self._form(each, parts, own_role), each.rows.num_rows) for each in stored])
+
+    def _form(self, stored: StoredWeight, parts: Mapping[str, StoredPart], role: Role) -> WeightForm:
+        """Read rows of one format into a form."""
+        first = parts[next(iter(stored.rows.parts))]
+        tensors = {
+            name: self._read(stored.rows, name, layout)
+            for name, layout in stored.format.layouts(first).items()
+            if layout.is_read
+        }
+        return self.forms.make(stored.format.weight(tensors), role)
 
     def _read(self, rows: StoredRows, name: str, layout: Layout) -> Tensor:
         tensors = [(self.sources[f"{part}.{name}"], count) for part, count in rows.parts.items()]
         return read_rows(tensors, rows.index, layout, self.device)
+
+
+def parts_of(rows: StoredRows, like: Tensor, sources: Sources) -> list[StoredPart]:
+    """Return the stored parts of a weight. like: what it would be in floats, on the meta device."""
+    num_inputs = like.shape[1]
+    return [
+        StoredPart(part, num_rows, num_inputs, like.dtype, rows.transposed, sources)
+        for part, num_rows in rows.parts.items()
+    ]
 
 
 class Wanted(NamedTuple):
@@ -102,27 +137,37 @@ class Wanted(NamedTuple):
         return self.layout.shape_of(self.num_rows)
 
 
-def wanted_tensors(modules: Iterable[Loadable], sources: Sources) -> dict[str, Wanted]:
-    """Return what modules take from a checkpoint, by name: floats where the sources say nothing else."""
+def wanted_tensors(
+    modules: Iterable[Loadable], sources: Sources, recognizers: Sequence[Recognizer] = ()
+) -> dict[str, Wanted]:
+    """Return what modules take from a checkpoint, by name: floats where no other format is recognized."""
     wanted: dict[str, Wanted] = {}
     for module in modules:
         rows = module.stored
         for name, like in module.named_parameters(recurse=False):
-            layouts = {name: float_layout(rows, like)}
-            if name == "weight" and module.role is not None:
-                layouts = format_of(rows, like, sources).layouts(rows, like)
-            for part, num_rows in rows.parts.items():
-                wanted |= {f"{part}.{each}": Wanted(num_rows, layout) for each, layout in layouts.items()}
+            is_weight = name == "weight" and module.role is not None
+            for part in parts_of(rows, like, sources) if is_weight else ():
+                layouts: Mapping[str, Layout] = format_of(part, recognizers).layouts(part)
+                wanted |= {f"{part.name}.{each}": Wanted(part.num_rows, x) for each, x in layouts.items()}
+            if not is_weight:
+                layout = float_layout(like)
+                wanted |= {f"{part}.{name}": Wanted(count, layout) for part, count in rows.parts.items()}
     return wanted
 
 
-def check_weights(modules: Iterable[Loadable], sources: Sources, names: TensorNames, directory: Path) -> None:
+def check_weights(
+    modules: Iterable[Loadable],
+    sources: Sources,
+    names: TensorNames,
+    directory: Path,
+    recognizers: Sequence[Recognizer] = (),
+) -> None:
     """Compare the tensors of a checkpoint with what modules take.
 
     Raises CheckpointError, which names file and tensor, for tensors that are missing, unknown, or of another
     shape or dtype.
     """
-    wanted = wanted_tensors(modules, sources)
+    wanted = wanted_tensors(modules, sources, recognizers)
     _check_names(wanted, sources, names, directory)
     for name, (num_rows, layout) in wanted.items():
         tensor = sources[name]
@@ -148,6 +193,8 @@ def has_own_head(sources: Sources) -> bool:
     The two are then not tied, whatever config.json says, which often has a default there. Some checkpoints
     carry a copy of the embedding.
     """
+    if any(name.startswith("lm_head.") and name not in (HEAD, "lm_head.bias") for name in sources):
+        return True  # in codes
     if HEAD not in sources or EMBEDDING not in sources:
         return False
     head = sources[HEAD]

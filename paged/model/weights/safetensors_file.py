@@ -26,7 +26,18 @@ from ..config import LLAMA_NAMES, TensorNames
 from ..hf_config import check_file
 from .sources import StoredTensor
 
-STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+STORED_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 HEADER_CEILING = 100 * 2**20
 MAX_RANK = 8
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)

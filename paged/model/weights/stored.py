@@ -9,9 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError
-from .choice import MakeForm
-from .forms import WeightForm
+from .coded import Weight
 from .sources import Sources, StoredTensor
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -38,70 +36,114 @@ class Layout(NamedTuple):
     """How a stored tensor holds rows.
 
     An entry along its dimension `dim` is that of `rows_per_entry` rows. It packs them, and `unpack` takes one
-    out; or they share it, as the scale of a block of rows.
+    out; or they share it, as the scale of a block of rows. All rows share a tensor without this dimension.
     """
 
     columns: tuple[int, ...]  # the other dimensions
     dtype: torch.dtype  # of rows in memory
-    dim: int = 0
+    dim: int | None = 0
     rows_per_entry: int = 1
     # (entries [n, *columns], the place in each, i64[n]) -> rows [n, *columns]
     unpack: Callable[[Tensor, Tensor], Tensor] | None = None
     stored_dtypes: tuple[torch.dtype, ...] = FLOATS
+    is_read: bool = True  # or only checked, as what a weight is computed without
 
     def shape_of(self, num_rows: int) -> list[int]:
         """Return the shape of the tensor of so many rows."""
         shape = list(self.columns)
-        shape.insert(self.dim, -(-num_rows // self.rows_per_entry))
+        if self.dim is not None:
+            shape.insert(self.dim, -(-num_rows // self.rows_per_entry))
         return shape
 
 
+class StoredPart(NamedTuple):
+    """A weight [num_rows, num_inputs] of a checkpoint: what its format is chosen by."""
+
+    name: str  # in the decoder, without that of a tensor
+    num_rows: int
+    num_inputs: int
+    dtype: torch.dtype  # of the model
+    transposed: bool  # floats are stored as [num_inputs, num_rows]
+    sources: Sources
+
+    def get(self, tensor: str) -> StoredTensor | None:
+        """Return one of its tensors by the last part of its name."""
+        return self.sources.get(f"{self.name}.{tensor}")
+
+
 class StoredFormat(Protocol):
-    """A way to store weights [out_features, in_features]. Add one to STORED_FORMATS to have it loaded."""
+    """How one weight is stored. Parts of equal formats, which are read alike, make one weight together."""
 
-    def layouts(self, rows: StoredRows, like: Tensor) -> dict[str, Layout]:
-        """Return the layouts of its tensors by the last part of their names. The first one is its mark.
+    def layouts(self, part: StoredPart) -> dict[str, Layout]:
+        """Return the layouts of its tensors by the last part of their names: exactly those it must have."""
 
-        like: the weight, on the meta device, as it would be in floats.
-        """
-
-    def form(self, tensors: Mapping[str, Tensor], of_floats: MakeForm) -> WeightForm:
-        """Make the form that computes with the weight.
-
-        tensors: the rows in the module's order, [num_rows, *columns]. of_floats: makes the form of a float
-        weight in the same place.
-        """
+    def weight(self, tensors: Mapping[str, Tensor]) -> Weight:
+        """Make the weight of rows in the module's order: [num_rows, *columns] of each tensor that is read."""
 
 
+# Returns the format of a part, or None for one that it does not know. Raises CheckpointError where tensors
+# of it do not fit each other, and UnsupportedModelError for what is not supported.
+Recognizer = Callable[[StoredPart], StoredFormat | None]
+
+
+@dataclass(frozen=True, slots=True)
 class FloatFormat(StoredFormat):
     """The weight itself, in floats."""
 
-    def layouts(self, rows: StoredRows, like: Tensor) -> dict[str, Layout]:
-        return {"weight": float_layout(rows, like)}
+    def layouts(self, part: StoredPart) -> dict[str, Layout]:
+        return {"weight": Layout((part.num_inputs,), part.dtype, dim=int(part.transposed))}
 
-    def form(self, tensors: Mapping[str, Tensor], of_floats: MakeForm) -> WeightForm:
-        return of_floats(tensors["weight"])
-
-
-STORED_FORMATS: tuple[StoredFormat, ...] = (FloatFormat(),)
+    def weight(self, tensors: Mapping[str, Tensor]) -> Weight:
+        return tensors["weight"]
 
 
-def float_layout(rows: StoredRows, like: Tensor) -> Layout:
-    """Return the layout of a parameter of floats: a weight, or a number for each row."""
-    return Layout(tuple(like.shape[1:]), like.dtype, dim=int(rows.transposed and like.dim() == 2))
+def float_layout(like: Tensor) -> Layout:
+    """Return the layout of a parameter of floats that is no weight: numbers for each row."""
+    return Layout(tuple(like.shape[1:]), like.dtype)
 
 
-def format_of(rows: StoredRows, like: Tensor, sources: Sources) -> StoredFormat:
-    """Return the format of a weight. Raises CheckpointError if its parts are stored in several."""
-    found: dict[str, tuple[StoredFormat, StoredTensor]] = {}
-    for form in STORED_FORMATS:
-        mark = next(iter(form.layouts(rows, like)))
-        found |= {part: (form, tensor) for part in rows.parts if (tensor := sources.get(f"{part}.{mark}"))}
-    if len({form for form, _ in found.values()}) > 1:
-        names = [tensor.name for _, tensor in found.values()]
-        path = next(tensor.path for _, tensor in found.values())
-        raise CheckpointError(f"{path}: {', '.join(names)} make one product, so they must have one format")
-    return next((form for form, _ in found.values()), STORED_FORMATS[0])
+def format_of(part: StoredPart, recognizers: Sequence[Recognizer]) -> StoredFormat:
+    """Return the format of a weight: floats if no other is recognized."""
+    for recognize in recognizers:
+        if (found := recognize(part)) is not None:
+            return found
+    return FloatFormat()
+
+
+class StoredWeight(NamedTuple):
+    """Rows of a module's weight that are stored in one format."""
+
+    format: StoredFormat
+    rows: StoredRows
+
+
+def split_by_format(rows: StoredRows, formats: Mapping[str, StoredFormat]) -> list[StoredWeight]:
+    """Divide a module's rows into runs that are stored in one format each, in their order.
+
+    formats: of the parts.
+    """
+    if len(set(formats.values())) == 1:
+        return [StoredWeight(next(iter(formats.values())), rows)]
+    counts = torch.tensor(list(rows.parts.values()), device="cpu")
+    ends = counts.cumsum(0)
+    index = torch.arange(int(ends[-1]), device="cpu") if rows.index is None else rows.index
+    part_of_row = torch.searchsorted(ends, index, right=True)
+    kinds = list(dict.fromkeys(formats.values()))
+    kind_of_part = torch.tensor([kinds.index(formats[part]) for part in rows.parts], device="cpu")
+    # Where each part begins among those of its own format.
+    starts = torch.empty_like(counts)
+    for kind in range(len(kinds)):
+        own = kind_of_part == kind
+        starts[own] = counts[own].cumsum(0) - counts[own]
+    own_index = index - (ends - counts)[part_of_row] + starts[part_of_row]
+    runs, lengths = torch.unique_consecutive(kind_of_part[part_of_row], return_counts=True)
+    found = []
+    for kind, own_rows in zip(runs.tolist(), torch.split(own_index, lengths.tolist()), strict=True):
+        parts = {part: count for part, count in rows.parts.items() if formats[part] == kinds[kind]}
+        as_stored = torch.arange(sum(parts.values()), device="cpu")
+        order = None if torch.equal(own_rows, as_stored) else own_rows
+        found.append(StoredWeight(kinds[kind], StoredRows(parts, order, rows.transposed)))
+    return found
 
 
 def read_rows(
@@ -112,6 +154,10 @@ def read_rows(
     index: the rows to read, i64[num_rows]; None: all in their order.
     """
     counts = [count for _, count in tensors]
+    if layout.dim is None:
+        shared = [tensor.read().to(layout.dtype).expand(count, *layout.columns) for tensor, count in tensors]
+        memory = torch.cat(shared) if len(shared) > 1 else shared[0]
+        return (memory if index is None else memory[index]).to(device)
     if index is None and layout.unpack is None and layout.rows_per_entry == 1:
         memory = torch.empty(sum(counts), *layout.columns, dtype=layout.dtype, device=device)
         for (tensor, _), part in zip(tensors, torch.split(memory, counts), strict=True):
@@ -130,6 +176,7 @@ def read_rows(
 
 def _place_rows(tensor: StoredTensor, layout: Layout, rows: Tensor, memory: Tensor, places: Tensor) -> None:
     """Copy rows of a tensor to places in memory, part by part of the tensor."""
+    assert layout.dim is not None, "a tensor that all rows share is read whole"
     entries = rows // layout.rows_per_entry
     inner = rows % layout.rows_per_entry
     for part, held in tensor.read_parts():

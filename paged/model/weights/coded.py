@@ -1,0 +1,97 @@
+"""Weights as quantised files hold them: codes, and factors for groups of inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Factors(NamedTuple):
+    """What codes are multiplied by, and what is subtracted before or added after: by row and group of inputs.
+
+    All have shape [num_rows, num_groups], but units: [num_rows, num_units], each for as many groups that
+    follow each other. Scales and offsets that have a unit are integers, or float8, of it: two levels.
+    """
+
+    scale: Tensor
+    zero: Tensor | None = None  # an integer; its scales have at most 16 bits and no unit
+    offset: Tensor | None = None
+    scale_unit: Tensor | None = None
+    offset_unit: Tensor | None = None
+
+    def scales(self) -> Tensor:
+        """Return the scales in float32: a scale times its unit, rounded once."""
+        return _with_unit(self.scale, self.scale_unit)
+
+    def offsets(self) -> Tensor | None:
+        """Return the offsets in float32."""
+        return None if self.offset is None else _with_unit(self.offset, self.offset_unit)
+
+    def take(self, rows: Tensor | slice) -> Factors:
+        """Return the factors of these rows."""
+        zero, offset, *units = (None if x is None else x[rows] for x in self[1:])
+        return Factors(self.scale[rows], zero, offset, *units)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedWeight:
+    """A weight [num_rows, num_inputs] that is not stored as floats.
+
+    In float32 it is number * scale + offset, or (number - zero) * scale: each operation rounds once. In all
+    formats with an offset the product is exact, so that one fused multiply-add gives the same.
+    """
+
+    # u8 from 0 to 15 with a table of 16 numbers; i8, which are numbers; or float8_e4m3fn
+    codes: Tensor
+    factors: Factors
+    table: tuple[float, ...] | None = None
+    # i64[num_inputs]: the input of x that each column is for; None: column k is for input k
+    order: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """[num_rows, num_inputs]."""
+        return self.codes.shape
+
+    @property
+    def group(self) -> int:
+        """Return how many inputs, which follow each other, share their factors."""
+        return self.codes.shape[1] // self.factors.scale.shape[1]
+
+    def take(self, rows: Tensor | slice) -> CodedWeight:
+        """Return these rows."""
+        return replace(self, codes=self.codes[rows], factors=self.factors.take(rows))
+
+    def numbers(self) -> Tensor:
+        """Return the numbers that the codes stand for, in float32."""
+        if self.table is None:
+            return self.codes.float()
+        return torch.tensor(self.table, device=self.codes.device)[self.codes.int()]
+
+    def floats(self) -> Tensor:
+        """Return the weight in float32, with its columns in the order of the inputs of x."""
+        numbers = self.numbers().view(len(self.codes), -1, self.group)
+        scale, zero, offset = self.factors.scales(), self.factors.zero, self.factors.offsets()
+        if zero is not None:
+            numbers = numbers - zero.float()[..., None]
+        weight = numbers * scale[..., None]
+        if offset is not None:
+            weight = weight + offset[..., None]
+        weight = weight.flatten(1)
+        if self.order is None:
+            return weight
+        out = torch.empty_like(weight)
+        out[:, self.order] = weight
+        return out
+
+
+Weight = Tensor | CodedWeight  # floats, or codes
+
+
+def _with_unit(x: Tensor, unit: Tensor | None) -> Tensor:
+    if unit is None:
+        return x.float()
+    return x.float() * unit.float().repeat_interleave(x.shape[1] // unit.shape[1], dim=1)
