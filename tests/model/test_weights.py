@@ -512,8 +512,8 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("partial_rotary_factor",),
     ),
     "quantized": (
-        {"quantization_config": {"quant_method": "gptq"}},
-        ("quantization_config", "gptq", "quantization='int8'"),
+        {"quantization_config": {"quant_method": "hqq"}},
+        ("quantization_config", "hqq", "supported are gptq, awq"),
     ),
     "activation": ({"hidden_act": "gelu"}, ("gelu", "silu")),
 }
