@@ -78,12 +78,16 @@ def quantization_of(hf: Config) -> Quantization | None:
     that are out of range or of a wrong type.
     """
     text = hf.get("text_config")
-    for config in (hf, text if isinstance(text, dict) else {}):
+    for config, where in ((hf, ""), (text if isinstance(text, dict) else {}, "text_config: ")):
         for key in ("quantization_config", "compression_config"):
-            if given := config.get(key):
-                if not isinstance(given, dict):
-                    raise CheckpointError(f"{key} must be an object, got {shown(given)}")
+            if not (given := config.get(key)):
+                continue
+            if not isinstance(given, dict):
+                raise CheckpointError(f"{where}{key} must be an object, got {shown(given)}")
+            try:
                 return _read(given, base_model=config.get("_name_or_path"))
+            except (UnsupportedModelError, CheckpointError) as error:
+                raise type(error)(f"{where}{error}") from None
     return None
 
 

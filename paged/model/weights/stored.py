@@ -219,8 +219,8 @@ def check_values(tensors: Sequence[StoredTensor], values: Tensor, check: ValueCh
             if len(wrong):
                 place = wrong[0].tolist()
                 value = float(part[tuple(place)])
-                if place:
-                    place[0] += rows.start
+                place[0] += rows.start
+                place = place[: len(tensor.shape)]
                 raise CheckpointError(
                     f"{tensor.path}: {tensor.name} is {value:g} at {place}, but must {check.must}"
                 )
