@@ -5,6 +5,7 @@ quantization_config is read as data, for all methods into the same rules.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -12,7 +13,8 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import regex
 
-from ..base.validation import check_bool, check_int, shown
+from ..base.validation import check_bool, check_int
+from ..base.validation import shown as shown_whole
 from ..errors import CheckpointError, UnsupportedModelError
 
 Config = Mapping[str, Any]
@@ -28,8 +30,12 @@ SUPPORTED = (
     "mxfp4-pack-quantized, nvfp4-pack-quantized), fp8 and modelopt (FP8, NVFP4, MIXED_PRECISION)"
 )
 LARGEST_GROUP = 2**20
+SHOWN = 80  # characters of a value in a message
 PATTERN_CEILING = 1000  # characters
 MATCH_SECONDS = 1.0  # that a pattern may take for a name
+MOST_REPEATS = 1000
+_COUNT = regex.compile(r"(?<=\{\d*,?)\d+(?=\})|(?<=\{)\d+(?=,\})")
+_OTHER_GROUP = regex.compile(r"\(\?(?!:|=|!|<=|<!|i\)|P<)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,12 @@ class Scheme:
     zeros: bool = False  # or all codes are around 0
     zeros_less_one: bool = False  # zeros are stored as one less
     producer: str = ""  # where the names of tensors depend on it
+
+
+def shown(value: object) -> str:
+    """Return repr(value), cut so that several fit into a message."""
+    text = shown_whole(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 class Module(NamedTuple):
@@ -120,7 +132,7 @@ def _read(config: Config, base_model: object) -> Quantization:
     try:
         return _METHODS[method](config)
     except (UnsupportedModelError, CheckpointError) as error:
-        raise type(error)(f"quantization_config of quant_method {method!r}: {error}") from None
+        raise type(error)(f"quantization_config of quant_method {shown(method)}: {error}") from None
 
 
 def _refuse(key: str, value: object, supported: str) -> NoReturn:
@@ -174,7 +186,7 @@ def _listed_or(scheme: Scheme, method: str, floats: Sequence[str], key: str) -> 
     def rule_of(module: Module) -> Rule:
         for pattern in floats:
             if any(_is_part(name, pattern) for name in module.names):
-                return Rule(None, f"{key} {pattern!r}")
+                return Rule(None, f"{key} {shown(pattern)}")
         return Rule(scheme, f"quant_method {method!r}", is_certain=False)
 
     return rule_of
@@ -228,7 +240,7 @@ def _auto_round(config: Config) -> Quantization:
     def rule_of(module: Module) -> Rule:
         for name, scheme in others.items():
             if name in module.names:
-                return Rule(scheme, f"extra_config {name!r}")
+                return Rule(scheme, f"extra_config {shown(name)}")
         return Rule(usual, "quant_method 'auto-round'", is_certain=False)
 
     return Quantization("auto-round", rule_of)
@@ -285,7 +297,7 @@ def _compressed_tensors(config: Config) -> Quantization:
             scheme = _group_scheme(group, config.get("format"))
             targets = _strings(group, "targets")
         except (UnsupportedModelError, CheckpointError) as error:
-            raise type(error)(f"config_groups {name!r}: {error}") from None
+            raise type(error)(f"config_groups {shown(name)}: {error}") from None
         quantizes_activations |= any(group.get(f"{which}_activations") for which in ("input", "output"))
         for target in targets:
             schemes.setdefault(target, (scheme, name))
@@ -297,11 +309,11 @@ def _compressed_tensors(config: Config) -> Quantization:
     def rule_of(module: Module) -> Rule:
         for pattern, matches in ignored:
             if matches(module):
-                return Rule(None, f"ignore {pattern!r}")
+                return Rule(None, f"ignore {shown(pattern)}")
         for target, matches in wanted:
             if matches(module):
                 scheme, group = schemes[target]
-                return Rule(scheme, f"target {target!r} of {group!r}")
+                return Rule(scheme, f"target {shown(target)} of {shown(group)}")
         return Rule(None, "config_groups, which has no target for it,")
 
     return Quantization("compressed-tensors", rule_of, quantizes_activations)
@@ -314,6 +326,9 @@ def _matcher(pattern: str) -> Callable[[Module], bool]:
     text = pattern.removeprefix("re:")
     if len(text) > PATTERN_CEILING:
         raise CheckpointError(f"a pattern has {len(text):,} characters; at most {PATTERN_CEILING:,} are read")
+    # What takes memory without end: groups that contain themselves, and repeats of repeats.
+    if _OTHER_GROUP.search(text) or math.prod(map(int, _COUNT.findall(text))) > MOST_REPEATS:
+        raise CheckpointError(f"{shown(pattern)} has groups or repeats of a kind that is not supported")
     try:
         compiled = regex.compile(text)
     except (regex.error, RecursionError, OverflowError) as error:
@@ -347,7 +362,7 @@ def _group_scheme(group: Config, usual_format: object) -> Scheme | None:
     bits = _bits(weights, "num_bits", bits_of_it)
     symmetric = check_bool(CheckpointError, "symmetric", weights.get("symmetric", True))
     if not symmetric and number == "float":
-        _refuse("symmetric", symmetric, f"true with format {stored!r}")
+        _refuse("symmetric", symmetric, f"true with format {shown(stored)}")
     rows, inputs = _span(weights)
     if kind in ("mxfp4", "nvfp4"):
         inputs = inputs or {"mxfp4": 32, "nvfp4": 16}[kind]
@@ -403,10 +418,10 @@ def _modelopt(config: Config) -> Quantization:
     def rule_of(module: Module) -> Rule:
         for name in module.names:
             if name in layers:
-                return Rule(layers[name], f"quantized_layers {name!r}")
+                return Rule(layers[name], f"quantized_layers {shown(name)}")
         for pattern in excluded:
             if any(_is_inside(name, pattern) for name in module.names):
-                return Rule(None, f"exclude_modules {pattern!r}")
+                return Rule(None, f"exclude_modules {shown(pattern)}")
         if algorithm == "MIXED_PRECISION":
             return Rule(None, "quantized_layers, which lacks it,")
         return Rule(usual, f"quant_algo {algorithm!r}", is_certain=module.kind == "Linear")

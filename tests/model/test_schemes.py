@@ -369,6 +369,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         ct("pack-quantized", {}, ignore=[f"re:{'a' * 2000}"]),
         "has 2,000 characters",
     ),
+    "repeats of repeats": (
+        ct("pack-quantized", {}, ignore=["re:((a{1000}){2,1000}){3}"]),
+        "has groups or repeats of a kind that is not supported",
+    ),
+    "recursion": (ct("pack-quantized", {}, ignore=["re:(?P<a>(?P>a))"]), "has groups or repeats of a kind"),
     "layers are a list": (modelopt("MIXED_PRECISION", quantized_layers=["x"]), "must be an object"),
 }
 
@@ -393,7 +398,10 @@ def test_the_most_specific_target_is_taken():
     """A name before a pattern, a pattern before a class, whatever their order; what is ignored before all."""
     groups = {
         "a": {"targets": ["Linear"], "weights": weights(4, "int", "channel")},
-        "b": {"targets": ["re:.*q_proj"], "weights": weights(8, "int", "channel")},
+        "b": {
+            "targets": [r"re:.*(?:layers)\.\d{1,3}\.[a-z_]*\.q_proj"],
+            "weights": weights(8, "int", "channel"),
+        },
         "c": {"targets": [Q_PROJ], "weights": weights(4, "int", "group", group_size=32)},
     }
     config = ct("pack-quantized", {}, config_groups=groups, ignore=["re:.*layers\\.9\\..*", "lm_head"])
