@@ -77,7 +77,7 @@ class EngineCore:
             self._decode_logprobs()
             self.publish()
             return []
-        advanced = list[Request]()
+        advanced: list[Request] = []
         with HeldInterrupts():
             with self._recovery():
                 expired = self.scheduler.expire()
@@ -177,9 +177,8 @@ class EngineCore:
         num_finished = self.scheduler.counters.num_finished
         # Both by position, so that a step which is computed again overwrites them.
         output.record_reports(schedule)
-        output.record_logprobs(schedule)
-        # Without those of new tokens, the candidates left of many requests would become ever more.
-        self._num_to_decode = sum(len(place.token_ids) for place in output.logprobs.values())
+        # Unless as many are decoded as come, the candidates left of many requests would become ever more.
+        self._num_to_decode = output.record_logprobs(schedule)
         advanced = self.scheduler.update(schedule, output.tokens, output.errors, output.runs)
         num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
         if self._with_grammars:

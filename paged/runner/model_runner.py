@@ -144,7 +144,7 @@ class ModelRunner:
         upload.send()
         self._move_blocks(out, back, copies)
         batch = self.batches.batch(step)
-        masks = GrammarMasks.start(sampled)
+        masks = draw.start_masks()
         try:
             logits, best, hidden = self.compute(batch)
             tokens = draw.run(logits, download, masks, best)

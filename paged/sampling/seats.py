@@ -77,5 +77,4 @@ class SamplingSeats:
 
     def at(self, seats: Sequence[int]) -> list[SamplingSeat]:
         """Return these seats."""
-        known = self._seats
-        return [known[seat] for seat in seats]
+        return [*map(self._seats.__getitem__, seats)]
