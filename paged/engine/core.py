@@ -280,6 +280,19 @@ class EngineCore:
         outbox: Outbox | None = None,
     ) -> str:
         """Duplicate an unfinished request; see `LLMEngine.fork`. Its outputs go to `outbox`."""
+        parent = self.forkable(request_id).samples[0]
+        new_request_id = self.next_id() if new_request_id is None else new_request_id
+        self._check_id(new_request_id)
+        now = self.scheduler.clock()
+        child = self.factory.new_fork(new_request_id, parent, params, now)
+        with HeldInterrupts():
+            self.scheduler.fork(parent, child.samples[0])
+            self.register(child, outbox)
+            self._waits.begin(child.samples)
+        return new_request_id
+
+    def forkable(self, request_id: str) -> RequestGroup:
+        """Return an unfinished request of one sample, which can be forked. Raises RequestError for others."""
         group = self._unfinished(request_id)
         if group is None or group.finished:
             raise RequestError(f"there is no unfinished request {request_id!r} to fork")
@@ -287,15 +300,7 @@ class EngineCore:
             raise RequestError(
                 f"request {request_id!r} has {len(group.samples)} samples; only one can be forked"
             )
-        new_request_id = self.next_id() if new_request_id is None else new_request_id
-        self._check_id(new_request_id)
-        now = self.scheduler.clock()
-        child = self.factory.new_fork(new_request_id, group.samples[0], params, now)
-        with HeldInterrupts():
-            self.scheduler.fork(group.samples[0], child.samples[0])
-            self.register(child, outbox)
-            self._waits.begin(child.samples)
-        return new_request_id
+        return group
 
     def abort(self, request_id: str) -> None:
         """End a request and free its blocks. Do nothing if no unfinished request has this id."""

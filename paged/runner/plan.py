@@ -16,7 +16,7 @@ IN_SEAT = -1  # as number of tokens to send, and as last token: the seat has it
 
 
 class SeatChange(NamedTuple):
-    """What a seat is told before a step: tokens, and the entries of its block tables from first_entry on.
+    """What changes in a seat before a step: tokens, and the entries of its block tables from first_entry on.
 
     row: the seat's row in the step; one beyond the last if the seat is not in it.
     num_tokens: how many of the plan's tokens are the row's. IN_SEAT: none, it computes the seat's last one.
@@ -35,8 +35,8 @@ class SeatChange(NamedTuple):
 class ComputedPart:
     """What a step computes, for every rank. Its rows are sequences, those that decode first.
 
-    What a seat was told or has drawn before is not repeated: a decode whose block tables have not grown is a
-    seat, its start, and 1.
+    What a seat has already, its last token and its block tables, is not sent again: a decode whose block
+    tables have not grown is a seat, its start, and 1.
 
     swap_out, swap_in, copies: as of a `Schedule`.
     starts, counts: how many tokens of each row are computed before the step, and in it.
@@ -68,11 +68,11 @@ class ComputedPart:
 
     @property
     def absent_seats(self) -> list[int]:
-        """The seats that are told something although they are not in the step."""
+        """The seats that change although they are not in the step."""
         return [change.seat for change in self.changes if change.row >= len(self.seats)]
 
     def repeats(self, seats: Sequence[int]) -> bool:
-        """Return whether seats decode once more, and are told nothing but how their block tables grow."""
+        """Return whether these seats decode once more, and at most their block tables grow."""
         if not self.is_decode or self.seats != seats:
             return False
         return not self.changes or all(change.last_token == IN_SEAT for change in self.changes)

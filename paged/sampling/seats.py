@@ -53,7 +53,7 @@ class SamplingSeat:
 
 
 class SamplingSeats:
-    """The seats of running requests. Each is told once of its request, then of tokens.
+    """The seats of running requests. Each gets the parameters of its request once, and then only tokens.
 
     Parameters are not in a step's plan: they do not change, and may hold functions.
     """

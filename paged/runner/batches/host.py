@@ -73,7 +73,7 @@ class HostBatches:
             return last  # what was drawn is replaced by `record`, or no longer counts if the step fails
         self._last = None
         self._keep_drawn()
-        self._tell_seats(plan)
+        self._update_seats(plan)
         return self._step(plan, upload)
 
     def batch(self, step: _Step | _Decodes) -> Batch:
@@ -115,8 +115,8 @@ class HostBatches:
             self.last_tokens[seats] = tokens
             self._drawn = None
 
-    def _tell_seats(self, plan: ComputedPart) -> None:
-        """Give seats their newest tokens, and the new entries of their block tables."""
+    def _update_seats(self, plan: ComputedPart) -> None:
+        """Store the newest tokens of seats, and the new entries of their block tables."""
         start = 0
         for change in plan.changes:
             if change.last_token >= 0:
