@@ -372,7 +372,8 @@ def check_fields(config: Any) -> None:
 
     Raises RequestError naming the field.
     """
-    optional = _optional_fields(type(config))
+    owner: type = type(config)
+    optional = _optional_fields(owner)
     for f in fields(config):
         value = getattr(config, f.name)
         if isinstance(value, AnyNumber) and not isinstance(value, int | float):
