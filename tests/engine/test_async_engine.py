@@ -576,6 +576,8 @@ def test_a_fork_is_a_stream_of_its_own(engine, kind):
         params = replace(LONG, output_kind=kind, logits_processors=[slow])
         parent = engine.generate(PROMPTS[0], params, "parent")
         await anext(parent)
+        with pytest.raises(RequestError, match="must be SamplingParams, got"):
+            await engine.fork("parent", "child", {"n": 2})
         child = await engine.fork("parent", "child")
         other = await engine.fork("parent", sampling_params=replace(GREEDY, max_tokens=390))
         outputs = await asyncio.gather(*map(read, (parent, child, other)))
