@@ -1,4 +1,4 @@
-"""Compare the tensors of a checkpoint with what a model takes, and load them."""
+"""Compare the tensors of a checkpoint with those that a model needs, and load them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class StoredWeights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """Reads the parameters of modules, and chooses the form of each weight by what is stored of it."""
+    """Reads the parameters of modules. The tensors stored for a weight determine its form."""
 
     sources: Sources
     forms: Forms
@@ -106,7 +106,7 @@ class Loader:
     num_bytes: Counter[str] = field(default_factory=Counter)
 
     def parameter(self, rows: StoredRows, name: str, like: Tensor) -> nn.Parameter:
-        """Read a parameter of floats. like: what it is on the meta device. One that is not stored is 1."""
+        """Read a float parameter, ones if it is not stored. like: the parameter on the meta device."""
         if rows.parts:
             value = self._read(rows, name, float_layout(like))
         else:
@@ -114,7 +114,7 @@ class Loader:
         return nn.Parameter(value, requires_grad=False)
 
     def form(self, rows: StoredRows, like: Tensor, role: Role) -> WeightForm:
-        """Read a weight into its form. like: what it would be in floats, on the meta device."""
+        """Read a weight; its stored tensors determine its form. like: it in floats, on the meta device."""
         parts = {part.name: part for part in parts_of(rows, like, self.sources)}
         formats = {name: format_of(part, self.recognizers) for name, part in parts.items()}
         stored = split_by_format(rows, formats)
@@ -160,7 +160,7 @@ class Wanted(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
-        """The shape that it must have."""
+        """The shape that the tensor must have."""
         return self.layout.shape_of(self.num_rows)
 
 
