@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from ..config import TensorNames
+from ..gguf.tensors import presented
 from .choice import Forms
 from .forms import JoinedForm, Role, WeightForm
+from .gguf_file import open_gguf
 from .safetensors_file import SafetensorsFile
 from .sources import Sources, StoredTensor
 from .stored import (
@@ -44,8 +46,7 @@ def open_tensors(directory: Path, names: TensorNames) -> Iterator[Sources]:
     with ExitStack() as files:
         found: dict[str, StoredTensor] = {}
         for path in find_weight_files(directory):
-            file = files.enter_context(SafetensorsFile(path, names))
-            for name, tensor in file.tensors.items():
+            for name, tensor in files.enter_context(_open_file(path, names)).items():
                 own_name = names.in_decoder(name)
                 if own_name is None:
                     raise _unknown(path, [name])
@@ -54,6 +55,17 @@ def open_tensors(directory: Path, names: TensorNames) -> Iterator[Sources]:
                     raise CheckpointError(f"{path}: {name} is in {known.path.name} too{again}")
                 found[own_name] = tensor
         yield found
+
+
+@contextmanager
+def _open_file(path: Path, names: TensorNames) -> Iterator[Mapping[str, StoredTensor]]:
+    """Open a file, or a GGUF file with its other parts, and find its tensors by their names in it."""
+    if path.suffix == ".gguf":
+        with open_gguf(path) as gguf:
+            yield {name: tensor for name, tensor in presented(gguf).items() if names.is_read(name)}
+    else:
+        with SafetensorsFile(path, names) as file:
+            yield file.tensors
 
 
 class Loadable(nn.Module):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...gguf_names import GGUF_KEY
 from ..stored import Recognizer
+from .gguf import gguf_format
 
 
-def recognizers_of(hf: Mapping[str, Any]) -> tuple[Recognizer, ...]:  # noqa: ARG001
+def recognizers_of(hf: Mapping[str, Any]) -> tuple[Recognizer, ...]:
     """Return what recognizes the quantised weights of a checkpoint with this config.json."""
-    return ()
+    return (gguf_format,) if GGUF_KEY in hf else ()
