@@ -88,7 +88,9 @@ class ModelRunner:
         threads = ""
         if self.num_threads is not None:
             threads = f" with {self.num_threads} thread{'s' * (self.num_threads > 1)}"
-        parts = [f"weights in {self.config.quantization}"] if self.config.quantization else []
+        stored = self.model.stored_weights
+        formats = self.config.quantization or (stored and " and ".join(stored.formats))
+        parts = [f"weights in {formats}"] if formats else []
         if self.kv_dtype != self.dtype:
             parts.append(f"KV in {self.config.kv_cache_dtype}")
         narrower = f" with {' and '.join(parts)}" if parts else ""

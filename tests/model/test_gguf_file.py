@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paged import CheckpointError, UnsupportedModelError
-from paged.model.weights.formats.gguf import GgufFormat
+from paged.model.weights.formats.gguf import format_in
 from paged.model.weights.gguf_file import GGML_TYPES, GgufFile, open_gguf
 from tests.support.gguf_files import Stored, Typed, in_type, string, write_gguf
 
@@ -27,7 +27,7 @@ def test_numbers_are_those_of_llama_cpp(kind):
         data[::7, 0, place : place + 2] = 0
     data = data.flatten(1)
     expected = quants.dequantize(data.numpy(), quants.GGMLQuantizationType[kind.name])
-    weight = GgufFormat(kind).weight({"weight": data})
+    weight = format_in(kind).weight({"weight": data})
     assert torch.equal(weight.floats().view(torch.int32), torch.from_numpy(expected.copy()).view(torch.int32))
     rows = torch.tensor([66, 0, 3])
     assert torch.equal(weight.take(rows).floats(), weight.floats()[rows])
@@ -57,7 +57,7 @@ def test_dimensions_are_stored_the_fastest_first(tmp_path):
     with GgufFile(path) as file:
         assert file.tensors["f"].shape == [3, 8]
         assert file.tensors["q"].shape == [6, 288]
-        weight = GgufFormat(file.tensors["q"].type).weight({"weight": file.tensors["q"].read()})
+        weight = format_in(file.tensors["q"].type).weight({"weight": file.tensors["q"].read()})
         assert torch.equal(weight.floats(), floats)
 
 

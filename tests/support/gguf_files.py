@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paged.model.weights.formats.gguf import GgufFormat
+from paged.model.weights.formats.gguf import format_in
 from paged.model.weights.gguf_file import GGML_TYPES
 
 NUMBER_OF = {kind.name: number for number, kind in GGML_TYPES.items()}
@@ -93,7 +93,7 @@ def in_type(name: str, weight: Tensor, generator: torch.Generator) -> tuple[Stor
             values *= -1 if kind.num_inputs == 32 else 1
             values *= _MIDDLES[name]
         blocks[..., place : place + 2] = values.half().view(torch.uint8).view(*shape[:2], 2)
-    floats = GgufFormat(kind).weight({"weight": blocks.flatten(1)}).floats()
+    floats = format_in(kind).weight({"weight": blocks.flatten(1)}).floats()
     return Stored(name, weight.shape, blocks.numpy().tobytes()), floats
 
 

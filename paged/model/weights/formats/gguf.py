@@ -27,12 +27,8 @@ _NON_LINEAR = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13,
 class GgufFormat(StoredFormat):
     """A weight in blocks of one type."""
 
+    title: str
     type: GgmlType
-
-    @property
-    def title(self) -> str:
-        """What people call it."""
-        return f"GGUF {self.type.name}"
 
     def layouts(self, part: StoredPart) -> dict[str, Layout]:
         kind = self.type
@@ -52,7 +48,14 @@ class GgufFormat(StoredFormat):
 def gguf_format(part: StoredPart) -> GgufFormat | None:
     """Return the format of a weight that a GGUF file has in blocks."""
     tensor = part.get("weight")
-    return GgufFormat(tensor.type) if isinstance(tensor, GgufTensor) and tensor.type.in_blocks else None
+    if not isinstance(tensor, GgufTensor) or not tensor.type.in_blocks:
+        return None
+    return format_in(tensor.type)
+
+
+def format_in(kind: GgmlType) -> GgufFormat:
+    """Return the format of weights in blocks of this type."""
+    return GgufFormat(f"GGUF {kind.name}", kind)
 
 
 def _q4_0(blocks: Tensor) -> CodedWeight:
