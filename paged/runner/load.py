@@ -102,8 +102,8 @@ def _require_no_blocks(sources: Sources, quantization: str) -> None:
     if found:
         types = ", ".join(sorted({tensor.type.name for tensor in found}))
         raise ConfigError(
-            f"quantization {quantization!r} is for weights in floats, but {found[0].path} has {types} already; "
-            "leave it out"
+            f"quantization {quantization!r} is for weights in floats, but {found[0].path} has {types} "
+            "already; leave it out"
         )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,6 +110,8 @@ class GgufTensor(FileTensor):
 
     order: i64[n]: of each n rows of the file that follow each other, in which order they are read.
     """
+
+    config: ClassVar[str] = "its metadata"
 
     type: GgmlType
     order: Tensor | None = field(default=None, compare=False)
