@@ -49,9 +49,11 @@ def _coded_rows_kernel(
     zeros = load_factors(zero_ptr, None, False, coded, tiles, shape, kind)
     offsets = load_factors(offset_ptr, offset_unit, False, coded, tiles, shape, kind)
     out_ptr += row * shape.NUM_INPUTS
-    for i in tl.static_range(kind.PER_WORD):
+    PER_WORD: tl.constexpr = kind.PER_WORD  # Triton 3.6 takes no fields for a range
+    SUB: tl.constexpr = kind.SUB
+    for i in tl.static_range(PER_WORD):
         weights = weights_of(words, i, scales, zeros, offsets, shape, kind)
-        offs_k = ((tiles * kind.PER_WORD + i) * kind.SUB)[:, None] + tl.arange(0, kind.SUB)[None, :]
+        offs_k = ((tiles * PER_WORD + i) * SUB)[:, None] + tl.arange(0, SUB)[None, :]
         tl.store(out_ptr + offs_k, weights.to(out_ptr.dtype.element_ty), mask=offs_k < shape.NUM_INPUTS)
 
 

@@ -68,32 +68,38 @@ def load_unit(ptr, coded, tile, shape: tl.constexpr):
 
 
 @triton.jit
-def load_factors(ptr, unit, is_e4m3: tl.constexpr, coded, tile, shape: tl.constexpr, kind: tl.constexpr):
-    """Load the factors of a tile of inputs in float32, times their unit: one for each GROUP_SUBS.
+def _converted(factor, unit, is_e4m3: tl.constexpr, kind: tl.constexpr):
+    """Return factors in float32, times their unit if there is one."""
+    if is_e4m3:
+        factor = e4m3_numbers(factor.to(tl.int32), kind.HAS_E4M3)
+    factor = factor.to(tl.float32)
+    if unit is not None:
+        factor *= unit
+    return factor
 
-    All are loaded before the first one is needed, so that they wait for memory together. None without any.
+
+@triton.jit
+def load_factors(ptr, unit, is_e4m3: tl.constexpr, coded, tile, shape: tl.constexpr, kind: tl.constexpr):
+    """Load the factors of a tile of inputs in float32: one for each GROUP_SUBS; None without any.
+
+    All are loaded before the first one is needed, so that they wait for memory together.
     """
+    PER_WORD: tl.constexpr = kind.PER_WORD  # Triton 3.6 takes no fields for a range
+    GROUP_SUBS: tl.constexpr = shape.GROUP_SUBS
     if ptr is None:
         factors = None
     else:
-        factors = ()
-        for i in tl.static_range(0, kind.PER_WORD, shape.GROUP_SUBS):
+        loaded = ()
+        for i in tl.static_range(0, PER_WORD, GROUP_SUBS):
             offs = coded.outputs
             if shape.NUM_GROUPS > 1:  # else the compiler moves the load before the loop
                 # Inputs that pad the last tile have the factors of the last group.
-                group = tl.minimum((tile * kind.PER_WORD + i) * kind.SUB // shape.GROUP, shape.NUM_GROUPS - 1)
+                group = tl.minimum((tile * PER_WORD + i) * kind.SUB // shape.GROUP, shape.NUM_GROUPS - 1)
                 offs += group * shape.NUM_OUTPUTS
-            factors += (tl.load(ptr + offs, mask=coded.mask, other=0),)
-        converted = ()
-        for i in tl.static_range(kind.PER_WORD // shape.GROUP_SUBS):
-            factor = factors[i]
-            if is_e4m3:
-                factor = e4m3_numbers(factor.to(tl.int32), kind.HAS_E4M3)
-            factor = factor.to(tl.float32)
-            if unit is not None:
-                factor *= unit
-            converted += (factor,)
-        factors = converted
+            loaded += (tl.load(ptr + offs, mask=coded.mask, other=0),)  # type: ignore[assignment]
+        factors = ()
+        for i in tl.static_range(PER_WORD // GROUP_SUBS):
+            factors += (_converted(loaded[i], unit, is_e4m3, kind),)  # type: ignore[assignment]
     return factors
 
 
@@ -115,17 +121,19 @@ def _multiply_tile(
     acc, x_ptr, mask_x, coded, tile, shape: tl.constexpr, kind: tl.constexpr, product: tl.constexpr
 ):
     """Add the product of one tile of inputs to acc."""
+    PER_WORD: tl.constexpr = kind.PER_WORD
+    SUB: tl.constexpr = kind.SUB
     words = load_words(coded, tile, shape, kind)
     scale_unit = load_unit(coded.scale_unit_ptr, coded, tile, shape)
     offset_unit = load_unit(coded.offset_unit_ptr, coded, tile, shape)
     scales = load_factors(coded.scale_ptr, scale_unit, kind.E4M3_SCALES, coded, tile, shape, kind)
     zeros = load_factors(coded.zero_ptr, None, False, coded, tile, shape, kind)
     offsets = load_factors(coded.offset_ptr, offset_unit, False, coded, tile, shape, kind)
-    for i in tl.static_range(kind.PER_WORD):
+    for i in tl.static_range(PER_WORD):
         weights = weights_of(words, i, scales, zeros, offsets, shape, kind)
-        offs_k = (tile * kind.PER_WORD + i) * kind.SUB + tl.arange(0, kind.SUB)
+        offs_k = (tile * PER_WORD + i) * SUB + tl.arange(0, SUB)
         mask = mask_x
-        if shape.NUM_INPUTS % (kind.PER_WORD * kind.SUB) != 0:
+        if shape.NUM_INPUTS % (PER_WORD * SUB) != 0:
             mask = mask_x & (offs_k < shape.NUM_INPUTS)[:, None]
         # [SUB, BLOCK_M]
         x = tl.load(x_ptr + offs_k[:, None], mask=mask, other=0.0)
@@ -151,18 +159,20 @@ def coded_linear_kernel(
     kind: tl.constexpr,
     product: tl.constexpr,
 ):
-    outputs = tl.program_id(0) * product.BLOCK_N + tl.arange(0, product.BLOCK_N)
+    BLOCK_N: tl.constexpr = product.BLOCK_N  # Triton 3.6 takes no field as the size of a tl.zeros
+    BLOCK_M: tl.constexpr = product.BLOCK_M
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = outputs < shape.NUM_OUTPUTS
-    rows = tl.program_id(1).to(tl.int64) * product.BLOCK_M + tl.arange(0, product.BLOCK_M)
+    rows = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = (rows < num_rows)[None, :]
     first_split = tl.program_id(2)
     coded = Coded(
         words_ptr, scale_ptr, scale_unit_ptr, zero_ptr, offset_ptr, offset_unit_ptr, outputs, mask_n
     )
     x_ptr += rows[None, :] * stride_x
-    total = tl.zeros([product.BLOCK_N, product.BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for split in range(first_split, first_split + product.NUM_SPLITS):
-        acc = tl.zeros([product.BLOCK_N, product.BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         start = split * shape.SPLIT_TILES
         for tile in range(start, tl.minimum(start + shape.SPLIT_TILES, shape.NUM_TILES)):
             acc = _multiply_tile(acc, x_ptr, mask_m, coded, tile, shape, kind, product)

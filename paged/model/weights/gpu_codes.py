@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ...kernels.checks import TrustedContents
 from ...kernels.codes import can_pack_codes, coded_linear, pack_codes, take_coded_rows
 from .coded import CodedWeight, Factors
 from .coded_forms import CodedProduct
@@ -27,7 +28,8 @@ class PackedCodesWeight(TableForm):
     def __init__(self, weight: CodedWeight, role: Role, *, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._out_dtype = torch.float32 if role in ("head", "embedding") else None
-        self.packed = pack_codes(weight.codes, *weight.factors, table=weight.table)
+        with TrustedContents():  # the checks of a loader are behind it
+            self.packed = pack_codes(weight.codes, *weight.factors, table=weight.table)
         self._order = weight.order
         self._places = None if weight.order is None else weight.order.argsort()
 
