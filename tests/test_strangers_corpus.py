@@ -12,6 +12,7 @@ from tests.strangers import run
 DATA = (
     "config.json",
     "generation_config.json",
+    "hf_quant_config.json",
     "model.safetensors",
     "model.safetensors.index.json",
     "model-00001-of-00002.safetensors",

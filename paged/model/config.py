@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -64,11 +65,17 @@ class TensorNames:
 
     def in_checkpoint(self, name: str) -> str:
         """Return a name by which `in_decoder` would find the tensor of this name."""
+        return next(iter(self.all_in_checkpoint(name)), name)
+
+    def all_in_checkpoint(self, name: str) -> Iterator[str]:
+        """Yield all names by which `in_decoder` would find the tensor of this name."""
         if name.startswith(LAYERS):
             layer, _, part = name.removeprefix(LAYERS).partition(".")
             parts = tuple((ours, theirs) for theirs, ours in self.parts)
             name = f"{LAYERS}{layer}.{_with_other_start(part, parts) or part}"
-        return _with_other_start(name, tuple((ours, theirs) for theirs, ours in self.prefixes)) or name
+        for theirs, ours in self.prefixes:
+            if name.startswith(ours):
+                yield theirs + name[len(ours) :]
 
 
 LLAMA_NAMES = TensorNames()

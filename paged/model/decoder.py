@@ -23,7 +23,7 @@ from .layers.mlp import new_feed_forward
 from .layers.norms import LayerNorm, RMSNorm, new_norm
 from .layers.rotary import RotaryEmbedding
 from .layers.token_rows import TokenRows
-from .weights.loading import Loadable, Loader
+from .weights.loading import Loadable, Loader, StoredWeights
 from .weights.stored import StoredRows
 
 MAX_SCALAR = 1e6  # of a layer
@@ -136,6 +136,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.kernels = kernels
+        self.stored_weights: StoredWeights | None = None
         # The largest weights are loaded first, while there is most memory for what converts them.
         table = StoredRows({"model.embed_tokens": config.vocab_size})
         self.embedding = Embedding(table, config.hidden_size, "embedding")

@@ -19,6 +19,7 @@ from .config import ModelConfig
 from .families.multimodal import MULTIMODAL, NATIVE, Multimodal, placeholders_of, text_of
 from .families.reading import Config, activation_of
 from .families.table import ARCHITECTURES, COMMON, Architecture
+from .schemes import quantization_of, with_sidecar
 
 MAX_JSON_BYTES = 64 * 2**20
 MAX_POINTER_BYTES = 1024
@@ -78,10 +79,22 @@ def _instead(directory: Path) -> str:
     return f". This one has {gguf[0].name}, and GGUF is not supported" if gguf else ""
 
 
+def read_hf(directory: Path) -> dict[str, Any]:
+    """Read config.json, with what ModelOpt writes of quantised weights into a file beside it."""
+    hf = read_json(directory / "config.json")
+    sidecar = directory / "hf_quant_config.json"
+    if not sidecar.exists():
+        return hf
+    try:
+        return with_sidecar(hf, read_json(sidecar))
+    except CheckpointError as error:
+        raise CheckpointError(f"{sidecar}: {error}") from None
+
+
 def read_config(directory: Path) -> ModelConfig:
     """Read and check config.json. Raises the errors of `from_hf`, with the name of the file."""
     file = directory / "config.json"
-    hf = read_json(file)
+    hf = read_hf(directory)
     try:
         return from_hf(hf)
     except (UnsupportedModelError, CheckpointError) as error:
@@ -138,8 +151,8 @@ def _text_alone(hf: Config, architecture: str, known: Multimodal) -> ModelConfig
 def require_supported(hf: Config) -> str:
     """Return the architecture named in config.json.
 
-    Raises CheckpointError, and UnsupportedModelError: for other architectures, for quantized checkpoints and
-    for those whose tokens attend to later ones.
+    Raises CheckpointError, and UnsupportedModelError: for other architectures, for quantised weights in other
+    formats, and for models whose tokens attend to later ones.
     """
     names = hf.get("architectures")
     if not names:
@@ -155,12 +168,7 @@ def require_supported(hf: Config) -> str:
     expected = NATIVE[name].model_type
     if model_type != expected:
         raise CheckpointError(f"{name} goes with model_type {expected!r}, got {shown(model_type)}")
-    if quantized := hf.get("quantization_config"):
-        method = quantized.get("quant_method", quantized) if isinstance(quantized, dict) else quantized
-        raise UnsupportedModelError(
-            f"quantized checkpoints (quantization_config of {shown(method)}) are not supported; on a CPU "
-            "quantization='int8' or 'int4' quantizes the unquantized checkpoint while it loads"
-        )
+    quantization_of(hf)
     if hf.get("is_causal") not in (None, True):  # some that make embeddings, such as gte-Qwen2
         raise UnsupportedModelError(
             f"is_causal {shown(hf['is_causal'])} is not supported: each token attends to itself and earlier "

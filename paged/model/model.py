@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kernels.backend import Kernels
 from .batch import Batch
 from .cache.kv_cache import KVCache
-from .weights.loading import Loadable, Loader
+from .weights.loading import Loadable, Loader, StoredWeights
 
 
 class Model(Protocol):
@@ -21,6 +21,7 @@ class Model(Protocol):
     """
 
     kernels: Kernels
+    stored_weights: StoredWeights | None  # what it was loaded from
 
     def loadables(self) -> Iterator[Loadable]:
         """Yield the modules that take parameters from a checkpoint."""

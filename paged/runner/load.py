@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,14 +16,18 @@ from ..kernels.backend import load_kernels
 from ..kernels.checks import in_debug_mode
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
-from ..model.hf_config import read_json
+from ..model.hf_config import read_hf
 from ..model.layers.linear import require_whole_groups
 from ..model.model import Model
+from ..model.schemes import UNUSED, Quantization, quantization_of
 from ..model.weights.choice import choose_forms
 from ..model.weights.formats.recognizers import recognizers_of
-from ..model.weights.loading import Loader, check_weights, has_own_head, open_tensors
+from ..model.weights.loading import Loader, StoredWeights, check_weights, has_own_head, open_tensors
+from ..model.weights.sources import Sources
 from .compile_bar import compile_bar, has_terminal
 from .sizes import Sizes
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, directory: Path) -> Model:
@@ -47,8 +52,17 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
         kernels = load_kernels(backend, progress, checked=in_debug_mode())
     except ImportError as error:  # Triton or numba is not installed
         raise ConfigError(str(error)) from error
-    recognizers = recognizers_of(read_json(directory / "config.json"))
-    with open_tensors(directory, model_config.tensor_names) as sources:
+    names = model_config.tensor_names
+    quantization = quantization_of(read_hf(directory))
+    if quantization is not None and config.quantization is not None:
+        raise ConfigError(
+            f"quantization {config.quantization!r} is for weights in floats, but those of {directory} are "
+            f"quantised by {quantization.method} already; leave it out"
+        )
+    recognizers = recognizers_of(quantization, names)
+    with open_tensors(directory, names) as sources:
+        if quantization is not None:
+            sources = _without_unused(sources, quantization)
         if model_config.tie_word_embeddings and has_own_head(sources):
             model_config = replace(model_config, tie_word_embeddings=False)
         head_dims = {dim for shape in model_config.kv_shapes for dim in (shape.key_dim, shape.value_dim)}
@@ -66,15 +80,28 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
         if config.quantization == "int4":
             require_whole_groups(model)
         # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
-        check_weights(model.loadables(), sources, model_config.tensor_names, directory, recognizers)
+        check_weights(model.loadables(), sources, names, directory, recognizers)
+        loader = Loader(sources, forms, device, recognizers)
         try:
-            model.load(Loader(sources, forms, device, recognizers))
+            model.load(loader)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"no memory for the weights on {device}: take a smaller model or a narrower dtype, or end "
                 f"other processes there; {error}"
             ) from error
+    model.stored_weights = StoredWeights.of(loader.num_bytes)
+    logger.info("read the weights: %s", model.stored_weights)
     return model
+
+
+def _without_unused(sources: Sources, quantization: Quantization) -> Sources:
+    """Leave out the scales of activations, of K and of V. Log that they are not used."""
+    used = {name: tensor for name, tensor in sources.items() if name.rpartition(".")[2] not in UNUSED}
+    if quantization.quantizes_activations:
+        logger.info("activations are not quantised: products are computed with the weights alone")
+    if num_unused := len(sources) - len(used):
+        logger.info("%d scales of activations, K and V in the checkpoint are not used", num_unused)
+    return used
 
 
 @contextmanager

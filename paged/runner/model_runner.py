@@ -88,7 +88,9 @@ class ModelRunner:
         threads = ""
         if self.num_threads is not None:
             threads = f" with {self.num_threads} thread{'s' * (self.num_threads > 1)}"
-        parts = [f"weights in {self.config.quantization}"] if self.config.quantization else []
+        stored = self.model.stored_weights
+        formats = self.config.quantization or (stored and " and ".join(stored.formats))
+        parts = [f"weights in {formats}"] if formats else []
         if self.kv_dtype != self.dtype:
             parts.append(f"KV in {self.config.kv_cache_dtype}")
         narrower = f" with {' and '.join(parts)}" if parts else ""
@@ -101,8 +103,8 @@ class ModelRunner:
     def plan(self, schedule: Schedule) -> StepPlan:
         """Make the plan of a step. Only here the runner reads requests.
 
-        Plans are launched in the order in which they are made, each once: a plan does not repeat
-        what seats were told before.
+        Plans are launched in the order in which they are made, each once: a plan holds only what
+        has changed in the seats since the last one.
         """
         if schedule.newcomers or schedule.vacated:
             self.sampling_seats.change(schedule.vacated, schedule.newcomers)
@@ -144,7 +146,7 @@ class ModelRunner:
         upload.send()
         self._move_blocks(out, back, copies)
         batch = self.batches.batch(step)
-        masks = GrammarMasks.start(sampled)
+        masks = draw.start_masks()
         try:
             logits, best, hidden = self.compute(batch)
             tokens = draw.run(logits, download, masks, best)

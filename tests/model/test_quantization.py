@@ -12,8 +12,8 @@ from paged import CheckpointError, ConfigError, LLMEngine, SamplingParams
 from paged.model.decoder import Decoder
 from paged.model.layers.linear import Linear
 from paged.model.weights import stored
-from paged.model.weights.choice import MakeForm, choose_forms
-from paged.model.weights.forms import PlainWeight, WeightForm
+from paged.model.weights.choice import choose_forms
+from paged.model.weights.forms import PlainWeight
 from paged.model.weights.loading import Loader
 from paged.model.weights.panels import PANEL_FORMS
 from paged.model.weights.quantization import Int4Weight, Int8Weight
@@ -159,15 +159,15 @@ def test_weights_are_held_once(name, quantization, backend, monkeypatch):
         load(self, loader)
 
     class Watched(FloatFormat):
-        def form(self, tensors: Mapping[str, Tensor], of_floats: MakeForm) -> WeightForm:
+        def weight(self, tensors: Mapping[str, Tensor]) -> Tensor:
             (weight,) = tensors.values()
             assert weight.dim() == 2
             assert not [p for p in models[0].parameters() if p.dim() > 1 and not p.is_meta]
             converted.append(weight.numel())
-            return super().form(tensors, of_floats)
+            return weight
 
     monkeypatch.setattr(Decoder, "load", load_and_remember)
-    monkeypatch.setattr(stored, "STORED_FORMATS", (Watched(),))
+    monkeypatch.setattr(stored, "FloatFormat", Watched)
     options = {"quantization": quantization, "attention_backend": backend}
     model = new_engine(name if name == "demo" else checkpoint(name), **options).runner.model
     assert sum(converted) == model.config.num_params

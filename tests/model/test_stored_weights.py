@@ -35,6 +35,8 @@ PACK, BLOCK, GROUP = 8, 128, 16  # outputs in an int32 and with one scale; input
 class PackedFormat(StoredFormat):
     """Codes of 4 bits, eight outputs in an int32, and a scale for each 128 outputs and 16 inputs."""
 
+    title = "packed"
+
     def layouts(self, part: StoredPart) -> dict[str, Layout]:
         codes = Layout((part.num_inputs,), torch.uint8, 1, PACK, unpacked, (torch.int32,))
         scales = Layout((part.num_inputs // GROUP,), part.dtype, rows_per_entry=BLOCK)
@@ -50,8 +52,9 @@ def packed_format(part: StoredPart) -> PackedFormat | None:
     return PackedFormat() if part.get("codes") else None
 
 
-def unpacked(entries: Tensor, places: Tensor) -> Tensor:
-    return entries >> 4 * places[:, None] & 15
+def unpacked(entries: Tensor) -> Tensor:
+    shifts = 4 * torch.arange(PACK)[:, None]
+    return (entries[:, None] >> shifts & 15).flatten(0, 1)
 
 
 def numbers_of(codes: Tensor) -> Tensor:
@@ -72,7 +75,7 @@ def packed(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 @pytest.fixture(autouse=True)
 def _load_packed_too(monkeypatch):
     """Load PackedFormat, which no config.json names."""
-    monkeypatch.setattr(load, "recognizers_of", lambda _: [packed_format])
+    monkeypatch.setattr(load, "recognizers_of", lambda *_: [packed_format])
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +103,11 @@ def test_rows_are_those_of_the_index(seed, monkeypatch):
     unit, is_packed = choice.choice([(1, False), (8, False), (8, True), (128, False)])
     stored_tensors, rows = [], []
     for i in range(choice.randint(1, 3)):
-        count = choice.randint(1, 40) * (8 if is_packed else 5)
-        if is_packed:
-            rows.append(torch.randint(0, 16, (count, num_inputs)))
-            data = numbers_of(rows[-1])
+        count = choice.randint(1, 200)
+        if is_packed:  # the last number with less than eight
+            stored = torch.randint(0, 16, (-(-count // PACK) * PACK, num_inputs))
+            rows.append(stored[:count])
+            data = numbers_of(stored)
         else:
             data = torch.randn(-(-count // unit), num_inputs)
             rows.append(data.repeat_interleave(unit, 0)[:count])
@@ -202,8 +206,8 @@ def test_what_does_not_fit_its_units_is_named():
     linear = linear_of(**{"model.a": 16})
     found = {n: in_memory(n, x) for n, x in sound.items()}
     check_weights([linear], found, LLAMA_NAMES, Path("directory"), [packed_format])
-    assert refusal(linear_of(**{"model.a": 12}), sound) == (
-        "memory: model.a.codes packs 8 rows into each number, but config.json makes it 12 rows"
+    assert refusal(linear_of(**{"model.a": 17}), sound) == (
+        "memory: model.a.codes has shape [32, 2], but config.json makes it [32, 3]"
     )
     assert "model.a.scales has shape [2, 2], but config.json makes it [1, 2]" in refusal(
         linear, {**sound, "model.a.scales": scales.repeat(2, 1)}

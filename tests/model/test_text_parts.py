@@ -82,8 +82,11 @@ WRONG_TEXT_PARTS: dict[str, tuple[dict[str, Any], str]] = {
         r"text_config: model_type \['llama'\] is not supported; supported are mistral, ministral3",
     ),
     "value": ({"text_config": {"head_dim": 257}}, "text_config: head_dim must be from 1 to 256"),
-    "quantized": ({"text_config": {"quantization_config": {"bits": 4}}}, "text_config: quantized"),
-    "all-quantized": ({"text_config": {}, "quantization_config": {"bits": 8}}, "quantized"),
+    "quantized": (
+        {"text_config": {"quantization_config": {"bits": 4}}},
+        "text_config: quantization_config has no",
+    ),
+    "all-quantized": ({"text_config": {}, "quantization_config": {"bits": 8}}, "has no quant_method"),
     "token": ({"text_config": {}, "image_token_id": "x"}, "image_token_id must be an int"),
     "tied": ({"text_config": {}, "tie_word_embeddings": "x"}, "tie_word_embeddings must be True or False"),
     "beta": (

@@ -20,8 +20,6 @@ from paged.model.generation_config import read_eos_token_ids
 from paged.model.hf_config import read_config
 from paged.model.hub import resolve
 from paged.model.weights import stored
-from paged.model.weights.choice import MakeForm
-from paged.model.weights.forms import WeightForm
 from paged.model.weights.safetensors_file import SafetensorsFile
 from paged.model.weights.sources import StoredTensor
 from paged.model.weights.stored import FloatFormat
@@ -221,11 +219,11 @@ def test_every_parameter_is_loaded(monkeypatch):
     weights: list[torch.Tensor] = []
 
     class Watched(FloatFormat):
-        def form(self, tensors: Mapping[str, torch.Tensor], of_floats: MakeForm) -> WeightForm:
+        def weight(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
             weights.extend(tensors.values())
-            return super().form(tensors, of_floats)
+            return tensors["weight"]
 
-    monkeypatch.setattr(stored, "STORED_FORMATS", (Watched(),))
+    monkeypatch.setattr(stored, "FloatFormat", Watched)
     for name in CONFIGS:
         weights.clear()
         model = new_engine(checkpoint(name)).runner.model
@@ -392,7 +390,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "header-not-object": (rewrite_header(lambda _: "[1]"), ("model.safetensors", "damaged header")),
     "duplicate-key": (rewrite_header(doubled), ("model.safetensors", NORM, "twice")),
     "offsets-disagree": (rewrite_header(shifted), ("model.safetensors", NORM)),
-    "integer-weights": (rewrite_header(of_integers), ("model.safetensors", NORM, "I32")),
+    "integer-weights": (rewrite_header(of_integers), ("model.safetensors", NORM, "int32")),
     "missing-tensor": (change_tensors(model__norm__weight=None), (NORM, "missing")),
     "extra-tensor": (change_tensors(model__extra__weight=lambda t: t), ("model.extra.weight", "not part")),
     "wrong-shape": (change_tensors(model__norm__weight=lambda t: t[:-1].clone()), (NORM, "[47]", "[48]")),
@@ -514,8 +512,8 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("partial_rotary_factor",),
     ),
     "quantized": (
-        {"quantization_config": {"quant_method": "gptq"}},
-        ("quantization_config", "gptq", "quantization='int8'"),
+        {"quantization_config": {"quant_method": "hqq"}},
+        ("quantization_config", "hqq", "supported are gptq, awq"),
     ),
     "activation": ({"hidden_act": "gelu"}, ("gelu", "silu")),
 }

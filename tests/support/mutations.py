@@ -83,6 +83,29 @@ KEYS: dict[str, list[tuple[str, Any]]] = {
     "config.json": [
         ("auto_map", {"AutoConfig": "evil.Config", "AutoTokenizer": ["evil.Tokenizer", None]}),
         ("quantization_config", {"quant_method": "gptq"}),
+        ("quantization_config", {"quant_method": "gptq", "bits": 4, "group_size": 2**70}),
+        ("quantization_config", {"quant_method": "awq", "bits": 4, "group_size": 32}),
+        ("quantization_config", {"quant_method": "fp8", "weight_block_size": [2**20, 1]}),
+        ("quantization_config", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*" * 300]}),
+        (
+            "quantization_config",
+            {
+                "quant_method": "compressed-tensors",
+                "format": "int-quantized",
+                "config_groups": {"a": {"targets": ["re:(.*)*x"], "weights": {"num_bits": 8}}},
+                "ignore": ["re:([a-z._0-9]+)+$!"],
+            },
+        ),
+        (
+            "quantization_config",
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {},
+                "ignore": ["re:((a{1000}){1000}){1000}", "re:(?R)", "re:" + "(" * 500],
+            },
+        ),
+        ("quantization_config", {"quant_method": "x" * 5000}),
+        ("quantization_config", {"load_in_4bit": True}),
         ("tokenizer_class", "AutoModelForCausalLM"),
         ("model_type", "qwen2"),
         ("model_name", "x"),
@@ -191,6 +214,7 @@ _WEIGHTS = {
     "model.safetensors": 5,
     "model.safetensors.index.json": 3,
     "config.json": 5,
+    "hf_quant_config.json": 3,
     "generation_config.json": 2,
     "tokenizer.json": 4,
     "tokenizer_config.json": 4,

@@ -21,8 +21,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from safetensors.torch import load as tensors_of
 from safetensors.torch import save
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer  # noqa: F401 - imported before memory is measured
@@ -33,6 +35,16 @@ from paged.model.decoder import Decoder
 from paged.model.hf_config import from_hf
 from paged.model.weights.loading import wanted_tensors
 from tests.support.mutations import Files, mutate
+from tests.support.quantised import (
+    Sizes,
+    Writer,
+    float_group,
+    fp8,
+    gptq,
+    int_group,
+    nvfp4,
+    packed,
+)
 
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 256 * 2**20  # that one load may add to this process
@@ -65,12 +77,80 @@ WORKERS = [[sys.executable, "-P", "-m", f"paged.text.{name}_worker"] for name in
 
 
 def base_checkpoints() -> list[Files]:
-    """Return the files of three small checkpoints that differ in architecture, tokenizer and layout."""
+    """Return the files of small checkpoints that differ in architecture, tokenizer, layout and format."""
+    plain = _files("qwen3", _word_piece(), sharded=False)
     return [
         _files("llama", _byte_level(), sharded=False),
         {**_files("llama", _unigram(), sharded=True), "special_tokens_map.json": b'{"eos_token": "<|end|>"}'},
-        _files("qwen3", _word_piece(), sharded=False),
+        plain,
+        *(_quantised(plain, *quantised) for quantised in QUANTISED),
     ]
+
+
+_SMALL = Sizes(8, scale=0.02, spread=2)
+_NVFP4 = nvfp4(0.002, modelopt=True, scale=1)
+# quantization_config of config.json and of the file beside it, and how attention and MLPs are stored.
+QUANTISED: list[tuple[dict[str, Any], dict[str, Any], Writer, Writer]] = [
+    (
+        {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": True, "checkpoint_format": "gptq"},
+        {},
+        gptq(_SMALL, act_order=True),
+        gptq(_SMALL),
+    ),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {
+                "a": {"targets": ["Linear"], "weights": int_group(4, 8, symmetric=False)},
+                "b": {
+                    "targets": ["re:.*attn.*"],
+                    "format": "float-quantized",
+                    "weights": float_group(8, "block", block_structure=[4, 8]),
+                },
+            },
+            "ignore": ["lm_head"],
+        },
+        {},
+        fp8((4, 8), scale=0.002),
+        packed(_SMALL, zeros="packed"),
+    ),
+    (
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+        {
+            "quantized_layers": {
+                f"model.layers.{i}.{part}_proj": {"quant_algo": algorithm}
+                for i in (0, 1)
+                for algorithm, parts in (
+                    ("FP8", [f"self_attn.{x}" for x in "qkvo"]),
+                    ("NVFP4", [f"mlp.{x}" for x in ("gate", "up", "down")]),
+                )
+                for part in parts
+            }
+        },
+        fp8("scalar", scale=0.002),
+        _NVFP4,
+    ),
+]
+
+
+def _quantised(
+    plain: Files, config: dict[str, Any], sidecar: dict[str, Any], attention: Writer, mlp: Writer
+) -> Files:
+    """Store the layers of a checkpoint in codes."""
+    random = np.random.default_rng(0)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors_of(plain["model.safetensors"]).items():
+        if ".layers." in name and tensor.dim() == 2:
+            stored = (attention if "attn" in name else mlp)(*tensor.shape, random)
+            tensors |= {name.removesuffix("weight") + last: x for last, x in stored.tensors.items()}
+        else:
+            tensors[name] = tensor
+    whole = {**json.loads(plain["config.json"]), "quantization_config": config}
+    files = {**plain, "config.json": json.dumps(whole).encode(), "model.safetensors": save(tensors)}
+    if sidecar:
+        files["hf_quant_config.json"] = json.dumps({"producer": {}, "quantization": sidecar}).encode()
+    return files
 
 
 def _files(model_type: str, tokenizer: Tokenizer, *, sharded: bool) -> Files:

@@ -1,9 +1,11 @@
-"""Compare the tensors of a checkpoint with what a model takes, and load them."""
+"""Compare the tensors of a checkpoint with those that a model needs, and load them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,11 +19,13 @@ from .forms import JoinedForm, Role, WeightForm
 from .safetensors_file import SafetensorsFile
 from .sources import Sources, StoredTensor
 from .stored import (
+    FLOATS,
     Layout,
     Recognizer,
     StoredPart,
     StoredRows,
     StoredWeight,
+    check_values,
     float_layout,
     format_of,
     read_rows,
@@ -74,16 +78,35 @@ class Loadable(nn.Module):
             setattr(self, name, loader.parameter(self.stored, name, parameter))
 
 
-class Loader(NamedTuple):
-    """Reads the parameters of modules, and chooses the form of each weight by what is stored of it."""
+class StoredWeights(NamedTuple):
+    """What a model was loaded from."""
+
+    formats: tuple[str, ...]  # titles of formats of codes, the largest part of the weights first
+    num_bytes: int  # in the files, of all parameters
+
+    @classmethod
+    def of(cls, num_bytes: Counter[str]) -> StoredWeights:
+        """Return what these bytes are, by the titles of their formats; "" is that of floats."""
+        titles = tuple(title for title, _ in num_bytes.most_common() if title)
+        return cls(titles, num_bytes.total())
+
+    def __str__(self) -> str:
+        return f"{' and '.join(self.formats) or 'floats'} ({self.num_bytes / 1e9:,.3g} GB)"
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """Reads the parameters of modules. The tensors stored for a weight determine its form."""
 
     sources: Sources
     forms: Forms
     device: torch.device
     recognizers: Sequence[Recognizer] = ()
+    # Bytes of the files that weights were read from, by the title of their format.
+    num_bytes: Counter[str] = field(default_factory=Counter)
 
     def parameter(self, rows: StoredRows, name: str, like: Tensor) -> nn.Parameter:
-        """Read a parameter of floats. like: what it is on the meta device. One that is not stored is 1."""
+        """Read a float parameter, ones if it is not stored. like: the parameter on the meta device."""
         if rows.parts:
             value = self._read(rows, name, float_layout(like))
         else:
@@ -91,7 +114,7 @@ class Loader(NamedTuple):
         return nn.Parameter(value, requires_grad=False)
 
     def form(self, rows: StoredRows, like: Tensor, role: Role) -> WeightForm:
-        """Read a weight into its form. like: what it would be in floats, on the meta device."""
+        """Read a weight; its stored tensors determine its form. like: it in floats, on the meta device."""
         parts = {part.name: part for part in parts_of(rows, like, self.sources)}
         formats = {name: format_of(part, self.recognizers) for name, part in parts.items()}
         stored = split_by_format(rows, formats)
@@ -105,15 +128,19 @@ class Loader(NamedTuple):
         """Read rows of one format into a form."""
         first = parts[next(iter(stored.rows.parts))]
         tensors = {
-            name: self._read(stored.rows, name, layout)
+            name: self._read(stored.rows, name, layout, stored.format.title)
             for name, layout in stored.format.layouts(first).items()
             if layout.is_read
         }
         return self.forms.make(stored.format.weight(tensors), role)
 
-    def _read(self, rows: StoredRows, name: str, layout: Layout) -> Tensor:
+    def _read(self, rows: StoredRows, name: str, layout: Layout, title: str = "") -> Tensor:
         tensors = [(self.sources[f"{part}.{name}"], count) for part, count in rows.parts.items()]
-        return read_rows(tensors, rows.index, layout, self.device)
+        self.num_bytes[title] += sum(tensor.num_bytes for tensor, _ in tensors)
+        values = read_rows(tensors, rows.index, layout, self.device)
+        if layout.check is not None:
+            check_values([tensor for tensor, _ in tensors], values, layout.check)
+        return values
 
 
 def parts_of(rows: StoredRows, like: Tensor, sources: Sources) -> list[StoredPart]:
@@ -133,7 +160,7 @@ class Wanted(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
-        """The shape that it must have."""
+        """The shape that the tensor must have."""
         return self.layout.shape_of(self.num_rows)
 
 
@@ -171,11 +198,6 @@ def check_weights(
     _check_names(wanted, sources, names, directory)
     for name, (num_rows, layout) in wanted.items():
         tensor = sources[name]
-        if layout.unpack is not None and num_rows % layout.rows_per_entry:
-            raise CheckpointError(
-                f"{tensor.path}: {tensor.name} packs {layout.rows_per_entry} rows into each number, but "
-                f"config.json makes it {num_rows} rows"
-            )
         if tensor.shape != (shape := layout.shape_of(num_rows)):
             raise CheckpointError(
                 f"{tensor.path}: {tensor.name} has shape {tensor.shape}, but config.json makes it {shape}"
@@ -215,10 +237,20 @@ def _check_names(wanted: Mapping[str, Wanted], sources: Sources, names: TensorNa
         hint = only_head if absent == {HEAD} else ""
         raise CheckpointError(f"{directory}: {missing} missing from the checkpoint{hint}")
     tied_head = set() if HEAD in wanted else {HEAD}
-    extra = sorted(sources[name].name for name in set(sources) - set(wanted) - tied_head)
+    unknown = set(sources) - set(wanted) - tied_head
+    extra = sorted(sources[name].name for name in unknown if not _is_idle_bias(name, wanted, sources))
     if extra:
         path = next(source.path for source in sources.values() if source.name == extra[0])
         raise _unknown(path, extra)
+
+
+def _is_idle_bias(name: str, wanted: Mapping[str, Wanted], sources: Sources) -> bool:
+    """Return whether a tensor is a bias of zeros, which some quantisers write for layers that have none."""
+    module, _, last = name.rpartition(".")
+    is_bias = last == "bias" and f"{module}.weight" not in wanted
+    if not is_bias or not any(other.startswith(f"{module}.") for other in wanted):
+        return False
+    return sources[name].dtype in FLOATS and not bool(sources[name].read().any())
 
 
 def _unknown(file: Path, names: list[str]) -> CheckpointError:

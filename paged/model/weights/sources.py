@@ -26,6 +26,11 @@ class StoredTensor(ABC):
     dtype: torch.dtype
     shape: list[int]
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that it takes in its file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     @abstractmethod
     def read(self, rows: slice = slice(None), out: Tensor | None = None) -> Tensor:
         """Read the tensor, or these rows: consecutive indices of its first dimension.

@@ -9,8 +9,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...errors import CheckpointError
 from .coded import Weight
-from .sources import Sources, StoredTensor
+from .sources import TENSOR_PART_BYTES, Sources, StoredTensor
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -32,21 +33,29 @@ class StoredRows:
         return sum(self.parts.values()) if self.index is None else len(self.index)
 
 
+class ValueCheck(NamedTuple):
+    """What the values of a stored tensor must be."""
+
+    is_wrong: Callable[[Tensor], Tensor]  # by element
+    must: str  # "be finite"
+
+
 class Layout(NamedTuple):
     """How a stored tensor holds rows.
 
-    An entry along its dimension `dim` is that of `rows_per_entry` rows. It packs them, and `unpack` takes one
-    out; or they share it, as the scale of a block of rows. All rows share a tensor without this dimension.
+    An entry along its dimension `dim` is that of `rows_per_entry` rows. It packs them, and `unpack` takes
+    them out; or they share it, as the scale of a block of rows. All share a tensor without this dimension.
     """
 
     columns: tuple[int, ...]  # the other dimensions
     dtype: torch.dtype  # of rows in memory
     dim: int | None = 0
     rows_per_entry: int = 1
-    # (entries [n, *columns], the place in each, i64[n]) -> rows [n, *columns]
-    unpack: Callable[[Tensor, Tensor], Tensor] | None = None
+    # entries [n, *columns] -> rows [n * rows_per_entry, *columns]
+    unpack: Callable[[Tensor], Tensor] | None = None
     stored_dtypes: tuple[torch.dtype, ...] = FLOATS
     is_read: bool = True  # or only checked, as what a weight is computed without
+    check: ValueCheck | None = None  # of what is read
 
     def shape_of(self, num_rows: int) -> list[int]:
         """Return the shape of the tensor of so many rows."""
@@ -74,6 +83,8 @@ class StoredPart(NamedTuple):
 class StoredFormat(Protocol):
     """How one weight is stored. Parts of equal formats, which are read alike, make one weight together."""
 
+    title: str  # what people call it, such as "GPTQ 4 bits"; "" for floats
+
     def layouts(self, part: StoredPart) -> dict[str, Layout]:
         """Return the layouts of its tensors by the last part of their names: exactly those it must have."""
 
@@ -89,6 +100,8 @@ Recognizer = Callable[[StoredPart], StoredFormat | None]
 @dataclass(frozen=True, slots=True)
 class FloatFormat(StoredFormat):
     """The weight itself, in floats."""
+
+    title = ""
 
     def layouts(self, part: StoredPart) -> dict[str, Layout]:
         return {"weight": Layout((part.num_inputs,), part.dtype, dim=int(part.transposed))}
@@ -177,16 +190,38 @@ def read_rows(
 def _place_rows(tensor: StoredTensor, layout: Layout, rows: Tensor, memory: Tensor, places: Tensor) -> None:
     """Copy rows of a tensor to places in memory, part by part of the tensor."""
     assert layout.dim is not None, "a tensor that all rows share is read whole"
-    entries = rows // layout.rows_per_entry
-    inner = rows % layout.rows_per_entry
     for part, held in tensor.read_parts():
         if layout.dim == 0:
-            here = ((entries >= part.start) & (entries < part.stop)).nonzero().squeeze(1)
-            memory[places[here]] = _taken(held[entries[here] - part.start], inner[here], layout)
+            first = part.start * layout.rows_per_entry
+            here = ((rows >= first) & (rows < part.stop * layout.rows_per_entry)).nonzero().squeeze(1)
+            memory[places[here]] = _taken(held, rows[here] - first, layout)
         else:
-            memory[places, part] = _taken(held.movedim(layout.dim, 0)[entries], inner, layout)
+            memory[places, part] = _taken(held.movedim(layout.dim, 0), rows, layout)
 
 
-def _taken(entries: Tensor, inner: Tensor, layout: Layout) -> Tensor:
-    rows = entries if layout.unpack is None else layout.unpack(entries, inner)
-    return rows.to(layout.dtype)
+def _taken(entries: Tensor, rows: Tensor, layout: Layout) -> Tensor:
+    """Return these rows of entries that follow each other."""
+    if layout.unpack is None:
+        return entries[rows // layout.rows_per_entry].to(layout.dtype)
+    unpacked = layout.unpack(entries)
+    is_all = len(rows) == len(unpacked) and torch.equal(rows, torch.arange(len(rows), device="cpu"))
+    return (unpacked if is_all else unpacked[rows]).to(layout.dtype)
+
+
+def check_values(tensors: Sequence[StoredTensor], values: Tensor, check: ValueCheck) -> None:
+    """Check values that were read of tensors. Raises CheckpointError, which names file, tensor and place."""
+    step = max(1, TENSOR_PART_BYTES // max(1, values[:1].numel()))
+    if not any(bool(check.is_wrong(part).any()) for part in torch.split(values, step)):
+        return
+    for tensor in tensors:
+        for rows, part in tensor.read_parts():
+            wrong = check.is_wrong(part).nonzero()
+            if len(wrong):
+                place = wrong[0].tolist()
+                value = float(part[tuple(place)])
+                place[0] += rows.start
+                place = place[: len(tensor.shape)]
+                raise CheckpointError(
+                    f"{tensor.path}: {tensor.name} is {value:g} at {place}, but must {check.must}"
+                )
+    raise AssertionError("what is wrong in memory is wrong in a file")

@@ -1,13 +1,87 @@
-"""Choose the formats to look for by what config.json says of the checkpoint's quantization."""
+"""Choose the format of each weight by what config.json says of it and by its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
-from ..stored import Recognizer
+from ....errors import CheckpointError, UnsupportedModelError
+from ...config import TensorNames
+from ...schemes import Kind, Module, Quantization, Rule, Scheme
+from ..sources import StoredTensor
+from ..stored import FLOATS, Recognizer, StoredFormat, StoredPart
+from .awq import awq_format
+from .fp4 import mxfp4_format, nvfp4_format
+from .gptq import gptq_format
+from .packed import packed_format
+from .whole_bytes import fp8_format, integer_format
+
+_FORMATS: Mapping[Kind, Callable[[Scheme, StoredPart], StoredFormat]] = {
+    "gptq": gptq_format,
+    "awq": awq_format,
+    "packed integers": packed_format,
+    "integers": integer_format,
+    "fp8": fp8_format,
+    "mxfp4": mxfp4_format,
+    "nvfp4": nvfp4_format,
+}
+# Of weights in codes, beside "weight" itself.
+_TENSORS = (
+    *("qweight", "qzeros", "scales", "g_idx"),
+    *("weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
+    *("weight_zero_point", "weight_g_idx", "weight_shape"),
+)
 
 
-def recognizers_of(hf: Mapping[str, Any]) -> tuple[Recognizer, ...]:  # noqa: ARG001
-    """Return what recognizes the quantised weights of a checkpoint with this config.json."""
-    return ()
+def recognizers_of(quantization: Quantization | None, names: TensorNames) -> tuple[Recognizer, ...]:
+    """Return what recognizes the quantised weights of a checkpoint."""
+    if quantization is None:
+        return ()
+
+    def recognize(part: StoredPart) -> StoredFormat | None:
+        codes = _codes(part)
+        rule = quantization.rule_of(_module(part, names, codes))
+        if rule.scheme is None:
+            if codes is not None:
+                raise _contradiction(codes, rule, "floats")
+            return None
+        floats = part.get("weight")
+        if codes is None and floats is not None:
+            if rule.is_certain:
+                raise _contradiction(floats, rule, rule.scheme.title)
+            return None
+        if codes is None and not rule.is_certain:
+            return None
+        if part.transposed and rule.scheme.kind not in ("gptq", "awq"):
+            raise UnsupportedModelError(
+                f"{part.name} is stored as [inputs, outputs], which {rule.scheme.title} is not supported for"
+            )
+        return _FORMATS[rule.scheme.kind](rule.scheme, part)
+
+    return (recognize,)
+
+
+def _codes(part: StoredPart) -> StoredTensor | None:
+    """Return a tensor by which a part is no plain weight."""
+    weight = part.get("weight")
+    if weight is not None and weight.dtype not in FLOATS:
+        return weight
+    return next((found for name in _TENSORS if (found := part.get(name))), None)
+
+
+def _contradiction(tensor: StoredTensor, rule: Rule, said: str) -> CheckpointError:
+    return CheckpointError(
+        f"{tensor.path}: {tensor.name} is {tensor.dtype}, but {rule.source} in quantization_config makes it "
+        f"{said}"
+    )
+
+
+def _module(part: StoredPart, names: TensorNames, codes: StoredTensor | None) -> Module:
+    """Return a part with all names that rules may call it by.
+
+    They are made of those in the checkpoint, or in the classes of transformers, whose prefixes differ.
+    """
+    stored = codes or part.get("weight")
+    known = [] if stored is None else [stored.name.rpartition(".")[0]]
+    known += [name.removesuffix(".") for name in names.all_in_checkpoint(f"{part.name}.")]
+    is_table = part.name.rpartition(".")[2].startswith("embed_")
+    return Module((*dict.fromkeys(known), part.name), "Embedding" if is_table else "Linear")

@@ -1,0 +1,467 @@
+"""What config.json says of quantised weights: which scheme each module is stored in.
+
+quantization_config is read as data, for all methods into the same rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import regex
+
+from ..base.validation import check_bool, check_int
+from ..base.validation import shown as shown_whole
+from ..errors import CheckpointError, UnsupportedModelError
+
+Config = Mapping[str, Any]
+Kind = Literal["gptq", "awq", "packed integers", "integers", "fp8", "mxfp4", "nvfp4"]
+# What a file of weights may hold beside them: scales of activations, which are not quantised here, and of K
+# and V, whose cache has scales of its own.
+UNUSED = (
+    *("input_scale", "input_global_scale", "input_zero_point", "activation_scale", "output_scale"),
+    *("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "k_zero_point", "v_zero_point"),
+)
+SUPPORTED = (
+    "gptq, awq, auto-round, compressed-tensors (pack-quantized, int-quantized, float-quantized, "
+    "mxfp4-pack-quantized, nvfp4-pack-quantized), fp8 and modelopt (FP8, NVFP4, MIXED_PRECISION)"
+)
+LARGEST_GROUP = 2**20
+SHOWN = 80  # characters of a value in a message
+PATTERN_CEILING = 1000  # characters
+MATCH_SECONDS = 1.0  # that a pattern may take for a name
+MOST_REPEATS = 1000
+_COUNT = regex.compile(r"(?<=\{\d*,?)\d+(?=\})|(?<=\{)\d+(?=,\})")
+_OTHER_GROUP = regex.compile(r"\(\?(?!:|=|!|<=|<!|i\)|P<)")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How the weights under one rule are stored."""
+
+    kind: Kind
+    title: str  # what people call it
+    bits: int = 8
+    # A scale is for so many outputs and inputs; None: for all of them.
+    scale_rows: int | None = 1
+    scale_inputs: int | None = None
+    zeros: bool = False  # or all codes are around 0
+    zeros_less_one: bool = False  # zeros are stored as one less
+    producer: str = ""  # where the names of tensors depend on it
+
+
+def shown(value: object) -> str:
+    """Return repr(value), cut so that several fit into a message."""
+    text = shown_whole(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+class Module(NamedTuple):
+    """A module that rules are about."""
+
+    names: tuple[str, ...]  # by which rules may call it
+    kind: Literal["Linear", "Embedding"]
+
+
+class Rule(NamedTuple):
+    """What quantization_config says of one module."""
+
+    scheme: Scheme | None  # None: floats
+    source: str  # what says so
+    is_certain: bool = True  # or the module may be stored as floats as well
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """A quantization_config."""
+
+    method: str
+    rule_of: Callable[[Module], Rule]
+    quantizes_activations: bool = False
+
+
+def quantization_of(hf: Config) -> Quantization | None:
+    """Return what config.json, or its text_config, says of quantised weights; None: that there are none.
+
+    Raises UnsupportedModelError for what cannot be loaded, with what can be, and CheckpointError for values
+    that are out of range or of a wrong type.
+    """
+    text = hf.get("text_config")
+    for config, where in ((hf, ""), (text if isinstance(text, dict) else {}, "text_config: ")):
+        for key in ("quantization_config", "compression_config"):
+            if not (given := config.get(key)):
+                continue
+            if not isinstance(given, dict):
+                raise CheckpointError(f"{where}{key} must be an object, got {shown(given)}")
+            try:
+                return _read(given, base_model=config.get("_name_or_path"))
+            except (UnsupportedModelError, CheckpointError) as error:
+                raise type(error)(f"{where}{error}") from None
+    return None
+
+
+def with_sidecar(hf: dict[str, Any], sidecar: Config) -> dict[str, Any]:
+    """Add to config.json what ModelOpt's hf_quant_config.json says, where it does not say it itself."""
+    own = hf.get("quantization_config") or {}
+    if not isinstance(own, dict) or own.get("quant_method", "modelopt") not in list(_MODELOPT):
+        return hf
+    theirs = sidecar.get("quantization")
+    if not isinstance(theirs, dict):
+        raise CheckpointError(f"quantization must be an object, got {shown(theirs)}")
+    return {**hf, "quantization_config": {**theirs, **own, "quant_method": "modelopt"}}
+
+
+def _read(config: Config, base_model: object) -> Quantization:
+    method = config.get("quant_method")
+    if method is None and (config.get("load_in_4bit") or config.get("load_in_8bit")):
+        method = "bitsandbytes"
+    if method is None:
+        raise UnsupportedModelError(
+            f"quantization_config has no quant_method: {shown(config)}; supported are {SUPPORTED}"
+        )
+    if not isinstance(method, str) or method not in _METHODS:
+        of_base = f"; it was made of {shown(base_model)}, which may be loaded" if base_model else ""
+        instead = of_base if method == "bitsandbytes" else ""
+        raise UnsupportedModelError(
+            f"quantization_config of quant_method {shown(method)} is not supported{instead}; supported are "
+            f"{SUPPORTED}"
+        )
+    try:
+        return _METHODS[method](config)
+    except (UnsupportedModelError, CheckpointError) as error:
+        raise type(error)(f"quantization_config of quant_method {shown(method)}: {error}") from None
+
+
+def _refuse(key: str, value: object, supported: str) -> NoReturn:
+    raise UnsupportedModelError(f"{key} {shown(value)} is not supported; supported is {supported}")
+
+
+def _object(config: Config, key: str) -> Config:
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{key} must be an object, got {shown(value)}")
+    return value
+
+
+def _strings(config: Config, *keys: str) -> tuple[str, ...]:
+    found: list[str] = []
+    for key in keys:
+        value = config.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise CheckpointError(f"{key} must be a list of strings, got {shown(value)}")
+        found += value
+    return tuple(found)
+
+
+def _bits(config: Config, key: str, supported: Sequence[int]) -> int:
+    bits = check_int(CheckpointError, key, config.get(key), 1, 64)
+    if bits not in supported:
+        _refuse(key, bits, " and ".join(map(str, supported)))
+    return bits
+
+
+def _group(config: Config, key: str) -> int | None:
+    """Return the inputs of a group; None for all, which is stored as -1."""
+    size = config.get(key)
+    if size is None or size == -1:
+        return None
+    return check_int(CheckpointError, key, size, 1, LARGEST_GROUP)
+
+
+def _is_part(name: str, pattern: str) -> bool:
+    """Return whether a pattern is a run of the parts of a dotted name."""
+    return f".{pattern.strip('.')}." in f".{name}."
+
+
+def _listed_or(scheme: Scheme, method: str, floats: Sequence[str], key: str) -> Callable[[Module], Rule]:
+    """Return the rule that modules are stored in this scheme, unless their names are listed."""
+
+    def rule_of(module: Module) -> Rule:
+        for pattern in floats:
+            if any(_is_part(name, pattern) for name in module.names):
+                return Rule(None, f"{key} {shown(pattern)}")
+        return Rule(scheme, f"quant_method {method!r}", is_certain=False)
+
+    return rule_of
+
+
+def _gptq(config: Config) -> Quantization:
+    if config.get("dynamic"):
+        _refuse("dynamic", config["dynamic"], "one size for all modules")
+    if config.get("is_marlin_format"):
+        _refuse("is_marlin_format", config["is_marlin_format"], "false")
+    stored = config.get("checkpoint_format", config.get("format")) or "gptq"
+    if stored not in ("gptq", "gptq_v2"):
+        _refuse("checkpoint_format", stored, "'gptq' and 'gptq_v2'")
+    if (words := config.get("pack_dtype")) not in (None, "int32"):
+        _refuse("pack_dtype", words, "'int32'")
+    bits = _bits(config, "bits", (4, 8))
+    scheme = Scheme(
+        *("gptq", f"GPTQ {bits} bits", bits),
+        scale_inputs=_group(config, "group_size"),
+        zeros=True,
+        zeros_less_one=stored == "gptq",
+    )
+    kept = _strings(config, "modules_to_not_convert")
+    return Quantization("gptq", _listed_or(scheme, "gptq", kept, "modules_to_not_convert"))
+
+
+def _awq(config: Config) -> Quantization:
+    version = config.get("version", config.get("format")) or "gemm"
+    if not isinstance(version, str) or version.lower() != "gemm":
+        _refuse("version", version, "'gemm'")
+    if not config.get("zero_point", True):
+        _refuse("zero_point", config["zero_point"], "true")
+    _bits(config, "w_bit" if "w_bit" in config else "bits", (4,))
+    group = _group(config, "q_group_size" if "q_group_size" in config else "group_size")
+    scheme = Scheme("awq", "AWQ 4 bits", 4, scale_inputs=group, zeros=True)
+    kept = _strings(config, "modules_to_not_convert")
+    return Quantization("awq", _listed_or(scheme, "awq", kept, "modules_to_not_convert"))
+
+
+def _auto_round(config: Config) -> Quantization:
+    packing = config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq"
+    match = regex.fullmatch(r"auto_round:(?:auto_)?(gptq|awq)(?::\w+)*", str(packing))
+    if match is None:
+        _refuse("packing_format", packing, "'auto_round:auto_gptq' and 'auto_round:auto_awq'")
+    usual = _auto_round_scheme(config, match[1])
+    others = {
+        name: _auto_round_scheme({**config, **_object(_object(config, "extra_config"), name)}, match[1])
+        for name in _object(config, "extra_config")
+    }
+
+    def rule_of(module: Module) -> Rule:
+        for name, scheme in others.items():
+            if name in module.names:
+                return Rule(scheme, f"extra_config {shown(name)}")
+        return Rule(usual, "quant_method 'auto-round'", is_certain=False)
+
+    return Quantization("auto-round", rule_of)
+
+
+def _auto_round_scheme(config: Config, layout: str) -> Scheme | None:
+    """Return a scheme, or None for floats, which have 16 bits and more there."""
+    bits = check_int(CheckpointError, "bits", config.get("bits"), 1, 64)
+    if bits >= 16:
+        return None
+    if (data_type := config.get("data_type", "int")) != "int":
+        _refuse("data_type", data_type, "'int'")
+    bits = _bits(config, "bits", (4,) if layout == "awq" else (4, 8))
+    title = f"AutoRound {bits} bits"
+    group = _group(config, "group_size")
+    if layout == "awq":
+        return Scheme("awq", title, bits, scale_inputs=group, zeros=True)
+    return Scheme("gptq", title, bits, scale_inputs=group, zeros=True, zeros_less_one=True)
+
+
+def _fp8(config: Config) -> Quantization:
+    if (kind := config.get("fmt")) not in (None, "e4m3"):
+        _refuse("fmt", kind, "'e4m3'")
+    block = config.get("weight_block_size", [128, 128])
+    rows = inputs = None
+    if block is not None:
+        rows, inputs = _block(block, "weight_block_size")
+    scheme = Scheme("fp8", "fp8", scale_rows=rows, scale_inputs=inputs, producer="fp8")
+    kept = _strings(config, "modules_to_not_convert", "ignored_layers")
+    rule_of = _listed_or(scheme, "fp8", kept, "modules_to_not_convert")
+    return Quantization("fp8", rule_of, quantizes_activations=True)
+
+
+def _block(block: object, key: str) -> tuple[int, int]:
+    if not isinstance(block, list) or len(block) != 2:
+        raise CheckpointError(f"{key} must be two numbers, got {shown(block)}")
+    rows, inputs = (check_int(CheckpointError, key, each, 1, LARGEST_GROUP) for each in block)
+    return rows, inputs
+
+
+def _compressed_tensors(config: Config) -> Quantization:
+    sparsity = _object(config, "sparsity_config")
+    if (kind := sparsity.get("format", "dense")) != "dense":
+        structure = sparsity.get("sparsity_structure")
+        _refuse("sparsity_config", {"format": kind, "sparsity_structure": structure}, "'dense' weights")
+    if transforms := config.get("transform_config"):
+        _refuse("transform_config", transforms, "none")
+    groups = _object(config, "config_groups")
+    schemes: dict[str, tuple[Scheme | None, str]] = {}
+    quantizes_activations = False
+    for name in groups:
+        group = _object(groups, name)
+        try:
+            scheme = _group_scheme(group, config.get("format"))
+            targets = _strings(group, "targets")
+        except (UnsupportedModelError, CheckpointError) as error:
+            raise type(error)(f"config_groups {shown(name)}: {error}") from None
+        quantizes_activations |= any(group.get(f"{which}_activations") for which in ("input", "output"))
+        for target in targets:
+            schemes.setdefault(target, (scheme, name))
+    ignored = [(pattern, _matcher(pattern)) for pattern in _strings(config, "ignore")]
+    # The most specific first: names, patterns, classes.
+    targets_in_order = sorted(schemes, key=lambda each: (each in ("Linear", "Embedding"), "re:" in each))
+    wanted = [(target, _matcher(target)) for target in targets_in_order]
+
+    def rule_of(module: Module) -> Rule:
+        for pattern, matches in ignored:
+            if matches(module):
+                return Rule(None, f"ignore {shown(pattern)}")
+        for target, matches in wanted:
+            if matches(module):
+                scheme, group = schemes[target]
+                return Rule(scheme, f"target {shown(target)} of {shown(group)}")
+        return Rule(None, "config_groups, which has no target for it,")
+
+    return Quantization("compressed-tensors", rule_of, quantizes_activations)
+
+
+def _matcher(pattern: str) -> Callable[[Module], bool]:
+    """Return what tells whether a pattern of compressed-tensors is for a module."""
+    if not pattern.startswith("re:"):
+        return lambda module: pattern in module.names or pattern == module.kind
+    text = pattern.removeprefix("re:")
+    if len(text) > PATTERN_CEILING:
+        raise CheckpointError(f"a pattern has {len(text):,} characters; at most {PATTERN_CEILING:,} are read")
+    # What takes memory without end: groups that contain themselves, and repeats of repeats.
+    if _OTHER_GROUP.search(text) or math.prod(map(int, _COUNT.findall(text))) > MOST_REPEATS:
+        raise CheckpointError(f"{shown(pattern)} has groups or repeats of a kind that is not supported")
+    try:
+        compiled = regex.compile(text)
+    except (regex.error, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"{shown(pattern)} is no regular expression: {error}") from None
+
+    def matches(module: Module) -> bool:
+        try:
+            return any(compiled.match(name, timeout=MATCH_SECONDS) for name in module.names)
+        except TimeoutError:
+            raise CheckpointError(
+                f"{shown(pattern)} takes more than {MATCH_SECONDS:g} s to match {module.names[0]}"
+            ) from None
+
+    return matches
+
+
+def _group_scheme(group: Config, usual_format: object) -> Scheme | None:
+    """Return the scheme of one of config_groups; None if its weights are floats."""
+    weights = _object(group, "weights")
+    if not weights:
+        return None
+    stored = group.get("format") or usual_format
+    number = weights.get("type", "int")
+    if stored == "naive-quantized":
+        stored = "float-quantized" if number == "float" else "int-quantized"
+    if stored not in list(_STORED):
+        _refuse("format", stored, ", ".join(map(repr, _STORED)))
+    kind, own_number, bits_of_it, title = _STORED[stored]
+    if number != own_number:
+        raise CheckpointError(f"format {stored!r} is of type {own_number!r}, got {shown(number)}")
+    bits = _bits(weights, "num_bits", bits_of_it)
+    symmetric = check_bool(CheckpointError, "symmetric", weights.get("symmetric", True))
+    if not symmetric and number == "float":
+        _refuse("symmetric", symmetric, f"true with format {shown(stored)}")
+    rows, inputs = _span(weights)
+    if kind in ("mxfp4", "nvfp4"):
+        inputs = inputs or {"mxfp4": 32, "nvfp4": 16}[kind]
+        if (rows, inputs) != (1, {"mxfp4": 32, "nvfp4": 16}[kind]):
+            _refuse("group_size", weights.get("group_size"), "32 with MXFP4, 16 with NVFP4")
+    scheme = Scheme(kind, title.format(bits), bits, rows, inputs, zeros=not symmetric)
+    return replace(scheme, producer="compressed-tensors")
+
+
+# Of compressed-tensors: kind, type and bits of what each format holds, and what people call it.
+_STORED: Mapping[str, tuple[Kind, str, tuple[int, ...], str]] = {
+    "pack-quantized": ("packed integers", "int", (4, 8), "compressed-tensors {} bits"),
+    "int-quantized": ("integers", "int", (4, 8), "int8"),
+    "float-quantized": ("fp8", "float", (8,), "fp8"),
+    "mxfp4-pack-quantized": ("mxfp4", "float", (4,), "MXFP4"),
+    "nvfp4-pack-quantized": ("nvfp4", "float", (4,), "NVFP4"),
+}
+
+
+def _span(weights: Config) -> tuple[int | None, int | None]:
+    """Return how many outputs and inputs a scale is for; None: all."""
+    size = _group(weights, "group_size")
+    strategy = weights.get("strategy")
+    if strategy is None:
+        per_tensor = weights.get("group_size") is None
+        strategy = "tensor" if per_tensor else "channel" if size is None else "group"
+    if strategy == "tensor":
+        return None, None
+    if strategy == "channel":
+        return 1, None
+    if strategy in ("group", "tensor_group"):
+        return 1, check_int(CheckpointError, "group_size", size, 1, LARGEST_GROUP)
+    if strategy == "block":
+        return _block(weights.get("block_structure"), "block_structure")
+    _refuse("strategy", strategy, "'tensor', 'channel', 'group' and 'block'")
+
+
+_MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed")
+
+
+def _modelopt(config: Config) -> Quantization:
+    config = {**config, **_object(config, "quantization")}
+    algorithm = config.get("quant_algo")
+    excluded = _strings(config, "exclude_modules", "ignore")
+    layers: dict[str, Scheme | None] = {}
+    usual = None
+    if algorithm == "MIXED_PRECISION":
+        listed = _object(config, "quantized_layers")
+        layers = {name: _algorithm(_object(listed, name)) for name in listed}
+    elif algorithm is not None:
+        usual = _algorithm(config)
+
+    def rule_of(module: Module) -> Rule:
+        for name in module.names:
+            if name in layers:
+                return Rule(layers[name], f"quantized_layers {shown(name)}")
+        for pattern in excluded:
+            if any(_is_inside(name, pattern) for name in module.names):
+                return Rule(None, f"exclude_modules {shown(pattern)}")
+        if algorithm == "MIXED_PRECISION":
+            return Rule(None, "quantized_layers, which lacks it,")
+        return Rule(usual, f"quant_algo {algorithm!r}", is_certain=module.kind == "Linear")
+
+    return Quantization("modelopt", rule_of, quantizes_activations=True)
+
+
+def _is_inside(name: str, pattern: str) -> bool:
+    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
+
+
+def _algorithm(config: Config) -> Scheme | None:
+    """Return the scheme of one of ModelOpt's algorithms; None for floats."""
+    name = config.get("quant_algo")
+    if name == "UNQUANTIZED":
+        return None
+    if name not in list(_ALGORITHMS):
+        _refuse("quant_algo", name, ", ".join(map(repr, (*_ALGORITHMS, "MIXED_PRECISION"))))
+    scheme = _ALGORITHMS[name]
+    if scheme.kind == "nvfp4" and (size := config.get("group_size", 16)) not in (None, 16):
+        _refuse("group_size", size, f"16 with {name}")
+    for key in ("weight_scale_encoding", "has_pre_quant_scale", "pre_quant_scale"):
+        if config.get(key):
+            _refuse(key, config[key], "none")
+    return scheme
+
+
+_NVFP4 = Scheme("nvfp4", "NVFP4", 4, scale_inputs=16, producer="modelopt")
+_ALGORITHMS: Mapping[str, Scheme] = {
+    "FP8": Scheme("fp8", "fp8", scale_rows=None, producer="modelopt"),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("fp8", "fp8", scale_rows=1, producer="modelopt"),
+    "NVFP4": _NVFP4,
+    "W4A16_NVFP4": _NVFP4,
+}
+_METHODS: Mapping[str, Callable[[Config], Quantization]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    **dict.fromkeys(_MODELOPT, _modelopt),
+}

@@ -1,0 +1,83 @@
+"""Groups of inputs that share factors, words that pack codes, and what factors must be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..stored import ValueCheck
+
+SCALES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of scales that are floats
+
+
+def is_not_finite(x: Tensor) -> Tensor:
+    """Return where floats of any dtype are NaN or infinite."""
+    return ~x.float().isfinite()
+
+
+FINITE = ValueCheck(is_not_finite, "be finite")
+# The one code of e4m3 that is no number, with either sign.
+NO_NAN = ValueCheck(lambda codes: codes.view(torch.uint8) & 0x7F == 0x7F, "be a number")
+
+
+@dataclass(frozen=True)
+class InputGroups:
+    """Which factors each input takes.
+
+    Inputs are put in the order of their groups. Where groups are uneven, they are divided into smaller ones
+    of one size, which repeat their factors.
+    """
+
+    group_of_input: bytes  # i64[num_inputs]
+
+    @classmethod
+    def even(cls, num_inputs: int, size: int | None) -> InputGroups:
+        """Return groups of inputs that follow each other; the last may be smaller. None: all in one."""
+        return cls.of(torch.arange(num_inputs, device="cpu") // (size or max(1, num_inputs)))
+
+    @classmethod
+    def of(cls, group_of_input: Tensor) -> InputGroups:
+        """Return the groups of these numbers."""
+        return cls(group_of_input.to(torch.int64).contiguous().numpy().tobytes())
+
+    @cached_property
+    def _groups(self) -> Tensor:
+        return torch.frombuffer(bytearray(self.group_of_input), dtype=torch.int64)
+
+    @cached_property
+    def order(self) -> Tensor | None:
+        """The inputs in the order of their groups, i64[num_inputs]; None: as they are."""
+        order = torch.argsort(self._groups, stable=True)
+        return None if bool((order.diff() == 1).all()) else order
+
+    @cached_property
+    def _index(self) -> Tensor:
+        """Which factor each group in memory takes."""
+        sorted_groups = self._groups.sort().values
+        starts = (sorted_groups.diff() != 0).nonzero().flatten() + 1
+        return sorted_groups[:: math.gcd(len(sorted_groups), *starts.tolist())]
+
+    def sort(self, columns: Tensor) -> Tensor:
+        """Put [num_rows, num_inputs] in the order of the groups."""
+        return columns if self.order is None else columns[:, self.order]
+
+    def expand(self, factors: Tensor) -> Tensor:
+        """Return the factors [num_rows, number of groups in memory] of stored ones [num_rows, num_groups]."""
+        is_stored_so = torch.equal(self._index, torch.arange(factors.shape[1], device="cpu"))
+        return factors if is_stored_so else factors[:, self._index.to(factors.device)]
+
+
+def codes_of(words: Tensor, bits: int) -> Tensor:  # [n, m] of int32 or uint8 -> u8[n, m * codes in each]
+    """Take codes of 4 or 8 bits out of words, the lowest first."""
+    packed = words.contiguous().view(-1).view(torch.uint8).view(*words.shape[:-1], -1)
+    return packed if bits == 8 else torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+def rows_of(words: Tensor, bits: int) -> Tensor:  # i32[n, m] -> u8[n * codes in each, m]
+    """Take codes out of words that pack rows, the lowest first."""
+    codes = codes_of(words[..., None], bits)
+    return codes.movedim(-1, 1).flatten(0, 1)
