@@ -76,6 +76,7 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
             config.quantization,
             tied=model_config.tie_word_embeddings,
             in_panels=weights_in_panels(config, kernels, device, dtype),
+            has_coded_linear=kernels.has_coded_linear,
         )
         with torch.device("meta"), _default_dtype(dtype):
             model = Decoder(model_config, kernels)
