@@ -79,19 +79,17 @@ class Loadable(nn.Module):
 
 
 class StoredWeights(NamedTuple):
-    """What a model was loaded from."""
+    """What a model was loaded from: the bytes of its parameters in their files."""
 
-    formats: tuple[str, ...]  # titles of formats of codes, the largest part of the weights first
-    num_bytes: int  # in the files, of all parameters
+    num_bytes: Counter[str]  # by the title of a format; that of floats is ""
 
-    @classmethod
-    def of(cls, num_bytes: Counter[str]) -> StoredWeights:
-        """Return what these bytes are, by the titles of their formats; "" is that of floats."""
-        titles = tuple(title for title, _ in num_bytes.most_common() if title)
-        return cls(titles, num_bytes.total())
+    @property
+    def formats(self) -> str:
+        """The titles of formats of codes, that of most bytes first."""
+        return " and ".join(title for title, _ in self.num_bytes.most_common() if title)
 
     def __str__(self) -> str:
-        return f"{' and '.join(self.formats) or 'floats'} ({self.num_bytes / 1e9:,.3g} GB)"
+        return f"{self.formats or 'floats'} ({self.num_bytes.total() / 1e9:,.3g} GB)"
 
 
 @dataclass(frozen=True, slots=True)
