@@ -92,7 +92,7 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
                 f"no memory for the weights on {device}: take a smaller model or a narrower dtype, or end "
                 f"other processes there; {error}"
             ) from error
-    model.stored_weights = StoredWeights.of(loader.num_bytes)
+    model.stored_weights = StoredWeights(loader.num_bytes)
     logger.info("read the weights: %s", model.stored_weights)
     return model
 

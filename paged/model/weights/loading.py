@@ -91,19 +91,17 @@ class Loadable(nn.Module):
 
 
 class StoredWeights(NamedTuple):
-    """What a model was loaded from."""
+    """What a model was loaded from: the bytes of its parameters in their files."""
 
-    formats: tuple[str, ...]  # titles of formats of codes, the largest part of the weights first
-    num_bytes: int  # in the files, of all parameters
+    num_bytes: Counter[str]  # by the title of a format; that of floats is ""
 
-    @classmethod
-    def of(cls, num_bytes: Counter[str]) -> StoredWeights:
-        """Return what these bytes are, by the titles of their formats; "" is that of floats."""
-        titles = tuple(title for title, _ in num_bytes.most_common() if title)
-        return cls(titles, num_bytes.total())
+    @property
+    def formats(self) -> str:
+        """The titles of formats of codes, that of most bytes first."""
+        return " and ".join(title for title, _ in self.num_bytes.most_common() if title)
 
     def __str__(self) -> str:
-        return f"{' and '.join(self.formats) or 'floats'} ({self.num_bytes / 1e9:,.3g} GB)"
+        return f"{self.formats or 'floats'} ({self.num_bytes.total() / 1e9:,.3g} GB)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,20 +250,27 @@ def _check_names(wanted: Mapping[str, Wanted], sources: Sources, names: TensorNa
         hint = only_head if absent == {HEAD} else ""
         raise CheckpointError(f"{directory}: {missing} missing from the checkpoint{hint}")
     tied_head = set() if HEAD in wanted else {HEAD}
-    unknown = set(sources) - set(wanted) - tied_head
-    extra = sorted(sources[name].name for name in unknown if not _is_idle_bias(name, wanted, sources))
+    modules = {name.rpartition(".")[0] for name in wanted if not name.endswith(".weight")}
+    extra = sorted(
+        sources[name].name
+        for name in set(sources) - set(wanted) - tied_head
+        if not _is_idle_bias(name, modules, sources)
+    )
     if extra:
         first = next(source for source in sources.values() if source.name == extra[0])
         raise _unknown(first.path, extra, first.config)
 
 
-def _is_idle_bias(name: str, wanted: Mapping[str, Wanted], sources: Sources) -> bool:
-    """Return whether a tensor is a bias of zeros, which some quantisers write for layers that have none."""
+def _is_idle_bias(name: str, modules: set[str], sources: Sources) -> bool:
+    """Return whether a tensor is a bias of zeros, which some quantisers write for layers that have none.
+
+    modules: those that have tensors of codes.
+    """
     module, _, last = name.rpartition(".")
-    is_bias = last == "bias" and f"{module}.weight" not in wanted
-    if not is_bias or not any(other.startswith(f"{module}.") for other in wanted):
+    bias = sources[name]
+    if last != "bias" or module not in modules or len(bias.shape) != 1 or bias.dtype not in FLOATS:
         return False
-    return sources[name].dtype in FLOATS and not bool(sources[name].read().any())
+    return not bool(bias.read().any())
 
 
 def _unknown(file: Path, names: list[str], config: str = "config.json") -> CheckpointError:
