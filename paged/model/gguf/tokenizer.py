@@ -15,6 +15,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "▁"
 # Special tokens of tokenizer_config.json.
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
 # llama.cpp ends at these too, where the metadata names only one of them.
 _ENDS = (
     "<|eot_id|>",
@@ -139,7 +140,7 @@ def _byte_level(vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Any]]
     model = {
         "type": "BPE",
         "vocab": ids,
-        "merges": [_halves(metadata, merge) for merge in metadata.strings(f"{_PREFIX}merges")],
+        "merges": [_halves(metadata, ids, merge) for merge in metadata.strings(f"{_PREFIX}merges")],
         "ignore_merges": kind.whole_tokens,
     }
     steps: list[dict[str, Any]] = []
@@ -161,10 +162,12 @@ def _byte_level(vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Any]]
     return _finished(vocabulary, whole, specials, adds_bos=kind.adds_bos)
 
 
-def _halves(metadata: Metadata, merge: str) -> list[str]:
+def _halves(metadata: Metadata, ids: Mapping[str, int], merge: str) -> list[str]:
     first, _, second = merge.partition(" ")
-    if not first or not second or " " in second:
-        raise CheckpointError(f"{metadata.path}: {_PREFIX}merges has {shown(merge)}, which is no pair")
+    if not (first in ids and second in ids and first + second in ids):
+        raise CheckpointError(
+            f"{metadata.path}: {_PREFIX}merges has {shown(merge)}, which makes no token of two"
+        )
     return [first, second]
 
 
@@ -257,10 +260,15 @@ def _added_at(metadata: Metadata, name: str, named: Mapping[str, int], is_added:
 def _added_tokens(vocabulary: Vocabulary, named: Mapping[str, int]) -> list[dict[str, Any]]:
     """Return the tokens that are found in a text before it is split."""
     found = []
+    # Phi-3's take the blanks after them, as llama.cpp knows by its name.
+    is_phi3 = vocabulary.metadata.architecture == "phi3" and (
+        vocabulary.metadata.text(f"{_PREFIX}model") == "llama"
+    )
     for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
         is_special = kind in (_CONTROL, _UNKNOWN) or i in named.values()
         if token and (is_special or kind == _USER_DEFINED):
-            flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+            takes_blanks = is_phi3 and token not in _PHI3_PLAIN
+            flags = {"single_word": False, "lstrip": False, "rstrip": takes_blanks, "normalized": False}
             found.append({"id": i, "content": token, **flags, "special": is_special})
     return found
 
