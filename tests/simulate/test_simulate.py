@@ -116,7 +116,7 @@ class TestCost:
         sheet = DATA_SHEETS["L4"]
         free = 24 * 2**30 * 0.5 - 2 * (LAYER_PARAMS + HEAD_PARAMS)
         assert blocks_that_fit(MODEL, sheet, 0.5, 16 * KV_BYTES) == free // (16 * KV_BYTES)
-        # GPTQ: 4 bits, and for 128 of them a scale of 16 bits and a zero of 4. The embedding stays in 16 bits.
+        # GPTQ: 4 bits, and for 128 of them a scale of 16 bits and a zero of 4; the embedding has 16.
         given = {"quant_method": "gptq", "bits": 4, "group_size": 128}
         quantization = quantization_of({"quantization_config": given})
         model = replace(MODEL, layer_bits=quantization.layer_bits(MODEL.tensor_names))
