@@ -1,4 +1,4 @@
-"""What a backend may do with a whole step: record and replay it, or unpack it on the device."""
+"""Optional services of a backend for whole steps: record and replay a step, or unpack it on the device."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -26,22 +26,22 @@ class AttentionSchedule(NamedTuple):
 
 
 class RecordedStep(Protocol):
-    """The launches of a step, for any sequences with the same number of tokens."""
+    """The kernel launches of one step, to be replayed for other steps with as many tokens in all."""
 
     num_bytes: int  # of the memory that a replay uses
 
     def use_memory(self, memory: Tensor) -> None:
-        """Replay in this memory from now on; steps that do not run at once may share it."""
+        """Set the memory for intermediate results. Steps that never run concurrently may share it."""
 
     def use(self, plan: AttentionSchedule, inputs: Sequence[Tensor], block_tables: Sequence[Tensor]) -> None:
-        """Replay with this plan and these tensors from now on."""
+        """Set the plan and the input tensors of the next replays."""
 
     def replay(self) -> tuple[Tensor, ...]:
         """Launch everything. Return the outputs, which the next replay overwrites."""
 
 
 class StepRecorder(Protocol):
-    """Records the steps of one model, whose replay runs no Python between kernels."""
+    """Records steps of one model, so that they can be replayed without any Python between kernels."""
 
     def plan(self, seq_lens: Tensor, cu_seqlens_q: Tensor) -> AttentionSchedule:
         """Plan the attention of a step."""

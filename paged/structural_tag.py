@@ -1,4 +1,4 @@
-"""Structural tags, for outputs of which some parts are free text and others belong to a grammar.
+"""Structural tags: outputs in which some parts are free text and others must match a grammar.
 
 The JSON form is that of vLLM and xgrammar: {"type": "structural_tag", "format": ...} with a tree of formats,
 or the older one with "structures" and "triggers". `sampling.structural_grammar` compiles what is valid.
@@ -55,7 +55,7 @@ class _Format(Tagged):
 
 
 class _Tag(_Format):
-    """A format of type tag, which need not say so."""
+    """A format of type tag; its "type" may be left out."""
 
     def parts(self, name: str, value: Any) -> tuple[dict[str, Any], list[str]]:
         tag = {"type": "tag", **value} if isinstance(value, Mapping) else value
@@ -187,7 +187,7 @@ class StructuralTag(ObjectOf):
 
 
 def format_schema() -> Schema:
-    """Return the JSON schema of all formats, to which those within formats refer."""
+    """Return the JSON schema of every format. Formats within formats refer to it by $ref."""
     return Tagged("type", TAG_FORMATS).schema()
 
 
@@ -243,7 +243,7 @@ def _from_structures(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(where: str, given: Mapping[str, Any], *, is_last: bool, depth: int = 0) -> None:
-    """Check what the table of a format cannot tell: where free text stands, triggers, schemas and nesting.
+    """Check what the table of fields does not: the places of free text, triggers, schemas and nesting.
 
     is_last: whether nothing follows the format, so that it may be text without an end.
     """
@@ -283,7 +283,7 @@ def _check(where: str, given: Mapping[str, Any], *, is_last: bool, depth: int = 
 
 
 def _parts(where: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the formats that a format consists of, each with its path."""
+    """Yield the formats directly within a format, each with its path."""
     if "content" in given:
         yield f"{where}.content", given["content"]
     for name in ("elements", "tags"):
@@ -340,7 +340,7 @@ def _check_schema(where: str, schema: Any) -> None:
 
 
 def _rounded(where: str, value: Any) -> Iterator[tuple[str, RoundedFloat]]:
-    """Yield the rounded numbers of a schema with their paths."""
+    """Yield the path and value of each number in a schema that parsing has rounded."""
     if isinstance(value, RoundedFloat):
         yield where, value
     elif isinstance(value, Mapping):

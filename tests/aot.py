@@ -27,20 +27,33 @@ import triton
 
 from paged.kernels.backend import load_kernels
 from paged.kernels.checks import TrustedContents
-from tests.support.absent_gpu import CONSUMER_TARGETS, TARGETS, Launch, compiling, never
+from tests.support.absent_gpu import (
+    CONSUMER_TARGETS,
+    DATA_CENTER_TARGETS,
+    TARGETS,
+    Launch,
+    compiling,
+    never,
+)
 from tests.support.binary_figures import SHARED_LIMITS, figures
 from tests.support.kernel_launches import (
     ATTENTION_CASES,
+    CODED_CASES,
     COMMON_CASES,
+    COMMON_CODED_CASES,
     DTYPES,
+    NUM_CODED_ROWS,
     ROTARY_CASES,
     VOCAB_SIZE,
     AttentionCase,
     has_case,
     launch_attention,
+    launch_coded_linear,
+    launch_coded_rows,
     launch_others,
     launch_rotary_store_kv,
     launch_sampling,
+    packed_of,
     targets_of,
 )
 
@@ -48,6 +61,7 @@ ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "kernels" / "gpu" / "COMPILED.md"
 KNOWN = ROOT / "tests" / "kernel_figures.json"
 SHARES = 4
+SHARED = ("plan", "merge", "add_splits")  # kernels that several cases may share
 Figures = Mapping[str, float]
 
 
@@ -61,11 +75,10 @@ def report(target: str, known: Mapping[str, Figures]) -> list[dict[str, Any]]:
     """Return a row of figures for each kernel that the cases need on `target`: known, or compiled now."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     with TrustedContents():  # the tensors hold nothing
-        launches = [*_attention(target, known), *_others(target, known)]
+        launches = [*_attention(target, known), *_others(target, known), *_coded(target, known)]
     for case, launch in launches:
         name = launch.kernel.strip("_").removesuffix("_kernel")
-        # Several cases may share a plan or a merge.
-        place = (name, "" if name in ("plan", "merge") else case, launch.key)
+        place = (name, "" if name in SHARED else case, launch.key)
         compiled = launch.binary is not None
         if place not in rows or compiled > rows[place]["compiled"]:
             found = figures(target, launch.binary) if launch.binary else known[launch.key]
@@ -135,6 +148,26 @@ def _others(target: str, known: Mapping[str, Figures]) -> list[tuple[str, Launch
     without = {launch.key for _, launch in rows}
     case = f"vocabulary {VOCAB_SIZE} filters"
     return rows + [(case, launch) for launch in launches if launch.key not in without]
+
+
+def _coded(target: str, known: Mapping[str, Figures]) -> list[tuple[str, Launch]]:
+    rows = []
+    for number, case in enumerate(CODED_CASES):
+        is_common = case in COMMON_CODED_CASES
+        targets = tuple(TARGETS) if is_common else tuple(DATA_CENTER_TARGETS)
+        if target not in targets:
+            continue
+        kind, dtype, num_outputs, num_inputs, group = case
+        told = f"{kind} {dtype} {num_outputs}x{num_inputs} by {group}"
+        weight = packed_of(case)
+        with compiling(target, _skip(number, target, known, targets)) as launches:
+            for rows_told, num_rows in NUM_CODED_ROWS.items():
+                before = len(launches)
+                launch_coded_linear(case, weight, num_rows)
+                rows += [(f"{told}, {rows_told} rows", launch) for launch in launches[before:]]
+            launch_coded_rows(case, weight, 5)
+        rows.append((told, launches[-1]))
+    return rows
 
 
 def _skip(

@@ -313,26 +313,26 @@ MUTANTS = {
         ),
     ],
     "runner/plan": [
-        ("grown block tables are not sent", "[*schedule.grown, *range(", "[*range("),
+        ("grown block tables are not sent", "if schedule.grown:", "if False:"),
         (
             "a newcomer's first blocks are not sent",
-            "first = 0 if is_new else start // self.block_size",
-            "first = start // self.block_size",
+            "0 if is_new else start // self.block_size",
+            "start // self.block_size",
         ),
         (
             "a block that is filled up is not sent",
-            "is_new else start // self.block_size",
-            "is_new else -(-start // self.block_size)",
+            "part.starts[row] // self.block_size)",
+            "-(-part.starts[row] // self.block_size))",
         ),
         (
             "newcomers that are not in the step are not sent",
-            "requests = schedule.requests + [request for request in newcomers if request not in present]",
-            "requests = schedule.requests",
+            "absent = [request for request in schedule.newcomers if request not in present]",
+            "absent = []",
         ),
         (
             "a seat is told a part's first token",
-            "last_token = request.token_ids[-1]",
-            "last_token = request.token_ids[start]",
+            "first_entry, count, request.token_ids[-1])",
+            "first_entry, count, request.token_ids[start])",
         ),
         (
             "a newcomer's token is not sent",

@@ -23,6 +23,7 @@ from .unpack_step import unpack_step
 
 name = "triton"
 has_linear = False
+has_coded_linear = True
 compiles_at_launch = not in_interpreter()
 step_recorder = None
 split_keys = SPLIT

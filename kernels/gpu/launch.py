@@ -134,6 +134,12 @@ class BoundLaunch:
                 return
         self._dispatch(tensors)
 
+    def compile(self, *tensors: Any) -> None:
+        """Compile the kernel for such tensors, and launch nothing."""
+        names = self._kernel.arg_names
+        arguments = dict(zip(names[: len(tensors)], tensors, strict=True)) | self._fixed
+        self._kernel.run(grid=None, warmup=True, **arguments)
+
     def _dispatch(self, tensors: tuple[Any, ...]) -> None:
         """Launch through Triton, and keep the kernel that it found."""
         kernel, names = self._kernel, self._kernel.arg_names

@@ -6,8 +6,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from numbers import Number as AnyNumber
-from typing import Any, ClassVar
+from types import NoneType
+from typing import Any, ClassVar, get_args, get_type_hints
 
 from ..errors import RequestError
 from .validation import MAX_INT, check_bool, check_int, check_number, number_limits, plain, shown
@@ -370,11 +372,19 @@ def check_fields(config: Any) -> None:
 
     Raises RequestError naming the field.
     """
+    owner: type = type(config)
+    optional = _optional_fields(owner)
     for f in fields(config):
         value = getattr(config, f.name)
         if isinstance(value, AnyNumber) and not isinstance(value, int | float):
             value = plain(value)
             object.__setattr__(config, f.name, value)
         kind = f.metadata.get("kind")
-        if kind is not None and not (value is None and "None" in str(f.type)):
+        if kind is not None and not (value is None and f.name in optional):
             kind.check(f.name, value)
+
+
+@cache
+def _optional_fields(owner: type) -> frozenset[str]:
+    """Return the names of the fields of a dataclass that may be None by their types."""
+    return frozenset(name for name, hint in get_type_hints(owner).items() if NoneType in get_args(hint))

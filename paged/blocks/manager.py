@@ -58,7 +58,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Return the most blocks that a sequence of this many tokens ever holds, over all groups."""
+        """Return the most blocks, over all groups, that a sequence holds while it grows to num_tokens."""
         blocks = self.blocks_for(num_tokens)
         return sum(min(blocks, most) for most in self._most_blocks)
 
@@ -71,7 +71,7 @@ class BlockManager:
         return bisect.bisect_left(range(1, most + 1), True, key=lambda n: not self.fits(n))
 
     def missing_blocks(self, seq: SequenceBlocks, num_tokens: int) -> int:
-        """Return the most blocks needed to extend a sequence to num_tokens."""
+        """Return an upper bound of the blocks to allocate for extending a sequence to num_tokens."""
         blocks = self.blocks_for(num_tokens)
         missing = 0
         for group, (table, most) in enumerate(zip(seq.tables, self._most_blocks, strict=True)):
@@ -88,7 +88,7 @@ class BlockManager:
         return sum(max(0, num_computed - dropped * self.block_size) for dropped in seq.num_dropped)
 
     def blocks_to_start(self, hits: Sequence[Sequence[BlockId]], num_tokens: int) -> int:
-        """Return the most available blocks needed to start with these cached blocks and reach num_tokens.
+        """Return an upper bound of the available blocks needed to extend these cached ones to num_tokens.
 
         A block that another sequence holds costs nothing. Under a window it costs one: when this sequence
         drops it, the other still holds it.
@@ -227,7 +227,7 @@ class BlockManager:
         return copy
 
     def rewind(self, seq: SequenceBlocks, num_computed: int) -> None:
-        """Have the token after num_computed ones be written through `grow`, since its block may be shared."""
+        """Lower the capacity to full blocks, so that `grow` copies the next one if it is shared."""
         seq.capacity = min(seq.capacity, num_computed - num_computed % self.block_size)
 
     def release(self, seq: SequenceBlocks) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..engine.async_base import STREAM_INTERVAL_S, check_interval, next_show
+from ..engine.async_base import STREAM_INTERVAL_S, check_interval, next_publish_time
 from ..errors import PagedError
 from ..sampling_params import SamplingParams
 from . import common
@@ -281,15 +281,15 @@ class Chat:
         shown = ""
         with self._interrupts.counted() if self._interactive else nullcontext():
             request_id = self._request()
-            show_next = -math.inf
+            print_at = -math.inf
             while self._engine.has_unfinished_requests() and not self._interrupts.count:
                 for output in self._engine.step():
                     completion = output.outputs[0]
                 started = time.monotonic()
-                if completion is not None and started >= show_next:
+                if completion is not None and started >= print_at:
                     print(completion.text[len(shown) :], end="", flush=True)
                     shown = completion.text
-                    show_next = next_show(started, time.monotonic(), self._stream_interval_s)
+                    print_at = next_publish_time(started, time.monotonic(), self._stream_interval_s)
             self._engine.abort_request(request_id)
         if completion is not None:
             print(completion.text[len(shown) :], end="")

@@ -30,9 +30,10 @@ from ..sampling_params import SamplingParams
 from ..scheduler.stats import EngineStats
 from ..text.chat_template import TEMPLATE_OPTIONS, Message
 from ..text.prompt_parser import ParsedPrompt, PromptParser
+from .answer_memory import AnswerAccount
 from .embedding import EmbeddingRequestOutput, EmbeddingSpec, Pooling, check_pooling
 from .model_text import ModelText
-from .request_spec import ReportTerms, RequestSpec, closed_error, ids_of
+from .request_spec import ReportTerms, RequestSpec, check_is_params, closed_error, ids_of
 from .scoring import ScoreOutput, ScoreSpec, names_of_scores
 
 T = TypeVar("T")
@@ -41,18 +42,10 @@ T = TypeVar("T")
 MOST_AT_ONCE = 1024
 PARTS_OF_TURN = 8  # prompts of one request that are begun in one turn of the event loop
 STREAM_INTERVAL_S = 0.2  # text still appears to flow
-SHOW_SHARE = 0.01  # of the time may be spent on showing tokens of unfinished requests
-# About what is held of an answer until it is read.
-TOKEN_BYTES = 40
-CANDIDATE_BYTES = 200
-PAUSE_BYTES = 2**20  # unread: the request computes nothing until its reader has read
+PUBLISH_SHARE = 0.01  # of the time may be spent on publishing outputs of unfinished requests
 LEAST_TIMEOUT_S = 1e-6  # of a request whose timeout_s has passed before its engine gets it
-# Is told the id of a request and the number of the engine that computes it, before it is computed.
+# Is called with the id of a request and the number of the engine that computes it, before it is computed.
 OnPlace = Callable[[str, int], object]
-
-
-def ignore_place(request_id: str, replica: int) -> None:
-    """Do nothing: an `OnPlace` of callers that need not know."""
 
 
 class EngineReplica(Protocol):
@@ -103,7 +96,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
     request_id: the id in its outputs, and for `AsyncEngine.abort`.
     render: makes the prompt, before the request begins.
     handle: of a request that has begun already.
-    account: counts what is held of its outputs; see `EngineClient`.
+    account: counts the bytes of its outputs; None if they are not counted with those of other streams.
 
     Raises UsageError for a second reader, whose outputs the first one would get.
     """
@@ -120,7 +113,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self.request_id = request_id
         self.spec = spec
         self.render = render
-        self.account: Any = None
+        self.account: AnswerAccount | None = None
         self._engine = engine  # is kept alive while the stream is read
         self._handle = handle
         self._is_over = False
@@ -235,6 +228,8 @@ class AsyncEngine(ABC, Generic[E]):
         sampling_params: SamplingParams | None = None,
     ) -> RequestStream:
         """Duplicate an unfinished request, as `LLMEngine.fork` does. Return the stream of the new one."""
+        if sampling_params is not None:
+            check_is_params(sampling_params)
         await self._attach()
         new_id = self._id(new_request_id)
         handle = await self._fork(request_id, new_id, sampling_params)
@@ -250,12 +245,12 @@ class AsyncEngine(ABC, Generic[E]):
         priority: float = 0.0,
         tenant: str = "",
         timeout_s: float | None = None,
-        on_place: OnPlace = ignore_place,
+        on_place: OnPlace | None = None,
     ) -> EmbeddingRequestOutput:
         """Embed a prompt, as `LLMEngine.encode` does, in the same steps as all other requests.
 
         timeout_s: seconds after which the output has an error in place of a vector; None sets no limit.
-        on_place: is told the id of the request and the number of its engine, from 0.
+        on_place: is called with the id of the request and the number of its engine, from 0.
 
         Raises RequestError, QueueFullError or EngineDeadError. A cancelled task aborts the request.
         """
@@ -287,7 +282,7 @@ class AsyncEngine(ABC, Generic[E]):
         priority: float = 0.0,
         tenant: str = "",
         timeout_s: float | None = None,
-        on_place: OnPlace = ignore_place,
+        on_place: OnPlace | None = None,
     ) -> list[ScoreOutput]:
         """Return the log-probability of each continuation of a prompt, as `LLMEngine.score` does.
 
@@ -387,15 +382,16 @@ class AsyncEngine(ABC, Generic[E]):
         specs: Sequence[EmbeddingSpec | ScoreSpec],
         terms: ReportTerms,
         prompt: ParsedPrompt,
-        on_place: OnPlace,
+        on_place: OnPlace | None,
     ) -> list[Any]:
         """Compute prompts for their reports alone, on one engine, as they begin with the same prompt."""
         engine = self._choose(prompt.token_ids)
         handles = list[RequestHandle]()
         try:
-            async for name, spec in paced(zip(names, specs, strict=True)):
+            async for name, spec in cooperatively(zip(names, specs, strict=True)):
                 handles.append(self._begin_report(engine, name, spec, terms))
-                on_place(name, handles[-1].replica)
+                if on_place is not None:
+                    on_place(name, handles[-1].replica)
             return [await handle.result() for handle in handles]
         finally:  # cancelled, or one is refused
             for handle in handles:
@@ -450,8 +446,8 @@ class AsyncEngine(ABC, Generic[E]):
         """Return the request with what takes long to make of its prompt and parameters. From any thread."""
 
     @abstractmethod
-    def _begin(self, request_id: str, spec: RequestSpec, account: Any) -> RequestHandle:
-        """Send a prepared request to an engine."""
+    def _begin(self, request_id: str, spec: RequestSpec, account: AnswerAccount | None) -> RequestHandle:
+        """Send a prepared request to an engine, which counts its outputs on the account if it holds them."""
 
     @abstractmethod
     def _begin_report(
@@ -466,8 +462,8 @@ class AsyncEngine(ABC, Generic[E]):
         """Send the duplicate of a request to the engine that has it."""
 
 
-async def paced(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield the parts of one request, and let the event loop do other work after every few."""
+async def cooperatively(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield the items, and let the event loop run other tasks after every PARTS_OF_TURN of them."""
     for i, item in enumerate(items):
         if i and i % PARTS_OF_TURN == 0:
             await asyncio.sleep(0)
@@ -479,13 +475,12 @@ def check_interval(seconds: float) -> None:
     check_number(ConfigError, "stream_interval_s", seconds, 0.0)
 
 
-def next_show(started: float, ended: float, stream_interval_s: float) -> float:
-    """Return when to show tokens again after showing some, which took from `started` to `ended`.
+def next_publish_time(started: float, ended: float, stream_interval_s: float) -> float:
+    """Return the earliest time to publish new tokens again, when publishing took from `started` to `ended`.
 
-    Until then tokens are held back, so that showing takes at most SHOW_SHARE of the time, for at most
-    stream_interval_s.
+    Publishing then takes at most PUBLISH_SHARE of the time, and delays a token by at most stream_interval_s.
     """
-    return ended + min((ended - started) / SHOW_SHARE, stream_interval_s)
+    return ended + min((ended - started) / PUBLISH_SHARE, stream_interval_s)
 
 
 def is_parsed_quickly(prompt: object) -> bool:

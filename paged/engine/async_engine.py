@@ -14,6 +14,7 @@ from ..config import EngineConfig
 from ..errors import UsageError
 from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats
+from .answer_memory import AnswerAccount
 from .async_base import STREAM_INTERVAL_S, AsyncEngine, check_interval, is_compiled_quickly
 from .engine import LLMEngine
 from .request_spec import ReportSpec, ReportTerms, RequestSpec
@@ -115,7 +116,12 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
     def _prepare(self, spec: RequestSpec) -> RequestSpec:
         return self._thread.prepare(spec)
 
-    def _begin(self, request_id: str, spec: RequestSpec, account: Any) -> Mailbox:  # noqa: ARG002
+    def _begin(
+        self,
+        request_id: str,
+        spec: RequestSpec,
+        account: AnswerAccount | None,  # noqa: ARG002
+    ) -> Mailbox:
         assert spec.sampling_params is not None
         mailbox = self._new_mailbox(request_id, spec.sampling_params.output_kind)
         mailbox.adding = self._thread.add(lambda engine: engine.core.add(request_id, spec, mailbox), mailbox)
@@ -140,8 +146,7 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
 
         def fork(engine: LLMEngine) -> Mailbox:
             core = engine.core
-            source = core.groups.get(request_id) if params is None else params
-            kind = getattr(source, "output_kind", RequestOutputKind.CUMULATIVE)
+            kind = core.forkable(request_id).output_kind if params is None else params.output_kind
             mailbox = Mailbox(self._thread, loop, new_request_id, kind)
             core.fork(request_id, new_request_id, params, mailbox)
             return mailbox

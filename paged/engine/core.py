@@ -77,7 +77,7 @@ class EngineCore:
             self._decode_logprobs()
             self.publish()
             return []
-        advanced = list[Request]()
+        advanced: list[Request] = []
         with HeldInterrupts():
             with self._recovery():
                 expired = self.scheduler.expire()
@@ -177,9 +177,8 @@ class EngineCore:
         num_finished = self.scheduler.counters.num_finished
         # Both by position, so that a step which is computed again overwrites them.
         output.record_reports(schedule)
-        output.record_logprobs(schedule)
-        # Without those of new tokens, the candidates left of many requests would become ever more.
-        self._num_to_decode = sum(len(place.token_ids) for place in output.logprobs.values())
+        # Unless as many are decoded as come, the candidates left of many requests would become ever more.
+        self._num_to_decode = output.record_logprobs(schedule)
         advanced = self.scheduler.update(schedule, output.tokens, output.errors, output.runs)
         num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
         if self._with_grammars:
@@ -281,6 +280,19 @@ class EngineCore:
         outbox: Outbox | None = None,
     ) -> str:
         """Duplicate an unfinished request; see `LLMEngine.fork`. Its outputs go to `outbox`."""
+        parent = self.forkable(request_id).samples[0]
+        new_request_id = self.next_id() if new_request_id is None else new_request_id
+        self._check_id(new_request_id)
+        now = self.scheduler.clock()
+        child = self.factory.new_fork(new_request_id, parent, params, now)
+        with HeldInterrupts():
+            self.scheduler.fork(parent, child.samples[0])
+            self.register(child, outbox)
+            self._waits.begin(child.samples)
+        return new_request_id
+
+    def forkable(self, request_id: str) -> RequestGroup:
+        """Return an unfinished request of one sample, which can be forked. Raises RequestError for others."""
         group = self._unfinished(request_id)
         if group is None or group.finished:
             raise RequestError(f"there is no unfinished request {request_id!r} to fork")
@@ -288,15 +300,7 @@ class EngineCore:
             raise RequestError(
                 f"request {request_id!r} has {len(group.samples)} samples; only one can be forked"
             )
-        new_request_id = self.next_id() if new_request_id is None else new_request_id
-        self._check_id(new_request_id)
-        now = self.scheduler.clock()
-        child = self.factory.new_fork(new_request_id, group.samples[0], params, now)
-        with HeldInterrupts():
-            self.scheduler.fork(group.samples[0], child.samples[0])
-            self.register(child, outbox)
-            self._waits.begin(child.samples)
-        return new_request_id
+        return group
 
     def abort(self, request_id: str) -> None:
         """End a request and free its blocks. Do nothing if no unfinished request has this id."""

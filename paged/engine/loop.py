@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ..errors import EngineDeadError
 from ..requests.request import Outbox, Request, RequestGroup
 from ..scheduler.schedule import Schedule
-from .async_base import next_show
+from .async_base import next_publish_time
 from .engine import LLMEngine
 from .request_spec import Prepared, RequestSpec
 
@@ -51,16 +51,16 @@ class EngineLoop:
 
     deliver: called on the loop's thread when readers may have new outputs.
     stream_interval_s: longest delay of an output of an unfinished request, in seconds. Where steps are short
-        and readers many, tokens are held back; see `next_show`.
+        and readers many, tokens are held back; see `next_publish_time`.
     """
 
     def __init__(self, engine: LLMEngine, stream_interval_s: float, deliver: Callable[[], None]) -> None:
         self.engine = engine
         self._stream_interval_s = stream_interval_s
         self._deliver = deliver
-        self._unshown: dict[Request, None] = {}  # requests with tokens that are held back
+        self._unpublished: dict[Request, None] = {}  # requests with tokens that are held back
         self._has_prompts = False  # whether the last step computed prompts
-        self._show_next = -math.inf  # the time at which held-back tokens are due
+        self._publish_at = -math.inf  # the time at which held-back tokens are due
         self.dead: EngineDeadError | None = None
         self._is_stopping = False
         self._is_blocked = False  # whether the last step had nothing to compute
@@ -86,10 +86,10 @@ class EngineLoop:
         return future
 
     def call(self, function: Callable[[LLMEngine], T]) -> Future[T]:
-        """Call a user's function between two steps, after all tokens held back are shown."""
+        """Call a user's function between two steps, after all tokens held back are published."""
 
         def called(engine: LLMEngine) -> T:
-            self._show()
+            self._publish()
             return function(engine)
 
         return self.submit(called)
@@ -158,7 +158,7 @@ class EngineLoop:
         core = self.engine.core
         is_idle = not core.has_work()
         if is_idle:
-            self._unshown.clear()
+            self._unpublished.clear()
         # A deadline may pass, or a held request give up its seat: step again after HELD_S.
         is_held = not core.has_runnable() or (self._is_blocked and not core.has_unpublished())
         if not is_idle and core.waits_for_masks():  # the step itself waits for them
@@ -184,32 +184,32 @@ class EngineLoop:
         self._deliver()
 
     def _step(self) -> None:
-        self._unshown |= dict.fromkeys(self.engine.core.step(on_schedule=self._on_schedule))
-        if self._has_prompts or time.monotonic() >= self._show_next:
-            self._show()
+        self._unpublished |= dict.fromkeys(self.engine.core.step(on_schedule=self._on_schedule))
+        if self._has_prompts or time.monotonic() >= self._publish_at:
+            self._publish()
         else:
             self._deliver()
 
     def _on_schedule(self, schedule: Schedule) -> None:
-        """Show held-back tokens before a step that computes prompts, which may take long."""
+        """Publish held-back tokens before a step that computes prompts, which may take long."""
         self._is_blocked = schedule.is_empty
         self._has_prompts = not schedule.is_decode
-        if self._has_prompts and self._unshown:
-            self._show()
+        if self._has_prompts and self._unpublished:
+            self._publish()
 
-    def _show(self) -> None:
+    def _publish(self) -> None:
         """Publish the tokens that were held back."""
         started = time.monotonic()
         core = self.engine.core
         # The id of an aborted request may belong to another one by now.
-        groups = [*core.groups_of([r for r in self._unshown if r.finish_reason != "abort"])]
+        groups = [*core.groups_of([r for r in self._unpublished if r.finish_reason != "abort"])]
         core.publish(groups)
         for group in groups:
             if isinstance(group.outbox, Recipient) and group.outbox.pauses(group):
                 core.hold(group.request_id, True)
-        self._unshown.clear()
+        self._unpublished.clear()
         self._deliver()
-        self._show_next = next_show(started, time.monotonic(), self._stream_interval_s)
+        self._publish_at = next_publish_time(started, time.monotonic(), self._stream_interval_s)
 
     def _die(self, cause: BaseException | None) -> None:
         """Fail all calls and mailboxes, then abort all requests, so that the engine holds no blocks."""

@@ -14,7 +14,7 @@ from ..errors import EngineDeadError
 from ..requests.request import RequestGroup, RequestOutput
 from ..sampling_params import RequestOutputKind
 from ..scheduler.stats import EngineStats
-from .async_base import CANDIDATE_BYTES, PAUSE_BYTES, TOKEN_BYTES
+from .answer_memory import CANDIDATE_BYTES, PAUSE_BYTES, TOKEN_BYTES
 from .engine import LLMEngine
 from .loop import EngineLoop, Recipient, copy_of
 from .request_spec import ReportSpec, closed_error

@@ -109,8 +109,8 @@ class ModelRunner:
     def plan(self, schedule: Schedule) -> StepPlan:
         """Make the plan of a step. Only here the runner reads requests.
 
-        Plans are launched in the order in which they are made, each once: a plan does not repeat
-        what seats were told before.
+        Plans are launched in the order in which they are made, each once: a plan holds only what
+        has changed in the seats since the last one.
         """
         if schedule.newcomers or schedule.vacated:
             self.sampling_seats.change(schedule.vacated, schedule.newcomers)
@@ -152,7 +152,7 @@ class ModelRunner:
         upload.send()
         self._move_blocks(out, back, copies)
         batch = self.batches.batch(step)
-        masks = GrammarMasks.start(sampled)
+        masks = draw.start_masks()
         try:
             logits, best, hidden = self.compute(batch)
             tokens = draw.run(logits, download, masks, best)

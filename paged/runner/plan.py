@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, Self
@@ -16,7 +16,7 @@ IN_SEAT = -1  # as number of tokens to send, and as last token: the seat has it
 
 
 class SeatChange(NamedTuple):
-    """What a seat is told before a step: tokens, and the entries of its block tables from first_entry on.
+    """What changes in a seat before a step: tokens, and the entries of its block tables from first_entry on.
 
     row: the seat's row in the step; one beyond the last if the seat is not in it.
     num_tokens: how many of the plan's tokens are the row's. IN_SEAT: none, it computes the seat's last one.
@@ -35,8 +35,8 @@ class SeatChange(NamedTuple):
 class ComputedPart:
     """What a step computes, for every rank. Its rows are sequences, those that decode first.
 
-    What a seat was told or has drawn before is not repeated: a decode whose block tables have not grown is a
-    seat, its start, and 1.
+    What a seat has already, its last token and its block tables, is not sent again: a decode whose block
+    tables have not grown is a seat, its start, and 1.
 
     swap_out, swap_in, copies: as of a `Schedule`.
     starts, counts: how many tokens of each row are computed before the step, and in it.
@@ -68,11 +68,11 @@ class ComputedPart:
 
     @property
     def absent_seats(self) -> list[int]:
-        """The seats that are told something although they are not in the step."""
+        """The seats that change although they are not in the step."""
         return [change.seat for change in self.changes if change.row >= len(self.seats)]
 
     def repeats(self, seats: Sequence[int]) -> bool:
-        """Return whether seats decode once more, and are told nothing but how their block tables grow."""
+        """Return whether these seats decode once more, and at most their block tables grow."""
         if not self.is_decode or self.seats != seats:
             return False
         return not self.changes or all(change.last_token == IN_SEAT for change in self.changes)
@@ -211,8 +211,10 @@ class Planner:
             computed.rope_lens = [request.num_prompt_tokens for request in schedule.requests]
         elif self.with_lens:
             computed.rope_lens = [request.num_tokens for request in schedule.requests]
-        if schedule.newcomers or schedule.grown or not schedule.is_decode:
-            self._add_changes(schedule, computed)
+        if schedule.grown:
+            self._add_grown_tables(schedule, computed)
+        if schedule.newcomers or not schedule.is_decode:
+            self._add_newcomers_and_prompts(schedule, computed)
         sampled = SampledPart()
         if schedule.newcomers or schedule.vacated:
             self._editing.difference_update(schedule.vacated)
@@ -223,28 +225,34 @@ class Planner:
             sampled.reports = [_report_params(schedule.requests[rows.row], rows) for rows in asked]
         return StepPlan(computed, sampled)
 
-    def _add_changes(self, schedule: Schedule, part: ComputedPart) -> None:
-        """Add what seats are told: of prompts, of newcomers, and of grown block tables."""
-        num_rows = len(schedule.requests)
-        newcomers = dict.fromkeys(schedule.newcomers)
-        present = {*schedule.requests} if newcomers else set()
-        requests = schedule.requests + [request for request in newcomers if request not in present]
-        for row in _changed_rows(schedule, requests, newcomers):
-            request = requests[row]
+    def _add_grown_tables(self, schedule: Schedule, part: ComputedPart) -> None:
+        """Add the new entries of the block tables that have grown. Newcomers get all of theirs."""
+        newcomers = {*schedule.newcomers}
+        for row in schedule.grown:
+            request = schedule.requests[row]
+            if request not in newcomers:
+                _add_change(part, row, request, part.starts[row] // self.block_size)
+
+    def _add_newcomers_and_prompts(self, schedule: Schedule, part: ComputedPart) -> None:
+        """Add the tokens and entries of newcomers and of rows that compute a prompt, in the order of rows.
+
+        Newcomers that are not in the step come last.
+        """
+        requests = schedule.requests
+        newcomers = {*schedule.newcomers}
+        for row, request in enumerate(requests):
             is_new = request in newcomers
-            start = part.starts[row] if row < num_rows else 0
-            num_tokens = last_token = IN_SEAT
             if is_new or row >= part.num_decodes:
+                start = part.starts[row]
+                count = part.counts[row]
+                part.tokens.extend(request.token_ids[start : start + count])
+                first_entry = 0 if is_new else start // self.block_size
                 # The last token also where none is drawn: it may be the only one that the next step computes.
-                last_token = request.token_ids[-1]
-                num_tokens = part.counts[row] if row < num_rows else 0
-                part.tokens.extend(request.token_ids[start : start + num_tokens])
-            tables = request.blocks.tables
-            first = 0 if is_new else start // self.block_size
-            num_entries = len(tables[0]) - first
-            part.changes.append(SeatChange(row, request.seat, num_tokens, last_token, first, num_entries))
-            for sent, table in zip(part.entries, tables, strict=True):
-                sent += table[first:]
+                _add_change(part, row, request, first_entry, count, request.token_ids[-1])
+        present = {*requests}
+        absent = [request for request in schedule.newcomers if request not in present]
+        for row, request in enumerate(absent, len(requests)):
+            _add_change(part, row, request, 0, 0, request.token_ids[-1])
 
     def _new_tokens(self, schedule: Schedule) -> list[NewTokens]:
         """Return the tokens that the step computes of sampled requests that edit their logits.
@@ -260,16 +268,20 @@ class Planner:
         ]
 
 
-def _changed_rows(
-    schedule: Schedule, requests: list[Request], newcomers: dict[Request, None]
-) -> Iterable[int]:
-    """Return the rows about whose seats something is told, the others of the newcomers last."""
-    changed = [*schedule.grown, *range(schedule.num_decode_tokens, len(requests))]
-    if not newcomers:
-        return changed
-    decoding = requests[: schedule.num_decode_tokens]
-    new = (row for row, request in enumerate(decoding) if request in newcomers)
-    return dict.fromkeys([*new, *changed])
+def _add_change(
+    part: ComputedPart,
+    row: int,
+    request: Request,
+    first_entry: int,
+    num_tokens: int = IN_SEAT,
+    last_token: int = IN_SEAT,
+) -> None:
+    """Add a `SeatChange`, with the entries of the block tables from first_entry on."""
+    tables = request.blocks.tables
+    num_entries = len(tables[0]) - first_entry
+    part.changes.append(SeatChange(row, request.seat, num_tokens, last_token, first_entry, num_entries))
+    for sent, table in zip(part.entries, tables, strict=True):
+        sent += table[first_entry:]
 
 
 def _report_params(request: Request, rows: AskedRows) -> ReportParams:

@@ -114,6 +114,11 @@ class Draw:
         self._edited: Received | None = None  # after all edits; None: as the model's
         self._logprobs: list[list[Received]] = []
 
+    def start_masks(self) -> GrammarMasks | None:
+        """Start the masks of the requests that have a grammar; None if there are none."""
+        rows = self._batch.with_grammar
+        return GrammarMasks(rows, [self.requests[row] for row in rows]) if rows else None
+
     def run(
         self,
         logits: Tensor,
@@ -198,6 +203,7 @@ class _Batch:
 
     parameters: of `sample_tokens`; None: every row is greedy.
     asked: the rows that report log-probabilities.
+    with_grammar: the rows of requests that have a grammar.
     """
 
     def __init__(self, requests: Sequence[Sampled], sampler: Sampler, upload: Upload) -> None:
@@ -216,6 +222,7 @@ class _Batch:
         self.parameters: SentParameters | None = None
         if columns["temperature"].any():
             self.parameters = SentParameters(columns, sampler.vocab_size, upload)
+        self.with_grammar = [row for row, r in enumerate(requests) if r.sampling.grammar is not None]
         self.asked = np.flatnonzero(columns["wants_logprobs"]).tolist()
         if self.asked:
             num_tops = [requests[row].inputs.params.logprobs or 0 for row in self.asked]

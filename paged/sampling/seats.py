@@ -53,7 +53,7 @@ class SamplingSeat:
 
 
 class SamplingSeats:
-    """The seats of running requests. Each is told once of its request, then of tokens.
+    """The seats of running requests. Each gets the parameters of its request once, and then only tokens.
 
     Parameters are not in a step's plan: they do not change, and may hold functions.
     """
@@ -77,5 +77,4 @@ class SamplingSeats:
 
     def at(self, seats: Sequence[int]) -> list[SamplingSeat]:
         """Return these seats."""
-        known = self._seats
-        return [known[seat] for seat in seats]
+        return [*map(self._seats.__getitem__, seats)]

@@ -18,7 +18,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from functools import lru_cache
 from typing import Any
@@ -402,8 +402,8 @@ def pending_mask(request: Sampled) -> MaskJob | None:
 class GrammarMasks:
     """Masks of the tokens that grammars allow in the rows of one step.
 
-    Workers have computed them, or do now: `start` comes before the forward, and `apply`, which waits for
-    them, after it. `check` reports errors.
+    Workers have computed them, or do so from now on: this object is made before the forward. `apply`, which
+    waits for the masks, comes after it. `check` reports errors.
     """
 
     def __init__(self, rows: list[int], requests: list[Sampled]) -> None:
@@ -414,12 +414,6 @@ class GrammarMasks:
         # i32[len(rows), num_words], once they are gathered: bit b of word w is token 32 w + b
         self._bits: NDArray[np.int32] | None = None
         begin_masks(requests)
-
-    @classmethod
-    def start(cls, requests: Sequence[Sampled]) -> GrammarMasks | None:
-        """Start the masks of the requests that have a grammar; None if there are none."""
-        rows = [row for row, request in enumerate(requests) if request.sampling.grammar is not None]
-        return cls(rows, [requests[row] for row in rows]) if rows else None
 
     def apply(
         self,

@@ -172,10 +172,13 @@ class StepOutput:
             else:
                 report.take_logprobs(end, found)
 
-    def record_logprobs(self, schedule: Schedule) -> None:
-        """Add log-probabilities to their requests, before the tokens are appended."""
+    def record_logprobs(self, schedule: Schedule) -> int:
+        """Add log-probabilities to their requests, before the tokens are appended. Return how many."""
+        num_candidates = 0
         for row, logprobs in self.logprobs.items():
             schedule.sampled_requests[row].add_logprobs(logprobs)
+            num_candidates += len(logprobs.token_ids)
+        return num_candidates
 
 
 @dataclass(slots=True)

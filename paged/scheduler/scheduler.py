@@ -144,7 +144,7 @@ class Scheduler:
     def _schedule_decodes(self, schedule: Schedule) -> list[Request]:
         """Schedule one token for each request that needs exactly one. Return the requests that need more."""
         requests = schedule.requests
-        prefills = list[Request]()
+        prefills: list[Request] = []
         budget = self.max_num_batched_tokens
         running = self.running.copy()
         scarce = len(self.running) > budget

@@ -14,6 +14,7 @@ from typing import Any, Self
 from ..base.arguments import show_arguments_of
 from ..base.validation import check_int, shown
 from ..config import EngineConfig
+from ..engine.answer_memory import AnswerAccount, AnswerBudget, comes_in_parts
 from ..engine.async_base import STREAM_INTERVAL_S, AsyncEngine, RequestStream, check_interval
 from ..engine.embedding import EmbeddingSpec
 from ..engine.model_text import ModelText
@@ -27,7 +28,6 @@ from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats
 from ..text.prompt_parser import ParsedPrompt
 from . import frames
-from .answer_memory import AnswerAccount, AnswerBudget, comes_in_parts
 from .connection import EngineConnection, SentRequest
 from .inbox import Inbox
 from .telemetry.log_lines import LogFormat

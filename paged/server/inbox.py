@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..engine.answer_memory import (
+    CANDIDATE_BYTES,
+    TOKEN_BYTES,
+    AnswerAccount,
+    AnswerBudget,
+    AnswerLedger,
+    comes_in_parts,
+)
 from ..errors import RequestError
 from ..requests.request import (
     CompletionOutput,
@@ -18,7 +27,6 @@ from ..requests.request import (
 from ..sampling_params import RequestOutputKind
 from ..text.outputs import View
 from . import frames
-from .answer_memory import AnswerAccount, AnswerBudget, bytes_of, comes_in_parts, size_of
 
 
 @dataclass(slots=True)
@@ -87,13 +95,8 @@ class Inbox:
     ) -> None:
         self._in_full = in_full
         self.account = AnswerAccount(AnswerBudget()) if account is None else account
-        self._num_bytes = 0  # held
-        self._num_lasting = 0  # of these, those of the prompt, which all outputs have
-        self._num_early = 0  # of those, what came since the last output, and cannot be read before the next
-        self._num_unread = 0  # of these, those that the reader has not taken
-        self._num_taken = 0  # those that it took last, and is not done with
-        self._num_done = 0  # what is dropped when it is
         self.comes_in_parts = comes_in_parts(kind)
+        self._ledger = AnswerLedger(self.account, comes_in_parts=self.comes_in_parts)
         self.request_id = request_id
         self.prompt = prompt
         self.token_ids = token_ids
@@ -110,9 +113,8 @@ class Inbox:
     def put(self, new: frames.Output) -> int:
         """Add an output. Return how many tokens it has."""
         if self._in_full:
-            self._drop(self._num_bytes - self._num_lasting, self._num_unread)
+            self._ledger.replace_outputs()
             self._samples = []
-            self._num_unread = 0
         while len(self._samples) < len(new.completions):
             self._samples.append(_Sample(len(self._samples)))
         num = 0
@@ -123,38 +125,20 @@ class Inbox:
         self._num_cached_tokens = new.num_cached_tokens
         if new.metrics is not None:
             self._metrics = new.metrics
-        self._count(size_of(new))
+        self._ledger.add_output(size_of(new), is_last=new.finished)
         if self.comes_in_parts or self.finished:
             self._wake()
         return num
 
     def put_prompt(self, places: list[frames.Place | None]) -> None:
-        """Add the next log-probabilities of the prompt. All come before the first output with tokens.
-
-        They are not unread before: a request that was paused for them could never make that output.
-        """
+        """Add the next log-probabilities of the prompt. All come before the first output with tokens."""
         self._prompt_logprobs = self._prompt_logprobs or frames.Places()
         self._prompt_logprobs.add(places)
-        size = bytes_of(places)
-        self._num_lasting += size
-        self._num_early += size
-        self._num_bytes += size
-        self.account.grow(size, 0)
-
-    def _count(self, size: int) -> None:
-        self._num_bytes += size
-        num_unread = 0
-        if self.comes_in_parts:
-            num_unread = size + self._num_early
-            self._num_early = 0
-        elif self.finished:
-            num_unread = self._num_bytes
-        self._num_unread += num_unread
-        self.account.grow(size, num_unread)
+        self._ledger.add_prompt(bytes_of(places))
 
     def refusal(self) -> RequestError | None:
         """Return why an answer that its reader gets as a whole has become too large; else None."""
-        return None if self.comes_in_parts else self.account.refusal(self._num_bytes)
+        return self._ledger.refusal()
 
     def refuse(self, error: RequestError) -> None:
         """Drop all outputs that are held, and make `wait` raise this error instead."""
@@ -164,23 +148,13 @@ class Inbox:
 
     def release(self) -> None:
         """Release the output that the reader took last and has now processed."""
-        if self._num_taken:
-            self._drop(self._num_done, self._num_taken)
-        self._num_done = 0
-        self._num_taken = 0
+        self._ledger.release()
 
     def give_back(self) -> None:
         """Drop all that is held, once the reader is gone."""
         self._samples = []
         self._prompt_logprobs = None
-        self._drop(self._num_bytes, self._num_unread + self._num_taken)
-        self._num_unread = 0
-        self._num_done = 0
-        self._num_taken = 0
-
-    def _drop(self, num_bytes: int, num_unread: int) -> None:
-        self._num_bytes -= num_bytes
-        self.account.shrink(num_bytes, num_unread)
+        self._ledger.clear()
 
     def put_result(self, result: Any) -> None:
         """Add the report on a prompt."""
@@ -218,11 +192,10 @@ class Inbox:
             self._metrics,
             self._whole_prompt(),
         )
-        self._num_taken += self._num_unread
-        self._num_unread = 0
-        if self.kind is RequestOutputKind.DELTA:
+        is_delta = self.kind is RequestOutputKind.DELTA
+        self._ledger.take(is_delta=is_delta)
+        if is_delta:
             self._samples = []
-            self._num_done = self._num_bytes - self._num_lasting
         return output
 
     def _whole_prompt(self) -> frames.Places[dict[int, Logprob] | None] | None:
@@ -234,3 +207,17 @@ class Inbox:
         self._has_news = self._has_news or self._error is None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def size_of(output: frames.Output) -> int:
+    """Return about how many bytes an output holds until it is read."""
+    size = 0
+    for completion in output.completions:
+        size += len(completion.text) + len(completion.token_ids) * TOKEN_BYTES
+        size += bytes_of(completion.logprobs or ())
+    return size
+
+
+def bytes_of(places: Sequence[frames.Place | None]) -> int:
+    """Return about how many bytes the candidates at places of a text hold."""
+    return sum(len(place[0]) for place in places if place is not None) * CANDIDATE_BYTES

@@ -192,8 +192,8 @@ class ServeOptions:
     def checks_hosts(self) -> bool:
         """Whether requests must name a known host.
 
-        Without keys on a loopback address, a page in a browser of this machine could else reach the server
-        under a name of its own that it has made an alias of this address (DNS rebinding).
+        This protects a server without keys on a loopback address from DNS rebinding: a website lets its name
+        resolve to this address, so that its pages can call the server from a browser on this machine.
         """
         if "*" in self.allowed_hosts:
             return False

@@ -142,8 +142,10 @@ class OutputProcessor:
 
     def _prompt_of(self, group: RequestGroup) -> _PromptLogprobs | None:
         report = group.samples[0].report
+        if report is None or report.failed:  # most requests have none, and this is asked for every output
+            return None
         params = group.samples[0].inputs.params
-        if params.prompt_logprobs is None or report is None or report.failed:
+        if params.prompt_logprobs is None:
             return None
         found = self._prompts.get(group)
         if found is None:

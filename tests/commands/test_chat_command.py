@@ -74,11 +74,11 @@ def test_tokens_that_are_held_back_are_shown_at_the_end(run, loaded, monkeypatch
     """With every interval the answer is the same; --stream-interval-s bounds the time between two parts."""
     intervals = []
 
-    def next_show(started: float, ended: float, interval: float) -> float:  # noqa: ARG001
+    def next_publish_time(started: float, ended: float, interval: float) -> float:  # noqa: ARG001
         intervals.append(interval)
         return ended + interval
 
-    monkeypatch.setattr("paged.commands.chat.next_show", next_show)
+    monkeypatch.setattr("paged.commands.chat.next_publish_time", next_publish_time)
     answer = Talk(loaded).say("hello")
     for interval, num_shown in (("1e9", 1), ("0", 5)):
         code, out, _ = run(*ARGV, "--stream-interval-s", interval, stdin="hello\n")

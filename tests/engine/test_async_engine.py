@@ -139,7 +139,7 @@ def test_64_streams_get_what_each_gets_alone_and_sync(sync, kind):
 @pytest.mark.parametrize("kind", [CUMULATIVE, DELTA], ids=str)
 def test_tokens_kept_back_are_shown_before_prompts_are_computed(sync, kind, monkeypatch):
     monkeypatch.setattr(
-        "paged.engine.async_base.SHOW_SHARE", 1e-12
+        "paged.engine.async_base.PUBLISH_SHARE", 1e-12
     )  # otherwise tokens may be shown at any time
     params = replace(LONG, output_kind=kind)
     is_joined, is_shown = threading.Event(), threading.Event()
@@ -172,7 +172,7 @@ def test_tokens_kept_back_are_shown_before_prompts_are_computed(sync, kind, monk
 
 
 def test_tokens_kept_back_are_shown_before_a_call(sync, monkeypatch):
-    monkeypatch.setattr("paged.engine.async_base.SHOW_SHARE", 1e-12)
+    monkeypatch.setattr("paged.engine.async_base.PUBLISH_SHARE", 1e-12)
 
     async def main() -> None:
         async with AsyncLLMEngine.from_engine(sync, stream_interval_s=1e6) as engine:
@@ -576,6 +576,8 @@ def test_a_fork_is_a_stream_of_its_own(engine, kind):
         params = replace(LONG, output_kind=kind, logits_processors=[slow])
         parent = engine.generate(PROMPTS[0], params, "parent")
         await anext(parent)
+        with pytest.raises(RequestError, match="must be SamplingParams, got"):
+            await engine.fork("parent", "child", {"n": 2})
         child = await engine.fork("parent", "child")
         other = await engine.fork("parent", sampling_params=replace(GREEDY, max_tokens=390))
         outputs = await asyncio.gather(*map(read, (parent, child, other)))

@@ -204,7 +204,10 @@ def test_layer_whose_inputs_do_not_divide_is_named():
 
 @pytest.mark.parametrize(
     ("device", "dtype", "message"),
-    [("cuda", torch.float32, "CPU only so far; got device cuda"), ("cpu", torch.float16, "got float16")],
+    [
+        ("cuda", torch.float32, "on cuda needs attention_backend='triton'"),
+        ("cpu", torch.float16, "got float16"),
+    ],
     ids=["cuda", "float16"],
 )
 def test_error_where_weights_cannot_be_quantised(device, dtype, message):

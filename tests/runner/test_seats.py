@@ -18,7 +18,7 @@ from paged.kernels.gpu.unpack_step import unpack_step
 from paged.model.spec import LongContext
 from paged.requests.prompt_report import PromptReport
 from paged.runner.batches.host import HostBatches
-from paged.runner.batches.seats import ALL_KEPT, SeatedBatches
+from paged.runner.batches.seats import NO_NEW_ENTRIES, SeatedBatches
 from paged.runner.plan import Planner
 from paged.scheduler.scheduler import Scheduler
 from tests.support import scheduler_cases as cases
@@ -151,7 +151,7 @@ def test_seats_beyond_memory_are_refused(monkeypatch):
 
 
 def test_kernel_refuses_what_does_not_fit():
-    row = [0, 0, steps.FROM_SEAT, steps.FROM_SEAT, ALL_KEPT, 0, 0]
+    row = [0, 0, steps.FROM_SEAT, steps.FROM_SEAT, NO_NEW_ENTRIES, 0, 0]
     rows = torch.tensor([row, row], dtype=torch.int32, device=DEVICE)
     ints, longs = rows[0, :0], torch.zeros(4, dtype=torch.int64, device=DEVICE)
     tables = torch.zeros(1, 4, 3, dtype=torch.int32, device=DEVICE)
@@ -192,7 +192,7 @@ def test_rows_are_those_of_numpy():
             start, first = int(rng.integers(0, 400)), int(rng.integers(0, 100))
             num_entries = -(-(start + num_new) // block) - first
             if (from_seat and rng.random() < 0.5) or num_entries < 0:
-                first, num_entries = ALL_KEPT, 0
+                first, num_entries = NO_NEW_ENTRIES, 0
             own = [int(last[seat])] if from_seat else rng.integers(0, 99, num_new).tolist()
             is_told = row >= num_rows or (rng.random() < 0.5 and not from_seat)
             new_last = int(rng.integers(0, 99)) if is_told else steps.FROM_SEAT

@@ -8,11 +8,18 @@ import json
 import pytest
 
 from paged import QueueFullError, RequestError, SamplingParams
-from paged.engine.async_base import CANDIDATE_BYTES, PAUSE_BYTES, TOKEN_BYTES
+from paged.engine import answer_memory
+from paged.engine.answer_memory import (
+    CANDIDATE_BYTES,
+    PAUSE_BYTES,
+    RESUME_BYTES,
+    TOKEN_BYTES,
+    AnswerAccount,
+    AnswerBudget,
+)
 from paged.sampling_params import RequestOutputKind
-from paged.server import answer_memory, frames
-from paged.server.answer_memory import RESUME_BYTES, AnswerAccount, AnswerBudget, bytes_of, size_of
-from paged.server.inbox import Inbox
+from paged.server import frames
+from paged.server.inbox import Inbox, bytes_of, size_of
 from tests.server.test_streams import events_of, read_all, send, slow_client
 from tests.support.served import eventually
 

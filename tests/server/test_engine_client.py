@@ -183,6 +183,8 @@ def test_reports_chats_forks_and_continuations(sync, engine):
         assert (await read(resumed))[-1].outputs == whole.outputs
         stream = engine.generate(PROMPTS[0], LONG, "parent")
         await anext(stream)
+        with pytest.raises(RequestError, match="must be SamplingParams, got"):
+            await engine.fork("parent", "child", {"n": 2})  # type: ignore[arg-type]
         fork = await engine.fork("parent", "child", LONG)
         await engine.abort("parent")
         last = (await read(stream))[-1]

@@ -24,10 +24,15 @@ from paged.runner.model_runner import ModelRunner
 from paged.runner.warm_up import warm_up
 from tests.support.absent_gpu import DATA_CENTER_TARGETS, always, compiling
 from tests.support.kernel_launches import (
+    CODED_CASES,
+    NUM_CODED_ROWS,
     launch_attention,
+    launch_coded_linear,
+    launch_coded_rows,
     launch_others,
     launch_rotary_store_kv,
     launch_sampling,
+    packed_of,
 )
 
 
@@ -49,6 +54,8 @@ MODELS: dict[str, tuple[int, int, int, list[dict[str, Any]]]] = {
     "int8 cache": (32, 8, 128, [{"cache": "int8"}]),
 }
 
+CODED_WEIGHT = packed_of(CODED_CASES[0])
+
 
 def count_variants(target: str, model: str) -> dict[str, int]:
     """Count the binaries that each kernel needs for batches of every awkward size of one model."""
@@ -65,11 +72,24 @@ def count_variants(target: str, model: str) -> dict[str, int]:
                 cache = options.get("cache")
                 launch_rotary_store_kv(kernels, *heads, torch.bfloat16, "", num_tokens, cache_dtype=cache)
             launch_others(kernels, torch.bfloat16, num_tokens)
+            launch_coded_linear(CODED_CASES[0], CODED_WEIGHT, num_tokens)
+            launch_coded_rows(CODED_CASES[0], CODED_WEIGHT, num_tokens)
             for filters in [(), ("top_k",), ("min_p", "top_p"), ("top_n_sigma", "typical_p")]:
                 launch_sampling(*filters, num_rows=num_tokens)
     for launch in launches:
         keys[launch.kernel].add(launch.key)
     return {kernel: len(found) for kernel, found in keys.items()}
+
+
+def count_coded(target: str) -> tuple[int, int]:
+    """Count the kernels that are compiled for a weight in codes by its first product, and by all others."""
+    told: list[None] = []
+    counts = []
+    with compiling(target, always), listening(lambda: told.append(None)):
+        for num_rows in NUM_CODED_ROWS.values():
+            launch_coded_linear(CODED_CASES[1], packed_of(CODED_CASES[1]), num_rows)
+            counts.append(len(told))
+    return counts[0], counts[-1] - counts[0]
 
 
 WAYS_TO_SAMPLE = (
@@ -121,6 +141,7 @@ def main() -> None:
         target: {
             "compiled": count_compiled(target),
             "variants": {model: count_variants(target, model) for model in MODELS},
+            "coded": count_coded(target),
             "warm_up": count_warm_up(target),
         }
         for target in DATA_CENTER_TARGETS

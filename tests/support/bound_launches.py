@@ -22,12 +22,17 @@ from paged.kernels.checks import TrustedContents
 from tests.support.absent_gpu import AbsentGPU
 from tests.support.kernel_launches import (
     ATTENTION_CASES,
+    CODED_CASES,
     DTYPES,
+    NUM_CODED_ROWS,
     ROTARY_CASES,
     has_case,
     launch_attention,
+    launch_coded_linear,
+    launch_coded_rows,
     launch_others,
     launch_rotary_store_kv,
+    packed_of,
     targets_of,
 )
 
@@ -113,6 +118,11 @@ def calls_of(target: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         if target not in targets_of(cache):
             continue
         yield f"rotary {shape} {rest}", lambda s=shape, r=rest: launch_rotary_store_kv(KERNELS, *s, *r)
+    for case in CODED_CASES:
+        weight = packed_of(case)
+        for num_rows in NUM_CODED_ROWS.values():
+            yield f"{case} {num_rows}", lambda c=case, w=weight, n=num_rows: launch_coded_linear(c, w, n)
+        yield f"rows of {case}", lambda c=case, w=weight: launch_coded_rows(c, w, 5)
     yield "others", lambda: launch_others(KERNELS, torch.bfloat16)
 
 

@@ -7,6 +7,7 @@ import torch
 from paged.kernels.attention_options import AttentionOptions
 from paged.kernels.backend import Kernels
 from paged.kernels.checks import QUANTIZED_DTYPES
+from paged.kernels.codes import PackedCodes, coded_linear, pack_codes, take_coded_rows
 from paged.kernels.gpu.attention.config import choose_config, largest_head_dim
 from paged.kernels.gpu.sampling.filter_logits import filter_logits
 from paged.kernels.gpu.sampling.penalties import apply_penalties
@@ -14,6 +15,7 @@ from paged.kernels.gpu.sampling.sample_tokens import sample_tokens
 from paged.kernels.gpu.unpack_step import unpack_step
 from paged.kernels.steps import NUM_COLUMNS
 from tests.support.absent_gpu import TARGETS
+from tests.support.coded_weights import coded_weight
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")}
 # Every row of choose_config's tables and each branch of the kernels, with head dims that are padded and the
@@ -276,6 +278,50 @@ def launch_rotary_store_kv(
         key_scales=key_scales,
         value_scales=value_scales,
     )
+
+
+# Weights of every kind of codes and factors: kind, dtype of x, outputs, inputs, inputs of a group. Of the
+# last ones, one ends in a tile of inputs that is half empty, and two are not split.
+CodedCase = tuple[str, str, int, int, int]
+CODED_CASES: list[CodedCase] = [
+    ("gptq", "bfloat16", 1024, 2048, 128),
+    ("q4_k units", "bfloat16", 1024, 2048, 32),
+    ("int8", "bfloat16", 1024, 2048, 2048),
+    ("e4m3", "bfloat16", 1024, 2048, 128),
+    ("q4_k units", "float32", 1024, 2048, 32),
+    ("int4", "bfloat16", 1024, 2048, 32),
+    ("iq4_nl", "bfloat16", 1024, 2048, 32),
+    ("nvfp4", "bfloat16", 1024, 2048, 16),
+    ("e4m3", "float32", 1024, 2048, 128),
+    ("gptq", "float32", 1024, 2048, 128),
+    ("mxfp4", "bfloat16", 1024, 2880, 32),
+    ("gptq", "float16", 16384, 1024, 128),
+    ("int8", "bfloat16", 16384, 1024, 1024),
+]
+COMMON_CODED_CASES = CODED_CASES[:5]  # compiled for CONSUMER_TARGETS too
+
+
+# A number of rows for each of its kernels.
+NUM_CODED_ROWS = {"few": 5, "some": 40, "many": 300, "most": 1000}
+
+
+def packed_of(case: CodedCase) -> PackedCodes:
+    """Return a weight of a case."""
+    kind, _, *shape = case
+    weight = coded_weight(kind, *shape)
+    return pack_codes(weight.codes, *weight.factors, table=weight.table)
+
+
+def launch_coded_linear(case: CodedCase, weight: PackedCodes, num_rows: int) -> None:
+    """Launch the product as a layer with a bias does; it also compiles for other numbers of rows."""
+    _, dtype, num_outputs, num_inputs, _ = case
+    bias = torch.empty(num_outputs, dtype=DTYPES[dtype])
+    coded_linear(torch.empty(num_rows, num_inputs, dtype=DTYPES[dtype]), weight, bias)
+
+
+def launch_coded_rows(case: CodedCase, weight: PackedCodes, num_rows: int) -> None:
+    """Launch the lookup as an embedding does."""
+    take_coded_rows(weight, torch.zeros(num_rows, dtype=torch.int64), DTYPES[case[1]])
 
 
 # Llama 3's: a row begins at 16 bytes. With an odd one no kernel can load more than 4 bytes a thread.

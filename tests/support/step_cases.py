@@ -237,6 +237,8 @@ _OTHERS = [
     Case("KV int8", {"kv_cache_dtype": "int8"}),
     Case("KV fp8", {"kv_cache_dtype": "fp8"}),
     Case("KV bfloat16 of float32", {"dtype": "float32", "kv_cache_dtype": "bfloat16"}),
+    Case("weights int8", {"quantization": "int8"}),
+    Case("weights int4", {"quantization": "int4"}),
     *(Case(f"block_size {size}", {"block_size": size}) for size in (8, 64, 256)),
     Case("descriptors", {"block_size": 128}, model="llama, head_dim 128"),
     Case("chunked prompts", {"max_num_batched_tokens": 7}),
@@ -273,6 +275,7 @@ _USES = [
     ),
 ]
 _DEVICES = [
+    Case("target gfx942, weights int4", {"quantization": "int4"}, target="gfx942"),
     Case("cuda:1 while cuda:0 is current", {"device": "cuda:1"}),
     *(Case(f"target {target}", target=target) for target in TARGETS if target != "sm_90"),
     *(

@@ -41,7 +41,7 @@ class Task:
         self._function: Callable[[int], None] | None = None
 
     def kernel(self, function: Callable[[int], None]) -> Callable[[int], None]:
-        """Decorate what every thread runs, a function of the record's address."""
+        """Decorate the function that every thread runs. It takes the address of the record."""
         self._function = kernel(function)
         return function
 
@@ -106,24 +106,24 @@ def thread_scratch(args, counters):
 
 
 class Launch(NamedTuple):
-    """A kernel's launch: the bytes of its record."""
+    """One launch of a kernel, as the bytes of its record."""
 
     task: Task
     record: bytes
 
 
 def note_launches(launches: list[Launch] | None) -> None:
-    """Append the calling thread's launches to this list instead of running them; None ends that."""
+    """Append the launches of the calling thread to this list and do not run them; None ends that."""
     _local.launches = launches
 
 
 def addresses(*tensors: torch.Tensor | None) -> list[int]:
-    """Return where the tensors start, 0 for None."""
+    """Return the addresses of the tensors' data, 0 for None."""
     return [0 if x is None else x.data_ptr() for x in tensors]
 
 
 def are_contiguous(*tensors: torch.Tensor | None) -> bool:
-    """Return whether the tensors are contiguous; None is."""
+    """Return whether all tensors are contiguous. None counts as contiguous."""
     return all(x is None or x.is_contiguous() for x in tensors)
 
 
@@ -131,7 +131,7 @@ _local = threading.local()
 
 
 def _scratch(size: int) -> int:
-    """Return the address of so many bytes, which the calling thread keeps from one call to the next."""
+    """Return the address of a scratch buffer of `size` bytes, which the calling thread reuses."""
     buffer: torch.Tensor | None = getattr(_local, "buffer", None)
     if buffer is None or buffer.numel() < size + 64:
         buffer = _local.buffer = torch.empty(size + 64, dtype=torch.uint8, device="cpu")

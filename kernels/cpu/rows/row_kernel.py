@@ -1,4 +1,4 @@
-"""What kernels over rows share: units of several rows, and code for each kind of number."""
+"""Common parts of kernels over rows: units of several rows, and code for each kind of number."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,13 +38,13 @@ def by_kind(make: Callable[[int], Any]) -> Any:
 
 
 def units_of_rows(num_rows: int, size: int) -> tuple[int, int]:
-    """Return how many units there are, and how many rows of `size` numbers each has."""
+    """Divide rows of `size` numbers into units of work. Return the number of units, and of rows in each."""
     rows = max(1, UNIT_NUMBERS // max(1, size))
     return -(-num_rows // rows), rows
 
 
 def has_regular_rows(*tensors: Tensor) -> bool:
-    """Return whether kernels take the rows of these tensors [num_rows, size]; torch takes others."""
+    """Return whether the kernels can read these tensors [num_rows, size]. If not, torch is used."""
     return all(x.is_cpu and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES for x in tensors)
 
 
@@ -53,8 +53,8 @@ def run_on_rows(
 ) -> None:
     """Launch a kernel over the rows of tensors [num_rows, size].
 
-    Its fields are the tensors and others; kind, num_rows, size, the stride of each tensor in bytes,
-    rows_per_unit; and the options.
+    The kernel's record has, in this order: the addresses of tensors and of others; kind, num_rows, size,
+    the stride of each tensor in bytes, rows_per_unit; the options.
     """
     num_rows, size = tensors[0].shape
     num_units, per_unit = units_of_rows(num_rows, size)
@@ -64,7 +64,7 @@ def run_on_rows(
 
 
 def padded_width(num_rows: int, size: int, itemsize: int) -> int:
-    """Return the numbers from one row of a norm's output to the next."""
+    """Return the row stride of a norm's output, in numbers."""
     is_padded = num_rows > FEW_ROWS and size * itemsize % PAGE_BYTES == 0
     return size + LINE // itemsize if is_padded else size
 

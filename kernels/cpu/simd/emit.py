@@ -1,6 +1,6 @@
 """Emitters: functions that add LLVM instructions at the position of a `builder`.
 
-What kernels call is made of them: `operation` turns an emitter into a function that numba code can call.
+`operation` turns an emitter into a function that numba code, and so a kernel, can call.
 Vectors have LANES elements; addresses are int64.
 """
 
@@ -27,7 +27,7 @@ LANES = _lanes()
 
 
 def has_feature(feature: str, lanes: int = 16) -> bool:
-    """Return whether the CPU compiled for has vectors of so many lanes, and this feature."""
+    """Return whether the target CPU has this feature, and vectors of so many lanes."""
     if config.CPU_FEATURES is not None:  # numba is set to compile for another CPU
         return lanes == LANES and f"+{feature}" in config.CPU_FEATURES.split(",")
     return lanes == LANES and bool(llvm.get_host_cpu_features().get(feature))
@@ -74,14 +74,14 @@ def constant(value: float, kind: ir.VectorType = VECTOR) -> ir.Constant:
 
 
 def pointer(builder: Any, kind: ir.Type, address: Any, *offsets: Any) -> Any:
-    """Make a pointer to this type of an address and offsets."""
+    """Convert an address, plus offsets in bytes, to a pointer to this type."""
     for offset in offsets:
         address = builder.add(address, offset)
     return builder.inttoptr(address, kind.as_pointer())
 
 
 def byte_pointer(builder: Any, address: Any) -> Any:
-    """Make a pointer to bytes."""
+    """Convert an address to a pointer to bytes."""
     return pointer(builder, I8, address)
 
 
@@ -205,7 +205,7 @@ def _first_lanes(builder: Any, count: Any) -> Any:
 
 
 def read(builder: Any, bits: int, address: Any, count: Any = None, other: Any = None) -> Any:
-    """Load LANES integers of so many bits. count: only the first; the others are from `other` or 0."""
+    """Load LANES integers of `bits` bits. count: load only so many; the others are from `other` or 0."""
     integers = ir.VectorType(ir.IntType(bits), LANES)
     place = pointer(builder, integers, address)
     if count is None:
@@ -217,7 +217,7 @@ def read(builder: Any, bits: int, address: Any, count: Any = None, other: Any = 
 
 
 def _write(builder: Any, bits: int, address: Any, integers: Any, count: Any = None) -> None:
-    """Store the lowest `bits` bits of LANES integers. count: of the first so many only."""
+    """Store the lowest `bits` bits of LANES integers. count: store only the first `count`."""
     kind = ir.VectorType(ir.IntType(bits), LANES)
     stored = integers if integers.type == kind else builder.trunc(integers, kind)
     place = pointer(builder, kind, address)
@@ -231,7 +231,7 @@ def _write(builder: Any, bits: int, address: Any, integers: Any, count: Any = No
 
 
 def load(builder: Any, kind: int, address: Any, count: Any = None) -> Any:
-    """Load LANES numbers stored as `kind`. count: the first so many, and zeros."""
+    """Load LANES numbers stored as `kind`. count: load only the first `count`; the others are 0."""
     return to_float32(builder, kind, read(builder, 8 * ITEM_SIZES[kind], address, count))
 
 
@@ -271,7 +271,7 @@ def pairs(builder: Any, x: Any, y: Any) -> Any:
 
 
 def store(builder: Any, kind: int, address: Any, x: Any, count: Any = None) -> None:
-    """Store numbers rounded to `kind`; ties go to even, for INT8 up. count: the first so many."""
+    """Store numbers rounded to `kind`, ties to even (INT8: up). count: store only the first `count`."""
     bits = _TO_BITS[kind](builder, x)
     _write(builder, 8 * ITEM_SIZES[kind], address, bits, count)
 

@@ -37,24 +37,35 @@ class Forms:
 
 
 def choose_forms(
-    device: torch.device, dtype: torch.dtype, quantization: str | None, *, tied: bool, in_panels: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: str | None,
+    *,
+    tied: bool,
+    in_panels: bool,
+    has_coded_linear: bool = False,
 ) -> Forms:
     """Choose the forms for float weights of this dtype on this device.
 
-    in_panels: multiply by the CPU backend's own kernels rather than torch's.
+    in_panels: multiply by the CPU backend's own kernels rather than torch's. has_coded_linear: the backend
+        has kernels for weights in codes.
 
     A quantised model has its output head in int8, which costs next to nothing in perplexity, and with it a
     tied embedding. An embedding that is not tied stays in floating point, as it is only looked up.
 
     Raises ConfigError where weights cannot be quantised.
     """
-    if quantization is not None:
+    if quantization is not None and not has_coded_linear:
         require_quantization(quantization, device, dtype)
     layer: MakeForm
     gated: MakeForm
     of_codes: MakeCodedForm = partial(CodedProduct, dtype=dtype)
     head: MakeForm
     table: MakeForm = PlainWeight
+    if has_coded_linear:
+        from .gpu_codes import coded_form, quantized_form
+
+        of_codes = partial(coded_form, dtype=dtype)
     if in_panels:
         from .panels import PANEL_FORMS, Table
 
@@ -62,6 +73,9 @@ def choose_forms(
         gated = partial(layer, gated=True)
         head = partial(PANEL_FORMS[quantization and "int8"], out_dtype=torch.float32)
         table = Table
+    elif quantization is not None and has_coded_linear:
+        layer = gated = partial(quantized_form, quantization, role="layer")
+        head = partial(quantized_form, "int8", role="head")
     elif quantization is not None:
         require_kernels(quantization)
         layer = gated = Int4Weight if quantization == "int4" else Int8Weight

@@ -1,4 +1,4 @@
-"""Compare the tensors of a checkpoint with what a model takes, and load them."""
+"""Compare the tensors of a checkpoint with those that a model needs, and load them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from ..config import TensorNames
+from ..gguf.tensors import presented
 from .choice import Forms
 from .forms import JoinedForm, Role, WeightForm
+from .gguf_file import GgufTensor, open_gguf
 from .safetensors_file import SafetensorsFile
 from .sources import Sources, StoredTensor
 from .stored import (
@@ -48,16 +50,26 @@ def open_tensors(directory: Path, names: TensorNames) -> Iterator[Sources]:
     with ExitStack() as files:
         found: dict[str, StoredTensor] = {}
         for path in find_weight_files(directory):
-            file = files.enter_context(SafetensorsFile(path, names))
-            for name, tensor in file.tensors.items():
+            for name, tensor in files.enter_context(_open_file(path, names)).items():
                 own_name = names.in_decoder(name)
                 if own_name is None:
-                    raise _unknown(path, [name])
+                    raise _unknown(path, [name], tensor.config)
                 if (known := found.get(own_name)) is not None:
                     again = "" if known.name == name else f", as {known.name}"
                     raise CheckpointError(f"{path}: {name} is in {known.path.name} too{again}")
                 found[own_name] = tensor
         yield found
+
+
+@contextmanager
+def _open_file(path: Path, names: TensorNames) -> Iterator[Mapping[str, StoredTensor]]:
+    """Open a file, or a GGUF file with its other parts, and find its tensors by their names in it."""
+    if path.suffix == ".gguf":
+        with open_gguf(path) as gguf:
+            yield {name: tensor for name, tensor in presented(gguf).items() if names.is_read(name)}
+    else:
+        with SafetensorsFile(path, names) as file:
+            yield file.tensors
 
 
 class Loadable(nn.Module):
@@ -94,7 +106,7 @@ class StoredWeights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """Reads the parameters of modules, and chooses the form of each weight by what is stored of it."""
+    """Reads the parameters of modules. The tensors stored for a weight determine its form."""
 
     sources: Sources
     forms: Forms
@@ -104,7 +116,7 @@ class Loader:
     num_bytes: Counter[str] = field(default_factory=Counter)
 
     def parameter(self, rows: StoredRows, name: str, like: Tensor) -> nn.Parameter:
-        """Read a parameter of floats. like: what it is on the meta device. One that is not stored is 1."""
+        """Read a float parameter, ones if it is not stored. like: the parameter on the meta device."""
         if rows.parts:
             value = self._read(rows, name, float_layout(like))
         else:
@@ -112,7 +124,7 @@ class Loader:
         return nn.Parameter(value, requires_grad=False)
 
     def form(self, rows: StoredRows, like: Tensor, role: Role) -> WeightForm:
-        """Read a weight into its form. like: what it would be in floats, on the meta device."""
+        """Read a weight; its stored tensors determine its form. like: it in floats, on the meta device."""
         parts = {part.name: part for part in parts_of(rows, like, self.sources)}
         formats = {name: format_of(part, self.recognizers) for name, part in parts.items()}
         stored = split_by_format(rows, formats)
@@ -158,7 +170,7 @@ class Wanted(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
-        """The shape that it must have."""
+        """The shape that the tensor must have."""
         return self.layout.shape_of(self.num_rows)
 
 
@@ -189,16 +201,19 @@ def check_weights(
 ) -> None:
     """Compare the tensors of a checkpoint with what modules take.
 
+    directory: of the checkpoint, for messages; a GGUF file is named itself.
+
     Raises CheckpointError, which names file and tensor, for tensors that are missing, unknown, or of another
     shape or dtype.
     """
     wanted = wanted_tensors(modules, sources, recognizers)
-    _check_names(wanted, sources, names, directory)
+    place = next((each.path for each in sources.values() if isinstance(each, GgufTensor)), directory)
+    _check_names(wanted, sources, names, place)
     for name, (num_rows, layout) in wanted.items():
         tensor = sources[name]
         if tensor.shape != (shape := layout.shape_of(num_rows)):
             raise CheckpointError(
-                f"{tensor.path}: {tensor.name} has shape {tensor.shape}, but config.json makes it {shape}"
+                f"{tensor.path}: {tensor.name} has shape {tensor.shape}, but {tensor.config} makes it {shape}"
             )
         if tensor.dtype not in layout.stored_dtypes:
             supported = ", ".join(map(str, layout.stored_dtypes))
@@ -242,8 +257,8 @@ def _check_names(wanted: Mapping[str, Wanted], sources: Sources, names: TensorNa
         if not _is_idle_bias(name, modules, sources)
     )
     if extra:
-        path = next(source.path for source in sources.values() if source.name == extra[0])
-        raise _unknown(path, extra)
+        first = next(source for source in sources.values() if source.name == extra[0])
+        raise _unknown(first.path, extra, first.config)
 
 
 def _is_idle_bias(name: str, modules: set[str], sources: Sources) -> bool:
@@ -258,8 +273,8 @@ def _is_idle_bias(name: str, modules: set[str], sources: Sources) -> bool:
     return not bool(bias.read().any())
 
 
-def _unknown(file: Path, names: list[str]) -> CheckpointError:
-    return CheckpointError(f"{file}: {_some(names)} not part of the model that config.json describes")
+def _unknown(file: Path, names: list[str], config: str = "config.json") -> CheckpointError:
+    return CheckpointError(f"{file}: {_some(names)} not part of the model that {config} describes")
 
 
 def _some(names: list[str]) -> str:

@@ -27,26 +27,20 @@ TILE_ELEMENTS = 2**19
 INT8_KERNEL_ROWS = 16
 INT4_KERNEL_ROWS = 32
 TINY = torch.finfo(torch.float32).tiny
+INT4_TABLE = tuple(float(code - 8) for code in range(16))
 
 
 class Int8Weight(TableForm):
     """Symmetric int8 with one scale per output: weight[n, k] ≈ scale[n] * codes[n, k]."""
 
     gated = is_recordable = False
-    MAX_CODE = 127
     KERNEL_ROWS = INT8_KERNEL_ROWS
     KERNEL_STEP = 16  # elements of a row that the kernel reads at a time, beyond the row's end too
     KERNEL_ALIGNMENT = 32  # bytes, of the input's address
 
     def __init__(self, weight: Tensor) -> None:
-        self.codes = torch.empty(weight.shape, dtype=torch.int8)  # [out_features, in_features]
-        self.scale = weight.new_empty(len(weight))
-        for rows in _tiles(*weight.shape):
-            part = weight[rows].float()
-            # The scale is rounded to the dtype of the product before the codes are computed from it.
-            self.scale[rows] = (part.abs().amax(1) / self.MAX_CODE).clamp_(min=TINY)
-            codes = (part / self.scale[rows, None]).round_()
-            self.codes[rows] = codes.clamp_(-self.MAX_CODE, self.MAX_CODE)
+        # [out_features, in_features], [out_features]
+        self.codes, self.scale = int8_codes(weight)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         out = self.by_kernel(x) if self._kernel_takes(x) else self.by_tiles(x)
@@ -186,6 +180,23 @@ class Int4Weight(WeightForm):
         return out.flatten(1)[:, : self.num_outputs].contiguous()
 
 
+def int8_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise the rows of a weight so that scale * code approximates them.
+
+    Returns codes from -127 to 127, i8[num_rows, num_inputs], and scales [num_rows] in the weight's dtype, or
+    in float32 if that is float16, where they might be 0.
+    """
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    is_narrow = weight.dtype == torch.float16
+    scale = weight.new_empty(len(weight), dtype=torch.float32 if is_narrow else weight.dtype)
+    for rows in _tiles(*weight.shape):
+        part = weight[rows].float()
+        # The scale is rounded before the codes are computed from it.
+        scale[rows] = (part.abs().amax(1) / 127).clamp_(min=TINY)
+        codes[rows] = (part / scale[rows, None]).round_().clamp_(-127, 127)
+    return codes, scale
+
+
 def int4_codes(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise groups [..., size] so that scale * (code - 8) + zero approximates them.
 
@@ -200,10 +211,11 @@ def int4_codes(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def require_quantization(name: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ConfigError unless weights of this dtype can be quantised on this device."""
+    """Raise ConfigError unless torch's kernels take weights of this dtype on this device, quantised."""
     if device.type != "cpu":
         raise ConfigError(
-            f"quantization {name!r} is CPU only so far; got device {device}: leave one of them out"
+            f"quantization {name!r} on {device} needs attention_backend='triton': take that, or leave "
+            "quantization out"
         )
     if dtype == torch.float16:
         raise ConfigError(f"quantization {name!r} goes with dtype float32 or bfloat16; got float16")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...base.validation import shown
 from ...errors import CheckpointError
+from ..gguf_names import GGUF_KEY
 from ..hf_config import read_json
 
 logger = logging.getLogger(__name__)
@@ -22,13 +23,16 @@ _VARIANT = re.compile(r"model\.\w+\.safetensors|model\.safetensors\.index\.\w+\.
 
 
 def find_weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint. Log which others are left aside.
+    """Return the files of a checkpoint that hold weights. Log the other weight files, which are ignored.
 
-    They are the file that config.json names, or else model.safetensors, or else those that
-    model.safetensors.index.json names.
+    These are the file that config.json names, else model.safetensors, else the files that
+    model.safetensors.index.json names. Of a directory made for a GGUF file, it is that file.
 
-    Raises CheckpointError for files that are missing, with what is there instead.
+    Raises CheckpointError if files are missing, and names the files that are there instead.
     """
+    config = directory / "config.json"
+    if config.exists() and GGUF_KEY in read_json(config):
+        return _linked_gguf(directory)
     first = _first_file(directory)
     files = _named_by_index(first) if first.suffix == ".json" else [first]
     for file in files:
@@ -38,12 +42,22 @@ def find_weight_files(directory: Path) -> list[Path]:
             raise CheckpointError(
                 f"{file} does not exist, and {first.name} says that it has tensors; fetch it again"
             )
-    _log_others(directory, first, files)
+    _log_ignored(directory, first, files)
     return files
 
 
+def _linked_gguf(directory: Path) -> list[Path]:
+    """Return the GGUF file, or the first of its parts, that the directory links to."""
+    links = sorted(directory.glob("*.gguf"))
+    if not links or not links[0].is_symlink():
+        raise CheckpointError(
+            f"{directory}: has no link to the GGUF file that it was made for; give that file"
+        )
+    return [Path(os.readlink(links[0]))]
+
+
 def _first_file(directory: Path) -> Path:
-    """Return the file that transformers opens first: of tensors, or an index."""
+    """Return the file that transformers opens first: a file of tensors, or the index of several."""
     config = directory / "config.json"
     named = read_json(config).get(_NAMED_BY_CONFIG) if config.exists() else None
     if named is not None:
@@ -63,47 +77,47 @@ def _first_file(directory: Path) -> Path:
         return directory / SINGLE
     if (directory / INDEX).exists():
         return directory / INDEX
-    raise _nothing_found(directory)
+    raise _no_weights_error(directory)
 
 
 def _named_by_index(index: Path) -> list[Path]:
-    """Return the files that an index says tensors are in."""
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict):
+    """Return the files that an index file lists in its weight_map."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index}: has no weight_map")
-    for tensor, name in places.items():
+    for tensor, name in weight_map.items():
         if not isinstance(name, str):
             raise CheckpointError(
                 f"{index}: weight_map must have the name of a file for {shown(tensor)}, got {shown(name)}"
             )
-    return [index.parent / name for name in sorted(set(places.values()))]
+    return [index.parent / name for name in sorted(set(weight_map.values()))]
 
 
-def _log_others(directory: Path, first: Path, files: list[Path]) -> None:
-    """Log the other files of weights, which may be what the user meant."""
+def _log_ignored(directory: Path, first: Path, files: list[Path]) -> None:
+    """Log the weight files that are not read, as they may be what the user meant."""
     read = {first.name, *(file.name for file in files)}
     others = [name for name in _weights_in(directory) if name not in read]
     if others:
         some = ", ".join(map(_printable, others[:3]))
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         place = _printable(str(directory), 200)
-        logger.warning("%s: read %s, left aside %s%s", place, _printable(first.name), some, more)
+        logger.warning("%s: read %s, ignored %s%s", place, _printable(first.name), some, more)
 
 
-def _printable(text: str, most: int = 60) -> str:
-    """Return text as one readable line; of a longer one the end."""
-    return (text if text.isprintable() else ascii(text)[1:-1])[-most:]
+def _printable(text: str, max_length: int = 60) -> str:
+    """Return text as one printable line, cut at the front to max_length characters."""
+    return (text if text.isprintable() else ascii(text)[1:-1])[-max_length:]
 
 
 def _weights_in(directory: Path) -> Iterator[str]:
-    """Yield the names of files of tensors and of their indexes."""
+    """Yield the names of the safetensors files and index files in a directory."""
     for name in sorted(os.listdir(directory)):
         if name.endswith(".safetensors") or (".safetensors.index" in name and name.endswith(".json")):
             yield name
 
 
-def _nothing_found(directory: Path) -> CheckpointError:
-    """Return the error for a directory without weights that can be read: with what it has instead."""
+def _no_weights_error(directory: Path) -> CheckpointError:
+    """Return the error for a directory without readable weights. It names what is there instead."""
     names = sorted(os.listdir(directory))
     if pickles := [name for name in names if name.endswith(PICKLES)]:
         return CheckpointError(
@@ -114,7 +128,7 @@ def _nothing_found(directory: Path) -> CheckpointError:
         f"{directory / SINGLE} does not exist, nor {INDEX}, which names the files of a larger checkpoint"
     )
     if gguf := [name for name in names if name.endswith(".gguf")]:
-        return CheckpointError(f"{message}; {gguf[0]} is there, but GGUF is not supported")
+        return CheckpointError(f"{message}; {gguf[0]} is there: give the path of the file")
     others = [name for name in _weights_in(directory) if os.path.isfile(directory / name)]
     indexes = [name for name in others if name.endswith(".json")]
     if not others:

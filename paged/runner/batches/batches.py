@@ -14,10 +14,10 @@ Step = TypeVar("Step")
 
 
 class Batches(Protocol[Step]):
-    """Makes the batch of each step, for one model on one device, of the step's plan and of what it keeps.
+    """Makes the batch of each step, for one model on one device, from its plan and the state of the seats.
 
-    It keeps what each seat was told: its last token and its block tables. `HostBatches` keeps that on the
-    host, `SeatedBatches` on a GPU.
+    It keeps the state of each seat, its last token and its block tables: `HostBatches` on the host,
+    `SeatedBatches` on a GPU.
     """
 
     def put(self, plan: ComputedPart, upload: Upload) -> Step:

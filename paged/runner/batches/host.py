@@ -68,15 +68,12 @@ class HostBatches:
         """Add the numbers of a batch to the upload."""
         last = self._last
         drawn = self._drawn
-        if last is None or drawn is None or not plan.repeats(last.seats):
-            self._keep_drawn()
-            self._tell_seats(plan)
-        else:
-            self._tell_seats(plan)
-            if self._advance(last, plan, drawn[1]):
-                return last  # what was drawn is replaced by `record`, or no longer counts if the step fails
-            self._keep_drawn()
+        if last is not None and drawn is not None and last.is_repeated_by(plan):
+            self._advance(last, plan, drawn[1])
+            return last  # what was drawn is replaced by `record`, or no longer counts if the step fails
         self._last = None
+        self._keep_drawn()
+        self._update_seats(plan)
         return self._step(plan, upload)
 
     def batch(self, step: _Step | _Decodes) -> Batch:
@@ -118,8 +115,8 @@ class HostBatches:
             self.last_tokens[seats] = tokens
             self._drawn = None
 
-    def _tell_seats(self, plan: ComputedPart) -> None:
-        """Give seats their newest tokens, and the new entries of their block tables."""
+    def _update_seats(self, plan: ComputedPart) -> None:
+        """Store the newest tokens of seats, and the new entries of their block tables."""
         start = 0
         for change in plan.changes:
             if change.last_token >= 0:
@@ -182,49 +179,49 @@ class HostBatches:
         # Newcomers that decode have sent theirs, before those of prompts.
         return token_ids + plan.tokens[len(plan.tokens) - num_prompt_tokens :].tolist()
 
-    def _advance(self, last: _Decodes, plan: ComputedPart, drawn: NDArray[np.int64]) -> bool:
-        """Advance the last batch by one token of every seat. Return False if a block table has no room."""
-        num = len(last.seats)
-        widths = last.widths
-        grown = [(change.row, self.tables[change.seat]) for change in plan.changes]
-        if any(len(tables[g]) > width for _, tables in grown for g, width in enumerate(widths)):
-            return False
+    def _advance(self, last: _Decodes, plan: ComputedPart, drawn: NDArray[np.int64]) -> None:
+        """Advance the last batch by one token of every seat, and extend the block tables that have grown."""
         last.batch.queries.plans.clear()
         last.batch.age += 1
-        longs = last.longs
-        ints = last.ints
-        longs[:num] = drawn
+        last.token_ids[:] = drawn
         for numbers in last.growing:
             numbers += 1
-        first_slot = len(longs) - num * len(widths)
-        first_table = 2 * num + 1
-        for g, width in enumerate(widths):
-            for row, tables in grown:
-                table = tables[g]
-                at = first_table + row * width
-                ints[at : at + len(table)] = table
-                offset = (int(ints[row]) - 1) % self.block_size
-                longs[first_slot + row] = table[-1] * self.block_size + offset
-            first_slot += num
-            first_table += num * width
-        return True
+        start = 0
+        for row, seat, _, _, first, num_entries in plan.changes:
+            offset = plan.starts[row] % self.block_size
+            groups = zip(self.tables[seat], plan.entries, last.tables, last.slots, strict=True)
+            for table, entries, rows, slots in groups:
+                new = entries[start : start + num_entries]
+                table[first:] = new
+                rows[row, first : first + num_entries] = new
+                slots[row] = new[-1] * self.block_size + offset
+            start += num_entries
 
 
 class _Decodes:
     """The last batch of decodes only, to be advanced in place."""
 
-    __slots__ = ("batch", "growing", "ints", "longs", "sampled_seats", "seats", "widths")
+    __slots__ = ("batch", "growing", "sampled_seats", "seats", "slots", "tables", "token_ids", "width")
 
     def __init__(self, seats: list[int], step: _Step, batch: Batch) -> None:
         num = len(seats)
+        longs = step.by_token.numbers
+        ints = step.by_sequence.numbers
         self.seats = seats
         self.sampled_seats = step.sampled_seats
         self.batch = batch
         # The memory of the batch's tensors.
-        self.longs: NDArray[np.int64] = step.by_token.numbers
-        self.ints: NDArray[np.int32] = step.by_sequence.numbers
-        self.growing = self.longs[2 * num :], self.ints[:num]  # increase by one with every step
-        self.widths = [table.shape[1] for table in batch.queries.block_tables]
+        self.token_ids: NDArray[np.int64] = longs[:num]
+        self.growing = longs[2 * num :], ints[:num]  # increase by one with every step
+        self.slots: list[NDArray[np.int64]] = [slots.numpy() for slots in batch.slot_mapping]
+        self.tables: list[NDArray[np.int32]] = [table.numpy() for table in batch.queries.block_tables]
+        self.width = self.tables[0].shape[1]
+
+    def is_repeated_by(self, plan: ComputedPart) -> bool:
+        """Return whether the same seats decode once more, and the batch has room for their block tables."""
+        return plan.repeats(self.seats) and all(
+            change.first_entry + change.num_entries <= self.width for change in plan.changes
+        )
 
 
 def _positions(plan: ComputedPart) -> list[int]:

@@ -1,4 +1,4 @@
-"""SeatedBatches: batches that a GPU makes itself, from one upload and from what it keeps of each seat."""
+"""SeatedBatches: batches that a GPU makes itself, from one upload and the state of the seats."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from ...model.batch import Batch, Queries
 from ...model.spec import LongContext
 from ..plan import ComputedPart
 
-ALL_KEPT = 2**30  # as FIRST_ENTRY: the seat has the whole block table
+NO_NEW_ENTRIES = 2**30  # as FIRST_ENTRY: beyond every entry, so that all are taken from the seat
 
 
 class _Outputs(NamedTuple):
-    """The output rows and queries of a batch, where they are not all new tokens in order."""
+    """The output rows of a batch, and the same rows as queries, if they are not all new tokens in order."""
 
     rows: Sent
     sources: Sent  # the row of the step of each query
@@ -44,7 +44,7 @@ class _Outputs(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What is sent for a step, and what the host knows about its batch."""
+    """The uploaded arrays of a step, and the properties of its batch that the host computes."""
 
     rows: Sent
     cu_seqlens_q: Sent
@@ -61,9 +61,9 @@ class _Step(NamedTuple):
 
 
 class SeatedBatches:
-    """Batches made of what a GPU keeps of each seat. `HostBatches` is the reference.
+    """Batches made on a GPU, which keeps the last token and the block tables of each seat's request.
 
-    A seat keeps the last token and the block tables of its request.
+    `HostBatches` is the reference.
 
     Raises ConfigError if there is no memory for so many seats.
     """
@@ -177,17 +177,17 @@ class SeatedBatches:
         self.last_tokens.index_copy_(0, step.sampled_seats.tensor, tokens)
 
     def _rows(self, plan: ComputedPart) -> tuple[NDArray[np.int32], int]:
-        """Return the rows for `unpack_step`, and the most entries of one that is told of any."""
-        rows = self._rows_as_before(plan)
+        """Return the rows for `unpack_step`, and the length of the longest block table with new entries."""
+        rows = self._advanced_rows(plan)
         if rows is None:
             seats = plan.seats + plan.absent_seats
             rows = np.zeros((len(seats), NUM_COLUMNS), np.int32)
             rows[:, SEAT] = seats
             rows[: len(plan.starts), START] = plan.starts
-        rows[:, [FIRST_TOKEN, LAST_TOKEN, FIRST_ENTRY, NUM_ENTRIES]] = FROM_SEAT, FROM_SEAT, ALL_KEPT, 0
+        rows[:, [FIRST_TOKEN, LAST_TOKEN, FIRST_ENTRY, NUM_ENTRIES]] = FROM_SEAT, FROM_SEAT, NO_NEW_ENTRIES, 0
         self._last = (plan.seats, rows) if plan.repeats(plan.seats) else None
         max_entries = 0
-        num_tokens = num_entries = 0  # of the rows before
+        num_tokens = num_entries = 0  # of the changes before
         for change in plan.changes:
             row = rows[change.row]
             if change.last_token >= 0:
@@ -199,8 +199,8 @@ class SeatedBatches:
             max_entries = max(max_entries, change.first_entry + change.num_entries)
         return rows, max_entries
 
-    def _rows_as_before(self, plan: ComputedPart) -> NDArray[np.int32] | None:
-        """Return the rows of the last step, one token further, if the same seats decode once more."""
+    def _advanced_rows(self, plan: ComputedPart) -> NDArray[np.int32] | None:
+        """Return the last step's rows advanced by one token; None unless the same seats decode once more."""
         if self._last is None:
             return None
         seats, rows = self._last
@@ -211,7 +211,7 @@ class SeatedBatches:
 
 
 def _padded(numbers: array[int]) -> array[int]:
-    """Append zeros, which nothing reads, up to a power of 2, so that few combinations occur."""
+    """Pad with zeros to a power of 2, at least 16, so that few different sizes occur."""
     missing = max(16, 1 << (len(numbers) - 1).bit_length()) - len(numbers)
     return numbers + array("i", bytes(4 * missing))
 
@@ -219,9 +219,9 @@ def _padded(numbers: array[int]) -> array[int]:
 def _put_outputs(
     plan: ComputedPart, seq_lens: NDArray[np.int32], ends: NDArray[np.int32], upload: Upload
 ) -> _Outputs | None:
-    """Send which tokens the final hidden states are needed of, first to sample from, then for reports.
+    """Upload the rows whose final hidden states are needed: first rows to sample from, then rows of reports.
 
-    Returns None if that is all of them, in order, or none.
+    Return None if all rows are needed, in order, or none.
     """
     sampled = plan.sampled
     asked = plan.asked

@@ -23,19 +23,19 @@ _NOT_IN_HEADER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class Wire(Protocol):
-    """What a cycle needs of its connection."""
+    """The interface of a connection that its cycles use."""
 
     def write(self, data: bytes) -> None:
         """Send bytes to the client, unless the connection is closed."""
 
     async def drain(self) -> None:
-        """Wait until the client has read enough, or was cut off for reading too slowly."""
+        """Wait until the client has read enough, or is disconnected for reading too slowly."""
 
     def update_reading(self) -> None:
-        """Read on, if there is room for more."""
+        """Resume reading from the socket if the body buffer has room, else pause it."""
 
     def on_response_end(self, cycle: Cycle) -> None:
-        """Go on with the next request, or end the connection."""
+        """Serve the next request of the connection, or close it."""
 
     def abort(self) -> None:
         """Close the connection in the middle of a response."""
@@ -84,12 +84,12 @@ class Cycle:
         self._news.set()
 
     def end_body(self) -> None:
-        """Take note that the request's body is whole."""
+        """Mark the request's body as complete."""
         self.is_read = True
         self._news.set()
 
     def leave(self) -> None:
-        """Tell the application that there is no client any more."""
+        """Mark the client as gone, which the application receives as a disconnect."""
         self.is_gone = True
         self._news.set()
 

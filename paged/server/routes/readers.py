@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
-from ...engine.async_base import RequestStream, paced
+from ...engine.async_base import RequestStream, cooperatively
 from ...errors import EngineDeadError, PagedError
 from ...requests.request import Logprob, RequestOutput
 from ..frames import Places
@@ -32,7 +32,9 @@ async def finished_outcomes(
         return [await _last(streams[0], on_output, check)]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_last(stream, on_output, check)) async for stream in paced(streams)]
+            tasks = [
+                group.create_task(_last(stream, on_output, check)) async for stream in cooperatively(streams)
+            ]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -116,7 +118,7 @@ class MergedOutcomes:
         if len(self._streams) > 1:
             loop = asyncio.get_running_loop()
             try:
-                async for i, stream in paced(enumerate(self._streams)):
+                async for i, stream in cooperatively(enumerate(self._streams)):
                     self._tasks.append(loop.create_task(self._pump(i, stream)))
             except asyncio.CancelledError:  # the client is gone
                 await self.__aexit__()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from ...engine.async_base import paced
+from ...engine.async_base import cooperatively
 from ...engine.embedding import EmbeddingRequestOutput
 from ...engine.scoring import names_of_scores
 from ...protocol.answers.errors import failure_of
@@ -41,7 +41,7 @@ class EmbeddingRoute:
                             group.create_task(
                                 self._embed(prompt, f"{engine_id}-{i}", call, record, timeout_s)
                             )
-                            async for i, prompt in paced(enumerate(prompts))
+                            async for i, prompt in cooperatively(enumerate(prompts))
                         ]
                 except BaseExceptionGroup as errors:  # all others are cancelled
                     raise errors.exceptions[0] from None

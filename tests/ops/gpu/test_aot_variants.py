@@ -34,6 +34,9 @@ def test_batches_do_not_multiply_binaries(found, target, model):
         "_scale_and_cap_kernel": 2,  # of embeddings and of logits
         "_scale_rows_kernel": 1,
         "_copy_blocks_kernel": 1,
+        "coded_linear_kernel": 2,  # few rows and some
+        "add_splits_kernel": 1,
+        "_coded_rows_kernel": 1,
         "_unpack_kernel": 1,
         "_penalties_kernel": 1,
         "_maxima_kernel": 4,  # with the deviation of a row and without; of draws and of filters alone
@@ -54,3 +57,9 @@ def test_warm_up_compiles_all_that_batches_need(found, target):
 @pytest.mark.parametrize("target", DATA_CENTER_TARGETS)
 def test_a_listener_is_called_for_every_kernel_that_is_compiled(found, target):
     assert found[target]["compiled"] == [20, 20]
+
+
+@pytest.mark.parametrize("target", DATA_CENTER_TARGETS)
+def test_the_first_product_compiles_for_every_batch(found, target):
+    """Of few rows, some, many and most, and the sum of splits."""
+    assert found[target]["coded"] == [5, 0]

@@ -6,7 +6,7 @@ import asyncio
 
 from paged import SamplingParams
 from paged.engine import loop as loop_module
-from paged.engine.async_base import PARTS_OF_TURN, paced
+from paged.engine.async_base import PARTS_OF_TURN, cooperatively
 from paged.engine.loop import EngineLoop
 from tests.support.checkpoints import checkpoint, new_engine
 
@@ -21,7 +21,7 @@ def test_other_work_runs_between_the_parts_of_a_request():
                 await asyncio.sleep(0)
 
         beside = asyncio.create_task(other())
-        async for part in paced(range(100)):
+        async for part in cooperatively(range(100)):
             begun.append(part)
         await beside
         assert begun == [*range(100)]

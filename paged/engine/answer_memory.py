@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from ..engine.async_base import CANDIDATE_BYTES, PAUSE_BYTES, TOKEN_BYTES
 from ..errors import QueueFullError, RequestError
 from ..sampling_params import RequestOutputKind, SamplingParams
-from . import frames
 
+# About what is held of an answer until it is read.
+TOKEN_BYTES = 40
+CANDIDATE_BYTES = 200
+PAUSE_BYTES = 2**20  # unread: the request computes nothing until its reader has read
 RESUME_BYTES = PAUSE_BYTES // 4  # unread of the answers of one HTTP request when its engines go on
 MAX_ANSWER_BYTES = 256 * 2**20  # of an answer that is sent as a whole: there is nothing to read before
 MAX_BYTES_IN_ALL = 512 * 2**20
@@ -156,23 +158,83 @@ class AnswerAccount:
         return None
 
 
+class AnswerLedger:
+    """The bytes of the answer to one prompt, whose every change is entered into the account.
+
+    Outputs are unread when they come, taken when the reader gets them, and released when it has sent them
+    on. The log-probabilities of a prompt, which are in every output, stay until the end.
+
+    num_bytes: how many bytes are held.
+    """
+
+    def __init__(self, account: AnswerAccount, *, comes_in_parts: bool) -> None:
+        self.account = account
+        self.num_bytes = 0
+        self._comes_in_parts = comes_in_parts
+        self._num_prompt = 0  # of num_bytes, those of the prompt
+        self._num_early = 0  # of the prompt, those that the reader can take only with the next output
+        self._num_unread = 0
+        self._num_taken = 0
+        self._num_released = 0  # what is dropped by `release`
+
+    def add_prompt(self, size: int) -> None:
+        """Add log-probabilities of the prompt. All come before the first output with tokens.
+
+        They are not unread before: a request that was paused for them could never make that output.
+        """
+        self._num_prompt += size
+        self._num_early += size
+        self._grow(size, 0)
+
+    def add_output(self, size: int, *, is_last: bool) -> None:
+        """Add an output."""
+        num_unread = 0
+        if self._comes_in_parts:
+            num_unread = size + self._num_early
+            self._num_early = 0
+        elif is_last:
+            num_unread = self.num_bytes + size
+        self._num_unread += num_unread
+        self._grow(size, num_unread)
+
+    def replace_outputs(self) -> None:
+        """Drop all outputs, as the next one holds what they did."""
+        self._grow(self._num_prompt - self.num_bytes, -self._num_unread)
+        self._num_unread = 0
+
+    def take(self, *, is_delta: bool) -> None:
+        """Count what is unread as taken. Deltas are dropped by `release`; other outputs stay."""
+        self._num_taken += self._num_unread
+        self._num_unread = 0
+        if is_delta:
+            self._num_released = self.num_bytes - self._num_prompt
+
+    def release(self) -> None:
+        """Drop what was taken, once the reader has sent it on."""
+        if self._num_taken:
+            self._grow(-self._num_released, -self._num_taken)
+        self._num_released = 0
+        self._num_taken = 0
+
+    def clear(self) -> None:
+        """Drop everything, once the reader is gone."""
+        self._grow(-self.num_bytes, -(self._num_unread + self._num_taken))
+        self._num_unread = 0
+        self._num_released = 0
+        self._num_taken = 0
+
+    def refusal(self) -> RequestError | None:
+        """Return why an answer that its reader gets as a whole has become too large; else None."""
+        return None if self._comes_in_parts else self.account.refusal(self.num_bytes)
+
+    def _grow(self, num_bytes: int, num_unread: int) -> None:
+        self.num_bytes += num_bytes
+        self.account.grow(num_bytes, num_unread)
+
+
 def comes_in_parts(kind: RequestOutputKind) -> bool:
     """Return whether outputs can be read before the last one."""
     return kind is not RequestOutputKind.FINAL_ONLY
-
-
-def size_of(output: frames.Output) -> int:
-    """Return about how many bytes an output holds until it is read."""
-    size = 0
-    for completion in output.completions:
-        size += len(completion.text) + len(completion.token_ids) * TOKEN_BYTES
-        size += bytes_of(completion.logprobs or ())
-    return size
-
-
-def bytes_of(places: Sequence[frames.Place | None]) -> int:
-    """Return about how many bytes the candidates at places of a text hold."""
-    return sum(len(place[0]) for place in places if place is not None) * CANDIDATE_BYTES
 
 
 def _bytes_of_token(num_top: int, vocab_size: int) -> int:

@@ -1,0 +1,78 @@
+"""Weights in codes for kernels of a GPU: as a checkpoint stores them, or quantised while it loads.
+
+The products are batch-invariant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...kernels.checks import TrustedContents
+from ...kernels.codes import can_pack_codes, coded_linear, pack_codes, take_coded_rows
+from .coded import CodedWeight, Factors
+from .coded_forms import CodedProduct
+from .forms import Role, TableForm
+from .quantization import INT4_TABLE, Int4Weight, int4_codes, int8_codes
+
+_PART_ELEMENTS = 2**24  # that are quantised at once, so that they take little memory on their way
+
+
+class PackedCodesWeight(TableForm):
+    """A weight in codes, packed for the kernels. It can be looked up. A head's products are float32."""
+
+    gated = is_recordable = False
+
+    def __init__(self, weight: CodedWeight, role: Role, *, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._out_dtype = torch.float32 if role in ("head", "embedding") else None
+        with TrustedContents():  # the checks of a loader are behind it
+            self.packed = pack_codes(weight.codes, *weight.factors, table=weight.table)
+        self._order = weight.order
+        self._places = None if weight.order is None else weight.order.argsort()
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self._order is not None:
+            x = x.index_select(1, self._order)
+        return coded_linear(x, self.packed, bias, self._out_dtype)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        found = take_coded_rows(self.packed, indices, self.dtype)
+        return found if self._places is None else found.index_select(1, self._places)
+
+
+def coded_form(weight: CodedWeight, role: Role, *, dtype: torch.dtype) -> PackedCodesWeight | CodedProduct:
+    """Make the form of a weight in codes; that of torch for groups and tables that no kernel is made for."""
+    takes = can_pack_codes(weight.codes, weight.factors.scale, weight.table)
+    return (PackedCodesWeight if takes else CodedProduct)(weight, role, dtype=dtype)
+
+
+def quantized_form(name: str, weight: Tensor, role: Role) -> PackedCodesWeight:
+    """Quantise a weight in floats to "int8" or "int4" of `quantization`, on its device."""
+    coded = _int8(weight) if name == "int8" else _int4(weight)
+    return PackedCodesWeight(coded, role, dtype=weight.dtype)
+
+
+def _int8(weight: Tensor) -> CodedWeight:
+    codes, scale = int8_codes(weight)
+    return CodedWeight(codes, Factors(scale[:, None]))
+
+
+def _int4(weight: Tensor) -> CodedWeight:
+    num_outputs, num_inputs = weight.shape
+    size = num_outputs, num_inputs // Int4Weight.GROUP
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    scale = torch.empty(size, dtype=torch.bfloat16, device=weight.device)
+    offset = torch.empty_like(scale)
+    for rows in _parts(num_outputs, num_inputs):
+        groups = weight[rows].reshape(-1, size[1], Int4Weight.GROUP)
+        own_codes, scale[rows], offset[rows] = int4_codes(groups)
+        codes[rows] = own_codes.flatten(1)
+    return CodedWeight(codes, Factors(scale, offset=offset), INT4_TABLE)
+
+
+def _parts(num_rows: int, num_inputs: int) -> Iterator[slice]:
+    step = max(1, _PART_ELEMENTS // num_inputs)
+    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))

@@ -1,0 +1,107 @@
+"""Weights in codes for a GPU's kernels, which run in Triton's interpreter here: forms, and the engine."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paged import SamplingParams
+from paged.model.layers.linear import Embedding, Linear
+from paged.model.weights.coded import CodedWeight, Factors
+from paged.model.weights.coded_forms import CodedProduct
+from paged.model.weights.gpu_codes import PackedCodesWeight, coded_form, quantized_form
+from paged.model.weights.quantization import Int8Weight, int4_codes
+from paged.model.weights.stored import Layout, StoredFormat, StoredPart
+from paged.runner import load
+from tests.support.checkpoints import checkpoint, new_engine, ragged_prompts
+from tests.support.coded_weights import coded_weight
+from tests.support.error_bounds import assert_product
+
+GROUP = 16
+
+
+@dataclass(frozen=True)
+class CodedFormat(StoredFormat):
+    """Codes of 4 bits in 32, and a scale for each group of inputs, whose order is reversed."""
+
+    def layouts(self, part: StoredPart) -> dict[str, Layout]:
+        codes = Layout((part.num_inputs,), torch.uint8, stored_dtypes=(torch.int32,))
+        return {"codes": codes, "scales": Layout((part.num_inputs // GROUP,), torch.float32)}
+
+    def weight(self, tensors: Mapping[str, Tensor]) -> CodedWeight:
+        order = torch.arange(tensors["codes"].shape[1]).flip(0)
+        table = tuple(map(float, range(-8, 8)))
+        return CodedWeight(tensors["codes"], Factors(tensors["scales"]), table, order)
+
+
+def coded_format(part: StoredPart) -> CodedFormat | None:
+    return CodedFormat() if part.get("codes") else None
+
+
+def in_codes(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Return random tensors of CodedFormat and the floats that they stand for."""
+    codes = torch.randint(0, 16, weight.shape, dtype=torch.int32)
+    scales = torch.rand(len(weight), weight.shape[1] // GROUP) / 64
+    coded = CodedFormat().weight({"codes": codes.byte(), "scales": scales})
+    return {"codes": codes, "scales": scales}, coded.floats()
+
+
+def test_engine_gives_the_tokens_of_the_floats(tmp_path, monkeypatch):
+    """A tied embedding, QKV with biases, and MLPs whose gates are in codes and whose ups are floats."""
+    monkeypatch.setattr(load, "recognizers_of", lambda _: [coded_format])
+    source = checkpoint("llama-tied-bias")
+    of_floats, of_codes = {}, {}
+    for key, tensor in load_file(source / "model.safetensors").items():
+        of_floats[key] = of_codes[key] = tensor
+        if tensor.dim() == 2 and "up_proj" not in key and "lm_head" not in key:
+            parts, of_floats[key] = in_codes(tensor)
+            del of_codes[key]
+            of_codes |= {f"{key.removesuffix('weight')}{part}": x for part, x in parts.items()}
+    found = []
+    for tensors in (of_floats, of_codes):
+        directory = tmp_path / str(len(found))
+        shutil.copytree(source, directory)
+        save_file(tensors, directory / "model.safetensors")
+        engine = new_engine(directory, attention_backend="triton", device="auto")
+        found.append(greedy(engine))
+    assert found[0] == found[1]
+    forms = [m.form for m in engine.runner.model.modules() if isinstance(m, (Linear, Embedding))]
+    assert sum(isinstance(form, PackedCodesWeight) for form in forms) == 2 * 3 + 2
+
+
+def greedy(engine) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    return [o.outputs[0].token_ids for o in engine.generate(ragged_prompts([2, 4]), params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_weights_are_quantised_as_on_a_cpu(dtype):
+    """In float16 too, where the least scales would be 0."""
+    weight = (torch.randn(9, 64) * torch.logspace(-6, 2, 9)[:, None]).to(dtype)
+    weight[3] = 0
+    indices = torch.arange(9)
+    int8 = quantized_form("int8", weight, "head")
+    assert torch.equal(int8.rows(indices), Int8Weight(weight.float()).dequantized().to(dtype))
+    codes, scale, zero = int4_codes(weight.view(9, 2, 32))
+    int4 = quantized_form("int4", weight, "layer")
+    floats = scale.float()[..., None] * (codes.float() - 8) + zero.float()[..., None]
+    assert torch.equal(int4.rows(indices), floats.flatten(1).to(dtype))
+    x, bias = torch.randn(3, 64).to(dtype), torch.randn(9).to(dtype)
+    assert_product(int4(x, bias), x, floats.flatten(1).to(dtype), bias)
+    assert int4(x, bias).dtype == dtype
+    assert int8(x, None).dtype == torch.float32
+
+
+def test_what_no_kernel_takes_is_left_to_torch():
+    weight = coded_weight("gptq", 8, 48, 24)
+    assert isinstance(coded_form(weight, "layer", dtype=torch.float32), CodedProduct)
+    weight = CodedWeight(weight.codes, weight.factors, tuple(i / 7 for i in range(16)))
+    assert isinstance(coded_form(weight, "layer", dtype=torch.float32), CodedProduct)
+    whole = coded_weight("gptq", 8, 24, 24)
+    assert isinstance(coded_form(whole, "layer", dtype=torch.float32), PackedCodesWeight)
