@@ -56,12 +56,13 @@ def choose_forms(
     head: MakeForm
     table: MakeForm = PlainWeight
     if in_panels:
-        from .panels import PANEL_FORMS, Table
+        from .panels import PANEL_FORMS, CodedForms, Table
 
         layer = PANEL_FORMS[quantization]
         gated = partial(layer, gated=True)
         head = partial(PANEL_FORMS[quantization and "int8"], out_dtype=torch.float32)
         table = Table
+        of_codes = CodedForms(dtype)
     elif quantization is not None:
         require_kernels(quantization)
         layer = gated = Int4Weight if quantization == "int4" else Int8Weight
