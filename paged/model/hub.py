@@ -8,8 +8,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .config import DEMO
-from .gguf.directory import gguf_directory
-from .weights.gguf_file import PART_NAME, part_paths
+from .gguf_names import PART_NAME, part_paths
 
 # What an engine reads of a repository.
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -64,7 +63,7 @@ def _local(model: str, revision: str | None) -> Path | None:
     if path.is_dir():
         return _with_gguf(path)
     if path.suffix == ".gguf" and (path.exists() or PART_NAME.fullmatch(path.name)):
-        return gguf_directory(path)
+        return _of_gguf(path)
     if path.exists():
         raise CheckpointError(
             f"{model} is a file; give the directory that holds config.json, or a .gguf file"
@@ -82,7 +81,13 @@ def _with_gguf(directory: Path) -> Path:
     models = _models(names)
     if len(models) > 1:
         raise CheckpointError(f"{directory} has several GGUF files; give the path of one: {_listed(names)}")
-    return gguf_directory(directory / models[0])
+    return _of_gguf(directory / models[0])
+
+
+def _of_gguf(path: Path) -> Path:
+    from .gguf.directory import gguf_directory  # which needs torch
+
+    return gguf_directory(path)
 
 
 def _models(names: Iterable[str]) -> list[str]:
@@ -110,7 +115,7 @@ def _fetched_gguf(model: str, revision: str | None) -> Path:
         first, *_ = [hf_hub_download(repository, part, revision=revision) for part in parts]
         return first
 
-    return gguf_directory(_fetched(model, fetch))
+    return _of_gguf(_fetched(model, fetch))
 
 
 def _gguf_names(repository: str, revision: str | None) -> list[str]:
