@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -34,10 +35,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
     if ":" in model:
         return _fetched_gguf(model, revision)
     directory = _fetched(model, fetch)
-    if not any(directory.glob("*.safetensors")) and (names := _gguf_names(model, revision)):
-        raise CheckpointError(
-            f"{model} has no safetensors, but GGUF files: give {model}:QUANTISATION; {_listed(names)}"
-        )
+    if not any(directory.glob("*.safetensors")):
+        _require_no_gguf(model, revision)
     return directory
 
 
@@ -118,11 +117,27 @@ def _fetched_gguf(model: str, revision: str | None) -> Path:
     return _of_gguf(_fetched(model, fetch))
 
 
+def _require_no_gguf(model: str, revision: str | None) -> None:
+    """Raise CheckpointError for a repository without safetensors that has GGUF files."""
+    names = list[str]()
+    with suppress(OSError, ValueError):  # not reached: the engine finds out what is missing
+        names = _gguf_names(model, revision)
+    if names:
+        raise CheckpointError(
+            f"{model} has no safetensors, but GGUF files: give {model}:QUANTISATION; {_listed(names)}"
+        )
+
+
 def _gguf_names(repository: str, revision: str | None) -> list[str]:
-    """Return the names of the GGUF files of a repository."""
+    """Return the names of the GGUF files of a repository. Raises OSError and ValueError, as the hub does."""
+    from httpx import HTTPError
     from huggingface_hub import HfApi
 
-    return [name for name in HfApi().list_repo_files(repository, revision=revision) if name.endswith(".gguf")]
+    try:
+        names = HfApi().list_repo_files(repository, revision=revision)
+    except HTTPError as error:
+        raise OSError(str(error) or type(error).__name__) from error
+    return [name for name in names if name.endswith(".gguf")]
 
 
 def _of_quantisation(model: str, quantisation: str, names: Iterable[str]) -> str:
