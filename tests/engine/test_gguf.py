@@ -271,9 +271,11 @@ def test_quantisation_on_the_hub(small, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     assert (resolve("owner/name:q8_0") / "config.json").exists()
     assert fetched == NAMES[2:]
-    for asked, problem in {"Q4_K": "no GGUF file", "Q5_0": "no GGUF file", "": "no GGUF file"}.items():
-        with pytest.raises(CheckpointError) as info:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"has no safetensors, but GGUF files: give owner/name:QUANT"):
+        resolve("owner/name")
+    for asked in ("Q4_K", "Q5_0", ""):
+        with pytest.raises(
+            CheckpointError, match=r"no GGUF file of this quantisation; there are m-Q4_K_M\.gguf, "
+        ):
             resolve(f"owner/name:{asked}")
-        assert f"owner/name:{asked}: {problem} of this quantisation; there are m-Q4_K_M.gguf, " in str(
-            info.value
-        )
