@@ -78,17 +78,14 @@ def _assert_close(got: Tensor, want: Tensor) -> float:
 
 
 def attention_case(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> Case:
-    """Make a case of attention over shuffled blocks. The blocks of a shared prefix are in every table."""
+    """Make a case of attention over shuffled blocks."""
     size = shape.block_size
     needed = [-(-n // size) for n in shape.seq_lens]
-    num_shared = shape.shared_prefix_len // size
-    num_blocks = sum(needed) - num_shared * (len(needed) - 1)
+    num_blocks = sum(needed)
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).int()
     tables = torch.zeros(len(needed), max(needed), dtype=torch.int32)
-    tables[:, :num_shared] = order[:num_shared]
-    own = order[num_shared:].split([n - num_shared for n in needed])
-    for i, blocks in enumerate(own):
-        tables[i, num_shared : needed[i]] = blocks
+    for i, blocks in enumerate(order.split(needed)):
+        tables[i, : needed[i]] = blocks
     options: dict[str, Any] = {"scale": shape.head_dim**-0.5, "max_seqlen_q": max(shape.query_lens)}
     caches = []
     for name in ("key", "value"):
@@ -97,8 +94,6 @@ def attention_case(shape: AttentionShape, dtype: torch.dtype, device: torch.devi
         if shape.cache is not None:
             cache, options[f"{name}_scales"] = quantize(cache, getattr(torch, shape.cache))
         caches.append(cache)
-    if shape.shared_prefix_len:
-        options["shared_prefix_len"] = shape.shared_prefix_len
     query = torch.randn(sum(shape.query_lens), shape.num_heads, shape.head_dim, dtype=dtype, device=device)
     seq_lens = torch.tensor(shape.seq_lens, dtype=torch.int32, device=device)
     bounds = torch.tensor([0, *shape.query_lens]).cumsum(0).int()

@@ -67,14 +67,9 @@ def compile_kernel(
 
     kernels, dtype = load_kernels("triton"), torch.bfloat16
     sizes = {"num_tokens": 40} if use == "prefill" else {"num_tokens": 1, "num_seqs": 1}
-    if use == "shared":
-        sizes = {"num_seqs": 2}
     with compiling(target) as launches:
-        launch_attention(
-            kernels, head_dim, group, dtype, block_size, cache=cache, shared=use == "shared", **sizes
-        )
+        launch_attention(kernels, head_dim, group, dtype, block_size, cache=cache, **sizes)
     wanted = "prefill_kernel" if use == "prefill" else "decode_kernel"
-    # With a shared prefix there are two: the first is that of the prefix.
     binary = next(launch.binary for launch in launches if launch.kernel == wanted)
     config = choose_config(head_dim, group, dtype, use, target, cache_dtype=DTYPES[cache] if cache else None)
     read = figures(target, binary)
@@ -92,9 +87,9 @@ def compile_kernel(
     )
 
 
-def compile_for(shape: AttentionShape, target: str, *, shared: bool = False) -> Compiled:
+def compile_for(shape: AttentionShape, target: str) -> Compiled:
     """Compile the kernel that does most of the work on this batch."""
-    use: Use = "shared" if shared else "decode" if shape.is_decode else "prefill"
+    use: Use = "decode" if shape.is_decode else "prefill"
     group = shape.num_heads // shape.num_kv_heads
     return compile_kernel(use, shape.head_dim, group, shape.block_size, shape.cache, target)
 

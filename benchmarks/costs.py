@@ -12,19 +12,18 @@ def paged_attention_cost(
     element_size: int,
     *,
     kv_bytes: float | None = None,
-    shared_prefix_len: int = 0,
 ) -> tuple[int, int]:
     """Count queries in, outputs out and each visible K and V once; two products for a visible pair.
 
     kv_bytes: of one element of the cache with its share of the scales, element_size where None.
-    shared_prefix_len: keys that all sequences have in common, read once.
     """
-    keys = sum(seq_lens) - shared_prefix_len * max(0, len(seq_lens) - 1)
     pairs = 0
     for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
         pairs += query_len * seq_len - query_len * (query_len - 1) // 2
     moved = sum(query_lens) * num_heads * 2 * head_dim * element_size
-    moved += round(keys * num_kv_heads * 2 * head_dim * (element_size if kv_bytes is None else kv_bytes))
+    moved += round(
+        sum(seq_lens) * num_kv_heads * 2 * head_dim * (element_size if kv_bytes is None else kv_bytes)
+    )
     return moved, 4 * pairs * num_heads * head_dim
 
 

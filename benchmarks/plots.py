@@ -26,7 +26,7 @@ def paint(result: dict[str, Any], path: Path) -> Iterator[Path]:
         "prefill": (throughput, [row for row in rows if row["section"] == "prefill"]),
         "batches": (
             bars,
-            [row for row in rows if row["section"] in ("skewed", "long", "quantized", "cascade")],
+            [row for row in rows if row["section"] in ("skewed", "long", "quantized")],
         ),
     }
     note = "" if result["meaningful"] else " (interpreter: times mean nothing)"

@@ -122,7 +122,7 @@ def row_of(name: str, gpu: Gpu, shape: AttentionShape) -> dict[str, Any] | None:
 
     if shape.cache == "float8_e4m3fn" and gpu.target in ("sm_80", "gfx942"):
         return None  # no e4m3, or another encoding of it
-    compiled = compile_for(shape, gpu.target, shared=bool(shape.shared_prefix_len))
+    compiled = compile_for(shape, gpu.target)
     work = count_work(shape, compiled.config.BLOCK_Q, compiled.config.TILE)
     cycles = tile_cycles(gpu, shape, compiled)
     in_flight = bytes_in_flight(gpu, shape, compiled, work.programs)
@@ -152,33 +152,27 @@ def count_work(shape: AttentionShape, block_q: int, tile: int) -> Work:
     """Count the work of the kernels on this batch, with bfloat16 queries."""
     moved, flops = shape.cost(2)
     kv_heads = shape.num_kv_heads
-    longest = max(shape.seq_lens)
-    most_splits = len(splits(longest))
-    launches = 2 + (most_splits > 1) + (not shape.is_decode or shape.shared_prefix_len > 0)
+    most_splits = len(splits(max(shape.seq_lens)))
+    launches = 2 + (most_splits > 1) + (not shape.is_decode)
     if not shape.is_decode:  # a program for each Q-block and KV head
         ends = [min(end, n) for n in shape.seq_lens for end in range(block_q, n + block_q, block_q)]
         tiles = sum(-(-end // tile) for end in ends)
         return Work(moved, flops, 0, len(ends) * kv_heads, tiles * kv_heads, launches)
-    least = splits(longest)[0] if shape.shared_prefix_len else 0
-    shared = shape.shared_prefix_len // least if least else 0
-    items = [splits(n, least) for n in shape.seq_lens]
-    own = [length for lengths in items for length in lengths[shared:]]
-    programs, tiles = len(own), sum(-(-length // tile) for length in own)
-    if shared:  # one program reads the prefix for BLOCK_Q sequences
-        programs += -(-len(items) // block_q) * shared
-        tiles += -(-len(items) // block_q) * shared * -(-least // tile)
+    items = [splits(n) for n in shape.seq_lens]
+    programs = sum(map(len, items))
+    tiles = sum(-(-length // tile) for lengths in items for length in lengths)
     # float32: the unnormalised output of every split, its maximum and its sum, written and read once.
     num_partials = sum(len(lengths) for lengths in items if len(lengths) > 1)
     partial = 2 * num_partials * shape.num_heads * (shape.head_dim + 2) * 4
     return Work(moved, flops, partial, programs * kv_heads, tiles * kv_heads, launches)
 
 
-def splits(num_keys: int, least: int = 0) -> list[int]:
+def splits(num_keys: int) -> list[int]:
     """Return the lengths of a decode's splits, as split_kv lists them on the device."""
     from paged.kernels.gpu.attention.config import SPLIT
     from paged.kernels.gpu.attention.split_kv import MAX_SPLITS
 
-    step = max(-(-num_keys // (SPLIT * MAX_SPLITS)) * SPLIT, least)
+    step = -(-num_keys // (SPLIT * MAX_SPLITS)) * SPLIT
     return [min(step, num_keys - start) for start in range(0, num_keys, step)]
 
 

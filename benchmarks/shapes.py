@@ -27,7 +27,6 @@ class AttentionShape:
     head_dim: int = 128
     block_size: int = 16
     cache: str | None = None  # "int8" or "float8_e4m3fn"; None: as the query
-    shared_prefix_len: int = 0
     against: tuple[str, ...] = ()  # slow comparators, for a few batches only
 
     @property
@@ -47,7 +46,6 @@ class AttentionShape:
             self.head_dim,
             element_size,
             kv_bytes=kv_bytes,
-            shared_prefix_len=self.shared_prefix_len,
         )
 
 
@@ -58,7 +56,6 @@ def attention_shapes() -> list[AttentionShape]:
     shapes.append(decode(1, 65536, section="long"))
     shapes.append(skewed(65536, 500, 63))
     shapes += [decode(64, 8192, section="quantized", cache=cache) for cache in ("int8", "float8_e4m3fn")]
-    shapes.append(cascade(256, 32768, 512))
     for head_dim in (128, 64):
         for block_size in (16, 64):
             shapes += [
@@ -77,7 +74,6 @@ def tiny_shapes() -> list[AttentionShape]:
         decode(1, 130, section="long", **model),
         skewed(130, 5, 2, **model),
         decode(2, 40, section="quantized", cache="int8", **model),
-        cascade(3, 64, 9, **model),
         prefill(1, 24, **model),
     ]
 
@@ -110,18 +106,6 @@ def skewed(longest: int, others: int, num_others: int, **model: int) -> Attentio
         f"decode 1 x {_tokens(longest)} beside {num_others} x {_tokens(others)}",
         (longest, *(others,) * num_others),
         (1,) * (1 + num_others),
-        **model,
-    )
-
-
-def cascade(batch: int, prefix: int, own: int, **model: int) -> AttentionShape:
-    """Make a batch of decodes that share a prefix."""
-    return AttentionShape(
-        "cascade",
-        f"decode {batch} x {_tokens(own)} after a prefix of {_tokens(prefix)}",
-        (prefix + own,) * batch,
-        (1,) * batch,
-        shared_prefix_len=prefix,
         **model,
     )
 

@@ -22,7 +22,6 @@ from .checks import (
 MAX_GROUP = 128
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 576
-MAX_TREE = 64  # candidates: the bits of an int64
 _MAX_INT32 = 2**31 - 1
 
 
@@ -33,17 +32,15 @@ class AttentionOptions(NamedTuple):
     max_seqlen_q: int
     min_seqlen_q: int = 0
     max_decode_q: int = 1
-    shared_prefix_len: int = 0
     sliding_window: int | None = None
     softcap: float | None = None
     # Tensors come last, from FIRST_TENSOR on: each layer has its own, see `layout_of`.
     sinks: Tensor | None = None  # f32[num_heads]
-    tree_mask: Tensor | None = None  # i64[num_tokens]
     key_scales: Tensor | None = None  # f32[num_blocks, num_kv_heads, block_size], of an fp8 or int8 cache
     value_scales: Tensor | None = None  # like key_scales
 
 
-FIRST_TENSOR: Final = 7  # among the fields of AttentionOptions
+FIRST_TENSOR: Final = 6  # among the fields of AttentionOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +127,6 @@ def check_attention(
         check_positive("block_tables.shape[1]", block_tables.shape[1])
     if options.sinks is not None:
         check_shape("sinks", options.sinks, (num_heads,), torch.float32)
-    if options.tree_mask is not None:
-        check_shape("tree_mask", options.tree_mask, (num_tokens,), torch.int64)
     tensors = {
         "query": query,
         "key_cache": key_cache,
@@ -140,7 +135,6 @@ def check_attention(
         "seq_lens": seq_lens,
         "cu_seqlens_q": cu_seqlens_q,
         "sinks": options.sinks,
-        "tree_mask": options.tree_mask,
     }
     for name, tensor in tensors.items():
         if tensor is not None:
@@ -150,35 +144,20 @@ def check_attention(
     if not any_layout:
         for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
             check_span(name, tensor)
-    _check_options(options, num_tokens, num_seqs, block_tables.shape[1] * block_size)
+    _check_options(options)
     if must_read_contents(query.device):
         check_contents(key_cache, block_tables, seq_lens, cu_seqlens_q, num_tokens, options)
 
 
-def _check_options(options: AttentionOptions, num_tokens: int, num_seqs: int, max_keys: int) -> None:
+def _check_options(options: AttentionOptions) -> None:
     check_positive("scale", options.scale)
     check_between("max_seqlen_q", options.max_seqlen_q, 1, _MAX_INT32)
     check_between("min_seqlen_q", options.min_seqlen_q, 0, options.max_seqlen_q)
     check_between("max_decode_q", options.max_decode_q, 1, _MAX_INT32)
-    # Kernels read so many keys without looking at lengths, and each sequence has at least one key more.
-    check_between("shared_prefix_len", options.shared_prefix_len, 0, max(0, max_keys - 1))
     if options.sliding_window is not None:
         check_between("sliding_window", options.sliding_window, 1, _MAX_INT32)
     if options.softcap is not None:
         check_positive("softcap", options.softcap)
-    if options.tree_mask is not None:
-        check_between("max_seqlen_q with a tree_mask", options.max_seqlen_q, 1, MAX_TREE)
-    if options.shared_prefix_len:
-        if options.max_seqlen_q != 1 or num_tokens != num_seqs:
-            raise ValueError(
-                f"shared_prefix_len needs one new token of every sequence, got {num_tokens} of {num_seqs} "
-                f"sequences with max_seqlen_q {options.max_seqlen_q}"
-            )
-        if options.sliding_window is not None:
-            raise ValueError(
-                f"shared_prefix_len and sliding_window {options.sliding_window} exclude each other: "
-                "a window does not cover a long prefix"
-            )
 
 
 def check_contents(
@@ -201,30 +180,18 @@ def check_contents(
             raise ValueError(
                 f"max_seqlen_q is {options.max_seqlen_q}, and sequence {i} has {query_len} new tokens"
             )
-        if query_len != 1 and options.shared_prefix_len:
-            raise ValueError(
-                f"shared_prefix_len needs one new token of every sequence, and sequence {i} has {query_len}"
-            )
         if query_len == 0:
             continue
         if query_len < options.min_seqlen_q:
             raise ValueError(
                 f"min_seqlen_q is {options.min_seqlen_q}, and sequence {i} has {query_len} new tokens"
             )
-        if not max(query_len, options.shared_prefix_len + 1) <= seq_len <= block_tables.shape[1] * block_size:
+        if not query_len <= seq_len <= block_tables.shape[1] * block_size:
             raise ValueError(
-                f"seq_lens[{i}] must hold its {query_len} new tokens, go beyond shared_prefix_len "
-                f"{options.shared_prefix_len} and fit {block_tables.shape[1]} blocks of {block_size}, "
-                f"got {seq_len}"
+                f"seq_lens[{i}] must hold its {query_len} new tokens and fit {block_tables.shape[1]} blocks "
+                f"of {block_size}, got {seq_len}"
             )
         low = max(0, seq_len - query_len - options.sliding_window + 1) if options.sliding_window else 0
         used = block_tables[i, low // block_size : -(-seq_len // block_size)]
         if not bool(((used >= 0) & (used < num_blocks)).all()):
             raise ValueError(f"block_tables[{i}] must hold blocks below {num_blocks}, got {used.tolist()}")
-        if options.tree_mask is not None:
-            for j, bits in enumerate(options.tree_mask[start:end].tolist()):
-                if not bits >> j & 1:
-                    raise ValueError(f"tree_mask: new token {j} of sequence {i} does not see itself")
-    num_shared = -(-options.shared_prefix_len // block_size)
-    if num_shared and not bool((block_tables[:, :num_shared] == block_tables[:1, :num_shared]).all()):
-        raise ValueError(f"block_tables must begin with the same {num_shared} blocks for shared_prefix_len")

@@ -251,9 +251,6 @@ def paged_attention(
         query_pos = torch.arange(first, seq_len, device=query.device)[:, None]
         key_pos = torch.arange(low, seq_len, device=query.device)[None, :]
         seen = key_pos <= query_pos
-        if options.tree_mask is not None:
-            bits = options.tree_mask[start:end, None] >> (key_pos - first).clamp(min=0)
-            seen = (key_pos < first) | (bits & 1 == 1)
         if window is not None:
             seen = seen & (key_pos > query_pos - window)
         scores = torch.einsum("qhd,khd->hqk", q, k) * float(options.scale)

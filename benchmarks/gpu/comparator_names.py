@@ -7,7 +7,6 @@ NAMES = (
     "varlen_attn",
     "flashinfer",
     "vllm_unified",
-    "without_cascade",
 )
 # Compile for every shape: measured only where a shape asks for it.
 SLOW = ("flex_attention",)

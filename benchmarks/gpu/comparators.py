@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.cases import Case, attention_case
 from benchmarks.gpu.comparator_names import NAMES, SLOW, readiness_key
-from benchmarks.shapes import AttentionShape, cascade, decode, prefill
+from benchmarks.shapes import AttentionShape, decode, prefill
 
 Call = Callable[[], Tensor]
 
@@ -62,8 +62,6 @@ def sdpa(backend: str) -> Callable[[Case], Call]:
         batch = Batch(case)
         if len(set(batch.contexts)) > 1:
             raise Skip("dense: the contexts differ in length")
-        if "shared_prefix_len" in case.options:
-            raise Skip("dense: a copy of the prefix for every sequence")
         chosen = getattr(SDPBackend, backend)
         num_seqs = len(batch.contexts)
         query = batch.query.view(num_seqs, batch.query_len, batch.num_heads, -1).transpose(1, 2).contiguous()
@@ -219,18 +217,6 @@ def vllm_unified(case: Case) -> Call:
     return call
 
 
-def without_cascade(case: Case) -> Call:
-    """Adapt our own kernel without shared_prefix_len: every sequence reads the prefix."""
-    from paged.kernels.attention_options import AttentionOptions
-    from paged.kernels.gpu.attention.paged_attention import paged_attention, plan_attention
-
-    if "shared_prefix_len" not in case.options:
-        raise Skip("no shared prefix")
-    options = AttentionOptions(**{**case.options, "shared_prefix_len": 0})
-    plan = plan_attention(*case.args, options)
-    return lambda: paged_attention(*case.args, options, plan)
-
-
 COMPARATORS: dict[str, Callable[[Case], Call]] = {
     "sdpa_cudnn": sdpa("CUDNN_ATTENTION"),
     "sdpa_flash": sdpa("FLASH_ATTENTION"),
@@ -238,7 +224,6 @@ COMPARATORS: dict[str, Callable[[Case], Call]] = {
     "varlen_attn": varlen,
     "flashinfer": flashinfer,
     "vllm_unified": vllm_unified,
-    "without_cascade": without_cascade,
 }
 assert tuple(COMPARATORS) == NAMES
 PACKAGES = {"flashinfer": "flashinfer", "vllm_unified": "conch"}
@@ -289,7 +274,6 @@ def small_shapes(head_dim: int) -> list[AttentionShape]:
     return [
         decode(2, 300, head_dim=head_dim),
         prefill(1, 200, head_dim=head_dim),
-        cascade(2, 1024, 20, head_dim=head_dim),
     ]
 
 

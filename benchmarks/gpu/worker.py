@@ -39,7 +39,6 @@ WEIGHTS = {
     "skewed": 2,
     "long": 2,
     "quantized": 2,
-    "cascade": 2,
     "prefill": 10,
     "layers": 2,
     "engine": 9,

@@ -135,7 +135,7 @@ class LLMEngine(metaclass=ExplainsMissing):
 
     def stats(self) -> EngineStats:
         """Return current counts of requests, blocks and tokens, and totals so far."""
-        return EngineStats.of(self.scheduler)
+        return EngineStats.of(self.scheduler, self.runner.weight_bytes)
 
     @property
     def prompts(self) -> PromptParser:

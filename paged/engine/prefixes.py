@@ -80,7 +80,7 @@ def fingerprint(
 ) -> str:
     """Return the sha256 of what KV depends on besides tokens: config, dtypes, all bytes of the weights."""
     digest = hashlib.sha256(f"{config}/{dtype}/{quantization}/{kv_dtype}".encode())
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in sorted([*directory.glob("*.safetensors"), *directory.glob("*.gguf")]):
         with file.open("rb") as data:
             digest.update(hashlib.file_digest(data, "sha256").digest())
     return digest.hexdigest()

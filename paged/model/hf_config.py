@@ -19,6 +19,7 @@ from .config import ModelConfig
 from .families.multimodal import MULTIMODAL, NATIVE, Multimodal, placeholders_of, text_of
 from .families.reading import Config, activation_of
 from .families.table import ARCHITECTURES, COMMON, Architecture
+from .gguf_names import CONVERTED, GGUF_KEY, with_gguf_names
 from .schemes import quantization_of, with_sidecar
 
 MAX_JSON_BYTES = 64 * 2**20
@@ -76,7 +77,7 @@ def _instead(directory: Path) -> str:
     if (directory / "adapter_config.json").exists():
         return ". This one has a LoRA adapter, which is not supported: merge it into its model"
     gguf = sorted(directory.glob("*.gguf"))
-    return f". This one has {gguf[0].name}, and GGUF is not supported" if gguf else ""
+    return f". This one has {gguf[0].name}: give the path of the file" if gguf else ""
 
 
 def read_hf(directory: Path) -> dict[str, Any]:
@@ -96,9 +97,16 @@ def read_config(directory: Path) -> ModelConfig:
     file = directory / "config.json"
     hf = read_hf(directory)
     try:
-        return from_hf(hf)
+        config = from_hf(hf)
+        if quantization := quantization_of(hf):
+            config = replace(config, layer_bits=quantization.layer_bits(config.tensor_names))
     except (UnsupportedModelError, CheckpointError) as error:
         raise type(error)(f"{file}: {error}") from None
+    if GGUF_KEY not in hf:
+        return config
+    if hf[GGUF_KEY] not in [*CONVERTED]:  # a list, as any JSON value may come, hashable or not
+        raise CheckpointError(f"{file}: {GGUF_KEY} is {shown(hf[GGUF_KEY])}; give the GGUF file itself")
+    return with_gguf_names(config, hf[GGUF_KEY])
 
 
 def from_hf(hf: Config) -> ModelConfig:

@@ -1,12 +1,15 @@
-"""Find a model's directory: the demo's, a local one, or one that is fetched from the hub."""
+"""Find a model's directory: the demo's, a local one, that of a GGUF file, or one fetched from the hub."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..errors import CheckpointError
 from .config import DEMO
+from .gguf.directory import gguf_directory
+from .weights.gguf_file import PART_NAME, part_paths
 
 # What an engine reads of a repository.
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -15,8 +18,10 @@ _IGNORED = ["consolidated*", "original/*"]
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
-    """Return the directory of a model: "demo", a directory, or a hub id (downloaded to the hub's cache).
+    """Return the directory of a model.
 
+    model: "demo", a directory, a GGUF file, or a hub id, in a repository of GGUF files with a quantisation:
+        "owner/name:Q4_K_M". What is on the hub is downloaded to the hub's cache.
     revision: branch, tag or commit on the hub; None takes the default branch.
     """
 
@@ -25,7 +30,16 @@ def resolve(model: str, revision: str | None = None) -> Path:
 
         return snapshot_download(model, revision=revision, allow_patterns=_FILES, ignore_patterns=_IGNORED)
 
-    return _local(model, revision) or _fetched(model, fetch)
+    if (found := _local(model, revision)) is not None:
+        return found
+    if ":" in model:
+        return _fetched_gguf(model, revision)
+    directory = _fetched(model, fetch)
+    if not any(directory.glob("*.safetensors")) and (names := _gguf_names(model, revision)):
+        raise CheckpointError(
+            f"{model} has no safetensors, but GGUF files: give {model}:QUANTISATION; {_listed(names)}"
+        )
+    return directory
 
 
 def resolve_config(model: str, revision: str | None = None) -> Path:
@@ -36,23 +50,84 @@ def resolve_config(model: str, revision: str | None = None) -> Path:
 
         return str(Path(hf_hub_download(model, "config.json", revision=revision)).parent)
 
-    return _local(model, revision) or _fetched(model, fetch)
+    if (found := _local(model, revision)) is not None:
+        return found
+    return _fetched_gguf(model, revision) if ":" in model else _fetched(model, fetch)
 
 
 def _local(model: str, revision: str | None) -> Path | None:
     """Return the directory of a model on this machine, or None for a hub id. Raises CheckpointError."""
     path = DEMO if model == "demo" else Path(model).expanduser()
+    if path.exists() and revision is not None:
+        kind = "directory" if path.is_dir() else "file"
+        raise CheckpointError(f"revision {revision!r} names a version on the hub, but {model} is a {kind}")
     if path.is_dir():
-        if revision is not None:
-            raise CheckpointError(
-                f"revision {revision!r} names a version on the hub, but {model} is a directory"
-            )
-        return path
+        return _with_gguf(path)
+    if path.suffix == ".gguf" and (path.exists() or PART_NAME.fullmatch(path.name)):
+        return gguf_directory(path)
     if path.exists():
-        raise CheckpointError(f"{model} is a file; give the directory that holds config.json")
+        raise CheckpointError(
+            f"{model} is a file; give the directory that holds config.json, or a .gguf file"
+        )
     if model.count("/") > 1 or model.startswith((".", "/", "~")) or not model.isprintable():
-        raise CheckpointError(f"no such directory: {model}")
+        raise CheckpointError(f"no such directory or GGUF file: {model}")
     return None
+
+
+def _with_gguf(directory: Path) -> Path:
+    """Return the directory itself, or that of the one GGUF file in it if it has no other weights."""
+    names = [file.name for file in directory.glob("*.gguf")]
+    if not names or any(directory.glob("*.safetensors")):
+        return directory
+    models = _models(names)
+    if len(models) > 1:
+        raise CheckpointError(f"{directory} has several GGUF files; give the path of one: {_listed(names)}")
+    return gguf_directory(directory / models[0])
+
+
+def _models(names: Iterable[str]) -> list[str]:
+    """Return the names of GGUF files that are models, and of such in parts, of the first part."""
+    firsts = {PART_NAME.sub(r"\1-00001-of-\3.gguf", name) for name in names}
+    return sorted(name for name in firsts if "mmproj" not in name.lower())
+
+
+def _listed(names: Iterable[str]) -> str:
+    models = _models(names)
+    more = f" and {len(models) - 20} more" if len(models) > 20 else ""
+    return f"there are {', '.join(models[:20])}{more}"
+
+
+def _fetched_gguf(model: str, revision: str | None) -> Path:
+    """Return the directory of a GGUF file that is fetched from the hub: the one of a quantisation."""
+    repository, _, quantisation = model.partition(":")
+
+    def fetch() -> str:
+        from huggingface_hub import hf_hub_download
+
+        names = _gguf_names(repository, revision)
+        name = _of_quantisation(model, quantisation, names)
+        parts = [str(part) for part in part_paths(Path(name), exists=names.__contains__)]
+        first, *_ = [hf_hub_download(repository, part, revision=revision) for part in parts]
+        return first
+
+    return gguf_directory(_fetched(model, fetch))
+
+
+def _gguf_names(repository: str, revision: str | None) -> list[str]:
+    """Return the names of the GGUF files of a repository."""
+    from huggingface_hub import HfApi
+
+    return [name for name in HfApi().list_repo_files(repository, revision=revision) if name.endswith(".gguf")]
+
+
+def _of_quantisation(model: str, quantisation: str, names: Iterable[str]) -> str:
+    """Return the file whose name has the quantisation. Raises CheckpointError, with those that there are."""
+    word = re.compile(rf"(?<![a-z0-9]){re.escape(quantisation.lower())}(?![a-z0-9_])")
+    found = [name for name in _models(names) if quantisation and word.search(name.lower())]
+    if len(found) == 1:
+        return found[0]
+    problem = f"{len(found)} GGUF files" if found else "no GGUF file"
+    raise CheckpointError(f"{model}: {problem} of this quantisation; {_listed(names)}")
 
 
 def _fetched(model: str, fetch: Callable[[], str]) -> Path:

@@ -22,6 +22,7 @@ from ..model.model import Model
 from ..model.schemes import UNUSED, Quantization, quantization_of
 from ..model.weights.choice import choose_forms
 from ..model.weights.formats.recognizers import recognizers_of
+from ..model.weights.gguf_file import GgufTensor
 from ..model.weights.loading import Loader, StoredWeights, check_weights, has_own_head, open_tensors
 from ..model.weights.sources import Sources
 from .compile_bar import compile_bar, has_terminal
@@ -61,6 +62,8 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
         )
     recognizers = recognizers_of(quantization, names)
     with open_tensors(directory, names) as sources:
+        if config.quantization is not None:
+            _require_no_blocks(sources, config.quantization)
         if quantization is not None:
             sources = _without_unused(sources, quantization)
         if model_config.tie_word_embeddings and has_own_head(sources):
@@ -89,9 +92,20 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
                 f"no memory for the weights on {device}: take a smaller model or a narrower dtype, or end "
                 f"other processes there; {error}"
             ) from error
-    model.stored_weights = StoredWeights.of(loader.num_bytes)
+    model.stored_weights = StoredWeights(loader.num_bytes)
     logger.info("read the weights: %s", model.stored_weights)
     return model
+
+
+def _require_no_blocks(sources: Sources, quantization: str) -> None:
+    """Raise ConfigError for a GGUF file that is quantised."""
+    found = [each for each in sources.values() if isinstance(each, GgufTensor) and each.type.in_blocks]
+    if found:
+        types = ", ".join(sorted({tensor.type.name for tensor in found}))
+        raise ConfigError(
+            f"quantization {quantization!r} is for weights in floats, but {found[0].path} has {types} "
+            "already; leave it out"
+        )
 
 
 def _without_unused(sources: Sources, quantization: Quantization) -> Sources:

@@ -89,12 +89,18 @@ class ModelRunner:
         if self.num_threads is not None:
             threads = f" with {self.num_threads} thread{'s' * (self.num_threads > 1)}"
         stored = self.model.stored_weights
-        formats = self.config.quantization or (stored and " and ".join(stored.formats))
+        formats = self.config.quantization or (stored and stored.formats)
         parts = [f"weights in {formats}"] if formats else []
         if self.kv_dtype != self.dtype:
             parts.append(f"KV in {self.config.kv_cache_dtype}")
         narrower = f" with {' and '.join(parts)}" if parts else ""
         return f"{dtype}{narrower} on {self.device}{threads}; attention by {self.model.kernels.name}"
+
+    @property
+    def weight_bytes(self) -> dict[str, int]:
+        """The bytes of the weights in their files, by what their format is called."""
+        stored = self.model.stored_weights
+        return {} if stored is None else {title or "floats": n for title, n in stored.num_bytes.items()}
 
     def execute(self, schedule: Schedule) -> StepOutput:
         """Run one step. Return a token for each of schedule.sampled_requests."""

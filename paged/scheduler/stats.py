@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ class EngineStats:
     num_prefill_tokens, num_decode_tokens: computed so far, including those computed again after a preemption.
     num_generated_tokens: drawn so far.
     step_seconds, step_tokens: of all steps, by the bounds SECONDS_OF_STEP and TOKENS_OF_STEP of `histogram`.
+    weight_bytes: that the weights take in their files, by what their format is called.
     """
 
     num_running: int
@@ -53,6 +55,7 @@ class EngineStats:
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    weight_bytes: Mapping[str, int]
 
     def at_rest(self) -> EngineStats:
         """Return the totals so far with no request and no block in use: of an engine that has ended."""
@@ -67,6 +70,7 @@ class EngineStats:
         if not others:
             return first
         values = {f.name: [getattr(each, f.name) for each in several] for f in fields(cls)}
+        weights = sum(map(Counter, values.pop("weight_bytes")), Counter[str]())
         histograms = {name: values.pop(name) for name in ("step_seconds", "step_tokens")}
         totals: dict[str, Any] = {name: sum(each) for name, each in values.items()}
         used = totals["num_used_blocks"]
@@ -74,10 +78,10 @@ class EngineStats:
         totals["waste"] = sum(each.waste * each.num_used_blocks for each in several) / max(1, used)
         totals["prefix_hit_rate"] = totals["num_cached_tokens"] / max(1, totals["num_queried_tokens"])
         totals |= {name: HistogramCounts.total_of(each) for name, each in histograms.items()}
-        return cls(**{**totals, "block_size": first.block_size})
+        return cls(**{**totals, "block_size": first.block_size, "weight_bytes": weights})
 
     @classmethod
-    def of(cls, scheduler: Scheduler) -> EngineStats:
+    def of(cls, scheduler: Scheduler, weight_bytes: Mapping[str, int] | None = None) -> EngineStats:
         """Collect the figures of a scheduler and its blocks."""
         manager = scheduler.block_manager
         counters = scheduler.counters
@@ -112,6 +116,7 @@ class EngineStats:
             num_generated_tokens=counters.num_generated_tokens,
             step_seconds=counters.step_seconds.snapshot(),
             step_tokens=counters.step_tokens.snapshot(),
+            weight_bytes=weight_bytes or {},
             block_size=manager.block_size,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,

@@ -28,7 +28,6 @@ from ..engine.scoring import ScoreOutput
 from ..errors import ConfigError, EngineDeadError, PagedError, QueueFullError
 from ..requests.request import Logprob, Request, RequestOutput
 from ..sampling_params import SamplingParams
-from ..scheduler.stats import EngineStats
 from ..text.prompt_parser import ParsedPrompt
 from . import frames
 from .interpreter import Garbage, switch_often
@@ -152,7 +151,7 @@ class EngineServer:
         self.outputs: list[frames.Output] = []
         self.embeddings: list[tuple[int, Any]] = []
         self.scores: list[tuple[int, Any]] = []
-        self.stats = EngineStats.of(engine.scheduler)
+        self.stats = engine.stats()
         self._stats_at = time.monotonic()
         self._outboxes: dict[int, FrameOutbox] = {}  # of unfinished requests, by key
         self._preparations = Preparations[RequestSpec](MOST_PREPARED)
@@ -179,7 +178,7 @@ class EngineServer:
         """Send all outputs of a step in one frame."""
         now = time.monotonic()
         if now - self._stats_at >= STATS_S or not self.engine.core.has_work():
-            self.stats = EngineStats.of(self.engine.scheduler)
+            self.stats = self.engine.stats()
             self._stats_at = now
         if self.outputs or self.embeddings or self.scores:
             step = self.engine.scheduler.counters.num_steps

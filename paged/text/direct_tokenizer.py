@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from ..model.gguf_names import GGUF_KEY
 from ..model.hf_config import read_json
 from .tokenizer_files import SPECIAL_TOKENS
 from .tokenizer_worker import GENERAL_CLASSES
@@ -62,7 +63,8 @@ class DirectTokenizer:
             return None
         for_model, settings = map(read_json, files[:2])
         is_general = settings.get("tokenizer_class") in GENERAL_CLASSES
-        if not (is_general and for_model.get("model_type") in MODEL_TYPES and settings.keys() <= KNOWN):
+        is_known = for_model.get("model_type") in MODEL_TYPES or GGUF_KEY in for_model
+        if not (is_general and is_known and settings.keys() <= KNOWN):
             return None
         if "model_name" in for_model:
             return None

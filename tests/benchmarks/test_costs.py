@@ -7,10 +7,8 @@ def test_attention():
     # Two keys for the decode's 4 heads; a chunk of 2 tokens at positions 1 and 2 sees 2 + 3 keys.
     values = (2 * 4 + 2 * 2 * 2) * 8 + (2 * 2 * 4 + 2 * 3 * 2) * 8
     assert costs.paged_attention_cost([1, 2], [2, 3], 4, 2, 8, 2) == (values * 2, 4 * (2 + 5) * 4 * 8)
-    # A quantised cache; a prefix of 8 keys that two decodes share.
+    # A quantised cache.
     assert costs.paged_attention_cost([1], [9], 1, 1, 1, 2, kv_bytes=1.5) == (4 + 27, 36)
-    moved, _ = costs.paged_attention_cost([1, 1], [9, 10], 1, 1, 2, 1, shared_prefix_len=8)
-    assert moved == 2 * 4 + 4 * 11
 
 
 def test_other_operations():

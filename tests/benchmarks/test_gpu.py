@@ -21,7 +21,7 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import gpu_tests, sanitizer
 from benchmarks.gpu.comparators import COMPARATORS, Skip, adapt
 from benchmarks.gpu.report import attention_table, write_report
-from benchmarks.shapes import WITH_SLOW, attention_shapes, cascade, decode, prefill, skewed, tiny_shapes
+from benchmarks.shapes import WITH_SLOW, attention_shapes, decode, prefill, skewed, tiny_shapes
 
 ROOT = Path(__file__).parents[2]
 TINY = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
@@ -63,7 +63,6 @@ def test_a_tiny_run_proves_and_compares_every_batch(tiny_run):
     by_name = {row["case"]: row["comparators"] for row in rows if "comparators" in row}
     assert by_name["decode 2 x 70, block 16"]["flex_attention"] == {"skipped": "measured on other batches"}
     assert "us" in by_name["prefill 1 x 24, D 32, block 16"]["sdpa_flash"]
-    assert "us" in by_name["decode 3 x 9 after a prefix of 64"]["without_cascade"]
 
 
 def test_the_interpreter_s_times_are_marked(tiny_run):
@@ -247,7 +246,6 @@ def test_without_a_gpu_it_says_what_to_do():
         ("sdpa_flash", decode(2, 70, **TINY)),
         ("flex_attention", prefill(2, 150, **TINY)),
         ("flex_attention", skewed(200, 5, 2, **TINY)),
-        ("without_cascade", cascade(2, 64, 9, **TINY)),
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
@@ -270,7 +268,6 @@ def test_a_comparator_that_cannot_do_a_batch_says_why():
             except Skip as skip:
                 reasons[shape.section, name] = str(skip)
     assert reasons["skewed", "sdpa_flash"] == "dense: the contexts differ in length"
-    assert reasons["cascade", "sdpa_flash"] == "dense: a copy of the prefix for every sequence"
     assert reasons["quantized", "sdpa_flash"] == "its quantised caches have other scales"
     assert reasons["decode", "flex_attention"] == "measured on other batches"
     assert reasons["decode", "varlen_attn"] == "needs a GPU"
@@ -352,11 +349,6 @@ def test_work_of_other_batches_by_hand():
     long = roofline.count_work(skewed(65536, 500, 63), block_q=2, tile=64)
     assert long.programs == (64 + 63) * 4  # 64 splits of 1024
     assert long.partial_bytes == 2 * 64 * 32 * 130 * 4  # a sequence of one split writes its output itself
-    shared = roofline.count_work(cascade(256, 32768, 512), block_q=8, tile=32)
-    assert (
-        shared.programs == (256 // 8 * 32 + 256) * 4
-    )  # 32 splits of 1024 for 8 sequences each, then the own tokens of each
-    assert shared.partial_bytes == 2 * 256 * 33 * 32 * 130 * 4
     prompt = roofline.count_work(prefill(2, 40), block_q=16, tile=16)
     assert prompt.programs == 2 * 3 * 4
     assert prompt.tiles == 2 * (1 + 2 + 3) * 4

@@ -70,7 +70,13 @@ def serving(answer):
 
 def stats(**changes):
     zeros = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
-    sizes = {"num_blocks": 100, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 16}
+    sizes = {
+        "num_blocks": 100,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "block_size": 16,
+        "weight_bytes": {},
+    }
     histograms = {
         "step_seconds": Histogram(SECONDS_OF_STEP).snapshot(),
         "step_tokens": Histogram(TOKENS_OF_STEP).snapshot(),

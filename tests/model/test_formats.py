@@ -153,7 +153,7 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
     "modelopt-nvfp4": (modelopt("NVFP4", group_size=16), nvfp4(1 / 1234.5, modelopt=True)),
 }
 # Rows of two parts, and inputs: one block and several; ragged in every group and block.
-SIZES = {"even": ((128, 256), 256), "ragged": ((40, 72), 208), "odd": ((3, 13), 104), "small": ((8, 8), 8)}
+SIZES = {"even": ((136, 8), 256), "ragged": ((16, 32), 208), "odd": ((3, 13), 104), "small": ((8, 8), 8)}
 
 
 def loaded(directory, config, parts) -> Any:

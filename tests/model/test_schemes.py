@@ -395,7 +395,7 @@ def test_a_pattern_cannot_take_for_ever(monkeypatch):
 
 
 def test_the_most_specific_target_is_taken():
-    """A name before a pattern, a pattern before a class, whatever their order; what is ignored before all."""
+    """A name before a pattern, a pattern before a class, in any order; what is ignored before all."""
     groups = {
         "a": {"targets": ["Linear"], "weights": weights(4, "int", "channel")},
         "b": {

@@ -434,9 +434,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     ),
     "gguf": (
         lambda d: (d / "model.safetensors").rename(d / "model-Q4_K_M.gguf"),
-        ("; model-Q4_K_M.gguf is there, but GGUF is not supported",),
+        ("model-Q4_K_M.gguf: is truncated or no GGUF file",),
     ),
-    "gguf-alone": (only_gguf, ("config.json does not exist", "has model.gguf, and GGUF is not supported")),
+    "gguf-alone": (only_gguf, ("model.gguf: is truncated or no GGUF file",)),
     "adapter": (
         lambda d: (d / "config.json").rename(d / "adapter_config.json"),
         ("config.json does not exist", "has a LoRA adapter, which is not supported: merge it"),

@@ -17,27 +17,17 @@ from paged.kernels.gpu.attention import paged_attention as triton_attention
 from paged.kernels.gpu.attention.config import INTERPRETED_SPLIT
 from paged.kernels.gpu.target import in_interpreter
 from tests.support.error_bounds import assert_exact_enough
-from tests.support.kernel_cases import (
-    DEVICE,
-    attend,
-    quantized,
-    ragged_case,
-    take_sequences,
-    tree_of,
-)
+from tests.support.kernel_cases import DEVICE, attend, quantized, ragged_case, take_sequences
 
-OPTIONS = ("window", "softcap", "sinks", "tree", "int8", "fp8", "mla", "shared")
-# Without a meaning: a prefix is shared by single tokens that see all of it, and a cache has one dtype.
-EXCLUDED = [{"shared", "window"}, {"int8", "fp8"}]
-NODES = torch.ones(2, dtype=torch.int64, device=DEVICE)
-PAIRS = [pair for pair in combinations(OPTIONS, 2) if set(pair) not in EXCLUDED]
+OPTIONS = ("window", "softcap", "sinks", "int8", "fp8", "mla")
+PAIRS = [pair for pair in combinations(OPTIONS, 2) if pair != ("int8", "fp8")]  # a cache has one dtype
 # Around the edges of a tile (16), a Q-block (8 with two heads a group) and a split (64).
 SEQ_LENS = [1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 47, 63, 64, 65]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def short_splits():
-    """Those of the interpreter, on a GPU too: else nothing here is split or shared there."""
+    """Those of the interpreter, on a GPU too: else nothing here is split there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_attention, "split_size", lambda _: INTERPRETED_SPLIT)
         yield
@@ -46,24 +36,16 @@ def short_splits():
 def with_options(chosen, seq_lens, query_lens, generator, **shape):
     """Make a case with these options on."""
     num_heads = shape.get("num_heads", 4)
-    if "shared" in chosen:
-        seq_lens, query_lens = [65 + seq_len for seq_len in seq_lens], [1] * len(seq_lens)
     if "mla" in chosen:
         shape |= {"head_dim": 48, "value_dim": 32, "value_in_key": True}
     case = ragged_case(seq_lens, query_lens, sliding_window=19 if "window" in chosen else None, **shape)
-    if "shared" in chosen:
-        num_shared = 64 // case["key_cache"].shape[1]
-        case["block_tables"][:, :num_shared] = case["block_tables"][:1, :num_shared].clone()
-        case["shared_prefix_len"] = 64
     if "int8" in chosen or "fp8" in chosen:
         case = quantized(case, torch.int8 if "int8" in chosen else torch.float8_e4m3fn)
     if "softcap" in chosen:
         case["softcap"] = 1.5
     if "sinks" in chosen:
         case["sinks"] = torch.randn(num_heads, device=DEVICE)
-    if "tree" in chosen:
-        case["tree_mask"] = tree_of(case, generator)
-    if generator.random() < 0.5 and "shared" not in chosen:
+    if generator.random() < 0.5:
         group = num_heads // shape.get("num_kv_heads", 2)
         # The rows that every target's tiles have for such heads.
         rows = 64 if in_interpreter() else 16 if case["query"].dtype == torch.float32 else 32
@@ -127,17 +109,7 @@ def test_small_values_of_a_quantised_cache_survive_float16(kind):
     assert_exact_enough(attend(triton_attention.paged_attention, **case), case, reference.paged_attention)
 
 
-@pytest.mark.parametrize("name", ["triton", "numba"] if DEVICE == "cpu" else ["triton"])
-def test_the_largest_tree_uses_every_bit(name):
-    case = ragged_case([70], [64], num_heads=2, num_kv_heads=1)
-    case["tree_mask"] = tree_of(case, random.Random(0))
-    got = attend(load_kernels(name).paged_attention, **case)
-    assert_exact_enough(got, case, reference.paged_attention, name)
-
-
-@pytest.mark.parametrize(
-    "chosen", [("window", "sinks"), ("softcap", "int8"), ("tree", "int8"), ("mla", "sinks")]
-)
+@pytest.mark.parametrize("chosen", [("window", "sinks"), ("softcap", "int8"), ("mla", "sinks")])
 def test_neighbours_do_not_change_a_bit(chosen):
     """Each sequence alone or in other company."""
     query_lens = [1, 30, 1, 3, 8]
@@ -182,13 +154,9 @@ def test_torch_backend_takes_every_option(chosen, dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tree_mask": torch.ones(2)}, "tree_mask must be torch.int64, got torch.float32"),
-        ({"tree_mask": NODES, "max_seqlen_q": 65}, "between 1 and 64, got 65"),
         ({"sinks": torch.ones(3)}, r"sinks must have shape \[4\], got \[3\]"),
         ({"softcap": -1.0}, "softcap must be greater than 0, got -1.0"),
         ({"key_scales": torch.ones(1)}, "key_scales belong to a quantised cache; this one is torch.float32"),
-        ({"shared_prefix_len": 16, "max_seqlen_q": 2}, "one new token of every sequence, got 2 of 2"),
-        ({"shared_prefix_len": 16, "sliding_window": 4}, "exclude each other"),
         ({"max_decode_q": 33}, "max_decode_q must be between 1 and (8|32), got 33"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
@@ -224,12 +192,11 @@ def test_fp8_is_refused_where_there_is_none(monkeypatch, target):
     ("change", "message"),
     [
         ({"block_tables": [[0, 99]]}, r"block_tables\[0\] must hold blocks below 5, got \[0, 99\]"),
-        ({"seq_lens": [49]}, r"seq_lens\[0\] must hold its 2 new tokens, .* got 49"),
-        ({"seq_lens": [1]}, r"seq_lens\[0\] must hold its 2 new tokens, .* got 1"),
+        ({"seq_lens": [49]}, r"seq_lens\[0\] must hold its 2 new tokens and .* got 49"),
+        ({"seq_lens": [1]}, r"seq_lens\[0\] must hold its 2 new tokens and .* got 1"),
         ({"cu_seqlens_q": [0, 3]}, r"cu_seqlens_q must rise from 0 to at most 2, got \[0, 3\]"),
         ({"max_seqlen_q": 1}, "max_seqlen_q is 1, and sequence 0 has 2 new tokens"),
         ({"min_seqlen_q": 3, "max_seqlen_q": 3}, "min_seqlen_q is 3, and sequence 0 has 2 new tokens"),
-        ({"tree_mask": [1, 1]}, "new token 1 of sequence 0 does not see itself"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
@@ -238,27 +205,8 @@ def test_debug_mode_checks_what_tables_hold(monkeypatch, change, message):
     case = ragged_case([20], [2])
     attend(triton_attention.paged_attention, **case)
     for name, value in change.items():
-        dtype = torch.int64 if name == "tree_mask" else torch.int32
-        case[name] = value if isinstance(value, int) else torch.tensor(value, dtype=dtype, device=DEVICE)
-    with pytest.raises(ValueError, match=message):
-        attend(triton_attention.paged_attention, **case)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"cu_seqlens_q": [0, 0, 2]}, "needs one new token of every sequence, and sequence 0 has 0"),
-        ({"block_tables": [[0, 1, 2], [0, 3, 4]]}, "must begin with the same 2 blocks"),
-    ],
-    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
-)
-def test_debug_mode_checks_who_shares_a_prefix(monkeypatch, change, message):
-    monkeypatch.setenv("PAGED_DEBUG", "1")
-    case = ragged_case([33, 34], [1, 1]) | {"shared_prefix_len": 20}
-    case["block_tables"][1, :2] = case["block_tables"][0, :2]
-    attend(triton_attention.paged_attention, **case)
-    for name, value in change.items():
-        case[name] = torch.tensor(value, dtype=torch.int32, device=DEVICE)
+        is_number = isinstance(value, int)
+        case[name] = value if is_number else torch.tensor(value, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match=message):
         attend(triton_attention.paged_attention, **case)
 

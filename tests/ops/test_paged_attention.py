@@ -254,8 +254,6 @@ def test_tiles_of_a_gpu(monkeypatch, target, block_size):
         ({"max_seqlen_q": 2.5}, "max_seqlen_q must be an int, got 2.5"),
         ({"min_seqlen_q": None}, "min_seqlen_q must be an int, got None"),
         ({"max_decode_q": 1.5}, "max_decode_q must be an int, got 1.5"),
-        ({"shared_prefix_len": None}, "shared_prefix_len must be an int, got None"),
-        ({"shared_prefix_len": 33}, "shared_prefix_len must be between 0 and 31, got 33"),
         ({"seq_lens": torch.tensor(3).int()}, r"seq_lens must have shape \[any\], got \[\]"),
         (
             {name: torch.zeros(4, 0, 2, 32) for name in ("key_cache", "value_cache")},
@@ -354,7 +352,7 @@ def test_config_depends_on_the_model_alone():
         assert choose_config(576, 16, torch.bfloat16, "prefill", target, 512, torch.int8).BLOCK_M == 32
     for group in (1, 3, 5, 7, 16, 20, 128):
         for target in (*FAMILIES, "interpreter"):
-            for use in ("prefill", "decode", "shared"):
+            for use in ("prefill", "decode"):
                 for head_dim, value_dim in [(80, None), (576, 512), (16, 256), (128, 64)]:
                     if max(head_dim, value_dim or 0) > largest_head_dim(target):
                         continue

@@ -9,6 +9,7 @@ import pytest
 from paged import AsyncLLMEngine, SamplingParams
 from paged.config import EngineConfig
 from paged.errors import RequestError
+from paged.model.config import DEMO
 from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput
 from paged.sampling_params import RequestOutputKind
 from paged.server.telemetry.records import CLIENT_GONE, Observers, RequestRecord
@@ -106,6 +107,9 @@ def test_figures_of_the_engine(demo_stats):
     assert sum(blocks.values()) == 64
     assert blocks["cached"] == 2
     assert found[("batch_utilization_perc", *own)] == 0
+    file = (DEMO / "model.safetensors").read_bytes()
+    header = int.from_bytes(file[:8], "little")
+    assert found[("weight_bytes", *own, "floats")] == len(file) - 8 - header
     assert [key for key in found if key[0] == "cache_config_info"] == [
         ("cache_config_info", "16", "auto", "True", str(engine), "0.92", "64") for engine in (0, 1)
     ]

@@ -33,8 +33,7 @@ SCALARS: list[Any] = [
 ]  # fmt: skip
 FLAGS = ("unit_offset", "add", "tanh", "pairs", "gated", "panels.gated")
 INTS = (
-    "max_seqlen_q", "min_seqlen_q", "max_decode_q", "shared_prefix_len", "sliding_window", "num_top",
-    "panels.out_features",
+    "max_seqlen_q", "min_seqlen_q", "max_decode_q", "sliding_window", "num_top", "panels.out_features",
 )  # fmt: skip
 
 
@@ -218,7 +217,7 @@ def _of_contents(call: Call, name: str, x: Tensor, generator: random.Random) -> 
     if name in call.indices:
         for value in (-1, call.indices[name], 2**62, -(2**63)):
             yield Damage(name, f"{value} at {place}", _with(x, place, value), is_wrong=True)
-    elif limits is not None and name in ("block_tables", "seq_lens", "cu_seqlens_q", "tree_mask"):
+    elif limits is not None and name in ("block_tables", "seq_lens", "cu_seqlens_q"):
         for value in (-1, limits.min, limits.max, 0, 1000):
             yield Damage(name, f"{value} at {place}", _with(x, place, value), is_wrong=False)
         if len(x) > 1:

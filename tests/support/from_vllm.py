@@ -34,7 +34,7 @@ OUTPUTS = {"RequestOutput": paged.RequestOutput, "CompletionOutput": paged.Compl
 OTHER_MEANING = {
     "score": "`score(prompt, continuations)` returns the log-probabilities of continuations, no similarities",
     "encode": "the same as `embed`, with `pooling` and `normalize` in place of `pooling_params`",
-    "quantization": "'int8' or 'int4' quantizes a plain checkpoint while it loads",
+    "quantization": "'int8' or 'int4' quantizes a plain checkpoint while it loads; others need no option",
     "attention_backend": "'auto', 'triton', 'numba' or 'torch'",
     "kv_cache_dtype": "without 'fp8_e5m2' and others; see `EngineConfig`",
     "enforce_eager": "records no steps on a CPU; there are no CUDA graphs",

@@ -1,8 +1,7 @@
 """Inputs for the kernel tests, made to expose errors: NaN in slots that no token owns, shuffled blocks."""
 
-import random
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -110,18 +109,6 @@ def quantized(case: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {**case, **changed}
 
 
-def tree_of(case: dict[str, Any], generator: random.Random) -> Tensor:
-    """Make a random tree mask: every new token sees itself and some of those before it."""
-    bounds = case["cu_seqlens_q"].tolist()
-    masks = [
-        (1 << j) | generator.getrandbits(64) & ((1 << j) - 1)
-        for start, end in pairwise(bounds)
-        for j in range(end - start)
-    ]
-    signed = [mask - (1 << 64) if mask >> 63 else mask for mask in masks]
-    return torch.tensor(signed, dtype=torch.int64, device=DEVICE)
-
-
 def cu_seqlens(query_lens: Sequence[int]) -> Tensor:
     """Exclusive prefix sum of the new tokens: i32[len(query_lens) + 1]."""
     return torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=DEVICE)
@@ -130,14 +117,9 @@ def cu_seqlens(query_lens: Sequence[int]) -> Tensor:
 def take_sequences(case: dict[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
     """Return the case with the sequences `chosen` only, in that order."""
     bounds = case["cu_seqlens_q"].tolist()
-    per_token = {
-        name: torch.cat([case[name][bounds[i] : bounds[i + 1]] for i in chosen])
-        for name in ("query", "tree_mask")
-        if name in case
-    }
     return {
         **case,
-        **per_token,
+        "query": torch.cat([case["query"][bounds[i] : bounds[i + 1]] for i in chosen]),
         "block_tables": case["block_tables"][list(chosen)],
         "seq_lens": case["seq_lens"][list(chosen)],
         "cu_seqlens_q": cu_seqlens([bounds[i + 1] - bounds[i] for i in chosen]),

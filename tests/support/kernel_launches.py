@@ -24,14 +24,14 @@ AttentionCase = tuple[int, int, str, int, dict[str, Any]]
 ATTENTION_CASES: list[AttentionCase] = [
     (128, 4, "bfloat16", 16, {"window": 4096}),
     (128, 7, "float16", 64, {}),
-    (128, 20, "bfloat16", 64, {"tree": True}),
+    (128, 20, "bfloat16", 64, {}),
     (256, 4, "bfloat16", 16, {"window": 4096, "softcap": True}),
     (96, 3, "float16", 8, {"window": 1024}),
     (32, 1, "bfloat16", 256, {}),
     (64, 8, "bfloat16", 16, {"window": 128, "sinks": True}),
     (128, 4, "bfloat16", 16, {"cache": "int8"}),
     (128, 4, "bfloat16", 16, {"cache": "float8_e4m3fn"}),
-    (128, 4, "bfloat16", 16, {"shared": True}),
+    (128, 4, "bfloat16", 16, {"max_decode_q": 8}),
     (576, 16, "bfloat16", 64, {"value_dim": 512}),
     (64, 4, "float32", 16, {}),
     (128, 7, "float32", 16, {}),
@@ -42,15 +42,15 @@ ATTENTION_CASES: list[AttentionCase] = [
     (128, 4, "bfloat16", 64, {"cache": "float8_e4m3fn"}),
     (256, 4, "bfloat16", 64, {"cache": "int8"}),
     (256, 4, "bfloat16", 64, {"softcap": True}),
-    (128, 4, "bfloat16", 64, {"tree": True}),
-    # Groups beyond 16 rows: each a shared prefix and what follows it, both of many rows.
-    (64, 32, "bfloat16", 16, {"shared": True}),
-    (256, 32, "bfloat16", 16, {"shared": True}),
-    (576, 128, "bfloat16", 64, {"value_dim": 512, "shared": True}),
-    (64, 32, "float32", 16, {"shared": True}),
-    (128, 32, "float32", 16, {"shared": True}),
-    (256, 32, "float32", 16, {"shared": True}),
-    (576, 128, "float32", 64, {"value_dim": 512, "shared": True}),
+    (128, 4, "bfloat16", 64, {}),
+    # Decodes of groups beyond 16 rows.
+    (64, 32, "bfloat16", 16, {"decodes": True}),
+    (256, 32, "bfloat16", 16, {"decodes": True}),
+    (576, 128, "bfloat16", 64, {"value_dim": 512, "decodes": True}),
+    (64, 32, "float32", 16, {"decodes": True}),
+    (128, 32, "float32", 16, {"decodes": True}),
+    (256, 32, "float32", 16, {"decodes": True}),
+    (576, 128, "float32", 64, {"value_dim": 512, "decodes": True}),
     # Values of other dimensions than keys that are no view of them; the widest of each row; an 8-bit cache,
     # and one narrower than queries of float32, for every row.
     (192, 4, "bfloat16", 16, {"value_dim": 128}),
@@ -62,20 +62,16 @@ ATTENTION_CASES: list[AttentionCase] = [
     (576, 16, "bfloat16", 64, {"value_dim": 512, "cache": "int8"}),
     (576, 4, "bfloat16", 16, {}),
     (576, 4, "float32", 16, {}),
-    (64, 32, "bfloat16", 16, {"cache": "int8", "shared": True}),
-    (128, 32, "bfloat16", 16, {"cache": "int8", "shared": True}),
+    (64, 32, "bfloat16", 16, {"cache": "int8", "decodes": True}),
+    (128, 32, "bfloat16", 16, {"cache": "int8", "decodes": True}),
     (64, 4, "float32", 16, {"cache": "bfloat16"}),
     (128, 4, "float32", 16, {"cache": "float16"}),
-    (256, 32, "bfloat16", 16, {"cache": "int8", "shared": True}),
-    (576, 128, "bfloat16", 64, {"value_dim": 512, "cache": "int8", "shared": True}),
+    (256, 32, "bfloat16", 16, {"cache": "int8", "decodes": True}),
+    (576, 128, "bfloat16", 64, {"value_dim": 512, "cache": "int8", "decodes": True}),
     (256, 4, "float32", 16, {"cache": "int8"}),
     (576, 16, "float32", 64, {"value_dim": 512, "cache": "float16"}),
-    (576, 32, "bfloat16", 16, {"shared": True}),
-    (576, 32, "float32", 16, {"shared": True}),
-    (64, 4, "float32", 16, {"cache": "float16", "shared": True}),
-    (256, 4, "float32", 16, {"cache": "float16", "shared": True}),
-    (128, 4, "float32", 16, {"cache": "int8", "shared": True}),
-    (576, 16, "float32", 64, {"value_dim": 512, "cache": "int8", "shared": True}),
+    (576, 32, "bfloat16", 16, {"decodes": True}),
+    (576, 32, "float32", 16, {"decodes": True}),
     (128, 4, "float16", 16, {"cache": "int8"}),
     # A few tokens of a decode are more rows too.
     (64, 8, "bfloat16", 64, {"max_decode_q": 8}),
@@ -99,8 +95,8 @@ COMMON_CASES: list[AttentionCase] = [
     (128, 4, "bfloat16", 64, {"cache": "float8_e4m3fn"}),
     (64, 4, "float32", 16, {}),
     (128, 7, "float32", 16, {}),
-    (64, 32, "bfloat16", 16, {"shared": True}),
-    (128, 4, "bfloat16", 16, {"shared": True}),
+    (64, 32, "bfloat16", 16, {"decodes": True}),
+    (128, 4, "bfloat16", 16, {"max_decode_q": 8}),
     (64, 8, "bfloat16", 64, {"max_decode_q": 8}),  # speculative tokens
 ]
 # e4m3 arithmetic begins with sm_89, and AMD's has a format of its own.
@@ -134,8 +130,7 @@ def launch_attention(
     cache: str | None = None,
     softcap: bool = False,
     sinks: bool = False,
-    tree: bool = False,
-    shared: bool = False,
+    decodes: bool = False,
     max_decode_q: int = 1,
     num_tokens: int = 40,
     num_seqs: int = 2,
@@ -143,12 +138,13 @@ def launch_attention(
 ) -> None:
     """Launch attention once, as a batch with prefill does: it compiles prefill, plan, decode and merge.
 
+    decodes: as a batch of decodes does, without prefill.
     Values of 512 dimensions are a view of the keys, as in MLA. A `cache` of another dtype than queries has
     scales where it is quantised.
     """
     num_kv_heads, num_blocks = 2, 4
     num_heads = num_kv_heads * group
-    if shared:
+    if decodes:
         num_tokens = num_seqs
     sizes = num_blocks, block_size, num_kv_heads
     key_cache = torch.empty(*sizes, head_dim, dtype=DTYPES[cache] if cache else dtype)
@@ -163,14 +159,12 @@ def launch_attention(
         torch.zeros(num_seqs + 1, dtype=torch.int32),
         AttentionOptions(
             scale=head_dim**-0.5,
-            max_seqlen_q=1 if shared else num_tokens,
+            max_seqlen_q=1 if decodes else num_tokens,
             sliding_window=window,
             softcap=50.0 if softcap else None,
             sinks=torch.empty(num_heads) if sinks else None,
-            tree_mask=torch.empty(num_tokens, dtype=torch.int64) if tree else None,
             key_scales=scales,
             value_scales=scales,
-            shared_prefix_len=max_blocks * block_size // 2 if shared else 0,
             max_decode_q=max_decode_q,
         ),
     )

@@ -212,6 +212,7 @@ def mutate(seed: int, directory: Path, base: Files, only: Sequence[str] = ()) ->
 # How often each file is damaged; others once.
 _WEIGHTS = {
     "model.safetensors": 5,
+    "model.gguf": 8,
     "model.safetensors.index.json": 3,
     "config.json": 5,
     "hf_quant_config.json": 3,
@@ -229,6 +230,8 @@ def _damage(choose: random.Random, name: str, files: Files) -> str:
         files[name], done = _damage_json(choose, name, content)
     elif name.endswith(".safetensors"):
         files[name], done = _damage_tensors(choose, content)
+    elif name.endswith(".gguf"):
+        files[name], done = _damage_gguf(choose, content)
     else:
         files[name] = choose.choice(TEMPLATES).encode()
         done = files[name][:60].decode()
@@ -332,6 +335,24 @@ def _damage_tensors(choose: random.Random, content: bytes) -> tuple[bytes, str]:
         done = damage_value(choose, header)
     text = dumps(header).encode("utf-8", "surrogatepass")
     return struct.pack("<Q", len(text)) + text + data, done
+
+
+def _damage_gguf(choose: random.Random, content: bytes) -> tuple[bytes, str]:
+    """Damage the header, most of which are numbers of 4 and 8 bytes; sometimes a weight."""
+    end = content.index(b"blk.1.")  # among the infos of tensors
+    at = choose.randrange(4, end)
+    how = choose.randrange(4)
+    if how == 0:
+        number = choose.choice([0, 1, 7, 8, 9, 12, 2**16, 2**31 - 1, 2**31, 2**32 - 1])
+        return content[:at] + struct.pack("<I", number) + content[at + 4 :], f"{number} at byte {at}"
+    if how == 1:
+        number = choose.choice([0, 1, 2**20, 2**31, 2**32, 2**40, 2**63, 2**64 - 1])
+        return content[:at] + struct.pack("<Q", number) + content[at + 8 :], f"{number} at byte {at}"
+    if how == 2:
+        damaged, done = damage_bytes(choose, content[:end])
+        return damaged + content[end:], done
+    at = choose.randrange(end, len(content) - 2)
+    return content[:at] + b"\x00\x7e" + content[at + 2 :], f"NaN at byte {at}"
 
 
 def _make_special(choose: random.Random, file: Path, content: bytes) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from paged.kernels import reference
 from paged.kernels.attention_options import AttentionOptions
 from paged.kernels.backend import BackendName, Kernels, load_kernels
-from tests.support.kernel_cases import quantized, ragged_case, tree_of
+from tests.support.kernel_cases import quantized, ragged_case
 
 TENSORS_OF_ATTENTION = (
     "query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_seqlens_q",
@@ -203,10 +203,8 @@ def _copy_blocks(kernels: Kernels, generator: random.Random) -> Call:
 
 def _attention(kernels: Kernels, generator: random.Random) -> Call:
     seq_lens = [generator.randint(1, 40) for _ in range(generator.randint(1, 3))]
-    kind = generator.choice(["plain", "window", "tree", "shared", "mla", "int8", "fp8", "special"])
-    query_lens = [1 if kind == "shared" else generator.randint(0, min(n, 5)) for n in seq_lens]
-    if kind == "shared":
-        seq_lens = [n + 8 for n in seq_lens]
+    kind = generator.choice(["plain", "window", "mla", "int8", "fp8", "special"])
+    query_lens = [generator.randint(0, min(n, 5)) for n in seq_lens]
     num_kv_heads = generator.randint(1, 2)
     case = ragged_case(
         seq_lens,
@@ -223,17 +221,12 @@ def _attention(kernels: Kernels, generator: random.Random) -> Call:
     num_heads = case["query"].shape[1]
     if kind in ("int8", "fp8"):
         case = quantized(case, torch.int8 if kind == "int8" else torch.float8_e4m3fn)
-    elif kind == "tree":
-        case["tree_mask"] = tree_of(case, generator)
-    elif kind == "shared":
-        case["block_tables"][:, 0] = case["block_tables"][0, 0].clone()
-        case["shared_prefix_len"] = 8
     elif kind == "special":
         case |= {"softcap": 5.0, "sinks": torch.randn(num_heads)}
     name = generator.choice(["paged_attention", "plan_attention", "planned"])
     launch = {"plan_attention": _plan, "paged_attention": _attend, "planned": _attend_by_plan}[name]
     expected = None if name == "plan_attention" else _expected_attention
-    optional = ("sinks", "tree_mask", "softcap", "sliding_window")
+    optional = ("sinks", "softcap", "sliding_window")
     call = Call(name, lambda **given: launch(kernels, given), case, optional=optional, expected=expected)
     if name == "planned":
         case["plan"] = _plan(kernels, case)

@@ -34,6 +34,7 @@ from paged.kernels.backend import load_kernels
 from paged.model.decoder import Decoder
 from paged.model.hf_config import from_hf
 from paged.model.weights.loading import wanted_tensors
+from tests.support.gguf_files import in_type, write_gguf
 from tests.support.mutations import Files, mutate
 from tests.support.quantised import (
     Sizes,
@@ -84,6 +85,7 @@ def base_checkpoints() -> list[Files]:
         {**_files("llama", _unigram(), sharded=True), "special_tokens_map.json": b'{"eos_token": "<|end|>"}'},
         plain,
         *(_quantised(plain, *quantised) for quantised in QUANTISED),
+        {"model.gguf": _gguf(_byte_level())},
     ]
 
 
@@ -212,6 +214,47 @@ def _files(model_type: str, tokenizer: Tokenizer, *, sharded: bool) -> Files:
     return written
 
 
+def _gguf(tokenizer: Tokenizer) -> bytes:
+    """Return a file with weights in blocks and in floats, and with a tokenizer."""
+    own = json.loads(tokenizer.to_str())
+    tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
+    added = {token["id"] for token in own["added_tokens"]}
+    sizes = {"block_count": 2, "context_length": 64, "embedding_length": 32, "feed_forward_length": 32}
+    sizes |= {"attention.head_count": 2, "attention.head_count_kv": 1, "rope.dimension_count": 16}
+    metadata: dict[str, Any] = {"general.architecture": "llama"}
+    metadata |= {f"llama.{key}": value for key, value in sizes.items()}
+    metadata |= {"llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.freq_base": 1e4}
+    text = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "merges": [*map(" ".join, own["model"]["merges"])],
+    }
+    text |= {"token_type": [3 if i in added else 1 for i in range(len(tokens))]}
+    text |= {"eos_token_id": tokens.index("<|end|>"), "add_bos_token": False}
+    metadata |= {f"tokenizer.ggml.{key}": value for key, value in text.items()}
+    metadata["tokenizer.chat_template"] = TEMPLATE
+    rows = {
+        "attn_q": 32,
+        "attn_k": 16,
+        "attn_v": 16,
+        "attn_output": 32,
+        "ffn_gate": 32,
+        "ffn_up": 32,
+        "ffn_down": 32,
+    }
+    shapes = {f"blk.{i}.{name}": (count, 32) for i in range(2) for name, count in rows.items()}
+    shapes |= {"token_embd": (len(tokens), 32), "output": (len(tokens), 32), "output_norm": (32,)}
+    shapes |= {f"blk.{i}.{name}": (32,) for i in range(2) for name in ("attn_norm", "ffn_norm")}
+    generator = torch.Generator().manual_seed(0)
+    stored = {
+        f"{name}.weight": in_type("Q8_0" if len(shape) > 1 else "F32", torch.randn(shape), generator)[0]
+        for name, shape in sorted(shapes.items())
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        return write_gguf(Path(folder) / "a.gguf", metadata, stored).read_bytes()
+
+
 def _with_end(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.add_special_tokens([AddedToken("<|end|>", special=True), AddedToken("<|user|>", special=True)])
     return tokenizer
@@ -256,7 +299,14 @@ class Watch:
         self.model, self.away, self.is_on = work / "model", work / "away", False
         self.findings: list[str] = []
         self.away.mkdir()
-        allowed = {ROOT, Path(sys.prefix), Path(sys.base_prefix), work / "model", work / "blobs"}
+        allowed = {
+            ROOT,
+            Path(sys.prefix),
+            Path(sys.base_prefix),
+            work / "model",
+            work / "blobs",
+            work / "cache",
+        }
         allowed |= {Path(p) for p in ("/proc", "/sys", "/dev", "/etc", "/usr", "/run", "/lib")}
         allowed |= {Path(p) for p in sys.path if p}
         self._allowed = tuple(f"{path.resolve()}{os.sep}" for path in allowed)
@@ -393,13 +443,16 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    bases = base_checkpoints()
+    only = sys.argv[4:]
+    first_base, *_ = every = base_checkpoints()
+    bases = [base for base in every if not only or not base.keys().isdisjoint(only)]
     with tempfile.TemporaryDirectory(prefix="paged-strangers-") as folder:
         work = Path(folder).resolve()
+        os.environ["XDG_CACHE_HOME"] = str(work / "cache")  # where what is made of GGUF files is kept
         watch = Watch(work)
-        for name, content in bases[0].items():
+        for name, content in first_base.items():
             (watch.away / name).write_bytes(content)
-        (watch.away / "tokenizer.4.0.0.json").write_bytes(bases[0]["tokenizer.json"])
+        (watch.away / "tokenizer.4.0.0.json").write_bytes(first_base["tokenizer.json"])
         for i, base in enumerate(bases):  # warm up, so that what is imported once does not count
             _refill(watch.model, base)
             outcome, findings = load(watch.model, with_tokenizer=True, with_tokens=True)
@@ -408,9 +461,12 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (soft, resource.RLIM_INFINITY))
         for seed in range(first, stop, stride):
             _refill(watch.model, {})
-            done = mutate(seed, watch.model, bases[seed % len(bases)], sys.argv[4:])
+            done = mutate(seed, watch.model, bases[seed % len(bases)], only)
             out.write(json.dumps({"seed": seed, "done": done}) + "\n")
-            touches_text = not done.startswith(("model", "config", "generation"))
+            is_gguf = done.startswith("model.gguf")
+            touches_text = not done.startswith(("model", "config", "generation")) or (
+                is_gguf and seed % 8 < 4
+            )
             started = time.perf_counter()
             watch.begin()
             outcome, findings = load(watch.model, with_tokenizer=touches_text, with_tokens=seed % 4 == 0)

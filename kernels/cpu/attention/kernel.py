@@ -32,7 +32,6 @@ _ADDRESSES = (
     "out",
     "parts",  # f32[num_parts, padded value_dim + 2]: a row's maximum, normalizer and output over one split
     "sinks",  # this and the following are 0 where not given
-    "tree_mask",
     "key_scales",
     "value_scales",
 )
@@ -136,7 +135,8 @@ def _attend(args, number, scratch_memory):
         reset(state, unit.num_rows)
         first_tile = max(split * SPLIT_KEYS, unit.first_key // TILE * TILE)
         for start in range(first_tile, min((split + 1) * SPLIT_KEYS, unit.end_key), TILE):
-            is_masked = start + TILE > unit.num_unmasked or args.window > 0
+            # All rows see the keys up to the first one's own position, unless there is a window.
+            is_masked = start + TILE > unit.position + 1 or args.window > 0
             tile = KeyTile(start, max(0, unit.first_key - start), min(TILE, unit.end_key - start), is_masked)
             write_addresses(args, unit.seq, tile, scratch.addresses)
             if args.key_scales:

@@ -106,9 +106,9 @@ def paged_attention(
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
     """Return softmax(scale q kᵀ + causal mask) v over paged K and V; see `gpu.attention.paged_attention`.
 
-    shared_prefix_len, max_decode_q and min_seqlen_q are hints that change nothing here. In `TrustedContents`
-    a plan was checked with the layer that it was made for: others are only compared with that one's layout.
-    Raises ValueError where the tensors, or the plan, do not fit.
+    max_decode_q and min_seqlen_q are hints that change nothing here. In `TrustedContents` a plan was checked
+    with the layer that it was made for: others are only compared with that one's layout. Raises ValueError
+    where the tensors, or the plan, do not fit.
     """
     if plan is None:
         plan = plan_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)

@@ -105,9 +105,8 @@ def attend_in_scratch(args, unit, scratch, state, tile, configured):
         )
         for block in range(0, rows, step):
             some = min(step, rows - block)
-            seen = tile.end
-            if not args.tree_mask:  # keys that the block's last row does not see are left out
-                seen = min(seen, unit.position + (block + some - 1) // group + 1 - tile.start)
+            # Keys that the block's last row does not see are left out.
+            seen = min(tile.end, unit.position + (block + some - 1) // group + 1 - tile.start)
             if seen <= tile.skip:
                 continue
             if unit.arithmetic == BY_TILES and some != configured:

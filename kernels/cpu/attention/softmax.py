@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..simd.gather import copy_row, fetch_rows, highest_of_rows, totals_of_rows
-from ..simd.memory import get_float, get_long, load, load_up_to, set_float, store, store_narrow, store_some_as
+from ..simd.memory import get_float, load, load_up_to, set_float, store, store_narrow, store_some_as
 from ..simd.numbers import FLOAT32
 from ..simd.vectors import (
     LANES,
@@ -110,15 +110,6 @@ def _cap(scores, num_vectors, softcap):
     for i in range(num_vectors):
         at = scores + i * VECTOR_BYTES
         store(at, subtract(gated_by(twice, multiply(load(at), inner)), cap))
-
-
-@function
-def _mask_tree(args, scores, tile, token, new_position):
-    """Set the scores of new keys, from new_position on, that are no ancestors of a token to -inf."""
-    bits = get_long(args.tree_mask + 8 * token)
-    for j in range(max(0, new_position - tile.start), tile.end):
-        if not (bits >> (tile.start + j - new_position)) & 1:
-            set_float(scores + 4 * j, MINUS_INFINITY)
 
 
 @inlined
@@ -239,11 +230,7 @@ def _softmax_group(args, unit, state, first, rows, tile, width, in_pairs, prefet
         if is_capped:
             _cap(row, width // LANES, np.float32(args.softcap))
         if tile.is_masked:
-            end = tile.end
-            if args.tree_mask:
-                _mask_tree(args, row, tile, unit.first_token + later, unit.new_position)
-            else:
-                end = max(0, min(tile.end, unit.position + later + 1 - tile.start))
+            end = max(0, min(tile.end, unit.position + later + 1 - tile.start))
             if args.window:
                 begin = max(0, unit.position + later - args.window + 1 - tile.start)
         top = _scale_and_mask(row, width, begin, end, ONE if is_capped else factor)

@@ -27,7 +27,6 @@ class Unit(NamedTuple):
     first_token: int  # in the batch
     num_tokens: int
     position: int  # of the first token in its sequence
-    new_position: int  # of the sequence's first new token
     first_head: int  # KV heads
     num_heads: int
     head_rows: int  # rows of one KV head
@@ -39,7 +38,6 @@ class Unit(NamedTuple):
     first_part: int  # where its rows start in `parts`, which are merged later; -1: it writes the output
     first_key: int  # keys from here
     end_key: int  # to here are seen by at least one of the tokens
-    num_unmasked: int  # all tokens see the keys before this one, except for a sliding window
     arithmetic: int  # BY_FLOATS, BY_PAIRS or BY_TILES
     depth: int  # 4-byte words of a row of Q or K: float32, or pairs of bfloat16
     in_place: bool  # keys are read in the cache, not copied first
@@ -123,16 +121,12 @@ def read_unit(args, address):
     position = new_position + first_token
     first_key = 0
     end_key = new_position + end_token
-    num_unmasked = position + 1
-    if args.tree_mask:
-        end_key = seq_len
-        num_unmasked = new_position
     if args.window:
         first_key = max(0, position - args.window + 1)
     return Unit(
-        seq, token, num_tokens, position, new_position, first_head, num_heads, rows, rows * num_heads,
+        seq, token, num_tokens, position, first_head, num_heads, rows, rows * num_heads,
         first_head * args.key_head_stride, first_head * args.value_head_stride, first_split, end_split, part,
-        first_key, end_key, num_unmasked, arithmetic, depth, in_place,
+        first_key, end_key, arithmetic, depth, in_place,
     )  # fmt: skip
 
 

@@ -8,9 +8,8 @@ import torch
 
 from ...attention_options import MAX_GROUP, MAX_HEAD_DIM, MIN_HEAD_DIM
 
-# Prefill: many query tokens of a sequence. Decode: one to BLOCK_Q of them. Shared: one query token of each of
-# many sequences, over the prefix that these have in common.
-Use = Literal["prefill", "decode", "shared"]
+# Prefill: many query tokens of a sequence. Decode: one to BLOCK_Q of them.
+Use = Literal["prefill", "decode"]
 # Where a program has its rows' heads, tokens and mask after the loop over keys: in registers ("kept"), or
 # computed again from the sequence's range ("reloaded"), or from the row numbers too ("recomputed"). Chosen so
 # that a kernel does not spill, or that more programs run at once.
@@ -80,7 +79,7 @@ def choose_config(
     elif (value_dim or head_dim) > 512:
         rows, tile, warps, stages = _PADDED_TO_1024[family]
     else:
-        few = use == "decode" and queries * group <= MAX_FEW_ROWS
+        few = queries * group <= MAX_FEW_ROWS
         table = _PREFILL if use == "prefill" else _DECODE if few else _MANY_ROWS
         tiles = (_FLOAT32 if dtype == torch.float32 else table)[family][wide]
         rows, tile, warps, stages = _CONVERTED[family].get(tiles, tiles) if converted else tiles
@@ -161,8 +160,8 @@ _PREFILL = {
     "hopper": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 3), MAX_HEAD_DIM: (64, 16, 8, 2)},
     "ampere": {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2), MAX_HEAD_DIM: (16, 16, 4, 2)},
 }
-# A decode of a large group, or of many sequences that share a prefix. From 256 dimensions on, the partial
-# results of 64 rows would not fit into Hopper's registers, and fewer rows cannot use wgmma.
+# A decode of a large group, or of several query tokens. From 256 dimensions on, the partial results of 64
+# rows would not fit into Hopper's registers, and fewer rows cannot use wgmma.
 _MANY_ROWS = {
     "cdna": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 32, 4, 2), MAX_HEAD_DIM: (16, 16, 4, 1)},
     "rdna3": {64: (64, 32, 8, 1), 128: (32, 16, 8, 1)},

@@ -45,9 +45,33 @@ def _reload_rows(row, cu_seqlens_q_ptr, seq, tiles):
     return row, query_start, query_len
 
 
+@triton.jit
+def _place_rows(row, head_block, first_q, query_start, query_len, layer: tl.constexpr, tiles: tl.constexpr):
+    """Return each row's head, place among the sequence's new tokens, token, and whether there is such a row.
+
+    Rows are query tokens, from first_q on, times BLOCK_G heads of a KV head: those of head_block.
+    """
+    member = head_block % tl.cdiv(layer.GROUP, tiles.BLOCK_G) * tiles.BLOCK_G + row % tiles.BLOCK_G
+    head = head_block // tl.cdiv(layer.GROUP, tiles.BLOCK_G) * layer.GROUP + member
+    offs_q = first_q + row // tiles.BLOCK_G
+    mask_row = (row < tiles.BLOCK_Q * tiles.BLOCK_G) & (offs_q < query_len) & (member < layer.GROUP)
+    return head, offs_q, (query_start + offs_q).to(tl.int64), mask_row
+
+
+@triton.jit
+def _store_rows(out_ptr, acc, row_sum, head, token, mask_row, layer: tl.constexpr):
+    """Store the outputs of rows, normalised."""
+    offs_v = tl.arange(0, layer.BLOCK_V)
+    mask_out = mask_row[:, None] & (offs_v < layer.VALUE_DIM)[None, :]
+    offs_out = ((token * layer.NUM_HEADS + head) * layer.VALUE_DIM)[:, None] + offs_v[None, :]
+    # Rows past the last query token have seen no key.
+    out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    tl.store(out_ptr + offs_out, out.to(out_ptr.dtype.element_ty), mask=mask_out)
+
+
 @triton.jit(
     do_not_specialize=["num_seqs", "stride_table"],
-    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr", "tree_ptr"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr"],
 )
 def prefill_kernel(
     query_ptr,  # [num_tokens, num_heads, HEAD_DIM]
@@ -57,7 +81,6 @@ def prefill_kernel(
     value_scale_ptr,
     out_ptr,  # [num_tokens, num_heads, VALUE_DIM]
     sinks_ptr,  # f32[num_heads], SINKS
-    tree_ptr,  # i64[num_tokens], TREE
     block_tables_ptr,
     seq_lens_ptr,
     cu_seqlens_q_ptr,
@@ -73,58 +96,46 @@ def prefill_kernel(
     """One program: BLOCK_G heads of one KV head for one Q-block of a sequence that is not a decode."""
     # Later blocks see more keys, so they run first: short ones fill the end of the launch.
     q_block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head_block = tl.program_id(1)
     seq = _find_sequence(cu_seqlens_q_ptr, q_block, num_seqs, tiles.BLOCK_Q)
     query_start, query_len = _query_range(cu_seqlens_q_ptr, seq, False)
-    first_token = (q_block - query_start // tiles.BLOCK_Q - seq) * tiles.BLOCK_Q
-    if query_len <= DECODE_Q or first_token >= query_len:
+    first_q = (q_block - query_start // tiles.BLOCK_Q - seq) * tiles.BLOCK_Q
+    if query_len <= DECODE_Q or first_q >= query_len:
         return
     seq_len = tl.load(seq_lens_ptr + seq)
-
-    # Rows are query tokens times heads of the group.
     row = tl.arange(0, tiles.BLOCK_M)
-    kv_head = tl.program_id(1) // tl.cdiv(layer.GROUP, tiles.BLOCK_G)
-    member = tl.program_id(1) % tl.cdiv(layer.GROUP, tiles.BLOCK_G) * tiles.BLOCK_G + row % tiles.BLOCK_G
-    head = kv_head * layer.GROUP + member
-    offs_q = first_token + row // tiles.BLOCK_G
-    mask_row = (row < tiles.BLOCK_Q * tiles.BLOCK_G) & (offs_q < query_len) & (member < layer.GROUP)
-    token = (query_start + offs_q).to(tl.int64)
+    kv_head = head_block // tl.cdiv(layer.GROUP, tiles.BLOCK_G)
+    head, offs_q, token, mask_row = _place_rows(
+        row, head_block, first_q, query_start, query_len, layer, tiles
+    )
     context_len = seq_len - query_len
-    first_pos = context_len + first_token
+    first_pos = context_len + first_q
     last_pos = tl.minimum(first_pos + tiles.BLOCK_Q, seq_len) - 1
-    # Keys [key_low, key_high) are read; the tiles from `start` cover them.
-    key_high = seq_len if layer.TREE else last_pos + 1
+    start = first_key_tile(first_pos, layer.WINDOW, tiles.TILE)
     key_low = tl.maximum(first_pos - layer.WINDOW + 1, 0) if layer.WINDOW > 0 else 0
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
-    start = first_key_tile(first_pos, layer.WINDOW, tiles.TILE)
     acc, _, row_sum = attend_rows(
-        query_ptr, sinks_ptr, tree_ptr,
+        query_ptr, sinks_ptr,
         Cache(None, None, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, table_ptr, kv_head),
         Rows(head, token, mask_row, context_len + offs_q),
-        KeyRange(start, key_high, key_low, key_high, first_pos, last_pos, context_len),
+        KeyRange(start, last_pos + 1, key_low, first_pos, last_pos),
         Scales(score_scale, exp_scale, softcap), True, layer, tiles,
     )  # fmt: skip
     if tiles.ROW_PLACES != "kept":
         row, query_start, query_len = _reload_rows(row, cu_seqlens_q_ptr, seq, tiles)
-        member = tl.program_id(1) % tl.cdiv(layer.GROUP, tiles.BLOCK_G) * tiles.BLOCK_G + row % tiles.BLOCK_G
-        head = kv_head * layer.GROUP + member
-        offs_q = (q_block - query_start // tiles.BLOCK_Q - seq) * tiles.BLOCK_Q + row // tiles.BLOCK_G
-        mask_row = (row < tiles.BLOCK_Q * tiles.BLOCK_G) & (offs_q < query_len) & (member < layer.GROUP)
-        token = (query_start + offs_q).to(tl.int64)
-    offs_v = tl.arange(0, layer.BLOCK_V)
-    mask_out = mask_row[:, None] & (offs_v < layer.VALUE_DIM)[None, :]
-    offs_out = ((token * layer.NUM_HEADS + head) * layer.VALUE_DIM)[:, None] + offs_v[None, :]
-    # Rows past the last query token have seen no key.
-    out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-    tl.store(out_ptr + offs_out, out.to(out_ptr.dtype.element_ty), mask=mask_out)
+        first_q = (q_block - query_start // tiles.BLOCK_Q - seq) * tiles.BLOCK_Q
+        head, offs_q, token, mask_row = _place_rows(
+            row, head_block, first_q, query_start, query_len, layer, tiles
+        )
+    _store_rows(out_ptr, acc, row_sum, head, token, mask_row, layer)
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "stride_table", "min_split", "shared_splits", "partial_q"],
+    do_not_specialize=["num_seqs", "stride_table", "partial_q", "min_split"],
     do_not_specialize_on_alignment=[
         "block_tables_ptr",
         "seq_lens_ptr",
         "cu_seqlens_q_ptr",
-        "tree_ptr",
         "work_ptr",
         "first_item_ptr",
     ],
@@ -139,7 +150,6 @@ def decode_kernel(
     value_scale_ptr,
     out_ptr,
     sinks_ptr,
-    tree_ptr,
     partial_ptr,  # f32[num_items, partial_q, num_heads, VALUE_DIM]: each split's unnormalised output
     partial_max_ptr,  # f32[num_items, partial_q, num_heads], in powers of two
     partial_sum_ptr,
@@ -150,107 +160,65 @@ def decode_kernel(
     cu_seqlens_q_ptr,
     num_seqs,
     partial_q,
-    min_split,
-    shared_splits,  # SHARED
+    min_split,  # SPLIT as a number: see below
     stride_table,
     score_scale,
     exp_scale,
     softcap,
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    SHARED: tl.constexpr,
     layer: tl.constexpr,  # Layer
     tiles: tl.constexpr,  # AttentionConfig
 ):
     """Work through the list of splits of decodes, with a fixed number of programs.
 
-    One item is BLOCK_G heads of one KV head on one split: of one sequence, or (SHARED) of the prefix
-    that BLOCK_Q sequences of one new token each have in common.
+    A program takes BLOCK_G heads of one KV head on one split at a time.
     """
     NUM_HEAD_BLOCKS: tl.constexpr = layer.NUM_HEADS // layer.GROUP * tl.cdiv(layer.GROUP, tiles.BLOCK_G)
     row = tl.arange(0, tiles.BLOCK_M)
-    offs_v = tl.arange(0, layer.BLOCK_V)
-    if SHARED:
-        num_work = tl.cdiv(num_seqs, tiles.BLOCK_Q) * shared_splits
-    else:
-        num_work = tl.load(first_item_ptr + num_seqs + 1)
+    num_work = tl.load(first_item_ptr + num_seqs + 1)
     for work in range(tl.program_id(0), num_work * NUM_HEAD_BLOCKS, tl.num_programs(0)):
         head_block = work % NUM_HEAD_BLOCKS
         kv_head = head_block // tl.cdiv(layer.GROUP, tiles.BLOCK_G)
-        member = head_block % tl.cdiv(layer.GROUP, tiles.BLOCK_G) * tiles.BLOCK_G + row % tiles.BLOCK_G
-        head = kv_head * layer.GROUP + member
-        mask_row = (row < tiles.BLOCK_Q * tiles.BLOCK_G) & (member < layer.GROUP)
-        if SHARED:
-            split = work // NUM_HEAD_BLOCKS % shared_splits
-            first_seq = work // NUM_HEAD_BLOCKS // shared_splits * tiles.BLOCK_Q
-            seq = first_seq + row // tiles.BLOCK_G
-            offs_q = row * 0
-            mask_row = mask_row & (seq < num_seqs)
-            token = seq.to(tl.int64)
-            query_pos = tl.load(seq_lens_ptr + seq, mask=mask_row, other=1) - 1
-            start = split * min_split
-            end = start + min_split
-            # Every query token sees the whole prefix.
-            first_pos = end
-            last_pos = end
-            context_len = end
-            key_low = 0
-            own_splits = shared_splits + 1
-        else:
-            first_seq = tl.load(work_ptr + 2 * (work // NUM_HEAD_BLOCKS))
-            split = tl.load(work_ptr + 2 * (work // NUM_HEAD_BLOCKS) + 1)
-            offs_q = row // tiles.BLOCK_G
-            query_start, query_len = _query_range(cu_seqlens_q_ptr, first_seq, False)
-            last_pos = tl.load(seq_lens_ptr + first_seq) - 1
-            mask_row = mask_row & (offs_q < query_len)
-            token = (query_start + offs_q).to(tl.int64)
-            context_len = last_pos + 1 - query_len
-            first_pos = context_len
-            query_pos = context_len + offs_q
-            key_low = tl.maximum(first_pos - layer.WINDOW + 1, 0) if layer.WINDOW > 0 else 0
-            start = first_key_tile(first_pos, layer.WINDOW, tiles.TILE)
-            num_keys = last_pos + 1 - start
-            step = tl.maximum(split_tokens(num_keys, SPLIT, MAX_SPLITS), min_split)
-            own_splits = tl.cdiv(num_keys, step)
-            start += split * step
-            end = tl.minimum(start + step, last_pos + 1)
-        table_ptr = block_tables_ptr + first_seq.to(tl.int64) * stride_table
+        seq = tl.load(work_ptr + 2 * (work // NUM_HEAD_BLOCKS))
+        split = tl.load(work_ptr + 2 * (work // NUM_HEAD_BLOCKS) + 1)
+        query_start, query_len = _query_range(cu_seqlens_q_ptr, seq, False)
+        last_pos = tl.load(seq_lens_ptr + seq) - 1
+        head, offs_q, token, mask_row = _place_rows(row, head_block, 0, query_start, query_len, layer, tiles)
+        first_pos = last_pos + 1 - query_len
+        key_low = tl.maximum(first_pos - layer.WINDOW + 1, 0) if layer.WINDOW > 0 else 0
+        start = first_key_tile(first_pos, layer.WINDOW, tiles.TILE)
+        num_keys = last_pos + 1 - start
+        # No step is less: this hides that it is a multiple of SPLIT. A compiler that knows it makes shorter
+        # loops, of more registers, and fewer programs fit an SM.
+        step = tl.maximum(split_tokens(num_keys, SPLIT, MAX_SPLITS), min_split)
+        num_splits = tl.cdiv(num_keys, step)
+        start += split * step
+        end = tl.minimum(start + step, last_pos + 1)
+        table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
         acc, row_max, row_sum = attend_rows(
-            query_ptr, sinks_ptr, tree_ptr,
+            query_ptr, sinks_ptr,
             Cache(
                 key_desc, value_desc, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr,
                 table_ptr, kv_head,
             ),
-            Rows(head, token, mask_row, query_pos),
-            KeyRange(start, end, key_low, end, first_pos, last_pos, context_len),
+            Rows(head, token, mask_row, first_pos + offs_q),
+            KeyRange(start, end, key_low, first_pos, last_pos),
             Scales(score_scale, exp_scale, softcap), split == 0, layer, tiles,
         )  # fmt: skip
-        if SHARED:
-            item = tl.load(first_item_ptr + seq, mask=mask_row, other=0) + split
-        else:
-            item = tl.load(first_item_ptr + first_seq) + split
-            if tiles.ROW_PLACES != "kept":
-                row, query_start, query_len = _reload_rows(row, cu_seqlens_q_ptr, first_seq, tiles)
-                member = (
-                    head_block % tl.cdiv(layer.GROUP, tiles.BLOCK_G) * tiles.BLOCK_G + row % tiles.BLOCK_G
-                )
-                head = kv_head * layer.GROUP + member
-                offs_q = row // tiles.BLOCK_G
-                mask_row = (
-                    (row < tiles.BLOCK_Q * tiles.BLOCK_G) & (member < layer.GROUP) & (offs_q < query_len)
-                )
-                token = (query_start + offs_q).to(tl.int64)
+        if tiles.ROW_PLACES != "kept":
+            row, query_start, query_len = _reload_rows(row, cu_seqlens_q_ptr, seq, tiles)
+            head, offs_q, token, mask_row = _place_rows(
+                row, head_block, 0, query_start, query_len, layer, tiles
+            )
         # Either every row is a partial result, or none is.
-        mask_partial = mask_row & (row < tl.where(own_splits > 1, tiles.BLOCK_M, 0))
+        mask_partial = mask_row & (row < tl.where(num_splits > 1, tiles.BLOCK_M, 0))
+        item = tl.load(first_item_ptr + seq) + split
         place = (item.to(tl.int64) * partial_q + offs_q) * layer.NUM_HEADS + head
+        offs_v = tl.arange(0, layer.BLOCK_V)
         mask_v = (offs_v < layer.VALUE_DIM)[None, :]
         offs_partial = place[:, None] * layer.VALUE_DIM + offs_v[None, :]
         tl.store(partial_ptr + offs_partial, acc, mask=mask_partial[:, None] & mask_v)
         tl.store(partial_max_ptr + place, row_max * exp_scale, mask=mask_partial)
         tl.store(partial_sum_ptr + place, row_sum, mask=mask_partial)
-        if not SHARED:
-            mask_row = mask_row & ~mask_partial
-            mask_out = mask_row[:, None] & mask_v
-            offs_out = ((token * layer.NUM_HEADS + head) * layer.VALUE_DIM)[:, None] + offs_v[None, :]
-            out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-            tl.store(out_ptr + offs_out, out.to(out_ptr.dtype.element_ty), mask=mask_out)
+        _store_rows(out_ptr, acc, row_sum, head, token, mask_row & ~mask_partial, layer)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -42,13 +42,6 @@ class Configs:
         return choose_config(*model, use, self.target, self.value_dim, self.cache_dtype, queries)
 
 
-class _Decode(NamedTuple):
-    """A launch of the decode kernel. box: of the caches' descriptors; None: they are loaded by pointers."""
-
-    launch: BoundLaunch
-    box: tuple[int, ...] | None
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeLaunches:
     """The launches for a batch's decodes. Partial results are kept for all splits but those of a sequence
@@ -56,8 +49,8 @@ class DecodeLaunches:
     """
 
     splits: Splits
-    shared: _Decode | None  # of the prefix that all sequences have in common
-    own: _Decode
+    decode: BoundLaunch
+    box: tuple[int, ...] | None  # of the caches' descriptors; None: they are loaded by pointers
     merge: BoundLaunch | None
     places: tuple[int, int, int]  # of partial results: items, query tokens and heads
 
@@ -93,48 +86,42 @@ def bind_decodes(
 ) -> DecodeLaunches:
     """Bind the launches for all decodes, whose splits are listed."""
     layer = _layer(query, key_cache, value_cache, options)
-    num_seqs, partial_q = len(block_tables), configs.max_decode_q
+    config = configs.choose("decode")
+    num_seqs = len(block_tables)
+    partial_q = configs.max_decode_q
+    most_programs = num_seqs * splits.most_splits * _num_head_blocks(layer, config)
+    fitting = num_sms(query.device)
 
-    def bind(config: AttentionConfig, most_work: int, *, shared: bool) -> _Decode:
-        most_programs, fitting = most_work * _num_head_blocks(layer, config), num_sms(query.device)
+    def grid(compiled: CompiledKernel | None) -> tuple[int, ...]:
+        return (min(most_programs, fitting * _programs_per_sm(compiled, configs.target)),)
 
-        def grid(compiled: CompiledKernel | None) -> tuple[int, ...]:
-            return (min(most_programs, fitting * _programs_per_sm(compiled, configs.target)),)
-
-        by_descriptors = loads_by_descriptors(key_cache, value_cache, config, configs.dtype, configs.target)
-        launch = BoundLaunch(
-            decode_kernel,
-            grid,
-            **_numbers(block_tables, options),
-            partial_q=partial_q,
-            min_split=splits.min_split,
-            shared_splits=splits.shared_splits,
-            SPLIT=split_size(configs.target),
-            MAX_SPLITS=MAX_SPLITS,
-            SHARED=shared,
-            layer=layer,
-            **_tiles(config),
-            **({"maxnreg": register_limit(key_cache.dtype)} if by_descriptors else {}),
-        )
-        return _Decode(launch, (1, config.TILE, 1, key_cache.shape[3]) if by_descriptors else None)
-
-    shared, merge, num_items = None, None, 0
-    if splits.shared_splits:
-        config = configs.choose("shared")
-        num_blocks = triton.cdiv(num_seqs, config.BLOCK_Q)
-        shared = bind(config, num_blocks * splits.shared_splits, shared=True)
+    by_descriptors = loads_by_descriptors(key_cache, value_cache, config, configs.dtype, configs.target)
+    decode = BoundLaunch(
+        decode_kernel,
+        grid,
+        **_numbers(block_tables, options),
+        partial_q=partial_q,
+        min_split=split_size(configs.target),
+        SPLIT=split_size(configs.target),
+        MAX_SPLITS=MAX_SPLITS,
+        layer=layer,
+        **_tiles(config),
+        **({"maxnreg": register_limit(key_cache.dtype)} if by_descriptors else {}),
+    )
+    box = (1, config.TILE, 1, key_cache.shape[3]) if by_descriptors else None
+    merge = None
+    num_items = 0
     if splits.most_splits > 1:
         num_items = num_seqs * splits.most_splits
         merge = merge_launch(num_seqs, partial_q, layer.NUM_HEADS, layer.VALUE_DIM)
-    own = bind(configs.choose("decode"), num_seqs * splits.most_splits, shared=False)
-    return DecodeLaunches(splits, shared, own, merge, (num_items, partial_q, layer.NUM_HEADS))
+    return DecodeLaunches(splits, decode, box, merge, (num_items, partial_q, layer.NUM_HEADS))
 
 
 def launch_decodes(
     bound: DecodeLaunches,
     plan: DecodePlan,
     query: Tensor,
-    tensors: tuple[Tensor | None, ...],  # of the layer: caches, scales, output, sinks and tree mask
+    tensors: tuple[Tensor | None, ...],  # of the layer: caches, scales, output and sinks
     lengths: tuple[Tensor, Tensor, Tensor],  # block_tables, seq_lens and cu_seqlens_q
 ) -> None:
     """Attend to all splits, and merge those of each sequence."""
@@ -145,12 +132,11 @@ def launch_decodes(
     partial = torch.empty(*bound.places, out.shape[2], dtype=torch.float32, device=out.device)
     partial_max = torch.empty(bound.places, dtype=torch.float32, device=out.device)
     partial_sum = torch.empty(bound.places, dtype=torch.float32, device=out.device)
-    for decode in (bound.shared, bound.own):
-        if decode is not None:
-            box = decode.box
-            described = (describe(key_cache, box), describe(value_cache, box)) if box else (None, None)
-            partials = partial, partial_max, partial_sum, plan.work, plan.first_item
-            decode.launch(query, *described, *tensors, *partials, *lengths)
+    described = (
+        (describe(key_cache, bound.box), describe(value_cache, bound.box)) if bound.box else (None, None)
+    )
+    partials = partial, partial_max, partial_sum, plan.work, plan.first_item
+    bound.decode(query, *described, *tensors, *partials, *lengths)
     if bound.merge is not None:
         bound.merge(partial, partial_max, partial_sum, out, plan.first_item, lengths[2])
 
@@ -203,7 +189,6 @@ def _layer(query: Tensor, key_cache: Tensor, value_cache: Tensor, options: Atten
         WINDOW=options.sliding_window or 0,
         SOFTCAP=options.softcap is not None,
         SINKS=options.sinks is not None,
-        TREE=options.tree_mask is not None,
         QUANTIZED=quantized,
         VALUE_IN_KEY=value_dim == block_d and _is_view_of(value_cache, key_cache),
         **_dot_dtypes(query.dtype, quantized=quantized),

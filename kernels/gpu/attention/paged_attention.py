@@ -94,8 +94,6 @@ def paged_attention(
     Options, beside `scale`:
     softcap: scores become softcap tanh(score / softcap), as in Gemma 2.
     sinks: one more logit of each head in the softmax, without a value, as in gpt-oss.
-    tree_mask: the new tokens of a sequence, at most 64, are nodes of a tree of candidates: bit i of token j
-        says that it sees new token i, its own bit included; it sees all positions before the new tokens.
     key_scales, value_scales: a quantised cache holds key / key_scales for each token and head. A plain one
         has query's dtype, or float16 or bfloat16 where that is float32.
     max_seqlen_q, min_seqlen_q: no sequence has more new tokens, and none that has any has fewer. If none can
@@ -104,9 +102,6 @@ def paged_attention(
         for speculative decoding: without a window, and up to MAX_SPLITS splits, a token's bits are those it
         has alone. Memory for partial results grows with it. At most 16 rows in float32, of tokens times heads
         of a group, else 64 up to a head_dim of 128, and often fewer beyond; the error names the limit.
-    shared_prefix_len: all sequences, of one new token each, begin with the same blocks for so many tokens;
-        these are read once for many sequences (cascade), in whole splits: of 512 tokens, longer where the
-        tables hold more than 64 of them. Unlike every other option it may change the last bits.
 
     A value cache that is a view of the first value_dim of key_cache (MLA) is not read a second time. Online
     softmax over tiles and split decodes after FlashAttention-2 and flash decoding (Dao 2023), over blocks
@@ -122,10 +117,7 @@ def paged_attention(
         bound = _bound_for(plan, inputs, options)
     assert isinstance(plan, _LayerPlan), "check_plan compares the types"
     out = query.new_empty(bound.shape)
-    tensors = (
-        key_cache, value_cache, options.key_scales, options.value_scales, out,
-        options.sinks, options.tree_mask,
-    )  # fmt: skip
+    tensors = key_cache, value_cache, options.key_scales, options.value_scales, out, options.sinks
     lengths = block_tables, seq_lens, cu_seqlens_q
     # Which of the two serves a sequence is decided on the device, by its own query_len.
     if bound.prefill is not None:
@@ -198,7 +190,6 @@ def _bind_checked(inputs: Inputs, options: AttentionOptions) -> _Bound:
                 window=options.sliding_window or 0,
                 tile=config.TILE,
                 split=split_size(configs.target),
-                shared_prefix_len=options.shared_prefix_len,
             )
             decodes = bind_decodes(*layers, options, configs, splits)
     return _Bound(prefill, decodes, (num_tokens, num_heads, value_dim))

@@ -38,7 +38,6 @@ def _num_splits(
     cu_seqlens_q_ptr,
     seq,
     mask,
-    min_split,
     DECODE_Q: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
@@ -50,12 +49,12 @@ def _num_splits(
     query_len -= tl.load(cu_seqlens_q_ptr + seq, mask=mask, other=0)
     seq_len = tl.load(seq_lens_ptr + seq, mask=mask, other=0)
     num_keys = seq_len - first_key_tile(seq_len - query_len, WINDOW, TILE)
-    step = tl.maximum(split_tokens(num_keys, SPLIT, MAX_SPLITS), min_split)
-    return tl.where(mask & (query_len > 0) & (query_len <= DECODE_Q), tl.cdiv(num_keys, step), 0)
+    splits = tl.cdiv(num_keys, split_tokens(num_keys, SPLIT, MAX_SPLITS))
+    return tl.where(mask & (query_len > 0) & (query_len <= DECODE_Q), splits, 0)
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "min_split", "shared_splits"],
+    do_not_specialize=["num_seqs"],
     do_not_specialize_on_alignment=["seq_lens_ptr", "cu_seqlens_q_ptr"],
 )
 def _plan_kernel(
@@ -64,8 +63,6 @@ def _plan_kernel(
     seq_lens_ptr,
     cu_seqlens_q_ptr,
     num_seqs,
-    min_split,
-    shared_splits,
     DECODE_Q: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
@@ -79,31 +76,19 @@ def _plan_kernel(
     for chunk in range(0, own, CHUNK):
         seq = chunk + tl.arange(0, CHUNK)
         splits = _num_splits(
-            seq_lens_ptr,
-            cu_seqlens_q_ptr,
-            seq,
-            seq < own,
-            min_split,
-            DECODE_Q,
-            WINDOW,
-            TILE,
-            SPLIT,
-            MAX_SPLITS,
+            seq_lens_ptr, cu_seqlens_q_ptr, seq, seq < own, DECODE_Q, WINDOW, TILE, SPLIT, MAX_SPLITS
         )
         before += tl.sum(splits, axis=0)
     tl.store(first_item_ptr + own, before)
-    # The splits of the shared prefix are not among the work of the sequences.
-    first_work = before - own * shared_splits
     if own == num_seqs:
-        tl.store(first_item_ptr + own + 1, first_work)
+        tl.store(first_item_ptr + own + 1, before)
         return
     splits = _num_splits(
-        seq_lens_ptr, cu_seqlens_q_ptr, own, own < num_seqs, min_split,
-        DECODE_Q, WINDOW, TILE, SPLIT, MAX_SPLITS,
-    )  # fmt: skip
+        seq_lens_ptr, cu_seqlens_q_ptr, own, own < num_seqs, DECODE_Q, WINDOW, TILE, SPLIT, MAX_SPLITS
+    )
     split = tl.arange(0, MAX_SPLITS)
-    place = work_ptr + 2 * (first_work + split - shared_splits)
-    mask = (split >= shared_splits) & (split < splits)
+    place = work_ptr + 2 * (before + split)
+    mask = split < splits
     tl.store(place, own + split * 0, mask=mask)
     tl.store(place + 1, split, mask=mask)
 
@@ -114,39 +99,25 @@ class Splits:
     The list is made on the device: a CUDA graph then holds the same launches for all lengths, and one long
     sequence among short ones does not leave SMs idle.
 
-    most_splits: of a sequence. min_split: key tokens of a split, at least. shared_splits: of a common prefix.
+    most_splits: of a sequence.
 
     max_keys: as many as the block tables can hold. decode_q: the most query tokens of a decode. window: 0 is
-        none. shared_prefix_len: rounded down to whole splits, whose length follows from max_keys; one shorter
-        than a split is not shared.
+        none.
     """
 
-    __slots__ = ("launch", "min_split", "most_splits", "num_seqs", "shared_splits")
+    __slots__ = ("launch", "most_splits", "num_seqs")
 
     def __init__(
-        self,
-        num_seqs: int,
-        *,
-        max_keys: int,
-        decode_q: int,
-        window: int,
-        tile: int,
-        split: int,
-        shared_prefix_len: int = 0,
+        self, num_seqs: int, *, max_keys: int, decode_q: int, window: int, tile: int, split: int
     ) -> None:
         if window:
             max_keys = min(max_keys, window + decode_q + tile)
-        self.num_seqs, self.min_split = num_seqs, split
-        if shared_prefix_len:  # one length for all, or they would have no split in common
-            self.min_split = max(triton.cdiv(max_keys, split * MAX_SPLITS), 1) * split
+        self.num_seqs = num_seqs
         self.most_splits = min(triton.cdiv(max_keys, split), MAX_SPLITS)
-        self.shared_splits = shared_prefix_len // self.min_split
         self.launch = BoundLaunch(
             _plan_kernel,
             (num_seqs + 1,),
             num_seqs=num_seqs,
-            min_split=self.min_split,
-            shared_splits=self.shared_splits,
             DECODE_Q=decode_q,
             WINDOW=window,
             TILE=tile,

@@ -29,7 +29,6 @@ class Layer(NamedTuple):
     WINDOW: int  # 0: none
     SOFTCAP: bool
     SINKS: bool
-    TREE: bool
     QUANTIZED: bool
     VALUE_IN_KEY: bool  # values are the first dimensions of the keys
     DOT_DTYPE: tl.dtype  # of queries times keys
@@ -59,15 +58,13 @@ class Rows(NamedTuple):
 
 
 class KeyRange(NamedTuple):
-    """The keys that a program reads: those of [key_low, key_high) in the tiles that cover [start, end)."""
+    """The keys that a program reads: those of [key_low, end) in the tiles that cover [start, end)."""
 
     start: Any
     end: Any
     key_low: Any
-    key_high: Any
     first_pos: Any  # of the first row
     last_pos: Any
-    context_len: Any  # keys before the sequence's new tokens
 
 
 class Scales(NamedTuple):
@@ -107,7 +104,6 @@ def _attend_tiles(
     query,  # [BLOCK_M, BLOCK_D]
     query_rest,  # [BLOCK_M, BLOCK_R], the dimensions from BLOCK_D on
     query_pos,  # [BLOCK_M]
-    tree,  # i64[BLOCK_M], TREE
     cache,  # Cache
     keys,  # KeyRange
     start,
@@ -125,8 +121,8 @@ def _attend_tiles(
         start, end, tiles.TILE, num_stages=1 if MASKED and cache.key_desc is not None else None
     ):
         offs_t = tile + tl.arange(0, tiles.TILE)
-        # A slot outside [key_low, key_high) may hold another sequence's NaN, and 0 * NaN is NaN.
-        mask_t = (offs_t >= keys.key_low) & (offs_t < keys.key_high) if MASKED else offs_t >= 0
+        # A slot outside [key_low, end) may hold another sequence's NaN, and 0 * NaN is NaN.
+        mask_t = (offs_t >= keys.key_low) & (offs_t < keys.end) if MASKED else offs_t >= 0
         if layer.BLOCK_SIZE % tiles.TILE == 0:  # one block holds the whole tile
             block = tl.load(cache.table_ptr + tile // layer.BLOCK_SIZE).to(tl.int64)
         else:
@@ -180,13 +176,7 @@ def _attend_tiles(
             )  # 2 log2(e)
             scores = scales.softcap - scales.softcap * capped
         if MASKED:
-            seen = mask_t[None, :]
-            if layer.TREE:
-                new = offs_t - keys.context_len
-                bit = (tree[:, None] >> tl.minimum(tl.maximum(new, 0), 63)[None, :].to(tl.int64)) & 1
-                seen = seen & ((new < 0)[None, :] | (bit == 1))
-            else:
-                seen = seen & (offs_t[None, :] <= query_pos[:, None])
+            seen = mask_t[None, :] & (offs_t[None, :] <= query_pos[:, None])
             if layer.WINDOW > 0:
                 seen = seen & (offs_t[None, :] > query_pos[:, None] - layer.WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
@@ -210,7 +200,6 @@ def _attend_tiles(
 def attend_rows(
     query_ptr,
     sinks_ptr,
-    tree_ptr,
     cache,  # Cache
     rows,  # Rows
     keys,  # KeyRange
@@ -234,9 +223,6 @@ def attend_rows(
             layer.DOT_DTYPE
         )
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    tree = rows.token
-    if layer.TREE:
-        tree = tl.load(tree_ptr + rows.token, mask=rows.mask, other=0)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if layer.SINKS:  # noqa: SIM102  (decided by the compiler, unlike the next)
         if with_sinks:
@@ -261,8 +247,7 @@ def attend_rows(
         cache.kv_head,
     )
     # Every row sees every key of the tiles in [full_start, full_end).
-    full_keys = keys.context_len if layer.TREE else keys.first_pos + 1
-    full_end = tl.minimum(full_keys // tiles.TILE * tiles.TILE, keys.end)
+    full_end = tl.minimum((keys.first_pos + 1) // tiles.TILE * tiles.TILE, keys.end)
     full_start = keys.start
     if layer.WINDOW > 0:
         full_start = tl.maximum(
@@ -273,7 +258,7 @@ def attend_rows(
         low = keys.start if part == 0 else full_start if part == 1 else tl.maximum(full_start, full_end)
         high = tl.minimum(full_start, keys.end) if part == 0 else full_end if part == 1 else keys.end
         acc, row_max, row_sum = _attend_tiles(
-            acc, row_max, row_sum, query, query_rest, rows.query_pos, tree, cache, keys, low, high,
-            scales, part != 1, layer, tiles,
+            acc, row_max, row_sum, query, query_rest, rows.query_pos, cache, keys, low, high, scales,
+            part != 1, layer, tiles,
         )  # fmt: skip
     return acc, row_max, row_sum

@@ -47,8 +47,8 @@ def paged_attention(
     value_scales = options.value_scales
     scale = float(options.scale)
     sliding_window = options.sliding_window
-    special = (options.softcap, options.sinks, options.tree_mask)
-    if any(x is not None for x in special) or value_cache.shape != key_cache.shape:
+    special = options.softcap is not None or options.sinks is not None
+    if special or value_cache.shape != key_cache.shape:
         return reference.paged_attention(
             query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options, plan
         )

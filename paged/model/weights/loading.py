@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from ..config import TensorNames
+from ..gguf.tensors import presented
 from .choice import Forms
 from .forms import JoinedForm, Role, WeightForm
+from .gguf_file import GgufTensor, open_gguf
 from .safetensors_file import SafetensorsFile
 from .sources import Sources, StoredTensor
 from .stored import (
@@ -48,16 +50,26 @@ def open_tensors(directory: Path, names: TensorNames) -> Iterator[Sources]:
     with ExitStack() as files:
         found: dict[str, StoredTensor] = {}
         for path in find_weight_files(directory):
-            file = files.enter_context(SafetensorsFile(path, names))
-            for name, tensor in file.tensors.items():
+            for name, tensor in files.enter_context(_open_file(path, names)).items():
                 own_name = names.in_decoder(name)
                 if own_name is None:
-                    raise _unknown(path, [name])
+                    raise _unknown(path, [name], tensor.config)
                 if (known := found.get(own_name)) is not None:
                     again = "" if known.name == name else f", as {known.name}"
                     raise CheckpointError(f"{path}: {name} is in {known.path.name} too{again}")
                 found[own_name] = tensor
         yield found
+
+
+@contextmanager
+def _open_file(path: Path, names: TensorNames) -> Iterator[Mapping[str, StoredTensor]]:
+    """Open a file, or a GGUF file with its other parts, and find its tensors by their names in it."""
+    if path.suffix == ".gguf":
+        with open_gguf(path) as gguf:
+            yield {name: tensor for name, tensor in presented(gguf).items() if names.is_read(name)}
+    else:
+        with SafetensorsFile(path, names) as file:
+            yield file.tensors
 
 
 class Loadable(nn.Module):
@@ -79,19 +91,17 @@ class Loadable(nn.Module):
 
 
 class StoredWeights(NamedTuple):
-    """What a model was loaded from."""
+    """What a model was loaded from: the bytes of its parameters in their files."""
 
-    formats: tuple[str, ...]  # titles of formats of codes, the largest part of the weights first
-    num_bytes: int  # in the files, of all parameters
+    num_bytes: Counter[str]  # by the title of a format; that of floats is ""
 
-    @classmethod
-    def of(cls, num_bytes: Counter[str]) -> StoredWeights:
-        """Return what these bytes are, by the titles of their formats; "" is that of floats."""
-        titles = tuple(title for title, _ in num_bytes.most_common() if title)
-        return cls(titles, num_bytes.total())
+    @property
+    def formats(self) -> str:
+        """The titles of formats of codes, that of most bytes first."""
+        return " and ".join(title for title, _ in self.num_bytes.most_common() if title)
 
     def __str__(self) -> str:
-        return f"{' and '.join(self.formats) or 'floats'} ({self.num_bytes / 1e9:,.3g} GB)"
+        return f"{self.formats or 'floats'} ({self.num_bytes.total() / 1e9:,.3g} GB)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,16 +201,19 @@ def check_weights(
 ) -> None:
     """Compare the tensors of a checkpoint with what modules take.
 
+    directory: of the checkpoint, for messages; a GGUF file is named itself.
+
     Raises CheckpointError, which names file and tensor, for tensors that are missing, unknown, or of another
     shape or dtype.
     """
     wanted = wanted_tensors(modules, sources, recognizers)
-    _check_names(wanted, sources, names, directory)
+    place = next((each.path for each in sources.values() if isinstance(each, GgufTensor)), directory)
+    _check_names(wanted, sources, names, place)
     for name, (num_rows, layout) in wanted.items():
         tensor = sources[name]
         if tensor.shape != (shape := layout.shape_of(num_rows)):
             raise CheckpointError(
-                f"{tensor.path}: {tensor.name} has shape {tensor.shape}, but config.json makes it {shape}"
+                f"{tensor.path}: {tensor.name} has shape {tensor.shape}, but {tensor.config} makes it {shape}"
             )
         if tensor.dtype not in layout.stored_dtypes:
             supported = ", ".join(map(str, layout.stored_dtypes))
@@ -237,24 +250,31 @@ def _check_names(wanted: Mapping[str, Wanted], sources: Sources, names: TensorNa
         hint = only_head if absent == {HEAD} else ""
         raise CheckpointError(f"{directory}: {missing} missing from the checkpoint{hint}")
     tied_head = set() if HEAD in wanted else {HEAD}
-    unknown = set(sources) - set(wanted) - tied_head
-    extra = sorted(sources[name].name for name in unknown if not _is_idle_bias(name, wanted, sources))
+    modules = {name.rpartition(".")[0] for name in wanted if not name.endswith(".weight")}
+    extra = sorted(
+        sources[name].name
+        for name in set(sources) - set(wanted) - tied_head
+        if not _is_idle_bias(name, modules, sources)
+    )
     if extra:
-        path = next(source.path for source in sources.values() if source.name == extra[0])
-        raise _unknown(path, extra)
+        first = next(source for source in sources.values() if source.name == extra[0])
+        raise _unknown(first.path, extra, first.config)
 
 
-def _is_idle_bias(name: str, wanted: Mapping[str, Wanted], sources: Sources) -> bool:
-    """Return whether a tensor is a bias of zeros, which some quantisers write for layers that have none."""
+def _is_idle_bias(name: str, modules: set[str], sources: Sources) -> bool:
+    """Return whether a tensor is a bias of zeros, which some quantisers write for layers that have none.
+
+    modules: those that have tensors of codes.
+    """
     module, _, last = name.rpartition(".")
-    is_bias = last == "bias" and f"{module}.weight" not in wanted
-    if not is_bias or not any(other.startswith(f"{module}.") for other in wanted):
+    bias = sources[name]
+    if last != "bias" or module not in modules or len(bias.shape) != 1 or bias.dtype not in FLOATS:
         return False
-    return sources[name].dtype in FLOATS and not bool(sources[name].read().any())
+    return not bool(bias.read().any())
 
 
-def _unknown(file: Path, names: list[str]) -> CheckpointError:
-    return CheckpointError(f"{file}: {_some(names)} not part of the model that config.json describes")
+def _unknown(file: Path, names: list[str], config: str = "config.json") -> CheckpointError:
+    return CheckpointError(f"{file}: {_some(names)} not part of the model that {config} describes")
 
 
 def _some(names: list[str]) -> str:

@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...base.validation import shown
 from ...errors import CheckpointError
 from ..config import LLAMA_NAMES, TensorNames
-from ..hf_config import check_file
-from .sources import StoredTensor
+from .open_file import FileTensor, OpenFile
 
 STORED_DTYPES = {
     "F64": torch.float64,
@@ -45,8 +40,8 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 Entry = tuple[str, list[int], int, int]  # dtype, shape, start and end of a tensor in a file
 
 
-class SafetensorsFile:
-    """The tensors of one file. Use it as a context manager, or close it.
+class SafetensorsFile(OpenFile):
+    """The tensors of one file.
 
     names: say which tensors are left out; these may be of any dtype.
 
@@ -54,45 +49,19 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path, names: TensorNames = LLAMA_NAMES) -> None:
-        self.path = path
-        check_file(path, sys.maxsize)  # opening a FIFO would wait for its other end
-        try:
-            self._stream = path.open("rb", buffering=0)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        super().__init__(path)
         try:
             self.tensors = self._read_header(names)
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> SafetensorsFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file. Its tensors cannot be read any more."""
-        self._stream.close()
-
-    def read_into(self, memory: memoryview, start: int) -> None:
-        """Fill memory with the bytes of the file from `start` on. Raises CheckpointError if it has fewer."""
-        try:
-            self._stream.seek(start)
-            while memory and (count := self._stream.readinto(memory)):
-                memory = memory[count:]
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-        if memory:
-            raise CheckpointError(f"{self.path}: became shorter while it was read")
-
-    def _read_header(self, names: TensorNames) -> dict[str, SafetensorsTensor]:
-        size = os.fstat(self._stream.fileno()).st_size
-        length = int.from_bytes(self._bytes(0, min(size, 8)), "little")
+    def _read_header(self, names: TensorNames) -> dict[str, FileTensor]:
+        size = self.size
+        length = int.from_bytes(self.read_bytes(0, min(size, 8)), "little")
         if size < 8 or length > min(size - 8, HEADER_CEILING):
             raise CheckpointError(f"{self.path}: is truncated or no safetensors file ({size} bytes)")
-        text = self._bytes(8, length)
+        text = self.read_bytes(8, length)
         try:
             header = json.loads(_check_brackets(text), object_pairs_hook=_unique_keys)
             _check_metadata(header.pop("__metadata__", {}))
@@ -102,16 +71,11 @@ class SafetensorsFile:
         read = {name: entry for name, entry in entries.items() if names.is_read(name)}
         self._check_entries(entries, read, begin=8 + length, size=size)
         return {
-            name: SafetensorsTensor(
+            name: FileTensor(
                 self.path, name, STORED_DTYPES[dtype], shape, file=self, start=8 + length + start
             )
             for name, (dtype, shape, start, _) in read.items()
         }
-
-    def _bytes(self, start: int, count: int) -> bytearray:
-        memory = bytearray(count)
-        self.read_into(memoryview(memory), start)
-        return memory
 
     def _check_entries(
         self, entries: Mapping[str, Entry], read: Mapping[str, Entry], *, begin: int, size: int
@@ -146,31 +110,6 @@ class SafetensorsFile:
             raise CheckpointError(
                 f"{self.path}: has {size - begin} bytes of data, of which tensors take {reached}"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class SafetensorsTensor(StoredTensor):
-    """A tensor of an open file."""
-
-    file: SafetensorsFile
-    start: int  # byte of the file
-
-    def read(self, rows: slice = slice(None), out: Tensor | None = None) -> Tensor:
-        shape = self.shape
-        first = 0
-        if shape:
-            first, last, _ = rows.indices(shape[0])
-            shape = [last - first, *shape[1:]]
-        if out is None:
-            out = torch.empty(shape, dtype=self.dtype, device="cpu")
-        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        self.file.read_into(_memory_of(out), self.start + first * row_bytes)
-        return out
-
-
-def _memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _check_brackets(header: bytearray) -> bytearray:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,12 @@ MAX_PARTS = 16
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor(ABC):
-    """A tensor that is read when it is asked for."""
+    """A tensor that is read when it is asked for.
+
+    config: where its shape should follow from, for messages.
+    """
+
+    config: ClassVar[str] = "config.json"
 
     path: Path  # the file
     name: str  # in the file; it may be longer than that in the decoder

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from .coded import Weight
-from .sources import TENSOR_PART_BYTES, Sources, StoredTensor
+from .sources import Sources, StoredTensor
 
+CHECKED_AT_ONCE = 2**20  # numbers, so that they stay in a cache
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -38,6 +39,7 @@ class ValueCheck(NamedTuple):
 
     is_wrong: Callable[[Tensor], Tensor]  # by element
     must: str  # "be finite"
+    has_wrong: Callable[[Tensor], bool] | None = None  # the same of a whole tensor, faster
 
 
 class Layout(NamedTuple):
@@ -195,6 +197,8 @@ def _place_rows(tensor: StoredTensor, layout: Layout, rows: Tensor, memory: Tens
             first = part.start * layout.rows_per_entry
             here = ((rows >= first) & (rows < part.stop * layout.rows_per_entry)).nonzero().squeeze(1)
             memory[places[here]] = _taken(held, rows[here] - first, layout)
+        elif _is_range(places, len(memory)):  # without an index, which takes three times as long
+            memory[:, part] = _taken(held.movedim(layout.dim, 0), rows, layout)
         else:
             memory[places, part] = _taken(held.movedim(layout.dim, 0), rows, layout)
 
@@ -204,14 +208,19 @@ def _taken(entries: Tensor, rows: Tensor, layout: Layout) -> Tensor:
     if layout.unpack is None:
         return entries[rows // layout.rows_per_entry].to(layout.dtype)
     unpacked = layout.unpack(entries)
-    is_all = len(rows) == len(unpacked) and torch.equal(rows, torch.arange(len(rows), device="cpu"))
-    return (unpacked if is_all else unpacked[rows]).to(layout.dtype)
+    return (unpacked if _is_range(rows, len(unpacked)) else unpacked[rows]).to(layout.dtype)
+
+
+def _is_range(index: Tensor, count: int) -> bool:
+    """Return whether an index takes all of so many, in their order."""
+    return len(index) == count and torch.equal(index, torch.arange(count, device="cpu"))
 
 
 def check_values(tensors: Sequence[StoredTensor], values: Tensor, check: ValueCheck) -> None:
     """Check values that were read of tensors. Raises CheckpointError, which names file, tensor and place."""
-    step = max(1, TENSOR_PART_BYTES // max(1, values[:1].numel()))
-    if not any(bool(check.is_wrong(part).any()) for part in torch.split(values, step)):
+    has_wrong = check.has_wrong or (lambda part: bool(check.is_wrong(part).any()))
+    step = max(1, CHECKED_AT_ONCE // max(1, values[:1].numel()))
+    if not values.numel() or not any(map(has_wrong, torch.split(values, step))):
         return
     for tensor in tensors:
         for rows, part in tensor.read_parts():

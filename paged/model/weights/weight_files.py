@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...base.validation import shown
 from ...errors import CheckpointError
+from ..gguf_names import GGUF_KEY
 from ..hf_config import read_json
 
 logger = logging.getLogger(__name__)
@@ -22,13 +23,16 @@ _VARIANT = re.compile(r"model\.\w+\.safetensors|model\.safetensors\.index\.\w+\.
 
 
 def find_weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint. Log the other weight files, which are ignored.
+    """Return the files of a checkpoint that hold weights. Log the other weight files, which are ignored.
 
     These are the file that config.json names, else model.safetensors, else the files that
-    model.safetensors.index.json names.
+    model.safetensors.index.json names. Of a directory made for a GGUF file, it is that file.
 
     Raises CheckpointError if files are missing, and names the files that are there instead.
     """
+    config = directory / "config.json"
+    if config.exists() and GGUF_KEY in read_json(config):
+        return _linked_gguf(directory)
     first = _first_file(directory)
     files = _named_by_index(first) if first.suffix == ".json" else [first]
     for file in files:
@@ -40,6 +44,16 @@ def find_weight_files(directory: Path) -> list[Path]:
             )
     _log_ignored(directory, first, files)
     return files
+
+
+def _linked_gguf(directory: Path) -> list[Path]:
+    """Return the GGUF file, or the first of its parts, that the directory links to."""
+    links = sorted(directory.glob("*.gguf"))
+    if not links or not links[0].is_symlink():
+        raise CheckpointError(
+            f"{directory}: has no link to the GGUF file that it was made for; give that file"
+        )
+    return [Path(os.readlink(links[0]))]
 
 
 def _first_file(directory: Path) -> Path:
@@ -114,7 +128,7 @@ def _no_weights_error(directory: Path) -> CheckpointError:
         f"{directory / SINGLE} does not exist, nor {INDEX}, which names the files of a larger checkpoint"
     )
     if gguf := [name for name in names if name.endswith(".gguf")]:
-        return CheckpointError(f"{message}; {gguf[0]} is there, but GGUF is not supported")
+        return CheckpointError(f"{message}; {gguf[0]} is there: give the path of the file")
     others = [name for name in _weights_in(directory) if os.path.isfile(directory / name)]
     indexes = [name for name in others if name.endswith(".json")]
     if not others:

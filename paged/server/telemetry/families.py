@@ -102,6 +102,12 @@ STATES = (
         "Tokens of the last step over max_num_batched_tokens, 0 to 1.",
         lambda s: (s.step_prefill_tokens + s.step_decode_tokens) / s.max_num_batched_tokens,
     ),
+    _gauge(
+        "weight_bytes",
+        "Bytes of the weights in their files, by format, such as floats or GPTQ 4 bits.",
+        lambda s: s.weight_bytes,
+        "format",
+    ),
 )
 TOTALS = (
     _counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda s: s.num_queried_tokens),

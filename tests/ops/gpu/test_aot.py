@@ -73,7 +73,7 @@ def test_every_row_that_choose_config_can_return_is_compiled(target):
             continue
         head_dim, group, dtype, _, options = case
         dtypes = DTYPES[dtype], DTYPES[options.get("cache", dtype)]
-        for use in ("shared", "decode") if options.get("shared") else ("prefill", "decode"):
+        for use in ("decode",) if options.get("decodes") else ("prefill", "decode"):
             value_dim = options.get("value_dim", head_dim)
             compiled_rows.add(row_of_the_table(use, head_dim, value_dim, *dtypes, group, target))
     half, single = torch.bfloat16, torch.float32
@@ -84,7 +84,7 @@ def test_every_row_that_choose_config_can_return_is_compiled(target):
         for value_dim in {head_dim, 128, 512}
         for group in (1, 3, 8, 16, 17, 20, 32, 64, 128)
         for dtypes in caches
-        for use in ("prefill", "decode", "shared")
+        for use in ("prefill", "decode")
     }
     assert possible == compiled_rows
 
@@ -99,7 +99,7 @@ def test_attention_uses_the_tensor_cores(compiled, target):
             assert row["loads_16B"] > 0, row
             continue
         best = {"sm_90": "wgmma", "sm_100": "tcgen05"}.get(target, "mma")
-        # 64 rows make the best; a decode has fewer, unless its group is large or a prefix is shared.
+        # 64 rows make the best; a decode has fewer, unless its group is large.
         head_dim, few_rows = int(row["case"].split("x")[0]), row["kernel"] == "decode"
         # 64 rows of 1024 partial results would be all registers, and 8 bits need some on their way.
         few_rows |= head_dim > 512 and "value_dim" not in row["case"]

@@ -1,7 +1,5 @@
 """K and V by descriptors: the bits that pointers give, and where they are not for."""
 
-import random
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from paged.kernels.gpu.attention.config import choose_config
 from paged.kernels.gpu.attention.descriptors import describe, loads_by_descriptors
 from paged.kernels.gpu.target import in_interpreter
 from tests.support.error_bounds import assert_exact_enough
-from tests.support.kernel_cases import attend, quantized, ragged_case, take_sequences, tree_of
+from tests.support.kernel_cases import attend, quantized, ragged_case, take_sequences
 
 # Around the edges of a tile (64) and a block.
 SEQ_LENS, QUERY_LENS = [300, 64, 129, 1, 63], [1, 1, 3, 1, 2]
@@ -31,8 +29,6 @@ def decodes(option=None, **shape):
     torch.manual_seed(0)
     window = 70 if option == "window" else None
     case = ragged_case(SEQ_LENS, QUERY_LENS, dtype=torch.float16, sliding_window=window, **shape)
-    if option == "tree":
-        case["tree_mask"] = tree_of(case, random.Random(0))
     if option == "int8":
         case = quantized(case, torch.int8)
     caches = {name: case[name].contiguous() for name in ("key_cache", "value_cache")}
@@ -48,7 +44,7 @@ def decodes(option=None, **shape):
         (128, 64, None),
         (128, 128, "window"),
         (128, 64, "int8"),
-        (128, 256, "tree"),
+        (128, 256, None),
         (256, 32, "window"),
         (128, 64, "one plane"),
     ],
@@ -113,7 +109,6 @@ def test_pointers_load_what_no_box_holds_or_gains_by():
     assert not loads(*caches(head_dim=64)), "more registers"
     assert not loads(*caches(head_dim=96)), "padded"
     assert not loads(key, value, use="prefill")
-    assert not loads(key, value, use="shared")
     assert not loads(key, value, group=20), "as many rows as a prefill"
     assert not loads(*caches(dtype=torch.float32), dtype=torch.float32)
     assert not loads(key, value[..., :64]), "MLA's values are a view of the keys"

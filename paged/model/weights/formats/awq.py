@@ -12,11 +12,10 @@ from ...schemes import Scheme
 from ..coded import Weight
 from ..stored import Layout, StoredFormat, StoredPart
 from .gptq import scale_dtype_of
-from .groups import FINITE, SCALES, InputGroups, codes_of
+from .groups import FINITE, SCALES, InputGroups
 from .integers import Integers
 
-# Which 4 bits of a word hold each of its eight outputs: 4 bits i are of output (0, 2, 4, 6, 1, 3, 5, 7)[i].
-PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of its eight outputs each 4 bits of a word hold, the lowest first
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,12 @@ class AwqFormat(StoredFormat):
 
 def awq_rows(words: Tensor) -> Tensor:  # i32[n, m] -> u8[8 n, m]
     """Take the codes of eight outputs out of each word."""
-    codes = codes_of(words[..., None], 4)
-    return codes.movedim(-1, 1)[:, PLACES].flatten(0, 1)
+    words = words.contiguous()
+    rows = torch.empty(len(words), 8, words.shape[1], dtype=torch.uint8, device=words.device)
+    bytes_of = words.view(-1).view(torch.uint8).view(*words.shape, 4)
+    for place, output in enumerate(ORDER):
+        rows[:, output] = bytes_of[..., place // 2] >> 4 * (place % 2) & 15
+    return rows.flatten(0, 1)
 
 
 def awq_format(scheme: Scheme, part: StoredPart) -> AwqFormat:

@@ -21,7 +21,11 @@ def is_not_finite(x: Tensor) -> Tensor:
 
 FINITE = ValueCheck(is_not_finite, "be finite")
 # The one code of e4m3 that is no number, with either sign.
-NO_NAN = ValueCheck(lambda codes: codes.view(torch.uint8) & 0x7F == 0x7F, "be a number")
+NO_NAN = ValueCheck(
+    lambda codes: codes.view(torch.uint8) & 0x7F == 0x7F,
+    "be a number",
+    lambda codes: int((codes.view(torch.uint8) & 0x7F).max()) == 0x7F,
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,11 @@ class InputGroups:
 
     def sort(self, columns: Tensor) -> Tensor:
         """Put [num_rows, num_inputs] in the order of the groups."""
-        return columns if self.order is None else columns[:, self.order]
+        if self.order is None:
+            return columns
+        if columns.device.type == "cpu":  # numpy takes a third of the time
+            return torch.from_numpy(columns.numpy().take(self.order.numpy(), axis=1))
+        return columns[:, self.order.to(columns.device)]
 
     def expand(self, factors: Tensor) -> Tensor:
         """Return the factors [num_rows, number of groups in memory] of stored ones [num_rows, num_groups]."""

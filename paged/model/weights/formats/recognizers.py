@@ -11,6 +11,7 @@ from ..sources import StoredTensor
 from ..stored import FLOATS, Recognizer, StoredFormat, StoredPart
 from .awq import awq_format
 from .fp4 import mxfp4_format, nvfp4_format
+from .gguf import gguf_format
 from .gptq import gptq_format
 from .packed import packed_format
 from .whole_bytes import fp8_format, integer_format
@@ -35,7 +36,7 @@ _TENSORS = (
 def recognizers_of(quantization: Quantization | None, names: TensorNames) -> tuple[Recognizer, ...]:
     """Return what recognizes the quantised weights of a checkpoint."""
     if quantization is None:
-        return ()
+        return (gguf_format,)  # a GGUF file's tensors say what they are
 
     def recognize(part: StoredPart) -> StoredFormat | None:
         codes = _codes(part)

@@ -1,0 +1,380 @@
+"""Make the config.json that a GGUF file's model had before llama.cpp converted it.
+
+What the metadata lack is what llama.cpp has in its code for a family. A key of the metadata that is not
+understood is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import CheckpointError, UnsupportedModelError
+from ..gguf_names import CONVERTED, GGUF_KEY
+from ..weights.gguf_file import Gguf, GgufTensor
+from .metadata import Metadata
+
+# The number of layers of Gemma 2 27B and Gemma 3 27B, whose queries are scaled by the width of a head that
+# hidden_size would make.
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+_NO_ROPE_INTERVAL = 4  # of SmolLM3
+_LOCAL_THETA = 10000.0  # of Gemma 3
+# Of all Llama 3.1, 3.2 and 3.3.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_MOST_FACTORS = 1024  # of a rotary embedding
+_DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class ConfigSource(NamedTuple):
+    """What a config is made of."""
+
+    metadata: Metadata
+    tensors: Mapping[str, GgufTensor]
+
+    def tensor(self, name: str) -> GgufTensor:
+        """Return a tensor that every model has. Raises CheckpointError."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.metadata.path}: {name} is missing")
+        return self.tensors[name]
+
+    def factors(self, name: str) -> list[float] | None:
+        """Return the numbers of a small tensor, None if it is absent."""
+        if name not in self.tensors:
+            return None
+        tensor = self.tensors[name]
+        if len(tensor.shape) != 1 or tensor.shape[0] > _MOST_FACTORS or tensor.dtype != torch.float32:
+            raise CheckpointError(
+                f"{tensor.path}: {name} must be F32, of at most {_MOST_FACTORS} numbers in one dimension"
+            )
+        values: list[float] = tensor.read().tolist()
+        return values
+
+
+def make_config(gguf: Gguf, metadata: Metadata) -> dict[str, Any]:
+    """Return the contents of config.json, with the key gguf_architecture.
+
+    Raises UnsupportedModelError for an architecture or a value that is not implemented, and CheckpointError
+    for what is missing.
+    """
+    name = metadata.architecture
+    if name not in _FAMILIES:
+        raise UnsupportedModelError(
+            f"{metadata.path}: general.architecture {name!r} is not supported; supported are "
+            f"{', '.join(_FAMILIES)}"
+        )
+    source = ConfigSource(metadata, gguf.tensors)
+    model_type, architecture, read = _FAMILIES[name]
+    hf = {"architectures": [architecture], "model_type": model_type, GGUF_KEY: name}
+    hf |= read(source)
+    hf["tie_word_embeddings"] = "output.weight" not in gguf.tensors
+    hf["dtype"] = _dtype(gguf.tensors)
+    if not metadata.flag("attention.causal", True):
+        raise UnsupportedModelError(f"{metadata.path}: {name}.attention.causal false is not supported")
+    metadata.require_all_read()
+    return hf
+
+
+def _dtype(tensors: Mapping[str, GgufTensor]) -> str:
+    """Return that of most weights; of codes, bfloat16."""
+    counts = dict.fromkeys(_DTYPES.values(), 0)
+    for tensor in tensors.values():
+        if tensor.type.in_blocks:
+            return "bfloat16"
+        if len(tensor.shape) > 1:
+            counts[_DTYPES[tensor.type.name]] += math.prod(tensor.shape)
+    return max(counts, key=lambda name: counts[name])
+
+
+def _sizes(source: ConfigSource) -> dict[str, Any]:
+    """Read what all families have."""
+    metadata = source.metadata
+    num_heads = metadata.integer("attention.head_count")
+    num_layers = metadata.integer("block_count")
+    if not 1 <= num_layers <= len(source.tensors):
+        raise CheckpointError(
+            f"{metadata.path}: block_count {num_layers} contradicts the {len(source.tensors)} tensors"
+        )
+    return {
+        "vocab_size": source.tensor("token_embd.weight").shape[0],
+        "hidden_size": metadata.integer("embedding_length"),
+        "intermediate_size": metadata.integer("feed_forward_length"),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": metadata.integer("attention.head_count_kv", num_heads),
+        "head_dim": head_dim_of(metadata),
+        "max_position_embeddings": metadata.integer("context_length"),
+    }
+
+
+def head_dim_of(metadata: Metadata) -> int:
+    """Return the head dimension. Raises CheckpointError for a value of another size."""
+    num_heads = metadata.integer("attention.head_count")
+    hidden_size = metadata.integer("embedding_length")
+    if num_heads < 1 or hidden_size < num_heads:
+        raise CheckpointError(
+            f"{metadata.path}: attention.head_count {num_heads} does not fit embedding_length {hidden_size}"
+        )
+    key: int = metadata.integer("attention.key_length", hidden_size // num_heads)
+    value = metadata.integer("attention.value_length", key)
+    if key != value:
+        raise UnsupportedModelError(
+            f"{metadata.path}: attention.value_length {value} other than key_length {key} is not supported"
+        )
+    if key < 1:
+        raise CheckpointError(f"{metadata.path}: attention.key_length must be at least 1, got {key}")
+    return key
+
+
+def _decoder(source: ConfigSource) -> dict[str, Any]:
+    """Read what the families after Llama have in common."""
+    hf = _sizes(source)
+    hf["rms_norm_eps"] = source.metadata.number("attention.layer_norm_rms_epsilon")
+    hf["rope_parameters"] = _rope(source, hf)
+    return hf
+
+
+# Rotary embeddings
+
+
+def _rope(source: ConfigSource, hf: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = source.metadata
+    head_dim = hf["head_dim"]
+    rotary_dim = metadata.integer("rope.dimension_count", head_dim)
+    rope = {"rope_theta": metadata.number("rope.freq_base", 10000.0), **_scaling(metadata)}
+    if rotary_dim != head_dim:
+        rope["partial_rotary_factor"] = rotary_dim / head_dim
+    factors = source.factors("rope_freqs.weight")
+    if factors is None or set(factors) == {1.0}:
+        return rope
+    if rope["rope_type"] != "default":
+        raise UnsupportedModelError(
+            f"{metadata.path}: rope_freqs.weight beside {rope['rope_type']} scaling is not supported"
+        )
+    return rope | _frequencies(factors, rope["rope_theta"], head_dim, hf["max_position_embeddings"])
+
+
+def _scaling(metadata: Metadata) -> dict[str, Any]:
+    kind = metadata.text("rope.scaling.type", "none")
+    if kind in ("none", "longrope"):  # longrope's numbers are tensors
+        return {"rope_type": "default"}
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModelError(
+            f"{metadata.path}: rope.scaling.type {kind!r} is not supported; supported are none, linear, yarn "
+            "and longrope"
+        )
+    scaling = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
+    if kind == "yarn":
+        trained = metadata.integer("rope.scaling.original_context_length")
+        scaling["original_max_position_embeddings"] = trained
+        for ours, theirs in _YARN.items():
+            value = metadata.number(f"rope.scaling.{theirs}", None)
+            if value is not None:
+                scaling[ours] = value
+        if metadata.number("rope.scaling.yarn_ext_factor", 1.0) != 1.0:
+            raise UnsupportedModelError(f"{metadata.path}: rope.scaling.yarn_ext_factor is not supported")
+    return scaling
+
+
+_YARN = {
+    "attention_factor": "yarn_attn_factor",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+}
+
+
+def _frequencies(factors: list[float], theta: float, head_dim: int, longest: int) -> dict[str, Any]:
+    """Return the rope whose wavelengths are multiplied by these factors: Llama 3's, or of any other kind."""
+    found = torch.tensor(factors, dtype=torch.float64)
+    if len(factors) == head_dim // 2 and torch.allclose(
+        found, _llama3_factors(theta, head_dim, factors[-1]), rtol=1e-6, atol=0
+    ):
+        return {"rope_type": "llama3", "factor": factors[-1], **_LLAMA3}
+    return {
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": longest,
+    }
+
+
+def _llama3_factors(theta: float, head_dim: int, factor: float) -> torch.Tensor:
+    low, high, trained = _LLAMA3.values()
+    powers = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    turns = trained / (2 * math.pi * theta**powers)  # within the trained context
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)
+
+
+# Families
+
+
+def _llama(source: ConfigSource) -> dict[str, Any]:
+    hf = _decoder(source)
+    hf["attention_bias"] = "blk.0.attn_q.bias" in source.tensors
+    hf["mlp_bias"] = "blk.0.ffn_gate.bias" in source.tensors
+    window = source.metadata.integer("attention.sliding_window", 0)
+    if window:
+        hf |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    return hf
+
+
+def _qwen2(source: ConfigSource) -> dict[str, Any]:
+    return _decoder(source) | {"use_sliding_window": False}
+
+
+def _qwen3(source: ConfigSource) -> dict[str, Any]:
+    return _qwen2(source) | {"attention_bias": "blk.0.attn_q.bias" in source.tensors}
+
+
+def _phi3(source: ConfigSource) -> dict[str, Any]:
+    hf = _decoder(source)
+    metadata = source.metadata
+    hf["sliding_window"] = metadata.integer("attention.sliding_window") or None
+    trained = metadata.integer("rope.scaling.original_context_length")
+    hf["original_max_position_embeddings"] = trained
+    attention_factor = metadata.number("rope.scaling.attn_factor", None)
+    long = source.factors("rope_factors_long.weight")
+    short = source.factors("rope_factors_short.weight")
+    if long is None and short is None:
+        return hf
+    if long is None or short is None or attention_factor is None:
+        raise CheckpointError(
+            f"{metadata.path}: rope_factors_long.weight, rope_factors_short.weight and "
+            "phi3.rope.scaling.attn_factor go together"
+        )
+    hf["rope_parameters"] |= {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "attention_factor": attention_factor,
+        "original_max_position_embeddings": trained,
+    }
+    return hf
+
+
+def _granite(source: ConfigSource) -> dict[str, Any]:
+    hf = _llama(source)
+    multipliers = {
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    return hf | {ours: source.metadata.number(theirs) for ours, theirs in multipliers.items()}
+
+
+def _olmo2(source: ConfigSource) -> dict[str, Any]:
+    hf = _decoder(source) | {"attention_bias": "blk.0.attn_q.bias" in source.tensors}
+    window = source.metadata.integer("attention.sliding_window", 0)
+    is_local = source.metadata.layers("attention.sliding_window_pattern")
+    if not window:
+        return hf
+    rope = hf["rope_parameters"]
+    local = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return hf | {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "sliding_window": window,
+        "layer_types": _layer_types(source, is_local or 4, hf["num_hidden_layers"]),
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+    }
+
+
+def _layer_types(source: ConfigSource, is_local: Any, num_layers: int) -> list[str]:
+    """Return which layers have a window: all but every n-th, or those with true."""
+    if isinstance(is_local, int):
+        is_local = [bool((layer + 1) % is_local) for layer in range(num_layers)]
+    if len(is_local) != num_layers:
+        raise CheckpointError(
+            f"{source.metadata.path}: attention.sliding_window_pattern has {len(is_local)} values for "
+            f"{num_layers} layers"
+        )
+    return ["sliding_attention" if local else "full_attention" for local in is_local]
+
+
+def _smollm3(source: ConfigSource) -> dict[str, Any]:
+    return _llama(source) | {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "use_sliding_window": False,
+        "no_rope_layer_interval": _NO_ROPE_INTERVAL,
+    }
+
+
+def _glm4(source: ConfigSource) -> dict[str, Any]:
+    return _decoder(source) | {"attention_bias": "blk.0.attn_q.bias" in source.tensors}
+
+
+def _gemma2(source: ConfigSource) -> dict[str, Any]:
+    return _gemma(source, every=2) | {
+        "attn_logit_softcapping": source.metadata.number("attn_logit_softcapping"),
+        "final_logit_softcapping": source.metadata.number("final_logit_softcapping"),
+    }
+
+
+def _gemma3(source: ConfigSource) -> dict[str, Any]:
+    hf = _gemma(source, every=6)
+    local_theta = source.metadata.number("rope.freq_base_swa", _LOCAL_THETA)
+    local = {"rope_type": "default", "rope_theta": local_theta}
+    hf["rope_parameters"] = {"full_attention": hf["rope_parameters"], "sliding_attention": local}
+    hf["final_logit_softcapping"] = source.metadata.number("final_logit_softcapping", None)
+    return hf
+
+
+def _gemma(source: ConfigSource, every: int) -> dict[str, Any]:
+    """Read what Gemma 2 and 3 share. every: the layers without a window, where the metadata does not say."""
+    hf = _decoder(source)
+    num_layers = hf["num_hidden_layers"]
+    is_local = source.metadata.layers("attention.sliding_window_pattern") or every
+    width = hf["head_dim"]
+    if num_layers == _GEMMA_27B[source.metadata.architecture]:
+        width = hf["hidden_size"] // hf["num_attention_heads"]
+    return hf | {
+        "sliding_window": source.metadata.integer("attention.sliding_window"),
+        "layer_types": _layer_types(source, is_local, num_layers),
+        "query_pre_attn_scalar": width,
+    }
+
+
+def _gpt2(source: ConfigSource) -> dict[str, Any]:
+    sizes = _sizes(source)
+    return {
+        "vocab_size": sizes["vocab_size"],
+        "n_embd": sizes["hidden_size"],
+        "n_layer": sizes["num_hidden_layers"],
+        "n_head": sizes["num_attention_heads"],
+        "n_inner": sizes["intermediate_size"],
+        "n_positions": sizes["max_position_embeddings"],
+        "layer_norm_epsilon": source.metadata.number("attention.layer_norm_epsilon"),
+    }
+
+
+def _gptneox(source: ConfigSource) -> dict[str, Any]:
+    hf = _sizes(source)
+    hf["rope_parameters"] = _rope(source, hf)
+    hf["layer_norm_eps"] = source.metadata.number("attention.layer_norm_epsilon")
+    hf["use_parallel_residual"] = source.metadata.flag("use_parallel_residual")
+    hf["attention_bias"] = "blk.0.attn_qkv.bias" in source.tensors
+    return hf
+
+
+Read = Callable[[ConfigSource], dict[str, Any]]
+_FAMILIES: Mapping[str, tuple[str, str, Read]] = {
+    "llama": ("llama", "LlamaForCausalLM", _llama),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM", _qwen2),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM", _qwen3),
+    "phi3": ("phi3", "Phi3ForCausalLM", _phi3),
+    "granite": ("granite", "GraniteForCausalLM", _granite),
+    "olmo2": ("olmo2", "Olmo2ForCausalLM", _olmo2),
+    "smollm3": ("smollm3", "SmolLM3ForCausalLM", _smollm3),
+    "glm4": ("glm4", "Glm4ForCausalLM", _glm4),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM", _gemma2),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM", _gemma3),
+    "gpt2": ("gpt2", "GPT2LMHeadModel", _gpt2),
+    "gptneox": ("gpt_neox", "GPTNeoXForCausalLM", _gptneox),
+}
+assert _FAMILIES.keys() == CONVERTED.keys()

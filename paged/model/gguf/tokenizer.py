@@ -1,0 +1,318 @@
+"""Make tokenizer.json and tokenizer_config.json out of a GGUF file's metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ...base.validation import shown
+from ...errors import CheckpointError, UnsupportedModelError
+from .metadata import Metadata
+
+_PREFIX = "tokenizer.ggml."
+# The types of tokens.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_SPACE = "▁"
+# Special tokens of tokenizer_config.json.
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
+# llama.cpp ends at these too, where the metadata names only one of them.
+_ENDS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<EOT>",
+)
+
+
+class PreTokenizer(NamedTuple):
+    """How a text is split before its parts become tokens, and what else the name in the metadata implies.
+
+    expression: of the parts; None: GPT-2's. splits_digits: digits become parts of their own first.
+    whole_tokens: a part that is a token is not made by merges.
+    """
+
+    expression: str | None = None
+    splits_digits: bool = False
+    whole_tokens: bool = False
+    adds_bos: bool = False
+    normalizer: str | None = None
+
+
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_START = r"[^\r\n\p{L}\p{N}]?"
+_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+_CL100K = rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_REST}"
+_O200K = (
+    rf"{_START}{_UPPER}*{_LOWER}+{_CONTRACTION}?|{_START}{_UPPER}+{_LOWER}*{_CONTRACTION}?"
+    rf"|\p{{N}}{{1,3}}|{_SLASHES}"
+)
+_TEKKEN = rf"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*|\p{{N}}|{_SLASHES}"
+
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    **dict.fromkeys(("gpt-2", "olmo", "mpt"), PreTokenizer()),
+    **dict.fromkeys(("smollm", "refact", "starcoder", "codeshell"), PreTokenizer(splits_digits=True)),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3"), PreTokenizer(_CL100K, whole_tokens=True, adds_bos=True)
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer(_CL100K)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer(_QWEN2, normalizer="NFC")),
+    "gpt-4o": PreTokenizer(_O200K),
+    "tekken": PreTokenizer(_TEKKEN, whole_tokens=True, adds_bos=True),
+}
+
+
+class Vocabulary(NamedTuple):
+    """The tokens of a file, and their ids."""
+
+    metadata: Metadata
+    tokens: Sequence[str]
+    types: Sequence[int]
+    ids: Mapping[str, int]
+
+    def id_of(self, name: str, default: int | None = None) -> int | None:
+        """Return the id of a special token. Raises CheckpointError if there is no such token."""
+        key = f"{_PREFIX}{name}_token_id"
+        found: int | None = self.metadata.integer(key, None)
+        if found is None:
+            return default if default is not None and default < len(self.tokens) else None
+        if not 0 <= found < len(self.tokens):
+            raise CheckpointError(
+                f"{self.metadata.path}: {key} is {found}, but there are {len(self.tokens)} tokens"
+            )
+        return found
+
+
+def make_tokenizer(metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the contents of tokenizer.json and of tokenizer_config.json.
+
+    Raises UnsupportedModelError for another kind of tokenizer, and CheckpointError for what is missing.
+    """
+    kind = metadata.text(f"{_PREFIX}model")
+    if kind not in ("gpt2", "llama"):
+        raise UnsupportedModelError(
+            f"{metadata.path}: {_PREFIX}model {kind!r} is not supported; supported are gpt2 and llama"
+        )
+    vocabulary = read_vocabulary(metadata)
+    if kind == "llama":
+        return _sentencepiece(vocabulary)
+    return _byte_level(vocabulary)
+
+
+def read_vocabulary(metadata: Metadata) -> Vocabulary:
+    """Read the tokens. Raises CheckpointError for one that is there twice."""
+    tokens = metadata.strings(f"{_PREFIX}tokens")
+    types = metadata.numbers(f"{_PREFIX}token_type", "iI")
+    if len(types) != len(tokens):
+        raise CheckpointError(
+            f"{metadata.path}: {_PREFIX}token_type has {len(types)} values for {len(tokens)} tokens"
+        )
+    ids = {token: i for i, token in enumerate(tokens)}
+    if len(ids) != len(tokens):
+        twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
+        raise CheckpointError(f"{metadata.path}: token {shown(twice)} is there twice")
+    return Vocabulary(metadata, tokens, types, ids)
+
+
+def _byte_level(vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Make a tokenizer like GPT-2's."""
+    metadata = vocabulary.metadata
+    name = metadata.text(f"{_PREFIX}pre")
+    if name not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"{metadata.path}: {_PREFIX}pre {name!r} is not supported; supported are "
+            f"{', '.join(PRE_TOKENIZERS)}"
+        )
+    kind = PRE_TOKENIZERS[name]
+    ids = {
+        token: i for token, i in vocabulary.ids.items() if vocabulary.types[i] != _UNUSED
+    }  # those that pad the vocabulary
+    model = {
+        "type": "BPE",
+        "vocab": ids,
+        "merges": [_halves(metadata, ids, merge) for merge in metadata.strings(f"{_PREFIX}merges")],
+        "ignore_merges": kind.whole_tokens,
+    }
+    steps: list[dict[str, Any]] = []
+    if kind.splits_digits:
+        steps.append({"type": "Digits", "individual_digits": True})
+    if kind.expression is not None:
+        pattern = {"Regex": kind.expression}
+        steps.append({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False})
+    is_gpt2 = kind.expression is None
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    steps.append({**byte_level, "use_regex": is_gpt2})
+    specials = {ours: vocabulary.id_of(theirs) for ours, theirs in _SPECIAL.items()}
+    whole = {
+        "normalizer": kind.normalizer and {"type": kind.normalizer},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": {**byte_level, "use_regex": True},
+        "model": model,
+    }
+    return _finished(vocabulary, whole, specials, adds_bos=kind.adds_bos)
+
+
+def _halves(metadata: Metadata, ids: Mapping[str, int], merge: str) -> list[str]:
+    first, _, second = merge.partition(" ")
+    if not (first in ids and second in ids and first + second in ids):
+        raise CheckpointError(
+            f"{metadata.path}: {_PREFIX}merges has {shown(merge)}, which makes no token of two"
+        )
+    return [first, second]
+
+
+def _sentencepiece(vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Make a tokenizer like that of SentencePiece: pairs merge in the order of scores of what they make."""
+    metadata = vocabulary.metadata
+    scores = metadata.numbers(f"{_PREFIX}scores", "fd")
+    if len(scores) != len(vocabulary.tokens):
+        raise CheckpointError(
+            f"{metadata.path}: {_PREFIX}scores has {len(scores)} values for {len(vocabulary.tokens)} tokens"
+        )
+    for key in ("remove_extra_whitespaces", "precompiled_charsmap"):
+        if metadata.values.get(_PREFIX + key):
+            raise UnsupportedModelError(f"{metadata.path}: {_PREFIX}{key} is not supported")
+    defaults = {"bos": 1, "eos": 2, "unk": 0}  # of SentencePiece
+    specials = {ours: vocabulary.id_of(theirs, defaults.get(ours)) for ours, theirs in _SPECIAL.items()}
+    unknown = None if specials["unk"] is None else vocabulary.tokens[specials["unk"]]
+    adds_space = metadata.flag(f"{_PREFIX}add_space_prefix", True)
+    replaced: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if adds_space:
+        replaced.insert(0, {"type": "Prepend", "prepend": _SPACE})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    whole = {
+        "normalizer": {"type": "Sequence", "normalizers": replaced},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "BPE",
+            "vocab": dict(vocabulary.ids),
+            "merges": merges_of(vocabulary, scores),
+            "unk_token": unknown,
+            "fuse_unk": True,
+            "byte_fallback": True,
+        },
+    }
+    return _finished(vocabulary, whole, specials, adds_bos=True)
+
+
+def merges_of(vocabulary: Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Return every pair of tokens that makes a token: those of the best scores first.
+
+    Of one score, first those of long tokens, as in transformers' conversion.
+    """
+    merged = (_NORMAL, _USER_DEFINED, _UNUSED)
+    ids = {token: i for token, i in vocabulary.ids.items() if vocabulary.types[i] in merged}
+    found = []
+    for token, i in ids.items():
+        for cut in range(1, len(token)):
+            first = ids.get(token[:cut])
+            second = ids.get(token[cut:]) if first is not None else None
+            if first is not None and second is not None:
+                found.append((-scores[i], -cut, cut - len(token), i, first, second, token))
+    found.sort()
+    return [(token[:-cut], token[-cut:]) for _, cut, *_, token in found]
+
+
+def _finished(
+    vocabulary: Vocabulary, whole: dict[str, Any], specials: Mapping[str, int | None], *, adds_bos: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Add the special tokens and the rule by which a text begins or ends with them."""
+    metadata = vocabulary.metadata
+    named = {name: i for name, i in specials.items() if i is not None}
+    whole = {"version": "1.0", "truncation": None, "padding": None, **whole}
+    whole["added_tokens"] = _added_tokens(vocabulary, named)
+    before = _added_at(metadata, "bos", named, metadata.flag(f"{_PREFIX}add_bos_token", adds_bos))
+    after = _added_at(metadata, "eos", named, metadata.flag(f"{_PREFIX}add_eos_token", False))
+    whole["post_processor"] = _template(vocabulary, before, after)
+    settings: dict[str, Any] = {f"{name}_token": vocabulary.tokens[i] for name, i in named.items()}
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    if (template := _chat_template(metadata)) is not None:
+        settings["chat_template"] = template
+    return whole, settings
+
+
+def _added_at(metadata: Metadata, name: str, named: Mapping[str, int], is_added: bool) -> list[int]:
+    if not is_added:
+        return []
+    if name not in named:
+        raise CheckpointError(
+            f"{metadata.path}: {_PREFIX}add_{name}_token is true, but {_PREFIX}{name}_token_id is missing"
+        )
+    return [named[name]]
+
+
+def _added_tokens(vocabulary: Vocabulary, named: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return the tokens that are found in a text before it is split."""
+    found = []
+    # Phi-3's take the blanks after them, as llama.cpp knows by its name.
+    is_phi3 = vocabulary.metadata.architecture == "phi3" and (
+        vocabulary.metadata.text(f"{_PREFIX}model") == "llama"
+    )
+    for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
+        is_special = kind in (_CONTROL, _UNKNOWN) or i in named.values()
+        if token and (is_special or kind == _USER_DEFINED):
+            takes_blanks = is_phi3 and token not in _PHI3_PLAIN
+            flags = {"single_word": False, "lstrip": False, "rstrip": takes_blanks, "normalized": False}
+            found.append({"id": i, "content": token, **flags, "special": is_special})
+    return found
+
+
+def _template(vocabulary: Vocabulary, before: list[int], after: list[int]) -> dict[str, Any] | None:
+    """Return the post-processor that adds these tokens."""
+    if not before and not after:
+        return None
+
+    def special(i: int, part: int) -> dict[str, Any]:
+        return {"SpecialToken": {"id": vocabulary.tokens[i], "type_id": part}}
+
+    def text(name: str, part: int) -> list[dict[str, Any]]:
+        sequence = {"Sequence": {"id": name, "type_id": part}}
+        return [*(special(i, part) for i in before), sequence, *(special(i, part) for i in after)]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": text("A", 0),
+        "pair": text("A", 0) + text("B", 1),
+        "special_tokens": {
+            vocabulary.tokens[i]: {"id": vocabulary.tokens[i], "ids": [i], "tokens": [vocabulary.tokens[i]]}
+            for i in {*before, *after}
+        },
+    }
+
+
+def _chat_template(metadata: Metadata) -> str | list[dict[str, str]] | None:
+    """Return the chat template, or all if there are several."""
+    default: str | None = metadata.text("tokenizer.chat_template", None)
+    names = metadata.strings("tokenizer.chat_templates", [])
+    if not names:
+        return default
+    named = [{"name": name, "template": metadata.text(f"tokenizer.chat_template.{name}")} for name in names]
+    return named if default is None else [{"name": "default", "template": default}, *named]
+
+
+def read_ends(metadata: Metadata) -> list[int]:
+    """Return the ids of tokens that end an answer: EOS, ends of turns and messages, and known names."""
+    vocabulary = read_vocabulary(metadata)
+    default = 2 if metadata.text(f"{_PREFIX}model") == "llama" else None
+    found = {vocabulary.id_of("eos", default), vocabulary.id_of("eot"), vocabulary.id_of("eom")}
+    for token in _ENDS:
+        i = vocabulary.ids.get(token)
+        if i is not None and vocabulary.types[i] == _CONTROL:
+            found.add(i)
+    return sorted(i for i in found if i is not None)

@@ -1,0 +1,96 @@
+"""The names of tensors in GGUF files, by the architecture that `general.architecture` names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from .config import ModelConfig, TensorNames
+
+# The key of a config.json, made for a GGUF file, that has its general.architecture.
+GGUF_KEY = "gguf_architecture"
+
+_PREFIXES = (
+    ("blk.", "model.layers."),
+    ("token_embd.", "model.embed_tokens."),
+    ("position_embd.", "model.embed_positions."),
+    ("output_norm.", "model.norm."),
+    ("output.", "lm_head."),
+)
+_ATTENTION = (
+    ("attn_q.", "self_attn.q_proj."),
+    ("attn_k.", "self_attn.k_proj."),
+    ("attn_v.", "self_attn.v_proj."),
+    ("attn_qkv.", "self_attn.qkv_proj."),
+    ("attn_output.", "self_attn.o_proj."),
+    ("attn_q_norm.", "self_attn.q_norm."),
+    ("attn_k_norm.", "self_attn.k_norm."),
+)
+_MLP = (
+    ("ffn_gate.", "mlp.gate_proj."),
+    ("ffn_up.", "mlp.up_proj."),
+    ("ffn_down.", "mlp.down_proj."),
+)
+_FUSED_MLP = (("ffn_up.", "mlp.gate_up_proj."), ("ffn_down.", "mlp.down_proj."))
+_BEFORE = (("attn_norm.", "input_layernorm."), ("ffn_norm.", "post_attention_layernorm."))
+_AFTER = (
+    ("post_attention_norm.", "post_attention_layernorm."),
+    ("post_ffw_norm.", "post_feedforward_layernorm."),
+)
+_AROUND = (("attn_norm.", "input_layernorm."), *_AFTER, ("ffn_norm.", "pre_feedforward_layernorm."))
+_GLM4_NORMS = (
+    ("attn_norm.", "input_layernorm."),
+    ("post_attention_norm.", "post_self_attn_layernorm."),
+    ("ffn_norm.", "post_attention_layernorm."),
+    ("post_ffw_norm.", "post_mlp_layernorm."),
+)
+
+
+def _names(*parts: tuple[tuple[str, str], ...]) -> TensorNames:
+    """Return the names of a family. Factors of rotary embeddings are read with the config."""
+    return TensorNames(
+        prefixes=_PREFIXES,
+        parts=tuple(pair for each in parts for pair in each),
+        skipped_prefixes=("rope_freqs.", "rope_factors_long.", "rope_factors_short."),
+        ignored_suffixes=(),
+    )
+
+
+_LLAMA = _names(_ATTENTION, _BEFORE, _MLP)
+
+
+class Converted(NamedTuple):
+    """How llama.cpp's converter changes the tensors of a family.
+
+    interleaved: in each head of Q and K, the rows of both halves alternate.
+    qkv_by_part: all heads' Q come first, then K, then V; in the checkpoint of transformers, each head has its
+        own after each other.
+    norms_plus_one: weights of norms are stored plus 1.
+    """
+
+    names: TensorNames
+    interleaved: bool = False
+    qkv_by_part: bool = False
+    norms_plus_one: bool = False
+
+
+CONVERTED: Mapping[str, Converted] = {
+    "llama": Converted(_LLAMA, interleaved=True),
+    "qwen2": Converted(_LLAMA),
+    "qwen3": Converted(_LLAMA),
+    "phi3": Converted(_names(_ATTENTION, _BEFORE, _FUSED_MLP)),
+    "granite": Converted(_LLAMA, interleaved=True),
+    "olmo2": Converted(_names(_ATTENTION, _AFTER, _MLP)),
+    "smollm3": Converted(_LLAMA, interleaved=True),
+    "glm4": Converted(_names(_ATTENTION, _GLM4_NORMS, _FUSED_MLP)),
+    "gemma2": Converted(_names(_ATTENTION, _AROUND, _MLP), norms_plus_one=True),
+    "gemma3": Converted(_names(_ATTENTION, _AROUND, _MLP), norms_plus_one=True),
+    "gpt2": Converted(_LLAMA),
+    "gptneox": Converted(_LLAMA, qkv_by_part=True),
+}
+
+
+def with_gguf_names(config: ModelConfig, architecture: str) -> ModelConfig:
+    """Return the config of a model whose tensors a GGUF file has: under other names, and none transposed."""
+    return replace(config, tensor_names=CONVERTED[architecture].names, transposed_weights=False)

@@ -1,0 +1,178 @@
+"""The types of GGUF that store numbers in blocks, which llama.cpp defines.
+
+A block holds 32 numbers with factors of their own, or 256 in groups of 16 or 32 with two levels of factors.
+Each function here takes blocks u8[num_rows, num_blocks, num_bytes].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ....errors import CheckpointError
+from ..coded import CodedWeight, Factors
+from ..gguf_file import GgmlType, GgufTensor
+from ..stored import Layout, StoredFormat, StoredPart
+
+_CENTRED = tuple(float(code - 8) for code in range(16))
+_COUNTED = tuple(map(float, range(16)))
+# Of IQ4_NL and IQ4_XS: denser around 0.
+_NON_LINEAR = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFormat(StoredFormat):
+    """A weight in blocks of one type."""
+
+    title: str
+    type: GgmlType
+
+    def layouts(self, part: StoredPart) -> dict[str, Layout]:
+        kind = self.type
+        if part.num_inputs % kind.num_inputs:
+            raise CheckpointError(
+                f"{part.name} is {kind.name}, in blocks of {kind.num_inputs}, but the model's rows have "
+                f"{part.num_inputs} numbers"
+            )
+        row_bytes = part.num_inputs // kind.num_inputs * kind.num_bytes
+        return {"weight": Layout((row_bytes,), torch.uint8, stored_dtypes=(torch.uint8,))}
+
+    def weight(self, tensors: Mapping[str, Tensor]) -> CodedWeight:
+        stored = tensors["weight"]
+        return _READERS[self.type.name](stored.view(len(stored), -1, self.type.num_bytes))
+
+
+def gguf_format(part: StoredPart) -> GgufFormat | None:
+    """Return the format of a weight that a GGUF file has in blocks."""
+    tensor = part.get("weight")
+    if not isinstance(tensor, GgufTensor) or not tensor.type.in_blocks:
+        return None
+    return format_in(tensor.type)
+
+
+def format_in(kind: GgmlType) -> GgufFormat:
+    """Return the format of weights in blocks of this type."""
+    return GgufFormat(f"GGUF {kind.name}", kind)
+
+
+def _q4_0(blocks: Tensor) -> CodedWeight:
+    return CodedWeight(_halves(blocks[..., 2:]), Factors(_float16(blocks, 0)), _CENTRED)
+
+
+def _q4_1(blocks: Tensor) -> CodedWeight:
+    return CodedWeight(_halves(blocks[..., 4:]), _with_offset(blocks), _COUNTED)
+
+
+def _q5_0(blocks: Tensor) -> CodedWeight:
+    codes = _halves(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4
+    return CodedWeight(_signed(codes, 16), Factors(_float16(blocks, 0)))
+
+
+def _q5_1(blocks: Tensor) -> CodedWeight:
+    codes = _halves(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4
+    return CodedWeight(_signed(codes, 0), _with_offset(blocks))
+
+
+def _q8_0(blocks: Tensor) -> CodedWeight:
+    return CodedWeight(_signed(blocks[..., 2:].flatten(1), 0), Factors(_float16(blocks, 0)))
+
+
+def _q4_k(blocks: Tensor) -> CodedWeight:
+    return CodedWeight(_nibbles(blocks[..., 16:]).flatten(1), _two_levels(blocks), _COUNTED)
+
+
+def _q5_k(blocks: Tensor) -> CodedWeight:
+    # Bit g of a byte is that of a number in group g.
+    high = blocks[..., None, 16:48] >> _counted(8, blocks)[:, None] & 1
+    codes = _nibbles(blocks[..., 48:]) | high << 4
+    return CodedWeight(_signed(codes.flatten(1), 0), _two_levels(blocks))
+
+
+def _q6_k(blocks: Tensor) -> CodedWeight:
+    # Halves of 128 numbers: four groups of 32, the first two in low nibbles, and pairs of bits in one byte.
+    low = _divided(blocks[..., :128], 2, 2, 32)
+    low = torch.cat([low & 15, low >> 4], dim=3)
+    pairs = _divided(blocks[..., 128:192], 2, 1, 32) >> 2 * _counted(4, blocks)[:, None] & 3
+    scales = _signed(blocks[..., 192:208].flatten(1), 0)
+    return CodedWeight(
+        _signed((low | pairs << 4).flatten(1), 32), Factors(scales, scale_unit=_float16(blocks, 208))
+    )
+
+
+def _iq4_nl(blocks: Tensor) -> CodedWeight:
+    return CodedWeight(_halves(blocks[..., 2:]), Factors(_float16(blocks, 0)), _NON_LINEAR)
+
+
+def _iq4_xs(blocks: Tensor) -> CodedWeight:
+    high = blocks[..., 2:4, None] >> 2 * _counted(4, blocks) & 3
+    low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], dim=3)
+    scales = _signed((low.flatten(2) | high.flatten(2) << 4).flatten(1), 32)
+    codes = _halves(_divided(blocks[..., 8:], 8, 16).flatten(1, 2))
+    return CodedWeight(codes, Factors(scales, scale_unit=_float16(blocks, 0)), _NON_LINEAR)
+
+
+_READERS: Mapping[str, Callable[[Tensor], CodedWeight]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+}
+
+
+def _counted(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, dtype=torch.uint8, device=like.device)
+
+
+def _divided(blocks: Tensor, *shape: int) -> Tensor:
+    return blocks.reshape(*blocks.shape[:2], *shape)
+
+
+def _float16(blocks: Tensor, place: int) -> Tensor:  # [num_rows, num_blocks]
+    """Return the float16 that each block has from this byte on."""
+    return blocks[..., place : place + 2].contiguous().view(torch.float16).squeeze(2)
+
+
+def _with_offset(blocks: Tensor) -> Factors:
+    return Factors(_float16(blocks, 0), offset=_float16(blocks, 2))
+
+
+def _signed(codes: Tensor, zero: int) -> Tensor:
+    """Return u8 codes as i8, less what stands for 0."""
+    return codes.contiguous().view(torch.int8) - zero
+
+
+def _halves(packed: Tensor) -> Tensor:  # u8[num_rows, num_blocks, n] -> u8[num_rows, 2 * num_blocks * n]
+    """Return 4-bit codes: first the low nibbles of a block, then the high ones."""
+    return torch.cat([packed & 15, packed >> 4], dim=2).flatten(1)
+
+
+def _nibbles(packed: Tensor) -> Tensor:  # u8[num_rows, num_blocks, 128] -> [num_rows, num_blocks, 8, 32]
+    """Return 4-bit codes: the low nibbles of 32 bytes, then their high ones."""
+    packed = _divided(packed, 4, 1, 32)
+    return torch.cat([packed & 15, packed >> 4], dim=3).flatten(2, 3)
+
+
+def _bits(packed: Tensor) -> Tensor:  # u8[num_rows, num_blocks, n] -> u8[num_rows, 8 * num_blocks * n]
+    return (packed[..., None] >> _counted(8, packed) & 1).flatten(1)
+
+
+def _two_levels(blocks: Tensor) -> Factors:
+    """Return the factors of Q4_K and Q5_K: 6 bits for each group of 32, in 12 bytes."""
+    first, second, third = _divided(blocks[..., 4:16], 3, 4).unbind(2)
+    scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=2)
+    mins = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=2)
+    return Factors(
+        scales.flatten(1),
+        offset=mins.flatten(1),
+        scale_unit=_float16(blocks, 0),
+        offset_unit=-_float16(blocks, 2),
+    )

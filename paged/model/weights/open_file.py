@@ -1,0 +1,85 @@
+"""OpenFile: a file of tensors that is opened once and read part by part."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ..hf_config import check_file
+from .sources import StoredTensor
+
+
+class OpenFile:
+    """An open file. Use it as a context manager, or close it.
+
+    Raises CheckpointError, which names the file, where it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        check_file(path, sys.maxsize)  # opening a FIFO would wait for its other end
+        try:
+            self._stream = path.open("rb", buffering=0)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        self.size = os.fstat(self._stream.fileno()).st_size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file. Its tensors cannot be read any more."""
+        self._stream.close()
+
+    def read_into(self, memory: memoryview, start: int) -> None:
+        """Fill memory with the bytes of the file from `start` on. Raises CheckpointError if it has fewer."""
+        try:
+            self._stream.seek(start)
+            while memory and (count := self._stream.readinto(memory)):
+                memory = memory[count:]
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+        if memory:
+            raise CheckpointError(f"{self.path}: became shorter while it was read")
+
+    def read_bytes(self, start: int, count: int) -> bytearray:
+        """Return bytes of the file, which the caller knows it to have."""
+        memory = bytearray(count)
+        self.read_into(memoryview(memory), start)
+        return memory
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor(StoredTensor):
+    """A tensor of an open file."""
+
+    file: OpenFile
+    start: int  # byte of the file
+
+    def read(self, rows: slice = slice(None), out: Tensor | None = None) -> Tensor:
+        shape = self.shape
+        first = 0
+        if shape:
+            first, last, _ = rows.indices(shape[0])
+            shape = [last - first, *shape[1:]]
+        if out is None:
+            out = torch.empty(shape, dtype=self.dtype, device="cpu")
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        self.file.read_into(_memory_of(out), self.start + first * row_bytes)
+        return out
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

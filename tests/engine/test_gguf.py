@@ -1,0 +1,279 @@
+"""Models of GGUF files: the greedy tokens of transformers on the numbers in the file, for every family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    SmolLM3Config,
+)
+
+from paged import CheckpointError, ConfigError, SamplingParams, UnsupportedModelError
+from paged.model.hub import resolve
+from paged.model.weights.gguf_file import GgufTensor, open_gguf
+from tests.support.checkpoints import CONFIGS, SHAPE, Reference, new_engine, ragged_prompts, random_model
+from tests.support.gguf_files import Stored, Typed, write_gguf
+
+pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+from tests.support.gguf_models import write_model
+
+# What a GGUF file can say: queries are scaled by the head's width, and every fourth layer has no rope.
+OWN: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama-llama3.1": lambda: LlamaConfig(
+        **{**SHAPE, "tie_word_embeddings": True, "max_position_embeddings": 16384},
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+    "gemma2": lambda: Gemma2Config(
+        **{**SHAPE, "num_hidden_layers": 3, "tie_word_embeddings": True},
+        sliding_window=24,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **{**SHAPE, "num_hidden_layers": 7, "tie_word_embeddings": True},
+        sliding_window=24,
+        query_pre_attn_scalar=16,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "smollm3": lambda: SmolLM3Config(**{**SHAPE, "hidden_size": 64, "num_hidden_layers": 5}),
+}
+SAME = [
+    *("llama-tied-bias", "llama-linear", "llama-llama3", "llama-yarn", "mistral", "qwen2", "qwen3", "phi3"),
+    *("phi3-longrope", "granite", "olmo2", "olmo3", "glm4", "gpt2", "gpt_neox"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def greedy(engine: Any, lengths: list[int], max_tokens: int) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    outputs = engine.generate(ragged_prompts(lengths), params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def assert_same_tokens(model: Any, path: Path, directory: Path, lengths: list[int], max_tokens: int) -> Any:
+    """Compare the engine on a file with transformers on the same model, in a ragged batch."""
+    model.save_pretrained(directory)
+    expected = Reference(directory)
+    engine = new_engine(path)
+    prompts = ragged_prompts(lengths)
+    assert greedy(engine, lengths, max_tokens) == [expected.greedy(each, max_tokens)[0] for each in prompts]
+    return engine
+
+
+@pytest.mark.parametrize("name", [*SAME, *OWN])
+def test_family(name, tmp_path):
+    """Names, order of rows, norms and config, with windows and rope beyond the trained context."""
+    model = random_model((CONFIGS | OWN)[name]())
+    path = write_model(tmp_path / "model.gguf", model)
+    lengths = [70, 5] if name == "phi3-longrope" else [40, 9, 1]
+    assert_same_tokens(model, path, tmp_path / "hf", lengths, 6)
+
+
+def q4_k_m(name: str) -> str:
+    """Return the types of a Q4_K_M file: some V and last products are finer, as is the head."""
+    finer = name.startswith(("output.", "token_embd.", "blk.1.ffn_down", "blk.1.attn_v"))
+    return "Q6_K" if finer else "Q4_K"
+
+
+OTHERS = {
+    "attn_q": "Q5_K",
+    "attn_k": "Q5_0",
+    "attn_v": "Q4_1",
+    "attn_output": "IQ4_XS",
+    "ffn_gate": "Q4_0",
+    "ffn_up": "Q5_1",
+    "ffn_down": "IQ4_NL",
+}
+
+
+def others(name: str) -> str:
+    if name.startswith("blk."):
+        return OTHERS[name.split(".")[2]]
+    return "F16" if name == "output.weight" else "BF16"
+
+
+WIDE = {**SHAPE, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+NARROW = {**SHAPE, "hidden_size": 64, "intermediate_size": 96}
+MIXES: dict[str, tuple[dict[str, Any], Callable[[str], str]]] = {
+    "Q4_K_M-tied": ({**WIDE, "tie_word_embeddings": True}, q4_k_m),
+    "Q4_K_M": (WIDE, q4_k_m),
+    "Q8_0": (NARROW, lambda _: "Q8_0"),
+    "others": (WIDE, others),
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_quantised(name, tmp_path):
+    """Types that differ within a product, rows of Q and K reordered, embeddings looked up in codes."""
+    shape, type_of = MIXES[name]
+    model = random_model(LlamaConfig(**shape))
+    path = write_model(tmp_path / "model.gguf", model, type_of)
+    engine = assert_same_tokens(model, path, tmp_path / "hf", [33, 2, 9], 4)
+    expected = {"Q4_K_M": "GGUF Q4_K and GGUF Q6_K", "Q8_0": "GGUF Q8_0"}.get(name)
+    assert expected is None or expected in str(engine.runner.model.stored_weights)
+
+
+def test_rope_of_llama_3_1_is_recognised(tmp_path):
+    """The rope that config.json has, to the last bit; other factors are used as they are."""
+    for name, kind in {"llama-llama3.1": "llama3", "llama-llama3": "longrope"}.items():
+        path = write_model(tmp_path / f"{name}.gguf", random_model((CONFIGS | OWN)[name]()))
+        rope = json.loads((resolve(str(path)) / "config.json").read_text())["rope_parameters"]
+        assert rope["rope_type"] == kind
+        if kind == "llama3":
+            assert rope == OWN[name]().rope_parameters
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Write a model of one type, as one file."""
+    path = tmp_path_factory.mktemp("gguf") / "small-Q8_0.gguf"
+    return write_model(path, random_model(LlamaConfig(**NARROW)), lambda _: "Q8_0")
+
+
+def test_parts_are_one_model(small, tmp_path):
+    """Of a directory that has nothing else."""
+    expected = greedy(new_engine(small), [9, 3], 4)
+    split(small, tmp_path / "parts")
+    engine = new_engine(tmp_path / "parts")
+    assert greedy(engine, [9, 3], 4) == expected
+    assert greedy(new_engine(tmp_path / "parts" / "m-00002-of-00002.gguf"), [9, 3], 4) == expected
+    (tmp_path / "parts" / "b.gguf").write_bytes(small.read_bytes())
+    with pytest.raises(CheckpointError, match=r"several GGUF files; .* b\.gguf, m-00001-of-00002\.gguf"):
+        new_engine(tmp_path / "parts")
+
+
+def split(path: Path, directory: Path) -> None:
+    directory.mkdir()
+    with open_gguf(path) as gguf:
+        stored = {
+            name: Stored(
+                tensor.type.name, dims_of(tensor), tensor.file.read_bytes(tensor.start, tensor.num_bytes)
+            )
+            for name, tensor in gguf.tensors.items()
+        }
+        metadata = dict(gguf.metadata)
+    names = sorted(stored)
+    for i, part in enumerate((names[:7], names[7:])):
+        keys = {
+            "split.no": Typed(2, i),
+            "split.count": Typed(2, 2),
+            "split.tensors.count": Typed(5, len(names)),
+        }
+        own = {**keys, **(metadata if i == 0 else {})}
+        write_gguf(directory / f"m-0000{i + 1}-of-00002.gguf", own, {name: stored[name] for name in part})
+
+
+def dims_of(tensor: GgufTensor) -> list[int]:
+    kind = tensor.type
+    row = tensor.shape[-1] // kind.num_bytes * kind.num_inputs if kind.in_blocks else tensor.shape[-1]
+    return [*tensor.shape[:-1], row]
+
+
+def test_saved_prefixes_belong_to_the_file(small, tmp_path):
+    other = tmp_path / small.name
+    content = bytearray(small.read_bytes())
+    content[-40] ^= 1  # a code of the last tensor
+    other.write_bytes(content)
+    assert new_engine(small).fingerprint != new_engine(other).fingerprint
+
+
+def test_options_that_contradict_the_file(small):
+    with pytest.raises(ConfigError, match=r"small-Q8_0\.gguf has Q8_0 already; leave it out"):
+        new_engine(small, quantization="int8")
+    with pytest.raises(CheckpointError, match=r"revision 'main' names a version on the hub, but .* a file"):
+        new_engine(small, revision="main")
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": (
+        {"general.architecture": "rwkv7"},
+        "general.architecture 'rwkv7' is not supported; supp",
+    ),
+    "missing": ({"llama.context_length": None}, "llama.context_length is missing from the metadata"),
+    "type": ({"llama.block_count": "2"}, "block_count must be a whole number, got '2'"),
+    "layers": ({"llama.block_count": 2**31}, "block_count 2147483648 contradicts the 21 tensors"),
+    "unknown": ({"llama.expert_count": 8}, "llama.expert_count (8) is not supported"),
+    "by-layer": ({"llama.attention.head_count_kv": [1, 2]}, "head_count_kv differs by layer"),
+    "scaling": ({"llama.rope.scaling.type": "mrope"}, "rope.scaling.type 'mrope' is not supported"),
+    "causal": ({"llama.attention.causal": False}, "llama.attention.causal false is not supported"),
+    "value": ({"llama.attention.value_length": 8}, "value_length 8 other than key_length 16"),
+    "range": (
+        {"llama.attention.layer_norm_rms_epsilon": -1.0},
+        "the config that its metadata make: rms_norm_eps",
+    ),
+    "heads": ({"llama.attention.head_count": 0}, "head_count 0 does not fit embedding_length 64"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_metadata_that_make_no_model_are_refused(name, tmp_path):
+    changes, expected = CHANGES[name]
+    model = random_model(LlamaConfig(**NARROW))
+    path = write_model(tmp_path / "a.gguf", model, more=changes)
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as info:
+        new_engine(path)
+    assert expected in str(info.value)
+    assert str(path) in str(info.value)
+
+
+def test_tensors_that_contradict_the_metadata_are_named(tmp_path):
+    model = random_model(LlamaConfig(**NARROW))
+    path = write_model(tmp_path / "a.gguf", model, more={"llama.feed_forward_length": 128})
+    with pytest.raises(CheckpointError, match=r"a\.gguf: blk\.0\.ffn_gate\.weight has shape \[96, 64\]"):
+        new_engine(path)
+    path = write_model(tmp_path / "b.gguf", model, more={"llama.block_count": 3})
+    with pytest.raises(CheckpointError, match=r"b\.gguf: blk\.2\.attn_k\.weight, .* missing"):
+        new_engine(path)
+    path = write_model(tmp_path / "c.gguf", model, more={"llama.block_count": 1})
+    with pytest.raises(CheckpointError, match=r"c\.gguf: blk\.1\.attn_k\.weight, .* not part of the model"):
+        new_engine(path)
+
+
+NAMES = ["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "x/m-Q8_0-00001-of-00002.gguf", "x/m-Q8_0-00002-of-00002.gguf"]
+
+
+def test_quantisation_on_the_hub(small, tmp_path, monkeypatch):
+    """Parts are fetched together; what there is, is listed."""
+    fetched = []
+    split(small, tmp_path / "hub")
+
+    def download(_: str, name: str, **__: Any) -> str:
+        fetched.append(name)
+        return str(tmp_path / "hub" / Path(name).name.replace("m-Q8_0", "m"))
+
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.list_repo_files", lambda *_, **__: [*NAMES, "mmproj-Q8_0.gguf"]
+    )
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert (resolve("owner/name:q8_0") / "config.json").exists()
+    assert fetched == NAMES[2:]
+    for asked, problem in {"Q4_K": "no GGUF file", "Q5_0": "no GGUF file", "": "no GGUF file"}.items():
+        with pytest.raises(CheckpointError) as info:
+            resolve(f"owner/name:{asked}")
+        assert f"owner/name:{asked}: {problem} of this quantisation; there are m-Q4_K_M.gguf, " in str(
+            info.value
+        )

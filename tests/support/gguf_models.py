@@ -1,0 +1,176 @@
+"""Models of transformers as GGUF files, converted as llama.cpp's script does. Names are those of `gguf`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.gguf_files import KIND_OF, Stored, in_type, write_gguf
+
+ARCHITECTURES = {"mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3", "gpt_neox": "gptneox"}
+INTERLEAVED = ("llama", "granite", "smollm3")
+# From keys of config.json to those of the metadata; whichever there are.
+KEYS = {
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+    "use_parallel_residual": "use_parallel_residual",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
+
+def metadata_of(config: Any) -> dict[str, Any]:
+    """Return the metadata of a model, without a tokenizer."""
+    name = ARCHITECTURES.get(config.model_type, config.model_type)
+    found: dict[str, Any] = {}
+    for theirs, ours in KEYS.items():
+        value = getattr(config, theirs, None)
+        if value is not None:
+            found[ours] = value
+    if name == "gpt2":
+        found["feed_forward_length"] = config.n_inner
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    found["attention.key_length"] = found["attention.value_length"] = head_dim
+    window = getattr(config, "sliding_window", None)
+    if window is not None and name != "smollm3":
+        found["attention.sliding_window"] = window
+    elif name == "phi3":
+        found["attention.sliding_window"] = 0
+    if config.model_type == "olmo3":
+        kinds = [kind == "sliding_attention" for kind in config.layer_types]
+        found["attention.sliding_window_pattern"] = kinds
+    found |= _rope(config, name, head_dim)
+    return {"general.architecture": name} | {f"{name}.{key}": value for key, value in found.items()}
+
+
+def _rope(config: Any, name: str, head_dim: int) -> dict[str, Any]:
+    ropes = getattr(config, "rope_parameters", None)
+    if not ropes:
+        return {}
+    rope = ropes.get("full_attention", ropes)
+    found: dict[str, Any] = {"rope.freq_base": float(rope["rope_theta"])}
+    found["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    if rope["rope_type"] in ("linear", "yarn"):
+        found["rope.scaling.type"] = rope["rope_type"]
+        found["rope.scaling.factor"] = float(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        found["rope.scaling.yarn_beta_fast"] = float(rope["beta_fast"])
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if name == "phi3":
+        trained = config.original_max_position_embeddings
+        found["rope.scaling.original_context_length"] = trained
+        if rope["rope_type"] == "longrope":
+            found["rope.scaling.type"] = "longrope"
+            scale = torch.tensor(config.max_position_embeddings / trained)
+            found["rope.scaling.attn_factor"] = float((1 + scale.log() / torch.tensor(trained).log()).sqrt())
+    return found
+
+
+def write_model(
+    path: Path,
+    model: Any,
+    type_of: Callable[[str], str] = lambda _: "F32",
+    more: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a model, and give it the numbers that the file has.
+
+    type_of: the type of a weight, by its name in the file; what is no matrix is F32.
+    more: metadata; None takes a key out.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    metadata = metadata_of(model.config)
+    tensors: dict[str, Stored] = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            own = name_of(name, metadata)
+            weight = _converted(own, parameter, model.config, metadata)
+            kind = type_of(own) if weight.dim() == 2 else "F32"
+            tensors[own], numbers = in_type(kind, weight, generator)
+            if KIND_OF[kind].in_blocks:
+                parameter.copy_(_restored(own, numbers, model.config, metadata))
+    for name, values in _extra(model.config, metadata).items():
+        tensors[name], _ = in_type("F32", values, generator)
+    changed = {**metadata, **(more or {})}
+    return write_gguf(path, {key: value for key, value in changed.items() if value is not None}, tensors)
+
+
+def name_of(name: str, metadata: Mapping[str, Any]) -> str:
+    """Return what llama.cpp calls a tensor of transformers."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    architectures = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    own = metadata["general.architecture"]
+    names = get_tensor_name_map(architectures[own], metadata[f"{own}.block_count"])
+    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found
+
+
+def _converted(own: str, weight: Tensor, config: Any, metadata: Mapping[str, Any]) -> Tensor:
+    architecture = metadata["general.architecture"]
+    if architecture.startswith("gemma") and own.endswith("norm.weight"):
+        return weight + 1
+    if architecture == "gpt2" and weight.dim() == 2 and own.startswith("blk."):
+        return weight.T
+    return weight[_order(own, weight, config, metadata)]
+
+
+def _restored(own: str, weight: Tensor, config: Any, metadata: Mapping[str, Any]) -> Tensor:
+    out = torch.empty_like(weight)
+    out[_order(own, weight, config, metadata)] = weight
+    return out
+
+
+def _order(own: str, weight: Tensor, config: Any, metadata: Mapping[str, Any]) -> Tensor:
+    """Return the row of transformers that each row of the file is."""
+    architecture = metadata["general.architecture"]
+    rows = torch.arange(len(weight))
+    if architecture in INTERLEAVED and "attn_q." in own:
+        return rows.view(config.num_attention_heads, 2, -1).transpose(1, 2).flatten()
+    if architecture in INTERLEAVED and "attn_k." in own:
+        return rows.view(config.num_key_value_heads, 2, -1).transpose(1, 2).flatten()
+    if architecture == "gptneox" and "attn_qkv." in own:
+        return rows.view(config.num_attention_heads, 3, -1).transpose(0, 1).flatten()
+    return rows
+
+
+def _extra(config: Any, metadata: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of rotary embeddings."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    if ropes.get("rope_type") == "longrope":
+        return {
+            f"rope_factors_{kind}.weight": torch.tensor(ropes[f"{kind}_factor"]) for kind in ("long", "short")
+        }
+    if ropes.get("rope_type") != "llama3":
+        return {}
+    # As in conversion/llama.py of llama.cpp.
+    head_dim = metadata["llama.attention.key_length"]
+    frequencies = 1.0 / (
+        ropes["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    )
+    trained, factor = ropes["original_max_position_embeddings"], ropes["factor"]
+    low, high = ropes["low_freq_factor"], ropes["high_freq_factor"]
+    found = []
+    for wavelength in (2 * torch.pi / frequencies).tolist():
+        smooth = (trained / wavelength - low) / (high - low)
+        if wavelength < trained / high:
+            found.append(1.0)
+        else:
+            found.append(factor if wavelength > trained / low else 1 / ((1 - smooth) / factor + smooth))
+    return {"rope_freqs.weight": torch.tensor(found)}
