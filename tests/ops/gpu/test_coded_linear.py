@@ -88,7 +88,7 @@ def test_rows_are_those_of_the_format(kind, shape):
 )
 def test_a_row_has_the_same_bits_in_any_batch(dtype):
     """Whether splits of the inputs are added by one program or by a kernel of their own."""
-    num_inputs = 4096 if DEVICE == "cuda" else 128  # 8 splits, or 2 in the interpreter
+    num_inputs = 4096 if DEVICE == "cuda" else 256  # 8 splits, or 4 in the interpreter
     weight = packed(on_device(coded_weight("int8", 16, num_inputs, 64)))
     x = torch.randn(513, num_inputs, device=DEVICE).to(dtype)
     bias = torch.randn(16, device=DEVICE).to(dtype)
