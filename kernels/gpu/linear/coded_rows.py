@@ -19,7 +19,7 @@ from .coded_linear import kind_of, shape_of
 from .kernel import Coded, load_factors, load_unit, load_words, weights_of
 from .packed import PackedCodes, PackedLayout
 
-_BLOCK = 16  # tiles of inputs: 16 bytes of words a thread
+_BLOCK = 16  # tiles of inputs: 1 KB of words, 16 bytes for each thread of a warp of 64
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def _bind(indices: Tensor, layout: PackedLayout, dtype: torch.dtype) -> BoundLau
         shape=shape_of(layout, target),
         kind=kind_of(layout, target),
         BLOCK=_BLOCK,
-        num_warps=2,
+        num_warps=1,
     )
 
 

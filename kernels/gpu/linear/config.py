@@ -83,7 +83,7 @@ _HALF: _Table = {
 _FLOAT32: _Table = {
     "cdna": {"few": (64, 16, 4, 3), "some": (64, 16, 4, 3), "many": (64, 16, 4, 3)},
     "rdna3": {"few": (64, 16, 8, 2), "some": (64, 16, 8, 2), "many": (64, 16, 8, 2)},
-    "ampere": {"few": (64, 16, 8, 3), "some": (64, 16, 8, 3), "many": (64, 32, 8, 2)},
+    "ampere": {"few": (32, 16, 4, 3), "some": (32, 16, 4, 3), "many": (32, 16, 4, 3)},
 }
 for _table in (_HALF, _FLOAT32):
     _table |= dict.fromkeys(("hopper", "blackwell", "consumer"), _table["ampere"])
