@@ -71,7 +71,7 @@ def layer_shapes(model: str) -> list[tuple[int, int]]:
 
 def forms_of(weights: list[Tensor], dtype: torch.dtype) -> dict[str, tuple[Products, list[Tensor], int]]:
     """Return for each form its products, the weights that it represents, and its bytes."""
-    packed = choose_forms(CPU, dtype, None, tied=False, in_panels=False)["layer"]
+    packed = choose_forms(CPU, dtype, None, tied=False, in_panels=False).of_floats["layer"]
     unquantised = {"panels": PanelWeight, "torch": packed}
     if dtype == torch.bfloat16 and only_torch_has_bfloat16():
         unquantised = {"torch": packed, "panels": PanelWeight}

@@ -22,6 +22,7 @@ from paged.runner import load
 from tests.support.checkpoints import checkpoint, new_engine, ragged_prompts
 from tests.support.coded_weights import coded_weight
 from tests.support.error_bounds import assert_product
+from tests.support.kernel_cases import DEVICE
 
 GROUP = 16
 
@@ -86,15 +87,17 @@ def greedy(engine) -> list[list[int]]:
 def test_weights_are_quantised_as_on_a_cpu(dtype):
     """In float16 too, where the least scales would be 0."""
     weight = (torch.randn(9, 64) * torch.logspace(-6, 2, 9)[:, None]).to(dtype)
+    weight = weight.to(DEVICE)
     weight[3] = 0
-    indices = torch.arange(9)
+    indices = torch.arange(9, device=DEVICE)
     int8 = quantized_form("int8", weight, "head")
     assert torch.equal(int8.rows(indices), Int8Weight(weight.float()).dequantized().to(dtype))
     codes, scale, zero = int4_codes(weight.view(9, 2, 32))
     int4 = quantized_form("int4", weight, "layer")
     floats = scale.float()[..., None] * (codes.float() - 8) + zero.float()[..., None]
     assert torch.equal(int4.rows(indices), floats.flatten(1).to(dtype))
-    x, bias = torch.randn(3, 64).to(dtype), torch.randn(9).to(dtype)
+    x = torch.randn(3, 64, device=DEVICE).to(dtype)
+    bias = torch.randn(9, device=DEVICE).to(dtype)
     assert_product(int4(x, bias), x, floats.flatten(1).to(dtype), bias)
     assert int4(x, bias).dtype == dtype
     assert int8(x, None).dtype == torch.float32
