@@ -14,6 +14,8 @@ from .config import ModelConfig, TensorNames
 
 # The key of a config.json, made for a GGUF file, that has its general.architecture.
 GGUF_KEY = "gguf_architecture"
+# The key that has the reason why such a model has no tokenizer.
+NO_TOKENIZER_KEY = "gguf_without_tokenizer"
 PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _MAX_PARTS = 1024
 

@@ -253,6 +253,19 @@ def test_tensors_that_contradict_the_metadata_are_named(tmp_path):
         new_engine(path)
 
 
+def test_an_unknown_tokenizer_may_be_replaced(tmp_path):
+    keys = {"model": "rwkv", "tokens": ["a", "b"], "token_type": [1, 3], "eos_token_id": 1}
+    more = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    path = write_model(tmp_path / "a.gguf", random_model(LlamaConfig(**NARROW)), more=more)
+    reason = (
+        r"a\.gguf: tokenizer\.ggml\.model 'rwkv' is not supported; .* give another tokenizer with tokenizer="
+    )
+    with pytest.raises(UnsupportedModelError, match=reason):
+        new_engine(path, skip_tokenizer_init=False)
+    assert new_engine(path).eos_token_ids == {1}
+    assert new_engine(path, skip_tokenizer_init=False, tokenizer="demo").tokenizer is not None
+
+
 NAMES = ["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "x/m-Q8_0-00001-of-00002.gguf", "x/m-Q8_0-00002-of-00002.gguf"]
 
 

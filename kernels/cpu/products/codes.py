@@ -23,7 +23,7 @@ PAIR_STEPS = 8  # steps of Codes4Pairs in a vector
 # group four vectors: the scales of both halves of a panel, and its summands.
 TABLE_SIZE = 16
 GROUP_SHIFT_AT = 4 * TABLE_SIZE
-HEAD_BYTES = 2 * GROUP_SHIFT_AT
+EXPANDED_HEAD_BYTES = 2 * GROUP_SHIFT_AT
 GROUP_BYTES = 4 * VECTOR_BYTES
 # What 1 in e4m3 is to readers, which convert it by way of float16: scales are larger by as much.
 E4M3_UNIT = 2.0**-8
@@ -46,7 +46,7 @@ class Codes(Reader):
     def factors_from(self, builder: Any, factors: Any, step: Any) -> Any:
         """Return the factors of the steps from this one on, the first of a group."""
         group = builder.lshr(step, _group_shift(builder, factors))
-        first = builder.add(factors, int64(HEAD_BYTES))
+        first = builder.add(factors, int64(EXPANDED_HEAD_BYTES))
         return factors, builder.add(first, builder.mul(group, int64(GROUP_BYTES)))
 
     def each_step(

@@ -14,7 +14,7 @@ from ..simd.gather import fetch_line
 from ..simd.memory import LINE, LOADERS, get_long, item_size, load, set_long, store
 from ..simd.numbers import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8, ITEM_SIZES
 from ..simd.vectors import LANES, VECTOR_BYTES, dispatch, function, multiply, splat
-from .codes import E4M3_UNIT, GROUP_BYTES, GROUP_SHIFT_AT, HEAD_BYTES, TABLE_SIZE
+from .codes import E4M3_UNIT, EXPANDED_HEAD_BYTES, GROUP_BYTES, GROUP_SHIFT_AT, TABLE_SIZE
 from .kinds import CODES4, CODES4_PAIRS, E4M3, E4M3_PAIRS
 from .reader import PANEL
 
@@ -83,7 +83,7 @@ def is_valid_head(head: FactorHead, in_features: int) -> bool:
 
 def expanded_bytes(num_inputs: int) -> int:
     """Return the memory that the factors of so many inputs of a panel take for readers."""
-    return HEAD_BYTES + -(-num_inputs // LEAST_GROUP) * GROUP_BYTES
+    return EXPANDED_HEAD_BYTES + -(-num_inputs // LEAST_GROUP) * GROUP_BYTES
 
 
 @function
@@ -200,7 +200,7 @@ def expand_factors(kind, factors, panel, start, steps, most, to):
     while per_step << shift < group:
         shift += 1
     set_long(to + GROUP_SHIFT_AT, shift)
-    to += HEAD_BYTES
+    to += EXPANDED_HEAD_BYTES
     summands = to + 2 * VECTOR_BYTES
     count = steps >> shift
     # Groups from the first one on, and of these the ones that have its factors and its unit.

@@ -8,7 +8,7 @@ from ...arguments import check_call, checked
 from ...checks import check_contiguous, check_device, check_dtype, check_indices, check_shape, is_trusted
 from ..launch.tasks import Task, addresses
 from ..linear.panels import Panels, check_panels, check_result_dtype
-from ..products.codes import GROUP_BYTES, GROUP_SHIFT_AT, HEAD_BYTES
+from ..products.codes import EXPANDED_HEAD_BYTES, GROUP_BYTES, GROUP_SHIFT_AT
 from ..products.factors import (
     MOST_GROUP,
     TABLE_AT,
@@ -122,7 +122,7 @@ def _take_coded_row(args, panel, place, numbers, expanded):
     steps = args.in_features // inputs_of_step(kind)
     expand_factors(kind, args.scales, panel, 0, steps, MOST_GROUP, expanded)
     group = inputs_of_step(kind) << get_long(expanded + GROUP_SHIFT_AT)
-    own = expanded + HEAD_BYTES + 4 * place
+    own = expanded + EXPANDED_HEAD_BYTES + 4 * place
     for start in range(0, args.in_features, group):
         scale = splat(get_float(own))
         summand = splat(get_float(own + GROUP_BYTES // 2))

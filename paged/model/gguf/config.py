@@ -274,7 +274,8 @@ def _olmo2(source: ConfigSource) -> dict[str, Any]:
     if not window:
         return hf
     rope = hf["rope_parameters"]
-    local = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    local_theta = source.metadata.number("rope.freq_base_swa", rope["rope_theta"])
+    local = {"rope_type": "default", "rope_theta": local_theta}
     return hf | {
         "architectures": ["Olmo3ForCausalLM"],
         "model_type": "olmo3",
