@@ -51,7 +51,7 @@ _LEAST_INPUTS = 512
 TILES = Task(
     ("x", "panels", "scales", "bias", "out"),
     (
-        "x_stride", "num_rows", "depth", "out_features", "num_panels", "weight_kind",
+        "x_stride", "num_rows", "depth", "out_features", "out_stride", "num_panels", "weight_kind",
         "out_kind", "gated", "unit_rows", "unit_panels", "apart", "thirds", "thirds_stride",
         "expanded", "all_units", "num_threads",
     ),
@@ -253,7 +253,7 @@ def _store_results(args, first, rows, panel, c):
     size = item_size(args.out_kind)
     thirds = args.thirds
     columns = min(width, args.out_features - panel * width)
-    to = args.out + (first * args.out_features + panel * width) * size
+    to = args.out + first * args.out_stride + panel * width * size
     scale = args.scales + panel * _WIDTH
     bias = args.bias + panel * _WIDTH
     for row in range(rows):
@@ -275,7 +275,7 @@ def _store_results(args, first, rows, panel, c):
         store_some_as(args.out_kind, to, left, columns)
         if columns > LANES:
             store_some_as(args.out_kind, to + LANES * size, right, columns - LANES)
-        to += args.out_features * size
+        to += args.out_stride
 
 
 if HAS_TILES:

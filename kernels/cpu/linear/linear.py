@@ -13,7 +13,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from ...checks import KERNEL_DTYPES, check_device, check_dtype, check_shape, is_trusted
+from ...checks import KERNEL_DTYPES, check_contiguous, check_device, check_dtype, check_shape, is_trusted
 from ..launch.huge_pages import in_huge_pages
 from ..launch.runs import num_runs, take_run
 from ..launch.tasks import Task, addresses, thread_scratch
@@ -48,7 +48,7 @@ _EXPANDED = expanded_bytes(2 * (_DEPTH + MOST_GROUP))
 LINEAR = Task(
     ("x", "panels", "scales", "bias", "out"),
     (
-        "x_stride", "num_rows", "depth", "out_features", "num_panels", "weight_kind",
+        "x_stride", "num_rows", "depth", "out_features", "out_stride", "num_panels", "weight_kind",
         "out_kind", "gated", "all_units", "num_threads",
     ),
 )  # fmt: skip
@@ -124,12 +124,18 @@ def _by_depth(rows: Tensor, pairs: bool) -> Tensor:
     return rows.reshape(len(rows), -1, 1 + pairs).transpose(0, 1)
 
 
-def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Panels,
+    bias: Tensor | None,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Multiply x [num_rows, in_features] by the weight: [num_rows, out_features], gated half as wide.
 
     bias: f32[num_panels * PANEL], as `pad` makes it. dtype: of the result, by default that of x;
-    accumulators are float32. Raises ValueError if x has another width or dtype than the weight is packed
-    for.
+    accumulators are float32. out: where to store the result, of that dtype; its rows may be apart. Raises
+    ValueError if x has another width or dtype than the weight is packed for, or out another than the result.
     """
     if not is_trusted():
         check_panels(weight)
@@ -143,7 +149,12 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
     num_rows = x.shape[0]
     num_panels = len(weight.weight)
     out_features = weight.out_features // (1 + weight.gated)
-    out = x.new_empty(num_rows, out_features, dtype=dtype or x.dtype)
+    if out is None:
+        out = x.new_empty(num_rows, out_features, dtype=dtype or x.dtype)
+    else:
+        check_shape("out", out, (num_rows, out_features), dtype or x.dtype)
+        check_device("out", out, x.device)
+        check_contiguous("a row of out", out[:1])
     rows = x if weight.in_pairs else x.float()
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     fields = (
@@ -152,6 +163,7 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
         num_rows,
         weight.depth,
         out_features,
+        out.stride(0) * out.itemsize,
         num_panels,
         weight.kind,
         OUT_KINDS[out.dtype],
@@ -189,8 +201,8 @@ def _linear(args, unit, next_unit, scratch):
     stride = STEP_BYTES[args.weight_kind]
     x = args.x + first * args.x_stride
     weight = args.panels + panel * args.depth * stride
-    out = args.out + (first * args.out_features + panel * width) * size
-    out_stride = args.out_features * size
+    out_stride = args.out_stride
+    out = args.out + first * out_stride + panel * width * size
     zeros = scratch + ROWS * _WIDTH
     tile = scratch + (ROWS + 1) * _WIDTH
     expanded = scratch + (ROWS + 1 + _DEPTH) * _WIDTH

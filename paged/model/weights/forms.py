@@ -33,6 +33,10 @@ class WeightForm(Protocol):
         The result has the dtype of x, or float32 if the form was made to return it.
         """
 
+    def store(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Store the product into out, whose rows may be apart. A recordable form does so by itself."""
+        out.copy_(self(x, bias))
+
 
 class TableForm(WeightForm, Protocol):
     """A weight [vocab_size, hidden_size] that also serves as an embedding table."""
@@ -97,12 +101,17 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 class JoinedForm(WeightForm):
     """Rows of a weight in several forms, whose products follow each other."""
 
-    gated = is_recordable = False
+    gated = False
 
     def __init__(self, forms: Sequence[tuple[WeightForm, int]]) -> None:
         self.forms = [form for form, _ in forms]
         self.num_rows = [num_rows for _, num_rows in forms]
         self._biases: list[Tensor | None] = [None] * len(forms)
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether all forms are."""
+        return all(form.is_recordable for form in self.forms)
 
     def lay_out(self, bias: Tensor) -> None:
         """Divide the bias among the forms."""
@@ -114,4 +123,8 @@ class JoinedForm(WeightForm):
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if bias is not None and self._biases[0] is None:
             self.lay_out(bias)
-        return torch.cat([form(x, own) for form, own in zip(self.forms, self._biases, strict=True)], dim=1)
+        out = x.new_empty(len(x), sum(self.num_rows))
+        parts = torch.split(out, self.num_rows, dim=1)
+        for form, own, part in zip(self.forms, self._biases, parts, strict=True):
+            form.store(x, own, part)
+        return out

@@ -94,9 +94,16 @@ class PanelWeight(TableForm):
         self._bias = pad(bias, gated=self.gated)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._product(x, bias)
+
+    def store(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Store the product into out, whose rows may be apart."""
+        self._product(x, bias, out)
+
+    def _product(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         if bias is not None and self._bias is None:
             self.lay_out(bias)
-        return linear(x, self.panels, None if bias is None else self._bias, self._out_dtype)
+        return linear(x, self.panels, None if bias is None else self._bias, self._out_dtype, out)
 
     def rows(self, indices: Tensor) -> Tensor:
         return take_panel_rows(self.panels, indices, self.dtype)
@@ -142,8 +149,8 @@ class PanelCodes(PanelWeight):
         """Whether products need no torch, which orders inputs."""
         return self.order is None and super().is_recordable
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return super().__call__(x if self.order is None else x[:, self.order], bias)
+    def _product(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        return super()._product(x if self.order is None else x[:, self.order], bias, out)
 
     def rows(self, indices: Tensor) -> Tensor:
         found = super().rows(indices)

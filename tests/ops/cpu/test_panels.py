@@ -210,6 +210,23 @@ def test_rows_that_are_not_side_by_side(dtype):
     assert torch.equal(form(x[:, ::2][:, :64], None), form(x[:, ::2][:, :64].clone(), None))
 
 
+@pytest.mark.parametrize("num_rows", [1, 70])
+def test_products_side_by_side(num_rows):
+    """A product stores into the columns that it is given, and into no others."""
+    x, weight = torch.randn(num_rows, 64), torch.randn(LANES + 5, 64)
+    packed = numba_linear.pack(weight)
+    out = torch.zeros(num_rows, 100)
+    part = out[:, 7 : 7 + len(weight)]
+    assert numba_linear.linear(x, packed, None, out=part) is part
+    assert torch.equal(part, numba_linear.linear(x, packed, None))
+    assert not out[:, :7].any()
+    assert not out[:, 7 + len(weight) :].any()
+    apart = torch.zeros(num_rows, 2 * len(weight))[:, ::2]
+    for wrong in (part[:, 1:], part.double(), apart):
+        with pytest.raises(ValueError, match="out"):
+            numba_linear.linear(x, packed, None, out=wrong)
+
+
 @forms
 @dtypes
 @pytest.mark.parametrize("size", [5, 16, 100])
