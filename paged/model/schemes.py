@@ -51,6 +51,7 @@ class Scheme:
     scale_inputs: int | None = None
     zeros: bool = False  # or all codes are around 0
     zeros_less_one: bool = False  # zeros are stored as one less
+    in_any_order: bool = False  # the group of each input must be stored
     producer: str = ""  # where the names of tensors depend on it
 
     @property
@@ -224,9 +225,17 @@ def _gptq(config: Config) -> Quantization:
         scale_inputs=_group(config, "group_size"),
         zeros=True,
         zeros_less_one=stored == "gptq",
+        in_any_order=_orders_inputs(config),
     )
     kept = _strings(config, "modules_to_not_convert")
     return Quantization("gptq", _listed_or(scheme, "gptq", kept, "modules_to_not_convert"))
+
+
+def _orders_inputs(config: Config) -> bool:
+    """Return whether groups are of inputs that do not follow each other."""
+    given = {key: config.get(key) for key in ("desc_act", "static_groups")}
+    ordered, static = (check_bool(CheckpointError, key, value or False) for key, value in given.items())
+    return ordered and not static and config.get("group_size") not in (None, -1)
 
 
 def _awq(config: Config) -> Quantization:
@@ -385,7 +394,21 @@ def _group_scheme(group: Config, usual_format: object) -> Scheme | None:
         if (rows, inputs) != (1, {"mxfp4": 32, "nvfp4": 16}[kind]):
             _refuse("group_size", weights.get("group_size"), "32 with MXFP4, 16 with NVFP4")
     scheme = Scheme(kind, title.format(bits), bits, rows, inputs, zeros=not symmetric)
-    return replace(scheme, producer="compressed-tensors")
+    ordered = _is_ordered_by_group(weights) and inputs is not None
+    if ordered and kind != "packed integers":
+        _refuse("actorder", weights["actorder"], f"'weight' with format {shown(stored)}")
+    return replace(scheme, producer="compressed-tensors", in_any_order=ordered)
+
+
+def _is_ordered_by_group(weights: Config) -> bool:
+    """Return whether groups are of inputs that do not follow each other. By "weight" they do."""
+    order = weights.get("actorder")
+    name = order.lower() if isinstance(order, str) else order
+    if name in (None, False, "weight", "static"):
+        return False
+    if name in (True, "group", "dynamic"):
+        return True
+    _refuse("actorder", order, "'group' and 'weight'")
 
 
 # Of compressed-tensors: kind, type and bits of what each format holds, and what people call it.

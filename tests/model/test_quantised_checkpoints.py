@@ -163,6 +163,31 @@ def test_the_head_and_the_embedding_may_be_in_codes(tmp_path):
     assert greedy(new_engine(of_codes)) == [oracle.greedy(prompt, 8)[0] for prompt in PROMPTS]
 
 
+def test_a_head_in_floats_is_not_tied_to_an_embedding_in_codes(tmp_path):
+    """Whatever config.json says, which often has a default there."""
+    config = compressed("pack-quantized", int_group(4, -1), ignore=[])
+    config["config_groups"]["group_0"]["targets"] = ["Embedding"]
+    table = packed(Sizes(-1, dtype=BF16, scale=SMALL))
+    of_codes, of_floats = quantised_checkpoint(
+        checkpoint("llama"), tmp_path, config, lambda name: table if "embed_tokens" in name else None
+    )
+    edit_json(of_codes / "config.json", tie_word_embeddings=True)
+    oracle = Reference(of_floats)
+    assert greedy(new_engine(of_codes)) == [oracle.greedy(prompt, 8)[0] for prompt in PROMPTS]
+
+
+def test_the_order_of_inputs_must_be_there(tmp_path):
+    """Groups ordered by "group" are in weight_g_idx; by "weight" there is none."""
+    plain = compressed("pack-quantized", int_group(4, 32, actorder="weight"))
+    writer = packed(Sizes(scale=SMALL))
+    directory, _ = quantised_checkpoint(checkpoint("llama"), tmp_path, plain, of_layers(writer))
+    new_engine(directory)
+    ordered = compressed("pack-quantized", int_group(4, 32, actorder="group"))
+    edit_json(directory / "config.json", quantization_config=ordered)
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight_g_idx, .* are missing from the checkpoint"):
+        new_engine(directory)
+
+
 @pytest.fixture
 def copy(tmp_path, root):
     """Copy one of MODELS in codes, to be changed."""
@@ -225,6 +250,16 @@ DAMAGES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         "gptq",
         {"self_attn__q_proj__qzeros": None},
         (f"{Q}.qzeros is missing from the checkpoint",),
+    ),
+    "the groups of inputs are missing": (
+        "gptq",
+        {"self_attn__q_proj__g_idx": None},
+        (f"{Q}.g_idx is missing from the checkpoint",),
+    ),
+    "the groups of inputs are not set": (
+        "gptq",
+        {"self_attn__q_proj__g_idx": lambda x: -torch.ones_like(x)},
+        (f"{Q}.g_idx is -1 at [0], but must be from 0 to 1",),
     ),
     "words are missing": (
         "gptq",

@@ -251,6 +251,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "num_bits 3 is not supported; supported is 4 and 8",
     ),
     (
+        "w8a8 ordered by activation",
+        ct("int-quantized", weights(8, "int", "group", group_size=128, actorder="group")),
+        "actorder 'group' is not supported; supported is 'weight' with format 'int-quantized'",
+    ),
+    (
         "Sparse Llama 2:4 w4a16",
         ct("marlin-24", weights(4, "int", "group", group_size=128)),
         "format 'marlin-24' is not supported",

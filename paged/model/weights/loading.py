@@ -230,8 +230,10 @@ def has_own_head(sources: Sources) -> bool:
     """
     if any(name.startswith("lm_head.") and name not in (HEAD, "lm_head.bias") for name in sources):
         return True  # in codes
-    if HEAD not in sources or EMBEDDING not in sources:
+    if HEAD not in sources:
         return False
+    if EMBEDDING not in sources:
+        return True  # the embedding is in codes
     head = sources[HEAD]
     embedding = sources[EMBEDDING]
     if head.shape != embedding.shape or len(head.shape) != 2:

@@ -24,6 +24,7 @@ class GptqFormat(StoredFormat):
     title: str
     num_groups: int
     zeros_less_one: bool
+    in_any_order: bool
     scale_dtype: torch.dtype
     integers: Integers
 
@@ -38,7 +39,7 @@ class GptqFormat(StoredFormat):
             ),
             "scales": Layout((self.num_groups,), self.scale_dtype, 1, stored_dtypes=SCALES, check=FINITE),
         }
-        if part.get("g_idx"):
+        if self.in_any_order or part.get("g_idx"):
             found["g_idx"] = Layout(
                 (part.num_inputs,), torch.int32, dim=None, stored_dtypes=words, is_read=False
             )
@@ -56,10 +57,16 @@ def gptq_format(scheme: Scheme, part: StoredPart) -> GptqFormat:
     """Return the format of a part that is stored as GPTQ does."""
     size = scheme.scale_inputs or max(1, part.num_inputs)
     num_groups = -(-part.num_inputs // size)
-    groups = read_groups(part, "g_idx", num_groups) or InputGroups.even(part.num_inputs, size)
+    groups = read_groups(part, "g_idx", num_groups, is_needed=scheme.in_any_order)
+    groups = groups or InputGroups.even(part.num_inputs, size)
     integers = Integers(scheme.bits, groups, part.dtype)
     return GptqFormat(
-        scheme.title, num_groups, scheme.zeros_less_one, scale_dtype_of(part, "scales"), integers
+        scheme.title,
+        num_groups,
+        scheme.zeros_less_one,
+        scheme.in_any_order,
+        scale_dtype_of(part, "scales"),
+        integers,
     )
 
 
@@ -69,8 +76,8 @@ def scale_dtype_of(part: StoredPart, name: str) -> torch.dtype:
     return found.dtype if found is not None and found.dtype in SCALES else torch.float32
 
 
-def read_groups(part: StoredPart, name: str, num_groups: int) -> InputGroups | None:
-    """Read the group of each input; None if there is no such tensor, or one that is refused later.
+def read_groups(part: StoredPart, name: str, num_groups: int, *, is_needed: bool) -> InputGroups | None:
+    """Read the group of each input; None if they are not set, or are in a tensor that is refused later.
 
     Raises CheckpointError for groups that do not exist.
     """
@@ -78,7 +85,7 @@ def read_groups(part: StoredPart, name: str, num_groups: int) -> InputGroups | N
     if tensor is None or tensor.shape != [part.num_inputs] or tensor.dtype != torch.int32:
         return None
     groups = tensor.read()
-    if bool((groups == -1).all()):  # compressed-tensors: not set
+    if not is_needed and bool((groups == -1).all()):  # compressed-tensors: not set
         return None
     wrong = ((groups < 0) | (groups >= num_groups)).nonzero()
     if len(wrong):

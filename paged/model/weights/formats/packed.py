@@ -26,6 +26,7 @@ class PackedFormat(StoredFormat):
     title: str
     scale: ScaleLayout
     zeros: torch.dtype | None  # int32 if words pack them, int8 in old files
+    in_any_order: bool
     integers: Integers
 
     def layouts(self, part: StoredPart) -> dict[str, Layout]:
@@ -48,7 +49,7 @@ class PackedFormat(StoredFormat):
             ("weight_shape", (2,), (torch.int64, torch.int32)),
             ("weight_g_idx", (part.num_inputs,), words),
         ):
-            if part.get(name):
+            if (name == "weight_g_idx" and self.in_any_order) or part.get(name):
                 found[name] = Layout(columns, dtypes[0], dim=None, stored_dtypes=dtypes, is_read=False)
         return found
 
@@ -71,14 +72,16 @@ def packed_format(scheme: Scheme, part: StoredPart) -> PackedFormat:
     """
     _check_shape(part)
     scale = ScaleLayout.of(scheme, part, "weight_scale")
-    groups = read_groups(part, "weight_g_idx", scale.num_groups(part.num_inputs))
+    num_groups = scale.num_groups(part.num_inputs)
+    groups = read_groups(part, "weight_g_idx", num_groups, is_needed=scheme.in_any_order)
     groups = groups or InputGroups.even(part.num_inputs, scheme.scale_inputs)
     zeros = None
     if scheme.zeros:
         stored = part.get("weight_zero_point")
         is_plain = stored is not None and stored.dtype == torch.int8
         zeros = torch.int8 if is_plain or scheme.scale_rows is None else torch.int32
-    return PackedFormat(scheme.title, scale, zeros, Integers(scheme.bits, groups, part.dtype))
+    integers = Integers(scheme.bits, groups, part.dtype)
+    return PackedFormat(scheme.title, scale, zeros, scheme.in_any_order, integers)
 
 
 def _check_shape(part: StoredPart) -> None:
