@@ -5,11 +5,13 @@
 from .cpu.linear.linear import can_pair as can_pair
 from .cpu.linear.linear import linear as linear
 from .cpu.linear.linear import pack as pack
-from .cpu.linear.linear import pack_int4 as pack_int4
 from .cpu.linear.linear import pad as pad
 from .cpu.linear.pack_bf12 import pack_bf12 as pack_bf12
+from .cpu.linear.pack_codes import is_exact as is_exact
+from .cpu.linear.pack_codes import pack_codes as pack_codes
 from .cpu.linear.panels import Panels as Panels
-from .cpu.products.int4 import INT4_GROUP as INT4_GROUP
+from .cpu.products.factors import LEAST_GROUP as LEAST_GROUP
+from .cpu.products.factors import group_of as group_of
 from .cpu.rows.take_rows import take_panel_rows as take_panel_rows
 from .cpu.rows.take_rows import take_rows as take_rows
 from .cpu.rows.take_rows import widen_rows as widen_rows

@@ -49,7 +49,8 @@ _OPTIONAL_COUNTS = (
 class EngineConfig:
     """Options of an `LLMEngine`.
 
-    model: a local directory, a Hugging Face hub id, or "demo" for the checkpoint that ships with `paged`.
+    model: a local directory, a GGUF file, a Hugging Face hub id, "owner/name:Q4_K_M" for a quantisation in a
+        repository of GGUF files, or "demo" for the checkpoint that ships with `paged`.
     tokenizer: a directory or hub id, if the tokenizer is not beside the model; None takes the one beside it.
     revision: branch, tag or commit of the model on the hub; None takes the hub's default branch.
     tokenizer_revision: the same for the tokenizer; None takes revision if the tokenizer is beside the model.
@@ -138,7 +139,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         self._take_defaults()
         if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model must be a directory, a hub id or 'demo', got {shown(self.model)}")
+            raise ConfigError(
+                f"model must be a directory, a GGUF file, a hub id or 'demo', got {shown(self.model)}"
+            )
         for name, wanted in _OPTIONAL_TEXTS.items():
             if not isinstance(value := getattr(self, name), str | None) or value == "":
                 raise ConfigError(f"{name} must be {wanted}, got {shown(value)}")

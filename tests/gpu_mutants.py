@@ -38,6 +38,20 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "weights are quantised on the CPU",
+        "weights int4",
+        "model/weights/gpu_codes",
+        "dtype=torch.uint8, device=weight.device",
+        "dtype=torch.uint8",
+    ),
+    Mutant(
+        "the order of inputs stays on the CPU",
+        "weights gptq",
+        "model/weights/gpu_codes",
+        "weight.order.to(weight.codes.device)",
+        "weight.order",
+    ),
+    Mutant(
         "a tensor of seeds is made on the CPU",
         "base",
         "sampling/parameters",

@@ -24,7 +24,7 @@ import torch
 from .attention import kernel  # noqa: F401
 from .launch import code_cache, graph  # noqa: F401
 from .launch.machine_code import KERNELS, compile_kernel
-from .linear import linear, pack_bf12  # noqa: F401
+from .linear import linear, pack_bf12, pack_codes  # noqa: F401
 from .rows import (  # noqa: F401
     add,
     gelu_and_mul,
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 # Seconds that kernels take with all cores busy; those that are not named take about half of one.
 SECONDS = {
     "attention.kernel.attend": 20.0,
-    "linear.linear.linear_kernel": 9.0,
+    "linear.linear.linear_kernel": 10.0,
     "sampling.sample_tokens.sample_unit": 5.0,
     "linear.amx_linear.tiles_kernel": 4.0,
     "rows.rotary_store_kv.rotary_store_kv_unit": 4.0,

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from ..server.front_end import FrontEnd
 
-SERVED_MODEL_HELP = """A local directory, a Hugging Face hub id, or demo for the checkpoint that ships with
-paged. It may also come from the environment or the file, as all options may. [default: none]"""
+SERVED_MODEL_HELP = """A local directory, a GGUF file, a Hugging Face hub id, or demo for the checkpoint that
+ships with paged. It may also come from the environment or the file, as all options may. [default: none]"""
 CONFIG_HELP = """A YAML file of options, such as port: 8000. Flags override PAGED_... in the environment, such
 as PAGED_PORT=8000, and these override the file. [default: none]"""
 SERVED_ENGINE = (EngineConfig, [*common.ENGINE[1], "skip_tokenizer_init"])

@@ -49,8 +49,8 @@ _NAMES = {
 _OWN = ("model", "scheduling_policy", "tenant_weights")  # declared below, with a flag or help of their own
 _SWEPT = {name: owner for owner, names in _NAMES.items() for name in names if name not in MAPPINGS}
 
-MODEL_HELP = """A directory with a config.json, a Hugging Face hub id, of which config.json alone is fetched,
-or demo for the checkpoint that ships with `paged`. [default: demo]"""
+MODEL_HELP = """A directory with a config.json, a GGUF file, a Hugging Face hub id, of which config.json
+alone is fetched, or demo for the checkpoint that ships with `paged`. [default: demo]"""
 WEIGHTS_HELP = (
     """For the policy fair, the relative shares of tenants, such as a=1,b=2. [default: 1 for each]"""
 )

@@ -1,17 +1,25 @@
-"""The names of tensors in GGUF files, by the architecture that `general.architecture` names."""
+"""The names of GGUF files in parts, and of their tensors by what `general.architecture` is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
+from ..errors import CheckpointError
 from .config import ModelConfig, TensorNames
 
 # The key of a config.json, made for a GGUF file, that has its general.architecture.
 GGUF_KEY = "gguf_architecture"
 # Tensors that are read with the config: factors of rotary embeddings.
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# The key that has the reason why such a model has no tokenizer.
+NO_TOKENIZER_KEY = "gguf_without_tokenizer"
+PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_MAX_PARTS = 1024
 
 _PREFIXES = (
     ("blk.", "model.layers."),
@@ -96,3 +104,18 @@ CONVERTED: Mapping[str, Converted] = {
 def with_gguf_names(config: ModelConfig, architecture: str) -> ModelConfig:
     """Return the config of a model whose tensors a GGUF file has: under other names, and none transposed."""
     return replace(config, tensor_names=CONVERTED[architecture].names, transposed_weights=False)
+
+
+def part_paths(path: Path, exists: Callable[[str], bool] = os.path.exists) -> list[Path]:
+    """Return the paths of all parts of a model, by the path of one of them. Raises CheckpointError."""
+    match = PART_NAME.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match[3])
+    if not 1 <= int(match[2]) <= count <= _MAX_PARTS:
+        raise CheckpointError(f"{path}: is no part of 1 to {_MAX_PARTS} by its name")
+    paths = [path.with_name(f"{match[1]}-{i:05}-of-{match[3]}.gguf") for i in range(1, count + 1)]
+    if missing := [each for each in paths if not exists(str(each))]:
+        more = f" and {len(missing) - 1} more parts" if len(missing) > 1 else ""
+        raise CheckpointError(f"{missing[0]}{more} missing: the model is in {count} files")
+    return paths

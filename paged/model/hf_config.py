@@ -98,6 +98,8 @@ def read_config(directory: Path) -> ModelConfig:
     hf = read_hf(directory)
     try:
         config = from_hf(hf)
+        if quantization := quantization_of(hf):
+            config = replace(config, layer_bits=quantization.layer_bits(config.tensor_names))
     except (UnsupportedModelError, CheckpointError) as error:
         raise type(error)(f"{file}: {error}") from None
     if GGUF_KEY not in hf:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import CheckpointError
 from .config import DEMO
-from .gguf.directory import gguf_directory
-from .weights.gguf_file import PART_NAME, part_paths
+from .gguf_names import PART_NAME, part_paths
 
 # What an engine reads of a repository.
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -35,10 +35,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
     if ":" in model:
         return _fetched_gguf(model, revision)
     directory = _fetched(model, fetch)
-    if not any(directory.glob("*.safetensors")) and (names := _gguf_names(model, revision)):
-        raise CheckpointError(
-            f"{model} has no safetensors, but GGUF files: give {model}:QUANTISATION; {_listed(names)}"
-        )
+    if not any(directory.glob("*.safetensors")):
+        _require_no_gguf(model, revision)
     return directory
 
 
@@ -64,7 +62,7 @@ def _local(model: str, revision: str | None) -> Path | None:
     if path.is_dir():
         return _with_gguf(path)
     if path.suffix == ".gguf" and (path.exists() or PART_NAME.fullmatch(path.name)):
-        return gguf_directory(path)
+        return _of_gguf(path)
     if path.exists():
         raise CheckpointError(
             f"{model} is a file; give the directory that holds config.json, or a .gguf file"
@@ -82,7 +80,13 @@ def _with_gguf(directory: Path) -> Path:
     models = _models(names)
     if len(models) > 1:
         raise CheckpointError(f"{directory} has several GGUF files; give the path of one: {_listed(names)}")
-    return gguf_directory(directory / models[0])
+    return _of_gguf(directory / models[0])
+
+
+def _of_gguf(path: Path) -> Path:
+    from .gguf.directory import gguf_directory  # which needs torch
+
+    return gguf_directory(path)
 
 
 def _models(names: Iterable[str]) -> list[str]:
@@ -110,14 +114,30 @@ def _fetched_gguf(model: str, revision: str | None) -> Path:
         first, *_ = [hf_hub_download(repository, part, revision=revision) for part in parts]
         return first
 
-    return gguf_directory(_fetched(model, fetch))
+    return _of_gguf(_fetched(model, fetch))
+
+
+def _require_no_gguf(model: str, revision: str | None) -> None:
+    """Raise CheckpointError for a repository without safetensors that has GGUF files."""
+    names = list[str]()
+    with suppress(OSError, ValueError):  # not reached: the engine finds out what is missing
+        names = _gguf_names(model, revision)
+    if names:
+        raise CheckpointError(
+            f"{model} has no safetensors, but GGUF files: give {model}:QUANTISATION; {_listed(names)}"
+        )
 
 
 def _gguf_names(repository: str, revision: str | None) -> list[str]:
-    """Return the names of the GGUF files of a repository."""
+    """Return the names of the GGUF files of a repository. Raises OSError and ValueError, as the hub does."""
+    from httpx import HTTPError
     from huggingface_hub import HfApi
 
-    return [name for name in HfApi().list_repo_files(repository, revision=revision) if name.endswith(".gguf")]
+    try:
+        names = HfApi().list_repo_files(repository, revision=revision)
+    except HTTPError as error:
+        raise OSError(str(error) or type(error).__name__) from error
+    return [name for name in names if name.endswith(".gguf")]
 
 
 def _of_quantisation(model: str, quantisation: str, names: Iterable[str]) -> str:

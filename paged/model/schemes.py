@@ -16,6 +16,7 @@ import regex
 from ..base.validation import check_bool, check_int
 from ..base.validation import shown as shown_whole
 from ..errors import CheckpointError, UnsupportedModelError
+from .config import LAYERS, TensorNames
 
 Config = Mapping[str, Any]
 Kind = Literal["gptq", "awq", "packed integers", "integers", "fp8", "mxfp4", "nvfp4"]
@@ -52,6 +53,14 @@ class Scheme:
     zeros_less_one: bool = False  # zeros are stored as one less
     producer: str = ""  # where the names of tensors depend on it
 
+    @property
+    def bits_per_weight(self) -> float:
+        """The bits of a weight with its share of the factors of its group."""
+        if self.scale_rows is None or self.scale_inputs is None:
+            return self.bits  # one factor for a whole row, or for all rows
+        factor_bits = 8 if self.kind in ("mxfp4", "nvfp4") else 16
+        return self.bits + (factor_bits + self.zeros * self.bits) / (self.scale_rows * self.scale_inputs)
+
 
 def shown(value: object) -> str:
     """Return repr(value), cut so that several fit into a message."""
@@ -81,6 +90,13 @@ class Quantization:
     method: str
     rule_of: Callable[[Module], Rule]
     quantizes_activations: bool = False
+
+    def layer_bits(self, names: TensorNames) -> float | None:
+        """Return the bits that a weight of most layers takes; None: those of floats."""
+        usual = f"{LAYERS}0.mlp.up_proj"
+        known = (name.removesuffix(".") for name in names.all_in_checkpoint(f"{usual}."))
+        scheme = self.rule_of(Module((*known, usual), "Linear")).scheme
+        return None if scheme is None else scheme.bits_per_weight
 
 
 def quantization_of(hf: Config) -> Quantization | None:

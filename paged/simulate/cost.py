@@ -134,7 +134,7 @@ class Roofline:
         self._flops_per_token = 2 * model.num_active_layer_params
         self._flops_per_sample = 2 * head_params
         self._flops_per_pair = 2 * model.num_attention_dims
-        self._weight_bytes = (model.num_layer_params + head_params) * element_bytes(model)
+        self._weight_bytes = layer_bytes(model) + head_params * element_bytes(model)
         self._kv_bytes = kv_bytes
         self._flops_per_s = sheet.tflops * 1e12 * flops_efficiency
         self._bytes_per_s = sheet.memory_gb_per_s * 1e9 * bandwidth_efficiency
@@ -217,8 +217,13 @@ class StepCost:
 
 
 def element_bytes(model: ModelConfig) -> int:
-    """Return the bytes of one weight."""
+    """Return the bytes of one weight in floats."""
     return 4 if model.dtype == "float32" else 2
+
+
+def layer_bytes(model: ModelConfig) -> float:
+    """Return the bytes of all weights of the layers."""
+    return model.num_layer_params * (model.layer_bits or 8 * element_bytes(model)) / 8
 
 
 def blocks_that_fit(model: ModelConfig, sheet: DataSheet, utilization: float, block_bytes: int) -> int:
@@ -227,7 +232,7 @@ def blocks_that_fit(model: ModelConfig, sheet: DataSheet, utilization: float, bl
     utilization: the share of the GPU's memory that may be used.
     """
     usable_gib = sheet.memory_gib * utilization
-    weights = model.num_params * element_bytes(model)
+    weights = layer_bytes(model) + (model.num_params - model.num_layer_params) * element_bytes(model)
     num_blocks = math.floor((sheet.memory_gib * GIB * utilization - weights) / block_bytes)
     if num_blocks < 1:
         raise ConfigError(

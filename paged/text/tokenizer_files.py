@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..base.validation import shown
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedModelError
 from ..model.families.multimodal import NATIVE
+from ..model.gguf_names import NO_TOKENIZER_KEY
 from ..model.hf_config import MAX_JSON_BYTES, check_file, read_json
 from .tokenizer_bounds import why_unbounded
 from .tokenizer_worker import Source
@@ -55,6 +56,9 @@ def check_tokenizer(directory: Path) -> None:
     Links must stay within the checkpoint, and the settings must have the types that the loader expects.
     """
     if not any(file for pattern in VOCABULARIES for file in directory.glob(pattern)):
+        config = directory / "config.json"
+        if config.exists() and (reason := read_json(config).get(NO_TOKENIZER_KEY)):
+            raise UnsupportedModelError(f"{reason}; {WAY_OUT}")
         found = [name for name in FILES if (directory / name).exists()]
         but = f", found only {found[0]}" if found else ""
         files = f"{', '.join(FILES[:-1])} and {FILES[-1]}"

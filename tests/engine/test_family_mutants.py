@@ -14,7 +14,7 @@ from tests.support.family_bugs import MUTANTS
 RECORDS = (ModelConfig, LayerSpec, AttentionSpec, FeedForwardSpec, NormSpec)
 SIZES = {
     *("architecture", "vocab_size", "hidden_size", "layers", "norm", "eps", "max_position_embeddings"),
-    *("dtype", "attention", "feed_forward", "num_heads"),
+    *("dtype", "layer_bits", "attention", "feed_forward", "num_heads"),
 }
 OF_ROPE = {"rotary_dim", "interleaved", "attention_factor", "query_scaling_beta", *ROPE_TYPES} - {"default"}
 

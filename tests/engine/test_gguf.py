@@ -311,6 +311,19 @@ def test_tensors_that_contradict_the_metadata_are_named(tmp_path):
         new_engine(path)
 
 
+def test_an_unknown_tokenizer_may_be_replaced(tmp_path):
+    keys = {"model": "rwkv", "tokens": ["a", "b"], "token_type": [1, 3], "eos_token_id": 1}
+    more = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    path = write_model(tmp_path / "a.gguf", random_model(LlamaConfig(**NARROW)), more=more)
+    reason = (
+        r"a\.gguf: tokenizer\.ggml\.model 'rwkv' is not supported; .* give another tokenizer with tokenizer="
+    )
+    with pytest.raises(UnsupportedModelError, match=reason):
+        new_engine(path, skip_tokenizer_init=False)
+    assert new_engine(path).eos_token_ids == {1}
+    assert new_engine(path, skip_tokenizer_init=False, tokenizer="demo").tokenizer is not None
+
+
 NAMES = ["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "x/m-Q8_0-00001-of-00002.gguf", "x/m-Q8_0-00002-of-00002.gguf"]
 
 
@@ -329,9 +342,11 @@ def test_quantisation_on_the_hub(small, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     assert (resolve("owner/name:q8_0") / "config.json").exists()
     assert fetched == NAMES[2:]
-    for asked, problem in {"Q4_K": "no GGUF file", "Q5_0": "no GGUF file", "": "no GGUF file"}.items():
-        with pytest.raises(CheckpointError) as info:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"has no safetensors, but GGUF files: give owner/name:QUANT"):
+        resolve("owner/name")
+    for asked in ("Q4_K", "Q5_0", ""):
+        with pytest.raises(
+            CheckpointError, match=r"no GGUF file of this quantisation; there are m-Q4_K_M\.gguf, "
+        ):
             resolve(f"owner/name:{asked}")
-        assert f"owner/name:{asked}: {problem} of this quantisation; there are m-Q4_K_M.gguf, " in str(
-            info.value
-        )

@@ -30,6 +30,8 @@ GROUP = 16
 class CodedFormat(StoredFormat):
     """Codes of 4 bits in 32, and a scale for each group of inputs, whose order is reversed."""
 
+    title = "codes"
+
     def layouts(self, part: StoredPart) -> dict[str, Layout]:
         codes = Layout((part.num_inputs,), torch.uint8, stored_dtypes=(torch.int32,))
         return {"codes": codes, "scales": Layout((part.num_inputs // GROUP,), torch.float32)}
@@ -54,7 +56,7 @@ def in_codes(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 def test_engine_gives_the_tokens_of_the_floats(tmp_path, monkeypatch):
     """A tied embedding, QKV with biases, and MLPs whose gates are in codes and whose ups are floats."""
-    monkeypatch.setattr(load, "recognizers_of", lambda _: [coded_format])
+    monkeypatch.setattr(load, "recognizers_of", lambda *_: [coded_format])
     source = checkpoint("llama-tied-bias")
     of_floats, of_codes = {}, {}
     for key, tensor in load_file(source / "model.safetensors").items():

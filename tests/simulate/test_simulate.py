@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import huggingface_hub as hub
 import pytest
@@ -13,6 +14,7 @@ import typer
 from paged import EngineConfig, PagedError
 from paged.commands.simulate import simulate
 from paged.model.config import DEMO
+from paged.model.schemes import quantization_of
 from paged.requests.request import Request, RequestInputs
 from paged.routing.router import LeastLoaded, PrefixAware, RoundRobin
 from paged.scheduler.schedule import Schedule
@@ -114,6 +116,12 @@ class TestCost:
         sheet = DATA_SHEETS["L4"]
         free = 24 * 2**30 * 0.5 - 2 * (LAYER_PARAMS + HEAD_PARAMS)
         assert blocks_that_fit(MODEL, sheet, 0.5, 16 * KV_BYTES) == free // (16 * KV_BYTES)
+        # GPTQ: 4 bits, and for 128 of them a scale of 16 bits and a zero of 4; the embedding has 16.
+        given = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+        quantization = quantization_of({"quantization_config": given})
+        model = replace(MODEL, layer_bits=quantization.layer_bits(MODEL.tensor_names))
+        free = 24 * 2**30 * 0.5 - (4 + 20 / 128) / 8 * LAYER_PARAMS - 2 * HEAD_PARAMS
+        assert blocks_that_fit(model, sheet, 0.5, 16 * KV_BYTES) == free // (16 * KV_BYTES)
 
     def test_coefficients(self, tmp_path):
         file = tmp_path / "fit.json"

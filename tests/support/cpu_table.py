@@ -21,8 +21,8 @@ def table() -> str:
     ]
     for kind, row in FORMATS.items():
         reader, inputs = row.reader, 1 + row.reader.in_pairs
-        num_bytes = row.step_bytes + reader.group_bytes / max(1, reader.group_steps)
-        bits = int(8 * num_bytes / (PANEL * inputs))  # bf12 has a part of a bit more, for its groups' tables
+        # Without tables and factors of groups.
+        bits = int(8 * row.step_bytes / (PANEL * inputs))
         registers = "pairs of bfloat16" if reader.in_pairs else "float32"
         unpacked = FORMATS[UNPACKED[kind]].name if UNPACKED[kind] != kind else ""
         needs = " and ".join(f"({n})" if " or " in n and len(row.needs) > 1 else n for n in row.needs)

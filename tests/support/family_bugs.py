@@ -349,7 +349,7 @@ BUGS = {
             "transposed_weights",
             "weights are not transposed",
             STORED,
-            "int(rows.transposed and like.dim() == 2)",
+            "dim=int(part.transposed)",
             "0",
         ),
         (

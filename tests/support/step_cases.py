@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import tempfile
 from collections.abc import Callable
@@ -14,16 +15,26 @@ from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
 from paged import BeamSearchParams, LLMEngine, SamplingParams, StructuredOutputsParams
+from paged.model.weights import loading
 from paged.runner.model_runner import ModelRunner
 from paged.scheduler.schedule import Schedule
 from tests.support.checkpoints import CONFIGS, SHAPE, checkpoint
 from tests.support.fake_cuda import Event, FakeCuda, fake_cuda
+from tests.support.quantised import Sizes, Writer, fp8, gptq, quantised_checkpoint
 
 # Shapes that only a GPU's kernels treat in a way of their own.
 CONFIGS["qwen3, 3 layers"] = lambda: Qwen3Config(
     **{**SHAPE, "tie_word_embeddings": True, "num_hidden_layers": 3}
 )
 CONFIGS["llama, head_dim 128"] = lambda: LlamaConfig(**{**SHAPE, "head_dim": 128})
+
+QUANTISED: dict[str, tuple[dict[str, Any], Writer]] = {
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, gptq(Sizes(scale=0.02), act_order=True)),
+    "fp8": (
+        {"quant_method": "fp8", "weight_block_size": [32, 32]},
+        fp8((32, 32), name="weight_scale_inv", scale=0.001),
+    ),
+}
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100")
 PROMPTS = [[5, 6, 7], [*range(10, 30)]]
@@ -53,14 +64,33 @@ class Case:
 Step = tuple[str, list[Event]]  # the kind and the events of a step, or of the time before one
 
 
+@functools.cache
+def checkpoint_of(model: str) -> str:
+    """Return the directory of a model, made if need be."""
+    if model not in QUANTISED:
+        return model if model == "demo" else str(checkpoint(model))
+    config, writer = QUANTISED[model]
+    folder = Path(tempfile.mkdtemp(prefix="paged-quantised-"))
+    return str(
+        quantised_checkpoint(
+            checkpoint("llama"), folder, config, lambda name: writer if ".layers." in name else None
+        )[0]
+    )
+
+
 def run_case(case: Case) -> list[Step]:
     """Run a case. Return its steps, and what was asked of the device between them, as "between".
 
     The step by which memory is measured is "profile"; `kind_of` has the others.
     """
     steps: list[Step] = []
-    with fake_cuda(case.target) as cuda, mock.patch.object(ModelRunner, "execute", _recorded(cuda, steps)):
-        model = case.model if case.model == "demo" else str(checkpoint(case.model))
+    model = checkpoint_of(case.model)
+    with (
+        fake_cuda(case.target) as cuda,
+        mock.patch.object(ModelRunner, "execute", _recorded(cuda, steps)),
+        # Whatever a fake device is asked, it answers yes: also whether values are wrong.
+        mock.patch.object(loading, "check_values"),
+    ):
         has_tokenizer = case.model == "demo"
         engine = LLMEngine(model, **{**OPTIONS, "skip_tokenizer_init": not has_tokenizer, **case.options})
         if has_tokenizer:
@@ -239,6 +269,7 @@ _OTHERS = [
     Case("KV bfloat16 of float32", {"dtype": "float32", "kv_cache_dtype": "bfloat16"}),
     Case("weights int8", {"quantization": "int8"}),
     Case("weights int4", {"quantization": "int4"}),
+    *(Case(f"weights {name}", model=name) for name in QUANTISED),
     *(Case(f"block_size {size}", {"block_size": size}) for size in (8, 64, 256)),
     Case("descriptors", {"block_size": 128}, model="llama, head_dim 128"),
     Case("chunked prompts", {"max_num_batched_tokens": 7}),

@@ -14,6 +14,7 @@ from torch import Tensor
 from paged.kernels import reference
 from paged.kernels.attention_options import AttentionOptions
 from paged.kernels.backend import BackendName, Kernels, load_kernels
+from tests.support.coded_weights import CODES, random_coded
 from tests.support.kernel_cases import quantized, ragged_case
 
 TENSORS_OF_ATTENTION = (
@@ -46,7 +47,7 @@ def valid_call(backend: BackendName, generator: random.Random) -> Call:
     if backend == "triton":
         makers.append(_filter_logits)
     if backend == "numba":
-        makers += [_linear, _pack, _pack_int4, _pad, _panel_rows, _widen_rows]
+        makers += [_linear, _pack, _pack_codes, _pad, _panel_rows, _widen_rows]
     return generator.choice(makers)(kernels, generator)
 
 
@@ -341,15 +342,15 @@ _MAKERS: list[Callable[[Kernels, random.Random], Call]] = [
 @cache
 def _panels(kind: str) -> Any:
     """Pack a weight in one of the formats, of 64 inputs, large enough for bf12."""
-    from paged.kernels.cpu.linear.linear import can_pair, pack, pack_int4
+    from paged.kernels.cpu.linear.linear import can_pair, pack
     from paged.kernels.cpu.linear.pack_bf12 import pack_bf12
+    from paged.kernels.cpu.linear.pack_codes import pack_codes
 
     gated, pairs = "gated" in kind, "pairs" in kind and can_pair(torch.bfloat16, 64)
-    if "int4" in kind:
-        scales = [torch.rand(48, 2).bfloat16() for _ in range(2)]
-        codes = torch.randint(16, (48, 64), dtype=torch.uint8)
-        return pack_int4(codes, *scales, pairs=pairs, gated=gated)
-    if "int8" in kind:
+    if kind.split()[0] in CODES:
+        weight = random_coded(kind.split()[0], "float16", 48, 64, 32)
+        return pack_codes(weight.codes, *weight.factors, table=weight.table, pairs=pairs, gated=gated)
+    if "one int8" in kind:
         codes = torch.randint(-127, 128, (48, 64), dtype=torch.int8)
         return pack(codes, torch.rand(48), pairs=pairs, gated=gated)
     if "bf12" in kind:
@@ -358,8 +359,7 @@ def _panels(kind: str) -> Any:
 
 
 def _panel_fields(generator: random.Random, *, lookup: bool = False) -> dict[str, Any]:
-    formats = ["float", "int8", "float", "int8", "bf12"] if lookup else ["float", "int8", "int4", "bf12"]
-    kind = generator.choice(formats) + generator.choice(["", " pairs"])
+    kind = generator.choice(["float", "one int8", "bf12", *CODES]) + generator.choice(["", " pairs"])
     kind += "" if lookup or "bf12" in kind else generator.choice(["", " gated"])
     return {f"panels.{name}": value for name, value in _panels(kind)._asdict().items()}
 
@@ -420,12 +420,18 @@ def _pack(_: Kernels, generator: random.Random) -> Call:
     return Call("pack", pack, {"weight": weight, "scales": scales, "pairs": False, "gated": False})
 
 
-def _pack_int4(_: Kernels, generator: random.Random) -> Call:
-    from paged.kernels.cpu.linear.linear import pack_int4
+def _coded(generator: random.Random) -> dict[str, Any]:
+    """Make codes of 4 bits for 64 inputs, and what goes with them."""
+    factors = generator.choice(["bfloat16 and zero", "two levels and offset"])
+    weight = random_coded("integers", factors, 48, 64, 32)
+    return {"codes": weight.codes, **weight.factors._asdict(), "table": weight.table}
 
-    arguments: dict[str, Any] = {"codes": torch.randint(16, (40, 64), dtype=torch.uint8)}
-    arguments |= {name: torch.rand(40, 2).bfloat16() for name in ("scales", "zeros")}
-    return Call("pack_int4", pack_int4, {**arguments, "gated": generator.random() < 0.5, "pairs": False})
+
+def _pack_codes(_: Kernels, generator: random.Random) -> Call:
+    from paged.kernels.cpu.linear.pack_codes import pack_codes
+
+    arguments = {**_coded(generator), "gated": generator.random() < 0.5, "pairs": False}
+    return Call("pack_codes", pack_codes, arguments, optional=("zero", "offset", "scale_unit", "offset_unit"))
 
 
 def _pad(_: Kernels, generator: random.Random) -> Call:

@@ -14,6 +14,7 @@ from ..launch.tasks import Task, thread_scratch
 from ..products.amx import (
     AHEAD_BYTES,
     HAS_TILES,
+    INPUTS,
     ROW_BLOCK,
     STEPS,
     Block,
@@ -22,7 +23,8 @@ from ..products.amx import (
     multiply_block,
     release,
 )
-from ..products.kinds import BFLOAT16_PAIRS, INT8_PAIRS, STEP_BYTES, group_bytes
+from ..products.factors import expand_factors, has_groups
+from ..products.kinds import BFLOAT16_PAIRS, INT8_PAIRS, STEP_BYTES
 from ..products.reader import PANEL
 from ..products.unpack import unpack
 from ..simd import emit
@@ -51,16 +53,20 @@ TILES = Task(
     (
         "x_stride", "num_rows", "depth", "out_features", "num_panels", "weight_kind",
         "out_kind", "gated", "unit_rows", "unit_panels", "apart", "thirds", "thirds_stride",
-        "all_units", "num_threads",
+        "expanded", "all_units", "num_threads",
     ),
 )  # fmt: skip
 _RECORD = TILES.record
 
 
-def scratch_bytes(unit_rows: int, unit_panels: int, thirds: int, thirds_stride: int) -> int:
-    """Return the scratch memory for units of this size: accumulators, unpacked panels and thirds."""
+def scratch_bytes(unit_rows: int, unit_panels: int, thirds: int, thirds_stride: int, expanded: int) -> int:
+    """Return the scratch memory for units of this size: accumulators, unpacked panels, thirds and factors.
+
+    expanded: bytes of a panel's factors as readers take them.
+    """
     rows = unit_rows * thirds
-    return LINE + _TOGETHER * _DEPTH * _WIDTH + rows * (unit_panels * _WIDTH + thirds_stride)
+    unpacked = _TOGETHER * (_DEPTH * _WIDTH + expanded)
+    return LINE + unpacked + rows * (unit_panels * _WIDTH + thirds_stride)
 
 
 def thirds_of(x_is_wide: bool, in_features: int) -> tuple[int, int]:
@@ -177,7 +183,6 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
     unpacked = sums + args.unit_panels * panel_sums
     size = args.depth * stride
     far = args.apart * size
-    factors_far = args.apart * group_bytes(kind, args.depth)
     c_stride = int(_WIDTH)  # an int64, where numba would take the constant for a type of its own
     together = min(_TOGETHER, args.unit_panels)
     block = ROW_BLOCK // together
@@ -205,7 +210,13 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
                     ahead = args.panels + _first_panel(args, next_unit) * size
             if is_whole and kind == BFLOAT16_PAIRS:  # unpacking on the way adds the distance itself
                 ahead = b + AHEAD_BYTES // some
-            factors = args.scales + group_bytes(kind, panel * args.depth + start) + near * factors_far
+            factors = args.scales
+            if has_groups(kind):
+                factors = scratch + args.scratch_size - _TOGETHER * args.expanded
+                for p in range(some):
+                    own = panel + (near + p) * args.apart
+                    to = factors + p * args.expanded
+                    expand_factors(kind, args.scales, own, start, depth, INPUTS, to)
             b_kind = kind
             b_stride = stride
             b_far = far
@@ -214,8 +225,8 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
                 b_stride = _WIDTH
                 b_far = _DEPTH * _WIDTH
                 for p in range(some):
-                    own = factors + p * factors_far
-                    unpack(kind, unpacked + p * b_far, b + p * far, stride, own, depth)
+                    own_factors = factors + p * args.expanded
+                    unpack(kind, unpacked + p * b_far, b + p * far, stride, own_factors, depth)
                 b = unpacked
             c = sums + near * panel_sums
             x = a + 4 * start
@@ -225,7 +236,7 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
                     configure_rows(scratch, left, some)
                     configured = left + some * ROW_BLOCK
                 product = Block(c, c_stride, int(start == 0), x, a_stride, b, b_stride, depth // STEPS)
-                supply = Supply(ahead, pace, unpacked, factors, factors_far, panel_sums, b_far, far)
+                supply = Supply(ahead, pace, unpacked, factors, args.expanded, panel_sums, b_far, far)
                 multiply_block(b_kind, left, some, product, supply)
                 c = c + block * _WIDTH
                 x = x + block * a_stride

@@ -18,18 +18,8 @@ from ..launch.huge_pages import in_huge_pages
 from ..launch.runs import num_runs, take_run
 from ..launch.tasks import Task, addresses, thread_scratch
 from ..products.amx import HAS_TILES, INPUTS
-from ..products.int4 import INT4_GROUP, PAIR_STEPS
-from ..products.kinds import (
-    BF12,
-    BF12_PAIRS,
-    INT4,
-    INT4_PAIRS,
-    INT8_PAIRS,
-    PART_STEPS,
-    STEP_BYTES,
-    UNPACKED,
-    group_bytes,
-)
+from ..products.factors import MOST_GROUP, expand_factors, expanded_bytes, group_steps, has_groups
+from ..products.kinds import BF12, BF12_PAIRS, INT8_PAIRS, PART_STEPS, STEP_BYTES, UNPACKED
 from ..products.reader import INT8_UNIT, PANEL
 from ..products.tiles import GATED, MOST_TILE_ROWS, PanelArgs, multiply_panel
 from ..products.unpack import unpack
@@ -41,7 +31,6 @@ from .panels import (
     OUT_KINDS,
     Panels,
     check_bias,
-    check_codes,
     check_outputs,
     check_panels,
     check_result_dtype,
@@ -53,6 +42,8 @@ _DEPTH = 320  # most steps of a panel at a time: 20 to 40 KiB, in the L1 cache w
 UNPACKED_DEPTH = 128  # the same if they are unpacked first, to 4 bytes a number
 ROWS = 64  # of a unit of work
 _WIDTH = 4 * PANEL
+# Parts of whole groups have up to _DEPTH steps and a group more, of two inputs each.
+_EXPANDED = expanded_bytes(2 * (_DEPTH + MOST_GROUP))
 
 LINEAR = Task(
     ("x", "panels", "scales", "bias", "out"),
@@ -98,30 +89,6 @@ def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, g
     return Panels(panels if pairs else panels.squeeze(3), padded, out_features, gated)
 
 
-def pack_int4(
-    codes: Tensor, scales: Tensor, zeros: Tensor, *, pairs: bool = False, gated: bool = False
-) -> Panels:
-    """Pack a weight of scale * (code - 8) + zero into panels; see `pack`.
-
-    codes: uint8[out_features, in_features], 0 to 15. scales, zeros:
-        bf16[out_features, in_features // INT4_GROUP].
-    """
-    check_codes(codes, scales, zeros, pairs=pairs, gated=gated)
-    out_features, in_features = codes.shape
-    num_panels = num_panels_of(out_features, gated)
-    num_groups = in_features // INT4_GROUP
-    shape = num_panels, in_features // (1 + pairs), LANES, 1 + pairs
-    panels = in_huge_pages(codes.new_empty(shape)).zero_()
-    factors = scales.new_zeros(num_panels, num_groups, 2, PANEL)
-    tiles = zip(*(_rows_of_panels(x, gated) for x in (codes, scales, zeros)), strict=True)
-    for i, (rows, scale, zero) in enumerate(tiles):
-        halves = codes.new_zeros(PANEL, in_features)
-        halves[: len(rows)] = rows
-        panels[i] = _by_quarters(halves) if pairs else _by_depth(halves[:LANES] | halves[LANES:] << 4, False)
-        factors[i, :, 0, : len(rows)], factors[i, :, 1, : len(rows)] = scale.T, zero.T
-    return Panels(panels if pairs else panels.squeeze(3), factors, out_features, gated)
-
-
 def pad(numbers: Tensor, *, gated: bool = False) -> Tensor:
     """Order a number for each output as the panels do: [out_features] -> f32[num_panels * PANEL]."""
     check_outputs("numbers", numbers, gated=gated)
@@ -155,14 +122,6 @@ def _alternate_halves(rows: Tensor) -> Tensor:
 def _by_depth(rows: Tensor, pairs: bool) -> Tensor:
     """Order by steps: [n, in_features] -> [in_features, n, 1], or in pairs [in_features // 2, n, 2]."""
     return rows.reshape(len(rows), -1, 1 + pairs).transpose(0, 1)
-
-
-def _by_quarters(codes: Tensor) -> Tensor:
-    """Order codes [PANEL, in_features] as Int4Pairs reads them: [in_features // 2, LANES, 2] bytes."""
-    # [quarter, output, PAIR_STEPS steps, byte of two steps, which of them, input of a step]
-    quarters = codes.view(4, PANEL // 4, -1, PAIR_STEPS // 2, 2, 2)
-    low, high = quarters.permute(2, 0, 1, 5, 3, 4).unbind(-1)
-    return (low | high << 4).reshape(-1, LANES, 2)
 
 
 def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
@@ -207,11 +166,12 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
         across = -(-num_panels // unit_panels)
         apart = across if is_read_apart(num_rows, num_panels, depth, thirds) else 1
         num_units = across * -(-num_rows // unit_rows)
-        size = scratch_bytes(unit_rows, unit_panels, thirds, stride)
-        units = unit_rows, unit_panels, apart, thirds, stride, num_units, num_threads
+        expanded = expanded_bytes(depth) if weight.has_groups else 0
+        size = scratch_bytes(unit_rows, unit_panels, thirds, stride, expanded)
+        units = unit_rows, unit_panels, apart, thirds, stride, expanded, num_units, num_threads
         TILES.run(num_runs(num_units, num_threads), *fields, *units, scratch_size=size)
     else:
-        size = (ROWS + 1 + _DEPTH) * _WIDTH
+        size = (ROWS + 1 + _DEPTH) * _WIDTH + _EXPANDED
         num_units = num_panels * -(-num_rows // ROWS)
         LINEAR.run(num_runs(num_units, num_threads), *fields, num_units, num_threads, scratch_size=size)
     return out
@@ -233,12 +193,13 @@ def _linear(args, unit, next_unit, scratch):
     out_stride = args.out_features * size
     zeros = scratch + ROWS * _WIDTH
     tile = scratch + (ROWS + 1) * _WIDTH
+    expanded = scratch + (ROWS + 1 + _DEPTH) * _WIDTH
     pace = -(-stride // -(-rows // MOST_TILE_ROWS))
     # Unpacked once if several register tiles would each do so.
     is_unpacked = rows > MOST_TILE_ROWS and UNPACKED[kind] != kind
     most = UNPACKED_DEPTH if is_unpacked and kind != BF12 else _DEPTH
     # Equal parts of whole groups.
-    whole = PART_STEPS[kind]
+    whole = group_steps(kind, args.scales) if has_groups(kind) else PART_STEPS[kind]
     step = -(-args.depth // (-(-args.depth // most) * whole)) * whole
     for start in range(0, args.depth, step):
         depth = min(step, args.depth - start)
@@ -257,8 +218,11 @@ def _linear(args, unit, next_unit, scratch):
         to_kind = FLOAT32
         scale = 0
         bias = 0
-        if kind in (INT4, INT4_PAIRS, BF12_PAIRS, BF12):
-            scale = args.scales + group_bytes(kind, panel * args.depth + start)
+        if kind in (BF12_PAIRS, BF12):
+            scale = args.scales
+        elif has_groups(kind):
+            scale = expanded
+            expand_factors(kind, args.scales, panel, start, depth, MOST_GROUP, expanded)
         if is_unpacked:
             unpack(kind, tile, b, stride, scale, depth)
             b = tile

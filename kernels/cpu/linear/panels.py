@@ -17,14 +17,18 @@ from ...checks import (
     check_tensor,
 )
 from ..products.bf12 import BF12_GROUP, BF12_GROUP_BYTES, TABLE_BYTES
-from ..products.int4 import INT4_GROUP
+from ..products.factors import FACTORS_AT, TABLE_AT, FactorHead, is_valid_head
 from ..products.kinds import (
     BF12,
     BF12_PAIRS,
     BFLOAT16_PAIRS,
+    CODES4,
+    CODES4_PAIRS,
+    CODES8,
+    CODES8_PAIRS,
+    E4M3,
+    E4M3_PAIRS,
     FORMATS,
-    INT4,
-    INT4_PAIRS,
     INT8_PAIRS,
     PART_STEPS,
 )
@@ -33,13 +37,11 @@ from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
 from ..simd.vectors import HAS_DOT, LANES
 
 OUT_KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
-_KINDS = {**OUT_KINDS, torch.int8: INT8, torch.uint8: INT4, torch.int16: BF12}
-_PAIR_KINDS = {
-    torch.bfloat16: BFLOAT16_PAIRS,
-    torch.int8: INT8_PAIRS,
-    torch.uint8: INT4_PAIRS,
-    torch.int16: BF12_PAIRS,
-}
+_KINDS = {**OUT_KINDS, torch.int8: INT8, torch.int16: BF12}
+_PAIR_KINDS = {torch.bfloat16: BFLOAT16_PAIRS, torch.int8: INT8_PAIRS, torch.int16: BF12_PAIRS}
+# Of codes, which have factors for groups of inputs.
+CODE_KINDS = {torch.uint8: CODES4, torch.int8: CODES8, torch.float8_e4m3fn: E4M3}
+CODE_PAIR_KINDS = {torch.uint8: CODES4_PAIRS, torch.int8: CODES8_PAIRS, torch.float8_e4m3fn: E4M3_PAIRS}
 _CPU = torch.device("cpu")
 
 
@@ -49,13 +51,13 @@ class Panels(NamedTuple):
     In pairs, which are for x in bfloat16 or with AMX in float32, inputs 2 i and 2 i + 1 lie side by side.
     """
 
-    # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]. int4: uint8 with
-    # LANES instead of PANEL, in pairs in the order of Int4Pairs. bfloat16 not in pairs: outputs i and i +
-    # LANES alternate. bf12: i16[num_panels, num_groups, BF12_GROUP_BYTES / 2], in pairs with a last
-    # dimension of 1.
+    # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]. Codes of 4 bits:
+    # uint8 with LANES instead of PANEL, in pairs in the order of Codes4Pairs. bfloat16 not in pairs: outputs
+    # i and i + LANES alternate. bf12: i16[num_panels, num_groups, BF12_GROUP_BYTES / 2], in pairs with a
+    # last dimension of 1.
     weight: Tensor
-    # f32[num_panels * PANEL], for int8 in pairs divided by INT8_UNIT. int4: scales and zeros,
-    # bf16[num_panels, num_groups, 2, PANEL]. bf12: the exceptions, i32[n].
+    # f32[num_panels * PANEL], for int8 in pairs divided by INT8_UNIT. Codes: u8[n], see `products.factors`.
+    # bf12: the exceptions, i32[n].
     scales: Tensor
     out_features: int
     gated: bool = False  # the product is silu(first half of the outputs) * second half
@@ -76,9 +78,21 @@ class Panels(NamedTuple):
         return self.weight.dim() == 4
 
     @property
+    def has_groups(self) -> bool:
+        """Whether the weight is codes with factors for groups of inputs."""
+        return self.scales.dtype == torch.uint8
+
+    @property
     def kind(self) -> int:
         """The format, a key of FORMATS in `products.kinds`."""
-        return (_PAIR_KINDS if self.in_pairs else _KINDS)[self.weight.dtype]
+        return _kinds_of(self.weight, self.scales)[self.weight.dtype]
+
+
+def _kinds_of(weight: Tensor, scales: Tensor) -> dict[torch.dtype, int]:
+    """Return the formats by the dtype of the panels."""
+    if scales.dtype == torch.uint8:
+        return CODE_PAIR_KINDS if weight.dim() == 4 else CODE_KINDS
+    return _PAIR_KINDS if weight.dim() == 4 else _KINDS
 
 
 def num_panels_of(out_features: int, gated: bool) -> int:
@@ -99,7 +113,7 @@ def check_outputs(name: str, tensor: Tensor, *, gated: bool) -> None:
 
 def check_weight(weight: Tensor, scales: Tensor | None, *, pairs: bool, gated: bool) -> None:
     """Raise ValueError unless `linear.pack` can pack this weight."""
-    _check_pairs(pairs)
+    check_pairs(pairs)
     check_shape("weight", weight, (None, None))
     check_outputs("weight", weight, gated=gated)
     check_dtype("weight", weight, tuple(_PAIR_KINDS)[:2] if pairs else tuple(_KINDS)[:4])
@@ -116,21 +130,8 @@ def check_weight(weight: Tensor, scales: Tensor | None, *, pairs: bool, gated: b
         check_device("scales", scales, _CPU)
 
 
-def check_codes(codes: Tensor, scales: Tensor, zeros: Tensor, *, pairs: bool, gated: bool) -> None:
-    """Raise ValueError unless `linear.pack_int4` can pack these codes."""
-    _check_pairs(pairs)
-    check_shape("codes", codes, (None, None), torch.uint8)
-    check_outputs("codes", codes, gated=gated)
-    check_positive("in_features", codes.shape[1])
-    check_multiple("in_features", codes.shape[1], "INT4_GROUP", INT4_GROUP)
-    if int(codes.max()) > 15:
-        raise ValueError(f"codes must be 0 to 15, got {int(codes.max())}")
-    for name, tensor in {"scales": scales, "zeros": zeros}.items():
-        check_shape(name, tensor, (len(codes), codes.shape[1] // INT4_GROUP), torch.bfloat16)
-        check_device(name, tensor, _CPU)
-
-
-def _check_pairs(pairs: bool) -> None:
+def check_pairs(pairs: bool) -> None:
+    """Raise ValueError unless this is a flag, and one that this CPU has instructions for."""
     check_flag("pairs", pairs)
     if pairs and not HAS_DOT:
         raise ValueError("pairs=True takes a CPU with AVX512-BF16; leave it out, as `can_pair` says")
@@ -151,12 +152,13 @@ def check_result_dtype(dtype: torch.dtype) -> None:
 
 
 def check_panels(panels: Panels) -> None:
-    """Raise ValueError unless the panels are as `pack`, `pack_int4` or `pack_bf12` makes them."""
+    """Raise ValueError unless the panels are as `pack`, `pack_codes` or `pack_bf12` makes them."""
     if not isinstance(panels, Panels):
         raise ValueError(f"weight must be Panels, see `pack`, got {type(panels).__name__}")
     weight = panels.weight
     check_tensor("panels.weight", weight)
-    dims = {3: _KINDS, 4: _PAIR_KINDS}.get(weight.dim(), {})
+    check_tensor("panels.scales", panels.scales)
+    dims = _kinds_of(weight, panels.scales) if weight.dim() in (3, 4) else {}
     if weight.dtype not in dims or not FORMATS[dims[weight.dtype]].is_supported:
         raise ValueError(
             f"panels.weight must be in a format of this CPU, got {weight.dtype} of shape {list(weight.shape)}"
@@ -166,7 +168,8 @@ def check_panels(panels: Panels) -> None:
     check_multiple("panels.out_features", panels.out_features, "the two halves", 2 if panels.gated else 1)
     kind = panels.kind
     num_panels = num_panels_of(panels.out_features, panels.gated)
-    width = {INT4: LANES, INT4_PAIRS: LANES, BF12: BF12_GROUP_BYTES // 2, BF12_PAIRS: BF12_GROUP_BYTES // 2}
+    width = dict.fromkeys((CODES4, CODES4_PAIRS), LANES)
+    width |= dict.fromkeys((BF12, BF12_PAIRS), BF12_GROUP_BYTES // 2)
     last = () if weight.dim() == 3 else (1 if kind == BF12_PAIRS else 2,)
     check_shape("panels.weight", weight, (num_panels, None, width.get(kind, PANEL), *last))
     check_positive("panels.in_features", panels.in_features)
@@ -176,12 +179,23 @@ def check_panels(panels: Panels) -> None:
         check_device(name, tensor, _CPU)
     if kind in (BF12, BF12_PAIRS):
         _check_exceptions(weight, panels.scales)
-    elif kind in (INT4, INT4_PAIRS):
-        check_multiple("panels.in_features", panels.in_features, "INT4_GROUP", INT4_GROUP)
-        shape = num_panels, panels.in_features // INT4_GROUP, 2, PANEL
-        check_shape("panels.scales", panels.scales, shape, torch.bfloat16)
+    elif panels.has_groups:
+        _check_factors(panels)
     else:
         check_shape("panels.scales", panels.scales, (num_panels * PANEL,), torch.float32)
+
+
+def _check_factors(panels: Panels) -> None:
+    """Raise ValueError unless the factors' head fits the panels: the kernels go by it."""
+    factors = panels.scales
+    check_shape("panels.scales", factors, (None,))
+    is_right = len(factors) >= FACTORS_AT
+    if is_right:
+        head = FactorHead(*factors[:TABLE_AT].clone().view(torch.int64).tolist())
+        size = FACTORS_AT + len(panels.weight) * head.panel_bytes
+        is_right = is_valid_head(head, panels.in_features) and len(factors) == size
+    if not is_right:
+        raise ValueError("panels.scales must be the factors that `pack_codes` made with panels.weight")
 
 
 def _check_exceptions(weight: Tensor, exceptions: Tensor) -> None:

@@ -20,7 +20,7 @@ from ..simd import emit
 from ..simd.emit import fields_type, has_feature, int64, operation
 from ..simd.memory import LINE, set_byte
 from ..simd.vectors import HAS_DOT, VECTOR_BYTES, dispatch, function
-from .kinds import BF12_PAIRS, BFLOAT16_PAIRS, FORMATS, INT4_PAIRS, INT8_PAIRS
+from .kinds import BF12_PAIRS, BFLOAT16_PAIRS, CODES4_PAIRS, CODES8_PAIRS, E4M3_PAIRS, FORMATS, INT8_PAIRS
 from .reader import PANEL, Reader
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Supply(NamedTuple):
     ahead: int  # address of the memory to prefetch
     pace: int  # bytes of it with each tile of the depth; unpacking has a pace of its own
     unpacked: int  # memory for the steps that are unpacked
-    factors: int  # of the weight's groups
+    factors: int  # of the weight's reader
     factors_far: int
     c_far: int
     b_far: int
@@ -198,8 +198,8 @@ def _unpack_ahead(
 
     def unpack(step: Any, place: Any, ahead: Any = None) -> None:
         source = builder.add(b, builder.mul(step, bytes_))
-        group = builder.add(factors, builder.mul(step, int64(weight.group_bytes)))
-        weight.unpack(builder, place, source, b_stride, group, steps, ahead)
+        own = weight.factors_from(builder, factors, builder.mul(step, steps))
+        weight.unpack(builder, place, source, b_stride, own, steps, ahead)
 
     def bring(step: Any) -> Any:
         odd = builder.and_(step, one)
@@ -238,7 +238,8 @@ def _of_any_shape(weight: Reader | None) -> Any:
 
 # multiply_block(kind, rows, panels, block, supply) for weights in pairs; tiles are configured for the rows.
 _BY_KIND = {BFLOAT16_PAIRS: _of_any_shape(None)}
-_BY_KIND.update((kind, _of_any_shape(FORMATS[kind].reader)) for kind in (INT8_PAIRS, INT4_PAIRS, BF12_PAIRS))
+_UNPACKED_ON_THE_WAY = INT8_PAIRS, BF12_PAIRS, CODES4_PAIRS, CODES8_PAIRS, E4M3_PAIRS
+_BY_KIND.update((kind, _of_any_shape(FORMATS[kind].reader)) for kind in _UNPACKED_ON_THE_WAY)
 multiply_block = dispatch(_BY_KIND)
 multiply_pairs = _BY_KIND[BFLOAT16_PAIRS]
 

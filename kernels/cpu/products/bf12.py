@@ -35,6 +35,8 @@ class Bf12(Reader):
     byte in the unpacked group, plus the byte.
     """
 
+    has_scales = False
+
     def __init__(self, plain: Bfloat16 | Bfloat16Pairs) -> None:
         """plain: the format that groups are unpacked to."""
         super().__init__(plain.kind)

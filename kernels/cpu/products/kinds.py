@@ -8,16 +8,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
-from ..simd.vectors import HAS_DOT, HAS_LOOKUP, LANES, dispatch, function, missing
+from ..simd.vectors import HAS_DOT, HAS_LOOKUP, LANES, dispatch, missing
 from .bf12 import BF12_GROUP_BYTES, Bf12
-from .int4 import INT4_GROUP, Int4, Int4Pairs
+from .codes import Codes4, Codes4Pairs, Codes8, E4m3
 from .reader import PANEL, Bfloat16, Bfloat16Pairs, Int8Pairs, Reader
 
 # Formats of single numbers have the kinds of `simd.numbers`, the others these.
-INT4, BF12, BFLOAT16_PAIRS, INT8_PAIRS, INT4_PAIRS, BF12_PAIRS = range(5, 11)
+BF12, BFLOAT16_PAIRS, INT8_PAIRS, BF12_PAIRS = range(5, 9)
+# The kinds from CODES4 on have factors for groups of inputs.
+CODES4, CODES8, E4M3, CODES4_PAIRS, CODES8_PAIRS, E4M3_PAIRS = range(9, 15)
 
 _INSTRUCTIONS = {"AVX512-BF16": HAS_DOT, "AVX2 or AVX512-BW": HAS_LOOKUP}
 _DOT, _LOOKUP = _INSTRUCTIONS
+_BY_GROUP = 0
 
 
 class Format(NamedTuple):
@@ -26,7 +29,7 @@ class Format(NamedTuple):
     name: str
     reader: Reader
     step_bytes: int  # of a panel
-    part_steps: int  # panels are read in parts of a whole multiple of so many steps
+    part_steps: int  # panels are read in parts of a whole multiple of so many steps; _BY_GROUP: of a group
     unpacked: int  # the kind that `unpack` makes of it; its own if it is never unpacked
     needs: tuple[str, ...]  # instructions beyond those for vectors of float32
     use: str
@@ -37,49 +40,44 @@ class Format(NamedTuple):
         return all(_INSTRUCTIONS[name] for name in self.needs)
 
 
+_WHOLE = 32  # steps that parts of most formats are a multiple of
 _BF12 = Bf12(Bfloat16())
 _BF12_PAIRS = Bf12(Bfloat16Pairs())
 _BF12_STEPS = _BF12.group_steps
 _BF12_PAIR_STEPS = _BF12_PAIRS.group_steps
 # fmt: off
 FORMATS = {
-    FLOAT32: Format("float32", Reader(FLOAT32), 4 * PANEL, INT4_GROUP, FLOAT32, (), "float32"),
-    FLOAT16: Format("float16", Reader(FLOAT16), 2 * PANEL, INT4_GROUP, FLOAT16, (),
+    FLOAT32: Format("float32", Reader(FLOAT32), 4 * PANEL, _WHOLE, FLOAT32, (), "float32"),
+    FLOAT16: Format("float16", Reader(FLOAT16), 2 * PANEL, _WHOLE, FLOAT16, (),
                     "float16, and float32 that it holds exactly"),
-    BFLOAT16: Format("bfloat16", Bfloat16(), 2 * PANEL, INT4_GROUP, BFLOAT16, (),
+    BFLOAT16: Format("bfloat16", Bfloat16(), 2 * PANEL, _WHOLE, BFLOAT16, (),
                      "bfloat16, and float32 that it holds exactly"),
-    INT8: Format("int8", Reader(INT8), PANEL, INT4_GROUP, INT8, (), "int8"),
-    INT4: Format("int4", Int4(), LANES, INT4_GROUP, FLOAT32, (), "int4"),
+    INT8: Format("int8", Reader(INT8), PANEL, _WHOLE, INT8, (), "int8"),
     BF12: Format("bf12", _BF12, BF12_GROUP_BYTES // _BF12_STEPS, _BF12_STEPS, BFLOAT16, (_LOOKUP,),
                  "large weights in bfloat16"),
-    BFLOAT16_PAIRS: Format("bfloat16 pairs", Bfloat16Pairs(), 4 * PANEL, INT4_GROUP, BFLOAT16_PAIRS, (_DOT,),
+    CODES4: Format("4-bit codes", Codes4(), LANES, _BY_GROUP, FLOAT32, (), "int4, and files with 4 bits"),
+    CODES8: Format("8-bit codes", Codes8(), PANEL, _BY_GROUP, FLOAT32, (), "files with 8 bits"),
+    E4M3: Format("e4m3", E4m3(), PANEL, _BY_GROUP, FLOAT32, (), "files with fp8"),
+    BFLOAT16_PAIRS: Format("bfloat16 pairs", Bfloat16Pairs(), 4 * PANEL, _WHOLE, BFLOAT16_PAIRS, (_DOT,),
                            "bfloat16 for x in bfloat16, with AMX also in float32"),
-    INT8_PAIRS: Format("int8 pairs", Int8Pairs(), 2 * PANEL, INT4_GROUP, BFLOAT16_PAIRS, (_DOT,),
+    INT8_PAIRS: Format("int8 pairs", Int8Pairs(), 2 * PANEL, _WHOLE, BFLOAT16_PAIRS, (_DOT,),
                        "int8 for x in bfloat16, with AMX also in float32"),
-    INT4_PAIRS: Format("int4 pairs", Int4Pairs(), 2 * LANES, INT4_GROUP, BFLOAT16_PAIRS, (_DOT,),
-                       "int4 for x in bfloat16"),
     BF12_PAIRS: Format("bf12 pairs", _BF12_PAIRS, BF12_GROUP_BYTES // _BF12_PAIR_STEPS, _BF12_PAIR_STEPS,
                        BFLOAT16_PAIRS, (_DOT, _LOOKUP), "large weights in bfloat16 pairs"),
+    CODES4_PAIRS: Format("4-bit codes in pairs", Codes4Pairs(), 2 * LANES, _BY_GROUP, BFLOAT16_PAIRS, (_DOT,),
+                         "int4, and files with 4 bits, for x in bfloat16"),
+    CODES8_PAIRS: Format("8-bit codes in pairs", Codes8(pairs=True), 2 * PANEL, _BY_GROUP, BFLOAT16_PAIRS,
+                         (_DOT,), "files with 8 bits, for x in bfloat16"),
+    E4M3_PAIRS: Format("e4m3 in pairs", E4m3(pairs=True), 2 * PANEL, _BY_GROUP, BFLOAT16_PAIRS, (_DOT,),
+                       "files with fp8, for x in bfloat16"),
 }
 # fmt: on
 
 # Columns by kind, for kernels.
-STEP_BYTES, UNPACKED, PART_STEPS, _GROUP_STEPS, _GROUP_BYTES = (
-    tuple(column(FORMATS[kind]) if kind in FORMATS else 0 for kind in range(BF12_PAIRS + 1))
-    for column in (
-        lambda row: row.step_bytes,
-        lambda row: row.unpacked,
-        lambda row: row.part_steps,
-        lambda row: max(1, row.reader.group_steps),
-        lambda row: row.reader.group_bytes,
-    )
+STEP_BYTES, UNPACKED, PART_STEPS = (
+    tuple(column(FORMATS[kind]) if kind in FORMATS else 0 for kind in range(E4M3_PAIRS + 1))
+    for column in (lambda row: row.step_bytes, lambda row: row.unpacked, lambda row: row.part_steps)
 )
-
-
-@function
-def group_bytes(kind, steps):
-    """Return the bytes of scales and zeros that `steps` steps of a panel of int4 have; 0 for other kinds."""
-    return steps // _GROUP_STEPS[kind] * _GROUP_BYTES[kind]
 
 
 def for_kinds(make: Callable[[Reader], Any], kinds: list[int]) -> Any:

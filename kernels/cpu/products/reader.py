@@ -24,12 +24,16 @@ class Reader:
     """One number per output and step, stored as `kind` and widened to float32."""
 
     in_pairs = False
-    group_steps = 0  # steps of a quantisation group; 0 without groups
-    group_bytes = 0  # of a group's scales and zeros, which lie in a tensor of their own
+    has_scales = True  # a factor for each output, which products are multiplied by
+    group_steps = 0  # steps that have something in common, which `factors` loads; 0 without such groups
     at_a_time = 1  # steps of a group that `some_steps` loads together
 
     def __init__(self, kind: int) -> None:
         self.kind = kind
+
+    def factors_from(self, builder: Any, factors: Any, step: Any) -> Any:  # noqa: ARG002
+        """Return the factors of the steps from this one on."""
+        return factors
 
     def factors(self, builder: Any, address: Any) -> Any:  # noqa: ARG002
         """Load what `read` needs once per group."""
@@ -57,8 +61,7 @@ class Reader:
         steps = int64(self.group_steps)
         some = int64(self.at_a_time)
         with cgutils.for_range(builder, builder.sdiv(depth, steps)) as groups:
-            place = builder.add(factors, builder.mul(groups.index, int64(self.group_bytes)))
-            own = self.factors(builder, place)
+            own = self.factors(builder, factors)
             first = builder.mul(groups.index, steps)
             with cgutils.for_range(builder, builder.sdiv(steps, some)) as loop:
                 step = builder.add(first, builder.mul(loop.index, some))

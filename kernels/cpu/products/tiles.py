@@ -86,7 +86,7 @@ class PanelArgs(NamedTuple):
     c_stride: int
     to_stride: int
     to_kind: int  # kind of the result, plus GATED
-    scale: int  # address of a factor for each output, or of a quantised panel's scales and zeros; 0: none
+    scale: int  # address of a factor for each output, or of the factors of the weight's reader; 0: none
     bias: int  # address of a summand for each output; 0: none
     a_stride: int
     b: int
@@ -128,7 +128,7 @@ def _panel_tile(rows: int, weight: Reader) -> Any:
             tile.add(builder, sums, a, a_stride, index, row)
 
         weight.each_step(builder, b, b_stride, scale, depth, step)
-        ends = [] if weight.group_steps else [(scale, builder.fmul)]
+        ends = [(scale, builder.fmul)] if weight.has_scales else []
         for factors, combine in (*ends, (bias, builder.fadd)):
             with builder.if_then(_differ(builder, factors, 0)):
                 for r, v in tile.places:

@@ -8,12 +8,24 @@ from ...arguments import check_call, checked
 from ...checks import check_contiguous, check_device, check_dtype, check_indices, check_shape, is_trusted
 from ..launch.tasks import Task, addresses
 from ..linear.panels import Panels, check_panels, check_result_dtype
+from ..products.codes import EXPANDED_HEAD_BYTES, GROUP_BYTES, GROUP_SHIFT_AT
+from ..products.factors import (
+    MOST_GROUP,
+    TABLE_AT,
+    expand_factors,
+    expanded_bytes,
+    has_groups,
+    inputs_of_step,
+)
 from ..products.kinds import (
     BF12,
     BF12_PAIRS,
     BFLOAT16_PAIRS,
-    INT4,
-    INT4_PAIRS,
+    CODES4,
+    CODES4_PAIRS,
+    CODES8,
+    CODES8_PAIRS,
+    E4M3_PAIRS,
     INT8_PAIRS,
     STEP_BYTES,
     UNPACKED,
@@ -37,7 +49,7 @@ from ..simd.memory import (
     store_some_as,
 )
 from ..simd.numbers import BFLOAT16, FLOAT32, KINDS
-from ..simd.vectors import LANES, VECTOR_BYTES, function
+from ..simd.vectors import LANES, VECTOR_BYTES, float_of_half, fma, function, splat
 
 _CPU = torch.device("cpu")
 # kind: of numbers to widen to float32, or FLOAT32 to copy rows as they are.
@@ -68,6 +80,57 @@ def _take_row(args, i):
         set_byte(to + at, get_byte(source + at))
 
 
+@function
+def _code_place(kind, place, k):
+    """Return the byte of a panel that has the code of an output and input."""
+    if kind == CODES4:
+        return k * LANES + place % LANES
+    if kind == CODES4_PAIRS:
+        step = k % 16 // 2
+        return k // 16 * 16 * LANES + 8 * place + k % 2 * 4 + step % 2 * 2 + step // 4
+    if kind in (CODES8_PAIRS, E4M3_PAIRS):
+        return k // 2 * 2 * PANEL + 2 * place + k % 2
+    return k * PANEL + place
+
+
+@function
+def _take_codes(args, panel, place, numbers):
+    """Write the numbers that an output's codes stand for, in the unit of their readers."""
+    kind = args.weight_kind
+    panel_bytes = args.in_features * (LANES if kind in (CODES4, CODES4_PAIRS) else PANEL)
+    codes = args.panels + panel * panel_bytes
+    for k in range(args.in_features):
+        code = get_byte(codes + _code_place(kind, place, k))
+        to = numbers + 4 * k
+        if kind == CODES4:
+            code = code >> 4 * (place // LANES) & 15
+            set_int(to, get_int(args.scales + TABLE_AT + 4 * code))
+        elif kind == CODES4_PAIRS:
+            code = code >> 4 * (k // 4 % 2) & 15
+            set_int(to, get_int(args.scales + TABLE_AT + 4 * code))
+        elif kind in (CODES8, CODES8_PAIRS):
+            set_float(to, np.float32(code))
+        else:
+            set_float(to, float_of_half(code << 7 & 0xBFFF))
+
+
+@function
+def _take_coded_row(args, panel, place, numbers, expanded):
+    """Write the weights of one output, in float32."""
+    kind = args.weight_kind
+    _take_codes(args, panel, place, numbers)
+    steps = args.in_features // inputs_of_step(kind)
+    expand_factors(kind, args.scales, panel, 0, steps, MOST_GROUP, expanded)
+    group = inputs_of_step(kind) << get_long(expanded + GROUP_SHIFT_AT)
+    own = expanded + EXPANDED_HEAD_BYTES + 4 * place
+    for start in range(0, args.in_features, group):
+        scale = splat(get_float(own))
+        summand = splat(get_float(own + GROUP_BYTES // 2))
+        for k in range(start, start + group, LANES):
+            store(numbers + 4 * k, fma(load(numbers + 4 * k), scale, summand))
+        own += GROUP_BYTES
+
+
 @TAKE_PANEL_ROWS.each_unit
 def _take_panel_row(args, i, scratch):
     """Collect the weights of one output, which are PANEL numbers apart in a panel, in pairs two at a time."""
@@ -78,6 +141,10 @@ def _take_panel_row(args, i, scratch):
     to = args.out + i * args.in_features * out_size
     numbers = scratch + VECTOR_BYTES
     kind = args.weight_kind
+    if has_groups(kind):
+        _take_coded_row(args, panel, place, numbers, numbers + 4 * args.in_features)
+        copy_row(args.out_kind, to, FLOAT32, numbers, args.in_features, np.float32(1.0))
+        return
     first = args.panels + panel * args.in_features * 2 * PANEL
     is_bf12 = kind in (BF12_PAIRS, BF12)
     if is_bf12:
@@ -149,7 +216,7 @@ def _take_rows(table: Tensor, indices: Tensor, out: Tensor, kind: int) -> Tensor
 
 
 def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows of a packed weight with indices i64[m]: [m, in_features]. Not of int4.
+    """Return rows of a packed weight with indices i64[m]: [m, in_features].
 
     dtype: holds the weight's numbers.
     """
@@ -159,8 +226,6 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
         check_shape("indices", indices, (None,), torch.int64)
         check_device("indices", indices, _CPU)
         check_indices("indices", indices, "the weight's rows", panels.out_features)
-    if panels.kind in (INT4, INT4_PAIRS):
-        raise ValueError("a weight in int4 can only be multiplied, not looked up")
     weight = panels.weight
     size = panels.in_features
     if size < LANES:
@@ -175,12 +240,14 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
     is_bf12 = panels.kind in (BF12_PAIRS, BF12)
     if panels.kind in (BFLOAT16_PAIRS, BF12_PAIRS):
         check_dtype("rows", out, (torch.bfloat16, torch.float32))
+    number_bytes = 4 + 2 * PANEL * is_bf12
+    expanded = expanded_bytes(size) if panels.has_groups else 0
     TAKE_PANEL_ROWS.run(
         len(indices),
         *addresses(weight, panels.scales, indices, out),
         size,
         panels.kind,
         KINDS[dtype],
-        scratch_size=VECTOR_BYTES + (4 + 2 * PANEL * is_bf12) * size,
+        scratch_size=VECTOR_BYTES + number_bytes * size + expanded,
     )
     return out

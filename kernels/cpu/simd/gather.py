@@ -177,7 +177,8 @@ def totals_of_rows(builder: Any, address: Any) -> Any:
 
 
 @operation(types.void, types.int64)
-def _fetch_line(builder: Any, address: Any) -> None:
+def fetch_line(builder: Any, address: Any) -> None:
+    """Prefetch a cache line."""
     emit.prefetch(builder, address)
 
 
@@ -187,4 +188,4 @@ def fetch_rows(addresses, offset, size, first, end):
     for place in range(first, end):
         row = get_long(addresses + 8 * place) + offset
         for line in range(row, row + size, LINE):
-            _fetch_line(line)
+            fetch_line(line)

@@ -201,6 +201,13 @@ def float_of(builder: Any, bits: Any) -> Any:
     return builder.bitcast(bits, F32)
 
 
+@operation(types.float32, types.int64)
+def float_of_half(builder: Any, bits: Any) -> Any:
+    """Return the float16 with these bits."""
+    half = builder.bitcast(builder.trunc(bits, ir.IntType(16)), ir.HalfType())
+    return builder.fpext(half, F32)
+
+
 @operation(types.int32, types.float32)
 def bits_of(builder: Any, x: Any) -> Any:
     """Return the bits of a float32."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, UnsupportedModelError
+from ..gguf_names import NO_TOKENIZER_KEY
 from ..hf_config import from_hf
 from ..weights.gguf_file import Gguf, open_gguf
 from .config import make_config
@@ -73,7 +74,10 @@ def _files_of(gguf: Gguf) -> dict[str, Any]:
         config["dtype"] = "bfloat16"
     files = {"config.json": config}
     if "tokenizer.ggml.model" in gguf.metadata:
-        files["tokenizer.json"], files["tokenizer_config.json"] = make_tokenizer(metadata)
+        try:
+            files["tokenizer.json"], files["tokenizer_config.json"] = make_tokenizer(metadata)
+        except UnsupportedModelError as error:  # another may be given
+            config[NO_TOKENIZER_KEY] = str(error)
         generation = {theirs: metadata.number(key, None) for key, theirs in _SAMPLING.items()}
         generation["top_k"] = metadata.integer("general.sampling.top_k", None)
         given = {key: value for key, value in generation.items() if value is not None}

@@ -135,9 +135,10 @@ def _byte_level(vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Any]]
             f"{', '.join(PRE_TOKENIZERS)}"
         )
     kind = PRE_TOKENIZERS[name]
-    ids = {
-        token: i for token, i in vocabulary.ids.items() if vocabulary.types[i] != _UNUSED
-    }  # those that pad the vocabulary
+    specials = {ours: vocabulary.id_of(theirs) for ours, theirs in _SPECIAL.items()}
+    # Without those that pad the vocabulary.
+    used = (i for i, kind in enumerate(vocabulary.types) if kind != _UNUSED or i in specials.values())
+    ids = {vocabulary.tokens[i]: i for i in used}
     model = {
         "type": "BPE",
         "vocab": ids,
@@ -153,7 +154,6 @@ def _byte_level(vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Any]]
     is_gpt2 = kind.expression is None
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     steps.append({**byte_level, "use_regex": is_gpt2})
-    specials = {ours: vocabulary.id_of(theirs) for ours, theirs in _SPECIAL.items()}
     whole = {
         "normalizer": kind.normalizer and {"type": kind.normalizer},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},

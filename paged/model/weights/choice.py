@@ -67,12 +67,13 @@ def choose_forms(
 
         of_codes = partial(coded_form, dtype=dtype)
     if in_panels:
-        from .panels import PANEL_FORMS, Table
+        from .panels import PANEL_FORMS, CodedForms, Table
 
         layer = PANEL_FORMS[quantization]
         gated = partial(layer, gated=True)
         head = partial(PANEL_FORMS[quantization and "int8"], out_dtype=torch.float32)
         table = Table
+        of_codes = CodedForms(dtype)
     elif quantization is not None and has_coded_linear:
         layer = gated = partial(quantized_form, quantization, role="layer")
         head = partial(quantized_form, "int8", role="head")

@@ -69,7 +69,7 @@ class CodedWeight:
         """Return the numbers that the codes stand for, in float32."""
         if self.table is None:
             return self.codes.float()
-        return torch.tensor(self.table, device=self.codes.device)[self.codes.int()]
+        return torch.tensor(self.table, dtype=torch.float32, device=self.codes.device)[self.codes.int()]
 
     def floats(self) -> Tensor:
         """Return the weight in float32, with its columns in the order of the inputs of x."""

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-import re
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +21,7 @@ from torch import Tensor
 
 from ...base.validation import shown
 from ...errors import CheckpointError, UnsupportedModelError
+from ..gguf_names import part_paths
 from .open_file import FileTensor, OpenFile
 
 _MAGIC = b"GGUF"
@@ -31,10 +30,8 @@ _HEADER_CEILING = 64 * 2**20  # bytes of metadata and tensor infos: objects of P
 _MAX_KEY_BYTES = 65535
 _MAX_RANK = 4
 _MAX_DEPTH = 4  # of arrays in arrays
-_MAX_PARTS = 1024
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 2**16
-PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _INFINITE = 0x7C  # the bits of a float16's high byte that NaN and infinity have
 _CHUNK = 2**20  # bytes of the header that are read at once
 _LEAST_PAIR = 8 + 1 + 4 + 1  # bytes of a key of one letter and its value
@@ -387,21 +384,6 @@ class Gguf(NamedTuple):
     files: Sequence[GgufFile]
     metadata: Mapping[str, Value]
     tensors: Mapping[str, GgufTensor]
-
-
-def part_paths(path: Path, exists: Callable[[str], bool] = os.path.exists) -> list[Path]:
-    """Return the paths of all parts of a model, by the path of one of them. Raises CheckpointError."""
-    match = PART_NAME.fullmatch(path.name)
-    if match is None:
-        return [path]
-    count = int(match[3])
-    if not 1 <= int(match[2]) <= count <= _MAX_PARTS:
-        raise CheckpointError(f"{path}: is no part of 1 to {_MAX_PARTS} by its name")
-    paths = [path.with_name(f"{match[1]}-{i:05}-of-{match[3]}.gguf") for i in range(1, count + 1)]
-    if missing := [each for each in paths if not exists(str(each))]:
-        more = f" and {len(missing) - 1} more parts" if len(missing) > 1 else ""
-        raise CheckpointError(f"{missing[0]}{more} missing: the model is in {count} files")
-    return paths
 
 
 @contextmanager

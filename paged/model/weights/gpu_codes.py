@@ -30,8 +30,8 @@ class PackedCodesWeight(TableForm):
         self._out_dtype = torch.float32 if role in ("head", "embedding") else None
         with TrustedContents():  # the checks of a loader are behind it
             self.packed = pack_codes(weight.codes, *weight.factors, table=weight.table)
-        self._order = weight.order
-        self._places = None if weight.order is None else weight.order.argsort()
+        self._order = None if weight.order is None else weight.order.to(weight.codes.device)
+        self._places = None if self._order is None else self._order.argsort()
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self._order is not None:

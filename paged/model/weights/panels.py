@@ -5,25 +5,34 @@ The products are batch-invariant, so a request's results do not depend on its ba
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ...kernels.panels import (
-    INT4_GROUP,
+    LEAST_GROUP,
     Panels,
     can_pair,
+    group_of,
+    is_exact,
     linear,
     pack,
     pack_bf12,
-    pack_int4,
+    pack_codes,
     pad,
     take_panel_rows,
     take_rows,
     widen_rows,
 )
-from .forms import PlainWeight, TableForm
-from .quantization import Int8Weight, int4_codes
+from .coded import CodedWeight
+from .forms import PlainWeight, Role, TableForm
+from .quantization import Int4Weight, Int8Weight, int4_codes
 
+logger = logging.getLogger(__name__)
+
+_NUMBERS_AT_A_TIME = 2**22  # that are converted: they take little memory
 ROWS_AT_A_TIME = 256  # of a comparison: it takes little memory, and ends early for most weights that differ
 
 
@@ -102,15 +111,111 @@ class PanelInt8Weight(PanelWeight):
 
 
 class PanelInt4Weight(PanelWeight):
-    """int4 with a scale and a zero for every GROUP inputs: see Int4Weight. It cannot be looked up."""
+    """int4 with a scale and a zero for every GROUP inputs: see Int4Weight."""
 
-    GROUP = INT4_GROUP
+    GROUP = Int4Weight.GROUP
+    TABLE = tuple(float(code - Int4Weight.MIDDLE) for code in range(16))
 
     def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
         codes, scales, zeros = int4_codes(weight.view(len(weight), -1, self.GROUP))
         # For x in float32 the weights are finer than the bfloat16 of pairs.
         pairs = pairs and weight.dtype == torch.bfloat16
-        return pack_int4(codes.flatten(1), scales, zeros, pairs=pairs, gated=gated)
+        return pack_codes(codes.flatten(1), scales, offset=zeros, table=self.TABLE, pairs=pairs, gated=gated)
+
+
+class PanelCodes(PanelWeight):
+    """A weight in the codes and factors of its file; it must be `keepable`."""
+
+    def __init__(self, weight: CodedWeight, role: Role, *, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._out_dtype = _out_dtype_of(role)
+        self.gated = role == "gated"
+        self.order = weight.order
+        pairs = dtype == torch.bfloat16 and can_pair(dtype, weight.shape[1])
+        self.panels = pack_codes(
+            weight.codes, *weight.factors, table=weight.table, pairs=pairs, gated=self.gated
+        )
+        self._bias: Tensor | None = None
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether products need no torch, which orders inputs."""
+        return self.order is None and super().is_recordable
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return super().__call__(x if self.order is None else x[:, self.order], bias)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        found = super().rows(indices)
+        return found if self.order is None else torch.empty_like(found).index_copy_(1, self.order, found)
+
+
+def keepable(weight: CodedWeight) -> CodedWeight | None:
+    """Return a weight with the same numbers in codes that PanelCodes keeps; None if there are none."""
+    group = group_of(weight.group)
+    if group < LEAST_GROUP:
+        return None
+    if is_exact(weight.codes, *weight.factors, table=weight.table):
+        return weight
+    return _without_zero(weight)
+
+
+def _without_zero(weight: CodedWeight) -> CodedWeight | None:
+    """Subtract the zeros from the numbers if that gives integers of 8 bits."""
+    zero = weight.factors.zero
+    if zero is None or weight.codes.dtype == torch.float8_e4m3fn:
+        return None
+    codes = torch.empty_like(weight.codes, dtype=torch.int8)
+    for rows in _parts_of(weight):
+        part = weight.take(rows)
+        assert part.factors.zero is not None
+        groups = part.numbers().view(len(part.codes), -1, weight.group) - part.factors.zero.float()[..., None]
+        integers = groups.to(torch.int8)
+        if not torch.equal(integers.float(), groups):
+            return None
+        codes[rows] = integers.flatten(1)
+    folded = replace(weight, codes=codes, factors=weight.factors._replace(zero=None), table=None)
+    return folded if is_exact(folded.codes, *folded.factors) else None
+
+
+def _parts_of(weight: CodedWeight) -> list[slice]:
+    size = max(1, _NUMBERS_AT_A_TIME // weight.shape[1])
+    return [slice(start, start + size) for start in range(0, len(weight.codes), size)]
+
+
+def _out_dtype_of(role: Role) -> torch.dtype | None:
+    # A head may be tied to the embedding.
+    return torch.float32 if role in ("head", "embedding") else None
+
+
+class CodedForms:
+    """The forms of a model's weights in codes: as they are if readers take them, else in floats.
+
+    dtype: of the model.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._has_widened = False
+
+    def __call__(self, weight: CodedWeight, role: Role) -> PanelWeight:
+        """Make the form of a weight."""
+        kept = keepable(weight)
+        if kept is not None:
+            return PanelCodes(kept, role, dtype=self.dtype)
+        if not self._has_widened:
+            self._has_widened = True
+            logger.info(
+                "weights whose groups of inputs are no multiple of %d (the first has %d), or whose numbers "
+                "take more than one rounding, are kept in %s",
+                LEAST_GROUP,
+                weight.group,
+                str(self.dtype).removeprefix("torch."),
+            )
+        floats = torch.empty(weight.shape, dtype=self.dtype)
+        for rows in _parts_of(weight):
+            floats[rows] = weight.take(rows).floats()
+        return PanelWeight(floats, out_dtype=_out_dtype_of(role), gated=role == "gated")
 
 
 PANEL_FORMS: dict[str | None, type[PanelWeight]] = {

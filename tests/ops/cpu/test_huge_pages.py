@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from paged.kernels.cpu.launch.huge_pages import in_huge_pages
-from paged.kernels.cpu.linear.linear import pack, pack_int4
+from paged.kernels.cpu.linear.linear import pack
 from paged.kernels.cpu.linear.pack_bf12 import pack_bf12
+from paged.kernels.cpu.linear.pack_codes import pack_codes
 from paged.kernels.cpu.simd.vectors import HAS_LOOKUP
 from tests.support.checkpoints import new_engine
 
@@ -48,7 +49,7 @@ def test_weights_get_huge_pages_and_the_cache_does_not():
     weight = torch.randn(2048, 2048)
     assert is_asked_for(pack(weight).weight)
     codes, factors = torch.zeros(4096, 2048, dtype=torch.uint8), torch.ones(4096, 64, dtype=torch.bfloat16)
-    assert is_asked_for(pack_int4(codes, factors, factors).weight)
+    assert is_asked_for(pack_codes(codes, factors, table=(0.0,) * 16).weight)
     encoded = pack_bf12(pack(weight.bfloat16())).weight
     assert is_asked_for(encoded)
     assert (encoded.dtype == torch.int16) is HAS_LOOKUP

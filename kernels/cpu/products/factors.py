@@ -1,0 +1,234 @@
+"""Factors of quantised weights: how `linear.pack_codes` stores them, and how they reach the readers.
+
+They keep the file's precision, in one or two levels, in memory of their own: a head of int64 and the table of
+codes, then for each panel its groups, and after them its units. A group has PANEL scales, and PANEL zeros or
+offsets if there are any; a unit, which several groups share, has what their scales and offsets are multiplied
+by.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..simd.gather import fetch_line
+from ..simd.memory import LINE, LOADERS, get_long, item_size, load, set_long, store
+from ..simd.numbers import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8, ITEM_SIZES
+from ..simd.vectors import LANES, VECTOR_BYTES, dispatch, function, multiply, splat
+from .codes import E4M3_UNIT, EXPANDED_HEAD_BYTES, GROUP_BYTES, GROUP_SHIFT_AT, TABLE_SIZE
+from .kinds import CODES4, CODES4_PAIRS, E4M3, E4M3_PAIRS
+from .reader import PANEL
+
+LEAST_GROUP = 16  # inputs
+MOST_GROUP = 128  # a larger one is read as several that have the same factors
+NONE = -1  # in place of the kind of what a weight does not have
+
+
+class FactorHead(NamedTuple):
+    """The integers in front of a weight's factors; the table follows them."""
+
+    group: int  # inputs of a group as readers take it: a power of two from LEAST_GROUP to MOST_GROUP
+    stored_group: int  # inputs of a group as it is stored, a multiple of `group`
+    unit_groups: int  # groups, as they are stored, that share a unit
+    # kinds of numbers
+    scale: int
+    zero: int
+    offset: int
+    scale_unit: int
+    offset_unit: int
+    units_at: int  # bytes of a panel's groups, which its units follow
+    panel_bytes: int
+
+
+TABLE_AT = 8 * len(FactorHead._fields)
+FACTORS_AT = -(-(TABLE_AT + 4 * TABLE_SIZE) // 64) * 64
+
+
+def head_of(
+    in_features: int,
+    stored_group: int,
+    unit_groups: int,
+    scale: int,
+    zero: int = NONE,
+    offset: int = NONE,
+    scale_unit: int = NONE,
+    offset_unit: int = NONE,
+) -> FactorHead:
+    """Make the head of factors of these kinds, for groups of a size that `group_of` knows."""
+    group_bytes = PANEL * sum(ITEM_SIZES[kind] for kind in (scale, zero, offset) if kind != NONE)
+    unit_bytes = PANEL * sum(ITEM_SIZES[kind] for kind in (scale_unit, offset_unit) if kind != NONE)
+    units_at = in_features // stored_group * group_bytes
+    panel_bytes = units_at + in_features // (stored_group * unit_groups) * unit_bytes
+    kinds = scale, zero, offset, scale_unit, offset_unit
+    return FactorHead(group_of(stored_group), stored_group, unit_groups, *kinds, units_at, panel_bytes)
+
+
+def group_of(stored_group: int) -> int:
+    """Return the inputs of a group as readers take it; less than LEAST_GROUP: they cannot."""
+    return min(stored_group & -stored_group, MOST_GROUP)
+
+
+def is_valid_head(head: FactorHead, in_features: int) -> bool:
+    """Return whether this is the head of the factors of a weight with so many inputs."""
+    _, stored_group, unit_groups, *kinds, _, _ = head
+    scale, zero, offset, _, offset_unit = kinds
+    if min(stored_group, unit_groups) < 1 or in_features % (stored_group * unit_groups):
+        return False
+    if not all(NONE <= kind < len(ITEM_SIZES) for kind in kinds) or scale == NONE:
+        return False
+    if NONE not in (zero, offset) or (offset == NONE and offset_unit != NONE):
+        return False
+    is_readable = group_of(stored_group) >= LEAST_GROUP
+    return is_readable and head == head_of(in_features, stored_group, unit_groups, *kinds)
+
+
+def expanded_bytes(num_inputs: int) -> int:
+    """Return the memory that the factors of so many inputs of a panel take for readers."""
+    return EXPANDED_HEAD_BYTES + -(-num_inputs // LEAST_GROUP) * GROUP_BYTES
+
+
+@function
+def has_groups(kind):
+    """Return whether weights of this kind have factors for groups of inputs."""
+    return kind >= CODES4
+
+
+@function
+def group_steps(kind, factors):
+    """Return the steps of a group, which parts of a panel have whole numbers of."""
+    return get_long(factors) // inputs_of_step(kind)
+
+
+@function
+def inputs_of_step(kind):
+    """Return the inputs of a step of a kind that has groups."""
+    return 2 if kind >= CODES4_PAIRS else 1
+
+
+@function
+def _load_head(address):
+    return FactorHead(
+        get_long(address),
+        get_long(address + 8),
+        get_long(address + 16),
+        get_long(address + 24),
+        get_long(address + 32),
+        get_long(address + 40),
+        get_long(address + 48),
+        get_long(address + 56),
+        get_long(address + 64),
+        get_long(address + 72),
+    )
+
+
+def _expander(kind: int) -> Any:
+    """Make a function that writes numbers of one kind as float32, or multiplies those at `to` by them.
+
+    The PANEL numbers of each of `count` groups go to the first two vectors at `to`. `left` groups have those
+    at the source, the next `repeat` the ones that are `stride` bytes further, and so on.
+    """
+    load_numbers, _ = LOADERS[kind]
+    half = LANES * ITEM_SIZES[kind]
+
+    @function
+    def expand(source, stride, left, repeat, to, count, is_factor):
+        while count > 0:
+            low = load_numbers(source)
+            high = load_numbers(source + half)
+            for _ in range(min(left, count)):
+                if is_factor:
+                    store(to, multiply(low, load(to)))
+                    store(to + VECTOR_BYTES, multiply(high, load(to + VECTOR_BYTES)))
+                else:
+                    store(to, low)
+                    store(to + VECTOR_BYTES, high)
+                to += GROUP_BYTES
+            count -= left
+            source += stride
+            left = repeat
+
+    return expand
+
+
+# _expand(kind, source, stride, left, repeat, to, count, is_factor)
+_expand = dispatch({kind: _expander(kind) for kind in (FLOAT16, FLOAT32, BFLOAT16, INT8, FLOAT8)})
+
+
+@function
+def _fill(to, count, x):
+    """Write a number for each output and group."""
+    both = splat(np.float32(x))
+    for _ in range(count):
+        store(to, both)
+        store(to + VECTOR_BYTES, both)
+        to += GROUP_BYTES
+
+
+@function
+def _multiply(to, count, by, factor):
+    """Multiply what is at `to` by a factor and by what is `by` bytes further."""
+    for _ in range(count):
+        for half in range(0, 2 * VECTOR_BYTES, VECTOR_BYTES):
+            product = multiply(load(to + half), splat(np.float32(factor)))
+            store(to + half, multiply(product, load(to + half + by)) if by else product)
+        to += GROUP_BYTES
+
+
+@function
+def _fetch_behind(address, size):
+    """Prefetch as many bytes as lie at an address from those behind them."""
+    for line in range(address + size, address + 2 * size, LINE):
+        fetch_line(line)
+
+
+@function
+def _size(kind):
+    return 0 if kind == NONE else PANEL * item_size(kind)
+
+
+@function
+def expand_factors(kind, factors, panel, start, steps, most, to):
+    """Write the factors of some steps of a panel as readers take them; see `products.codes`.
+
+    most: inputs of a group; larger ones become several.
+    """
+    head = _load_head(factors)
+    group = min(head.group, most)
+    per_step = inputs_of_step(kind)
+    for at in range(0, 4 * TABLE_SIZE, VECTOR_BYTES):
+        store(to + at, load(factors + TABLE_AT + at))
+    shift = 0
+    while per_step << shift < group:
+        shift += 1
+    set_long(to + GROUP_SHIFT_AT, shift)
+    to += EXPANDED_HEAD_BYTES
+    summands = to + 2 * VECTOR_BYTES
+    count = steps >> shift
+    # Groups from the first one on, and of these the ones that have its factors and its unit.
+    first = start >> shift
+    repeat = head.stored_group // group
+    left = repeat - first % repeat
+    unit_repeat = repeat * head.unit_groups
+    unit_left = unit_repeat - first % unit_repeat
+    summand = head.zero if head.zero != NONE else head.offset
+    stride = _size(head.scale) + _size(summand)
+    unit_stride = _size(head.scale_unit) + _size(head.offset_unit)
+    panel_at = factors + FACTORS_AT + panel * head.panel_bytes
+    own = panel_at + first // repeat * stride
+    unit = panel_at + head.units_at + first // unit_repeat * unit_stride
+    _expand(head.scale, own, stride, left, repeat, to, count, False)
+    if head.scale_unit != NONE:
+        _expand(head.scale_unit, unit, unit_stride, unit_left, unit_repeat, to, count, True)
+    if summand == NONE:
+        _fill(summands, count, -0.0)  # leaves all numbers as they are
+    else:
+        _expand(summand, own + _size(head.scale), stride, left, repeat, summands, count, False)
+    if head.offset_unit != NONE:
+        offset_unit = unit + _size(head.scale_unit)
+        _expand(head.offset_unit, offset_unit, unit_stride, unit_left, unit_repeat, summands, count, True)
+    if head.zero != NONE:
+        _multiply(summands, count, to - summands, -1.0)
+    # Meanwhile bring those of the next part, which the hardware would not foresee.
+    _fetch_behind(own, -(-count // repeat) * stride)
+    _fetch_behind(unit, -(-count // unit_repeat) * unit_stride)
+    if kind in (E4M3, E4M3_PAIRS):
+        _multiply(to, count, 0, 1.0 / E4M3_UNIT)
