@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
@@ -336,8 +338,9 @@ def test_quantisation_on_the_hub(small, tmp_path, monkeypatch):
         fetched.append(name)
         return str(tmp_path / "hub" / Path(name).name.replace("m-Q8_0", "m"))
 
+    siblings = [SimpleNamespace(rfilename=name) for name in [*NAMES, "mmproj-Q8_0.gguf"]]
     monkeypatch.setattr(
-        "huggingface_hub.HfApi.list_repo_files", lambda *_, **__: [*NAMES, "mmproj-Q8_0.gguf"]
+        "huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=siblings)
     )
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     assert (resolve("owner/name:q8_0") / "config.json").exists()
@@ -347,6 +350,33 @@ def test_quantisation_on_the_hub(small, tmp_path, monkeypatch):
         resolve("owner/name")
     for asked in ("Q4_K", "Q5_0", ""):
         with pytest.raises(
-            CheckpointError, match=r"no GGUF file of this quantisation; there are m-Q4_K_M\.gguf, "
+            CheckpointError, match=r"^owner/name:\w*: no GGUF file of this quantisation; there are m-Q4_K_M\.g"
         ):
             resolve(f"owner/name:{asked}")
+
+
+def test_a_hub_that_is_not_reached(small, tmp_path, monkeypatch):
+    """The file is found in the hub's cache, or one error says what went wrong."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise HfHubHTTPError.__bases__[0]("no network")
+
+    commit = tmp_path / "models--owner--name" / "snapshots" / ("a" * 40)
+    commit.mkdir(parents=True)
+    (commit / "m-Q8_0.gguf").write_bytes(small.read_bytes())
+    (tmp_path / "models--owner--name" / "refs").mkdir()
+    (tmp_path / "models--owner--name" / "refs" / "main").write_text(commit.name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", fail)
+    assert (resolve("owner/name:Q8_0") / "m-Q8_0.gguf").exists()
+    with pytest.raises(CheckpointError, match=r"'owner/other:Q8_0' is neither .*: no network"):
+        resolve("owner/other:Q8_0")
+
+
+@pytest.mark.parametrize("name", ["missing.gguf", "here/missing.gguf"])
+def test_missing_files_are_not_sought_on_the_hub(name, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"^no such directory or GGUF file: .*missing\.gguf"):
+        resolve(name)
