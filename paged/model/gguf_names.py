@@ -14,6 +14,8 @@ from .config import ModelConfig, TensorNames
 
 # The key of a config.json, made for a GGUF file, that has its general.architecture.
 GGUF_KEY = "gguf_architecture"
+# Tensors that are read with the config: factors of rotary embeddings.
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # The key that has the reason why such a model has no tokenizer.
 NO_TOKENIZER_KEY = "gguf_without_tokenizer"
 PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -56,11 +58,11 @@ _GLM4_NORMS = (
 
 
 def _names(*parts: tuple[tuple[str, str], ...]) -> TensorNames:
-    """Return the names of a family. Factors of rotary embeddings are read with the config."""
+    """Return the names of a family."""
     return TensorNames(
         prefixes=_PREFIXES,
         parts=tuple(pair for each in parts for pair in each),
-        skipped_prefixes=("rope_freqs.", "rope_factors_long.", "rope_factors_short."),
+        skipped_prefixes=ROPE_FACTORS,
         ignored_suffixes=(),
     )
 

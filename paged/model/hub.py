@@ -67,7 +67,8 @@ def _local(model: str, revision: str | None) -> Path | None:
         raise CheckpointError(
             f"{model} is a file; give the directory that holds config.json, or a .gguf file"
         )
-    if model.count("/") > 1 or model.startswith((".", "/", "~")) or not model.isprintable():
+    is_file = path.suffix == ".gguf" and path.parent.is_dir()
+    if is_file or model.count("/") > 1 or model.startswith((".", "/", "~")) or not model.isprintable():
         raise CheckpointError(f"no such directory or GGUF file: {model}")
     return None
 
@@ -129,15 +130,32 @@ def _require_no_gguf(model: str, revision: str | None) -> None:
 
 
 def _gguf_names(repository: str, revision: str | None) -> list[str]:
-    """Return the names of the GGUF files of a repository. Raises OSError and ValueError, as the hub does."""
-    from httpx import HTTPError
-    from huggingface_hub import HfApi
+    """Return the names of the GGUF files of a repository; if the hub is not reached, of those in its cache.
 
+    Raises OSError and ValueError, as the hub does.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    any_http_error, *_ = HfHubHTTPError.__bases__  # of the HTTP library that this version of the hub uses
     try:
-        names = HfApi().list_repo_files(repository, revision=revision)
-    except HTTPError as error:
-        raise OSError(str(error) or type(error).__name__) from error
+        # In one request; the list of a tree is asked for six times, within 23 seconds, if there is no network.
+        names = [file.rfilename for file in HfApi().model_info(repository, revision=revision).siblings or []]
+    except (any_http_error, OSError) as error:
+        names = _cached_names(repository, revision)
+        if not names:
+            raise OSError(str(error) or type(error).__name__) from error
     return [name for name in names if name.endswith(".gguf")]
+
+
+def _cached_names(repository: str, revision: str | None) -> list[str]:
+    """Return the names of the GGUF files of a repository that are in the hub's cache."""
+    from huggingface_hub import snapshot_download
+
+    with suppress(OSError):  # none
+        directory = Path(snapshot_download(repository, revision=revision, local_files_only=True))
+        return [file.relative_to(directory).as_posix() for file in directory.rglob("*.gguf")]
+    return []
 
 
 def _of_quantisation(model: str, quantisation: str, names: Iterable[str]) -> str:
@@ -153,6 +171,8 @@ def _of_quantisation(model: str, quantisation: str, names: Iterable[str]) -> str
 def _fetched(model: str, fetch: Callable[[], str]) -> Path:
     try:
         return Path(fetch())
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
+    Olmo3Config,
     PreTrainedConfig,
     SmolLM3Config,
 )
@@ -55,11 +58,19 @@ OWN: dict[str, Callable[[], PreTrainedConfig]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    "olmo3": lambda: Olmo3Config(
+        **{**SHAPE, "hidden_size": 64, "num_hidden_layers": 5},
+        sliding_window=24,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+    ),
     "smollm3": lambda: SmolLM3Config(**{**SHAPE, "hidden_size": 64, "num_hidden_layers": 5}),
 }
 SAME = [
     *("llama-tied-bias", "llama-linear", "llama-llama3", "llama-yarn", "mistral", "qwen2", "qwen3", "phi3"),
-    *("phi3-longrope", "granite", "olmo2", "olmo3", "glm4", "gpt2", "gpt_neox"),
+    *("phi3-longrope", "granite", "olmo2", "glm4", "gpt2", "gpt_neox"),
 ]
 
 
@@ -218,6 +229,10 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"llama.block_count": 2**31}, "block_count 2147483648 contradicts the 21 tensors"),
     "unknown": ({"llama.expert_count": 8}, "llama.expert_count (8) is not supported"),
     "by-layer": ({"llama.attention.head_count_kv": [1, 2]}, "head_count_kv differs by layer"),
+    "longrope": (
+        {"llama.rope.scaling.type": "longrope"},
+        "rope.scaling.type 'longrope' is not supported; supp",
+    ),
     "scaling": ({"llama.rope.scaling.type": "mrope"}, "rope.scaling.type 'mrope' is not supported"),
     "causal": ({"llama.attention.causal": False}, "llama.attention.causal false is not supported"),
     "value": ({"llama.attention.value_length": 8}, "value_length 8 other than key_length 16"),
@@ -238,6 +253,51 @@ def test_metadata_that_make_no_model_are_refused(name, tmp_path):
         new_engine(path)
     assert expected in str(info.value)
     assert str(path) in str(info.value)
+
+
+def longrope_of_llama() -> LlamaConfig:
+    rope = {**CONFIGS["phi3-longrope"]().rope_parameters, "original_max_position_embeddings": 64}
+    factors = {"short_factor": [1.5] * 8, "long_factor": [2.5] * 8, "partial_rotary_factor": 1.0}
+    return LlamaConfig(**SHAPE, rope_parameters={**rope, **factors})
+
+
+# What another family has, and would be dropped.
+FOREIGN: dict[str, tuple[Callable[[], PreTrainedConfig], dict[str, Any], str]] = {
+    "granite-window": (
+        CONFIGS["granite"],
+        {"granite.attention.sliding_window": 24},
+        "granite.attention.sliding_window (24) is not supported",
+    ),
+    "smollm3-window": (
+        OWN["smollm3"],
+        {"smollm3.attention.sliding_window": 24},
+        "smollm3.attention.sliding_window (24) is not supported",
+    ),
+    "gemma3-pattern": (
+        OWN["gemma3"],
+        {"gemma3.attention.sliding_window_pattern": 0},
+        "attention.sliding_window_pattern must be at least 1, got 0",
+    ),
+    "phi3-factors": (
+        CONFIGS["phi3"],
+        {"phi3.rope.scaling.type": "longrope"},
+        "rope_factors_long.weight, rope_factors_short.weight and phi3.rope.scaling.attn_factor go together",
+    ),
+    "llama-factors": (
+        longrope_of_llama,
+        {},
+        "rope_factors_long.weight is not supported in a model of architecture llama",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_a_family_would_drop_is_refused(name, tmp_path):
+    config, changes, expected = FOREIGN[name]
+    path = write_model(tmp_path / "a.gguf", random_model(config()), more=changes)
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as info:
+        resolve(str(path))
+    assert expected in str(info.value)
 
 
 def test_tensors_that_contradict_the_metadata_are_named(tmp_path):
@@ -278,8 +338,9 @@ def test_quantisation_on_the_hub(small, tmp_path, monkeypatch):
         fetched.append(name)
         return str(tmp_path / "hub" / Path(name).name.replace("m-Q8_0", "m"))
 
+    siblings = [SimpleNamespace(rfilename=name) for name in [*NAMES, "mmproj-Q8_0.gguf"]]
     monkeypatch.setattr(
-        "huggingface_hub.HfApi.list_repo_files", lambda *_, **__: [*NAMES, "mmproj-Q8_0.gguf"]
+        "huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=siblings)
     )
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     assert (resolve("owner/name:q8_0") / "config.json").exists()
@@ -289,6 +350,33 @@ def test_quantisation_on_the_hub(small, tmp_path, monkeypatch):
         resolve("owner/name")
     for asked in ("Q4_K", "Q5_0", ""):
         with pytest.raises(
-            CheckpointError, match=r"no GGUF file of this quantisation; there are m-Q4_K_M\.gguf, "
+            CheckpointError, match=r"^owner/name:\w*: no GGUF file of this quantisation; there are m-Q4_K_M\.g"
         ):
             resolve(f"owner/name:{asked}")
+
+
+def test_a_hub_that_is_not_reached(small, tmp_path, monkeypatch):
+    """The file is found in the hub's cache, or one error says what went wrong."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise HfHubHTTPError.__bases__[0]("no network")
+
+    commit = tmp_path / "models--owner--name" / "snapshots" / ("a" * 40)
+    commit.mkdir(parents=True)
+    (commit / "m-Q8_0.gguf").write_bytes(small.read_bytes())
+    (tmp_path / "models--owner--name" / "refs").mkdir()
+    (tmp_path / "models--owner--name" / "refs" / "main").write_text(commit.name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", fail)
+    assert (resolve("owner/name:Q8_0") / "m-Q8_0.gguf").exists()
+    with pytest.raises(CheckpointError, match=r"'owner/other:Q8_0' is neither .*: no network"):
+        resolve("owner/other:Q8_0")
+
+
+@pytest.mark.parametrize("name", ["missing.gguf", "here/missing.gguf"])
+def test_missing_files_are_not_sought_on_the_hub(name, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"^no such directory or GGUF file: .*missing\.gguf"):
+        resolve(name)

@@ -65,6 +65,8 @@ def _rope(config: Any, name: str, head_dim: int) -> dict[str, Any]:
     rope = ropes.get("full_attention", ropes)
     found: dict[str, Any] = {"rope.freq_base": float(rope["rope_theta"])}
     found["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    if "sliding_attention" in ropes:
+        found["rope.freq_base_swa"] = float(ropes["sliding_attention"]["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
         found["rope.scaling.type"] = rope["rope_type"]
         found["rope.scaling.factor"] = float(rope["factor"])

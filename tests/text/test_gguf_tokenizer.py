@@ -88,6 +88,7 @@ BYTE_LEVEL = {
     "llama-bpe": (split_by(LLAMA3), None),
     "qwen2": (split_by(QWEN2), normalizers.NFC()),
     "gpt-2": ([pre_tokenizers.ByteLevel(add_prefix_space=False)], None),
+    "mpt": ([pre_tokenizers.ByteLevel(add_prefix_space=False)], normalizers.NFC()),
     "smollm": (
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
         None,

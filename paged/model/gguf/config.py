@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ...errors import CheckpointError, UnsupportedModelError
-from ..gguf_names import CONVERTED, GGUF_KEY
+from ..gguf_names import CONVERTED, GGUF_KEY, ROPE_FACTORS
 from ..weights.gguf_file import Gguf, GgufTensor
 from .metadata import Metadata
 
@@ -28,11 +29,13 @@ _MOST_FACTORS = 1024  # of a rotary embedding
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-class ConfigSource(NamedTuple):
-    """What a config is made of."""
+@dataclass(frozen=True, slots=True)
+class ConfigSource:
+    """What a config is made of. It notes which factors of rotary embeddings were read."""
 
     metadata: Metadata
     tensors: Mapping[str, GgufTensor]
+    _read: set[str] = field(default_factory=set, init=False)
 
     def tensor(self, name: str) -> GgufTensor:
         """Return a tensor that every model has. Raises CheckpointError."""
@@ -42,6 +45,7 @@ class ConfigSource(NamedTuple):
 
     def factors(self, name: str) -> list[float] | None:
         """Return the numbers of a small tensor, None if it is absent."""
+        self._read.add(name)
         if name not in self.tensors:
             return None
         tensor = self.tensors[name]
@@ -51,6 +55,15 @@ class ConfigSource(NamedTuple):
             )
         values: list[float] = tensor.read().tolist()
         return values
+
+    def require_all_read(self) -> None:
+        """Raise UnsupportedModelError for what the file has and no family's reader asked for."""
+        self.metadata.require_all_read()
+        if unread := {*ROPE_FACTORS} & self.tensors.keys() - self._read:
+            raise UnsupportedModelError(
+                f"{self.metadata.path}: {min(unread)} is not supported in a model of architecture "
+                f"{self.metadata.architecture}"
+            )
 
 
 def make_config(gguf: Gguf, metadata: Metadata) -> dict[str, Any]:
@@ -73,7 +86,7 @@ def make_config(gguf: Gguf, metadata: Metadata) -> dict[str, Any]:
     hf["dtype"] = _dtype(gguf.tensors)
     if not metadata.flag("attention.causal", True):
         raise UnsupportedModelError(f"{metadata.path}: {name}.attention.causal false is not supported")
-    metadata.require_all_read()
+    source.require_all_read()
     return hf
 
 
@@ -158,12 +171,12 @@ def _rope(source: ConfigSource, hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _scaling(metadata: Metadata) -> dict[str, Any]:
     kind = metadata.text("rope.scaling.type", "none")
-    if kind in ("none", "longrope"):  # longrope's numbers are tensors
+    if kind == "none" or (kind == "longrope" and metadata.architecture == "phi3"):  # whose reader goes on
         return {"rope_type": "default"}
     if kind not in ("linear", "yarn"):
         raise UnsupportedModelError(
-            f"{metadata.path}: rope.scaling.type {kind!r} is not supported; supported are none, linear, yarn "
-            "and longrope"
+            f"{metadata.path}: rope.scaling.type {kind!r} is not supported; supported are none, linear and "
+            "yarn, and longrope of phi3"
         )
     scaling = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
     if kind == "yarn":
@@ -212,10 +225,16 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> torch.Tensor:
 # Families
 
 
-def _llama(source: ConfigSource) -> dict[str, Any]:
+def _biased(source: ConfigSource) -> dict[str, Any]:
+    """Read what Llama, Granite and SmolLM3 share."""
     hf = _decoder(source)
     hf["attention_bias"] = "blk.0.attn_q.bias" in source.tensors
     hf["mlp_bias"] = "blk.0.ffn_gate.bias" in source.tensors
+    return hf
+
+
+def _llama(source: ConfigSource) -> dict[str, Any]:
+    hf = _biased(source)
     window = source.metadata.integer("attention.sliding_window", 0)
     if window:
         hf |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
@@ -239,12 +258,17 @@ def _phi3(source: ConfigSource) -> dict[str, Any]:
     attention_factor = metadata.number("rope.scaling.attn_factor", None)
     long = source.factors("rope_factors_long.weight")
     short = source.factors("rope_factors_short.weight")
-    if long is None and short is None:
+    kind = metadata.text("rope.scaling.type", "none")
+    if long is None and short is None and attention_factor is None and kind != "longrope":
         return hf
     if long is None or short is None or attention_factor is None:
         raise CheckpointError(
             f"{metadata.path}: rope_factors_long.weight, rope_factors_short.weight and "
             "phi3.rope.scaling.attn_factor go together"
+        )
+    if hf["rope_parameters"]["rope_type"] != "default":
+        raise UnsupportedModelError(
+            f"{metadata.path}: rope_factors_long.weight beside {kind} scaling is not supported"
         )
     hf["rope_parameters"] |= {
         "rope_type": "longrope",
@@ -257,7 +281,7 @@ def _phi3(source: ConfigSource) -> dict[str, Any]:
 
 
 def _granite(source: ConfigSource) -> dict[str, Any]:
-    hf = _llama(source)
+    hf = _biased(source)
     multipliers = {
         "attention_multiplier": "attention.scale",
         "embedding_multiplier": "embedding_scale",
@@ -270,7 +294,7 @@ def _granite(source: ConfigSource) -> dict[str, Any]:
 def _olmo2(source: ConfigSource) -> dict[str, Any]:
     hf = _decoder(source) | {"attention_bias": "blk.0.attn_q.bias" in source.tensors}
     window = source.metadata.integer("attention.sliding_window", 0)
-    is_local = source.metadata.layers("attention.sliding_window_pattern")
+    layer_types = _layer_types(source, 4, hf["num_hidden_layers"])
     if not window:
         return hf
     rope = hf["rope_parameters"]
@@ -280,14 +304,24 @@ def _olmo2(source: ConfigSource) -> dict[str, Any]:
         "architectures": ["Olmo3ForCausalLM"],
         "model_type": "olmo3",
         "sliding_window": window,
-        "layer_types": _layer_types(source, is_local or 4, hf["num_hidden_layers"]),
+        "layer_types": layer_types,
         "rope_parameters": {"full_attention": rope, "sliding_attention": local},
     }
 
 
-def _layer_types(source: ConfigSource, is_local: Any, num_layers: int) -> list[str]:
-    """Return which layers have a window: all but every n-th, or those with true."""
+def _layer_types(source: ConfigSource, every: int, num_layers: int) -> list[str]:
+    """Return which layers have a window: all but every n-th, or those with true.
+
+    every: n, where the metadata does not say.
+    """
+    is_local = source.metadata.layers("attention.sliding_window_pattern")
+    if is_local is None:
+        is_local = every
     if isinstance(is_local, int):
+        if is_local < 1:
+            raise CheckpointError(
+                f"{source.metadata.path}: attention.sliding_window_pattern must be at least 1, got {is_local}"
+            )
         is_local = [bool((layer + 1) % is_local) for layer in range(num_layers)]
     if len(is_local) != num_layers:
         raise CheckpointError(
@@ -298,7 +332,7 @@ def _layer_types(source: ConfigSource, is_local: Any, num_layers: int) -> list[s
 
 
 def _smollm3(source: ConfigSource) -> dict[str, Any]:
-    return _llama(source) | {
+    return _biased(source) | {
         "architectures": ["SmolLM3ForCausalLM"],
         "model_type": "smollm3",
         "use_sliding_window": False,
@@ -330,13 +364,12 @@ def _gemma(source: ConfigSource, every: int) -> dict[str, Any]:
     """Read what Gemma 2 and 3 share. every: the layers without a window, where the metadata does not say."""
     hf = _decoder(source)
     num_layers = hf["num_hidden_layers"]
-    is_local = source.metadata.layers("attention.sliding_window_pattern") or every
     width = hf["head_dim"]
     if num_layers == _GEMMA_27B[source.metadata.architecture]:
         width = hf["hidden_size"] // hf["num_attention_heads"]
     return hf | {
         "sliding_window": source.metadata.integer("attention.sliding_window"),
-        "layer_types": _layer_types(source, is_local, num_layers),
+        "layer_types": _layer_types(source, every, num_layers),
         "query_pre_attn_scalar": width,
     }
 

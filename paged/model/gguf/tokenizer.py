@@ -60,7 +60,8 @@ _O200K = (
 _TEKKEN = rf"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*|\p{{N}}|{_SLASHES}"
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
-    **dict.fromkeys(("gpt-2", "olmo", "mpt"), PreTokenizer()),
+    "gpt-2": PreTokenizer(),
+    **dict.fromkeys(("olmo", "mpt"), PreTokenizer(normalizer="NFC")),  # GPT-NeoX's
     **dict.fromkeys(("smollm", "refact", "starcoder", "codeshell"), PreTokenizer(splits_digits=True)),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3"), PreTokenizer(_CL100K, whole_tokens=True, adds_bos=True)
