@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -202,6 +203,24 @@ def dims_of(tensor: GgufTensor) -> list[int]:
     kind = tensor.type
     row = tensor.shape[-1] // kind.num_bytes * kind.num_inputs if kind.in_blocks else tensor.shape[-1]
     return [*tensor.shape[:-1], row]
+
+
+def test_the_cache(small, tmp_path, monkeypatch):
+    """What a cleaner took is made again; a disk that is full is one error."""
+    directory = resolve(str(small))
+    for name in (small.name, "config.json"):
+        (directory / name).unlink()
+        assert resolve(str(small)) == directory
+        assert (directory / name).exists()
+    assert [each.name for each in directory.parent.iterdir()] == [directory.name]
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(CheckpointError, match=r"cannot be written: No space left on device; XDG_CACHE_HOME"):
+        resolve(str(small))
 
 
 def test_saved_prefixes_belong_to_the_file(small, tmp_path):
