@@ -137,9 +137,10 @@ def _gguf_names(repository: str, revision: str | None) -> list[str]:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    any_http_error, *_ = HfHubHTTPError.__bases__  # of the HTTP library that this version of the hub uses
+    # The base of the errors of the HTTP library that this version of the hub uses.
+    any_http_error: type[BaseException] = HfHubHTTPError.__bases__[0]
     try:
-        # In one request; the list of a tree is asked for six times, within 23 seconds, if there is no network.
+        # In one request. Without a network, the list of a tree is asked for six times within 23 seconds.
         names = [file.rfilename for file in HfApi().model_info(repository, revision=revision).siblings or []]
     except (any_http_error, OSError) as error:
         names = _cached_names(repository, revision)

@@ -47,9 +47,21 @@ def gguf_directory(path: Path) -> Path:
     with open_gguf(path) as gguf:
         name = _name_of(gguf)
         directory = _cache() / name
-        if not (directory / "config.json").exists():
-            _write(_files_of(gguf), gguf, directory)
+        if not _is_whole(directory, gguf):
+            files = _files_of(gguf)
+            try:
+                _write(files, gguf, directory)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{directory} cannot be written: {error.strerror}; XDG_CACHE_HOME names another cache"
+                ) from error
     return directory
+
+
+def _is_whole(directory: Path, gguf: Gguf) -> bool:
+    """Return whether a directory has its config, and its links lead somewhere. A cleaned cache has a part."""
+    names = ["config.json", *(file.path.name for file in gguf.files)]
+    return all((directory / name).exists() for name in names)
 
 
 def _name_of(gguf: Gguf) -> str:
@@ -93,7 +105,12 @@ def _write(files: dict[str, Any], gguf: Gguf, directory: Path) -> None:
             (unfinished / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
         for file in gguf.files:
             (unfinished / file.path.name).symlink_to(file.path)
-        with suppress(OSError):  # another process was quicker
+        try:
+            unfinished.rename(directory)
+        except OSError:
+            if _is_whole(directory, gguf):  # another process was quicker
+                return
+            shutil.rmtree(directory)
             unfinished.rename(directory)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
