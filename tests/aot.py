@@ -60,7 +60,7 @@ from tests.support.kernel_launches import (
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "kernels" / "gpu" / "COMPILED.md"
 KNOWN = ROOT / "tests" / "kernel_figures.json"
-SHARES = 4
+SHARES = 8
 SHARED = ("plan", "merge", "add_splits")  # kernels that several cases may share
 Figures = Mapping[str, float]
 
