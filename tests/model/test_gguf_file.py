@@ -86,6 +86,10 @@ DAMAGES = {
     "array": (ONE_KEY + string("k") + struct.pack("<IIQ", 9, 4, HUGE), "at byte 41: 9223"),
     "strings": (ONE_KEY + string("k") + struct.pack("<IIQ", 9, 8, HUGE // 8), "at byte 41: 1152"),
     "type": (ONE_KEY + string("k") + struct.pack("<II", 13, 0), "at byte 33: 'k' has type 13"),
+    "bools": (
+        ONE_KEY + string("k") + struct.pack("<IIQ2B", 9, 7, 2, 1, 3),
+        "at byte 49: 'k' has a value that is no bool",
+    ),
     "bool": (ONE_KEY + string("k") + struct.pack("<IB", 7, 2), "at byte 37: 'k' is no bool: 2"),
     "utf-8": (ONE_KEY + string(b"k\xff") + struct.pack("<II", 4, 0), "at byte 33: a key is not UTF-8"),
     "rank": (ONE_TENSOR + struct.pack("<I", 5) + bytes(60), "at byte 33: 'w' has 5 dimensions"),

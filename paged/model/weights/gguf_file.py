@@ -341,7 +341,14 @@ class _Header:
             if sys.byteorder == "big":
                 numbers.byteswap()
             return numbers
-        least = {_BOOL: 1, _STRING: 8, _ARRAY: 12}.get(kind, 1)
+        if kind == _BOOL:  # at once: a file may hold millions
+            self._check_room(count, 1, f"values of {what}", place)
+            start = self.skip(count, what)
+            flags = self.data[start : self.place]
+            if any(flags.translate(None, b"\0\1")):
+                raise self.damaged(f"{what} has a value that is no bool", start)
+            return list(map(bool, flags))
+        least = {_STRING: 8, _ARRAY: 12}.get(kind, 1)
         self._check_room(count, least, f"values of {what}", place)
         return [self._value(kind, what, depth + 1) for _ in range(count)]
 
