@@ -34,7 +34,7 @@ class WeightForm(Protocol):
         """
 
     def store(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Store the product into out, whose rows may be apart. A recordable form does so by itself."""
+        """Store the product into out, whose rows may be apart. A recordable form does so by its kernel."""
         out.copy_(self(x, bias))
 
 
@@ -123,6 +123,10 @@ class JoinedForm(WeightForm):
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if bias is not None and self._biases[0] is None:
             self.lay_out(bias)
+        if not self.is_recordable:
+            return torch.cat(
+                [form(x, own) for form, own in zip(self.forms, self._biases, strict=True)], dim=1
+            )
         out = x.new_empty(len(x), sum(self.num_rows))
         parts = torch.split(out, self.num_rows, dim=1)
         for form, own, part in zip(self.forms, self._biases, parts, strict=True):
