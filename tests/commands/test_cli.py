@@ -605,7 +605,9 @@ def test_missing_files(run, tmp_path):
 def test_unknown_models(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     missing = tmp_path / "missing"
-    assert run.fails("generate", "x", "--model", missing) == f"paged: no such directory: {missing}"
+    assert (
+        run.fails("generate", "x", "--model", missing) == f"paged: no such directory or GGUF file: {missing}"
+    )
     assert "config.json" in run.fails("generate", "x", "--model", tmp_path)
     assert "is a file" in run.fails("generate", "x", "--model", write(tmp_path / "file"))
 
@@ -621,7 +623,7 @@ def test_unknown_models(run, tmp_path, monkeypatch):
 def test_every_command_takes_the_model_in_the_same_ways(run, argv, is_positional, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(Path("in.jsonl"), {"custom_id": "1"})
-    said = "no such directory: ./nowhere"
+    said = "no such directory or GGUF file: ./nowhere"
     assert said in run.fails(*argv.split(), "--model", "./nowhere")
     if is_positional:
         assert said in run.fails(*argv.split(), "./nowhere")

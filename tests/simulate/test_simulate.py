@@ -455,7 +455,7 @@ def refused(argv, message):
         (["--input-len", "fixed:0"], "input_len must be at least 1"),
         (["--output-len", "normal:3"], "output_len must be one of fixed:N, .*; got 'normal:3'"),
         (["--output-len", "uniform:9-3"], "upper end must be at least 9"),
-        (["--model", "./nowhere"], "model: no such directory: ./nowhere"),
+        (["--model", "./nowhere"], "model: no such directory or GGUF file: ./nowhere"),
         (
             ["--model", "docs"],
             "docs/config.json: no such file; model must be 'demo', a hub id or a directory",
