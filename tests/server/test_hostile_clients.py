@@ -280,6 +280,7 @@ def test_connections_beyond_the_limit(engine, caplog, monkeypatch):
 def test_connections_that_come_at_once_are_closed_and_forgotten(engine, monkeypatch):
     """Those that gave way while they were being made stayed open, and held up the end of the server."""
     monkeypatch.setattr(acceptor, "NUM_SPARE", 3)
+    monkeypatch.setattr(connection, "SPARE_TIMEOUT_S", 60)  # however slow the clients are
     go_on = threading.Event()
     with serving(engine, max_connections=2) as served, ExitStack() as stack:
         served.loop.call_soon_threadsafe(go_on.wait, 10)
