@@ -28,7 +28,7 @@ from ...kernels.panels import (
 )
 from .coded import CodedWeight
 from .forms import PlainWeight, Role, TableForm
-from .quantization import Int4Weight, Int8Weight, int4_codes
+from .quantization import INT4_TABLE, Int4Weight, Int8Weight, int4_codes
 
 logger = logging.getLogger(__name__)
 
@@ -121,13 +121,12 @@ class PanelInt4Weight(PanelWeight):
     """int4 with a scale and a zero for every GROUP inputs: see Int4Weight."""
 
     GROUP = Int4Weight.GROUP
-    TABLE = tuple(float(code - Int4Weight.MIDDLE) for code in range(16))
 
     def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
         codes, scales, zeros = int4_codes(weight.view(len(weight), -1, self.GROUP))
         # For x in float32 the weights are finer than the bfloat16 of pairs.
         pairs = pairs and weight.dtype == torch.bfloat16
-        return pack_codes(codes.flatten(1), scales, offset=zeros, table=self.TABLE, pairs=pairs, gated=gated)
+        return pack_codes(codes.flatten(1), scales, offset=zeros, table=INT4_TABLE, pairs=pairs, gated=gated)
 
 
 class PanelCodes(PanelWeight):
