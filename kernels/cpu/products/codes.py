@@ -25,7 +25,7 @@ TABLE_SIZE = 16
 GROUP_SHIFT_AT = 4 * TABLE_SIZE
 EXPANDED_HEAD_BYTES = 2 * GROUP_SHIFT_AT
 GROUP_BYTES = 4 * VECTOR_BYTES
-# What 1 in e4m3 is to readers, which convert it by way of float16: scales are larger by as much.
+# What 1 in e4m3 is to readers, which multiply its float16 by scales that are larger by as much.
 E4M3_UNIT = 2.0**-8
 _I16 = ir.IntType(16)
 _IS_ARM = llvm.get_default_triple().startswith(("aarch64", "arm64"))
@@ -122,10 +122,7 @@ class Codes8(Codes):
 
 
 class E4m3(Codes):
-    """Numbers of e4m3fn, in units of E4M3_UNIT.
-
-    e4m3's bits, shifted to those of float16, are the number in this unit, also if it is subnormal.
-    """
+    """Numbers of e4m3fn, in units of E4M3_UNIT."""
 
     def __init__(self, *, pairs: bool = False) -> None:
         super().__init__(FLOAT8, pairs=pairs)
@@ -139,11 +136,7 @@ class E4m3(Codes):
 def e4m3_numbers(builder: Any, address: Any) -> list[Any]:
     """Load PANEL numbers of e4m3fn as two vectors, in units of E4M3_UNIT."""
     stored = builder.load(emit.pointer(builder, ir.VectorType(emit.I8, PANEL), address), align=1)
-    bits = ir.VectorType(ir.IntType(16), PANEL)
-    # The sign bit is copied to the bit beside it, which is the exponent's highest.
-    wide = builder.shl(builder.sext(stored, bits), ir.Constant(bits, [7] * PANEL))
-    halves = builder.and_(wide, ir.Constant(bits, [0xBFFF] * PANEL))
-    halves = builder.bitcast(halves, ir.VectorType(ir.HalfType(), PANEL))
+    halves = emit.e4m3_as_float16(builder, stored)
     parts = (ir.Constant(INTS, [*range(first, first + LANES)]) for first in (0, LANES))
     return [builder.fpext(builder.shuffle_vector(halves, halves, part), VECTOR) for part in parts]
 

@@ -243,14 +243,22 @@ def to_float32(builder: Any, kind: int, stored: Any) -> Any:
         return builder.sitofp(builder.sext(stored, INTS), VECTOR)
     if kind == FLOAT16:
         return builder.fpext(builder.bitcast(stored, ir.VectorType(ir.HalfType(), LANES)), VECTOR)
-    wide = builder.zext(stored, INTS)
     if kind == BFLOAT16:
-        return builder.bitcast(builder.shl(wide, constant(16, INTS)), VECTOR)
-    # e4m3fn: shifted into place, the exponent is 120 too low, also for subnormals.
-    magnitude = builder.shl(builder.and_(wide, constant(0x7F, INTS)), constant(20, INTS))
-    number = builder.fmul(builder.bitcast(magnitude, VECTOR), constant(2.0**120))
-    sign = builder.shl(builder.and_(wide, constant(0x80, INTS)), constant(24, INTS))
-    return builder.bitcast(builder.or_(builder.bitcast(number, INTS), sign), VECTOR)
+        return builder.bitcast(builder.shl(builder.zext(stored, INTS), constant(16, INTS)), VECTOR)
+    return builder.fmul(builder.fpext(e4m3_as_float16(builder, stored), VECTOR), constant(2.0**8))
+
+
+def e4m3_as_float16(builder: Any, stored: Any) -> Any:
+    """Widen numbers of e4m3fn to float16, in units of 2^-8.
+
+    Their bits, shifted to those of float16, are the number in this unit, also if it is subnormal. As a
+    subnormal float32 it would take a CPU a hundred times as long.
+    """
+    bits = ir.VectorType(ir.IntType(16), stored.type.count)
+    # The sign bit is copied to the bit beside it, which is the exponent's highest.
+    wide = builder.shl(builder.sext(stored, bits), ir.Constant(bits, [7] * bits.count))
+    halves = builder.and_(wide, ir.Constant(bits, [0xBFFF] * bits.count))
+    return builder.bitcast(halves, ir.VectorType(ir.HalfType(), bits.count))
 
 
 def load_pairs(builder: Any, kind: int, first: Any, second: Any) -> Any:
