@@ -80,6 +80,11 @@ STEP_BYTES, UNPACKED, PART_STEPS = (
 )
 
 
+def step_bytes_of(reader: Reader) -> int:
+    """Return the bytes of a step of the format with this reader."""
+    return next(row.step_bytes for row in FORMATS.values() if row.reader is reader)
+
+
 def for_kinds(make: Callable[[Reader], Any], kinds: list[int]) -> Any:
     """Return call(kind, *args), which runs make(reader) of the kind's format.
 

@@ -14,7 +14,7 @@ from ..simd.emit import F32, fields_type, int64, operation
 from ..simd.memory import LINE
 from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, ITEM_SIZES
 from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function, missing
-from .kinds import FORMATS, for_kinds
+from .kinds import FORMATS, for_kinds, step_bytes_of
 from .reader import Reader
 
 GATED = 16  # added to the kind of a result: silu(gate) * up
@@ -104,8 +104,7 @@ def _panel_tile(rows: int, weight: Reader) -> Any:
     delay the loads of A.
     """
     tile = _Tile(rows, 2, pairs=weight.in_pairs)
-    # For a row or two the hardware's adjacent-line prefetch does the rest, and is faster.
-    fetched = range(0, 2 * VECTOR_BYTES if rows > 2 else LINE, LINE)
+    fetched = range(0, step_bytes_of(weight), LINE)
 
     def panel_tile(builder: Any, c: Any, to: Any, a: Any, ahead: Any, shared: Any) -> None:
         c_stride, to_stride, to_kind, scale, bias, a_stride, b, b_stride, depth, pace = cgutils.unpack_tuple(
@@ -252,7 +251,7 @@ def _panel_product(weight: Reader) -> Any:
 
     It prefetches from `ahead` on, pace * depth bytes for each register tile.
     """
-    tile_6, tile_4, tile_2, tile_1 = (_panel_tile(rows, weight) for rows in (MOST_TILE_ROWS, 4, 2, 1))
+    tile_6, tile_4, tile_3, tile_2, tile_1 = (_panel_tile(n, weight) for n in (MOST_TILE_ROWS, 4, 3, 2, 1))
 
     @function
     def multiply_panel(rows, c, to, a, ahead, same):
@@ -263,7 +262,10 @@ def _panel_product(weight: Reader) -> Any:
             elif rows >= 4:
                 tile_4(c, to, a, ahead, same)
                 step = 4
-            elif rows >= 2:
+            elif rows == 3:
+                tile_3(c, to, a, ahead, same)
+                step = 3
+            elif rows == 2:
                 tile_2(c, to, a, ahead, same)
                 step = 2
             else:
