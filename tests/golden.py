@@ -25,7 +25,7 @@ from paged import LLMEngine, SamplingParams
 from paged.kernels.attention_options import AttentionOptions
 from paged.kernels.backend import load_kernels
 from paged.kernels.cpu.products.amx import HAS_TILES
-from paged.kernels.cpu.simd.vectors import HAS_DOT, HAS_HALVES, HAS_LOOKUP, VECTOR_BYTES
+from paged.kernels.cpu.simd.vectors import HAS_DOT, HAS_LOOKUP, VECTOR_BYTES
 from paged.model.weights.panels import PANEL_FORMS
 
 RECORD = Path(__file__).parent / "golden.json"
@@ -41,7 +41,7 @@ Results = dict[str, str]
 
 def instruction_set() -> str:
     """Name the instructions that decide the bits of a CPU kernel's results."""
-    has = {"dot": HAS_DOT, "lookup": HAS_LOOKUP, "halves": HAS_HALVES, "tiles": HAS_TILES}
+    has = {"dot": HAS_DOT, "lookup": HAS_LOOKUP, "tiles": HAS_TILES}
     return "-".join([f"{8 * VECTOR_BYTES}", *(name for name, value in has.items() if value)])
 
 

@@ -20,7 +20,7 @@ from ..launch.tasks import Task, addresses, thread_scratch
 from ..products.amx import HAS_TILES, INPUTS
 from ..products.factors import MOST_GROUP, expand_factors, expanded_bytes, group_steps, has_groups
 from ..products.kinds import BF12, BF12_PAIRS, INT8_PAIRS, PART_STEPS, STEP_BYTES, UNPACKED
-from ..products.reader import INT8_UNIT, PANEL
+from ..products.reader import PANEL
 from ..products.tiles import GATED, MOST_TILE_ROWS, PanelArgs, multiply_panel
 from ..products.unpack import unpack
 from ..simd.memory import address_of, get_byte, item_size, set_byte, store
@@ -36,6 +36,7 @@ from .panels import (
     check_result_dtype,
     check_weight,
     num_panels_of,
+    to_parts,
 )
 
 _DEPTH = 320  # most steps of a panel at a time: 20 to 40 KiB, in the L1 cache while all rows use them
@@ -70,8 +71,8 @@ def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, g
     """Pack a weight [out_features, in_features], times scales [out_features], into panels.
 
     pairs: for x of a dtype that `can_pair`. gated: see Panels; the first half are the gates. Raises
-    ValueError unless the weight is float32, float16, bfloat16 or int8, in pairs one of the last two, has
-    inputs, and has scales exactly if it is int8.
+    ValueError unless the weight is float32, float16, bfloat16 or int8, in pairs one of the last two and not
+    -128, has inputs, and has scales exactly if it is int8.
     """
     check_weight(weight, scales, pairs=pairs, gated=gated)
     out_features, in_features = weight.shape
@@ -79,12 +80,13 @@ def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, g
     shape = num_panels, in_features // (1 + pairs), PANEL, 1 + pairs
     panels = in_huge_pages(weight.new_empty(shape)).zero_()
     by_halves = weight.dtype == torch.bfloat16 and not pairs
+    by_parts = weight.dtype == torch.int8 and pairs
     for i, rows in enumerate(_rows_of_panels(weight, gated)):
         ordered = _alternate_halves(rows) if by_halves else rows
         panels[i, :, : len(ordered)] = _by_depth(ordered, pairs)
+        if by_parts:
+            panels[i] = to_parts(panels[i])
     factors = torch.ones(out_features, dtype=torch.float32) if scales is None else scales
-    if scales is not None and pairs:
-        factors = scales / INT8_UNIT
     padded = pad(factors, gated=gated)
     return Panels(panels if pairs else panels.squeeze(3), padded, out_features, gated)
 

@@ -32,7 +32,7 @@ from ..products.kinds import (
     INT8_PAIRS,
     PART_STEPS,
 )
-from ..products.reader import PANEL
+from ..products.reader import INT8_ORDER, PANEL
 from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
 from ..simd.vectors import HAS_DOT, LANES
 
@@ -53,11 +53,10 @@ class Panels(NamedTuple):
 
     # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]. Codes of 4 bits:
     # uint8 with LANES instead of PANEL, in pairs in the order of Codes4Pairs. bfloat16 not in pairs: outputs
-    # i and i + LANES alternate. bf12: i16[num_panels, num_groups, BF12_GROUP_BYTES / 2], in pairs with a
-    # last dimension of 1.
+    # i and i + LANES alternate. int8 in pairs: as `to_parts` stores them. bf12: i16[num_panels, num_groups,
+    # BF12_GROUP_BYTES / 2], in pairs with a last dimension of 1.
     weight: Tensor
-    # f32[num_panels * PANEL], for int8 in pairs divided by INT8_UNIT. Codes: u8[n], see `products.factors`.
-    # bf12: the exceptions, i32[n].
+    # f32[num_panels * PANEL]. Codes: u8[n], see `products.factors`. bf12: the exceptions, i32[n].
     scales: Tensor
     out_features: int
     gated: bool = False  # the product is silu(first half of the outputs) * second half
@@ -95,6 +94,19 @@ def _kinds_of(weight: Tensor, scales: Tensor) -> dict[torch.dtype, int]:
     return _PAIR_KINDS if weight.dim() == 4 else _KINDS
 
 
+def to_parts(steps: Tensor) -> Tensor:
+    """Store int8 [..., PANEL, 2] as `reader.Int8Pairs` reads it: signs and magnitudes, in another order."""
+    magnitudes = steps.abs() | (steps & -128)
+    return magnitudes.reshape(-1, *INT8_ORDER).transpose(1, 2).reshape(steps.shape)
+
+
+def from_parts(steps: Tensor) -> Tensor:
+    """Undo `to_parts`."""
+    vectors, parts, numbers = INT8_ORDER
+    magnitudes = steps.reshape(-1, parts, vectors, numbers).transpose(1, 2).reshape(steps.shape)
+    return torch.where(magnitudes < 0, -(magnitudes & 127), magnitudes)
+
+
 def num_panels_of(out_features: int, gated: bool) -> int:
     """Return how many panels hold so many outputs."""
     return -(-out_features // 2 // LANES) if gated else -(-out_features // PANEL)
@@ -124,6 +136,8 @@ def check_weight(weight: Tensor, scales: Tensor | None, *, pairs: bool, gated: b
         raise ValueError(
             f"scales go with a weight in int8 and with no other, got {given} with {weight.dtype}"
         )
+    if pairs and weight.dtype == torch.int8 and bool((weight == -128).any()):
+        raise ValueError("int8 in pairs goes from -127 to 127, got -128; leave out pairs=True")
     if scales is not None:
         check_shape("scales", scales, (len(weight),))
         check_dtype("scales", scales)

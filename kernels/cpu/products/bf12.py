@@ -7,11 +7,11 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from ..simd import emit
-from ..simd.emit import I32, I64, VECTOR, int64
+from ..simd.emit import I32, I64, int64
 from ..simd.memory import LINE
 from ..simd.numbers import FLOAT32
 from ..simd.vectors import LANES, VECTOR_BYTES
-from .reader import PANEL, Bfloat16, Bfloat16Pairs, Reader, step_place, store_step
+from .reader import PANEL, Bfloat16, Bfloat16Pairs, Reader, interleave, step_place, store_step
 
 BF12_GROUP = 1024  # numbers that share a table
 TABLE_BYTES = 16
@@ -144,13 +144,7 @@ def _decode(builder: Any, address: Any, table: Any) -> list[Any]:
     codes = builder.and_(codes, ir.Constant(_bytes(width), [15] * width))
     look_up = "avx512.pshuf.b.512" if LANES == 16 else "avx2.pshuf.b"
     upper = emit.call(builder, f"llvm.x86.{look_up}", _bytes(width), table, codes)
-    vectors = []
-    for half in (0, 8):
-        parts = range(width // 16)
-        places = [16 * part + half + i + of for part in parts for i in range(8) for of in (0, width)]
-        both = builder.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(I32, width), places))
-        vectors.append(builder.bitcast(both, VECTOR))
-    return vectors
+    return interleave(builder, lower, upper)
 
 
 def _patch(builder: Any, place: Any, group: Any, exceptions: Any) -> None:

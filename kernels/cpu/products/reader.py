@@ -8,16 +8,18 @@ is read, so a product has the same bits whether each register tile does so or `u
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
 from ..simd import emit
-from ..simd.emit import INTS, VECTOR, int64
+from ..simd.emit import I32, INTS, VECTOR, int64
 from ..simd.numbers import BFLOAT16, FLOAT32, INT8, ITEM_SIZES
-from ..simd.vectors import HAS_HALVES, LANES, VECTOR_BYTES
+from ..simd.vectors import LANES, VECTOR_BYTES
 
 PANEL = 2 * LANES  # outputs
-INT8_UNIT = 2.0 if HAS_HALVES else 1.0  # what 1 in int8 becomes in pairs: see `_int8_by_float16`
+# A step of int8 in pairs is two vectors of four parts of 8 numbers; in memory their parts alternate.
+INT8_ORDER = 2, 4, 8
 
 
 class Reader:
@@ -141,35 +143,46 @@ class Bfloat16Pairs(Reader):
 
 
 class Int8Pairs(Reader):
-    """Pairs of int8, which become bfloat16 in units of 1 / INT8_UNIT: exactly."""
+    """Pairs of int8 from -127 to 127, which become bfloat16.
+
+    A byte is a sign and a magnitude, so one instruction looks up what 64 magnitudes are in 128 bytes: the
+    lower bytes of their bfloat16, and another the upper ones. Bytes lie as `INT8_ORDER` says, so that the
+    halves of interleaved bytes are the two vectors.
+    """
 
     in_pairs = True
 
     def __init__(self) -> None:
         super().__init__(INT8)
 
-    def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:
+    def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:  # noqa: ARG002
         """Load the step at this address. Return its two vectors."""
-        places = address, builder.add(address, int64(PANEL))
-        if HAS_HALVES:
-            return [_int8_by_float16(builder, place) for place in places]
-        return [
-            emit.narrow(builder, *super(Int8Pairs, self).read(builder, place, factors)) for place in places
+        bytes_ = ir.VectorType(emit.I8, 2 * PANEL)
+        stored = builder.load(emit.pointer(builder, bytes_, address), align=1)
+        lower, upper = (_look_up_magnitudes(builder, table, stored) for table in _MAGNITUDES)
+        signs = builder.and_(stored, ir.Constant(bytes_, [0x80] * bytes_.count))
+        return interleave(builder, lower, builder.or_(upper, signs))
+
+
+# Of the lower and of the upper byte of 0 to 127 in bfloat16.
+_MAGNITUDES = np.arange(128, dtype=np.float32).view(np.uint8).reshape(-1, 4)[:, 2:].T.tolist()
+
+
+def _look_up_magnitudes(builder: Any, table: list[int], codes: Any) -> Any:
+    """Look up the lower 7 bits of each byte."""
+    halves = (ir.Constant(codes.type, table[at : at + 64]) for at in (0, 64))
+    first, second = halves
+    return emit.call(builder, "llvm.x86.avx512.vpermi2var.qi.512", codes.type, first, codes, second)
+
+
+def interleave(builder: Any, lower: Any, upper: Any) -> list[Any]:
+    """Make two vectors of lower and upper bytes in turn: of the first and of the last 8 of each 16 bytes."""
+    width = lower.type.count
+    vectors = []
+    for half in (0, 8):
+        places = [
+            16 * part + half + i + of for part in range(width // 16) for i in range(8) for of in (0, width)
         ]
-
-
-def _int8_by_float16(builder: Any, address: Any) -> Any:
-    """Load PANEL int8. Return twice their values in bfloat16, by way of float16.
-
-    In float16 twice an int8 other than 0 has an exponent field of 16 to 23: a 1 and 4 more bits. bfloat16's
-    is larger by 112: 1000 and the same 4 bits. So the sign and the leading 1 stay in place, and the other
-    bits move down by 3.
-    """
-    bits = ir.VectorType(ir.IntType(16), PANEL)
-    halves = ir.VectorType(ir.HalfType(), PANEL)
-    stored = builder.load(emit.pointer(builder, ir.VectorType(emit.I8, PANEL), address), align=1)
-    down, kept, moved = (ir.Constant(bits, [n] * PANEL) for n in (3, 0xC000, 0x07FF))
-    single = builder.sext(stored, bits)
-    number = builder.bitcast(builder.sitofp(builder.add(single, single), halves), bits)
-    rest = builder.and_(builder.lshr(number, down), moved)
-    return builder.bitcast(builder.or_(builder.and_(number, kept), rest), VECTOR)
+        both = builder.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(I32, width), places))
+        vectors.append(builder.bitcast(both, VECTOR))
+    return vectors

@@ -7,7 +7,7 @@ from torch import Tensor
 from ...arguments import check_call, checked
 from ...checks import check_contiguous, check_device, check_dtype, check_indices, check_shape, is_trusted
 from ..launch.tasks import Task, addresses
-from ..linear.panels import Panels, check_panels, check_result_dtype
+from ..linear.panels import Panels, check_panels, check_result_dtype, from_parts
 from ..products.codes import EXPANDED_HEAD_BYTES, GROUP_BYTES, GROUP_SHIFT_AT
 from ..products.factors import (
     MOST_GROUP,
@@ -30,7 +30,7 @@ from ..products.kinds import (
     STEP_BYTES,
     UNPACKED,
 )
-from ..products.reader import INT8_UNIT, PANEL
+from ..products.reader import PANEL
 from ..products.unpack import unpack
 from ..simd.gather import copy_row
 from ..simd.memory import (
@@ -164,10 +164,14 @@ def _take_panel_row(args, i, scratch):
             set_int(numbers + 4 * k, both << 16)
             set_int(numbers + 4 * k + 4, both >> 16 << 16)
     elif kind == INT8_PAIRS:
-        weight = args.panels + panel * args.in_features * PANEL + 2 * place
+        # The place of the first of a row's two numbers in a step; see `reader.INT8_ORDER`.
+        first = 2 * place
+        at = first % PANEL // 8 * 16 + first // PANEL * 8 + first % 8
+        weight = args.panels + panel * args.in_features * PANEL + at
         for k in range(args.in_features):
-            number = np.float32(get_byte(weight + k // 2 * 2 * PANEL + k % 2))
-            set_float(numbers + 4 * k, np.float32(INT8_UNIT) * number)
+            byte = get_byte(weight + k // 2 * 2 * PANEL + k % 2)
+            number = np.float32(byte & 127)
+            set_float(numbers + 4 * k, -number if byte < 0 else number)
     elif kind == BFLOAT16:
         weight = first + 4 * (place % LANES)
         for k in range(args.in_features):
@@ -229,12 +233,13 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
     weight = panels.weight
     size = panels.in_features
     if size < LANES:
+        if panels.kind == INT8_PAIRS:
+            weight = from_parts(weight)
         places = indices % PANEL
         if panels.kind == BFLOAT16:
             places = places % LANES * 2 + places // LANES
         rows = weight[indices // PANEL, :, places].flatten(1)
-        unit = INT8_UNIT if panels.kind == INT8_PAIRS else 1.0
-        return (rows * (unit * panels.scales[indices, None])).to(dtype)
+        return (rows * panels.scales[indices, None]).to(dtype)
     indices = indices.contiguous()  # bound to a name: its memory must outlive the launch
     out = torch.empty(len(indices), size, dtype=dtype)
     is_bf12 = panels.kind in (BF12_PAIRS, BF12)

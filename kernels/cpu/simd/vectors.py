@@ -18,9 +18,9 @@ from .inner_code import InnerCompiler
 
 VECTOR_BYTES = 4 * LANES
 
-HAS_DOT = has_feature("avx512bf16")  # dot products of pairs of bfloat16
+# Dot products of pairs of bfloat16, and tables of 128 bytes.
+HAS_DOT = has_feature("avx512bf16") and has_feature("avx512vbmi")
 HAS_LOOKUP = has_feature("avx512bw") or has_feature("avx2", 8)  # a table of 16 bytes for a whole vector
-HAS_HALVES = HAS_DOT and has_feature("avx512fp16")  # conversion of integers to float16
 
 
 # For functions that only kernels call: without checks of divisors and wrappers for Python.
