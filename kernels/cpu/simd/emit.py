@@ -16,21 +16,18 @@ from numba.extending import intrinsic
 from .numbers import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_SIZES
 
 
-def _lanes() -> int:
-    features = llvm.get_host_cpu_features()
-    if features.get("avx512f"):
-        return 16
-    return 8 if features.get("avx2") else 4
+def _has(feature: str) -> bool:
+    if config.CPU_FEATURES is not None:  # numba is set to compile for another CPU
+        return f"+{feature}" in config.CPU_FEATURES.split(",")
+    return bool(llvm.get_host_cpu_features().get(feature))
 
 
-LANES = _lanes()
+LANES = 16 if _has("avx512f") else 8 if _has("avx2") else 4
 
 
 def has_feature(feature: str, lanes: int = 16) -> bool:
     """Return whether the target CPU has this feature, and vectors of so many lanes."""
-    if config.CPU_FEATURES is not None:  # numba is set to compile for another CPU
-        return lanes == LANES and f"+{feature}" in config.CPU_FEATURES.split(",")
-    return lanes == LANES and bool(llvm.get_host_cpu_features().get(feature))
+    return lanes == LANES and _has(feature)
 
 
 I8 = ir.IntType(8)
