@@ -39,7 +39,17 @@ from benchmarks.gpu.report import print_summary, write_report
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parents[1] / "results"
 # The most important first: the time may run out.
-SECTIONS = ["ceilings", "decode", "skewed", "long", "quantized", "prefill", "layers", "engine"]
+SECTIONS = [
+    "ceilings",
+    "decode",
+    "skewed",
+    "long",
+    "quantized",
+    "prefill",
+    "layers",
+    "coded_linear",
+    "engine",
+]
 _TESTS_SHARE = 0.33  # of the budget, at most
 
 
