@@ -15,7 +15,7 @@ from paged.model.weights.coded import CodedWeight, Factors
 from paged.model.weights.formats.fp4 import E2M1
 from paged.model.weights.formats.integers import SIGNED
 
-# Outputs and inputs of the linears of Llama-3.1-8B: the largest, the longest sums, QKV, and attention's output.
+# Outputs and inputs of the linears of Llama-3.1-8B, the largest first.
 LINEARS_8B = {
     "gate and up": (28672, 4096),
     "down": (4096, 14336),
@@ -46,7 +46,7 @@ class CodedCase:
         return torch.matmul(self.x, self.floats.T)
 
     def check(self) -> float:
-        """Compare the last rows with float64, and one row's bits with those it has alone. Return the error."""
+        """Compare the last rows with float64, and a row's bits with those it has alone. Return the error."""
         out = self.run()
         assert out.isfinite().all(), f"{self.name}: not all of the output is finite"
         rows = slice(max(0, len(self.x) - _CHECKED_ROWS), None)
