@@ -24,7 +24,7 @@ OF_ROPE = {"rotary_dim", "interleaved", "attention_factor", "query_scaling_beta"
 def test_every_part_has_a_mutant():
     parts = {field.name for record in RECORDS for field in fields(record)} - SIZES | OF_ROPE
     assert {mutant.part for mutant in family_bugs.MUTANTS} == parts
-    parts = {*get_args(Kind), "gguf", "rules", "checks", "tied", "triton"}
+    parts = {*get_args(Kind), "gguf", "rules", "checks", "tied", "panels", "triton"}
     assert {mutant.part for mutant in format_bugs.MUTANTS} == parts
     for mutant in MUTANTS:
         planted(mutant.file, mutant.name, mutant.old, mutant.new)  # fails for a text that is not there

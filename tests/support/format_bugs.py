@@ -6,6 +6,7 @@ FORMATS = "model/weights/formats"
 GGUF = f"{FORMATS}/gguf"
 SCHEMES = "model/schemes"
 KERNEL = "kernels/gpu/linear/kernel"
+PACKING = "kernels/cpu/linear/pack_codes"
 
 
 def defined(case: str) -> str:
@@ -35,6 +36,7 @@ def triton_product(kind: str) -> str:
 
 CHECKPOINTS = "tests/model/test_quantised_checkpoints.py"
 RULES = "tests/model/test_schemes.py"
+FOLDED = "tests/ops/cpu/test_codes.py::test_what_one_rounding_does_not_give_is_folded_or_widened"
 # Test: (part, name, file, old, new).
 BUGS = {
     defined("gptq-32-ragged"): [
@@ -261,6 +263,15 @@ BUGS = {
             "check=None",
         ),
     ],
+    "tests/model/test_gguf_file.py::test_factors_are_numbers": [
+        (
+            "checks",
+            "an infinite factor is accepted",
+            "model/weights/gguf_file",
+            "for place in self.type.factors:",
+            "for place in ():",
+        ),
+    ],
     f"{RULES}::test_the_most_specific_target_is_taken": [
         (
             "rules",
@@ -310,6 +321,21 @@ BUGS = {
             "take_panel_rows(self.panels, indices, self.dtype)",
             "take_panel_rows(self.panels, indices * 0, self.dtype)",
         ),
+    ],
+    "tests/ops/cpu/test_codes.py::test_when_one_rounding_is_enough": [
+        ("panels", "any offset is exact", PACKING, "is_integer and is_short and", "is_integer and"),
+    ],
+    "tests/ops/cpu/test_codes.py::test_factors_become_as_narrow_as_they_may": [
+        (
+            "panels",
+            "factors are rounded",
+            PACKING,
+            "if torch.equal(narrow.float().view(torch.int32), x.view(torch.int32)):",
+            "if True:",
+        ),
+    ],
+    f"{FOLDED}[torch.bfloat16-zeros with a negative scale]": [
+        ("panels", "negative scales are exact", PACKING, "and not bool(scales.signbit().any())", ""),
     ],
     "tests/model/test_gpu_codes.py::test_engine_gives_the_tokens_of_the_floats": [
         (
