@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -88,8 +89,8 @@ def random_codes(name: str, num_outputs: int, num_inputs: int, device: torch.dev
     """Make a weight of random codes in a format, with numbers as large as those of a model."""
     size = 1 / (8 * num_inputs**0.5)
 
-    def integers(most: int, columns: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        return torch.randint(0, most, (num_outputs, columns), dtype=dtype, device=device)
+    def integers(most: int, columns: int) -> Tensor:
+        return torch.randint(0, most, (num_outputs, columns), dtype=torch.uint8, device=device)
 
     def floats(columns: int) -> Tensor:
         return (torch.rand(num_outputs, columns, device=device) + 0.5) * size
@@ -114,7 +115,7 @@ def random_codes(name: str, num_outputs: int, num_inputs: int, device: torch.dev
         )
         return CodedWeight(codes, factors, tuple(map(float, range(16))))
     if name == "MXFP4":
-        exponents = integers(3, num_inputs // 32).float() + round(torch.tensor(size).log2().item())
+        exponents = integers(3, num_inputs // 32).float() + round(math.log2(size))
         return CodedWeight(codes, Factors(torch.exp2(exponents).to(torch.float8_e8m0fnu)), E2M1)
     assert name == "NVFP4", name
     scales = (floats(num_inputs // 16) / size * 128).to(torch.float8_e4m3fn)
