@@ -32,7 +32,7 @@ from tests.gpu_mutants import plant
 from tests.mutants import planted
 from tests.support import family_bugs, format_bugs
 
-SHARES = 12
+SHARES = 16
 MUTANTS = [*family_bugs.MUTANTS, *format_bugs.MUTANTS]
 
 
