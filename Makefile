@@ -28,7 +28,7 @@ simulation: $(INSTALLED)
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutants $(ARGS)
 	$(BIN)/python -m tests.gpu_mutants $(ARGS)
-	$(BIN)/python -m tests.family_mutants $(ARGS)
+	$(BIN)/python -m tests.model_mutants $(ARGS)
 
 # SmolLM2-135M-Instruct, a trained checkpoint, against transformers and through the server: some minutes.
 test-real: $(INSTALLED) $(VENV)-real/.installed

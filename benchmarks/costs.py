@@ -49,6 +49,14 @@ def rotary_store_kv_cost(
     return num_tokens * moved + 2 * head_dim * element_size, 7 * rotated
 
 
+def linear_cost(
+    num_rows: int, num_outputs: int, num_inputs: int, weight_bytes: int, element_size: int
+) -> tuple[int, int]:
+    """Count x and the weight read, and the result written; a product and a sum for each weight and row."""
+    moved = num_rows * (num_inputs + num_outputs) * element_size + weight_bytes
+    return moved, 2 * num_rows * num_outputs * num_inputs
+
+
 def copy_blocks_cost(
     num_pairs: int, num_planes: int, block_size: int, num_kv_heads: int, head_dim: int, element_size: int
 ) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.machinery
+import linecache
 import multiprocessing
 import sys
 import time
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 # What is imported here, the processes of all mutants share.
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config  # noqa: F401
 
-from tests.mutants import planted
+from tests.mutants import ROOT, planted
 from tests.support.fake_cuda import load_guard
 
 SHARES = 3
@@ -184,6 +185,9 @@ def plant(module: str, text: str) -> None:
         return compile(text, self.path, "exec") if fullname == module else get_code(self, fullname)
 
     loader.get_code = get_planted  # type: ignore[method-assign]
+    # Triton compiles the source that `inspect` finds.
+    path = str(ROOT / f"{module.replace('.', '/')}.py")
+    linecache.cache[path] = len(text), None, text.splitlines(keepends=True), path
 
 
 def main() -> None:

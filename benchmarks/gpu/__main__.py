@@ -8,9 +8,9 @@
 Runs the tests of the engine and then of the kernels, compiled; measures the device's ceilings, a large copy
 and a large matrix product; times every kernel against its limit and against those of other projects that
 are installed (pip install flashinfer-python==0.6.1 conch-triton-kernels==1.3); and runs the engine on
-nano-vllm's workload. Each kernel is compared with the reference on the batch on which it is timed. Times
-are medians between events, of CUDA graphs where they can be captured, with a cold L2 cache and outputs
-filled with NaN.
+nano-vllm's workload. Each kernel is compared with the reference on the batch on which it is timed, products
+with weights in codes with float64. Times are medians between events, of CUDA graphs where they can be
+captured, with a cold L2 cache and outputs filled with NaN.
 
 Writes benchmarks/results/<gpu>-<date>.json, pictures (with `pip install 'paged[plots]'`), and
 benchmarks/README.md from all results. A section that fails is recorded as an error in the JSON, the others
@@ -39,7 +39,17 @@ from benchmarks.gpu.report import print_summary, write_report
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parents[1] / "results"
 # The most important first: the time may run out.
-SECTIONS = ["ceilings", "decode", "skewed", "long", "quantized", "prefill", "layers", "engine"]
+SECTIONS = [
+    "ceilings",
+    "decode",
+    "skewed",
+    "long",
+    "quantized",
+    "prefill",
+    "layers",
+    "coded_linear",
+    "engine",
+]
 _TESTS_SHARE = 0.33  # of the budget, at most
 
 

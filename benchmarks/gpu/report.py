@@ -52,7 +52,7 @@ def report_of(result: dict[str, Any], beside: Path) -> str:
         told = row.get("skipped") or f"{row['tokens_per_s']:,.0f} output tokens/s in {row['seconds']:.1f} s"
         lines.append(f"{row['case'].capitalize()}: {told}.\n")
     lines += [f"Failed: {name}.\n" for name, section in sections.items() if section["error"]]
-    lines += [attention_table(sections), layer_table(sections), skipped_list(sections)]
+    lines += [attention_table(sections), layer_table(sections), coded_table(sections), skipped_list(sections)]
     for picture in sorted(result["path"].parent.glob(f"{result['path'].stem}-*.png")):
         lines.append(f"![{picture.stem}]({picture.relative_to(beside).as_posix()})")
     return "\n".join(line for line in lines if line) + "\n"
@@ -76,8 +76,16 @@ def attention_table(sections: dict[str, Any]) -> str:
 
 def layer_table(sections: dict[str, Any]) -> str:
     """Return the table of the kernels around attention."""
-    rows = [row for row in sections.get("layers", {"rows": []})["rows"] if "us" in row]
-    return _markdown(["kernel", "µs", "GB/s", "TFLOP/s", "of limit"], list(map(_measured, rows)))
+    return _markdown(
+        ["kernel", "µs", "GB/s", "TFLOP/s", "of limit"], list(map(_measured, _timed(sections, "layers")))
+    )
+
+
+def coded_table(sections: dict[str, Any]) -> str:
+    """Return the table of products with weights in codes, beside torch's of the same weights in floats."""
+    head = ["weights in codes", "µs", "GB/s", "TFLOP/s", "of limit", "torch.matmul of floats ÷ ours"]
+    rows = _timed(sections, "coded_linear")
+    return _markdown(head, [[*_measured(row), _ratio(row, row["floats"])] for row in rows])
 
 
 def skipped_list(sections: dict[str, Any]) -> str:
@@ -101,12 +109,11 @@ def print_summary(result: dict[str, Any]) -> None:
     from benchmarks.common import print_json, print_table
 
     sections = result["sections"]
-    shown = attention_rows(sections) + [
-        row for row in sections.get("layers", {"rows": []})["rows"] if "us" in row
-    ]
+    shown = [*attention_rows(sections), *_timed(sections, "layers"), *_timed(sections, "coded_linear")]
     rows = []
     for row in shown:
-        others = {name: _ratio(row, theirs) for name, theirs in row.get("comparators", {}).items()}
+        theirs_of = row.get("comparators") or ({"torch.matmul": row["floats"]} if "floats" in row else {})
+        others = {name: _ratio(row, theirs) for name, theirs in theirs_of.items()}
         told = ", ".join(f"{name} {ratio}" for name, ratio in others.items() if ratio)
         rows.append(dict(zip(("kernel", "us", "GB/s", "TFLOP/s", "of limit"), _measured(row), strict=True)))
         rows[-1]["their time / ours"] = told
@@ -129,6 +136,10 @@ def print_summary(result: dict[str, Any]) -> None:
             "of_limit": {row["case"]: round(row["of_limit"], 3) for row in shown},
         }
     )
+
+
+def _timed(sections: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return [row for row in sections.get(name, {"rows": []})["rows"] if "us" in row]
 
 
 def _measured(row: dict[str, Any]) -> list[str]:

@@ -24,6 +24,7 @@ if not torch.cuda.is_available():
 os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
 
 from benchmarks.cases import TINY_LAYER, Case, LayerShape, attention_case, layer_cases
+from benchmarks.coded_cases import FORMATS, LINEARS_8B, TINY_LINEARS, coded_cases
 from benchmarks.common import checkpoint, nano_vllm_workload
 from benchmarks.gpu.comparator_names import readiness_key
 from benchmarks.gpu.comparators import COMPARATORS, Skip, adapt
@@ -41,6 +42,7 @@ WEIGHTS = {
     "quantized": 2,
     "prefill": 10,
     "layers": 2,
+    "coded_linear": 6,
     "engine": 9,
 }
 # Make and load a random checkpoint, compile the kernels, generate 134 thousand tokens.
@@ -163,16 +165,40 @@ class Worker:
                 else:
                     yield self.row(case)
 
+    def coded_linear(self) -> Iterator[Row]:
+        """Measure products with weights in codes, beside torch's of the same weights in floats."""
+        linears, row_counts = (TINY_LINEARS, (1, 20)) if self.tiny else (LINEARS_8B, (1, 16, 512, 4096))
+        for linear, shape in linears.items():
+            for name in FORMATS:
+                if time.time() > self.until:
+                    yield {"case": f"{name}, {linear}", "skipped": "out of time"}
+                    continue
+                for case in coded_cases(linear, *shape, name, row_counts, self.dtype, self.device):
+                    row = self.measure(case.name, case.cost, case.check, case.run)
+                    theirs = time_call(case.run_floats, self.device, tiny=self.tiny)
+                    us = theirs.seconds * 1e6
+                    yield row | {
+                        "floats": {"us": us, "theirs_over_ours": us / row["us"], "graph": theirs.graph}
+                    }
+
     def row(self, case: Case) -> Row:
         """Compare one of our kernels with the reference, then time it against its limit."""
+        return self.measure(
+            case.name, case.cost, partial(case.check, self.kernels), partial(case.run, self.kernels)
+        )
+
+    def measure(
+        self, name: str, cost: tuple[int, int], check: Callable[[], float], run: Callable[[], Any]
+    ) -> Row:
+        """Check one of our kernels, then time it against its limit."""
         assert self.limits is not None, "the ceilings were not measured"
         with _poisoned():
-            error = case.check(self.kernels)
-        timing = time_call(partial(case.run, self.kernels), self.device, tiny=self.tiny)
-        moved, flops = case.cost
+            error = check()
+        timing = time_call(run, self.device, tiny=self.tiny)
+        moved, flops = cost
         limit = self.limits.seconds(moved, flops)
         return {
-            "case": case.name,
+            "case": name,
             "us": timing.seconds * 1e6,
             "call_us": timing.call_seconds * 1e6,
             "runs": timing.runs,
@@ -223,14 +249,14 @@ class Worker:
 
 
 class _poisoned:  # noqa: N801  (used as a function)
-    """Context in which torch.empty returns NaN, so that reading uninitialised memory shows in the result."""
+    """Context in which new memory is NaN, so that reading uninitialised memory shows in the result."""
 
     def __enter__(self) -> None:
-        self.made = torch.empty, torch.empty_like
-        torch.empty, torch.empty_like = map(_filled_with_nan, self.made)  # type: ignore[assignment]
+        self.made = torch.empty, torch.empty_like, torch.Tensor.new_empty
+        torch.empty, torch.empty_like, torch.Tensor.new_empty = map(_filled_with_nan, self.made)  # type: ignore
 
     def __exit__(self, *_: object) -> None:
-        torch.empty, torch.empty_like = self.made
+        torch.empty, torch.empty_like, torch.Tensor.new_empty = self.made  # type: ignore
 
 
 def _filled_with_nan(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -16,3 +16,4 @@ def test_other_operations():
     assert costs.silu_and_mul_cost(3, 8, 2) == (3 * 24 * 2, 5 * 24)
     assert costs.rotary_store_kv_cost(3, 5, 2, 8, 2) == (3 * (2 * 9 * 8 * 2 + 40) + 32, 7 * 3 * 7 * 8)
     assert costs.copy_blocks_cost(3, 4, 16, 2, 8, 2) == (3 * (2 * 4 * 16 * 2 * 8 * 2 + 16), 0)
+    assert costs.linear_cost(3, 8, 32, 144, 2) == (3 * 40 * 2 + 144, 2 * 3 * 8 * 32)

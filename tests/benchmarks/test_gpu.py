@@ -14,14 +14,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import roofline, timing
+from benchmarks import coded_cases, roofline, timing
 from benchmarks.cases import attention_case
+from benchmarks.coded_cases import FORMATS
 from benchmarks.compiled import hot_loop
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import gpu_tests, sanitizer
 from benchmarks.gpu.comparators import COMPARATORS, Skip, adapt
 from benchmarks.gpu.report import attention_table, write_report
 from benchmarks.shapes import WITH_SLOW, attention_shapes, decode, prefill, skewed, tiny_shapes
+from paged.kernels.codes import coded_linear
 
 ROOT = Path(__file__).parents[2]
 TINY = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
@@ -65,6 +67,26 @@ def test_a_tiny_run_proves_and_compares_every_batch(tiny_run):
     assert "us" in by_name["prefill 1 x 24, D 32, block 16"]["sdpa_flash"]
 
 
+def test_a_tiny_run_has_every_format_of_codes(tiny_run):
+    rows = tiny_run[0]["sections"]["coded_linear"]["rows"]
+    assert [row["case"] for row in rows] == [f"{name}, tiny, {n} rows" for name in FORMATS for n in (1, 20)]
+    for row in rows:
+        assert row["floats"]["us"] == pytest.approx(row["floats"]["theirs_over_ours"] * row["us"])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_product_with_codes_proves_itself_right_before_it_is_timed(monkeypatch, name):
+    (case,) = coded_cases.coded_cases("small", 16, 256, name, (3,), torch.float32, CPU)
+    assert case.check() < 1e-6
+    torch.testing.assert_close(case.run_floats(), case.run())
+    monkeypatch.setattr(coded_cases, "coded_linear", lambda *given: coded_linear(*given) * 1.01)
+    with pytest.raises(AssertionError, match="relative error"):
+        case.check()
+    monkeypatch.setattr(coded_cases, "coded_linear", lambda x, weight: coded_linear(x, weight) + len(x) / 1e6)
+    with pytest.raises(AssertionError, match="other bits alone"):
+        case.check()
+
+
 def test_the_interpreter_s_times_are_marked(tiny_run):
     if torch.cuda.is_available():
         pytest.skip("this run was compiled")
@@ -84,8 +106,9 @@ def test_pictures_and_tables_are_made_of_the_json(tiny_run, tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu", "--report", "--out", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     assert (out / "README.md").read_text() == made
-    for row in result["sections"]["decode"]["rows"] + result["sections"]["layers"]["rows"]:
-        assert f"| {row['case']} | " in made
+    for name in ("decode", "layers", "coded_linear"):
+        for row in result["sections"][name]["rows"]:
+            assert f"| {row['case']} | " in made
     # The page of a folder that is named results is beside it.
     (tmp_path / "results").mkdir()
     assert write_report(tmp_path / "results") == tmp_path / "README.md"

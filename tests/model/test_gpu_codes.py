@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def coded_format(part: StoredPart) -> CodedFormat | None:
 def in_codes(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Return random tensors of CodedFormat and the floats that they stand for."""
     codes = torch.randint(0, 16, weight.shape, dtype=torch.int32)
-    scales = torch.rand(len(weight), weight.shape[1] // GROUP) / 64
+    scales = torch.randn(len(weight), weight.shape[1] // GROUP) / 64
     coded = CodedFormat().weight({"codes": codes.byte(), "scales": scales})
     return {"codes": codes, "scales": scales}, coded.floats()
 
@@ -101,6 +101,18 @@ def test_weights_are_quantised_as_on_a_cpu(dtype):
     assert_product(int4(x, bias), x, floats.flatten(1).to(dtype), bias)
     assert int4(x, bias).dtype == dtype
     assert int8(x, None).dtype == torch.float32
+
+
+@pytest.mark.parametrize("make", [PackedCodesWeight, CodedProduct])
+def test_an_order_of_inputs(make):
+    """Gather x by it, and give rows in the order of the model."""
+    weight = coded_weight("gptq", 20, 96, 32)
+    factors = Factors(*(x if x is None else x.to(DEVICE) for x in weight.factors))
+    weight = replace(weight, codes=weight.codes.to(DEVICE), factors=factors, order=torch.randperm(96))
+    form, x = make(weight, "embedding", dtype=torch.float32), torch.randn(9, 96, device=DEVICE)
+    assert_product(form(x, None), x, weight.floats())
+    indices = torch.tensor([19, 3], device=DEVICE)
+    assert torch.equal(form.rows(indices), weight.floats()[indices])
 
 
 def test_what_no_kernel_takes_is_left_to_torch():

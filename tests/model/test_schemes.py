@@ -177,6 +177,29 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen3 NVFP4", ct("nvfp4-pack-quantized", weights(4, "float", "tensor_group", group_size=16)), "NVFP4"),
     ("Qwen3 MXFP4", ct("mxfp4-pack-quantized", weights(4, "float", "group", group_size=32)), "MXFP4"),
     (
+        "Qwen3.8 NVFP4 with attention in FP8",
+        ct(
+            "mixed-precision",
+            {},
+            config_groups={
+                "group_0": {
+                    "format": "float-quantized",
+                    "targets": [
+                        "re:.*self_attn\\.(q|k|v|o)_proj$",
+                        "re:.*layers\\.(5[6-9]|6[0-3])\\.mlp\\..*",
+                    ],
+                    "weights": weights(8, "float", "channel"),
+                },
+                "group_1": {
+                    "format": "nvfp4-pack-quantized",
+                    "targets": ["re:.*mlp\\.(gate|up|down)_proj$"],
+                    "weights": weights(4, "float", "tensor_group", group_size=16),
+                },
+            },
+        ),
+        "fp8",
+    ),
+    (
         "Llama 3.1 with fp8 for K and V alone",
         ct("dense", {}, config_groups={}, kv_cache_scheme=weights(8, "float", "tensor")),
         "floats",
@@ -281,6 +304,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "quant_algo 'W4A16_AWQ' is not supported; supported is 'FP8'",
     ),
     ("nvidia MXFP8", modelopt("MXFP8"), "quant_algo 'MXFP8' is not supported"),
+    ("nvidia FP8 in blocks", modelopt("FP8_PB_WO"), "quant_algo 'FP8_PB_WO' is not supported"),
+    (
+        "NVFP4 in blocks",
+        ct("nvfp4-pack-quantized", weights(4, "float", "tensor_block", group_size=16)),
+        "strategy 'tensor_block' is not supported",
+    ),
     (
         "gpt-oss",
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
@@ -421,6 +450,14 @@ def test_the_most_specific_target_is_taken():
     assert size("model.layers.1.self_attn.k_proj") == (4, None)
     assert size("model.layers.9.self_attn.q_proj") is size("lm_head") is None
     assert size("model.embed_tokens", "Embedding") is None
+
+
+def test_of_two_patterns_the_first_is_taken():
+    """The last layers' MLPs are in fp8, those before them in NVFP4."""
+    config = {name: config for name, config, _ in ACCEPTED}["Qwen3.8 NVFP4 with attention in FP8"]
+    assert title_of(config, "model.layers.60.mlp.up_proj") == "fp8"
+    assert title_of(config, "model.layers.6.mlp.up_proj") == "NVFP4"
+    assert title_of(config, "lm_head") == "floats"
 
 
 def test_rules_call_modules_by_any_of_their_names():

@@ -1,4 +1,4 @@
-"""Bugs in the parts of model families, for `tests.family_mutants`: each with the test that fails with it."""
+"""Bugs in the parts of model families, for `tests.model_mutants`: each with the test that fails with it."""
 
 from typing import NamedTuple
 

@@ -1,8 +1,8 @@
-"""Mutation tests of model families: a bug in each part, and the test that fails with it.
+"""Mutation tests of model families and weights in codes: a bug in each part, and the test that fails.
 
-    python -m tests.family_mutants             # all of them: a table, and exit code 1 if one survives
-    python -m tests.family_mutants rope        # only mutants with one of these words in their parts or names
-    python -m tests.family_mutants --share 3   # one of SHARES shares; the tests try the first
+    python -m tests.model_mutants             # all of them: a table, and exit code 1 if one survives
+    python -m tests.model_mutants rope        # only mutants with one of these words in their parts or names
+    python -m tests.model_mutants --share 3   # one of SHARES shares; the tests try the first
 
 A mutant replaces one text, which must occur exactly once, by another. Its test runs in a process that imports
 the changed module.
@@ -18,6 +18,8 @@ import tempfile
 import time
 from typing import Any
 
+os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported
+
 # What is imported here, the processes of all mutants share.
 import psutil  # noqa: F401
 import pytest
@@ -28,9 +30,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401
 
 from tests.gpu_mutants import plant
 from tests.mutants import planted
-from tests.support.family_bugs import MUTANTS
+from tests.support import family_bugs, format_bugs
 
-SHARES = 8
+SHARES = 16
+MUTANTS = [*family_bugs.MUTANTS, *format_bugs.MUTANTS]
 
 
 class Failures:
@@ -82,7 +85,7 @@ def _run(results: Any, test: str, file: str | None, text: str) -> None:
 
 def main() -> None:
     """Try every mutant."""
-    parser = argparse.ArgumentParser(prog="python -m tests.family_mutants", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.model_mutants", description=__doc__)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--share", type=int, choices=range(SHARES))
     given = parser.parse_args()

@@ -1,14 +1,16 @@
-"""Every part of a model family has a bug in `tests.support.family_bugs`, and a test that notices it."""
+"""Every part of a model family, and every format of weights, has a named bug, and a test that notices it."""
 
 from dataclasses import fields
+from typing import get_args
 
 from paged.model.config import ModelConfig
 from paged.model.families.rope import ROPE_TYPES
+from paged.model.schemes import Kind
 from paged.model.spec import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec
 from tests.aot import run_compiler
-from tests.family_mutants import SHARES
+from tests.model_mutants import MUTANTS, SHARES
 from tests.mutants import planted
-from tests.support.family_bugs import MUTANTS
+from tests.support import family_bugs, format_bugs
 
 # The records of a model, and the fields that every family has: a test of any of them fails without one.
 RECORDS = (ModelConfig, LayerSpec, AttentionSpec, FeedForwardSpec, NormSpec)
@@ -21,13 +23,15 @@ OF_ROPE = {"rotary_dim", "interleaved", "attention_factor", "query_scaling_beta"
 
 def test_every_part_has_a_mutant():
     parts = {field.name for record in RECORDS for field in fields(record)} - SIZES | OF_ROPE
-    assert {mutant.part for mutant in MUTANTS} == parts
+    assert {mutant.part for mutant in family_bugs.MUTANTS} == parts
+    parts = {*get_args(Kind), "gguf", "rules", "checks", "tied", "panels", "triton"}
+    assert {mutant.part for mutant in format_bugs.MUTANTS} == parts
     for mutant in MUTANTS:
         planted(mutant.file, mutant.name, mutant.old, mutant.new)  # fails for a text that is not there
 
 
 def test_the_first_share_is_caught():
     """`make mutants` tries all SHARES."""
-    printed = run_compiler("tests.family_mutants", "--share", "0")  # fails if one survives
+    printed = run_compiler("tests.model_mutants", "--share", "0")  # fails if one survives
     num_mutants = len(MUTANTS[::SHARES])
     assert printed.endswith(f"{num_mutants} of {num_mutants} caught\n")
