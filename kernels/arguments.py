@@ -252,7 +252,14 @@ class Rules(KernelCall):
             self._stored_kv(qkv)
         elif any(
             self.has(name)
-            for name in ("value_cache", "slot_mapping", "key_norm_weight", "key_scales", "value_scales", *fixed)
+            for name in (
+                "value_cache",
+                "slot_mapping",
+                "key_norm_weight",
+                "key_scales",
+                "value_scales",
+                *fixed,
+            )
         ):
             raise ValueError("without key_cache there must be no other tensor of keys or values")
         for name in ("query_norm_weight", "key_norm_weight"):

@@ -21,7 +21,7 @@ from .config import LAYERS, TensorNames
 Config = Mapping[str, Any]
 Kind = Literal["gptq", "awq", "packed integers", "integers", "fp8", "mxfp4", "nvfp4"]
 # What a file of weights may hold beside them: scales of activations, which are not quantised here, and of K
-# and V, whose cache has scales of its own.
+# and V, which only a cache in fp8 takes: see `weights.kv_scales`.
 UNUSED = (
     *("input_scale", "input_global_scale", "input_zero_point", "activation_scale", "output_scale"),
     *("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "k_zero_point", "v_zero_point"),
@@ -91,6 +91,7 @@ class Quantization:
     method: str
     rule_of: Callable[[Module], Rule]
     quantizes_activations: bool = False
+    kv_scales_are_fp8: bool = True  # if there are any; others are of K and V in another form
 
     def layer_bits(self, names: TensorNames) -> float | None:
         """Return the bits that a weight of most layers takes; None: those of floats."""
@@ -147,9 +148,21 @@ def _read(config: Config, base_model: object) -> Quantization:
             f"{SUPPORTED}"
         )
     try:
-        return _METHODS[method](config)
+        return replace(_METHODS[method](config), kv_scales_are_fp8=_has_fp8_scales(config))
     except (UnsupportedModelError, CheckpointError) as error:
         raise type(error)(f"quantization_config of quant_method {shown(method)}: {error}") from None
+
+
+def _has_fp8_scales(config: Config) -> bool:
+    """Return whether scales of K and V, if there are any, are for fp8."""
+    config = {**config, **_object(config, "quantization")}
+    if config.get("kv_cache_quant_algo") not in (None, "FP8"):
+        return False
+    scheme = config.get("kv_cache_scheme")
+    if not isinstance(scheme, dict):
+        return scheme is None
+    asked = (("num_bits", 8, 8), ("type", "int", "float"), ("symmetric", True, True))
+    return all(scheme.get(key, default) == wanted for key, default, wanted in asked)
 
 
 def _refuse(key: str, value: object, supported: str) -> NoReturn:

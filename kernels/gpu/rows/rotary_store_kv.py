@@ -160,7 +160,9 @@ def _rotary_store_kv_kernel(
         key_ptr = key_cache_ptr + offs_cache
         value_ptr = value_cache_ptr + offs_cache
         _store_kv(key_ptr, key_scale_ptr, fixed_key_ptr, x1, x2, is_key, mask_d, HALF, LARGEST)
-        _store_kv(value_ptr, value_scale_ptr, fixed_value_ptr, value1, value2, is_value, mask_d, HALF, LARGEST)
+        _store_kv(
+            value_ptr, value_scale_ptr, fixed_value_ptr, value1, value2, is_value, mask_d, HALF, LARGEST
+        )
 
 
 def rotary_store_kv(
