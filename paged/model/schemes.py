@@ -265,23 +265,41 @@ def _awq(config: Config) -> Quantization:
 
 
 def _auto_round(config: Config) -> Quantization:
-    packing = config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq"
-    match = regex.fullmatch(r"auto_round:(?:auto_)?(gptq|awq)(?::\w+)*", str(packing))
+    packing = config.get("packing_format") or config.get("backend") or "auto"
+    match = regex.fullmatch(
+        r"auto|auto_round(?::(gptqmodel|(?:auto_)?gptq|(?:auto_)?awq)(?::\w+)*)?", str(packing)
+    )
     if match is None:
-        _refuse("packing_format", packing, "'auto_round:auto_gptq' and 'auto_round:auto_awq'")
-    usual = _auto_round_scheme(config, match[1])
-    others = {
-        name: _auto_round_scheme({**config, **_object(_object(config, "extra_config"), name)}, match[1])
-        for name in _object(config, "extra_config")
-    }
+        _refuse("packing_format", packing, ", ".join(f"'auto_round:{each}'" for each in _AUTO_ROUND))
+    layout = "gptq" if packing == "auto" else (match[1] or "gptqmodel").removeprefix("auto_")
+    for key in ("rotation_config", "spinquant_config", "dynamic"):
+        if config.get(key):
+            _refuse(key, config[key], "none")
+    usual = _auto_round_scheme(config, layout)
+    listed = _object(config, "extra_config")
+    others: dict[str, Scheme | None] = {}
+    for name in listed:
+        try:
+            others[name] = _auto_round_scheme({**config, **_object(listed, name)}, layout)
+        except (UnsupportedModelError, CheckpointError) as error:
+            raise type(error)(f"extra_config {shown(name)}: {error}") from None
+    patterns = [(name, _finder(name)) for name in others]
 
     def rule_of(module: Module) -> Rule:
-        for name, scheme in others.items():
-            if name in module.names:
-                return Rule(scheme, f"extra_config {shown(name)}")
+        for name in module.names:
+            if name in others:
+                return Rule(others[name], f"extra_config {shown(name)}")
+        for name, finds in patterns:
+            # AutoRound looks for a pattern in its blocks first, and elsewhere if none has it.
+            if module.kind == "Linear" and finds(module):
+                return Rule(others[name], f"extra_config {shown(name)}", is_certain=False)
         return Rule(usual, "quant_method 'auto-round'", is_certain=False)
 
     return Quantization("auto-round", rule_of)
+
+
+# Of its layouts: those of GPTQ, of GPTQ without the one that is subtracted from zeros, and of AWQ.
+_AUTO_ROUND = ("auto_gptq", "gptqmodel", "auto_awq")
 
 
 def _auto_round_scheme(config: Config, layout: str) -> Scheme | None:
@@ -291,12 +309,14 @@ def _auto_round_scheme(config: Config, layout: str) -> Scheme | None:
         return None
     if (data_type := config.get("data_type", "int")) != "int":
         _refuse("data_type", data_type, "'int'")
+    if (of_activations := config.get("act_bits") or 16) != 16:
+        _refuse("act_bits", of_activations, "16")
     bits = _bits(config, "bits", (4,) if layout == "awq" else (4, 8))
     title = f"AutoRound {bits} bits"
     group = _group(config, "group_size")
     if layout == "awq":
         return Scheme("awq", title, bits, scale_inputs=group, zeros=True)
-    return Scheme("gptq", title, bits, scale_inputs=group, zeros=True, zeros_less_one=True)
+    return Scheme("gptq", title, bits, scale_inputs=group, zeros=True, zeros_less_one=layout == "gptq")
 
 
 def _fp8(config: Config) -> Quantization:
@@ -361,7 +381,15 @@ def _matcher(pattern: str) -> Callable[[Module], bool]:
     """Return what tells whether a pattern of compressed-tensors is for a module."""
     if not pattern.startswith("re:"):
         return lambda module: pattern in module.names or pattern == module.kind
-    text = pattern.removeprefix("re:")
+    return _finder(pattern.removeprefix("re:"), pattern, at_start=True)
+
+
+def _finder(text: str, pattern: str | None = None, *, at_start: bool = False) -> Callable[[Module], bool]:
+    """Return what tells whether a regular expression is found in a name of a module, or at its start.
+
+    pattern: the expression as the file has it, for messages.
+    """
+    pattern = text if pattern is None else pattern
     if len(text) > PATTERN_CEILING:
         raise CheckpointError(f"a pattern has {len(text):,} characters; at most {PATTERN_CEILING:,} are read")
     # What takes memory without end: groups that contain themselves, and repeats of repeats.
@@ -371,16 +399,17 @@ def _matcher(pattern: str) -> Callable[[Module], bool]:
         compiled = regex.compile(text)
     except (regex.error, RecursionError, OverflowError) as error:
         raise CheckpointError(f"{shown(pattern)} is no regular expression: {error}") from None
+    find = compiled.match if at_start else compiled.search
 
-    def matches(module: Module) -> bool:
+    def finds(module: Module) -> bool:
         try:
-            return any(compiled.match(name, timeout=MATCH_SECONDS) for name in module.names)
+            return any(find(name, timeout=MATCH_SECONDS) for name in module.names)
         except TimeoutError:
             raise CheckpointError(
                 f"{shown(pattern)} takes more than {MATCH_SECONDS:g} s to match {module.names[0]}"
             ) from None
 
-    return matches
+    return finds
 
 
 def _group_scheme(group: Config, usual_format: object) -> Scheme | None:
