@@ -205,7 +205,7 @@ def test_weight_is_what_its_format_defines(name, size, tmp_path):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_largest_zero_of_gptq_is_not_wrapped(bits, tmp_path):
-    """A stored 15 is 16, as gptq's own kernels and the first AutoGPTQ have it, and a stored 255 is 256."""
+    """A stored 15 of 4 bits is 16, and a stored 255 of 8 bits 256."""
     per_word = 32 // bits
     tensors = {
         "qweight": torch.zeros(32 // per_word, 8, dtype=torch.int32),
@@ -219,7 +219,7 @@ def test_the_largest_zero_of_gptq_is_not_wrapped(bits, tmp_path):
 
 def check_seam(weight: CodedWeight) -> None:
     """Assert what every form may assume of codes and factors."""
-    scale, zero, offset, scale_unit, _ = weight.factors
+    scale, zero, offset, scale_unit, _, divisor = weight.factors
     rows, inputs = weight.codes.shape
     assert inputs % scale.shape[1] == 0
     assert len(scale) == rows
@@ -232,5 +232,5 @@ def check_seam(weight: CodedWeight) -> None:
         assert zero.shape == scale.shape
         assert scale.dtype in (BF16, F16)
     assert offset is None
-    if scale_unit is not None:
-        assert scale_unit.shape == (rows, 1)
+    for unit in (scale_unit, divisor):
+        assert unit is None or unit.shape == (rows, 1)
