@@ -6,7 +6,7 @@ quantization_config is read as data, for all methods into the same rules.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -16,7 +16,7 @@ import regex
 from ..base.validation import check_bool, check_int
 from ..base.validation import shown as shown_whole
 from ..errors import CheckpointError, UnsupportedModelError
-from .config import LAYERS, TensorNames
+from .config import LAYERS, ModelConfig
 
 Config = Mapping[str, Any]
 Kind = Literal["gptq", "awq", "packed integers", "integers", "fp8", "mxfp4", "nvfp4"]
@@ -93,12 +93,39 @@ class Quantization:
     quantizes_activations: bool = False
     kv_scales_are_fp8: bool = True  # if there are any; others are of K and V in another form
 
-    def layer_bits(self, names: TensorNames) -> float | None:
-        """Return the bits that a weight of most layers takes; None: those of floats."""
-        usual = f"{LAYERS}0.mlp.up_proj"
-        known = (name.removesuffix(".") for name in names.all_in_checkpoint(f"{usual}."))
-        scheme = self.rule_of(Module((*known, usual), "Linear")).scheme
-        return None if scheme is None else scheme.bits_per_weight
+    def layer_bits(self, config: ModelConfig) -> float | None:
+        """Return the bits of a weight of the layers by these rules, on average; None: all are floats."""
+        floats = 32 if config.dtype == "float32" else 16
+        num_weights = 0
+        num_bits = 0.0
+        is_quantized = False
+        for name, count in _linears(config):
+            known = (each.removesuffix(".") for each in config.tensor_names.all_in_checkpoint(f"{name}."))
+            scheme = self.rule_of(Module((*known, name), "Linear")).scheme
+            num_weights += count
+            num_bits += count * (floats if scheme is None else scheme.bits_per_weight)
+            is_quantized |= scheme is not None
+        return num_bits / num_weights if is_quantized else None
+
+
+def _linears(config: ModelConfig) -> Iterator[tuple[str, int]]:
+    """Yield the names of the linear modules of all layers, and how many weights each has."""
+    for i, layer in enumerate(config.layers):
+        attention = layer.attention
+        sizes = {"q": attention.num_heads * attention.kv.key_dim}
+        if attention.has_kv:
+            sizes["k"] = attention.kv.num_kv_heads * attention.kv.key_dim
+            if not attention.keys_as_values:
+                sizes["v"] = attention.kv.num_kv_heads * attention.kv.value_dim
+        if attention.stored != "separate":
+            sizes = {"qkv": sum(sizes.values())}
+        sizes["o"] = attention.num_heads * attention.kv.value_dim
+        modules = {f"self_attn.{part}_proj": size for part, size in sizes.items()}
+        mlp = layer.feed_forward
+        up = {"gate_up": 2} if mlp.fused else {"gate": 1, "up": 1} if mlp.gated else {"up": 1}
+        modules |= {f"mlp.{part}_proj": n * mlp.size for part, n in {**up, "down": 1}.items()}
+        for name, size in modules.items():
+            yield f"{LAYERS}{i}.{name}", size * config.hidden_size
 
 
 def quantization_of(hf: Config) -> Quantization | None:
@@ -358,10 +385,12 @@ def _compressed_tensors(config: Config) -> Quantization:
             raise type(error)(f"config_groups {shown(name)}: {error}") from None
         quantizes_activations |= any(group.get(f"{which}_activations") for which in ("input", "output"))
         for target in targets:
-            schemes.setdefault(target, (scheme, name))
+            schemes[target] = scheme, name  # that of the last group, as for compressed-tensors
     ignored = [(pattern, _matcher(pattern)) for pattern in _strings(config, "ignore")]
-    # The most specific first: names, patterns, classes.
-    targets_in_order = sorted(schemes, key=lambda each: (each in ("Linear", "Embedding"), "re:" in each))
+    # The most specific first: names, patterns, classes; several patterns in the order of compressed-tensors.
+    targets_in_order = sorted(
+        schemes, key=lambda each: (each in ("Linear", "Embedding"), "re:" in each, each)
+    )
     wanted = [(target, _matcher(target)) for target in targets_in_order]
 
     def rule_of(module: Module) -> Rule:

@@ -449,6 +449,24 @@ def test_the_most_specific_target_is_taken():
     assert size("model.embed_tokens", "Embedding") is None
 
 
+def test_targets_of_several_groups_are_ordered_as_by_compressed_tensors():
+    """A target of two groups is that of the last; of two patterns the first one in the alphabet is taken."""
+
+    def size(*targets: list[str]) -> Any:
+        groups = {
+            f"group_{i}": {"targets": own, "weights": weights(4, "int", "group", group_size=32 << i)}
+            for i, own in enumerate(targets)
+        }
+        config = ct("pack-quantized", {}, config_groups=groups)
+        scheme = quantization_of({"quantization_config": config}).rule_of(Module((Q_PROJ,), "Linear")).scheme
+        return scheme and scheme.scale_inputs
+
+    assert size(["Linear"], ["Linear"]) == 64
+    assert size(["re:model.*"], ["re:.*q_proj"]) == 64
+    assert size(["re:.*q_proj"], ["re:model.*"]) == 32
+    assert size(["re:.*q_proj"], [Q_PROJ], ["Linear"]) == 64
+
+
 def test_names_come_before_patterns_in_autoround():
     """The first of two patterns; a pattern is found anywhere in a name, and not in that of an embedding."""
     own = {
