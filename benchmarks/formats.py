@@ -45,6 +45,7 @@ FORMATS = {
     "Q4_1": Stored(5.0, "int4"),
     "Q4_K": Stored(4.5, "int4"),
     "NVFP4": Stored(4.5, "int4"),
+    "NVFP4 with a divisor": Stored(4.5, "int4"),
     "Q8_0": Stored(8.5, "int8"),
     "fp8": Stored(8 + 32 / 128**2, "int8"),
 }
@@ -98,6 +99,9 @@ def coded(name: str, num_rows: int, num_inputs: int) -> CodedWeight:
             integers(32, 64), None, integers(32, 64), floats(256).half(), -floats(256).half()
         ),
         "NVFP4": lambda: Factors(floats(16).to(torch.float8_e4m3fn), scale_unit=floats(num_inputs)),
+        "NVFP4 with a divisor": lambda: Factors(
+            floats(16).to(torch.float8_e4m3fn), scale_divisor=1 / floats(num_inputs)
+        ),
     }[name]()
     return CodedWeight(torch.randint(0, 16, shape, dtype=torch.uint8), factors, INTEGERS)
 

@@ -247,11 +247,19 @@ class Rules(KernelCall):
         check_flag("unit_offset", self["unit_offset"])
         for name in ("cos", "sin"):
             self.tensor(name, (num_tokens, head_dim // 2), torch.float32)
+        fixed = "fixed_key_scales", "fixed_value_scales"
         if self.has("key_cache"):
             self._stored_kv(qkv)
         elif any(
             self.has(name)
-            for name in ("value_cache", "slot_mapping", "key_norm_weight", "key_scales", "value_scales")
+            for name in (
+                "value_cache",
+                "slot_mapping",
+                "key_norm_weight",
+                "key_scales",
+                "value_scales",
+                *fixed,
+            )
         ):
             raise ValueError("without key_cache there must be no other tensor of keys or values")
         for name in ("query_norm_weight", "key_norm_weight"):
@@ -280,6 +288,10 @@ class Rules(KernelCall):
         for name in ("key_scales", "value_scales"):
             if self.has(name):
                 self.tensor(name, None, torch.float32, written=True)
+            if self.has(fixed := f"fixed_{name}"):
+                if not self.has(name):
+                    raise ValueError(f"{fixed} belong to a quantised cache; this one is {key_cache.dtype}")
+                self.tensor(fixed, (num_kv_heads,), torch.float32, contiguous=True)
 
     def copy_blocks(self) -> None:
         is_between_two = self.has("target")

@@ -99,6 +99,8 @@ class Kernels(Protocol):
         unit_offset: bool = False,
         key_scales: Tensor | None = None,
         value_scales: Tensor | None = None,
+        fixed_key_scales: Tensor | None = None,
+        fixed_value_scales: Tensor | None = None,
     ) -> Tensor: ...
 
     def silu_and_mul(self, x: Tensor) -> Tensor: ...

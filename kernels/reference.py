@@ -145,31 +145,45 @@ def store_kv(
     slot_mapping: Tensor,  # i64[num_tokens]
     key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
     value_scales: Tensor | None = None,
+    fixed_key_scales: Tensor | None = None,  # f32[num_kv_heads]; None: the scale follows from each head
+    fixed_value_scales: Tensor | None = None,
 ) -> None:
     """Store K and V of each new token in its slot, quantised if the cache has scales."""
     block_size = key_cache.shape[1]
-    for x, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
+    for x, cache, scales, fixed in (
+        (key, key_cache, key_scales, fixed_key_scales),
+        (value, value_cache, value_scales, fixed_value_scales),
+    ):
         for token, slot in enumerate(slot_mapping.tolist()):
             block = slot // block_size
             place = slot % block_size
             if scales is None:
                 cache[block, place] = x[token]
             else:
-                cache[block, place], scales[block, :, place] = quantize(x[token], cache.dtype)
+                cache[block, place], scales[block, :, place] = quantize(x[token], cache.dtype, fixed)
 
 
-def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # [..., size] -> like x, f32[...]
-    """Return x / scale in `dtype`, and the scale.
+def quantize(
+    x: Tensor,  # [..., size]
+    dtype: torch.dtype,
+    fixed: Tensor | None = None,  # f32 of the last dimensions but size
+) -> tuple[Tensor, Tensor]:  # like x, f32[...]
+    """Return x / scale in `dtype`, clamped to its range, and the scale.
 
-    The scale is the largest absolute value of the last dimension over the largest of the dtype, or NaN if
-    a value is not finite.
+    The scale is the fixed one, or the largest absolute value of the last dimension over the largest of the
+    dtype. It is NaN if a value is not finite.
     """
     x32 = x.float()
     largest = x32.abs().amax(-1)
-    scale = torch.where(largest.isfinite(), largest / QUANTIZED_DTYPES[dtype], torch.nan)
-    # A quotient of tensors: torch computes number / tensor as reciprocal times number, rounded twice.
-    inverse = torch.full_like(largest, QUANTIZED_DTYPES[dtype]) / largest.where(largest > 0, 1.0)
-    divided = x32 * inverse[..., None]
+    most = QUANTIZED_DTYPES[dtype]
+    if fixed is not None:
+        scale = torch.where(largest.isfinite(), fixed, torch.nan)
+        divided = (x32 / fixed[..., None]).clamp(-most, most)
+    else:
+        scale = torch.where(largest.isfinite(), largest / most, torch.nan)
+        # A quotient of tensors: torch computes number / tensor as reciprocal times number, rounded twice.
+        inverse = torch.full_like(largest, most) / largest.where(largest > 0, 1.0)
+        divided = x32 * inverse[..., None]
     if dtype == torch.int8:
         divided = (divided + 0.5).floor()
     return divided.to(dtype), scale
@@ -189,6 +203,8 @@ def rotary_store_kv(
     unit_offset: bool = False,
     key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
     value_scales: Tensor | None = None,
+    fixed_key_scales: Tensor | None = None,  # f32[num_kv_heads]; None: the scale follows from each head
+    fixed_value_scales: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """Normalise query and key heads if there are weights, rotate them, and store K and V in their slots.
 
@@ -205,7 +221,10 @@ def rotary_store_kv(
         key.copy_(rms_norm(key, key_norm_weight, eps, unit_offset=unit_offset))
     rotary(query, key, cos, sin)
     if key_cache is not None and value_cache is not None and slot_mapping is not None:
-        store_kv(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales)
+        store_kv(
+            *(key, value, key_cache, value_cache, slot_mapping),
+            *(key_scales, value_scales, fixed_key_scales, fixed_value_scales),
+        )
     return query
 
 

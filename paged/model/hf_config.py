@@ -99,7 +99,7 @@ def read_config(directory: Path) -> ModelConfig:
     try:
         config = from_hf(hf)
         if quantization := quantization_of(hf):
-            config = replace(config, layer_bits=quantization.layer_bits(config.tensor_names))
+            config = replace(config, layer_bits=quantization.layer_bits(config))
     except (UnsupportedModelError, CheckpointError) as error:
         raise type(error)(f"{file}: {error}") from None
     if GGUF_KEY not in hf:

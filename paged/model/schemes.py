@@ -6,7 +6,7 @@ quantization_config is read as data, for all methods into the same rules.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -16,12 +16,12 @@ import regex
 from ..base.validation import check_bool, check_int
 from ..base.validation import shown as shown_whole
 from ..errors import CheckpointError, UnsupportedModelError
-from .config import LAYERS, TensorNames
+from .config import LAYERS, ModelConfig
 
 Config = Mapping[str, Any]
 Kind = Literal["gptq", "awq", "packed integers", "integers", "fp8", "mxfp4", "nvfp4"]
 # What a file of weights may hold beside them: scales of activations, which are not quantised here, and of K
-# and V, whose cache has scales of its own.
+# and V, which only a cache in fp8 takes: see `weights.kv_scales`.
 UNUSED = (
     *("input_scale", "input_global_scale", "input_zero_point", "activation_scale", "output_scale"),
     *("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "k_zero_point", "v_zero_point"),
@@ -91,13 +91,41 @@ class Quantization:
     method: str
     rule_of: Callable[[Module], Rule]
     quantizes_activations: bool = False
+    kv_scales_are_fp8: bool = True  # if there are any; others are of K and V in another form
 
-    def layer_bits(self, names: TensorNames) -> float | None:
-        """Return the bits that a weight of most layers takes; None: those of floats."""
-        usual = f"{LAYERS}0.mlp.up_proj"
-        known = (name.removesuffix(".") for name in names.all_in_checkpoint(f"{usual}."))
-        scheme = self.rule_of(Module((*known, usual), "Linear")).scheme
-        return None if scheme is None else scheme.bits_per_weight
+    def layer_bits(self, config: ModelConfig) -> float | None:
+        """Return the bits of a weight of the layers by these rules, on average; None: all are floats."""
+        floats = 32 if config.dtype == "float32" else 16
+        num_weights = 0
+        num_bits = 0.0
+        is_quantized = False
+        for name, count in _linears(config):
+            known = (each.removesuffix(".") for each in config.tensor_names.all_in_checkpoint(f"{name}."))
+            scheme = self.rule_of(Module((*known, name), "Linear")).scheme
+            num_weights += count
+            num_bits += count * (floats if scheme is None else scheme.bits_per_weight)
+            is_quantized |= scheme is not None
+        return num_bits / num_weights if is_quantized else None
+
+
+def _linears(config: ModelConfig) -> Iterator[tuple[str, int]]:
+    """Yield the names of the linear modules of all layers, and how many weights each has."""
+    for i, layer in enumerate(config.layers):
+        attention = layer.attention
+        sizes = {"q": attention.num_heads * attention.kv.key_dim}
+        if attention.has_kv:
+            sizes["k"] = attention.kv.num_kv_heads * attention.kv.key_dim
+            if not attention.keys_as_values:
+                sizes["v"] = attention.kv.num_kv_heads * attention.kv.value_dim
+        if attention.stored != "separate":
+            sizes = {"qkv": sum(sizes.values())}
+        sizes["o"] = attention.num_heads * attention.kv.value_dim
+        modules = {f"self_attn.{part}_proj": size for part, size in sizes.items()}
+        mlp = layer.feed_forward
+        up = {"gate_up": 2} if mlp.fused else {"gate": 1, "up": 1} if mlp.gated else {"up": 1}
+        modules |= {f"mlp.{part}_proj": n * mlp.size for part, n in {**up, "down": 1}.items()}
+        for name, size in modules.items():
+            yield f"{LAYERS}{i}.{name}", size * config.hidden_size
 
 
 def quantization_of(hf: Config) -> Quantization | None:
@@ -147,9 +175,21 @@ def _read(config: Config, base_model: object) -> Quantization:
             f"{SUPPORTED}"
         )
     try:
-        return _METHODS[method](config)
+        return replace(_METHODS[method](config), kv_scales_are_fp8=_has_fp8_scales(config))
     except (UnsupportedModelError, CheckpointError) as error:
         raise type(error)(f"quantization_config of quant_method {shown(method)}: {error}") from None
+
+
+def _has_fp8_scales(config: Config) -> bool:
+    """Return whether scales of K and V, if there are any, are for fp8."""
+    config = {**config, **_object(config, "quantization")}
+    if config.get("kv_cache_quant_algo") not in (None, "FP8"):
+        return False
+    scheme = config.get("kv_cache_scheme")
+    if not isinstance(scheme, dict):
+        return scheme is None
+    asked = (("num_bits", 8, 8), ("type", "int", "float"), ("symmetric", True, True))
+    return all(scheme.get(key, default) == wanted for key, default, wanted in asked)
 
 
 def _refuse(key: str, value: object, supported: str) -> NoReturn:
@@ -252,23 +292,41 @@ def _awq(config: Config) -> Quantization:
 
 
 def _auto_round(config: Config) -> Quantization:
-    packing = config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq"
-    match = regex.fullmatch(r"auto_round:(?:auto_)?(gptq|awq)(?::\w+)*", str(packing))
+    packing = config.get("packing_format") or config.get("backend") or "auto"
+    match = regex.fullmatch(
+        r"auto|auto_round(?::(gptqmodel|(?:auto_)?gptq|(?:auto_)?awq)(?::\w+)*)?", str(packing)
+    )
     if match is None:
-        _refuse("packing_format", packing, "'auto_round:auto_gptq' and 'auto_round:auto_awq'")
-    usual = _auto_round_scheme(config, match[1])
-    others = {
-        name: _auto_round_scheme({**config, **_object(_object(config, "extra_config"), name)}, match[1])
-        for name in _object(config, "extra_config")
-    }
+        _refuse("packing_format", packing, ", ".join(f"'auto_round:{each}'" for each in _AUTO_ROUND))
+    layout = "gptq" if packing == "auto" else (match[1] or "gptqmodel").removeprefix("auto_")
+    for key in ("rotation_config", "spinquant_config", "dynamic"):
+        if config.get(key):
+            _refuse(key, config[key], "none")
+    usual = _auto_round_scheme(config, layout)
+    listed = _object(config, "extra_config")
+    others: dict[str, Scheme | None] = {}
+    for name in listed:
+        try:
+            others[name] = _auto_round_scheme({**config, **_object(listed, name)}, layout)
+        except (UnsupportedModelError, CheckpointError) as error:
+            raise type(error)(f"extra_config {shown(name)}: {error}") from None
+    patterns = [(name, _finder(name)) for name in others]
 
     def rule_of(module: Module) -> Rule:
-        for name, scheme in others.items():
-            if name in module.names:
-                return Rule(scheme, f"extra_config {shown(name)}")
+        for name in module.names:
+            if name in others:
+                return Rule(others[name], f"extra_config {shown(name)}")
+        for name, finds in patterns:
+            # AutoRound looks for a pattern in its blocks first, and elsewhere if none has it.
+            if module.kind == "Linear" and finds(module):
+                return Rule(others[name], f"extra_config {shown(name)}", is_certain=False)
         return Rule(usual, "quant_method 'auto-round'", is_certain=False)
 
     return Quantization("auto-round", rule_of)
+
+
+# Of its layouts: those of GPTQ, of GPTQ without the one that is subtracted from zeros, and of AWQ.
+_AUTO_ROUND = ("auto_gptq", "gptqmodel", "auto_awq")
 
 
 def _auto_round_scheme(config: Config, layout: str) -> Scheme | None:
@@ -278,12 +336,14 @@ def _auto_round_scheme(config: Config, layout: str) -> Scheme | None:
         return None
     if (data_type := config.get("data_type", "int")) != "int":
         _refuse("data_type", data_type, "'int'")
+    if (of_activations := config.get("act_bits") or 16) != 16:
+        _refuse("act_bits", of_activations, "16")
     bits = _bits(config, "bits", (4,) if layout == "awq" else (4, 8))
     title = f"AutoRound {bits} bits"
     group = _group(config, "group_size")
     if layout == "awq":
         return Scheme("awq", title, bits, scale_inputs=group, zeros=True)
-    return Scheme("gptq", title, bits, scale_inputs=group, zeros=True, zeros_less_one=True)
+    return Scheme("gptq", title, bits, scale_inputs=group, zeros=True, zeros_less_one=layout == "gptq")
 
 
 def _fp8(config: Config) -> Quantization:
@@ -325,10 +385,12 @@ def _compressed_tensors(config: Config) -> Quantization:
             raise type(error)(f"config_groups {shown(name)}: {error}") from None
         quantizes_activations |= any(group.get(f"{which}_activations") for which in ("input", "output"))
         for target in targets:
-            schemes.setdefault(target, (scheme, name))
+            schemes[target] = scheme, name  # that of the last group, as for compressed-tensors
     ignored = [(pattern, _matcher(pattern)) for pattern in _strings(config, "ignore")]
-    # The most specific first: names, patterns, classes.
-    targets_in_order = sorted(schemes, key=lambda each: (each in ("Linear", "Embedding"), "re:" in each))
+    # The most specific first: names, patterns, classes; several patterns in the order of compressed-tensors.
+    targets_in_order = sorted(
+        schemes, key=lambda each: (each in ("Linear", "Embedding"), "re:" in each, each)
+    )
     wanted = [(target, _matcher(target)) for target in targets_in_order]
 
     def rule_of(module: Module) -> Rule:
@@ -348,7 +410,15 @@ def _matcher(pattern: str) -> Callable[[Module], bool]:
     """Return what tells whether a pattern of compressed-tensors is for a module."""
     if not pattern.startswith("re:"):
         return lambda module: pattern in module.names or pattern == module.kind
-    text = pattern.removeprefix("re:")
+    return _finder(pattern.removeprefix("re:"), pattern, at_start=True)
+
+
+def _finder(text: str, pattern: str | None = None, *, at_start: bool = False) -> Callable[[Module], bool]:
+    """Return what tells whether a regular expression is found in a name of a module, or at its start.
+
+    pattern: the expression as the file has it, for messages.
+    """
+    pattern = text if pattern is None else pattern
     if len(text) > PATTERN_CEILING:
         raise CheckpointError(f"a pattern has {len(text):,} characters; at most {PATTERN_CEILING:,} are read")
     # What takes memory without end: groups that contain themselves, and repeats of repeats.
@@ -358,16 +428,17 @@ def _matcher(pattern: str) -> Callable[[Module], bool]:
         compiled = regex.compile(text)
     except (regex.error, RecursionError, OverflowError) as error:
         raise CheckpointError(f"{shown(pattern)} is no regular expression: {error}") from None
+    find = compiled.match if at_start else compiled.search
 
-    def matches(module: Module) -> bool:
+    def finds(module: Module) -> bool:
         try:
-            return any(compiled.match(name, timeout=MATCH_SECONDS) for name in module.names)
+            return any(find(name, timeout=MATCH_SECONDS) for name in module.names)
         except TimeoutError:
             raise CheckpointError(
                 f"{shown(pattern)} takes more than {MATCH_SECONDS:g} s to match {module.names[0]}"
             ) from None
 
-    return matches
+    return finds
 
 
 def _group_scheme(group: Config, usual_format: object) -> Scheme | None:

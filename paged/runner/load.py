@@ -23,6 +23,7 @@ from ..model.schemes import UNUSED, Quantization, quantization_of
 from ..model.weights.choice import choose_forms
 from ..model.weights.formats.recognizers import recognizers_of
 from ..model.weights.gguf_file import GgufTensor
+from ..model.weights.kv_scales import FoundScales, read_kv_scales
 from ..model.weights.loading import Loader, StoredWeights, check_weights, has_own_head, open_tensors
 from ..model.weights.sources import Sources
 from .compile_bar import compile_bar, has_terminal
@@ -64,8 +65,11 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
     with open_tensors(directory, names) as sources:
         if config.quantization is not None:
             _require_no_blocks(sources, config.quantization)
+        kv_scales = FoundScales({}, frozenset())
         if quantization is not None:
-            sources = _without_unused(sources, quantization)
+            if sizes.kv_dtype == "float8_e4m3fn" and quantization.kv_scales_are_fp8:
+                kv_scales = read_kv_scales(sources, model_config, device)
+            sources = _without_unused(sources, quantization, kv_scales)
         if model_config.tie_word_embeddings and has_own_head(sources):
             model_config = replace(model_config, tie_word_embeddings=False)
         head_dims = {dim for shape in model_config.kv_shapes for dim in (shape.key_dim, shape.value_dim)}
@@ -84,7 +88,7 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
             require_whole_groups(model)
         # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
         check_weights(model.loadables(), sources, names, directory, recognizers)
-        loader = Loader(sources, forms, device, recognizers)
+        loader = Loader(sources, forms, device, recognizers, kv_scales.by_layer)
         try:
             model.load(loader)
         except torch.OutOfMemoryError as error:
@@ -108,12 +112,17 @@ def _require_no_blocks(sources: Sources, quantization: str) -> None:
         )
 
 
-def _without_unused(sources: Sources, quantization: Quantization) -> Sources:
-    """Leave out the scales of activations, of K and of V. Log that they are not used."""
+def _without_unused(sources: Sources, quantization: Quantization, kv_scales: FoundScales) -> Sources:
+    """Leave out the scales of activations, of K and of V. Log which are used.
+
+    kv_scales: those that were read.
+    """
     used = {name: tensor for name, tensor in sources.items() if name.rpartition(".")[2] not in UNUSED}
     if quantization.quantizes_activations:
         logger.info("activations are not quantised: products are computed with the weights alone")
-    if num_unused := len(sources) - len(used):
+    if kv_scales.by_layer:
+        logger.info("K and V have the checkpoint's scales in %d layers", len(kv_scales.by_layer))
+    if num_unused := len(sources) - len(used) - len(kv_scales.names):
         logger.info("%d scales of activations, K and V in the checkpoint are not used", num_unused)
     return used
 

@@ -21,6 +21,7 @@ from paged.model.weights.safetensors_file import SafetensorsFile
 from paged.model.weights.stored import StoredRows
 from tests.support.quantised import (
     Sizes,
+    Stored,
     Writer,
     awq,
     compressed,
@@ -57,7 +58,7 @@ def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
 def auto_round(packing: str, group: int = 32) -> dict[str, Any]:
     return {
         "quant_method": "auto-round",
-        "packing_format": f"auto_round:auto_{packing}",
+        "packing_format": packing,
         "bits": 4,
         "group_size": group,
         "data_type": "int",
@@ -81,8 +82,10 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
     "awq-64": (awq_config(64), awq(Sizes(64))),
     "awq-128": (awq_config(128), awq(Sizes(128, dtype=BF16))),
     "awq-whole": (awq_config(-1), awq(Sizes(-1))),
-    "auto-round-gptq": (auto_round("gptq"), gptq(Sizes())),
-    "auto-round-awq": (auto_round("awq"), awq(Sizes())),
+    "auto-round-gptq": (auto_round("auto_round:auto_gptq"), gptq(Sizes())),
+    "auto-round-awq": (auto_round("auto_round:auto_awq"), awq(Sizes())),
+    "auto-round-gptqmodel": (auto_round("auto_round:gptqmodel"), gptq(Sizes(), plus_one=False)),
+    "auto-round-own": (auto_round("auto_round"), gptq(Sizes(), plus_one=False)),
     "packed-32": (compressed("pack-quantized", int_group(4, 32)), packed(Sizes(dtype=BF16))),
     "packed-128": (compressed("pack-quantized", int_group(4, 128)), packed(Sizes(128))),
     "packed-channel": (compressed("pack-quantized", int_group(4, -1)), packed(Sizes(-1))),
@@ -200,9 +203,23 @@ def test_weight_is_what_its_format_defines(name, size, tmp_path):
         check_seam(weight)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_largest_zero_of_gptq_is_not_wrapped(bits, tmp_path):
+    """A stored 15 of 4 bits is 16, and a stored 255 of 8 bits 256."""
+    per_word = 32 // bits
+    tensors = {
+        "qweight": torch.zeros(32 // per_word, 8, dtype=torch.int32),
+        "qzeros": torch.full((1, 8 // per_word), -1, dtype=torch.int32),
+        "scales": torch.full((1, 8), 0.5, dtype=F16),
+    }
+    expected = torch.full((8, 32), -0.5 * 2**bits)
+    form, _ = loaded(tmp_path, gptq_config(32, bits), {"up_proj": Stored(tensors, expected)})
+    assert torch.equal(form.weight, expected)
+
+
 def check_seam(weight: CodedWeight) -> None:
     """Assert what every form may assume of codes and factors."""
-    scale, zero, offset, scale_unit, _ = weight.factors
+    scale, zero, offset, scale_unit, _, divisor = weight.factors
     rows, inputs = weight.codes.shape
     assert inputs % scale.shape[1] == 0
     assert len(scale) == rows
@@ -215,5 +232,5 @@ def check_seam(weight: CodedWeight) -> None:
         assert zero.shape == scale.shape
         assert scale.dtype in (BF16, F16)
     assert offset is None
-    if scale_unit is not None:
-        assert scale_unit.shape == (rows, 1)
+    for unit in (scale_unit, divisor):
+        assert unit is None or unit.shape == (rows, 1)

@@ -20,7 +20,7 @@ from paged.model.weights.quantization import Int8Weight, int4_codes
 from paged.model.weights.stored import Layout, StoredFormat, StoredPart
 from paged.runner import load
 from tests.support.checkpoints import checkpoint, new_engine, ragged_prompts
-from tests.support.coded_weights import coded_weight
+from tests.support.coded_weights import coded_weight, random_coded
 from tests.support.error_bounds import assert_product
 from tests.support.kernel_cases import DEVICE
 
@@ -113,6 +113,22 @@ def test_an_order_of_inputs(make):
     assert_product(form(x, None), x, weight.floats())
     indices = torch.tensor([19, 3], device=DEVICE)
     assert torch.equal(form.rows(indices), weight.floats()[indices])
+
+
+def test_scales_with_a_divisor_are_widened():
+    """No kernel divides them: both forms have the bits of the quotients."""
+    weight = random_coded("e2m1", "float8 and a divisor", 8, 64, 16)
+    indices = torch.arange(8)
+    assert torch.equal(CodedProduct(weight, "layer", dtype=torch.float32).rows(indices), weight.floats())
+    assert torch.equal(on_device(weight).rows(indices.to(DEVICE)).cpu(), weight.floats())
+
+
+def on_device(weight: CodedWeight) -> PackedCodesWeight | CodedProduct:
+    factors = Factors(*(None if x is None else x.to(DEVICE) for x in weight.factors))
+    moved = replace(weight, codes=weight.codes.to(DEVICE), factors=factors)
+    form = coded_form(moved, "layer", dtype=torch.float32)
+    assert isinstance(form, PackedCodesWeight)
+    return form
 
 
 def test_what_no_kernel_takes_is_left_to_torch():

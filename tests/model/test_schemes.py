@@ -125,6 +125,13 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
         },
         "AutoRound 4 bits",
     ),
+    ("AutoRound without g_idx", auto_round("auto_round", sym=False), "AutoRound 4 bits"),
+    ("AutoRound for GPTQModel", auto_round("auto_round:gptqmodel"), "AutoRound 4 bits"),
+    (
+        "AutoRound with a pattern",
+        auto_round("auto_round:auto_gptq", extra_config={".*self_attn\\.[qk]_proj.*": {"bits": 8}}),
+        "AutoRound 8 bits",
+    ),
     (
         "AutoRound with layers in 8 bits",
         auto_round("auto_round:auto_gptq", extra_config={Q_PROJ: {"bits": 8}}),
@@ -262,6 +269,21 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "AutoRound in its own layout",
         auto_round("auto_round:exllamav2"),
         "packing_format 'auto_round:exllamav2' is not supported",
+    ),
+    (
+        "AutoRound of activations",
+        auto_round("auto_round:auto_gptq", act_bits=8, act_dynamic=True),
+        "act_bits 8 is not supported; supported is 16",
+    ),
+    (
+        "AutoRound with rotations",
+        auto_round("auto_round:auto_gptq", rotation_config={"algorithm": "hadamard"}),
+        "rotation_config {'algorithm': 'hadamard'} is not supported",
+    ),
+    (
+        "AutoRound with layers in 3 bits",
+        auto_round("auto_round:auto_gptq", extra_config={Q_PROJ: {"bits": 3}}),
+        "self_attn.q_proj': bits 3 is not supported; supported is 4 and 8",
     ),
     (
         "AutoRound of MXFP4",
@@ -408,6 +430,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "has groups or repeats of a kind that is not supported",
     ),
     "recursion": (ct("pack-quantized", {}, ignore=["re:(?P<a>(?P>a))"]), "has groups or repeats of a kind"),
+    "a broken pattern of AutoRound": (
+        auto_round("auto_round", extra_config={".*[": {"bits": 8}}),
+        "'.*[' is no regular expression",
+    ),
     "layers are a list": (modelopt("MIXED_PRECISION", quantized_layers=["x"]), "must be an object"),
 }
 
@@ -458,6 +484,45 @@ def test_of_two_patterns_the_first_is_taken():
     assert title_of(config, "model.layers.60.mlp.up_proj") == "fp8"
     assert title_of(config, "model.layers.6.mlp.up_proj") == "NVFP4"
     assert title_of(config, "lm_head") == "floats"
+
+
+def test_targets_of_several_groups_are_ordered_as_by_compressed_tensors():
+    """A target of two groups is that of the last; of two patterns the first one in the alphabet is taken."""
+
+    def size(*targets: list[str]) -> Any:
+        groups = {
+            f"group_{i}": {"targets": own, "weights": weights(4, "int", "group", group_size=32 << i)}
+            for i, own in enumerate(targets)
+        }
+        config = ct("pack-quantized", {}, config_groups=groups)
+        scheme = quantization_of({"quantization_config": config}).rule_of(Module((Q_PROJ,), "Linear")).scheme
+        return scheme and scheme.scale_inputs
+
+    assert size(["Linear"], ["Linear"]) == 64
+    assert size(["re:model.*"], ["re:.*q_proj"]) == 64
+    assert size(["re:.*q_proj"], ["re:model.*"]) == 32
+    assert size(["re:.*q_proj"], [Q_PROJ], ["Linear"]) == 64
+
+
+def test_names_come_before_patterns_in_autoround():
+    """The first of two patterns; a pattern is found anywhere in a name, and not in that of an embedding."""
+    own = {
+        "layers\\.[01]\\.": {"bits": 8, "group_size": -1},
+        ".*q_proj.*": {"bits": 16},
+        "model.layers.0.mlp.up_proj": {"group_size": 64},
+    }
+    config = auto_round("auto_round:gptqmodel", extra_config=own)
+    quantization = quantization_of({"quantization_config": config})
+
+    def size(name: str, kind: Any = "Linear") -> Any:
+        scheme = quantization.rule_of(Module((name,), kind)).scheme
+        return scheme and (scheme.bits, scheme.scale_inputs, scheme.zeros_less_one)
+
+    assert size("model.layers.0.mlp.up_proj") == (4, 64, False)
+    assert size("model.layers.0.self_attn.q_proj") == (8, None, False)
+    assert size("model.layers.2.self_attn.q_proj") is None
+    assert size("model.layers.10.self_attn.k_proj") == (4, 128, False)
+    assert size("layers.0.", "Embedding") == (4, 128, False)
 
 
 def test_rules_call_modules_by_any_of_their_names():

@@ -321,6 +321,56 @@ def test_quantised_cache(shape, dtype):
             assert right.all()
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("which", ["fixed_key_scales", "fixed_value_scales"])
+def test_fixed_scales(dtype, which):
+    """K or V by a scale for each head, clamped; all have the reference's bits, and the others' scales."""
+    if dtype == torch.float8_e4m3fn and DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no e4m3")
+    case = make_case(SHAPES[2], torch.float32, norm="norm")
+    num_blocks, block_size, num_kv_heads, _ = case["key_cache"].shape
+    fixed = torch.linspace(0.7, 1.3, num_kv_heads, device=DEVICE) / (50 if dtype == torch.int8 else 400)
+    names = ("reference", "torch", "triton", "numba") if DEVICE == "cpu" else ("reference", "torch", "triton")
+    written = []
+    for name in names:
+        operation = reference.rotary_store_kv if name == "reference" else load_kernels(name).rotary_store_kv
+        scales = torch.full((2, num_blocks, num_kv_heads, block_size), 0.0, device=DEVICE)
+        caches = torch.zeros(2, *case["key_cache"].shape, dtype=dtype, device=DEVICE)
+        quantised = {"key_cache": caches[0], "value_cache": caches[1], which: fixed}
+        quantised |= {"key_scales": scales[0], "value_scales": scales[1]}
+        operation(**{**case, **quantised, "qkv": case["qkv"].clone()})
+        written.append((caches.float(), scales))
+    blocks, places = case["slot_mapping"] // block_size, case["slot_mapping"] % block_size
+    own = int(which == "fixed_value_scales")
+    most = 127.0 if dtype == torch.int8 else 448.0
+    codes = written[0][0][own][blocks, places]
+    stored = case["qkv"][:, -num_kv_heads:]
+    if own:
+        exact = (stored / fixed[:, None]).clamp(-most, most)
+        assert torch.equal(
+            codes, (exact.add(0.5).floor() if dtype == torch.int8 else exact).to(dtype).float()
+        )
+    assert (codes.abs() == most).any(), "some numbers are clamped"
+    for name, (other_codes, scales) in zip(names, written, strict=True):
+        assert torch.equal(scales[own][blocks, :, places], fixed.expand(len(stored), -1))
+        assert (scales[1 - own][blocks, :, places] != fixed).all()
+        if name == "triton" and (DEVICE == "cuda" or dtype == torch.float8_e4m3fn):
+            # The interpreter's cast loses the carry where it rounds up to a power of two.
+            assert (other_codes == written[0][0]).float().mean() > 0.95
+        elif DEVICE == "cpu":
+            close = torch.isclose(other_codes, written[0][0], rtol=0.13, atol=1.0)
+            assert close.all()
+            assert (other_codes == written[0][0]).float().mean() > 0.999
+
+
+def test_fixed_scales_of_a_plain_cache_are_refused():
+    case = make_case(SHAPES[0], torch.float32, norm=False) | {
+        "fixed_key_scales": torch.ones(2, device=DEVICE)
+    }
+    with pytest.raises(ValueError, match="fixed_key_scales belong to a quantised cache"):
+        load_kernels("triton").rotary_store_kv(**case)
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="numba kernels are for a CPU, tensors here are on a GPU")
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_every_number_is_rounded_as_torch_does(monkeypatch, dtype):
@@ -363,8 +413,11 @@ def test_what_is_not_finite_shows_in_a_quantised_cache(name, wrong):
     scales = torch.zeros(2, num_blocks, num_kv_heads, block_size, device=DEVICE)
     caches = torch.zeros(2, *case["key_cache"].shape, dtype=torch.int8, device=DEVICE)
     quantised = {"key_cache": caches[0], "value_cache": caches[1]}
-    load_kernels(name).rotary_store_kv(**{**case, **quantised}, key_scales=scales[0], value_scales=scales[1])
-    assert int(scales.isnan().sum()) == 1
+    for fixed in (None, torch.ones(2, device=DEVICE)):
+        scales.zero_()
+        quantised |= {"key_scales": scales[0], "value_scales": scales[1], "fixed_value_scales": fixed}
+        load_kernels(name).rotary_store_kv(**{**case, **quantised})
+        assert int(scales.isnan().sum()) == 1
 
 
 @pytest.mark.parametrize(

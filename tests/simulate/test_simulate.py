@@ -31,8 +31,11 @@ from paged.simulate.fleet import Fleet, FleetConfig
 from paged.simulate.model import read_model
 from paged.simulate.timeline import Timeline
 from paged.simulate.workload import Workload
+from tests.support.checkpoints import checkpoint
+from tests.support.quantised import Sizes, gptq, quantised_checkpoint
 from tests.support.specs import windows
 
+GPTQ = {"quant_method": "gptq", "bits": 4}
 MODEL = read_model("demo")  # 4 layers, hidden 256, MLP 512, 8 heads of 64, 2 KV heads, 4096 tokens
 LAYER_PARAMS = 4 * (256 * 8 * 64 + 2 * 256 * 2 * 64 + 8 * 64 * 256 + 3 * 256 * 512)
 HEAD_PARAMS = 4096 * 256
@@ -119,9 +122,38 @@ class TestCost:
         # GPTQ: 4 bits, and for 128 of them a scale of 16 bits and a zero of 4; the embedding has 16.
         given = {"quant_method": "gptq", "bits": 4, "group_size": 128}
         quantization = quantization_of({"quantization_config": given})
-        model = replace(MODEL, layer_bits=quantization.layer_bits(MODEL.tensor_names))
+        model = replace(MODEL, layer_bits=quantization.layer_bits(MODEL))
         free = 24 * 2**30 * 0.5 - (4 + 20 / 128) / 8 * LAYER_PARAMS - 2 * HEAD_PARAMS
         assert blocks_that_fit(model, sheet, 0.5, 16 * KV_BYTES) == free // (16 * KV_BYTES)
+
+    def test_bits_are_those_of_all_layers(self):
+        """Also where the first one, or its MLP, is stored otherwise."""
+        group = {"weights": {"num_bits": 4, "type": "int", "strategy": "channel"}, "format": "pack-quantized"}
+        given = {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": {**group, "targets": ["re:.*mlp.*"]}},
+            "ignore": ["re:.*layers\\.0\\..*"],
+        }
+        quantization = quantization_of({"quantization_config": given})
+        in_codes = 3 * (3 * 256 * 512)  # MLPs of three layers
+        expected = (4 * in_codes + 16 * (LAYER_PARAMS - in_codes)) / LAYER_PARAMS
+        assert quantization.layer_bits(replace(MODEL, dtype="bfloat16")) == pytest.approx(expected)
+
+    def test_bits_are_those_of_the_files_if_they_are_there(self, tmp_path):
+        """Norms, the head and scales of activations are none of them."""
+        config = {**GPTQ, "group_size": 32, "desc_act": True}
+        writer = gptq(Sizes(scale=0.02), act_order=True)
+        source = checkpoint("llama")
+        directory, _ = quantised_checkpoint(
+            source, tmp_path, config, lambda name: writer if "layers.1.mlp" in name else None
+        )
+        model = read_model(str(directory))
+        mlp = 3 * 48 * 80
+        floats = 16 if model.dtype in ("float16", "bfloat16") else 32
+        in_file = mlp * (4 + 20 / 32) + (model.num_layer_params - mlp) * floats
+        assert model.layer_bits == pytest.approx(in_file / model.num_layer_params, rel=0.02)
+        (directory / "model.safetensors").unlink()
+        assert read_model(str(directory)).layer_bits == 4 + 20 / 32
 
     def test_coefficients(self, tmp_path):
         file = tmp_path / "fit.json"

@@ -62,7 +62,7 @@ CODES = ("integers", "e2m1", "iq4_nl", "int8", "float8")
 # By what files have them: a float for each group, alone or with a zero or an offset; or two levels.
 FACTORS = (
     "float32", "float16", "bfloat16", "float16 and zero", "bfloat16 and zero", "float16 and offset",
-    "two levels", "two levels and offset", "float8 in a unit for each output",
+    "two levels", "two levels and offset", "float8 in a unit for each output", "float8 and a divisor",
 )  # fmt: skip
 
 
@@ -106,6 +106,9 @@ def _factors(name: str, num_rows: int, num_groups: int) -> Factors:
         scale_unit, offset_unit = torch.randn(2, *units).half()
         return Factors(scale, offset=offset, scale_unit=scale_unit, offset_unit=offset_unit)
     scale = torch.randint(0, 127, groups, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    if name == "float8 and a divisor":
+        signed = torch.where(torch.rand(groups) < 0.2, -scale.float(), scale.float()).to(scale.dtype)
+        return Factors(signed, scale_divisor=torch.randn(2).repeat_interleave(num_rows // 2)[:, None] * 5000)
     return Factors(scale, scale_unit=torch.rand(num_rows, 1))
 
 

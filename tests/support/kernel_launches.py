@@ -224,6 +224,7 @@ def launch_unpack_step(num_rows: int) -> None:
 
 
 # num_heads, num_kv_heads, head_dim, dtype, norm, dtype of the cache: every shape of tile, full and padded.
+# "fixed" in the place of the norm: with fixed scales of the cache.
 ROTARY_CASES: list[tuple[int, int, int, str, str, str | None]] = [
     (32, 8, 64, "bfloat16", "", None),
     (32, 4, 64, "bfloat16", "norm", None),
@@ -239,6 +240,7 @@ ROTARY_CASES: list[tuple[int, int, int, str, str, str | None]] = [
     (32, 8, 128, "float32", "norm", "int8"),
     (16, 8, 128, "bfloat16", "norm", "float8_e4m3fn"),
     (8, 4, 256, "bfloat16", "norm unit_offset", None),
+    (32, 8, 128, "bfloat16", "fixed", "float8_e4m3fn"),
 ]
 
 
@@ -252,13 +254,17 @@ def launch_rotary_store_kv(
     num_tokens: int = 5,
     cache_dtype: str | None = None,
 ) -> None:
-    """Launch it as a layer does, on the view of a fused projection's output; norm: that of heads, if any."""
+    """Launch it as a layer does, on the view of a fused projection's output.
+
+    norm: that of heads, if any; and "fixed" for fixed scales of the cache.
+    """
     qkv = torch.empty(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     angles = torch.empty(num_tokens, head_dim // 2)
     stored = DTYPES[cache_dtype] if cache_dtype else dtype
     key_cache, value_cache = torch.empty(2, 4, 16, num_kv_heads, head_dim, dtype=stored)
     key_scales, value_scales = torch.empty(2, 4, num_kv_heads, 16) if cache_dtype else (None, None)
-    weight = torch.empty(head_dim, dtype=dtype) if norm else None
+    weight = torch.empty(head_dim, dtype=dtype) if "norm" in norm else None
+    fixed = torch.empty(num_kv_heads) if "fixed" in norm else None
     kernels.rotary_store_kv(
         qkv.unflatten(-1, (-1, head_dim)),
         angles,
@@ -271,6 +277,8 @@ def launch_rotary_store_kv(
         unit_offset="unit_offset" in norm,
         key_scales=key_scales,
         value_scales=value_scales,
+        fixed_key_scales=fixed,
+        fixed_value_scales=fixed,
     )
 
 

@@ -174,6 +174,8 @@ def _rotary_store_kv(kernels: Kernels, generator: random.Random) -> Call:
     if cache_dtype != dtype:
         arguments |= {name: torch.ones(3, num_kv_heads, size) for name in ("key_scales", "value_scales")}
         written += ("key_scales", "value_scales")
+        if generator.random() < 0.3:
+            arguments["fixed_key_scales"] = torch.rand(num_kv_heads) + 0.01
     return Call(
         "rotary_store_kv",
         kernels.rotary_store_kv,

@@ -20,7 +20,7 @@ from .panels import CODE_KINDS, CODE_PAIR_KINDS, Panels, check_outputs, check_pa
 _CPU = torch.device("cpu")
 _INPUTS_AT_A_TIME = 256  # of all rows of a panel: they stay in the L1 cache
 _NUMBERS_AT_A_TIME = 2**22  # of a search, to limit its memory
-_NAMES = "scale", "zero", "offset", "scale_unit", "offset_unit"
+_NAMES = "scale", "zero", "offset", "scale_unit", "offset_unit", "low_unit"
 _INTEGERS = torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64
 _FLOATS = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 # What holds all integers up to a limit, the narrowest first.
@@ -35,6 +35,7 @@ def pack_codes(
     offset: Tensor | None = None,
     scale_unit: Tensor | None = None,
     offset_unit: Tensor | None = None,
+    scale_divisor: Tensor | None = None,
     *,
     table: Sequence[float] | None = None,
     pairs: bool = False,
@@ -43,14 +44,17 @@ def pack_codes(
     """Pack a weight of number * scale + offset, or number * scale - zero * scale; see `linear.pack`.
 
     In float32 the product with the number and the sum are rounded together, once; scales and offsets that
-    have a unit are multiplied by it first.
+    have a unit are multiplied by it first, and scales that have a divisor are divided by it.
 
     codes: u8[out_features, in_features], places in a table of 16 numbers; or i8 or float8_e4m3fn, which are
         the numbers.
     scale, zero, offset: [out_features, num_groups], each for the same number of inputs, a multiple of 16.
-    scale_unit, offset_unit: [out_features, num_units], each for the same number of groups.
+    scale_unit, offset_unit, scale_divisor: [out_features, num_units], each for the same number of groups.
     """
-    factors = dict(zip(_NAMES, (scale, zero, offset, scale_unit, offset_unit), strict=True))
+    low_unit = None
+    if scale_divisor is not None:
+        scale, scale_unit, low_unit = _as_product(scale, scale_unit, scale_divisor)
+    factors = dict(zip(_NAMES, (scale, zero, offset, scale_unit, offset_unit, low_unit), strict=True))
     given = {name: x for name, x in factors.items() if x is not None}
     _check_codes(codes, table, pairs=pairs, gated=gated)
     _check_factors(codes, given)
@@ -67,6 +71,46 @@ def pack_codes(
     return Panels(
         memory.view(codes.dtype), _lay_out(kept, table, in_features, gated=gated), out_features, gated
     )
+
+
+def _as_product(
+    scale: Tensor, scale_unit: Tensor | None, divisor: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return scales, and their units in two parts, whose products have the bits of quotients.
+
+    Where there are no such units for all numbers of e4m3, which is rare, the scales are the quotients.
+    """
+    check_dtype("scale", scale, (torch.float8_e4m3fn,))
+    check_shape("scale_divisor", divisor, (len(scale), None), torch.float32)
+    check_multiple("num_groups", scale.shape[1], "num_divisors", divisor.shape[1])
+    if scale_unit is not None:
+        raise ValueError("scales have a unit or a divisor, got both")
+    exact = 1 / divisor.double()
+    # The high part is rounded towards 0, so that both have the sign of a scale of 0.
+    high = exact.float()
+    high = torch.where(high.double().abs() > exact.abs(), high.nextafter(torch.zeros_like(high)), high)
+    low = (exact - high.double()).float().copysign(high)
+    if _are_quotients(divisor.unique()):
+        return scale, high, low
+    return scale.float() / divisor.repeat_interleave(scale.shape[1] // divisor.shape[1], 1), None, None
+
+
+def _are_quotients(divisor: Tensor) -> bool:  # [n]
+    """Return whether numbers of e4m3 times a unit in two parts round to their quotients.
+
+    The sum of both products differs from a quotient by less than 2^-46 of it before it is rounded. It must
+    be so far from the next number halfway between two of float32.
+    """
+    if not bool(((divisor.abs() > 2.0**-60) & (divisor.abs() < 2.0**60)).all()):
+        return False  # a low part that is subnormal may count as 0
+    numbers = torch.arange(1, 127, dtype=torch.uint8, device=_CPU).view(torch.float8_e4m3fn).float()
+    divisor = divisor.abs()[:, None]
+    quotient = numbers / divisor
+    exact = numbers.double() / divisor.double()
+    above = (quotient.nextafter(torch.full_like(quotient, torch.inf)).double() + quotient.double()) / 2
+    below = (quotient.nextafter(torch.zeros_like(quotient)).double() + quotient.double()) / 2
+    spare = exact * 2.0**-46
+    return bool(((exact + spare < above) & (exact - spare > below)).all())
 
 
 def _lay_out(
@@ -130,6 +174,7 @@ def is_exact(
     offset: Tensor | None = None,
     scale_unit: Tensor | None = None,
     offset_unit: Tensor | None = None,  # noqa: ARG001
+    scale_divisor: Tensor | None = None,
     *,
     table: Sequence[float] | None = None,
 ) -> bool:
@@ -140,6 +185,8 @@ def is_exact(
     scales = scale.float()
     if scale_unit is not None:
         scales = scales * scale_unit.float().repeat_interleave(scales.shape[1] // scale_unit.shape[1], 1)
+    if scale_divisor is not None:
+        scales = scales / scale_divisor.repeat_interleave(scales.shape[1] // scale_divisor.shape[1], 1)
     if codes.dtype == torch.float8_e4m3fn and not (scales.abs() / E4M3_UNIT).isfinite().all():
         return False
     if zero is not None and offset is not None:

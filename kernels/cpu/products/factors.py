@@ -3,7 +3,8 @@
 They keep the file's precision, in one or two levels, in memory of their own: a head of int64 and the table of
 codes, then for each panel its groups, and after them its units. A group has PANEL scales, and PANEL zeros or
 offsets if there are any; a unit, which several groups share, has what their scales and offsets are multiplied
-by.
+by. The low part of a scale's unit is what float32 lacks of it: a scale times a unit in two parts has the bits
+of a quotient, where the unit is a reciprocal.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import numpy as np
 from ..simd.gather import fetch_line
 from ..simd.memory import LINE, LOADERS, get_long, item_size, load, set_long, store
 from ..simd.numbers import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8, ITEM_SIZES
-from ..simd.vectors import LANES, VECTOR_BYTES, dispatch, function, multiply, splat
+from ..simd.vectors import LANES, VECTOR_BYTES, dispatch, fma, function, multiply, splat
 from .codes import E4M3_UNIT, EXPANDED_HEAD_BYTES, GROUP_BYTES, GROUP_SHIFT_AT, TABLE_SIZE
 from .kinds import CODES4, CODES4_PAIRS, E4M3, E4M3_PAIRS
 from .reader import PANEL
@@ -21,6 +22,7 @@ from .reader import PANEL
 LEAST_GROUP = 16  # inputs
 MOST_GROUP = 128  # a larger one is read as several that have the same factors
 NONE = -1  # in place of the kind of what a weight does not have
+WRITE, MULTIPLY, ADD = range(3)  # what is done with factors: see _expander
 
 
 class FactorHead(NamedTuple):
@@ -35,6 +37,7 @@ class FactorHead(NamedTuple):
     offset: int
     scale_unit: int
     offset_unit: int
+    low_unit: int
     units_at: int  # bytes of a panel's groups, which its units follow
     panel_bytes: int
 
@@ -52,13 +55,14 @@ def head_of(
     offset: int = NONE,
     scale_unit: int = NONE,
     offset_unit: int = NONE,
+    low_unit: int = NONE,
 ) -> FactorHead:
     """Make the head of factors of these kinds, for groups of a size that `group_of` knows."""
     group_bytes = PANEL * sum(ITEM_SIZES[kind] for kind in (scale, zero, offset) if kind != NONE)
-    unit_bytes = PANEL * sum(ITEM_SIZES[kind] for kind in (scale_unit, offset_unit) if kind != NONE)
+    unit_bytes = PANEL * sum(ITEM_SIZES[kind] for kind in (scale_unit, offset_unit, low_unit) if kind != NONE)
     units_at = in_features // stored_group * group_bytes
     panel_bytes = units_at + in_features // (stored_group * unit_groups) * unit_bytes
-    kinds = scale, zero, offset, scale_unit, offset_unit
+    kinds = scale, zero, offset, scale_unit, offset_unit, low_unit
     return FactorHead(group_of(stored_group), stored_group, unit_groups, *kinds, units_at, panel_bytes)
 
 
@@ -70,12 +74,14 @@ def group_of(stored_group: int) -> int:
 def is_valid_head(head: FactorHead, in_features: int) -> bool:
     """Return whether this is the head of the factors of a weight with so many inputs."""
     _, stored_group, unit_groups, *kinds, _, _ = head
-    scale, zero, offset, _, offset_unit = kinds
+    scale, zero, offset, scale_unit, offset_unit, low_unit = kinds
     if min(stored_group, unit_groups) < 1 or in_features % (stored_group * unit_groups):
         return False
     if not all(NONE <= kind < len(ITEM_SIZES) for kind in kinds) or scale == NONE:
         return False
     if NONE not in (zero, offset) or (offset == NONE and offset_unit != NONE):
+        return False
+    if low_unit != NONE and scale_unit == NONE:
         return False
     is_readable = group_of(stored_group) >= LEAST_GROUP
     return is_readable and head == head_of(in_features, stored_group, unit_groups, *kinds)
@@ -117,11 +123,14 @@ def _load_head(address):
         get_long(address + 56),
         get_long(address + 64),
         get_long(address + 72),
+        get_long(address + 80),
     )
 
 
 def _expander(kind: int) -> Any:
     """Make a function that writes numbers of one kind as float32, or multiplies those at `to` by them.
+
+    mode: WRITE, MULTIPLY, or ADD, which multiplies, and adds the summands.
 
     The PANEL numbers of each of `count` groups go to the first two vectors at `to`. `left` groups have those
     at the source, the next `repeat` the ones that are `stride` bytes further, and so on.
@@ -130,12 +139,16 @@ def _expander(kind: int) -> Any:
     half = LANES * ITEM_SIZES[kind]
 
     @function
-    def expand(source, stride, left, repeat, to, count, is_factor):
+    def expand(source, stride, left, repeat, to, count, mode):
         while count > 0:
             low = load_numbers(source)
             high = load_numbers(source + half)
             for _ in range(min(left, count)):
-                if is_factor:
+                if mode == ADD:
+                    summand = to + 2 * VECTOR_BYTES
+                    store(to, fma(low, load(to), load(summand)))
+                    store(to + VECTOR_BYTES, fma(high, load(to + VECTOR_BYTES), load(summand + VECTOR_BYTES)))
+                elif mode == MULTIPLY:
                     store(to, multiply(low, load(to)))
                     store(to + VECTOR_BYTES, multiply(high, load(to + VECTOR_BYTES)))
                 else:
@@ -149,7 +162,7 @@ def _expander(kind: int) -> Any:
     return expand
 
 
-# _expand(kind, source, stride, left, repeat, to, count, is_factor)
+# _expand(kind, source, stride, left, repeat, to, count, mode)
 _expand = dispatch({kind: _expander(kind) for kind in (FLOAT16, FLOAT32, BFLOAT16, INT8, FLOAT8)})
 
 
@@ -211,20 +224,25 @@ def expand_factors(kind, factors, panel, start, steps, most, to):
     unit_left = unit_repeat - first % unit_repeat
     summand = head.zero if head.zero != NONE else head.offset
     stride = _size(head.scale) + _size(summand)
-    unit_stride = _size(head.scale_unit) + _size(head.offset_unit)
+    unit_stride = _size(head.scale_unit) + _size(head.offset_unit) + _size(head.low_unit)
     panel_at = factors + FACTORS_AT + panel * head.panel_bytes
     own = panel_at + first // repeat * stride
     unit = panel_at + head.units_at + first // unit_repeat * unit_stride
-    _expand(head.scale, own, stride, left, repeat, to, count, False)
+    _expand(head.scale, own, stride, left, repeat, to, count, WRITE)
+    if head.low_unit != NONE:
+        low_unit = unit + _size(head.scale_unit) + _size(head.offset_unit)
+        _expand(head.scale, own, stride, left, repeat, summands, count, WRITE)
+        _expand(head.low_unit, low_unit, unit_stride, unit_left, unit_repeat, summands, count, MULTIPLY)
     if head.scale_unit != NONE:
-        _expand(head.scale_unit, unit, unit_stride, unit_left, unit_repeat, to, count, True)
+        mode = MULTIPLY if head.low_unit == NONE else ADD
+        _expand(head.scale_unit, unit, unit_stride, unit_left, unit_repeat, to, count, mode)
     if summand == NONE:
         _fill(summands, count, -0.0)  # leaves all numbers as they are
     else:
-        _expand(summand, own + _size(head.scale), stride, left, repeat, summands, count, False)
+        _expand(summand, own + _size(head.scale), stride, left, repeat, summands, count, WRITE)
     if head.offset_unit != NONE:
         offset_unit = unit + _size(head.scale_unit)
-        _expand(head.offset_unit, offset_unit, unit_stride, unit_left, unit_repeat, summands, count, True)
+        _expand(head.offset_unit, offset_unit, unit_stride, unit_left, unit_repeat, summands, count, MULTIPLY)
     if head.zero != NONE:
         _multiply(summands, count, to - summands, -1.0)
     # Meanwhile bring those of the next part, which the hardware would not foresee.

@@ -8,16 +8,29 @@ from torch import Tensor
 from ...arguments import checked
 from ...plain.rows.rotary_store_kv import rotary_store_kv as by_torch
 from ..launch.tasks import Task, addresses, are_contiguous
-from ..simd.memory import get_long, item_size, load_some_as, set_float, some_of, store_some_as
+from ..simd.memory import get_float, get_long, item_size, load_some_as, set_float, some_of, store_some_as
 from ..simd.numbers import FLOAT32, INT8, ITEM_SIZES, KINDS
-from ..simd.vectors import LANES, add, fma, function, greater, highest, multiply, splat, subtract, total
+from ..simd.vectors import (
+    LANES,
+    add,
+    divide,
+    fma,
+    function,
+    greater,
+    highest,
+    multiply,
+    splat,
+    subtract,
+    total,
+    where_greater,
+)
 from .rms_norm import make_normalize
 from .row_kernel import by_kind, rows_of_unit, units_of_rows
 
 ROTARY_STORE_KV = Task(
     (
         "qkv", "cos", "sin", "key_cache", "value_cache", "slot_mapping", "query_norm", "key_norm",
-        "key_scales", "value_scales",
+        "key_scales", "value_scales", "fixed_key_scales", "fixed_value_scales",
     ),
     (
         "kind", "cache_kind", "unit_offset",
@@ -65,7 +78,7 @@ def _rotary_row(kind: int) -> Any:
 
 
 def _make_store(store_head: Any) -> Any:
-    """Make store_kv(args, row), which stores K and V by store_head(args, head, to, scale)."""
+    """Make store_kv(args, row), which stores K and V by store_head(args, head, to, scale, fixed)."""
 
     @function
     def store_kv(args, row):
@@ -80,8 +93,10 @@ def _make_store(store_head: Any) -> Any:
             to = 4 * ((block * args.num_kv_heads + i) * args.block_size + place)
             key_scale = args.key_scales + to if args.key_scales else 0
             value_scale = args.value_scales + to if args.value_scales else 0
-            store_head(args, key, key_to + i * args.key_head_stride, key_scale)
-            store_head(args, value, value_to + i * args.value_head_stride, value_scale)
+            key_fixed = args.fixed_key_scales + 4 * i if args.fixed_key_scales else 0
+            value_fixed = args.fixed_value_scales + 4 * i if args.fixed_value_scales else 0
+            store_head(args, key, key_to + i * args.key_head_stride, key_scale, key_fixed)
+            store_head(args, value, value_to + i * args.value_head_stride, value_scale, value_fixed)
 
     return store_kv
 
@@ -92,7 +107,7 @@ def _store_row(kind: int) -> Any:
     (load, store) = some_of(kind)
 
     @function
-    def store_head(args, head, to, scale):  # noqa: ARG001
+    def store_head(args, head, to, scale, fixed):  # noqa: ARG001
         for d in range(0, args.head_dim, LANES):
             left = args.head_dim - d
             store(to + d * size_of, load(head + d * size_of, left), left)
@@ -118,8 +133,34 @@ def _scale_of(kind, head, dim, cache_kind, scale):
 
 
 @function
-def _store_head_as(args, head, to, scale):
-    """Store a head in a cache of another kind. scale: 0, or where the scale of a quantized head belongs."""
+def _store_divided(args, head, to, scale, fixed):
+    """Store a head divided by the scale at `fixed`, clamped to the range of a quantized cache."""
+    dim = args.head_dim
+    size = item_size(args.kind)
+    cache_size = item_size(args.cache_kind)
+    divisor = get_float(fixed)
+    zero = splat(np.float32(0.0))
+    most = splat(np.float32(127.0) if args.cache_kind == INT8 else np.float32(448.0))
+    least = subtract(zero, most)
+    nan = zero
+    for d in range(0, dim, LANES):
+        x = load_some_as(args.kind, head + d * size, dim - d)
+        nan = fma(x, zero, nan)
+        x = divide(x, splat(divisor))
+        x = where_greater(x, most, most, where_greater(least, x, least, x))
+        store_some_as(args.cache_kind, to + d * cache_size, x, dim - d)
+    set_float(scale, divisor + total(nan))
+
+
+@function
+def _store_head_as(args, head, to, scale, fixed):
+    """Store a head in a cache of another kind.
+
+    scale: 0, or where the scale of a quantized head belongs. fixed: 0, or where to read it.
+    """
+    if fixed:
+        _store_divided(args, head, to, scale, fixed)
+        return
     kind = args.kind
     cache_kind = args.cache_kind
     dim = args.head_dim
@@ -166,6 +207,8 @@ def rotary_store_kv(
     unit_offset: bool = False,
     key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantized cache
     value_scales: Tensor | None = None,
+    fixed_key_scales: Tensor | None = None,  # f32[num_kv_heads]; None: the scale follows from each head
+    fixed_value_scales: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """Apply QK norm and rotary embeddings, store K and V; see `reference.rotary_store_kv`."""
     num_tokens, num_rows, head_dim = qkv.shape
@@ -195,12 +238,15 @@ def rotary_store_kv(
             unit_offset=unit_offset,
             key_scales=key_scales,
             value_scales=value_scales,
+            fixed_key_scales=fixed_key_scales,
+            fixed_value_scales=fixed_value_scales,
         )
     num_units, per_unit = units_of_rows(num_tokens, num_rows * head_dim)
     ROTARY_STORE_KV.run(
         num_units,
         *addresses(qkv, cos, sin, key_cache, value_cache, slot_mapping),
         *addresses(query_norm_weight, key_norm_weight, key_scales, value_scales),
+        *addresses(fixed_key_scales, fixed_value_scales),
         *(KINDS[qkv.dtype], KINDS[cache_dtype], unit_offset),
         *(num_tokens, num_heads, num_kv_heads, head_dim, block_size),
         *(stride * qkv.itemsize for stride in qkv.stride()[:2]),

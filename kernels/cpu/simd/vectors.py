@@ -102,6 +102,12 @@ def multiply(builder: Any, x: Any, y: Any) -> Any:
     return builder.fmul(x, y)
 
 
+@operation(vector, vector, vector)
+def divide(builder: Any, x: Any, y: Any) -> Any:
+    """Return x / y."""
+    return builder.fdiv(x, y)
+
+
 @operation(vector, vector, vector, vector)
 def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
     """Return x y + z, rounded once."""

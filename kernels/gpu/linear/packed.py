@@ -86,6 +86,7 @@ def pack_codes(
     offset: Tensor | None = None,
     scale_unit: Tensor | None = None,  # [num_outputs, num_units]
     offset_unit: Tensor | None = None,
+    scale_divisor: Tensor | None = None,
     *,
     table: tuple[float, ...] | None = None,
 ) -> PackedCodes:
@@ -96,6 +97,9 @@ def pack_codes(
     """
     numbers = _numbers_of(codes, table)
     num_outputs, num_inputs = codes.shape
+    if scale_divisor is not None:
+        check_multiple("num_groups", scale.shape[1], "num_divisors", scale_divisor.shape[1])
+        scale = scale.float() / scale_divisor.repeat_interleave(scale.shape[1] // scale_divisor.shape[1], 1)
     group = _group_of(codes, scale, zero, offset)
     tile = SUB * (4 if table is None else 8)
     scale, scale_unit, unit = _with_unit(scale, scale_unit, num_inputs, tile)

@@ -48,6 +48,7 @@ def _normalise(
 def _store_kv(
     head_ptr,  # [BLOCK_HEADS, BLOCK_HALF], where the first halves go
     scale_ptr,  # [BLOCK_HEADS], or None
+    fixed_ptr,  # [BLOCK_HEADS], where to read the scales; None: they follow from the heads
     x1,
     x2,
     mask_head,
@@ -58,14 +59,21 @@ def _store_kv(
     """Write heads of K or V into the cache, quantised if it has scales."""
     if scale_ptr is not None:
         x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
-        largest = tl.maximum(tl.max(tl.abs(x1), axis=1), tl.max(tl.abs(x2), axis=1))
-        # A maximum ignores NaN. This sum is NaN if a value is NaN or infinite, else 0: the scale shows it.
-        scale = largest / LARGEST + tl.sum(x1 * 0.0 + x2 * 0.0, axis=1)
-        inverse = (LARGEST / tl.where(largest > 0.0, largest, 1.0))[:, None]
-        x1, x2 = x1 * inverse, x2 * inverse
+        # NaN if a value is NaN or infinite, else 0: the scale shows it.
+        nan = tl.sum(x1 * 0.0 + x2 * 0.0, axis=1)
+        if fixed_ptr is not None:
+            scale = tl.load(fixed_ptr, mask=mask_head, other=1.0)
+            x1, x2 = tl.div_rn(x1, scale[:, None]), tl.div_rn(x2, scale[:, None])
+            x1 = tl.minimum(tl.maximum(x1, -LARGEST), LARGEST)
+            x2 = tl.minimum(tl.maximum(x2, -LARGEST), LARGEST)
+        else:
+            largest = tl.maximum(tl.max(tl.abs(x1), axis=1), tl.max(tl.abs(x2), axis=1))
+            scale = largest / LARGEST
+            inverse = (LARGEST / tl.where(largest > 0.0, largest, 1.0))[:, None]
+            x1, x2 = x1 * inverse, x2 * inverse
         if head_ptr.dtype.element_ty == tl.int8:
             x1, x2 = tl.floor(x1 + 0.5), tl.floor(x2 + 0.5)
-        tl.store(scale_ptr, scale, mask=mask_head)
+        tl.store(scale_ptr, scale + nan, mask=mask_head)
     mask = mask_head[:, None] & mask_d
     tl.store(head_ptr, x1.to(head_ptr.dtype.element_ty), mask=mask)
     tl.store(head_ptr + HALF, x2.to(head_ptr.dtype.element_ty), mask=mask)
@@ -80,6 +88,8 @@ def _rotary_store_kv_kernel(
     value_cache_ptr,
     key_scale_ptr,  # None where the cache is not quantised
     value_scale_ptr,
+    fixed_key_ptr,  # None where scales follow from the heads
+    fixed_value_ptr,
     slot_mapping_ptr,
     query_weight_ptr,  # None where there is no norm
     key_weight_ptr,
@@ -143,9 +153,16 @@ def _rotary_store_kv_kernel(
             offs_scale = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
             key_scale_ptr += offs_scale
             value_scale_ptr += offs_scale
+        if fixed_key_ptr is not None:
+            fixed_key_ptr += kv_head
+        if fixed_value_ptr is not None:
+            fixed_value_ptr += kv_head
+        key_ptr = key_cache_ptr + offs_cache
         value_ptr = value_cache_ptr + offs_cache
-        _store_kv(key_cache_ptr + offs_cache, key_scale_ptr, x1, x2, is_key, mask_d, HALF, LARGEST)
-        _store_kv(value_ptr, value_scale_ptr, value1, value2, is_value, mask_d, HALF, LARGEST)
+        _store_kv(key_ptr, key_scale_ptr, fixed_key_ptr, x1, x2, is_key, mask_d, HALF, LARGEST)
+        _store_kv(
+            value_ptr, value_scale_ptr, fixed_value_ptr, value1, value2, is_value, mask_d, HALF, LARGEST
+        )
 
 
 def rotary_store_kv(
@@ -162,6 +179,8 @@ def rotary_store_kv(
     unit_offset: bool = False,
     key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], written in place
     value_scales: Tensor | None = None,  # like key_scales, of an fp8 or int8 cache
+    fixed_key_scales: Tensor | None = None,  # f32[num_kv_heads], or None
+    fixed_value_scales: Tensor | None = None,  # like fixed_key_scales
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """Return the query, normalised and rotated; store the key, likewise, and the value in their slots.
 
@@ -174,22 +193,24 @@ def rotary_store_kv(
     of qkv are undefined afterwards. Without caches qkv has query heads only, and key_norm_weight is None.
 
     Two tokens must not share a slot. A quantised cache holds every head divided by a scale of its own: its
-    largest absolute value over the largest of the dtype (int8: rounded to nearest, halves up). A plain cache
-    has qkv's dtype, or float16 or bfloat16 where that is float32.
+    largest absolute value over the largest of the dtype (int8: rounded to nearest, halves up); or by a fixed
+    scale, clamped to the range of the dtype. A plain cache has qkv's dtype, or float16 or bfloat16 where that
+    is float32.
 
     Raises ValueError for a shape, dtype, stride or device that does not fit, and in debug mode (see `checks`)
     for a slot outside the cache or named twice.
     """
     tensors = qkv, cos, sin, key_cache, value_cache, slot_mapping
     weights, scales = (query_norm_weight, key_norm_weight), (key_scales, value_scales)
-    key = combination((*tensors, *weights, *scales), eps, unit_offset)
-    launch, num_heads = _launches.find(key, *tensors, *weights, eps, unit_offset, *scales)
+    fixed = fixed_key_scales, fixed_value_scales
+    key = combination((*tensors, *weights, *scales, *fixed), eps, unit_offset)
+    launch, num_heads = _launches.find(key, *tensors, *weights, eps, unit_offset, *scales, *fixed)
     for name, keys, values in (("cache", key_cache, value_cache), ("scales", *scales)):
         if keys is not None and values is not None and keys.data_ptr() == values.data_ptr() and keys.numel():
             raise ValueError(f"key_{name} and value_{name} are both written, and must not be the same memory")
     if key_cache is None:
         weights = query_norm_weight, query_norm_weight  # the kernel has both or neither
-    launch(qkv, cos, sin, key_cache, value_cache, *scales, slot_mapping, *weights)
+    launch(qkv, cos, sin, key_cache, value_cache, *scales, *fixed, slot_mapping, *weights)
     return qkv[:, :num_heads]
 
 
@@ -207,6 +228,8 @@ def _bind(
     unit_offset: bool,
     key_scales: Tensor | None,  # noqa: ARG001  (checked)
     value_scales: Tensor | None,  # noqa: ARG001
+    fixed_key_scales: Tensor | None,  # noqa: ARG001
+    fixed_value_scales: Tensor | None,  # noqa: ARG001
 ) -> tuple[BoundLaunch, int]:
     """Check the arguments. Return the launch, and the number of query heads."""
     check_launchable("qkv", qkv)

@@ -22,6 +22,8 @@ def rotary_store_kv(
     unit_offset: bool = False,
     key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
     value_scales: Tensor | None = None,
+    fixed_key_scales: Tensor | None = None,  # f32[num_kv_heads]; None: the scale follows from each head
+    fixed_value_scales: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """Apply QK norm and rotary, and store K and V in their slots; see `reference.rotary_store_kv`."""
     num_kv_heads = 0 if key_cache is None else key_cache.shape[2]
@@ -46,8 +48,8 @@ def rotary_store_kv(
     half1.copy_(rotated1)
     half2.copy_(rotated2)
     if key_cache is not None and value_cache is not None and slot_mapping is not None:
-        _store(heads[:, num_heads:], key_cache, slot_mapping, key_scales)
-        _store(value, value_cache, slot_mapping, value_scales)
+        _store(heads[:, num_heads:], key_cache, slot_mapping, key_scales, fixed_key_scales)
+        _store(value, value_cache, slot_mapping, value_scales, fixed_value_scales)
     return query
 
 
@@ -55,13 +57,13 @@ def _weighted(x32: Tensor, weight: Tensor, dtype: torch.dtype, unit_offset: bool
     return (x32 * (1 + weight.float())).to(dtype) if unit_offset else x32.to(dtype) * weight
 
 
-def _store(x: Tensor, cache: Tensor, slots: Tensor, scales: Tensor | None) -> None:
+def _store(x: Tensor, cache: Tensor, slots: Tensor, scales: Tensor | None, fixed: Tensor | None) -> None:
     """Store K or V, [num_tokens, num_kv_heads, head_dim], in their slots, quantised if there are scales."""
     block_size = cache.shape[1]
     if scales is None:
         x = x.to(cache.dtype)
     else:
-        x, scale = quantize(x, cache.dtype)
+        x, scale = quantize(x, cache.dtype, fixed)
         scales[slots // block_size, :, slots % block_size] = scale
         # index_copy_ takes no fp8 on a CPU
         x = x.view(torch.int8)

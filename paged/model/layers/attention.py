@@ -12,7 +12,8 @@ from ...kernels.backend import Kernels
 from ..batch import Batch, Queries
 from ..cache.kv_cache import KVCache
 from ..config import LAYERS, ModelConfig
-from ..weights.loading import Loadable
+from ..weights.kv_scales import KVScales
+from ..weights.loading import Loadable, Loader
 from ..weights.stored import StoredRows
 from .linear import Linear
 from .norms import RMSNorm
@@ -48,6 +49,7 @@ class Attention(Loadable):
         # float32 in a model of any dtype, as the kernels take them.
         sinks = torch.empty(spec.num_heads, dtype=torch.float32)
         self.sinks = nn.Parameter(sinks, requires_grad=False) if spec.sinks else None
+        self.kv_scales = KVScales(None, None)
         self.query_norm = self.key_norm = self.value_norm = None
         eps = config.norm.eps
         unit_offset = config.norm.unit_offset
@@ -64,6 +66,11 @@ class Attention(Loadable):
                 self.key_norm = norm_of("k", kv_size)
         if spec.value_norm and spec.has_kv:
             self.value_norm = RMSNorm(self.head_dim, eps, kernels, name=None)
+
+    def load(self, loader: Loader) -> None:
+        """Read the sinks, and take the scales of the cache."""
+        super().load(loader)
+        self.kv_scales = loader.kv_scales.get(self.layer, self.kv_scales)
 
     def project(
         self, hidden: Tensor, rows: TokenRows, batch: Batch, kv_cache: KVCache
@@ -94,6 +101,11 @@ class Attention(Loadable):
         if self.spec.has_kv:
             key_cache, value_cache, key_scales, value_scales = kv_cache.layer(self.layer)
             options |= {"key_scales": key_scales, "value_scales": value_scales}
+            if key_scales is not None:
+                options |= {
+                    "fixed_key_scales": self.kv_scales.key,
+                    "fixed_value_scales": self.kv_scales.value,
+                }
             caches = key_cache, value_cache, batch.slot_mapping[kv_cache.group_of[self.layer]]
         query = self.kernels.rotary_store_kv(qkv, angles.cos, angles.sin, *caches, **options)
         if angles.query_factors is not None:

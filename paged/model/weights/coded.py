@@ -13,7 +13,8 @@ class Factors(NamedTuple):
     """What codes are multiplied by, and what is subtracted before or added after: by row and group of inputs.
 
     All have shape [num_rows, num_groups], but units: [num_rows, num_units], each for as many groups that
-    follow each other. Scales and offsets that have a unit are integers, or float8, of it: two levels.
+    follow each other. Scales and offsets that have a unit are integers, or float8, of it: two levels. A
+    divisor is shaped like a unit, and float8 scales are divided by it.
     """
 
     scale: Tensor
@@ -21,9 +22,12 @@ class Factors(NamedTuple):
     offset: Tensor | None = None
     scale_unit: Tensor | None = None
     offset_unit: Tensor | None = None
+    scale_divisor: Tensor | None = None  # not beside a unit
 
     def scales(self) -> Tensor:
-        """Return the scales in float32: a scale times its unit, rounded once."""
+        """Return the scales in float32: a scale times its unit, or over its divisor, rounded once."""
+        if self.scale_divisor is not None:
+            return self.scale.float() / _by_group(self.scale_divisor, self.scale)
         return _with_unit(self.scale, self.scale_unit)
 
     def offsets(self) -> Tensor | None:
@@ -94,4 +98,9 @@ Weight = Tensor | CodedWeight  # floats, or codes
 def _with_unit(x: Tensor, unit: Tensor | None) -> Tensor:
     if unit is None:
         return x.float()
-    return x.float() * unit.float().repeat_interleave(x.shape[1] // unit.shape[1], dim=1)
+    return x.float() * _by_group(unit, x)
+
+
+def _by_group(unit: Tensor, groups: Tensor) -> Tensor:
+    """Return units in float32, each as often as it has groups."""
+    return unit.float().repeat_interleave(groups.shape[1] // unit.shape[1], dim=1)

@@ -5,6 +5,8 @@ The products are batch-invariant.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -16,6 +18,8 @@ from .coded import CodedWeight, Factors
 from .coded_forms import CodedProduct
 from .forms import Role, TableForm
 from .quantization import INT4_TABLE, Int4Weight, int4_codes, int8_codes
+
+logger = logging.getLogger(__name__)
 
 _PART_ELEMENTS = 2**24  # that are quantised at once, so that they take little memory on their way
 
@@ -46,7 +50,14 @@ class PackedCodesWeight(TableForm):
 def coded_form(weight: CodedWeight, role: Role, *, dtype: torch.dtype) -> PackedCodesWeight | CodedProduct:
     """Make the form of a weight in codes; that of torch for groups and tables that no kernel is made for."""
     takes = can_pack_codes(weight.codes, weight.factors.scale, weight.table)
+    if takes and weight.factors.scale_divisor is not None:
+        _log_once("scales with a divisor, as compressed-tensors has in NVFP4, are kept in float32 on a GPU")
     return (PackedCodesWeight if takes else CodedProduct)(weight, role, dtype=dtype)
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    logger.info(text)
 
 
 def quantized_form(name: str, weight: Tensor, role: Role) -> PackedCodesWeight:

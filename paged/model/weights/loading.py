@@ -18,6 +18,7 @@ from ..gguf.tensors import presented
 from .choice import Forms
 from .forms import JoinedForm, Role, WeightForm
 from .gguf_file import GgufTensor, open_gguf
+from .kv_scales import KVScales
 from .safetensors_file import SafetensorsFile
 from .sources import Sources, StoredTensor
 from .stored import (
@@ -112,6 +113,7 @@ class Loader:
     forms: Forms
     device: torch.device
     recognizers: Sequence[Recognizer] = ()
+    kv_scales: Mapping[int, KVScales] = field(default_factory=dict)  # by layer
     # Bytes of the files that weights were read from, by the title of their format.
     num_bytes: Counter[str] = field(default_factory=Counter)
 

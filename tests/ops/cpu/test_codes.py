@@ -68,6 +68,7 @@ def test_codes_take_the_memory_of_their_file():
         ("integers", "two levels and offset", 32),
         ("int8", "float16", 32),
         ("float8", "float32", 128),
+        ("e2m1", "float8 and a divisor", 16),
     ):
         weight = random_coded(codes, factors, 128, 1024, group)
         if factors.startswith("two levels"):  # for each 256 inputs
@@ -75,7 +76,7 @@ def test_codes_take_the_memory_of_their_file():
             weight = replace(weight, factors=weight.factors._replace(**units))
         panels = PanelCodes(weight, "layer", dtype=torch.float32).panels
         sizes.append(8 * (panels.weight.nbytes + panels.scales.nbytes - 192) / weight.codes.numel())
-    assert sizes == [4.5, 4 + 24 / 128, 4.5 + 1 / 8, 8.5, 8.25]
+    assert sizes == [4.5, 4 + 24 / 128, 4.5 + 1 / 8, 8.5, 8.25, 4.5 + 64 / 1024]
 
 
 def test_factors_become_as_narrow_as_they_may():

@@ -77,12 +77,8 @@ class Nvfp4Format(StoredFormat):
         codes = _codes(tensors[self.codes_name], self.groups)
         scale = self.groups.expand(tensors["weight_scale"])
         unit = tensors[self.unit_name].reshape(len(codes), 1)
-        if not self.divides:
-            return CodedWeight(codes, Factors(scale, scale_unit=unit), E2M1)
-        # A quotient is that product only by chance, or where the divisor is a power of two.
-        scales = scale.float() / unit
-        factors = Factors(scale, scale_unit=1 / unit)
-        return CodedWeight(codes, factors if torch.equal(factors.scales(), scales) else Factors(scales), E2M1)
+        factors = Factors(scale, scale_divisor=unit) if self.divides else Factors(scale, scale_unit=unit)
+        return CodedWeight(codes, factors, E2M1)
 
 
 def mxfp4_format(scheme: Scheme, part: StoredPart) -> Mxfp4Format:

@@ -25,12 +25,12 @@ _FORMATS: Mapping[Kind, Callable[[Scheme, StoredPart], StoredFormat]] = {
     "mxfp4": mxfp4_format,
     "nvfp4": nvfp4_format,
 }
-# Of weights in codes, beside "weight" itself.
-_TENSORS = (
-    *("qweight", "qzeros", "scales", "g_idx"),
-    *("weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
-    *("weight_zero_point", "weight_g_idx", "weight_shape"),
+# Of weights in codes, beside "weight" itself: what is kept in memory, and what is not.
+KEPT = (
+    *("qweight", "qzeros", "scales", "weight_packed", "weight_zero_point"),
+    *("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
 )
+_TENSORS = (*KEPT, "g_idx", "weight_g_idx", "weight_shape")
 
 
 def recognizers_of(quantization: Quantization | None, names: TensorNames) -> tuple[Recognizer, ...]:

@@ -1,0 +1,89 @@
+"""Scales of K and V that a checkpoint was calibrated with, for a cache in fp8."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ..config import LAYERS, ModelConfig
+from .sources import Sources, StoredTensor
+from .stored import FLOATS
+
+# By what they end in, within a layer's self_attn: one for both, and those of each.
+_OF_BOTH = ("kv_scale", "attn.kv_scale", "qkv_proj.kv_scale")
+_OF_EACH = (
+    "{0}_scale",
+    "attn.{0}_scale",
+    "{0}_proj.{0}_scale",
+    "{0}_proj.output_scale",
+    "qkv_proj.{0}_scale",
+)
+
+
+class KVScales(NamedTuple):
+    """The scales of a layer, f32[num_kv_heads]; None: the checkpoint has none."""
+
+    key: Tensor | None
+    value: Tensor | None
+
+
+class FoundScales(NamedTuple):
+    """The scales of a checkpoint by layer, and the tensors that they are in."""
+
+    by_layer: Mapping[int, KVScales]
+    names: frozenset[str]
+
+
+def read_kv_scales(sources: Sources, config: ModelConfig, device: torch.device) -> FoundScales:
+    """Read the scales of all layers with K and V of their own.
+
+    Raises CheckpointError, which names file and tensor, for one that is no positive number, for one that is
+    neither for all heads nor for each, and for several of a layer that differ.
+    """
+    found: dict[int, KVScales] = {}
+    names: set[str] = set()
+    for layer in (layer for group in config.layer_groups for layer in group.layers):
+        num_heads = config.kv_shapes[layer].num_kv_heads
+        scales = []
+        for part in ("k", "v"):
+            endings = (*(each.format(part) for each in _OF_EACH), *_OF_BOTH)
+            own = [name for each in endings if (name := f"{LAYERS}{layer}.self_attn.{each}") in sources]
+            names.update(own)
+            read = [_read(sources[name], num_heads) for name in own]
+            for name, other in zip(own[1:], read[1:], strict=True):
+                if not torch.equal(other, read[0]):
+                    one = sources[own[0]]
+                    raise CheckpointError(f"{one.path}: {one.name} differs from {sources[name].name}")
+            scales.append(read[0].to(device) if read else None)
+        if any(scale is not None for scale in scales):
+            found[layer] = KVScales(*scales)
+    return FoundScales(found, frozenset(names))
+
+
+def _read(tensor: StoredTensor, num_heads: int) -> Tensor:
+    """Read a scale for all heads, or one for each, as f32[num_heads]."""
+    if sum(size != 1 for size in tensor.shape) > 1 or tensor.num_bytes not in (
+        tensor.dtype.itemsize,
+        num_heads * tensor.dtype.itemsize,
+    ):
+        raise CheckpointError(
+            f"{tensor.path}: {tensor.name} has shape {tensor.shape}, but must have one number, or one for "
+            f"each of {num_heads} KV heads"
+        )
+    if tensor.dtype not in FLOATS:
+        supported = ", ".join(map(str, FLOATS))
+        raise CheckpointError(f"{tensor.path}: {tensor.name} is {tensor.dtype}; supported are {supported}")
+    values = tensor.read().flatten().float()
+    # Below the smallest normal number kernels would divide by 0.
+    wrong = (~values.isfinite() | (values < torch.finfo(torch.float32).tiny)).nonzero()
+    if len(wrong):
+        place = int(wrong[0])
+        raise CheckpointError(
+            f"{tensor.path}: {tensor.name} is {float(values[place]):g} at [{place}], but must be finite and "
+            "greater than 0"
+        )
+    return values.expand(num_heads).contiguous()
