@@ -1,0 +1,234 @@
+"""Footprint: what an engine will take of a device's memory, before a weight is read or memory allocated."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..config import QUANTIZATIONS, EngineConfig
+from ..kernels.backend import Kernels
+from ..model.config import ModelConfig
+from ..model.weights.loading import StoredWeights
+from ..model.weights.samples import SampledWeight, Sampler
+from .load import open_model
+from .memory import free_on_cpu, largest_step, max_partial_bytes
+from .sizes import ELEMENT_BYTES, GIB, Sizes
+
+# The parts of a model by the beginning of a module's name, or of its place in a layer.
+_PARTS = {
+    "embedding": "embedding",
+    "positions": "embedding",
+    "inputs": "embedding",
+    "head": "output head",
+    "attention": "attention",
+    "mlp": "feed-forward",
+}
+_OTHERS = "norms and the rest"
+# What a sampler keeps of each request with penalties: a count and a flag for each token it may draw.
+_HISTORY_BYTES = 5
+# What the driver and torch's libraries take of a GPU. An assumption, for GPUs that are not there.
+GPU_OVERHEAD = GIB // 2
+
+
+class Memory(NamedTuple):
+    """The memory of a device in bytes. free: what neither other processes take nor the system."""
+
+    total: int
+    free: int
+
+    @classmethod
+    def of(cls, device: torch.device, held: int = 0) -> Memory:
+        """Return that of a device of this machine. held: what this engine has taken of it already."""
+        if device.type == "cpu":
+            free = free_on_cpu() + held
+            return cls(free, free)
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(total, free + torch.cuda.memory_reserved(device))
+
+
+class ModelSizes(NamedTuple):
+    """What the parameters of a model take.
+
+    by_part: in memory. in_files: in their files. per_step: what a step reads of them, all but tables.
+    products: the weights that a step multiplies by, those that are stored alike as one.
+    """
+
+    by_part: Counter[str]
+    in_files: StoredWeights
+    per_step: int
+    products: list[SampledWeight]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all parameters in memory."""
+        return self.by_part.total()
+
+
+def model_sizes(
+    sizes: Sizes, model_config: ModelConfig, device: torch.device, directory: Path, kernels: Kernels
+) -> ModelSizes:
+    """Return the sizes of the checkpoint in this directory. Raises what `load_model` does.
+
+    device: where the weights would be. It need not be here.
+    """
+    is_here = device.type == "cpu" or torch.cuda.is_available()
+    by_part = Counter[str]()
+    in_files = Counter[str]()
+    per_step = 0
+    products: dict[int, SampledWeight] = {}
+    with open_model(sizes, model_config, device, directory, kernels) as (model, loader):
+        sampler = Sampler(loader, device if is_here else torch.device("cpu"))
+        names = {module: name for name, module in model.named_modules()}
+        for module in model.loadables():
+            found = sampler.module(module)
+            by_part[_part_of(names[module])] += found.num_bytes
+            in_files += found.file_bytes
+            if module.role == "table" or (module is model.embedding and not model.config.tie_word_embeddings):
+                continue
+            per_step += found.num_bytes
+            for sample, num_rows in found.weights:
+                before = products.get(id(sample))
+                rows = num_rows if before is None else num_rows + before.num_rows
+                products[id(sample)] = SampledWeight(sample, rows)
+    return ModelSizes(by_part, StoredWeights(in_files), per_step, [*products.values()])
+
+
+def _part_of(name: str) -> str:
+    first, *rest = name.split(".")
+    place = rest[1] if first == "layers" and len(rest) > 1 else first
+    return _PARTS.get(place, _OTHERS)
+
+
+@dataclass(frozen=True, eq=False)
+class Footprint:
+    """What an engine of these sizes will take of a memory."""
+
+    sizes: Sizes
+    model: ModelSizes
+    memory: Memory
+    kernels: Kernels
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the engine computes on a GPU, which keeps the state of its requests."""
+        return self.sizes.device == "cuda"
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        """The bytes of activations of the largest step: of the widest layer, or of the logits.
+
+        With the partial results of split decodes, which that step may not have.
+        """
+        sizes = self.sizes
+        model = sizes.model
+        lengths = largest_step(sizes)
+        element = ELEMENT_BYTES[sizes.dtype]
+        widest = 0
+        for layer in model.layers:
+            attention = layer.attention
+            qkv = attention.num_heads * attention.kv.key_dim + sum(attention.kv.part_sizes)
+            inner = layer.feed_forward.size * (3 if layer.feed_forward.gated else 1)
+            widest = max(widest, 4 * model.hidden_size + 2 * qkv + inner)
+        angles = 4 * sum(head_dim for _, head_dim in model.ropes)
+        layers = sum(lengths) * (widest * element + angles)
+        logits = len(lengths) * model.vocab_size * 4 * 2
+        return max(layers, logits) + max_partial_bytes(sizes, self.kernels)
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of what a GPU keeps of the requests: block tables, and counts of tokens for penalties."""
+        if not self.on_gpu:
+            return 0
+        sizes = self.sizes
+        entries = -(-sizes.max_model_len // sizes.block_size) * len(sizes.model.layer_groups)
+        return sizes.config.max_num_seqs * (4 * entries + _HISTORY_BYTES * sizes.model.vocab_size)
+
+    @property
+    def kv_room(self) -> int:
+        """The bytes that are left for KV and rope tables; less than 0 if the weights alone do not fit."""
+        config = self.sizes.config
+        left = self.memory.free - self.model.num_bytes
+        if not self.on_gpu:
+            return int(left * config.cpu_memory_utilization)
+        kept = self.memory.total - int(self.memory.total * config.gpu_memory_utilization)
+        return left - kept - self.activation_bytes - self.state_bytes
+
+    @property
+    def rope_bytes(self) -> int:
+        """The bytes of rope tables."""
+        return self.sizes.rope_table_bytes(self.sizes.num_tabulated_positions(max(1, self.num_blocks)))
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """The blocks of the KV cache: those that were asked for, else what fits; 0 if no token does."""
+        return self.sizes.config.num_blocks or self.sizes.blocks_in(self.kv_room)
+
+    @property
+    def kv_bytes(self) -> int:
+        """The bytes of the KV cache."""
+        return self.num_blocks * self.sizes.block_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of everything together."""
+        own = self.model.num_bytes + self.activation_bytes + self.state_bytes
+        return own + self.rope_bytes + self.kv_bytes
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a request, up to max_model_len; 0 if the engine does not fit."""
+        if not self.num_blocks or (self.sizes.config.num_blocks and self.num_bytes > self.memory.free):
+            return 0
+        return self.sizes.new_block_manager(self.num_blocks).longest_fit(self.sizes.max_model_len)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a request of max_model_len tokens can run."""
+        return self.longest == self.sizes.max_model_len
+
+    def num_sequences(self, length: int) -> int:
+        """Return how many requests of a length run at once."""
+        if self.longest < length:
+            return 0
+        manager = self.sizes.new_block_manager(self.num_blocks)
+        return min(self.num_blocks // manager.most_blocks(length), self.sizes.config.max_num_seqs)
+
+    def with_options(self, **options: Any) -> Footprint:
+        """Return the footprint with other options of the engine, but the same weights."""
+        return replace(self, sizes=replace(self.sizes, config=replace(self.sizes.config, **options)))
+
+
+def ways_to_fit(footprint: Footprint, quantized: Callable[[str], Footprint | None]) -> Iterator[str]:
+    """Yield the options, of one kind each, with which a request of max_model_len fits that does not now.
+
+    The last is the largest max_model_len that fits, if there is one.
+
+    quantized: returns the footprint with the weights quantised, or None where they cannot be.
+    """
+    config = footprint.sizes.config
+    for name in QUANTIZATIONS:
+        if (other := quantized(name)) is not None and other.fits:
+            yield f"quantization={name!r}"
+    if footprint.sizes.kv_dtype not in ("int8", "float8_e4m3fn") and footprint.with_options(kv_cache_dtype="int8").fits:
+        yield "kv_cache_dtype='int8'"
+    if footprint.on_gpu:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            most = getattr(footprint.sizes, name) if name != "max_num_seqs" else config.max_num_seqs
+            if largest := _largest(most, lambda n: footprint.with_options(**{name: n}).fits):
+                yield f"{name}={largest}"
+    if config.num_blocks is not None and (most := footprint.with_options(num_blocks=None).num_blocks):
+        yield f"num_blocks={most}"
+    if footprint.longest:
+        yield f"max_model_len={footprint.longest}"
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to `most` that fits, if all smaller ones do; 0 if none does."""
+    return bisect.bisect_left(range(1, most + 1), True, key=lambda n: not fits(n))

@@ -1,0 +1,229 @@
+"""The plan of an engine: what it takes of a device, what fits beside it, and how fast it will be.
+
+Memory comes from the config and the headers of the weights, speed from the cost model of the simulator: with
+the figures of a data sheet, or with those that this machine is measured to reach.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import EngineConfig
+from ..device.devices import resolve_backend, resolve_device, resolve_dtype, target_of
+from ..device.threads import set_threads
+from ..errors import ConfigError
+from ..kernels.backend import load_kernels
+from ..model.config import ModelConfig
+from ..model.hf_config import read_config
+from ..model.hub import resolve_headers
+from ..runner.footprint import GPU_OVERHEAD, Footprint, Memory, model_sizes, ways_to_fit
+from ..runner.sizes import GIB, Sizes
+from .cost import DATA_SHEETS, DataSheet, Roofline, decode_work, prompt_work, window_shares
+from .fleet import FleetConfig
+from .machine import Rates, measure
+
+# Lengths that are shown, of those up to max_model_len, and numbers of sequences.
+LENGTHS = (512, 2048, 8192, 32768, 131072)
+BATCHES = (1, 4, 16, 64, 256)
+USUAL_LENGTH = 1024  # of the sequences and the prompt whose speed is predicted
+# Seconds of a step on a CPU beside products and attention: for each layer's other kernels, and once for
+# scheduling and sampling. See docs/figures.md.
+STEP_S = 0.3e-3
+LAYER_S = 40e-6
+
+
+@dataclass(frozen=True)
+class Place:
+    """The device that a plan is for. sheet: None for this machine, which is measured."""
+
+    name: str
+    device: torch.device
+    target: str
+    sheet: DataSheet | None = None
+
+    @classmethod
+    def of(cls, name: str) -> Place:
+        """Return the device of this name: one of this machine, or one with a data sheet, in any case.
+
+        Raises ConfigError, which lists the known ones.
+        """
+        known = {each.casefold(): each for each in DATA_SHEETS}
+        if (own := known.get(name.casefold())) is not None:
+            return cls(own, torch.device("cuda"), DATA_SHEETS[own].target, DATA_SHEETS[own])
+        try:
+            device = resolve_device(name)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; or one of {', '.join(DATA_SHEETS)}, which need not be here") from None
+        return cls(str(device), device, target_of(device))
+
+    @property
+    def memory(self) -> Memory:
+        """The device's memory: of one that is not here, as if nothing else ran there."""
+        if self.sheet is None:
+            return Memory.of(self.device)
+        total = int(self.sheet.memory_gib * GIB)
+        return Memory(total, total - GPU_OVERHEAD)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an engine takes of a device, what fits, and how fast it should be.
+
+    rates: what this machine was measured to reach; None for a device with a data sheet.
+    would_fit: options with which a request of max_model_len fits, if it does not.
+    """
+
+    config: EngineConfig
+    place: Place
+    footprint: Footprint
+    rates: Rates | None
+    would_fit: tuple[str, ...]
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model's config."""
+        return self.footprint.sizes.model
+
+    @cached_property
+    def roofline(self) -> Roofline:
+        """The cost model of a step."""
+        sizes = self.footprint.sizes
+        per_step = self.footprint.model.per_step
+        if self.rates is None:
+            return FleetConfig(gpu=self.place.name).roofline(sizes, per_step)
+        sheet = DataSheet(
+            self.rates.flops_per_s / 1e12, self.rates.bytes_per_s / 1e9, 0.0, 0.0, self.place.target
+        )
+        overhead = STEP_S + LAYER_S * self.model.num_layers
+        return Roofline(
+            *(self.model, sheet, sizes.kv_bytes_per_token),
+            overhead=overhead,
+            flops_efficiency=1.0,
+            bandwidth_efficiency=1.0,
+            weight_bytes=per_step,
+        )
+
+    @property
+    def format(self) -> str:
+        """What people call the format of the weights."""
+        in_files = self.footprint.model.in_files.formats or self.model.dtype
+        return f"{self.config.quantization} of {in_files}" if self.config.quantization else in_files
+
+    @property
+    def usual_length(self) -> int:
+        """The tokens of the sequences and of the prompt whose speed is predicted."""
+        return min(USUAL_LENGTH, self.footprint.longest or self.footprint.sizes.max_model_len)
+
+    @property
+    def sequences(self) -> dict[int, int]:
+        """How many requests of a length run at once, by the length."""
+        most = self.footprint.sizes.max_model_len
+        lengths = [*(length for length in LENGTHS if length < most), most]
+        return {length: self.footprint.num_sequences(length) for length in lengths}
+
+    @property
+    def decode_speeds(self) -> dict[int, float]:
+        """Tokens per second, by the number of sequences that decode together."""
+        most = max(1, self.footprint.num_sequences(self.usual_length))
+        batches = [*(count for count in BATCHES if count < most), most]
+        windows = window_shares(self.model)
+        return {
+            count: count / self.roofline.seconds(decode_work(count, self.usual_length, windows))
+            for count in batches
+        }
+
+    @property
+    def prompt_speed(self) -> float:
+        """Tokens per second of a prompt that is computed alone."""
+        steps = prompt_work(
+            self.usual_length, self.footprint.sizes.max_step_tokens, window_shares(self.model)
+        )
+        return self.usual_length / sum(map(self.roofline.seconds, steps))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures, in bytes and seconds."""
+        print_ = self.footprint
+        sizes = print_.sizes
+        return {
+            "model": self.config.model,
+            "architecture": self.model.architecture,
+            "device": self.place.name,
+            "dtype": sizes.dtype,
+            "format": self.format,
+            "weights_bytes": dict(print_.model.by_part),
+            "weights_total_bytes": print_.model.num_bytes,
+            "file_bytes": print_.model.in_files.num_bytes.total(),
+            "activations_bytes": print_.activation_bytes,
+            "states_bytes": print_.state_bytes,
+            "rope_bytes": print_.rope_bytes,
+            "kv_dtype": sizes.kv_dtype,
+            "kv_bytes_per_token": sizes.kv_bytes_per_token,
+            "block_size": sizes.block_size,
+            "num_blocks": print_.num_blocks,
+            "kv_bytes": print_.kv_bytes,
+            "total_bytes": print_.num_bytes,
+            "free_bytes": int(print_.memory.free),
+            "memory_bytes": int(print_.memory.total),
+            "max_model_len": sizes.max_model_len,
+            "longest": print_.longest,
+            "sequences": {str(length): count for length, count in self.sequences.items()},
+            "fits": print_.fits,
+            "would_fit": list(self.would_fit),
+            "is_measured": self.rates is not None,
+            "bytes_per_s": self.roofline.bytes_per_s,
+            "flops_per_s": self.roofline.flops_per_s,
+            "speed_of_length": self.usual_length,
+            "decode_tokens_per_s": {str(count): speed for count, speed in self.decode_speeds.items()},
+            "prompt_tokens_per_s": self.prompt_speed,
+        }
+
+
+def make_plan(config: EngineConfig) -> Plan:
+    """Plan an engine with these options. `device` may also be the name of a data sheet.
+
+    Of a hub id, the config and the headers of the weights are fetched.
+
+    Raises ConfigError, CheckpointError or UnsupportedModelError, as an engine does, and ConfigError for an
+    unknown device.
+    """
+    place = Place.of(config.device)
+    directory = resolve_headers(config.model, config.revision)
+    footprint = _footprint(config, place, directory)
+    rates = None
+    if place.sheet is None:
+        if place.device.type == "cpu":
+            set_threads(footprint, config.num_threads)
+        dtype: torch.dtype = getattr(torch, footprint.sizes.dtype)
+        rates = measure(footprint.model.products, dtype, place.device)
+    would_fit: tuple[str, ...] = ()
+    if not footprint.fits:
+
+        def quantized(name: str) -> Footprint | None:
+            try:
+                return _footprint(replace(config, quantization=name), place, directory)
+            except ConfigError:  # quantised already, or not to be
+                return None
+
+        would_fit = tuple(ways_to_fit(footprint, quantized))
+    return Plan(config, place, footprint, rates, would_fit)
+
+
+def _footprint(config: EngineConfig, place: Place, directory: Path) -> Footprint:
+    device = place.device
+    model = read_config(directory)
+    dtype = resolve_dtype(config.dtype, model.dtype, device)
+    sizes = Sizes(config, model, device.type, dtype, place.target)
+    if place.sheet is not None and sizes.kv_dtype == "float8_e4m3fn" and not place.sheet.has_e4m3:
+        asked = f"kv_cache_dtype {config.kv_cache_dtype!r}"
+        raise ConfigError(f"{asked} is not supported on {place.name}; take 'int8'")
+    try:
+        kernels = load_kernels(resolve_backend(config.attention_backend, device))
+    except ImportError as error:  # Triton or numba is not installed
+        raise ConfigError(str(error)) from error
+    found = model_sizes(sizes, model.for_context(sizes.max_model_len), device, directory, kernels)
+    return Footprint(sizes, found, place.memory, kernels)
