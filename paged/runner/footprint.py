@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
-from ..config import QUANTIZATIONS, EngineConfig
-from ..kernels.backend import Kernels
-from ..model.config import ModelConfig
+from ..config import QUANTIZATIONS
+from ..device.devices import resolve_backend
+from ..errors import ConfigError
+from ..kernels.backend import Kernels, load_kernels
 from ..model.weights.loading import StoredWeights
 from ..model.weights.samples import SampledWeight, Sampler
+from ..model.weights.weight_files import find_weight_files
 from .load import open_model
 from .memory import free_on_cpu, largest_step, max_partial_bytes
 from .sizes import ELEMENT_BYTES, GIB, Sizes
@@ -71,14 +72,13 @@ class ModelSizes(NamedTuple):
         return self.by_part.total()
 
 
-def model_sizes(
-    sizes: Sizes, model_config: ModelConfig, device: torch.device, directory: Path, kernels: Kernels
-) -> ModelSizes:
+def model_sizes(sizes: Sizes, device: torch.device, directory: Path, kernels: Kernels) -> ModelSizes:
     """Return the sizes of the checkpoint in this directory. Raises what `load_model` does.
 
     device: where the weights would be. It need not be here.
     """
     is_here = device.type == "cpu" or torch.cuda.is_available()
+    model_config = sizes.model.for_context(sizes.max_model_len)
     by_part = Counter[str]()
     in_files = Counter[str]()
     per_step = 0
@@ -111,9 +111,26 @@ class Footprint:
     """What an engine of these sizes will take of a memory."""
 
     sizes: Sizes
-    model: ModelSizes
     memory: Memory
+    device: torch.device
+    directory: Path
     kernels: Kernels
+    model: ModelSizes
+
+    @classmethod
+    def of(
+        cls, sizes: Sizes, memory: Memory, device: torch.device, directory: Path, kernels: Kernels
+    ) -> Self:
+        """Return the footprint of the checkpoint in this directory. Raises what `load_model` does."""
+        model = model_sizes(sizes, device, directory, kernels)
+        return cls(sizes, memory, device, directory, kernels, model)
+
+    def with_options(self, **options: Any) -> Self:
+        """Return the footprint with other options of the engine. Raises ConfigError for those it refuses."""
+        sizes = replace(self.sizes, config=replace(self.sizes.config, **options))
+        if "quantization" in options:
+            return self.of(sizes, self.memory, self.device, self.directory, self.kernels)
+        return replace(self, sizes=sizes)
 
     @property
     def on_gpu(self) -> bool:
@@ -200,35 +217,81 @@ class Footprint:
         manager = self.sizes.new_block_manager(self.num_blocks)
         return min(self.num_blocks // manager.most_blocks(length), self.sizes.config.max_num_seqs)
 
-    def with_options(self, **options: Any) -> Footprint:
-        """Return the footprint with other options of the engine, but the same weights."""
-        return replace(self, sizes=replace(self.sizes, config=replace(self.sizes.config, **options)))
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.model.num_bytes,
+            "activations": self.activation_bytes,
+            "states of requests": self.state_bytes,
+            "KV cache": self.kv_bytes,
+        }
+        listed = ", ".join(f"{name} {size / GIB:,.2f} GiB" for name, size in parts.items() if size)
+        return (
+            f"{listed} of {self.memory.free / GIB:,.2f} GiB that are free; KV of a token takes "
+            f"{self.sizes.kv_bytes_per_token / 1024:,.4g} KiB"
+        )
 
 
-def ways_to_fit(footprint: Footprint, quantized: Callable[[str], Footprint | None]) -> Iterator[str]:
-    """Yield the options, of one kind each, with which a request of max_model_len fits that does not now.
+def ways_to_fit(footprint: Footprint) -> list[str]:
+    """Return options, each of which alone makes a request of max_model_len fit that does not now.
 
-    The last is the largest max_model_len that fits, if there is one.
-
-    quantized: returns the footprint with the weights quantised, or None where they cannot be.
+    With some the requests must also be shorter. The last is the largest max_model_len that fits as it is.
     """
     config = footprint.sizes.config
-    for name in QUANTIZATIONS:
-        if (other := quantized(name)) is not None and other.fits:
-            yield f"quantization={name!r}"
-    if footprint.sizes.kv_dtype not in ("int8", "float8_e4m3fn") and footprint.with_options(kv_cache_dtype="int8").fits:
-        yield "kv_cache_dtype='int8'"
+    found = []
+    choices = [*(("quantization", name) for name in QUANTIZATIONS), ("kv_cache_dtype", "int8")]
+    for name, value in choices:
+        longest = 0 if getattr(config, name) == value else _longest(footprint, **{name: value})
+        if longest > footprint.longest:
+            shorter = f" with max_model_len={longest}" if longest < footprint.sizes.max_model_len else ""
+            found.append(f"{name}={value!r}{shorter}")
     if footprint.on_gpu:
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            most = getattr(footprint.sizes, name) if name != "max_num_seqs" else config.max_num_seqs
-            if largest := _largest(most, lambda n: footprint.with_options(**{name: n}).fits):
-                yield f"{name}={largest}"
+        counts = {
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": footprint.sizes.max_num_batched_tokens,
+        }
+        for name, most in counts.items():
+            if largest := _largest_that_fits(footprint, name, most):
+                found.append(f"{name}={largest}")
     if config.num_blocks is not None and (most := footprint.with_options(num_blocks=None).num_blocks):
-        yield f"num_blocks={most}"
+        found.append(f"num_blocks={most}")
     if footprint.longest:
-        yield f"max_model_len={footprint.longest}"
+        found.append(f"max_model_len={footprint.longest}")
+    return found
 
 
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to `most` that fits, if all smaller ones do; 0 if none does."""
-    return bisect.bisect_left(range(1, most + 1), True, key=lambda n: not fits(n))
+def _longest(footprint: Footprint, **options: Any) -> int:
+    """Return the most tokens of a request with other options; 0 if they are refused."""
+    try:
+        return footprint.with_options(**options).longest
+    except ConfigError:  # such as for weights that are quantised already
+        return 0
+
+
+def _largest_that_fits(footprint: Footprint, name: str, most: int) -> int:
+    """Return the largest value of an option, if all smaller ones fit too; 0 if none does."""
+    full = footprint.sizes.max_model_len
+    return bisect.bisect_left(
+        range(1, most + 1), True, key=lambda value: _longest(footprint, **{name: value}) < full
+    )
+
+
+def shortage(footprint: Footprint) -> str:
+    """Return the figures of an engine that does not fit, and what would."""
+    if footprint.fits:  # by these figures; what was measured differs
+        return str(footprint)
+    ways = " or ".join(ways_to_fit(footprint))
+    return f"{footprint}; {f'would fit: {ways}' if ways else 'no option makes it fit'}"
+
+
+def require_room(sizes: Sizes, device: torch.device, directory: Path) -> None:
+    """Raise ConfigError if the weights will not fit: before they are read.
+
+    Files that take less than half of what is free are not looked into.
+    """
+    memory = Memory.of(device)
+    if 2 * sum(file.stat().st_size for file in find_weight_files(directory)) < memory.free:
+        return
+    kernels = load_kernels(resolve_backend(sizes.config.attention_backend, device))
+    footprint = Footprint.of(sizes, memory, device, directory, kernels)
+    if footprint.model.num_bytes > memory.free:
+        raise ConfigError(f"no memory for the weights on {device}: {shortage(footprint)}")

@@ -6,7 +6,7 @@ the figures of a data sheet, or with those that this machine is measured to reac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ..kernels.backend import load_kernels
 from ..model.config import ModelConfig
 from ..model.hf_config import read_config
 from ..model.hub import resolve_headers
-from ..runner.footprint import GPU_OVERHEAD, Footprint, Memory, model_sizes, ways_to_fit
+from ..runner.footprint import GPU_OVERHEAD, Footprint, Memory, ways_to_fit
 from ..runner.sizes import GIB, Sizes
 from .cost import DATA_SHEETS, DataSheet, Roofline, decode_work, prompt_work, window_shares
 from .fleet import FleetConfig
@@ -55,10 +55,12 @@ class Place:
         known = {each.casefold(): each for each in DATA_SHEETS}
         if (own := known.get(name.casefold())) is not None:
             return cls(own, torch.device("cuda"), DATA_SHEETS[own].target, DATA_SHEETS[own])
-        try:
-            device = resolve_device(name)
-        except ConfigError as error:
-            raise ConfigError(f"{error}; or one of {', '.join(DATA_SHEETS)}, which need not be here") from None
+        if name.partition(":")[0] not in ("auto", "cpu", "cuda"):
+            raise ConfigError(
+                f"device must be auto, cpu, cuda or cuda:N of this machine, or one of "
+                f"{', '.join(DATA_SHEETS)}; got {name!r}"
+            )
+        device = resolve_device(name)
         return cls(str(device), device, target_of(device))
 
     @property
@@ -200,16 +202,7 @@ def make_plan(config: EngineConfig) -> Plan:
             set_threads(footprint, config.num_threads)
         dtype: torch.dtype = getattr(torch, footprint.sizes.dtype)
         rates = measure(footprint.model.products, dtype, place.device)
-    would_fit: tuple[str, ...] = ()
-    if not footprint.fits:
-
-        def quantized(name: str) -> Footprint | None:
-            try:
-                return _footprint(replace(config, quantization=name), place, directory)
-            except ConfigError:  # quantised already, or not to be
-                return None
-
-        would_fit = tuple(ways_to_fit(footprint, quantized))
+    would_fit = () if footprint.fits else tuple(ways_to_fit(footprint))
     return Plan(config, place, footprint, rates, would_fit)
 
 
@@ -225,5 +218,4 @@ def _footprint(config: EngineConfig, place: Place, directory: Path) -> Footprint
         kernels = load_kernels(resolve_backend(config.attention_backend, device))
     except ImportError as error:  # Triton or numba is not installed
         raise ConfigError(str(error)) from error
-    found = model_sizes(sizes, model.for_context(sizes.max_model_len), device, directory, kernels)
-    return Footprint(sizes, found, place.memory, kernels)
+    return Footprint.of(sizes, place.memory, device, directory, kernels)

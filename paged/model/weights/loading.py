@@ -234,7 +234,7 @@ def has_own_head(sources: Sources) -> bool:
     """Return whether there is an output head that differs from the embedding.
 
     The two are then not tied, whatever config.json says, which often has a default there. Some checkpoints
-    carry a copy of the embedding.
+    carry a copy of the embedding, as which a head counts that cannot be read.
     """
     if any(name.startswith("lm_head.") and name not in (HEAD, "lm_head.bias") for name in sources):
         return True  # in codes
@@ -246,6 +246,8 @@ def has_own_head(sources: Sources) -> bool:
     embedding = sources[EMBEDDING]
     if head.shape != embedding.shape or len(head.shape) != 2:
         return True
+    if not head.has_data:
+        return False
     return not all(
         torch.equal(head.read(rows).float(), embedding.read(rows).float()) for rows in head.parts()
     )
@@ -280,7 +282,7 @@ def _is_idle_bias(name: str, modules: set[str], sources: Sources) -> bool:
     bias = sources[name]
     if last != "bias" or module not in modules or len(bias.shape) != 1 or bias.dtype not in FLOATS:
         return False
-    return not bool(bias.read().any())
+    return not bias.has_data or not bool(bias.read().any())
 
 
 def _unknown(file: Path, names: list[str], config: str = "config.json") -> CheckpointError:

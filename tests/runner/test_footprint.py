@@ -1,0 +1,119 @@
+"""Footprints: planned bytes are those of the tensors that an engine then holds, and what is said to fit does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paged import ConfigError, EngineConfig
+from paged.model.headers import write_header
+from paged.model.weights import samples
+from paged.runner import footprint as footprints
+from paged.simulate.cost import DATA_SHEETS
+from paged.simulate.plan import make_plan
+from tests.support.checkpoints import checkpoint, new_engine, random_model
+from tests.support.gguf_models import write_model
+from tests.support.quantised import Sizes, gptq, quantised_checkpoint
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
+
+
+@pytest.fixture(autouse=True)
+def _no_measurement(monkeypatch):
+    monkeypatch.setattr("paged.simulate.plan.measure", lambda *_: None)
+
+
+def planned(model: str | Path, **options: Any) -> Any:
+    return make_plan(EngineConfig(str(model), **{"device": "cpu", **options})).footprint
+
+
+def tensors_in(value: object, seen: set[int]) -> Iterator[Tensor]:
+    """Yield all tensors that an object holds, but no list of the rows that were read."""
+    if id(value) in seen or isinstance(value, type):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+        return
+    parts: list[object] = []
+    if isinstance(value, dict):
+        parts = [part for key, part in value.items() if key not in ("stored", "kernels")]
+    elif isinstance(value, list | tuple):
+        parts = [*value]
+    elif is_dataclass(value):
+        parts = [getattr(value, field.name) for field in fields(value)]
+    elif isinstance(value, nn.Module) or hasattr(value, "__dict__"):
+        parts = [vars(value)]
+    for part in parts:
+        yield from tensors_in(part, seen)
+
+
+def bytes_held(engine: Any) -> int:
+    """Return the bytes of an engine's model and KV cache."""
+    runner = engine.runner
+    found = [*tensors_in(runner.model, set()), *runner.kv_cache.tensors.values()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in found}
+    return sum(storages.values())
+
+
+def gguf(directory: Path) -> Path:
+    """Write a model with types of three widths, as llama.cpp mixes them."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    kinds = {"ffn_down.weight": "Q6_K", "token_embd.weight": "Q8_0", "output.weight": "Q6_K"}
+
+    def type_of(name: str) -> str:
+        return next((kind for end, kind in kinds.items() if name.endswith(end)), "Q4_K")
+
+    return write_model(directory / "model.gguf", random_model(config), type_of)
+
+
+def in_gptq(directory: Path) -> Path:
+    """Write a checkpoint in GPTQ, with groups of inputs that do not follow each other."""
+    writer = gptq(Sizes(dtype=torch.float16, scale=0.02), act_order=True)
+    return quantised_checkpoint(
+        checkpoint("llama"), directory, GPTQ, lambda name: writer if ".layers." in name else None
+    )[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("demo", {}),
+        ("demo", {"quantization": "int8", "kv_cache_dtype": "int8"}),
+        ("demo", {"quantization": "int4"}),
+        ("demo", {"quantization": "int4", "attention_backend": "torch"}),
+        ("demo", {"dtype": "float32", "attention_backend": "torch"}),
+        ("llama-tied-bias", {"dtype": "float32"}),
+        ("gemma3", {"dtype": "float32"}),  # windows
+        ("gemma4", {"dtype": "float32"}),  # inputs of layers, and K and V of two shapes
+        (in_gptq, {"dtype": "float32"}),
+        (gguf, {"dtype": "float32"}),
+        (gguf, {"dtype": "bfloat16"}),
+    ],
+)
+def test_memory_is_what_the_engine_then_takes(tmp_path, monkeypatch, model, options):
+    # Weights are extrapolated from few rows.
+    monkeypatch.setattr(samples, "_SAMPLE_NUMBERS", 2**14)
+    model = model(tmp_path) if callable(model) else model if model == "demo" else checkpoint(model)
+    options = {"dtype": "auto", "num_blocks": 40, "max_model_len": 64, **options}
+    plan = planned(model, **options)
+    taken = bytes_held(new_engine(model, **options))
+    assert plan.num_bytes - plan.activation_bytes == pytest.approx(taken, rel=0.03)
+    assert plan.kv_bytes > 0.01 * taken
