@@ -55,9 +55,7 @@ def report(made: Plan) -> str:
     sizes = made.footprint.sizes
     place = f"{figures['device']} with {figures['free_bytes'] / GIB:,.1f} GiB of memory free"
     origin = "as measured" if figures["is_measured"] else "by the data sheet, not measured"
-    rates = (
-        f"{figures['bytes_per_s'] / 1e9:,.4g} GB/s and {figures['flops_per_s'] / 1e12:,.3g} TFLOP/s {origin}"
-    )
+    rates = f"{figures['bytes_per_s'] / 1e9:,.4g} GB/s and {figures['flops_per_s'] / 1e12:,.3g} TFLOP/s"
     fits = [[f"{length:,} tokens", f"{count:,}"] for length, count in made.sequences.items()]
     speeds = [
         *([f"decode of {count:,}", f"{speed:,.1f}"] for count, speed in made.decode_speeds.items()),

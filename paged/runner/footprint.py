@@ -58,13 +58,14 @@ class ModelSizes(NamedTuple):
     """What the parameters of a model take.
 
     by_part: in memory. in_files: in their files. per_step: what a step reads of them, all but tables.
-    products: the weights that a step multiplies by, those that are stored alike as one.
+    layers, head: the weights that they multiply by, those that are stored alike as one.
     """
 
     by_part: Counter[str]
     in_files: StoredWeights
     per_step: int
-    products: list[SampledWeight]
+    layers: list[SampledWeight]
+    head: list[SampledWeight]
 
     @property
     def num_bytes(self) -> int:
@@ -82,7 +83,8 @@ def model_sizes(sizes: Sizes, device: torch.device, directory: Path, kernels: Ke
     by_part = Counter[str]()
     in_files = Counter[str]()
     per_step = 0
-    products: dict[int, SampledWeight] = {}
+    layers: dict[int, SampledWeight] = {}
+    head: dict[int, SampledWeight] = {}
     with open_model(sizes, model_config, device, directory, kernels) as (model, loader):
         sampler = Sampler(loader, device if is_here else torch.device("cpu"))
         names = {module: name for name, module in model.named_modules()}
@@ -93,11 +95,13 @@ def model_sizes(sizes: Sizes, device: torch.device, directory: Path, kernels: Ke
             if module.role == "table" or (module is model.embedding and not model.config.tie_word_embeddings):
                 continue
             per_step += found.num_bytes
+            alike = head if module in (model.head, model.embedding) else layers
             for sample, num_rows in found.weights:
-                before = products.get(id(sample))
+                before = alike.get(id(sample))
                 rows = num_rows if before is None else num_rows + before.num_rows
-                products[id(sample)] = SampledWeight(sample, rows)
-    return ModelSizes(by_part, StoredWeights(in_files), per_step, [*products.values()])
+                alike[id(sample)] = SampledWeight(sample, rows)
+    files = StoredWeights(in_files)
+    return ModelSizes(by_part, files, per_step, [*layers.values()], [*head.values()])
 
 
 def _part_of(name: str) -> str:

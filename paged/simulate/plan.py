@@ -23,18 +23,14 @@ from ..model.hf_config import read_config
 from ..model.hub import resolve_headers
 from ..runner.footprint import GPU_OVERHEAD, Footprint, Memory, ways_to_fit
 from ..runner.sizes import GIB, Sizes
-from .cost import DATA_SHEETS, DataSheet, Roofline, decode_work, prompt_work, window_shares
+from .cost import DATA_SHEETS, Coefficients, DataSheet, Roofline, decode_work, prompt_work, window_shares
 from .fleet import FleetConfig
-from .machine import Rates, measure
+from .machine import Measured, measure
 
 # Lengths that are shown, of those up to max_model_len, and numbers of sequences.
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 BATCHES = (1, 4, 16, 64, 256)
 USUAL_LENGTH = 1024  # of the sequences and the prompt whose speed is predicted
-# Seconds of a step on a CPU beside products and attention: for each layer's other kernels, and once for
-# scheduling and sampling. See docs/figures.md.
-STEP_S = 0.3e-3
-LAYER_S = 40e-6
 
 
 @dataclass(frozen=True)
@@ -76,14 +72,14 @@ class Place:
 class Plan:
     """What an engine takes of a device, what fits, and how fast it should be.
 
-    rates: what this machine was measured to reach; None for a device with a data sheet.
+    measured: what this machine reaches; None for a device with a data sheet.
     would_fit: options with which a request of max_model_len fits, if it does not.
     """
 
     config: EngineConfig
     place: Place
     footprint: Footprint
-    rates: Rates | None
+    measured: Measured | None
     would_fit: tuple[str, ...]
 
     @property
@@ -92,23 +88,11 @@ class Plan:
         return self.footprint.sizes.model
 
     @cached_property
-    def roofline(self) -> Roofline:
+    def cost(self) -> Roofline | Coefficients:
         """The cost model of a step."""
-        sizes = self.footprint.sizes
-        per_step = self.footprint.model.per_step
-        if self.rates is None:
-            return FleetConfig(gpu=self.place.name).roofline(sizes, per_step)
-        sheet = DataSheet(
-            self.rates.flops_per_s / 1e12, self.rates.bytes_per_s / 1e9, 0.0, 0.0, self.place.target
-        )
-        overhead = STEP_S + LAYER_S * self.model.num_layers
-        return Roofline(
-            *(self.model, sheet, sizes.kv_bytes_per_token),
-            overhead=overhead,
-            flops_efficiency=1.0,
-            bandwidth_efficiency=1.0,
-            weight_bytes=per_step,
-        )
+        if self.measured is not None:
+            return self.measured.coefficients
+        return FleetConfig(gpu=self.place.name).roofline(self.footprint.sizes, self.footprint.model.per_step)
 
     @property
     def format(self) -> str:
@@ -135,7 +119,7 @@ class Plan:
         batches = [*(count for count in BATCHES if count < most), most]
         windows = window_shares(self.model)
         return {
-            count: count / self.roofline.seconds(decode_work(count, self.usual_length, windows))
+            count: count / self.cost.seconds(decode_work(count, self.usual_length, windows))
             for count in batches
         }
 
@@ -145,40 +129,41 @@ class Plan:
         steps = prompt_work(
             self.usual_length, self.footprint.sizes.max_step_tokens, window_shares(self.model)
         )
-        return self.usual_length / sum(map(self.roofline.seconds, steps))
+        return self.usual_length / sum(map(self.cost.seconds, steps))
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures, in bytes and seconds."""
-        print_ = self.footprint
-        sizes = print_.sizes
+        footprint = self.footprint
+        reached = self.cost if self.measured is None else self.measured
+        sizes = footprint.sizes
         return {
             "model": self.config.model,
             "architecture": self.model.architecture,
             "device": self.place.name,
             "dtype": sizes.dtype,
             "format": self.format,
-            "weights_bytes": dict(print_.model.by_part),
-            "weights_total_bytes": print_.model.num_bytes,
-            "file_bytes": print_.model.in_files.num_bytes.total(),
-            "activations_bytes": print_.activation_bytes,
-            "states_bytes": print_.state_bytes,
-            "rope_bytes": print_.rope_bytes,
+            "weights_bytes": dict(footprint.model.by_part),
+            "weights_total_bytes": footprint.model.num_bytes,
+            "file_bytes": footprint.model.in_files.num_bytes.total(),
+            "activations_bytes": footprint.activation_bytes,
+            "states_bytes": footprint.state_bytes,
+            "rope_bytes": footprint.rope_bytes,
             "kv_dtype": sizes.kv_dtype,
             "kv_bytes_per_token": sizes.kv_bytes_per_token,
             "block_size": sizes.block_size,
-            "num_blocks": print_.num_blocks,
-            "kv_bytes": print_.kv_bytes,
-            "total_bytes": print_.num_bytes,
-            "free_bytes": int(print_.memory.free),
-            "memory_bytes": int(print_.memory.total),
+            "num_blocks": footprint.num_blocks,
+            "kv_bytes": footprint.kv_bytes,
+            "total_bytes": footprint.num_bytes,
+            "free_bytes": int(footprint.memory.free),
+            "memory_bytes": int(footprint.memory.total),
             "max_model_len": sizes.max_model_len,
-            "longest": print_.longest,
+            "longest": footprint.longest,
             "sequences": {str(length): count for length, count in self.sequences.items()},
-            "fits": print_.fits,
+            "fits": footprint.fits,
             "would_fit": list(self.would_fit),
-            "is_measured": self.rates is not None,
-            "bytes_per_s": self.roofline.bytes_per_s,
-            "flops_per_s": self.roofline.flops_per_s,
+            "is_measured": self.measured is not None,
+            "bytes_per_s": reached.bytes_per_s,
+            "flops_per_s": reached.flops_per_s,
             "speed_of_length": self.usual_length,
             "decode_tokens_per_s": {str(count): speed for count, speed in self.decode_speeds.items()},
             "prompt_tokens_per_s": self.prompt_speed,
@@ -196,14 +181,13 @@ def make_plan(config: EngineConfig) -> Plan:
     place = Place.of(config.device)
     directory = resolve_headers(config.model, config.revision)
     footprint = _footprint(config, place, directory)
-    rates = None
+    measured = None
     if place.sheet is None:
         if place.device.type == "cpu":
             set_threads(footprint, config.num_threads)
-        dtype: torch.dtype = getattr(torch, footprint.sizes.dtype)
-        rates = measure(footprint.model.products, dtype, place.device)
+        measured = measure(footprint)
     would_fit = () if footprint.fits else tuple(ways_to_fit(footprint))
-    return Plan(config, place, footprint, rates, would_fit)
+    return Plan(config, place, footprint, measured, would_fit)
 
 
 def _footprint(config: EngineConfig, place: Place, directory: Path) -> Footprint:

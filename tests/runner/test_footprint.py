@@ -109,11 +109,92 @@ def in_gptq(directory: Path) -> Path:
     ],
 )
 def test_memory_is_what_the_engine_then_takes(tmp_path, monkeypatch, model, options):
-    # Weights are extrapolated from few rows.
-    monkeypatch.setattr(samples, "_SAMPLE_NUMBERS", 2**14)
+    if options:  # else bfloat16 is encoded, but only large weights are
+        monkeypatch.setattr(samples, "_SAMPLE_NUMBERS", 2**14)
     model = model(tmp_path) if callable(model) else model if model == "demo" else checkpoint(model)
     options = {"dtype": "auto", "num_blocks": 40, "max_model_len": 64, **options}
     plan = planned(model, **options)
     taken = bytes_held(new_engine(model, **options))
     assert plan.num_bytes - plan.activation_bytes == pytest.approx(taken, rel=0.03)
     assert plan.kv_bytes > 0.01 * taken
+
+
+def test_windows_and_groups_limit_what_fits():
+    """Gemma 3 with windows of 24 tokens in 4 of 5 layers, in groups of one layer each."""
+    plan = planned(checkpoint("gemma3"), dtype="float32", num_blocks=50, max_num_seqs=9, max_model_len=256)
+    manager = plan.sizes.new_block_manager(50)
+    assert len(plan.sizes.model.layer_groups) == 5
+    for length in (16, 64, 256):
+        assert plan.num_sequences(length) == min(9, 50 // manager.most_blocks(length))
+    assert plan.longest == 256
+
+
+def test_only_headers_are_read(tmp_path, monkeypatch):
+    """A file whose data was never written has the same plan, although its tied head has a copy."""
+    directory = in_gptq(tmp_path)
+    whole = planned(directory, dtype="float32", num_blocks=4)
+    with (directory / "model.safetensors").open("rb") as file:
+        write_header(file, tmp_path / "header")
+    shutil.move(tmp_path / "header", directory / "model.safetensors")
+    monkeypatch.setattr(torch.Tensor, "numpy", torch.Tensor.numpy)
+    alone = planned(directory, dtype="float32", num_blocks=4)
+    # But for the order of inputs, which is in the data.
+    order = sum(8 * weight.sample.num_inputs for weight in whole.model.layers)
+    assert alone.num_bytes == pytest.approx(whole.num_bytes, abs=4 * order)
+    with pytest.raises(Exception, match="has a header alone, so that .* cannot be read"):
+        new_engine(directory)
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, mib: float, **options: Any) -> Any:
+    """Return the footprint of the demo on a GPU of this size with nothing else in it."""
+    sheet = DATA_SHEETS["L4"]
+    monkeypatch.setitem(
+        DATA_SHEETS,
+        "L4",
+        type(sheet)(
+            *(sheet[:2] if False else (sheet.tflops, sheet.memory_gb_per_s)),
+            mib / 1024,
+            sheet.link_gb_per_s,
+            sheet.target,
+        ),
+    )
+    monkeypatch.setattr("paged.simulate.plan.GPU_OVERHEAD", 0)
+    return make_plan(EngineConfig("demo", device="L4", **options))
+
+
+def test_gpu_has_what_its_utilization_leaves(monkeypatch):
+    plan = on_gpu(monkeypatch, 200, gpu_memory_utilization=0.5).footprint
+    assert plan.model.num_bytes == 2 * plan.sizes.model.num_params + 2 * 256 * 9  # norms
+    free = 100 * 2**20 - plan.model.num_bytes - plan.activation_bytes - plan.state_bytes - plan.rope_bytes
+    assert plan.num_blocks == free // plan.sizes.block_bytes < plan.sizes.max_useful_blocks
+    assert plan.num_bytes <= 100 * 2**20
+    # Block tables, a count and a flag for each token.
+    assert plan.state_bytes == 256 * (4 * 2048 // plan.sizes.block_size + 5 * 4096)
+    assert plan.rope_bytes == 4 * 64 * 2048
+
+
+OPTION = __import__("re").compile(r"(\w+)=('\w+'|\d+)(?: with max_model_len=(\d+))?")
+
+
+@pytest.mark.parametrize("mib", [30, 60, 90])
+def test_what_is_said_to_fit_does(monkeypatch, mib):
+    made = on_gpu(monkeypatch, mib)
+    assert not made.footprint.fits
+    assert made.would_fit
+    for text in made.would_fit:
+        name, value, length = OPTION.fullmatch(text).groups()
+        options = {name: json.loads(value.replace("'", '"'))} | (
+            {"max_model_len": int(length)} if length else {}
+        )
+        assert on_gpu(monkeypatch, mib, **options).footprint.fits, text
+        if value.isdigit():
+            assert not on_gpu(monkeypatch, mib, **{name: int(value) + 1}).footprint.fits, text
+
+
+def test_engine_that_does_not_fit_says_what_would(monkeypatch):
+    monkeypatch.setattr(footprints, "free_on_cpu", lambda: 7_000_000)
+    with pytest.raises(
+        ConfigError,
+        match=r"^no memory for the weights on cpu: weights 0\.01 GiB.* would fit: quantization='int8' with max_model_len=",
+    ):
+        new_engine("demo", dtype="auto")
