@@ -12,7 +12,7 @@ import pytest
 from paged.model.config import DEMO
 from paged.simulate.cost import DATA_SHEETS, Coefficients
 from paged.simulate.machine import Measured
-from tests.support.checkpoints import checkpoint, edit_json
+from tests.support.checkpoints import edit_json
 
 LAYER_PARAMS = 4 * (256 * 8 * 64 + 2 * 256 * 2 * 64 + 8 * 64 * 256 + 3 * 256 * 512)
 HEAD_PARAMS = 4096 * 256
@@ -74,11 +74,12 @@ def test_bad_input(run, tmp_path, monkeypatch):
     assert "kv_cache_dtype 'fp8' is not supported on A100-80G" in run.refused(
         *("plan", "demo", "--device", "a100-80g", "--kv-cache-dtype", "fp8")
     )
-    shutil.copytree(checkpoint("llama"), tmp_path / "changed")
-    edit_json(tmp_path / "changed" / "config.json", intermediate_size=96)
-    assert "but config.json makes it" in run.refused("plan", tmp_path / "changed", "--device", "H200")
-    edit_json(tmp_path / "changed" / "config.json", num_key_value_heads=3)
-    assert "num_key_value_heads" in run.refused("plan", tmp_path / "changed", "--device", "H200")
+    shutil.copy(DEMO / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").symlink_to(DEMO / "model.safetensors")
+    edit_json(tmp_path / "config.json", intermediate_size=96)
+    assert "but config.json makes it" in run.refused("plan", tmp_path, "--device", "H200")
+    edit_json(tmp_path / "config.json", num_key_value_heads=3)
+    assert "num_key_value_heads" in run.refused("plan", tmp_path, "--device", "H200")
 
 
 class Repository:
@@ -105,6 +106,7 @@ def test_headers_of_a_hub_id(run, tmp_path, monkeypatch):
     fetched = []
 
     def fetch(model, file, revision):
+        assert (model, revision) == ("org/name", "v1")
         fetched.append(file)
         return str(tmp_path / file)
 
