@@ -29,6 +29,11 @@ def fetch_headers(repository: str, revision: str | None) -> Path:
     """
     from huggingface_hub import HfFileSystem, hf_hub_download
 
+    if ":" in repository:
+        raise CheckpointError(
+            f"{repository}: of a GGUF file on the hub the header alone is not fetched: download it, and "
+            "give the path of the file"
+        )
     cached = Path(hf_hub_download(repository, "config.json", revision=revision)).parent
     if _has_weights(cached):
         return cached

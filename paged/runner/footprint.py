@@ -238,7 +238,7 @@ class Footprint:
 def ways_to_fit(footprint: Footprint) -> list[str]:
     """Return options, each of which alone makes a request of max_model_len fit that does not now.
 
-    With some the requests must also be shorter. The last is the largest max_model_len that fits as it is.
+    With some the requests must also be shorter. The last is the largest max_model_len that fits otherwise.
     """
     config = footprint.sizes.config
     found = []
@@ -258,8 +258,8 @@ def ways_to_fit(footprint: Footprint) -> list[str]:
                 found.append(f"{name}={largest}")
     if config.num_blocks is not None and (most := footprint.with_options(num_blocks=None).num_blocks):
         found.append(f"num_blocks={most}")
-    if footprint.longest:
-        found.append(f"max_model_len={footprint.longest}")
+    if largest := _largest_that_fits(footprint, "max_model_len", footprint.sizes.max_model_len):
+        found.append(f"max_model_len={largest}")
     return found
 
 
@@ -273,9 +273,8 @@ def _longest(footprint: Footprint, **options: Any) -> int:
 
 def _largest_that_fits(footprint: Footprint, name: str, most: int) -> int:
     """Return the largest value of an option, if all smaller ones fit too; 0 if none does."""
-    full = footprint.sizes.max_model_len
     return bisect.bisect_left(
-        range(1, most + 1), True, key=lambda value: _longest(footprint, **{name: value}) < full
+        range(1, most + 1), True, key=lambda value: not footprint.with_options(**{name: value}).fits
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import NamedTuple
 
@@ -19,8 +20,8 @@ from ..runner.footprint import Footprint
 from .cost import Coefficients
 
 _MOST_BYTES = 128 * 2**20  # of weights or KV that are read, so that they come from memory
-_MOST_NUMBERS = 2**23  # of a weight: enough rows for all cores
-_SECONDS = 0.2  # of each measurement
+_MOST_NUMBERS = 2**22  # of a weight: enough rows for all cores
+_SECONDS = 0.1  # of each measurement
 _LEAST_RUNS = 2
 _ROWS = 512
 _LAYERS = 2  # that many queries attend in
@@ -103,7 +104,8 @@ def _forms(weight: SampledWeight, num_bytes: float) -> tuple[list[WeightForm], f
     num_rows = min(weight.num_rows, max(sample.num_rows, _MOST_NUMBERS // sample.num_inputs // 128 * 128))
     first = sample.make(num_rows)
     count = max(1, round(num_bytes / bytes_of(first)))
-    return [first, *(sample.make(num_rows) for _ in range(count - 1))], weight.num_rows / num_rows
+    # Copied, as it takes seconds to make so many.
+    return [first, *(deepcopy(first) for _ in range(count - 1))], weight.num_rows / num_rows
 
 
 def _attention(footprint: Footprint, dtype: torch.dtype) -> tuple[float, float]:

@@ -63,8 +63,9 @@ def bytes_held(engine: Any) -> int:
     """Return the bytes of an engine's model and KV cache."""
     runner = engine.runner
     found = [*tensors_in(runner.model, set()), *runner.kv_cache.tensors.values()]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in found}
-    return sum(storages.values())
+    opaque = sum(tensor.nbytes for tensor in found if tensor.is_mkldnn)
+    storages = [tensor.untyped_storage() for tensor in found if not tensor.is_mkldnn]
+    return opaque + sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def gguf(directory: Path) -> Path:
@@ -124,12 +125,13 @@ def test_memory_is_what_the_engine_then_takes(tmp_path, monkeypatch, model, opti
 
 def test_windows_and_groups_limit_what_fits():
     """Gemma 3 with windows of 24 tokens in 4 of 5 layers, in groups of one layer each."""
-    plan = planned(checkpoint("gemma3"), dtype="float32", num_blocks=50, max_num_seqs=9, max_model_len=256)
+    plan = planned(checkpoint("gemma3"), dtype="float32", num_blocks=50, max_num_seqs=9, max_model_len=128)
     manager = plan.sizes.new_block_manager(50)
     assert len(plan.sizes.model.layer_groups) == 5
-    for length in (16, 64, 256):
+    for length in (16, 64, 128):
         assert plan.num_sequences(length) == min(9, 50 // manager.most_blocks(length))
-    assert plan.longest == 256
+    assert plan.longest == 128
+    assert planned(checkpoint("gemma3"), dtype="float32", num_blocks=50).longest == manager.longest_fit(512)
 
 
 def test_only_headers_are_read(tmp_path):
@@ -140,9 +142,8 @@ def test_only_headers_are_read(tmp_path):
         write_header(file, tmp_path / "header")
     shutil.move(tmp_path / "header", directory / "model.safetensors")
     alone = planned(directory, dtype="float32", num_blocks=4)
-    # But for the order of inputs, which is in the data: i64 for each input of four weights in two layers.
-    order = 2 * 8 * (3 * 48 + 64 + 80)
-    assert 0 <= whole.num_bytes - alone.num_bytes <= order
+    # But for the order of inputs, which is in the data.
+    assert alone.num_bytes == pytest.approx(whole.num_bytes, rel=0.01)
     with pytest.raises(CheckpointError, match=r"has a header alone, so that .* cannot be read"):
         new_engine(directory)
 
@@ -165,7 +166,7 @@ def test_gpu_has_what_its_utilization_leaves(monkeypatch):
     assert plan.rope_bytes == 4 * 64 * 2048
 
 
-@pytest.mark.parametrize("mib", [30, 60, 90])
+@pytest.mark.parametrize("mib", [30, 90])
 def test_what_is_said_to_fit_does(monkeypatch, mib):
     made = on_gpu(monkeypatch, mib)
     assert not made.footprint.fits
@@ -177,7 +178,7 @@ def test_what_is_said_to_fit_does(monkeypatch, mib):
             options["max_model_len"] = int(length)
         assert on_gpu(monkeypatch, mib, **options).footprint.fits, text
         if value.isdigit():
-            assert not on_gpu(monkeypatch, mib, **{name: int(value) + 1}).footprint.fits, text
+            assert not made.footprint.with_options(**{name: int(value) + 1}).fits, text
 
 
 def test_engine_that_does_not_fit_says_what_would(monkeypatch):
