@@ -12,13 +12,12 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from ..config import QUANTIZATIONS
-from ..device.devices import resolve_backend
 from ..errors import ConfigError
-from ..kernels.backend import Kernels, load_kernels
+from ..kernels.backend import Kernels
 from ..model.weights.loading import StoredWeights
 from ..model.weights.samples import SampledWeight, Sampler
 from ..model.weights.weight_files import find_weight_files
-from .load import open_model
+from .load import new_kernels, open_model
 from .memory import free_on_cpu, largest_step, max_partial_bytes
 from .sizes import ELEMENT_BYTES, GIB, Sizes
 
@@ -48,7 +47,7 @@ class Memory(NamedTuple):
     def of(cls, device: torch.device, held: int = 0) -> Memory:
         """Return that of a device of this machine. held: what this engine has taken of it already."""
         if device.type == "cpu":
-            free = free_on_cpu() + held
+            free = int(free_on_cpu()) + held
             return cls(free, free)
         free, total = torch.cuda.mem_get_info(device)
         return cls(total, free + torch.cuda.memory_reserved(device))
@@ -294,7 +293,7 @@ def require_room(sizes: Sizes, device: torch.device, directory: Path) -> None:
     memory = Memory.of(device)
     if 2 * sum(file.stat().st_size for file in find_weight_files(directory)) < memory.free:
         return
-    kernels = load_kernels(resolve_backend(sizes.config.attention_backend, device))
+    kernels = new_kernels(sizes, device, checked=False)
     footprint = Footprint.of(sizes, memory, device, directory, kernels)
     if footprint.model.num_bytes > memory.free:
         raise ConfigError(f"no memory for the weights on {device}: {shortage(footprint)}")

@@ -39,16 +39,9 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
     Raises ConfigError where the options do not fit this machine, and CheckpointError where the checkpoint is
     damaged or contradicts its config.json.
     """
-    config = sizes.config
-    try:
-        backend = resolve_backend(config.attention_backend, device)
-        # Steps give them what the scheduler and the batch have proven.
-        progress = compile_bar if has_terminal() else None
-        kernels = load_kernels(backend, progress, checked=in_debug_mode())
-    except ImportError as error:  # Triton or numba is not installed
-        raise ConfigError(str(error)) from error
-    head_dims = {dim for shape in model_config.kv_shapes for dim in (shape.key_dim, shape.value_dim)}
-    check_attention(kernels, head_dims, getattr(torch, sizes.kv_dtype), config, device)
+    # Steps give them what the scheduler and the batch have proven.
+    kernels = new_kernels(sizes, device, checked=in_debug_mode())
+    check_kernels(sizes, device, kernels)
     with open_model(sizes, model_config, device, directory, kernels) as (model, loader):
         try:
             model.load(loader)
@@ -60,6 +53,21 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
     model.stored_weights = StoredWeights(loader.num_bytes)
     logger.info("read the weights: %s", model.stored_weights)
     return model
+
+
+def new_kernels(sizes: Sizes, device: torch.device, *, checked: bool) -> Kernels:
+    """Return the kernels of the backend that is asked for. Raises ConfigError if it is not installed."""
+    try:
+        backend = resolve_backend(sizes.config.attention_backend, device)
+        return load_kernels(backend, compile_bar if has_terminal() else None, checked=checked)
+    except ImportError as error:  # Triton or numba
+        raise ConfigError(str(error)) from error
+
+
+def check_kernels(sizes: Sizes, device: torch.device, kernels: Kernels) -> None:
+    """Raise ConfigError unless the kernels have attention for a model of these sizes on this device."""
+    head_dims = {dim for shape in sizes.model.kv_shapes for dim in (shape.key_dim, shape.value_dim)}
+    check_attention(kernels, head_dims, getattr(torch, sizes.kv_dtype), sizes.config, device)
 
 
 @contextmanager

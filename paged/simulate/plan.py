@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from ..config import EngineConfig
-from ..device.devices import resolve_backend, resolve_device, resolve_dtype, target_of
+from ..device.devices import resolve_device, resolve_dtype, target_of
 from ..device.threads import set_threads
 from ..errors import ConfigError
-from ..kernels.backend import load_kernels
 from ..model.config import ModelConfig
 from ..model.hf_config import read_config
 from ..model.hub import resolve_headers
 from ..runner.footprint import GPU_OVERHEAD, Footprint, Memory, ways_to_fit
+from ..runner.load import check_kernels, new_kernels
 from ..runner.sizes import GIB, Sizes
 from .cost import DATA_SHEETS, Coefficients, DataSheet, Roofline, decode_work, prompt_work, window_shares
 from .fleet import FleetConfig
@@ -87,11 +87,18 @@ class Plan:
         """The model's config."""
         return self.footprint.sizes.model
 
-    @cached_property
+    @property
     def cost(self) -> Roofline | Coefficients:
         """The cost model of a step."""
-        if self.measured is not None:
-            return self.measured.coefficients
+        return self._roofline if self.measured is None else self.measured.coefficients
+
+    @property
+    def reached(self) -> Roofline | Measured:
+        """What has the bandwidth and the arithmetic that products reach."""
+        return self._roofline if self.measured is None else self.measured
+
+    @cached_property
+    def _roofline(self) -> Roofline:
         return FleetConfig(gpu=self.place.name).roofline(self.footprint.sizes, self.footprint.model.per_step)
 
     @property
@@ -134,7 +141,6 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return all figures, in bytes and seconds."""
         footprint = self.footprint
-        reached = self.cost if self.measured is None else self.measured
         sizes = footprint.sizes
         return {
             "model": self.config.model,
@@ -162,8 +168,8 @@ class Plan:
             "fits": footprint.fits,
             "would_fit": list(self.would_fit),
             "is_measured": self.measured is not None,
-            "bytes_per_s": reached.bytes_per_s,
-            "flops_per_s": reached.flops_per_s,
+            "bytes_per_s": self.reached.bytes_per_s,
+            "flops_per_s": self.reached.flops_per_s,
             "speed_of_length": self.usual_length,
             "decode_tokens_per_s": {str(count): speed for count, speed in self.decode_speeds.items()},
             "prompt_tokens_per_s": self.prompt_speed,
@@ -198,8 +204,7 @@ def _footprint(config: EngineConfig, place: Place, directory: Path) -> Footprint
     if place.sheet is not None and sizes.kv_dtype == "float8_e4m3fn" and not place.sheet.has_e4m3:
         asked = f"kv_cache_dtype {config.kv_cache_dtype!r}"
         raise ConfigError(f"{asked} is not supported on {place.name}; take 'int8'")
-    try:
-        kernels = load_kernels(resolve_backend(config.attention_backend, device))
-    except ImportError as error:  # Triton or numba is not installed
-        raise ConfigError(str(error)) from error
+    kernels = new_kernels(sizes, device, checked=False)
+    if place.sheet is None:
+        check_kernels(sizes, device, kernels)
     return Footprint.of(sizes, place.memory, device, directory, kernels)
