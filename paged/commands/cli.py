@@ -1,5 +1,5 @@
-"""The command line: `paged generate`, `chat`, `run-batch`, `serve`, `models`, `warmup`, `simulate`, `top`
-and `bench`.
+"""The command line: `paged generate`, `chat`, `run-batch`, `serve`, `models`, `warmup`, `plan`,
+`simulate`, `top` and `bench`.
 
 Arguments are validated before torch is imported and the model loaded. Every error is one line on stderr; only
 generated text and results go to stdout.
@@ -21,6 +21,7 @@ from .common import EXIT_USAGE, complain
 from .generate import generate
 from .headings import CommandGroup, GroupedCommand
 from .models import models, warmup
+from .plan import plan
 from .run_batch import run_batch
 from .serve import serve
 from .simulate import simulate
@@ -69,6 +70,6 @@ def root(
         print(context.get_help())
 
 
-for command in (generate, chat, run_batch, serve, top, models, warmup, simulate):
+for command in (generate, chat, run_batch, serve, top, models, warmup, plan, simulate):
     app.command(cls=GroupedCommand)(command)
 app.add_typer(bench, name="bench")

@@ -53,6 +53,18 @@ def resolve_config(model: str, revision: str | None = None) -> Path:
     return _fetched_gguf(model, revision) if ":" in model else _fetched(model, fetch)
 
 
+def resolve_headers(model: str, revision: str | None = None) -> Path:
+    """Return the directory of a model, or of a hub id one with its config and the headers of its weights.
+
+    What the hub's cache has is not fetched again.
+    """
+    if (found := _local(model, revision)) is not None:
+        return found
+    from .headers import fetch_headers
+
+    return _fetched(model, lambda: str(fetch_headers(model, revision)))
+
+
 def _local(model: str, revision: str | None) -> Path | None:
     """Return the directory of a model on this machine, or None for a hub id. Raises CheckpointError."""
     path = DEMO if model == "demo" else Path(model).expanduser()

@@ -12,7 +12,7 @@ import torch
 
 from ..device.devices import check_attention, resolve_backend, weights_in_panels
 from ..errors import ConfigError
-from ..kernels.backend import load_kernels
+from ..kernels.backend import Kernels, load_kernels
 from ..kernels.checks import in_debug_mode
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
@@ -40,6 +40,47 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
     Raises ConfigError where the options do not fit this machine, and CheckpointError where the checkpoint is
     damaged or contradicts its config.json.
     """
+    # Steps give them what the scheduler and the batch have proven.
+    kernels = new_kernels(sizes, device, checked=in_debug_mode())
+    check_kernels(sizes, device, kernels)
+    with open_model(sizes, model_config, device, directory, kernels) as (model, loader):
+        try:
+            model.load(loader)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"no memory for the weights on {device}: take a smaller model or a narrower dtype, or end "
+                f"other processes there; {error}"
+            ) from error
+    model.stored_weights = StoredWeights(loader.num_bytes)
+    logger.info("read the weights: %s", model.stored_weights)
+    return model
+
+
+def new_kernels(sizes: Sizes, device: torch.device, *, checked: bool) -> Kernels:
+    """Return the kernels of the backend that is asked for. Raises ConfigError if it is not installed."""
+    try:
+        backend = resolve_backend(sizes.config.attention_backend, device)
+        return load_kernels(backend, compile_bar if has_terminal() else None, checked=checked)
+    except ImportError as error:  # Triton or numba
+        raise ConfigError(str(error)) from error
+
+
+def check_kernels(sizes: Sizes, device: torch.device, kernels: Kernels) -> None:
+    """Raise ConfigError unless the kernels have attention for a model of these sizes on this device."""
+    head_dims = {dim for shape in sizes.model.kv_shapes for dim in (shape.key_dim, shape.value_dim)}
+    check_attention(kernels, head_dims, getattr(torch, sizes.kv_dtype), sizes.config, device)
+
+
+@contextmanager
+def open_model(
+    sizes: Sizes, model_config: ModelConfig, device: torch.device, directory: Path, kernels: Kernels
+) -> Iterator[tuple[Decoder, Loader]]:
+    """Open the checkpoint in this directory. Yield the model on the meta device, and what loads it.
+
+    Nothing but the headers of the files has been read.
+
+    Raises what `load_model` does.
+    """
     config = sizes.config
     dtype: torch.dtype = getattr(torch, sizes.dtype)
     if model_config.exceeds_float16 and dtype == torch.float16:
@@ -47,13 +88,6 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
             f"dtype float16 is too narrow for {model_config.architecture}, whose activations exceed 65,504; "
             "take dtype='bfloat16' or 'float32'"
         )
-    try:
-        backend = resolve_backend(config.attention_backend, device)
-        # Steps give them what the scheduler and the batch have proven.
-        progress = compile_bar if has_terminal() else None
-        kernels = load_kernels(backend, progress, checked=in_debug_mode())
-    except ImportError as error:  # Triton or numba is not installed
-        raise ConfigError(str(error)) from error
     names = model_config.tensor_names
     quantization = quantization_of(read_hf(directory))
     if quantization is not None and config.quantization is not None:
@@ -72,8 +106,6 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
             sources = _without_unused(sources, quantization, kv_scales)
         if model_config.tie_word_embeddings and has_own_head(sources):
             model_config = replace(model_config, tie_word_embeddings=False)
-        head_dims = {dim for shape in model_config.kv_shapes for dim in (shape.key_dim, shape.value_dim)}
-        check_attention(kernels, head_dims, getattr(torch, sizes.kv_dtype), config, device)
         forms = choose_forms(
             device,
             dtype,
@@ -88,17 +120,7 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
             require_whole_groups(model)
         # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
         check_weights(model.loadables(), sources, names, directory, recognizers)
-        loader = Loader(sources, forms, device, recognizers, kv_scales.by_layer)
-        try:
-            model.load(loader)
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"no memory for the weights on {device}: take a smaller model or a narrower dtype, or end "
-                f"other processes there; {error}"
-            ) from error
-    model.stored_weights = StoredWeights(loader.num_bytes)
-    logger.info("read the weights: %s", model.stored_weights)
-    return model
+        yield model, Loader(sources, forms, device, recognizers, kv_scales.by_layer)
 
 
 def _require_no_blocks(sources: Sources, quantization: str) -> None:

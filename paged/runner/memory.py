@@ -34,23 +34,26 @@ def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, ru
         free = kv_bytes_on_cpu(sizes.config)
     else:
         peak = measure_peak_bytes(sizes, device, run_step)
-        free = kv_bytes_on_gpu(sizes.config, device, peak) - _max_partial_bytes(sizes, kernels)
-    size = sizes.block_bytes
-    # No larger than for this many blocks, although fewer remain.
-    free -= sizes.rope_table_bytes(sizes.num_tabulated_positions(max(1, free // size)))
-    least = size * len(sizes.model.layer_groups)
-    if free < least:
+        free = kv_bytes_on_gpu(sizes.config, device, peak) - max_partial_bytes(sizes, kernels)
+    num_blocks = sizes.blocks_in(free)
+    if not num_blocks:
+        least = sizes.block_bytes * len(sizes.model.layer_groups)
         raise ConfigError(
             f"no memory for a KV cache: {free / 2**20:,.0f} MiB are left, a block in each layer group "
             f"takes {least / 2**20:,.2f} MiB; raise {'cpu' if device.type == 'cpu' else 'gpu'}"
             "_memory_utilization, or lower max_num_batched_tokens or max_num_seqs"
         )
-    return min(free // size, sizes.max_useful_blocks)
+    return num_blocks
 
 
 def kv_bytes_on_cpu(config: EngineConfig) -> int:
     """Return cpu_memory_utilization's share of the RAM that is free now, within the container's limit."""
-    return int(min(psutil.virtual_memory().available, _cgroup_free_bytes()) * config.cpu_memory_utilization)
+    return int(free_on_cpu() * config.cpu_memory_utilization)
+
+
+def free_on_cpu() -> float:
+    """Return the bytes of RAM that are free now, within the container's limit."""
+    return min(psutil.virtual_memory().available, _cgroup_free_bytes())
 
 
 def kv_bytes_on_gpu(config: EngineConfig, device: torch.device, peak_bytes: int) -> int:
@@ -68,7 +71,7 @@ def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) ->
 
     Raises ConfigError if there is no memory for it.
     """
-    lengths = _largest_step(sizes)
+    lengths = largest_step(sizes)
     num_blocks = len(sizes.model.layer_groups) * sum(-(-n // sizes.block_size) for n in lengths)
     scheduler = Scheduler(
         sizes.new_block_manager(num_blocks),
@@ -114,7 +117,7 @@ def new_kv_cache(sizes: Sizes, device: torch.device, num_blocks: int, num_host_b
         ) from error
 
 
-def _largest_step(sizes: Sizes) -> list[int]:
+def largest_step(sizes: Sizes) -> list[int]:
     """Divide the token budget among as many sequences as allowed, so that the logits are largest too."""
     budget = sizes.max_num_batched_tokens
     num_seqs = min(sizes.config.max_num_seqs, budget)
@@ -122,7 +125,7 @@ def _largest_step(sizes: Sizes) -> list[int]:
     return [share + (i < rest) for i in range(num_seqs)]
 
 
-def _max_partial_bytes(sizes: Sizes, kernels: Kernels) -> int:
+def max_partial_bytes(sizes: Sizes, kernels: Kernels) -> int:
     """Return the most bytes that partial results of split decodes take; the measured step has few."""
     model = sizes.model
     max_rows = 2 * sizes.config.max_num_seqs  # the last layers may attend twice for a sequence

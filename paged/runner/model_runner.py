@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from ..config import EngineConfig
 from ..device.devices import resolve_device, resolve_dtype, sum_in_float32, target_of
 from ..device.threads import set_threads
 from ..device.transfers import Download, Sent, Transfers
+from ..errors import ConfigError
 from ..kernels.checks import TrustedContents, in_debug_mode
 from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
@@ -25,6 +27,7 @@ from ..sampling.structured_outputs import GrammarMasks
 from ..scheduler.schedule import Schedule, StepOutput
 from .batches.batches import Batches
 from .batches.host import HostBatches
+from .footprint import Footprint, Memory, model_sizes, require_room, shortage
 from .load import load_model
 from .memory import new_kv_cache, num_blocks_that_fit
 from .plan import Planner, StepPlan
@@ -58,6 +61,7 @@ class ModelRunner:
         model_config = self.model_config = model_config.for_context(self.sizes.max_model_len)
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.kv_dtype: torch.dtype = getattr(torch, self.sizes.kv_dtype)
+        require_room(self.sizes, self.device, directory)
         self.model = load_model(self.sizes, model_config, self.device, directory)
         kernels = self.model.kernels
         self.graphs: StepGraphs | None = None
@@ -75,12 +79,24 @@ class ModelRunner:
         if on_gpu:
             # No more logits at once than in the step by which memory was measured.
             self.reporter.max_rows = min(self.reporter.max_rows, config.max_num_seqs)
-        num_blocks = config.num_blocks or num_blocks_that_fit(
-            self.sizes, self.device, kernels, self.run_in_other_cache
-        )
-        self.model.prepare(self.sizes.num_tabulated_positions(num_blocks))
-        self.graphs = self._new_graphs()
-        self.kv_cache = new_kv_cache(self.sizes, self.device, num_blocks, self.sizes.num_host_blocks)
+        with self._explaining_shortage(directory):
+            num_blocks = config.num_blocks or num_blocks_that_fit(
+                self.sizes, self.device, kernels, self.run_in_other_cache
+            )
+            self.model.prepare(self.sizes.num_tabulated_positions(num_blocks))
+            self.graphs = self._new_graphs()
+            self.kv_cache = new_kv_cache(self.sizes, self.device, num_blocks, self.sizes.num_host_blocks)
+
+    @contextmanager
+    def _explaining_shortage(self, directory: Path) -> Iterator[None]:
+        """Add the figures of the engine, and what would fit, to the error of one that does not."""
+        try:
+            yield
+        except ConfigError as error:
+            held = model_sizes(self.sizes, self.device, directory, self.model.kernels)
+            memory = Memory.of(self.device, held.num_bytes)
+            footprint = Footprint(self.sizes, memory, self.device, directory, self.model.kernels, held)
+            raise ConfigError(f"{error}; {shortage(footprint)}") from error
 
     def describe(self) -> str:
         """Return dtype, device, threads and attention backend as one phrase."""

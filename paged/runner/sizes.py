@@ -148,6 +148,17 @@ class Sizes:
         blocks = -(-self.max_model_len // self.block_size)
         return self.config.max_num_seqs * blocks * len(self.model.layer_groups)
 
+    def blocks_in(self, room: int) -> int:
+        """Return how many blocks fit in so many bytes, with the rope tables; at most `max_useful_blocks`.
+
+        0 if no token fits: one takes a block in each layer group.
+        """
+        size = self.block_bytes
+        # The tables are no larger than for this many blocks, although fewer remain.
+        room -= self.rope_table_bytes(self.num_tabulated_positions(max(1, room // size)))
+        num_blocks = max(0, room // size)
+        return min(num_blocks, self.max_useful_blocks) if num_blocks >= len(self.model.layer_groups) else 0
+
     def num_tabulated_positions(self, num_blocks: int) -> int:
         """Return how many positions the rope table covers: those that a sequence in so many blocks reaches.
 

@@ -79,12 +79,36 @@ def window_shares(model: ModelConfig) -> WindowShares:
 def work_of(schedule: Schedule, windows: WindowShares) -> Work:
     """Return the work of a step. Call it before `Scheduler.update` counts the step's tokens as computed."""
     computed = schedule.num_computed_tokens
+    means = _mean_attention(computed, schedule.num_new_tokens, schedule.num_decode_tokens, windows)
+    return Work(schedule.num_tokens, len(computed), len(schedule.sampled), *means)
+
+
+def decode_work(num_seqs: int, length: int, windows: WindowShares) -> Work:
+    """Return the work of a step in which sequences of this length, its token included, compute one each."""
+    means = _mean_attention([length - 1] * num_seqs, [1] * num_seqs, num_seqs, windows)
+    return Work(num_seqs, num_seqs, num_seqs, *means)
+
+
+def prompt_work(length: int, max_step_tokens: int, windows: WindowShares) -> list[Work]:
+    """Return the work of the steps of a prompt that is computed alone."""
+    steps = []
+    for start in range(0, length, max_step_tokens):
+        new = min(max_step_tokens, length - start)
+        means = _mean_attention([start], [new], 0, windows)
+        steps.append(Work(new, 1, int(start + new == length), *means))
+    return steps
+
+
+def _mean_attention(
+    computed: list[int], num_new: list[int], num_decodes: int, windows: WindowShares
+) -> tuple[float, float]:
+    """Return `Work.context` and `Work.pairs`."""
     context = pairs = 0.0
     for window, share in windows:
-        reads, sees = _attention(computed, schedule.num_new_tokens, schedule.num_decode_tokens, window)
+        reads, sees = _attention(computed, num_new, num_decodes, window)
         context += share * reads
         pairs += share * sees
-    return Work(schedule.num_tokens, len(computed), len(schedule.sampled), context, pairs)
+    return context, pairs
 
 
 def _attention(
@@ -118,6 +142,7 @@ class Roofline:
     kv_bytes: bytes of K and V of one token over all layers.
     overhead: seconds per step for launches, scheduling and sampling.
     flops_efficiency, bandwidth_efficiency: the share of the data sheet's figures that kernels reach.
+    weight_bytes: of the weights that a step reads; None takes those of the config, without the checkpoint.
     """
 
     def __init__(
@@ -129,26 +154,29 @@ class Roofline:
         overhead: float,
         flops_efficiency: float,
         bandwidth_efficiency: float,
+        weight_bytes: float | None = None,
     ) -> None:
         head_params = model.vocab_size * model.hidden_size
         self._flops_per_token = 2 * model.num_active_layer_params
-        self._flops_per_sample = 2 * head_params
+        self.flops_per_sample = 2 * head_params
         self._flops_per_pair = 2 * model.num_attention_dims
-        self._weight_bytes = layer_bytes(model) + head_params * element_bytes(model)
+        if weight_bytes is None:
+            weight_bytes = layer_bytes(model) + head_params * element_bytes(model)
+        self._weight_bytes = weight_bytes
         self._kv_bytes = kv_bytes
-        self._flops_per_s = sheet.tflops * 1e12 * flops_efficiency
-        self._bytes_per_s = sheet.memory_gb_per_s * 1e9 * bandwidth_efficiency
+        self.flops_per_s = sheet.tflops * 1e12 * flops_efficiency
+        self.bytes_per_s = sheet.memory_gb_per_s * 1e9 * bandwidth_efficiency
         self._overhead = overhead
 
     def seconds(self, work: Work) -> float:
         """Return how many seconds the step takes."""
         flops = (
             self._flops_per_token * work.num_tokens
-            + self._flops_per_sample * work.num_sampled
+            + self.flops_per_sample * work.num_sampled
             + self._flops_per_pair * work.pairs
         )
         moved = self._weight_bytes + self._kv_bytes * (work.context + work.num_tokens)
-        return self._overhead + max(flops / self._flops_per_s, moved / self._bytes_per_s)
+        return self._overhead + max(flops / self.flops_per_s, moved / self.bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

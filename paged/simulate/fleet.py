@@ -69,20 +69,24 @@ class FleetConfig:
 
     def step_cost(self, sizes: Sizes) -> StepCost:
         """Return the cost model of a step on one of these GPUs."""
-        sheet = DATA_SHEETS[self.gpu]
         compute: Coefficients | Roofline
         if self.coefficients is not None:
             compute = Coefficients.read(Path(self.coefficients))
         else:
-            compute = Roofline(
-                sizes.model,
-                sheet,
-                sizes.kv_bytes_per_token,
-                overhead=self.step_overhead / 1e3,
-                flops_efficiency=self.flops_efficiency,
-                bandwidth_efficiency=self.bandwidth_efficiency,
-            )
-        return StepCost(compute, sizes.model, sheet, sizes.block_bytes)
+            compute = self.roofline(sizes)
+        return StepCost(compute, sizes.model, DATA_SHEETS[self.gpu], sizes.block_bytes)
+
+    def roofline(self, sizes: Sizes, weight_bytes: float | None = None) -> Roofline:
+        """Return the roofline of one of these GPUs. weight_bytes: see `Roofline`."""
+        return Roofline(
+            sizes.model,
+            DATA_SHEETS[self.gpu],
+            sizes.kv_bytes_per_token,
+            overhead=self.step_overhead / 1e3,
+            flops_efficiency=self.flops_efficiency,
+            bandwidth_efficiency=self.bandwidth_efficiency,
+            weight_bytes=weight_bytes,
+        )
 
 
 class Fleet:

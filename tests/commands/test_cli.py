@@ -106,7 +106,9 @@ def test_every_option_of_the_api_is_a_flag(run):
     assert """May be given several times. [default: '\\n' ':' '"' '*']""" in words
 
 
-@pytest.mark.parametrize("name", ["generate", "chat", "run-batch", "serve", "simulate", "models", "warmup"])
+@pytest.mark.parametrize(
+    "name", ["generate", "chat", "run-batch", "serve", "plan", "simulate", "models", "warmup"]
+)
 def test_help_shows_every_default(name):
     """A default of None is shown as what it stands for."""
     command = typer.main.get_command(cli.app).commands[name]
@@ -617,7 +619,10 @@ def test_unknown_models(run, tmp_path, monkeypatch):
     [
         ("generate x", False),
         ("run-batch in.jsonl out.jsonl", False),
-        *((command, True) for command in ("chat", "warmup", "simulate", "bench throughput", "bench latency")),
+        *(
+            (command, True)
+            for command in ("chat", "warmup", "plan", "simulate", "bench throughput", "bench latency")
+        ),
     ],
 )
 def test_every_command_takes_the_model_in_the_same_ways(run, argv, is_positional, tmp_path, monkeypatch):

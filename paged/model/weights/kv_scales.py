@@ -77,6 +77,8 @@ def _read(tensor: StoredTensor, num_heads: int) -> Tensor:
     if tensor.dtype not in FLOATS:
         supported = ", ".join(map(str, FLOATS))
         raise CheckpointError(f"{tensor.path}: {tensor.name} is {tensor.dtype}; supported are {supported}")
+    if not tensor.has_data:  # nor will the model compute anything
+        return torch.ones(num_heads)
     values = tensor.read().flatten().float()
     # Below the smallest normal number kernels would divide by 0.
     wrong = (~values.isfinite() | (values < torch.finfo(torch.float32).tiny)).nonzero()

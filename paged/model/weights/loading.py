@@ -120,33 +120,41 @@ class Loader:
     def parameter(self, rows: StoredRows, name: str, like: Tensor) -> nn.Parameter:
         """Read a float parameter, ones if it is not stored. like: the parameter on the meta device."""
         if rows.parts:
-            value = self._read(rows, name, float_layout(like))
+            value = self.read(rows, name, float_layout(like))
         else:
             value = torch.ones(like.shape, dtype=like.dtype, device=self.device)
         return nn.Parameter(value, requires_grad=False)
 
     def form(self, rows: StoredRows, like: Tensor, role: Role) -> WeightForm:
         """Read a weight; its stored tensors determine its form. like: it in floats, on the meta device."""
+        parts, stored, role = self.weights_of(rows, like, role)
+        forms = [self.form_of(each, parts, role) for each in stored]
+        if len(forms) == 1:
+            return forms[0]
+        return JoinedForm([(form, each.rows.num_rows) for form, each in zip(forms, stored, strict=True)])
+
+    def weights_of(
+        self, rows: StoredRows, like: Tensor, role: Role
+    ) -> tuple[dict[str, StoredPart], list[StoredWeight], Role]:
+        """Return the stored parts of a weight by name, its rows by format, and the role of each of these."""
         parts = {part.name: part for part in parts_of(rows, like, self.sources)}
         formats = {name: format_of(part, self.recognizers) for name, part in parts.items()}
         stored = split_by_format(rows, formats)
-        if len(stored) == 1:
-            return self._form(stored[0], parts, role)
         # Gates and ups in several products are not multiplied by each other in any of them.
-        own_role: Role = "layer" if role == "gated" else role
-        return JoinedForm([(self._form(each, parts, own_role), each.rows.num_rows) for each in stored])
+        return parts, stored, "layer" if len(stored) > 1 and role == "gated" else role
 
-    def _form(self, stored: StoredWeight, parts: Mapping[str, StoredPart], role: Role) -> WeightForm:
+    def form_of(self, stored: StoredWeight, parts: Mapping[str, StoredPart], role: Role) -> WeightForm:
         """Read rows of one format into a form."""
         first = parts[next(iter(stored.rows.parts))]
         tensors = {
-            name: self._read(stored.rows, name, layout, stored.format.title)
+            name: self.read(stored.rows, name, layout, stored.format.title)
             for name, layout in stored.format.layouts(first).items()
             if layout.is_read
         }
         return self.forms.make(stored.format.weight(tensors), role)
 
-    def _read(self, rows: StoredRows, name: str, layout: Layout, title: str = "") -> Tensor:
+    def read(self, rows: StoredRows, name: str, layout: Layout, title: str = "") -> Tensor:
+        """Read the rows of a parameter."""
         tensors = [(self.sources[f"{part}.{name}"], count) for part, count in rows.parts.items()]
         self.num_bytes[title] += sum(tensor.num_bytes for tensor, _ in tensors)
         values = read_rows(tensors, rows.index, layout, self.device)
@@ -228,7 +236,7 @@ def has_own_head(sources: Sources) -> bool:
     """Return whether there is an output head that differs from the embedding.
 
     The two are then not tied, whatever config.json says, which often has a default there. Some checkpoints
-    carry a copy of the embedding.
+    carry a copy of the embedding, as which a head counts that cannot be read.
     """
     if any(name.startswith("lm_head.") and name not in (HEAD, "lm_head.bias") for name in sources):
         return True  # in codes
@@ -240,6 +248,8 @@ def has_own_head(sources: Sources) -> bool:
     embedding = sources[EMBEDDING]
     if head.shape != embedding.shape or len(head.shape) != 2:
         return True
+    if not head.has_data:
+        return False
     return not all(
         torch.equal(head.read(rows).float(), embedding.read(rows).float()) for rows in head.parts()
     )
@@ -274,7 +284,7 @@ def _is_idle_bias(name: str, modules: set[str], sources: Sources) -> bool:
     bias = sources[name]
     if last != "bias" or module not in modules or len(bias.shape) != 1 or bias.dtype not in FLOATS:
         return False
-    return not bool(bias.read().any())
+    return not bias.has_data or not bool(bias.read().any())
 
 
 def _unknown(file: Path, names: list[str], config: str = "config.json") -> CheckpointError:

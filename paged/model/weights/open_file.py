@@ -20,11 +20,14 @@ from .sources import StoredTensor
 class OpenFile:
     """An open file. Use it as a context manager, or close it.
 
+    has_data: whether it has more than the header of its tensors.
+
     Raises CheckpointError, which names the file, where it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.has_data = True
         check_file(path, sys.maxsize)  # opening a FIFO would wait for its other end
         try:
             self._stream = path.open("rb", buffering=0)
@@ -67,7 +70,13 @@ class FileTensor(StoredTensor):
     file: OpenFile
     start: int  # byte of the file
 
+    @property
+    def has_data(self) -> bool:
+        return self.file.has_data
+
     def read(self, rows: slice = slice(None), out: Tensor | None = None) -> Tensor:
+        if not self.has_data:
+            raise CheckpointError(f"{self.path}: has a header alone, so that {self.name} cannot be read")
         shape = self.shape
         first = 0
         if shape:

@@ -33,6 +33,7 @@ STORED_DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
+HEADER_ONLY = "paged.header_only"  # in the metadata of a file that has no data: see `model.headers`
 HEADER_CEILING = 100 * 2**20
 MAX_RANK = 8
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
@@ -64,7 +65,9 @@ class SafetensorsFile(OpenFile):
         text = self.read_bytes(8, length)
         try:
             header = json.loads(_check_brackets(text), object_pairs_hook=_unique_keys)
-            _check_metadata(header.pop("__metadata__", {}))
+            metadata = header.pop("__metadata__", {})
+            _check_metadata(metadata)
+            self.has_data = HEADER_ONLY not in (metadata or {})
             entries = {name: _read_entry(entry) for name, entry in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{self.path}: has a damaged header: {error}") from error

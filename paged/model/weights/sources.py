@@ -37,6 +37,11 @@ class StoredTensor(ABC):
         """The bytes that it takes in its file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def has_data(self) -> bool:
+        """Whether it can be read: not if only the header of its file was fetched."""
+        return True
+
     @abstractmethod
     def read(self, rows: slice = slice(None), out: Tensor | None = None) -> Tensor:
         """Read the tensor, or these rows: consecutive indices of its first dimension.

@@ -84,6 +84,8 @@ def read_groups(part: StoredPart, name: str, num_groups: int, *, is_needed: bool
     tensor = part.get(name)
     if tensor is None or tensor.shape != [part.num_inputs] or tensor.dtype != torch.int32:
         return None
+    if not tensor.has_data:
+        return None
     groups = tensor.read()
     if not is_needed and bool((groups == -1).all()):  # compressed-tensors: not set
         return None

@@ -86,7 +86,12 @@ def packed_format(scheme: Scheme, part: StoredPart) -> PackedFormat:
 
 def _check_shape(part: StoredPart) -> None:
     tensor = part.get("weight_shape")
-    if tensor is None or tensor.shape != [2] or tensor.dtype not in (torch.int64, torch.int32):
+    if (
+        tensor is None
+        or not tensor.has_data
+        or tensor.shape != [2]
+        or tensor.dtype not in (torch.int64, torch.int32)
+    ):
         return
     stored = tensor.read().tolist()
     if stored != [part.num_rows, part.num_inputs]:

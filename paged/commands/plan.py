@@ -1,0 +1,102 @@
+"""`paged plan`: what an engine takes of a device and how fast it should be, before a weight is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..config import EngineConfig
+from ..simulate.cost import DATA_SHEETS
+from ..simulate.report import table
+from . import common
+from .headings import MODEL
+from .options import with_options
+
+if TYPE_CHECKING:
+    from ..simulate.plan import Plan
+
+# The fields of EngineConfig that a plan depends on.
+PLANNED = [
+    *("revision", "dtype", "quantization", "kv_cache_dtype", "attention_backend", "num_threads"),
+    *("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks"),
+    *("gpu_memory_utilization", "cpu_memory_utilization", "long_prefill_token_threshold", "deterministic"),
+]
+DEVICE_HELP = f"""auto, cpu, cuda or cuda:N of this machine, which is measured for about a second, or the data
+sheet of {", ".join(DATA_SHEETS)}. [default: auto]"""
+AUTO = "auto"
+GIB = 2**30
+JSON_HELP = "Print JSON, in bytes and seconds. [default: off]"
+
+
+@with_options((EngineConfig, PLANNED))
+def plan(
+    model: common.ModelArgument = None,
+    model_option: common.ModelOption = None,
+    device: Annotated[str, typer.Option(help=DEVICE_HELP, show_default=False, rich_help_panel=MODEL)] = AUTO,
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    **options: Any,
+) -> int:
+    """Predict memory and speed of an engine from a model's config and headers."""
+    given = common.engine_options(common.one_model(model, model_option), options, PLANNED)
+
+    from ..simulate.plan import make_plan
+
+    made = make_plan(EngineConfig(**given, device=device))
+    print(json.dumps(made.to_json()) if as_json else report(made))
+    return 0 if made.footprint.fits else common.EXIT_FAILED
+
+
+def report(made: Plan) -> str:
+    """Return a plan as text."""
+    figures = made.to_json()
+    sizes = made.footprint.sizes
+    place = f"{figures['device']} with {figures['free_bytes'] / GIB:,.1f} GiB of memory free"
+    origin = "as measured" if figures["is_measured"] else "by the data sheet, not measured"
+    rates = f"{figures['bytes_per_s'] / 1e9:,.4g} GB/s and {figures['flops_per_s'] / 1e12:,.3g} TFLOP/s"
+    fits = [[f"{length:,} tokens", f"{count:,}"] for length, count in made.sequences.items()]
+    speeds = [
+        *([f"decode of {count:,}", f"{speed:,.1f}"] for count, speed in made.decode_speeds.items()),
+        ["prompt", f"{made.prompt_speed:,.1f}"],
+    ]
+    return "\n".join(
+        [
+            f"{made.model.architecture} in {made.format} ({figures['file_bytes'] / 1e9:,.3g} GB of files), "
+            f"activations in {sizes.dtype}, on {place}",
+            "",
+            *table([["memory", "MiB"], *_memory(made)]),
+            "",
+            *table([["sequences of", "fit at once"], *fits]),
+            "",
+            *table([[f"predicted, at {made.usual_length:,} tokens", "tokens/s"], *speeds]),
+            f"from {rates} {origin}",
+            *_shortage(made),
+        ]
+    )
+
+
+def _memory(made: Plan) -> Iterator[list[str]]:
+    """Yield what takes memory, and how much."""
+    footprint = made.footprint
+    sizes = footprint.sizes
+    per_token = f"{sizes.kv_bytes_per_token / 1024:,.4g} KiB per token in {sizes.kv_dtype}"
+    parts = {
+        **{f"weights: {part}": size for part, size in footprint.model.by_part.items()},
+        f"activations of {sizes.max_num_batched_tokens:,} tokens": footprint.activation_bytes,
+        f"states of {sizes.config.max_num_seqs:,} sequences": footprint.state_bytes,
+        "rope tables": footprint.rope_bytes,
+        f"KV cache: {footprint.num_blocks:,} blocks of {sizes.block_size}, {per_token}": footprint.kv_bytes,
+        "all together": footprint.num_bytes,
+    }
+    for name, size in parts.items():
+        yield [name, f"{size / 2**20:,.1f}"]
+
+
+def _shortage(made: Plan) -> Iterator[str]:
+    footprint = made.footprint
+    if not footprint.fits:
+        longest = f"the longest has {footprint.longest:,}" if footprint.longest else "none fits"
+        yield f"does not fit: a sequence of {footprint.sizes.max_model_len:,} tokens; {longest}"
+        yield f"would fit: {' or '.join(made.would_fit) or 'a smaller model, or this one on another device'}"

@@ -1,0 +1,78 @@
+"""Fetch the headers of a checkpoint's weights from the hub, by range requests, and none of their data."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from .weights.safetensors_file import HEADER_CEILING, HEADER_ONLY
+from .weights.weight_files import find_weight_files
+
+_LENGTH_BYTES = 8
+_CHUNK = 2**16  # bytes of a request: most headers are smaller
+# Of the files beside the weights, those that say what the weights are.
+_JSON = ("config.json", "hf_quant_config.json")
+
+
+def fetch_headers(repository: str, revision: str | None) -> Path:
+    """Return a directory with the config of a model on the hub and the headers of its weights.
+
+    Each file is as large as its original, but has no data and takes no space for it. If the hub's cache has
+    the weights, it is the directory there.
+
+    Raises CheckpointError for a repository without safetensors, and OSError and ValueError as the hub does.
+    """
+    from huggingface_hub import HfFileSystem, hf_hub_download
+
+    if ":" in repository:
+        raise CheckpointError(
+            f"{repository}: of a GGUF file on the hub the header alone is not fetched: download it, and "
+            "give the path of the file"
+        )
+    cached = Path(hf_hub_download(repository, "config.json", revision=revision)).parent
+    if _has_weights(cached):
+        return cached
+    hub = HfFileSystem()
+    entries = hub.ls(repository, revision=revision)
+    names = [Path(entry["name"]).name for entry in entries if entry["type"] == "file"]
+    directory = Path(tempfile.mkdtemp(prefix="paged-headers-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    for name in names:
+        if name in _JSON or ".safetensors.index" in name:
+            shutil.copyfile(hf_hub_download(repository, name, revision=revision), directory / name)
+        elif name.endswith((".safetensors", ".gguf")):
+            (directory / name).touch()
+    for file in find_weight_files(directory):
+        with hub.open(f"{repository}/{file.name}", revision=revision, block_size=_CHUNK) as remote:
+            write_header(remote, file)
+    return directory
+
+
+def write_header(source: Any, file: Path) -> None:
+    """Write a safetensors file with the header of another one, an open file or a remote one, and its size."""
+    length = int.from_bytes(source.read(_LENGTH_BYTES), "little")
+    if length > HEADER_CEILING:
+        raise CheckpointError(f"{file.name} is no safetensors file: its header would have {length:,} bytes")
+    try:
+        header = json.loads(source.read(length))
+        header["__metadata__"] = {HEADER_ONLY: ""}
+        size = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file.name}: has a damaged header: {error}") from error
+    text = json.dumps(header).encode()
+    with file.open("wb") as local:
+        local.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+        local.truncate(_LENGTH_BYTES + len(text) + size)
+
+
+def _has_weights(directory: Path) -> bool:
+    try:
+        find_weight_files(directory)
+    except CheckpointError:
+        return False
+    return True

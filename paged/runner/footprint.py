@@ -1,0 +1,299 @@
+"""Footprint: what an engine will take of a device's memory, before a weight is read or memory allocated."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from ..config import QUANTIZATIONS
+from ..errors import ConfigError
+from ..kernels.backend import Kernels
+from ..model.weights.loading import StoredWeights
+from ..model.weights.samples import SampledWeight, Sampler
+from ..model.weights.weight_files import find_weight_files
+from .load import new_kernels, open_model
+from .memory import free_on_cpu, largest_step, max_partial_bytes
+from .sizes import ELEMENT_BYTES, GIB, Sizes
+
+# The parts of a model by the beginning of a module's name, or of its place in a layer.
+_PARTS = {
+    "embedding": "embedding",
+    "positions": "embedding",
+    "inputs": "embedding",
+    "head": "output head",
+    "attention": "attention",
+    "mlp": "feed-forward",
+}
+_OTHERS = "norms and the rest"
+# What a sampler keeps of each request with penalties: a count and a flag for each token it may draw.
+_HISTORY_BYTES = 5
+# What the driver and torch's libraries take of a GPU. An assumption, for GPUs that are not there.
+GPU_OVERHEAD = GIB // 2
+
+
+class Memory(NamedTuple):
+    """The memory of a device in bytes. free: what neither other processes take nor the system."""
+
+    total: int
+    free: int
+
+    @classmethod
+    def of(cls, device: torch.device, held: int = 0) -> Memory:
+        """Return that of a device of this machine. held: what this engine has taken of it already."""
+        if device.type == "cpu":
+            free = int(free_on_cpu()) + held
+            return cls(free, free)
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(total, free + torch.cuda.memory_reserved(device))
+
+
+class ModelSizes(NamedTuple):
+    """What the parameters of a model take.
+
+    by_part: in memory. in_files: in their files. per_step: what a step reads of them, all but tables.
+    layers, head: the weights that they multiply by, those that are stored alike as one.
+    """
+
+    by_part: Counter[str]
+    in_files: StoredWeights
+    per_step: int
+    layers: list[SampledWeight]
+    head: list[SampledWeight]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all parameters in memory."""
+        return self.by_part.total()
+
+
+def model_sizes(sizes: Sizes, device: torch.device, directory: Path, kernels: Kernels) -> ModelSizes:
+    """Return the sizes of the checkpoint in this directory. Raises what `load_model` does.
+
+    device: where the weights would be. It need not be here.
+    """
+    is_here = device.type == "cpu" or torch.cuda.is_available()
+    model_config = sizes.model.for_context(sizes.max_model_len)
+    by_part = Counter[str]()
+    in_files = Counter[str]()
+    per_step = 0
+    layers: dict[int, SampledWeight] = {}
+    head: dict[int, SampledWeight] = {}
+    with open_model(sizes, model_config, device, directory, kernels) as (model, loader):
+        sampler = Sampler(loader, device if is_here else torch.device("cpu"))
+        names = {module: name for name, module in model.named_modules()}
+        for module in model.loadables():
+            found = sampler.module(module)
+            by_part[_part_of(names[module])] += found.num_bytes
+            in_files += found.file_bytes
+            if module.role == "table" or (module is model.embedding and not model.config.tie_word_embeddings):
+                continue
+            per_step += found.num_bytes
+            alike = head if module in (model.head, model.embedding) else layers
+            for sample, num_rows in found.weights:
+                before = alike.get(id(sample))
+                rows = num_rows if before is None else num_rows + before.num_rows
+                alike[id(sample)] = SampledWeight(sample, rows)
+    files = StoredWeights(in_files)
+    return ModelSizes(by_part, files, per_step, [*layers.values()], [*head.values()])
+
+
+def _part_of(name: str) -> str:
+    first, *rest = name.split(".")
+    place = rest[1] if first == "layers" and len(rest) > 1 else first
+    return _PARTS.get(place, _OTHERS)
+
+
+@dataclass(frozen=True, eq=False)
+class Footprint:
+    """What an engine of these sizes will take of a memory."""
+
+    sizes: Sizes
+    memory: Memory
+    device: torch.device
+    directory: Path
+    kernels: Kernels
+    model: ModelSizes
+
+    @classmethod
+    def of(
+        cls, sizes: Sizes, memory: Memory, device: torch.device, directory: Path, kernels: Kernels
+    ) -> Self:
+        """Return the footprint of the checkpoint in this directory. Raises what `load_model` does."""
+        model = model_sizes(sizes, device, directory, kernels)
+        return cls(sizes, memory, device, directory, kernels, model)
+
+    def with_options(self, **options: Any) -> Self:
+        """Return the footprint with other options of the engine. Raises ConfigError for those it refuses."""
+        sizes = replace(self.sizes, config=replace(self.sizes.config, **options))
+        if "quantization" in options:
+            return self.of(sizes, self.memory, self.device, self.directory, self.kernels)
+        return replace(self, sizes=sizes)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the engine computes on a GPU, which keeps the state of its requests."""
+        return self.sizes.device == "cuda"
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        """The bytes of activations of the largest step: of the widest layer, or of the logits.
+
+        With the partial results of split decodes, which that step may not have.
+        """
+        sizes = self.sizes
+        model = sizes.model
+        lengths = largest_step(sizes)
+        element = ELEMENT_BYTES[sizes.dtype]
+        widest = 0
+        for layer in model.layers:
+            attention = layer.attention
+            qkv = attention.num_heads * attention.kv.key_dim + sum(attention.kv.part_sizes)
+            inner = layer.feed_forward.size * (3 if layer.feed_forward.gated else 1)
+            widest = max(widest, 4 * model.hidden_size + 2 * qkv + inner)
+        angles = 4 * sum(head_dim for _, head_dim in model.ropes)
+        layers = sum(lengths) * (widest * element + angles)
+        logits = len(lengths) * model.vocab_size * 4 * 2
+        return max(layers, logits) + max_partial_bytes(sizes, self.kernels)
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of what a GPU keeps of the requests: block tables, and counts of tokens for penalties."""
+        if not self.on_gpu:
+            return 0
+        sizes = self.sizes
+        entries = -(-sizes.max_model_len // sizes.block_size) * len(sizes.model.layer_groups)
+        return sizes.config.max_num_seqs * (4 * entries + _HISTORY_BYTES * sizes.model.vocab_size)
+
+    @property
+    def kv_room(self) -> int:
+        """The bytes that are left for KV and rope tables; less than 0 if the weights alone do not fit."""
+        config = self.sizes.config
+        left = self.memory.free - self.model.num_bytes
+        if not self.on_gpu:
+            return int(left * config.cpu_memory_utilization)
+        kept = self.memory.total - int(self.memory.total * config.gpu_memory_utilization)
+        return left - kept - self.activation_bytes - self.state_bytes
+
+    @property
+    def rope_bytes(self) -> int:
+        """The bytes of rope tables."""
+        return self.sizes.rope_table_bytes(self.sizes.num_tabulated_positions(max(1, self.num_blocks)))
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """The blocks of the KV cache: those that were asked for, else what fits; 0 if no token does."""
+        return self.sizes.config.num_blocks or self.sizes.blocks_in(self.kv_room)
+
+    @property
+    def kv_bytes(self) -> int:
+        """The bytes of the KV cache."""
+        return self.num_blocks * self.sizes.block_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of everything together."""
+        own = self.model.num_bytes + self.activation_bytes + self.state_bytes
+        return own + self.rope_bytes + self.kv_bytes
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a request, up to max_model_len; 0 if the engine does not fit."""
+        if not self.num_blocks or (self.sizes.config.num_blocks and self.num_bytes > self.memory.free):
+            return 0
+        return self.sizes.new_block_manager(self.num_blocks).longest_fit(self.sizes.max_model_len)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a request of max_model_len tokens can run."""
+        return self.longest == self.sizes.max_model_len
+
+    def num_sequences(self, length: int) -> int:
+        """Return how many requests of a length run at once."""
+        if self.longest < length:
+            return 0
+        manager = self.sizes.new_block_manager(self.num_blocks)
+        return min(self.num_blocks // manager.most_blocks(length), self.sizes.config.max_num_seqs)
+
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.model.num_bytes,
+            "activations": self.activation_bytes,
+            "states of requests": self.state_bytes,
+            "KV cache": self.kv_bytes,
+        }
+        listed = ", ".join(f"{name} {size / GIB:,.2f} GiB" for name, size in parts.items() if size)
+        return (
+            f"{listed} of {self.memory.free / GIB:,.2f} GiB that are free; KV of a token takes "
+            f"{self.sizes.kv_bytes_per_token / 1024:,.4g} KiB"
+        )
+
+
+def ways_to_fit(footprint: Footprint) -> list[str]:
+    """Return options, each of which alone makes a request of max_model_len fit that does not now.
+
+    With some the requests must also be shorter. The last is the largest max_model_len that fits otherwise.
+    """
+    config = footprint.sizes.config
+    found = []
+    choices = [*(("quantization", name) for name in QUANTIZATIONS), ("kv_cache_dtype", "int8")]
+    for name, value in choices:
+        longest = 0 if getattr(config, name) == value else _longest(footprint, **{name: value})
+        if longest > footprint.longest:
+            shorter = f" with max_model_len={longest}" if longest < footprint.sizes.max_model_len else ""
+            found.append(f"{name}={value!r}{shorter}")
+    if footprint.on_gpu:
+        counts = {
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": footprint.sizes.max_num_batched_tokens,
+        }
+        for name, most in counts.items():
+            if largest := _largest_that_fits(footprint, name, most):
+                found.append(f"{name}={largest}")
+    if config.num_blocks is not None and (most := footprint.with_options(num_blocks=None).num_blocks):
+        found.append(f"num_blocks={most}")
+    if largest := _largest_that_fits(footprint, "max_model_len", footprint.sizes.max_model_len):
+        found.append(f"max_model_len={largest}")
+    return found
+
+
+def _longest(footprint: Footprint, **options: Any) -> int:
+    """Return the most tokens of a request with other options; 0 if they are refused."""
+    try:
+        return footprint.with_options(**options).longest
+    except ConfigError:  # such as for weights that are quantised already
+        return 0
+
+
+def _largest_that_fits(footprint: Footprint, name: str, most: int) -> int:
+    """Return the largest value of an option, if all smaller ones fit too; 0 if none does."""
+    return bisect.bisect_left(
+        range(1, most + 1), True, key=lambda value: not footprint.with_options(**{name: value}).fits
+    )
+
+
+def shortage(footprint: Footprint) -> str:
+    """Return the figures of an engine that does not fit, and what would."""
+    if footprint.fits:  # by these figures; what was measured differs
+        return str(footprint)
+    ways = " or ".join(ways_to_fit(footprint))
+    return f"{footprint}; {f'would fit: {ways}' if ways else 'no option makes it fit'}"
+
+
+def require_room(sizes: Sizes, device: torch.device, directory: Path) -> None:
+    """Raise ConfigError if the weights will not fit: before they are read.
+
+    Files that take less than half of what is free are not looked into.
+    """
+    memory = Memory.of(device)
+    if 2 * sum(file.stat().st_size for file in find_weight_files(directory)) < memory.free:
+        return
+    kernels = new_kernels(sizes, device, checked=False)
+    footprint = Footprint.of(sizes, memory, device, directory, kernels)
+    if footprint.model.num_bytes > memory.free:
+        raise ConfigError(f"no memory for the weights on {device}: {shortage(footprint)}")

@@ -1,0 +1,168 @@
+"""What this machine reaches with a model's own weight forms, cache and kernels: about a second to measure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.attention_options import AttentionOptions
+from ..kernels.checks import TrustedContents
+from ..model.cache.kv_cache import KVCache
+from ..model.weights.forms import WeightForm
+from ..model.weights.samples import SampledWeight, bytes_of
+from ..runner.footprint import Footprint
+from .cost import Coefficients
+
+_MOST_BYTES = 128 * 2**20  # of weights or KV that are read, so that they come from memory
+_MOST_NUMBERS = 2**22  # of a weight: enough rows for all cores
+_SECONDS = 0.1  # of each measurement
+_LEAST_RUNS = 2
+_ROWS = 512
+_LAYERS = 2  # that many queries attend in
+# Seconds of a step on a CPU beside products and attention: for each layer's other kernels, and once for
+# scheduling and sampling. Measured, see docs/figures.md; on a GPU an assumption.
+_STEP_S = 0.3e-3
+_LAYER_S = 40e-6
+
+
+class Measured(NamedTuple):
+    """The time of steps, and what products reach: bytes of weights and operations per second."""
+
+    coefficients: Coefficients
+    bytes_per_s: float
+    flops_per_s: float
+
+
+def measure(footprint: Footprint) -> Measured:
+    """Measure products of 1 row and of 512 with the weights of a model, and attention to its cache."""
+    model = footprint.model
+    dtype: torch.dtype = getattr(torch, footprint.sizes.dtype)
+    with TrustedContents():  # as in an engine's steps
+        layers = _products(model.layers, dtype, footprint.device)
+        head = _products(model.head, dtype, footprint.device)
+        context_s, pair_s = _attention(footprint, dtype)
+    num_layers = footprint.sizes.model.num_layers
+    numbers = sum(each.num_rows * each.sample.num_inputs for each in (*model.layers, *model.head))
+    num_bytes = sum(each.num_bytes for each in (*model.layers, *model.head))
+    return Measured(
+        Coefficients(
+            step_s=layers.of_no_row + head.of_no_row + _STEP_S + _LAYER_S * num_layers,
+            token_s=layers.of_a_row,
+            seq_s=head.of_a_row,
+            context_s=context_s,
+            pair_s=pair_s,
+        ),
+        bytes_per_s=num_bytes / (layers.one + head.one),
+        flops_per_s=2 * _ROWS * numbers / (layers.many + head.many),
+    )
+
+
+class _Seconds(NamedTuple):
+    """The time of products with one row, and with many."""
+
+    one: float
+    many: float
+
+    @property
+    def of_a_row(self) -> float:
+        """The seconds that each further row takes."""
+        return max(0.0, self.many - self.one) / (_ROWS - 1)
+
+    @property
+    def of_no_row(self) -> float:
+        """The seconds of the product beside its rows."""
+        return self.one - self.of_a_row
+
+
+def _products(weights: Sequence[SampledWeight], dtype: torch.dtype, device: torch.device) -> _Seconds:
+    """Return the times of products with weights that follow each other."""
+    part = min(1.0, _MOST_BYTES / sum(weight.num_bytes for weight in weights))
+    one = many = 0.0
+    all_forms = [_forms(weight, part * weight.num_bytes) for weight in weights]
+    for weight, (forms, times) in zip(weights, all_forms, strict=True):
+        x = torch.ones(_ROWS, weight.sample.num_inputs, dtype=dtype, device=device)
+        one += times / len(forms) * _best(partial(_multiply, x[:1], forms), device)
+        many += times * _best(partial(_multiply, x, forms[:1]), device)
+    return _Seconds(one, many)
+
+
+def _multiply(x: Tensor, forms: Sequence[WeightForm]) -> None:
+    for form in forms:
+        form(x, None)
+
+
+def _forms(weight: SampledWeight, num_bytes: float) -> tuple[list[WeightForm], float]:
+    """Make forms that take so many bytes together. Return also how many of them make up the whole."""
+    sample = weight.sample
+    # As one large weight: steps are recorded, and lose little time between products.
+    num_rows = min(weight.num_rows, max(sample.num_rows, _MOST_NUMBERS // sample.num_inputs // 128 * 128))
+    first = sample.make(num_rows)
+    count = max(1, round(num_bytes / bytes_of(first)))
+    # Copied, as it takes seconds to make so many.
+    return [first, *(deepcopy(first) for _ in range(count - 1))], weight.num_rows / num_rows
+
+
+def _attention(footprint: Footprint, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the seconds for each token whose K and V are read, and each pair of a query and a key."""
+    sizes = footprint.sizes
+    model = sizes.model
+    per_block = sizes.block_bytes * len(model.layer_groups)
+    most = max(_ROWS, _MOST_BYTES // per_block * sizes.block_size)
+    length = min(most, 4 * _ROWS) // sizes.block_size * sizes.block_size
+    num_blocks = length // sizes.block_size
+    cache = KVCache(model, num_blocks, sizes.block_size, getattr(torch, sizes.kv_dtype), footprint.device)
+    for tensor in cache.tensors.values():
+        tensor.view(torch.uint8).zero_()
+    table = torch.arange(num_blocks, dtype=torch.int32, device=footprint.device)[None]
+
+    def attend(num_queries: int, length: int, num_layers: int) -> Callable[[], object]:
+        """Return what attends from the last queries of a sequence in the first layers."""
+        lengths, ends = (
+            torch.tensor(x, dtype=torch.int32, device=footprint.device) for x in ([length], [0, num_queries])
+        )
+
+        def in_layer(index: int) -> Tensor:
+            spec = model.layers[index].attention
+            key, value, key_scales, value_scales = cache.layer(index)
+            query = torch.zeros(
+                num_queries, spec.num_heads, spec.kv.key_dim, dtype=dtype, device=footprint.device
+            )
+            options = AttentionOptions(
+                spec.scale, num_queries, num_queries, key_scales=key_scales, value_scales=value_scales
+            )
+            return footprint.kernels.paged_attention(query, key, value, table, lengths, ends, options)
+
+        return lambda: [in_layer(index) for index in range(num_layers)]
+
+    def seconds(num_queries: int, length: int, num_layers: int) -> float:
+        return _best(attend(num_queries, length, num_layers), footprint.device)
+
+    count = model.num_layers
+    context_s = (seconds(1, length, count) - seconds(1, sizes.block_size, count)) / (
+        length - sizes.block_size
+    )
+    few = min(_LAYERS, count)
+    pairs = _ROWS * (_ROWS + 1) / 2
+    pair_s = count / few * (seconds(_ROWS, _ROWS, few) - seconds(1, sizes.block_size, few)) / pairs
+    return max(0.0, context_s), max(0.0, pair_s)
+
+
+def _best(run: Callable[[], object], device: torch.device) -> float:
+    """Return the shortest time of several runs: others that use this machine make the rest slower."""
+    best = float("inf")
+    started = time.perf_counter()
+    num_runs = 0
+    while num_runs < _LEAST_RUNS or time.perf_counter() - started < _SECONDS:
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+        num_runs += 1
+    return best

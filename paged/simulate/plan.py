@@ -1,0 +1,210 @@
+"""The plan of an engine: what it takes of a device, what fits beside it, and how fast it will be.
+
+Memory comes from the config and the headers of the weights, speed from the cost model of the simulator: with
+the figures of a data sheet, or with those that this machine is measured to reach.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import EngineConfig
+from ..device.devices import resolve_device, resolve_dtype, target_of
+from ..device.threads import set_threads
+from ..errors import ConfigError
+from ..model.config import ModelConfig
+from ..model.hf_config import read_config
+from ..model.hub import resolve_headers
+from ..runner.footprint import GPU_OVERHEAD, Footprint, Memory, ways_to_fit
+from ..runner.load import check_kernels, new_kernels
+from ..runner.sizes import GIB, Sizes
+from .cost import DATA_SHEETS, Coefficients, DataSheet, Roofline, decode_work, prompt_work, window_shares
+from .fleet import FleetConfig
+from .machine import Measured, measure
+
+# Lengths that are shown, of those up to max_model_len, and numbers of sequences.
+LENGTHS = (512, 2048, 8192, 32768, 131072)
+BATCHES = (1, 4, 16, 64, 256)
+USUAL_LENGTH = 1024  # of the sequences and the prompt whose speed is predicted
+
+
+@dataclass(frozen=True)
+class Place:
+    """The device that a plan is for. sheet: None for this machine, which is measured."""
+
+    name: str
+    device: torch.device
+    target: str
+    sheet: DataSheet | None = None
+
+    @classmethod
+    def of(cls, name: str) -> Place:
+        """Return the device of this name: one of this machine, or one with a data sheet, in any case.
+
+        Raises ConfigError, which lists the known ones.
+        """
+        known = {each.casefold(): each for each in DATA_SHEETS}
+        if (own := known.get(name.casefold())) is not None:
+            return cls(own, torch.device("cuda"), DATA_SHEETS[own].target, DATA_SHEETS[own])
+        if name.partition(":")[0] not in ("auto", "cpu", "cuda"):
+            raise ConfigError(
+                f"device must be auto, cpu, cuda or cuda:N of this machine, or one of "
+                f"{', '.join(DATA_SHEETS)}; got {name!r}"
+            )
+        device = resolve_device(name)
+        return cls(str(device), device, target_of(device))
+
+    @property
+    def memory(self) -> Memory:
+        """The device's memory: of one that is not here, as if nothing else ran there."""
+        if self.sheet is None:
+            return Memory.of(self.device)
+        total = int(self.sheet.memory_gib * GIB)
+        return Memory(total, total - GPU_OVERHEAD)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an engine takes of a device, what fits, and how fast it should be.
+
+    measured: what this machine reaches; None for a device with a data sheet.
+    would_fit: options with which a request of max_model_len fits, if it does not.
+    """
+
+    config: EngineConfig
+    place: Place
+    footprint: Footprint
+    measured: Measured | None
+    would_fit: tuple[str, ...]
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model's config."""
+        return self.footprint.sizes.model
+
+    @property
+    def cost(self) -> Roofline | Coefficients:
+        """The cost model of a step."""
+        return self._roofline if self.measured is None else self.measured.coefficients
+
+    @property
+    def reached(self) -> Roofline | Measured:
+        """What has the bandwidth and the arithmetic that products reach."""
+        return self._roofline if self.measured is None else self.measured
+
+    @cached_property
+    def _roofline(self) -> Roofline:
+        return FleetConfig(gpu=self.place.name).roofline(self.footprint.sizes, self.footprint.model.per_step)
+
+    @property
+    def format(self) -> str:
+        """What people call the format of the weights."""
+        in_files = self.footprint.model.in_files.formats or self.model.dtype
+        return f"{self.config.quantization} of {in_files}" if self.config.quantization else in_files
+
+    @property
+    def usual_length(self) -> int:
+        """The tokens of the sequences and of the prompt whose speed is predicted."""
+        return min(USUAL_LENGTH, self.footprint.longest or self.footprint.sizes.max_model_len)
+
+    @property
+    def sequences(self) -> dict[int, int]:
+        """How many requests of a length run at once, by the length."""
+        most = self.footprint.sizes.max_model_len
+        lengths = [*(length for length in LENGTHS if length < most), most]
+        return {length: self.footprint.num_sequences(length) for length in lengths}
+
+    @property
+    def decode_speeds(self) -> dict[int, float]:
+        """Tokens per second, by the number of sequences that decode together."""
+        most = max(1, self.footprint.num_sequences(self.usual_length))
+        batches = [*(count for count in BATCHES if count < most), most]
+        windows = window_shares(self.model)
+        return {
+            count: count / self.cost.seconds(decode_work(count, self.usual_length, windows))
+            for count in batches
+        }
+
+    @property
+    def prompt_speed(self) -> float:
+        """Tokens per second of a prompt that is computed alone."""
+        steps = prompt_work(
+            self.usual_length, self.footprint.sizes.max_step_tokens, window_shares(self.model)
+        )
+        return self.usual_length / sum(map(self.cost.seconds, steps))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures, in bytes and seconds."""
+        footprint = self.footprint
+        sizes = footprint.sizes
+        return {
+            "model": self.config.model,
+            "architecture": self.model.architecture,
+            "device": self.place.name,
+            "dtype": sizes.dtype,
+            "format": self.format,
+            "weights_bytes": dict(footprint.model.by_part),
+            "weights_total_bytes": footprint.model.num_bytes,
+            "file_bytes": footprint.model.in_files.num_bytes.total(),
+            "activations_bytes": footprint.activation_bytes,
+            "states_bytes": footprint.state_bytes,
+            "rope_bytes": footprint.rope_bytes,
+            "kv_dtype": sizes.kv_dtype,
+            "kv_bytes_per_token": sizes.kv_bytes_per_token,
+            "block_size": sizes.block_size,
+            "num_blocks": footprint.num_blocks,
+            "kv_bytes": footprint.kv_bytes,
+            "total_bytes": footprint.num_bytes,
+            "free_bytes": int(footprint.memory.free),
+            "memory_bytes": int(footprint.memory.total),
+            "max_model_len": sizes.max_model_len,
+            "longest": footprint.longest,
+            "sequences": {str(length): count for length, count in self.sequences.items()},
+            "fits": footprint.fits,
+            "would_fit": list(self.would_fit),
+            "is_measured": self.measured is not None,
+            "bytes_per_s": self.reached.bytes_per_s,
+            "flops_per_s": self.reached.flops_per_s,
+            "speed_of_length": self.usual_length,
+            "decode_tokens_per_s": {str(count): speed for count, speed in self.decode_speeds.items()},
+            "prompt_tokens_per_s": self.prompt_speed,
+        }
+
+
+def make_plan(config: EngineConfig) -> Plan:
+    """Plan an engine with these options. `device` may also be the name of a data sheet.
+
+    Of a hub id, the config and the headers of the weights are fetched.
+
+    Raises ConfigError, CheckpointError or UnsupportedModelError, as an engine does, and ConfigError for an
+    unknown device.
+    """
+    place = Place.of(config.device)
+    directory = resolve_headers(config.model, config.revision)
+    footprint = _footprint(config, place, directory)
+    measured = None
+    if place.sheet is None:
+        if place.device.type == "cpu":
+            set_threads(footprint, config.num_threads)
+        measured = measure(footprint)
+    would_fit = () if footprint.fits else tuple(ways_to_fit(footprint))
+    return Plan(config, place, footprint, measured, would_fit)
+
+
+def _footprint(config: EngineConfig, place: Place, directory: Path) -> Footprint:
+    device = place.device
+    model = read_config(directory)
+    dtype = resolve_dtype(config.dtype, model.dtype, device)
+    sizes = Sizes(config, model, device.type, dtype, place.target)
+    if place.sheet is not None and sizes.kv_dtype == "float8_e4m3fn" and not place.sheet.has_e4m3:
+        asked = f"kv_cache_dtype {config.kv_cache_dtype!r}"
+        raise ConfigError(f"{asked} is not supported on {place.name}; take 'int8'")
+    kernels = new_kernels(sizes, device, checked=False)
+    if place.sheet is None:
+        check_kernels(sizes, device, kernels)
+    return Footprint.of(sizes, place.memory, device, directory, kernels)

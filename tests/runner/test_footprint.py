@@ -1,0 +1,188 @@
+"""Footprints: planned bytes are those that an engine then holds, and what is said to fit does."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paged import CheckpointError, ConfigError, EngineConfig
+from paged.model.headers import write_header
+from paged.model.weights import samples
+from paged.runner import footprint as footprints
+from paged.simulate.cost import DATA_SHEETS
+from paged.simulate.plan import make_plan
+from tests.support.checkpoints import checkpoint, new_engine, random_model
+from tests.support.gguf_models import write_model
+from tests.support.quantised import Sizes, gptq, quantised_checkpoint
+
+L4 = DATA_SHEETS["L4"]
+OPTION = re.compile(r"(\w+)=('\w+'|\d+)(?: with max_model_len=(\d+))?")
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
+
+
+@pytest.fixture(autouse=True)
+def _no_measurement(monkeypatch):
+    monkeypatch.setattr("paged.simulate.plan.measure", lambda *_: None)
+
+
+def planned(model: str | Path, **options: Any) -> Any:
+    return make_plan(EngineConfig(str(model), **{"device": "cpu", **options})).footprint
+
+
+def tensors_in(value: object, seen: set[int]) -> Iterator[Tensor]:
+    """Yield all tensors that an object holds, but no list of the rows that were read."""
+    if id(value) in seen or isinstance(value, type):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+        return
+    parts: list[object] = []
+    if isinstance(value, dict):
+        parts = [part for key, part in value.items() if key not in ("stored", "kernels")]
+    elif isinstance(value, list | tuple):
+        parts = [*value]
+    elif is_dataclass(value):
+        parts = [getattr(value, field.name) for field in fields(value)]
+    elif isinstance(value, nn.Module) or hasattr(value, "__dict__"):
+        parts = [vars(value)]
+    for part in parts:
+        yield from tensors_in(part, seen)
+
+
+def bytes_held(engine: Any) -> int:
+    """Return the bytes of an engine's model and KV cache."""
+    runner = engine.runner
+    found = [*tensors_in(runner.model, set()), *runner.kv_cache.tensors.values()]
+    opaque = sum(tensor.nbytes for tensor in found if tensor.is_mkldnn)
+    storages = [tensor.untyped_storage() for tensor in found if not tensor.is_mkldnn]
+    return opaque + sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+def gguf(directory: Path) -> Path:
+    """Write a model with types of three widths, as llama.cpp mixes them."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    kinds = {"ffn_down.weight": "Q6_K", "token_embd.weight": "Q8_0", "output.weight": "Q6_K"}
+
+    def type_of(name: str) -> str:
+        return next((kind for end, kind in kinds.items() if name.endswith(end)), "Q4_K")
+
+    return write_model(directory / "model.gguf", random_model(config), type_of)
+
+
+def in_gptq(directory: Path) -> Path:
+    """Write a checkpoint in GPTQ, with groups of inputs that do not follow each other."""
+    writer = gptq(Sizes(dtype=torch.float16, scale=0.02), act_order=True)
+    return quantised_checkpoint(
+        checkpoint("llama"), directory, GPTQ, lambda name: writer if ".layers." in name else None
+    )[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("demo", {}),
+        ("demo", {"quantization": "int8", "kv_cache_dtype": "int8"}),
+        ("demo", {"quantization": "int4"}),
+        ("demo", {"quantization": "int4", "attention_backend": "torch"}),
+        ("demo", {"dtype": "float32", "attention_backend": "torch"}),
+        ("llama-tied-bias", {"dtype": "float32"}),
+        ("gemma3", {"dtype": "float32"}),  # windows
+        ("gemma4", {"dtype": "float32"}),  # inputs of layers, and K and V of two shapes
+        (in_gptq, {"dtype": "float32"}),
+        (gguf, {"dtype": "float32"}),
+        (gguf, {"dtype": "bfloat16"}),
+    ],
+)
+def test_memory_is_what_the_engine_then_takes(tmp_path, monkeypatch, model, options):
+    if options:  # else bfloat16 is encoded, but only large weights are
+        monkeypatch.setattr(samples, "_SAMPLE_NUMBERS", 2**14)
+    model = model(tmp_path) if callable(model) else model if model == "demo" else checkpoint(model)
+    options = {"dtype": "auto", "num_blocks": 40, "max_model_len": 64, **options}
+    plan = planned(model, **options)
+    taken = bytes_held(new_engine(model, **options))
+    assert plan.num_bytes - plan.activation_bytes == pytest.approx(taken, rel=0.03)
+    assert plan.kv_bytes > 0.01 * taken
+
+
+def test_windows_and_groups_limit_what_fits():
+    """Gemma 3 with windows of 24 tokens in 4 of 5 layers, in groups of one layer each."""
+    plan = planned(checkpoint("gemma3"), dtype="float32", num_blocks=50, max_num_seqs=9, max_model_len=128)
+    manager = plan.sizes.new_block_manager(50)
+    assert len(plan.sizes.model.layer_groups) == 5
+    for length in (16, 64, 128):
+        assert plan.num_sequences(length) == min(9, 50 // manager.most_blocks(length))
+    assert plan.longest == 128
+    assert planned(checkpoint("gemma3"), dtype="float32", num_blocks=50).longest == manager.longest_fit(512)
+
+
+def test_only_headers_are_read(tmp_path):
+    """A file whose data was never written has the same plan."""
+    directory = in_gptq(tmp_path)
+    whole = planned(directory, dtype="float32", num_blocks=4)
+    with (directory / "model.safetensors").open("rb") as file:
+        write_header(file, tmp_path / "header")
+    shutil.move(tmp_path / "header", directory / "model.safetensors")
+    alone = planned(directory, dtype="float32", num_blocks=4)
+    # But for the order of inputs, which is in the data.
+    assert alone.num_bytes == pytest.approx(whole.num_bytes, rel=0.01)
+    with pytest.raises(CheckpointError, match=r"has a header alone, so that .* cannot be read"):
+        new_engine(directory)
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, mib: float, **options: Any) -> Any:
+    """Return the plan of the demo on a GPU of this size with nothing else in it."""
+    monkeypatch.setitem(DATA_SHEETS, "L4", replace(L4, memory_gib=mib / 1024))
+    monkeypatch.setattr("paged.simulate.plan.GPU_OVERHEAD", 0)
+    return make_plan(EngineConfig("demo", device="L4", **options))
+
+
+def test_gpu_has_what_its_utilization_leaves(monkeypatch):
+    plan = on_gpu(monkeypatch, 200, gpu_memory_utilization=0.5).footprint
+    assert plan.model.num_bytes == 2 * plan.sizes.model.num_params + 2 * 256 * 9  # norms
+    free = 100 * 2**20 - plan.model.num_bytes - plan.activation_bytes - plan.state_bytes - plan.rope_bytes
+    assert plan.num_blocks == free // plan.sizes.block_bytes < plan.sizes.max_useful_blocks
+    assert plan.num_bytes <= 100 * 2**20
+    # Block tables, and for each token a count and a flag.
+    assert plan.state_bytes == 256 * (4 * 2048 // plan.sizes.block_size + 5 * 4096)
+    assert plan.rope_bytes == 4 * 64 * 2048
+
+
+@pytest.mark.parametrize("mib", [30, 90])
+def test_what_is_said_to_fit_does(monkeypatch, mib):
+    made = on_gpu(monkeypatch, mib)
+    assert not made.footprint.fits
+    assert made.would_fit
+    for text in made.would_fit:
+        name, value, length = OPTION.fullmatch(text).groups()
+        options = {name: json.loads(value.replace("'", '"'))}
+        if length:
+            options["max_model_len"] = int(length)
+        assert on_gpu(monkeypatch, mib, **options).footprint.fits, text
+        if value.isdigit():
+            assert not made.footprint.with_options(**{name: int(value) + 1}).fits, text
+
+
+def test_engine_that_does_not_fit_says_what_would(monkeypatch):
+    monkeypatch.setattr(footprints, "free_on_cpu", lambda: 7_000_000)
+    message = r"^no memory for the weights on cpu: weights 0\.01 GiB.* would fit: quantization=.int8. with "
+    with pytest.raises(ConfigError, match=message):
+        new_engine("demo", dtype="auto", num_blocks=None)
