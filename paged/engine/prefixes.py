@@ -24,6 +24,7 @@ from ..blocks.prefix_chain import first_digest, sha256_block, short_digest
 from ..errors import CheckpointError, RequestError, UsageError
 from ..model.cache.kv_cache import KVCache
 from ..model.config import ModelConfig
+from ..model.gguf_names import gguf_files
 from ..model.hf_config import check_file
 from ..requests.prompts import Prompt
 from ..sampling_params import SamplingParams
@@ -80,7 +81,7 @@ def fingerprint(
 ) -> str:
     """Return the sha256 of what KV depends on besides tokens: config, dtypes, all bytes of the weights."""
     digest = hashlib.sha256(f"{config}/{dtype}/{quantization}/{kv_dtype}".encode())
-    for file in sorted([*directory.glob("*.safetensors"), *directory.glob("*.gguf")]):
+    for file in sorted([*directory.glob("*.safetensors"), *map(directory.joinpath, gguf_files(directory))]):
         with file.open("rb") as data:
             digest.update(hashlib.file_digest(data, "sha256").digest())
     return digest.hexdigest()

@@ -107,7 +107,9 @@ class ModelConfig:
     rope: RopeConfig  # that of layers with full attention, which decides the longest context
     tie_word_embeddings: bool
     dtype: str  # of the checkpoint
-    layer_bits: float | None = None  # of a weight of the layers in a quantised checkpoint, on average
+    # Of a quantised checkpoint, on average: the bits of a weight of the layers, and of embedding and head.
+    layer_bits: float | None = None
+    table_bits: float | None = None
     learned_positions: bool = False  # a table of positions is added to the embeddings
     layer_inputs: LayerInputs | None = None
     transposed_weights: bool = False  # projections are stored as [in_features, out_features]

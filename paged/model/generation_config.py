@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,16 @@ def read_sampling_defaults(directory: Path) -> dict[str, Any]:
     file = directory / _FILE
     if not file.exists():
         return {}
-    found = read_json(file)
+    return sampling_defaults(read_json(file), str(file))
+
+
+def sampling_defaults(fields: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the arguments of SamplingParams that fields give. Raises CheckpointError with the place."""
     given = {
-        ours: found[theirs] for theirs, ours in GENERATION_FIELDS.items() if found.get(theirs) is not None
+        ours: fields[theirs] for theirs, ours in GENERATION_FIELDS.items() if fields.get(theirs) is not None
     }
     try:
         SamplingParams(**given)
     except RequestError as error:
-        raise CheckpointError(f"{file}: {error}") from error
+        raise CheckpointError(f"{place}: {error}") from error
     return given

@@ -19,7 +19,7 @@ from .config import ModelConfig
 from .families.multimodal import MULTIMODAL, NATIVE, Multimodal, placeholders_of, text_of
 from .families.reading import Config, activation_of
 from .families.table import ARCHITECTURES, COMMON, Architecture
-from .gguf_names import CONVERTED, GGUF_KEY, with_gguf_names
+from .gguf_names import BITS_KEYS, CONVERTED, GGUF_KEY, gguf_files, with_gguf_names
 from .schemes import quantization_of, with_sidecar
 
 MAX_JSON_BYTES = 64 * 2**20
@@ -76,8 +76,8 @@ def _instead(directory: Path) -> str:
     """Describe what in a directory without config.json looks like a model."""
     if (directory / "adapter_config.json").exists():
         return ". This one has a LoRA adapter, which is not supported: merge it into its model"
-    gguf = sorted(directory.glob("*.gguf"))
-    return f". This one has {gguf[0].name}: give the path of the file" if gguf else ""
+    gguf = gguf_files(directory) if directory.is_dir() else []
+    return f". This one has {gguf[0]}: give the path of the file" if gguf else ""
 
 
 def read_hf(directory: Path) -> dict[str, Any]:
@@ -106,7 +106,17 @@ def read_config(directory: Path) -> ModelConfig:
         return config
     if hf[GGUF_KEY] not in [*CONVERTED]:  # a list, as any JSON value may come, hashable or not
         raise CheckpointError(f"{file}: {GGUF_KEY} is {shown(hf[GGUF_KEY])}; give the GGUF file itself")
+    layer_bits, table_bits = (_bits(hf, key, file) for key in BITS_KEYS)
+    config = replace(config, layer_bits=layer_bits, table_bits=table_bits)
     return with_gguf_names(config, hf[GGUF_KEY])
+
+
+def _bits(hf: Config, key: str, file: Path) -> float | None:
+    """Return the bits of a weight, on average; None: that config.json does not say."""
+    value: float | None = hf.get(key)
+    if value is not None and not (type(value) in (int, float) and 0 < value <= 64):
+        raise CheckpointError(f"{file}: {key} must be a number from 0 to 64, got {shown(value)}")
+    return value
 
 
 def from_hf(hf: Config) -> ModelConfig:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .config import DEMO
-from .gguf_names import PART_NAME, part_paths
+from .gguf_names import PART_NAME, gguf_files, is_gguf, part_paths
 
 # What an engine reads of a repository.
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -73,13 +73,13 @@ def _local(model: str, revision: str | None) -> Path | None:
         raise CheckpointError(f"revision {revision!r} names a version on the hub, but {model} is a {kind}")
     if path.is_dir():
         return _with_gguf(path)
-    if path.suffix == ".gguf" and (path.exists() or PART_NAME.fullmatch(path.name)):
+    if is_gguf(path.name) and (path.exists() or PART_NAME.fullmatch(path.name)):
         return _of_gguf(path)
     if path.exists():
         raise CheckpointError(
             f"{model} is a file; give the directory that holds config.json, or a .gguf file"
         )
-    is_file = path.suffix == ".gguf" and path.parent.is_dir()
+    is_file = is_gguf(path.name) and path.parent.is_dir()
     if is_file or model.count("/") > 1 or model.startswith((".", "/", "~")) or not model.isprintable():
         raise CheckpointError(f"no such directory or GGUF file: {model}")
     return None
@@ -87,7 +87,7 @@ def _local(model: str, revision: str | None) -> Path | None:
 
 def _with_gguf(directory: Path) -> Path:
     """Return the directory itself, or that of the one GGUF file in it if it has no other weights."""
-    names = [file.name for file in directory.glob("*.gguf")]
+    names = gguf_files(directory)
     if not names or any(directory.glob("*.safetensors")):
         return directory
     models = _models(names)
@@ -104,7 +104,7 @@ def _of_gguf(path: Path) -> Path:
 
 def _models(names: Iterable[str]) -> list[str]:
     """Return the names of GGUF files that are models, and of such in parts, of the first part."""
-    firsts = {PART_NAME.sub(r"\1-00001-of-\3.gguf", name) for name in names}
+    firsts = {PART_NAME.sub(r"\1-00001-of-\3\4", name) for name in names}
     return sorted(name for name in firsts if "mmproj" not in name.lower())
 
 
@@ -158,7 +158,7 @@ def _gguf_names(repository: str, revision: str | None) -> list[str]:
         names = _cached_names(repository, revision)
         if not names:
             raise OSError(str(error) or type(error).__name__) from error
-    return [name for name in names if name.endswith(".gguf")]
+    return [name for name in names if is_gguf(name)]
 
 
 def _cached_names(repository: str, revision: str | None) -> list[str]:
@@ -167,7 +167,8 @@ def _cached_names(repository: str, revision: str | None) -> list[str]:
 
     with suppress(OSError):  # none
         directory = Path(snapshot_download(repository, revision=revision, local_files_only=True))
-        return [file.relative_to(directory).as_posix() for file in directory.rglob("*.gguf")]
+        found = (file.relative_to(directory).as_posix() for file in directory.rglob("*"))
+        return [name for name in found if is_gguf(name)]
     return []
 
 

@@ -161,7 +161,7 @@ class Roofline:
         self.flops_per_sample = 2 * head_params
         self._flops_per_pair = 2 * model.num_attention_dims
         if weight_bytes is None:
-            weight_bytes = layer_bytes(model) + head_params * element_bytes(model)
+            weight_bytes = layer_bytes(model) + table_bytes(model, head_params)
         self._weight_bytes = weight_bytes
         self._kv_bytes = kv_bytes
         self.flops_per_s = sheet.tflops * 1e12 * flops_efficiency
@@ -254,13 +254,18 @@ def layer_bytes(model: ModelConfig) -> float:
     return model.num_layer_params * (model.layer_bits or 8 * element_bytes(model)) / 8
 
 
+def table_bytes(model: ModelConfig, num_params: int) -> float:
+    """Return the bytes of so many weights of embedding and head."""
+    return num_params * (model.table_bits or 8 * element_bytes(model)) / 8
+
+
 def blocks_that_fit(model: ModelConfig, sheet: DataSheet, utilization: float, block_bytes: int) -> int:
     """Return how many blocks fit beside the weights. Raises ConfigError if none does.
 
     utilization: the share of the GPU's memory that may be used.
     """
     usable_gib = sheet.memory_gib * utilization
-    weights = layer_bytes(model) + (model.num_params - model.num_layer_params) * element_bytes(model)
+    weights = layer_bytes(model) + table_bytes(model, model.num_params - model.num_layer_params)
     num_blocks = math.floor((sheet.memory_gib * GIB * utilization - weights) / block_bytes)
     if num_blocks < 1:
         raise ConfigError(

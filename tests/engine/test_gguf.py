@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable
+import math
+import os
+import re
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import (
     Gemma2Config,
@@ -19,10 +25,14 @@ from transformers import (
     PreTrainedConfig,
     SmolLM3Config,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paged import CheckpointError, ConfigError, SamplingParams, UnsupportedModelError
+from paged.model.hf_config import read_config
 from paged.model.hub import resolve
+from paged.model.layers.rotary import scaled_frequencies
 from paged.model.weights.gguf_file import GgufTensor, open_gguf
+from paged.simulate.cost import layer_bytes, table_bytes
 from tests.support.checkpoints import CONFIGS, SHAPE, Reference, new_engine, ragged_prompts, random_model
 from tests.support.gguf_files import Stored, Typed, write_gguf
 
@@ -152,11 +162,78 @@ def test_quantised(name, tmp_path):
 def test_rope_of_llama_3_1_is_recognised(tmp_path):
     """The rope that config.json has, to the last bit; other factors are used as they are."""
     for name, kind in {"llama-llama3.1": "llama3", "llama-llama3": "longrope"}.items():
-        path = write_model(tmp_path / f"{name}.gguf", random_model((CONFIGS | OWN)[name]()))
-        rope = json.loads((resolve(str(path)) / "config.json").read_text())["rope_parameters"]
+        config = (CONFIGS | OWN)[name]()
+        path = write_model(tmp_path / f"{name}.gguf", random_model(config))
+        directory = resolve(str(path))
+        rope = json.loads((directory / "config.json").read_text())["rope_parameters"]
         assert rope["rope_type"] == kind
         if kind == "llama3":
-            assert rope == OWN[name]().rope_parameters
+            assert rope == config.rope_parameters
+        own = read_config(directory)
+        found = scaled_frequencies(own.rope, config.head_dim)
+        expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, device="cpu")
+        plain = ROPE_INIT_FUNCTIONS["linear"](
+            LlamaConfig(
+                **SHAPE,
+                rope_parameters={
+                    "rope_type": "linear",
+                    "factor": 1.0,
+                    "rope_theta": config.rope_parameters["rope_theta"],
+                },
+            ),
+            device="cpu",
+        )[0]
+        torch.testing.assert_close(found, expected, rtol=2e-7, atol=0)
+        assert not torch.allclose(found, plain)
+
+
+def numbers_of(values: list[float], shape: Sequence[int] | None = None) -> Stored:
+    return Stored("F32", shape or [len(values)], struct.pack(f"<{len(values)}f", *values))
+
+
+WRONG_FACTORS: dict[str, tuple[str, Stored, str]] = {
+    "short": (
+        "rope_freqs.weight",
+        numbers_of([1.0] * 7),
+        "is F32 of shape [7], but must be F32 of shape [8]",
+    ),
+    "square": ("rope_freqs.weight", numbers_of([1.0] * 8, [2, 4]), "is F32 of shape [2, 4], but must be"),
+    "dtype": ("rope_freqs.weight", Stored("F16", [8], bytes(16)), "is F16 of shape [8], but must be F32"),
+    "nan": (
+        "rope_freqs.weight",
+        numbers_of([1.0] * 7 + [math.nan]),
+        "is nan at [7], but must be finite and above 0",
+    ),
+    "zero": ("rope_freqs.weight", numbers_of([1.0, 0.0] * 4), "is 0 at [1], but must be finite and above 0"),
+    "infinite": (
+        "rope_freqs.weight",
+        numbers_of([math.inf] * 8),
+        "is inf at [0], but must be finite and above 0",
+    ),
+    "scaled": ("rope_freqs.weight", numbers_of([2.0] * 8), "contradicts llama.rope.scaling.type 'linear'"),
+    "other-name": (
+        "rope_freqs.weight2",
+        numbers_of([2.0] * 8),
+        "rope_freqs.weight2 is not part of the model",
+    ),
+    "of-a-layer": (
+        "blk.0.rope_freqs.weight",
+        numbers_of([2.0] * 8),
+        "blk.0.rope_freqs.weight is not part of",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FACTORS)
+def test_wrong_factors_of_rope_are_refused(name, tmp_path):
+    tensor, stored, expected = WRONG_FACTORS[name]
+    linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    more = linear if name == "scaled" else {}
+    path = write_model(tmp_path / "a.gguf", random_model(LlamaConfig(**NARROW)), more=more)
+    metadata, tensors = contents(path)
+    write_gguf(path, metadata, {**tensors, tensor: stored})
+    with pytest.raises(CheckpointError, match=re.escape(expected)):
+        new_engine(path)
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +255,8 @@ def test_parts_are_one_model(small, tmp_path):
         new_engine(tmp_path / "parts")
 
 
-def split(path: Path, directory: Path) -> None:
-    directory.mkdir()
+def contents(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+    """Return the metadata and tensors of a file."""
     with open_gguf(path) as gguf:
         stored = {
             name: Stored(
@@ -187,7 +264,12 @@ def split(path: Path, directory: Path) -> None:
             )
             for name, tensor in gguf.tensors.items()
         }
-        metadata = dict(gguf.metadata)
+        return dict(gguf.metadata), stored
+
+
+def split(path: Path, directory: Path, suffix: str = ".gguf") -> None:
+    directory.mkdir()
+    metadata, stored = contents(path)
     names = sorted(stored)
     for i, part in enumerate((names[:7], names[7:])):
         keys = {
@@ -196,7 +278,7 @@ def split(path: Path, directory: Path) -> None:
             "split.tensors.count": Typed(5, len(names)),
         }
         own = {**keys, **(metadata if i == 0 else {})}
-        write_gguf(directory / f"m-0000{i + 1}-of-00002.gguf", own, {name: stored[name] for name in part})
+        write_gguf(directory / f"m-0000{i + 1}-of-00002{suffix}", own, {name: stored[name] for name in part})
 
 
 def dims_of(tensor: GgufTensor) -> list[int]:
@@ -205,22 +287,68 @@ def dims_of(tensor: GgufTensor) -> list[int]:
     return [*tensor.shape[:-1], row]
 
 
+def test_capitals(small, tmp_path):
+    """Of a file, of parts, and of a file in a directory."""
+    (tmp_path / "a").mkdir()
+    whole = tmp_path / "a" / "M.GGUF"
+    whole.write_bytes(small.read_bytes())
+    expected = greedy(new_engine(small), [3], 2)
+    assert greedy(new_engine(whole), [3], 2) == expected
+    assert resolve(str(whole.parent)) == resolve(str(whole))
+    split(small, tmp_path / "parts", ".Gguf")
+    assert greedy(new_engine(tmp_path / "parts" / "m-00002-of-00002.Gguf"), [3], 2) == expected
+    assert new_engine(small).fingerprint == new_engine(whole).fingerprint
+    with pytest.raises(CheckpointError, match=r"^no such directory or GGUF file: .*other\.GGUF"):
+        resolve(str(tmp_path / "other.GGUF"))
+
+
 def test_the_cache(small, tmp_path, monkeypatch):
-    """What a cleaner took is made again; a disk that is full is one error."""
+    """What a cleaner took or damaged is made again; a disk that is full is one error."""
     directory = resolve(str(small))
-    for name in (small.name, "config.json"):
-        (directory / name).unlink()
-        assert resolve(str(small)) == directory
-        assert (directory / name).exists()
+    sound = {file.name: file.read_bytes() for file in directory.iterdir()}
+    for name in (small.name, "config.json", "sha256.json"):
+        for damage in (b"", b"{}", b'{"config.json": "0"}', sound[name][:-1] + b" ", None):
+            (directory / name).unlink()
+            if damage is not None:
+                (directory / name).write_bytes(damage)
+            assert resolve(str(small)) == directory
+            assert {file.name: file.read_bytes() for file in directory.iterdir()} == sound
     assert [each.name for each in directory.parent.iterdir()] == [directory.name]
+    assert (directory / small.name).readlink() == small
 
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    monkeypatch.setattr(Path, "write_text", fail)
+    monkeypatch.setattr(Path, "write_bytes", fail)
     with pytest.raises(CheckpointError, match=r"cannot be written: No space left on device; XDG_CACHE_HOME"):
         resolve(str(small))
+
+
+def test_the_cache_keeps_what_was_used_last(small, tmp_path):
+    """32 directories, and those of the last day."""
+    cache = tmp_path / "cache" / "paged" / "gguf"
+    for i in range(40):
+        (cache / f"{i:02}").mkdir(parents=True)
+        (cache / f"{i:02}" / "config.json").touch()
+        os.utime(cache / f"{i:02}", (i, i) if i else None)
+    own = resolve(str(small))
+    kept = sorted(each.name for each in cache.iterdir())
+    assert kept == sorted(["00", own.name, *(f"{i:02}" for i in range(10, 40))])
+    os.utime(own, (0, 0))
+    assert resolve(str(small)).stat().st_mtime > 0
+
+
+def test_processes_make_the_same_directory_at_once(small):
+    """While another one damages it."""
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(10):
+            directory = resolve(str(small))
+            (directory / "config.json").write_text("")
+            found = list(threads.map(lambda _: resolve(str(small)), range(4)))
+            assert found == [directory] * 4
+            assert json.loads((directory / "config.json").read_text())["model_type"] == "llama"
+            assert not list(directory.glob("unfinished*"))
 
 
 def test_saved_prefixes_belong_to_the_file(small, tmp_path):
@@ -260,6 +388,10 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         "the config that its metadata make: rms_norm_eps",
     ),
     "heads": ({"llama.attention.head_count": 0}, "head_count 0 does not fit embedding_length 64"),
+    "adapter": ({"general.type": "adapter"}, "general.type is 'adapter', but only files of the type 'model'"),
+    "images": ({"general.type": "mmproj", "general.architecture": "clip"}, "general.type is 'mmproj'"),
+    "blocks": ({"general.quantization_version": 1}, "general.quantization_version 1 is not supported; 2 is"),
+    "new-blocks": ({"general.quantization_version": 3}, "general.quantization_version 3 is not supported"),
 }
 
 
@@ -267,11 +399,59 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 def test_metadata_that_make_no_model_are_refused(name, tmp_path):
     changes, expected = CHANGES[name]
     model = random_model(LlamaConfig(**NARROW))
-    path = write_model(tmp_path / "a.gguf", model, more=changes)
+    path = write_model(tmp_path / "a.gguf", model, lambda _: "Q8_0", more=changes)
     with pytest.raises((CheckpointError, UnsupportedModelError)) as info:
         new_engine(path)
     assert expected in str(info.value)
     assert str(path) in str(info.value)
+
+
+def test_versions_of_blocks_that_are_known(tmp_path):
+    """Of floats, none matters."""
+    model = random_model(LlamaConfig(**NARROW))
+    for kind, version in (("Q8_0", 2), ("Q8_0", None), ("F32", 1)):
+        more = {"general.quantization_version": version, "general.type": "model"}
+        resolve(str(write_model(tmp_path / "a.gguf", model, lambda _, kind=kind: kind, more=more)))
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "olmo2", "llama"])
+def test_a_missing_head(name, tmp_path):
+    """The embedding is the head where llama.cpp takes it."""
+    path = write_model(
+        tmp_path / "a.gguf", random_model((CONFIGS | {"llama": lambda: LlamaConfig(**NARROW)})[name]())
+    )
+    metadata, tensors = contents(path)
+    del tensors["output.weight"]
+    write_gguf(path, metadata, tensors)
+    if name == "llama":
+        assert read_config(resolve(str(path))).tie_word_embeddings
+        return
+    with pytest.raises(CheckpointError, match=r"a\.gguf: output\.weight is missing; models of architecture"):
+        resolve(str(path))
+
+
+def test_bits_of_weights(small, tmp_path):
+    """Those of the tensors, for the simulator: 34 bytes for 32 weights, and Q4_K with some Q6_K."""
+    config = read_config(resolve(str(small)))
+    assert (config.layer_bits, config.table_bits) == (8.5, 8.5)
+    model = random_model(LlamaConfig(**WIDE))
+    config = read_config(resolve(str(write_model(tmp_path / "a.gguf", model, q4_k_m))))
+    assert config.layer_bits is not None
+    assert 4.5 < config.layer_bits < 6.5625
+    assert config.table_bits == 6.5625
+    assert layer_bytes(config) == sum(
+        tensor.num_bytes
+        for name, tensor in tensors_of(tmp_path / "a.gguf").items()
+        if name.startswith("blk.") and len(tensor.shape) == 2
+    )
+    assert table_bytes(config, 256) == 210
+    config = read_config(resolve(str(write_model(tmp_path / "b.gguf", model))))
+    assert (config.layer_bits, config.table_bits) == (None, None)
+
+
+def tensors_of(path: Path) -> Mapping[str, GgufTensor]:
+    with open_gguf(path) as gguf:
+        return gguf.tensors
 
 
 def longrope_of_llama() -> LlamaConfig:
@@ -343,6 +523,16 @@ def test_an_unknown_tokenizer_may_be_replaced(tmp_path):
         new_engine(path, skip_tokenizer_init=False)
     assert new_engine(path).eos_token_ids == {1}
     assert new_engine(path, skip_tokenizer_init=False, tokenizer="demo").tokenizer is not None
+
+
+def test_sampling_that_no_request_may_have(tmp_path):
+    keys = {"model": "rwkv", "tokens": ["a", "b"], "token_type": [1, 3], "eos_token_id": 1}
+    more = {f"tokenizer.ggml.{key}": value for key, value in keys.items()} | {"general.sampling.top_p": 2.0}
+    path = write_model(tmp_path / "a.gguf", random_model(LlamaConfig(**NARROW)), more=more)
+    with pytest.raises(
+        CheckpointError, match=r"a\.gguf: general\.sampling: top_p must be above 0 and at most"
+    ):
+        resolve(str(path))
 
 
 NAMES = ["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "x/m-Q8_0-00001-of-00002.gguf", "x/m-Q8_0-00002-of-00002.gguf"]

@@ -247,7 +247,7 @@ def test_phi3_takes_blanks_after_its_tokens(tmp_path):
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"model": "rwkv"}, "tokenizer.ggml.model 'rwkv' is not supported"),
     "pre": ({"pre": "falcon"}, "tokenizer.ggml.pre 'falcon' is not supported; supported are gpt-2"),
-    "no-pre": ({"pre": None}, "tokenizer.ggml.pre is missing"),
+    "no-pre": ({"pre": None}, "tokenizer.ggml.pre, which says how texts are split, is missing"),
     "types": ({"token_type": array("i", [1])}, "token_type has 1 values for"),
     "kind": ({"tokens": array("i", [1])}, "tokens must be an array of strings"),
     "twice": ({"tokens": ["a", "a"], "token_type": array("i", [1, 1])}, "token 'a' is there twice"),

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from ...base.validation import shown
 from ...errors import CheckpointError, UnsupportedModelError
-from ..gguf_names import CONVERTED, GGUF_KEY, ROPE_FACTORS
+from ..gguf_names import BITS_KEYS, CONVERTED, GGUF_KEY, ROPE_FACTORS
 from ..weights.gguf_file import Gguf, GgufTensor
 from .metadata import Metadata
 
@@ -25,7 +26,9 @@ _NO_ROPE_INTERVAL = 4  # of SmolLM3
 _LOCAL_THETA = 10000.0  # of Gemma 3
 # Of all Llama 3.1, 3.2 and 3.3.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_MOST_FACTORS = 1024  # of a rotary embedding
+# Architectures whose models llama.cpp gives a head of their own in any case.
+_UNTIED = ("olmo2", "gptneox")
+_QUANTIZATION_VERSION = 2  # of blocks, since May 2023
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -43,17 +46,23 @@ class ConfigSource:
             raise CheckpointError(f"{self.metadata.path}: {name} is missing")
         return self.tensors[name]
 
-    def factors(self, name: str) -> list[float] | None:
-        """Return the numbers of a small tensor, None if it is absent."""
+    def factors(self, name: str, count: int) -> list[float] | None:
+        """Return what so many wavelengths are multiplied by, None if it is absent. Raises CheckpointError."""
         self._read.add(name)
         if name not in self.tensors:
             return None
         tensor = self.tensors[name]
-        if len(tensor.shape) != 1 or tensor.shape[0] > _MOST_FACTORS or tensor.dtype != torch.float32:
+        if tensor.shape != [count] or tensor.dtype != torch.float32:
             raise CheckpointError(
-                f"{tensor.path}: {name} must be F32, of at most {_MOST_FACTORS} numbers in one dimension"
+                f"{tensor.path}: {name} is {tensor.type.name} of shape {tensor.shape}, but must be F32 of "
+                f"shape [{count}], half the dimensions that are rotated"
             )
         values: list[float] = tensor.read().tolist()
+        for place, value in enumerate(values):
+            if not 0 < value < math.inf:
+                raise CheckpointError(
+                    f"{tensor.path}: {name} is {value:g} at [{place}], but must be finite and above 0"
+                )
         return values
 
     def require_all_read(self) -> None:
@@ -73,21 +82,62 @@ def make_config(gguf: Gguf, metadata: Metadata) -> dict[str, Any]:
     for what is missing.
     """
     name = metadata.architecture
+    _require_model(metadata)
     if name not in _FAMILIES:
         raise UnsupportedModelError(
             f"{metadata.path}: general.architecture {name!r} is not supported; supported are "
             f"{', '.join(_FAMILIES)}"
         )
+    _require_known_blocks(metadata, gguf.tensors)
     source = ConfigSource(metadata, gguf.tensors)
     model_type, architecture, read = _FAMILIES[name]
     hf = {"architectures": [architecture], "model_type": model_type, GGUF_KEY: name}
     hf |= read(source)
     hf["tie_word_embeddings"] = "output.weight" not in gguf.tensors
+    if hf["tie_word_embeddings"] and name in _UNTIED:
+        raise CheckpointError(
+            f"{metadata.path}: output.weight is missing; models of architecture {name} do not use the "
+            "embedding as head"
+        )
     hf["dtype"] = _dtype(gguf.tensors)
+    hf |= _bits(gguf.tensors)
     if not metadata.flag("attention.causal", True):
         raise UnsupportedModelError(f"{metadata.path}: {name}.attention.causal false is not supported")
     source.require_all_read()
     return hf
+
+
+def _require_model(metadata: Metadata) -> None:
+    """Raise UnsupportedModelError for a file of another kind: an adapter, a part for images, a matrix."""
+    kind = metadata.text("general.type", "model")
+    if kind != "model":
+        raise UnsupportedModelError(
+            f"{metadata.path}: general.type is {shown(kind)}, but only files of the type 'model' are loaded; "
+            "give the file of the model"
+        )
+
+
+def _require_known_blocks(metadata: Metadata, tensors: Mapping[str, GgufTensor]) -> None:
+    """Raise UnsupportedModelError for blocks in another version; without one, they are in today's."""
+    version = metadata.integer("general.quantization_version", _QUANTIZATION_VERSION)
+    if version != _QUANTIZATION_VERSION and any(tensor.type.in_blocks for tensor in tensors.values()):
+        raise UnsupportedModelError(
+            f"{metadata.path}: general.quantization_version {shown(version)} is not supported; "
+            f"{_QUANTIZATION_VERSION} is: quantise the model again"
+        )
+
+
+def _bits(tensors: Mapping[str, GgufTensor]) -> dict[str, float]:
+    """Return the bits of a weight, on average, of the layers and of embedding and head; of floats nothing."""
+    if not any(tensor.type.in_blocks for tensor in tensors.values()):
+        return {}
+    found = {}
+    tables = ("token_embd.", "output.", "position_embd.")
+    for key, prefixes in zip(BITS_KEYS, (("blk.",), tables), strict=True):
+        weights = [t for name, t in tensors.items() if name.startswith(prefixes) and len(t.shape) > 1]
+        if weights:
+            found[key] = 8 * sum(t.num_bytes for t in weights) / sum(t.num_values for t in weights)
+    return found
 
 
 def _dtype(tensors: Mapping[str, GgufTensor]) -> str:
@@ -159,14 +209,15 @@ def _rope(source: ConfigSource, hf: Mapping[str, Any]) -> dict[str, Any]:
     rope = {"rope_theta": metadata.number("rope.freq_base", 10000.0), **_scaling(metadata)}
     if rotary_dim != head_dim:
         rope["partial_rotary_factor"] = rotary_dim / head_dim
-    factors = source.factors("rope_freqs.weight")
+    factors = source.factors("rope_freqs.weight", rotary_dim // 2)
     if factors is None or set(factors) == {1.0}:
         return rope
     if rope["rope_type"] != "default":
-        raise UnsupportedModelError(
-            f"{metadata.path}: rope_freqs.weight beside {rope['rope_type']} scaling is not supported"
+        raise CheckpointError(
+            f"{metadata.path}: rope_freqs.weight contradicts {metadata.architecture}.rope.scaling.type "
+            f"{rope['rope_type']!r}"
         )
-    return rope | _frequencies(factors, rope["rope_theta"], head_dim, hf["max_position_embeddings"])
+    return rope | _frequencies(factors, rope["rope_theta"], rotary_dim, hf["max_position_embeddings"])
 
 
 def _scaling(metadata: Metadata) -> dict[str, Any]:
@@ -198,12 +249,10 @@ _YARN = {
 }
 
 
-def _frequencies(factors: list[float], theta: float, head_dim: int, longest: int) -> dict[str, Any]:
+def _frequencies(factors: list[float], theta: float, rotary_dim: int, longest: int) -> dict[str, Any]:
     """Return the rope whose wavelengths are multiplied by these factors: Llama 3's, or of any other kind."""
     found = torch.tensor(factors, dtype=torch.float64)
-    if len(factors) == head_dim // 2 and torch.allclose(
-        found, _llama3_factors(theta, head_dim, factors[-1]), rtol=1e-6, atol=0
-    ):
+    if torch.allclose(found, _llama3_factors(theta, rotary_dim, factors[-1]), rtol=1e-6, atol=0):
         return {"rope_type": "llama3", "factor": factors[-1], **_LLAMA3}
     return {
         "rope_type": "longrope",
@@ -214,9 +263,9 @@ def _frequencies(factors: list[float], theta: float, head_dim: int, longest: int
     }
 
 
-def _llama3_factors(theta: float, head_dim: int, factor: float) -> torch.Tensor:
+def _llama3_factors(theta: float, rotary_dim: int, factor: float) -> torch.Tensor:
     low, high, trained = _LLAMA3.values()
-    powers = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    powers = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
     turns = trained / (2 * math.pi * theta**powers)  # within the trained context
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
     return 1 / ((1 - smooth) / factor + smooth)
@@ -256,8 +305,9 @@ def _phi3(source: ConfigSource) -> dict[str, Any]:
     trained = metadata.integer("rope.scaling.original_context_length")
     hf["original_max_position_embeddings"] = trained
     attention_factor = metadata.number("rope.scaling.attn_factor", None)
-    long = source.factors("rope_factors_long.weight")
-    short = source.factors("rope_factors_short.weight")
+    count = metadata.integer("rope.dimension_count", hf["head_dim"]) // 2
+    long = source.factors("rope_factors_long.weight", count)
+    short = source.factors("rope_factors_short.weight", count)
     kind = metadata.text("rope.scaling.type", "none")
     if long is None and short is None and attention_factor is None and kind != "longrope":
         return hf

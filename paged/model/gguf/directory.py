@@ -13,19 +13,29 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, UnsupportedModelError
+from ..generation_config import sampling_defaults
 from ..gguf_names import NO_TOKENIZER_KEY
-from ..hf_config import from_hf
+from ..hf_config import MAX_JSON_BYTES, check_file, from_hf, read_json
 from ..weights.gguf_file import Gguf, open_gguf
 from .config import make_config
 from .metadata import Metadata
 from .tokenizer import make_tokenizer, read_ends
 
 logger = logging.getLogger(__name__)
+
+_SUMS = "sha256.json"  # of the other files
+_UNFINISHED = "unfinished-"
+_MAX_KEPT = 32  # directories, of up to 35 MB each
+_KEPT_SECONDS = 24 * 60 * 60  # since the last use, beyond so many
 
 # From fields of the metadata to those of generation_config.json.
 _SAMPLING = {
@@ -45,8 +55,7 @@ def gguf_directory(path: Path) -> Path:
     """
     path = path.absolute()
     with open_gguf(path) as gguf:
-        name = _name_of(gguf)
-        directory = _cache() / name
+        directory = _cache() / _name_of(gguf)
         if not _is_whole(directory, gguf):
             files = _files_of(gguf)
             try:
@@ -55,13 +64,27 @@ def gguf_directory(path: Path) -> Path:
                 raise CheckpointError(
                     f"{directory} cannot be written: {error.strerror}; XDG_CACHE_HOME names another cache"
                 ) from error
+    with suppress(OSError):  # of another user
+        os.utime(directory)
+        _remove_oldest(directory.parent)
     return directory
 
 
 def _is_whole(directory: Path, gguf: Gguf) -> bool:
-    """Return whether a directory has its config, and its links lead somewhere. A cleaned cache has a part."""
-    names = ["config.json", *(file.path.name for file in gguf.files)]
-    return all((directory / name).exists() for name in names)
+    """Return whether a directory has its files, as they were written, and links to the GGUF files."""
+    try:
+        sums = read_json(directory / _SUMS)
+        for name in sums:
+            check_file(directory / name, MAX_JSON_BYTES)
+        files = {name: _sum_of((directory / name).read_bytes()) for name in sums}
+        links = [os.readlink(directory / file.path.name) for file in gguf.files]
+    except (OSError, ValueError, CheckpointError):
+        return False
+    return "config.json" in files and files == sums and links == [str(file.path) for file in gguf.files]
+
+
+def _sum_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _name_of(gguf: Gguf) -> str:
@@ -93,33 +116,56 @@ def _files_of(gguf: Gguf) -> dict[str, Any]:
         generation = {theirs: metadata.number(key, None) for key, theirs in _SAMPLING.items()}
         generation["top_k"] = metadata.integer("general.sampling.top_k", None)
         given = {key: value for key, value in generation.items() if value is not None}
+        sampling_defaults(given, f"{metadata.path}: general.sampling")
         files["generation_config.json"] = {"eos_token_id": read_ends(metadata), **given}
     return files
 
 
 def _write(files: dict[str, Any], gguf: Gguf, directory: Path) -> None:
-    """Write the files of a directory, which appears as a whole."""
-    unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=directory.parent))
+    """Write the files of a directory: each appears as a whole, and the sums of all of them at last.
+
+    Another process that does so at the same time writes the same.
+    """
+    directory.mkdir(exist_ok=True)
+    for file in gguf.files:
+        _put(directory / file.path.name, partial(Path.symlink_to, target=file.path))
+    contents = {name: json.dumps(each, ensure_ascii=False).encode() for name, each in files.items()}
+    sums = {name: _sum_of(content) for name, content in contents.items()}
+    for name, content in {**contents, _SUMS: json.dumps(sums).encode()}.items():
+        _put(directory / name, partial(Path.write_bytes, data=content))
+
+
+def _put(file: Path, make: Callable[[Path], Any]) -> None:
+    """Make a file under another name first, so that it appears or is replaced as a whole."""
+    unfinished = file.with_name(f"{_UNFINISHED}{os.getpid()}-{threading.get_ident()}")
+    unfinished.unlink(missing_ok=True)
     try:
-        for name, content in files.items():
-            (unfinished / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-        for file in gguf.files:
-            (unfinished / file.path.name).symlink_to(file.path)
-        try:
-            unfinished.rename(directory)
-        except OSError:
-            if _is_whole(directory, gguf):  # another process was quicker
-                return
-            shutil.rmtree(directory)
-            unfinished.rename(directory)
+        make(unfinished)
+        unfinished.replace(file)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.unlink(missing_ok=True)
+
+
+def _remove_oldest(cache: Path) -> None:
+    """Keep the directories that were used last, and those of the last day, which may be in use."""
+    used = []
+    for directory in cache.iterdir():
+        with suppress(OSError):  # another process removes it
+            used.append((directory.stat().st_mtime, directory))
+    for last, directory in sorted(used, reverse=True)[_MAX_KEPT:]:
+        if last < time.time() - _KEPT_SECONDS:
+            removed = directory.with_name(f"{_UNFINISHED}{directory.name}")  # which no process looks for
+            with suppress(OSError):
+                directory.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
 
 
 def _cache() -> Path:
     """Return where directories are kept: in the user's cache, or for this run where it cannot be written."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     with suppress(OSError, RuntimeError):  # no home directory
-        found = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "paged" / "gguf"
+        # A relative path is to be ignored: https://specifications.freedesktop.org/basedir-spec/latest
+        found = (given if given.is_absolute() else Path("~/.cache").expanduser()) / "paged" / "gguf"
         found.mkdir(parents=True, exist_ok=True)
         if os.access(found, os.W_OK | os.X_OK):
             return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -128,7 +129,11 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary:
 def _byte_level(vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Any]]:
     """Make a tokenizer like GPT-2's."""
     metadata = vocabulary.metadata
-    name = metadata.text(f"{_PREFIX}pre")
+    name = metadata.text(f"{_PREFIX}pre", None)
+    if name is None:  # before May 2024; llama.cpp splits by a rule that few models were trained with
+        raise UnsupportedModelError(
+            f"{metadata.path}: {_PREFIX}pre, which says how texts are split, is missing: convert it again"
+        )
     if name not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
             f"{metadata.path}: {_PREFIX}pre {name!r} is not supported; supported are "
@@ -180,6 +185,8 @@ def _sentencepiece(vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, An
         raise CheckpointError(
             f"{metadata.path}: {_PREFIX}scores has {len(scores)} values for {len(vocabulary.tokens)} tokens"
         )
+    if any(map(math.isnan, scores)):
+        raise CheckpointError(f"{metadata.path}: {_PREFIX}scores has a value that is NaN")
     for key in ("remove_extra_whitespaces", "precompiled_charsmap"):
         if metadata.values.get(_PREFIX + key):
             raise UnsupportedModelError(f"{metadata.path}: {_PREFIX}{key} is not supported")

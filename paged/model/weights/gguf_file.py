@@ -114,6 +114,15 @@ class GgufTensor(FileTensor):
     order: Tensor | None = field(default=None, compare=False)
     added: int = 0  # what the file has added to each number
 
+    @property
+    def num_values(self) -> int:
+        """The numbers that it stores."""
+        return (
+            math.prod(self.shape)
+            // (self.type.num_bytes if self.type.in_blocks else 1)
+            * self.type.num_inputs
+        )
+
     def read(self, rows: slice = slice(None), out: Tensor | None = None) -> Tensor:
         if self.order is None:
             found = self._stored(rows, out)

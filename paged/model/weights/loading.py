@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...errors import CheckpointError
 from ..config import TensorNames
 from ..gguf.tensors import presented
+from ..gguf_names import ROPE_FACTORS, is_gguf
 from .choice import Forms
 from .forms import JoinedForm, Role, WeightForm
 from .gguf_file import GgufTensor, open_gguf
@@ -65,9 +66,9 @@ def open_tensors(directory: Path, names: TensorNames) -> Iterator[Sources]:
 @contextmanager
 def _open_file(path: Path, names: TensorNames) -> Iterator[Mapping[str, StoredTensor]]:
     """Open a file, or a GGUF file with its other parts, and find its tensors by their names in it."""
-    if path.suffix == ".gguf":
+    if is_gguf(path.name):
         with open_gguf(path) as gguf:
-            yield {name: tensor for name, tensor in presented(gguf).items() if names.is_read(name)}
+            yield {name: tensor for name, tensor in presented(gguf).items() if name not in ROPE_FACTORS}
     else:
         with SafetensorsFile(path, names) as file:
             yield file.tensors

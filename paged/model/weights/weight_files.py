@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...base.validation import shown
 from ...errors import CheckpointError
-from ..gguf_names import GGUF_KEY
+from ..gguf_names import GGUF_KEY, gguf_files, is_gguf
 from ..hf_config import read_json
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def find_weight_files(directory: Path) -> list[Path]:
 
 def _linked_gguf(directory: Path) -> list[Path]:
     """Return the GGUF file, or the first of its parts, that the directory links to."""
-    links = sorted(directory.glob("*.gguf"))
+    links = [directory / name for name in gguf_files(directory)]
     if not links or not links[0].is_symlink():
         raise CheckpointError(
             f"{directory}: has no link to the GGUF file that it was made for; give that file"
@@ -127,7 +127,7 @@ def _no_weights_error(directory: Path) -> CheckpointError:
     message = (
         f"{directory / SINGLE} does not exist, nor {INDEX}, which names the files of a larger checkpoint"
     )
-    if gguf := [name for name in names if name.endswith(".gguf")]:
+    if gguf := [name for name in names if is_gguf(name)]:
         return CheckpointError(f"{message}; {gguf[0]} is there: give the path of the file")
     others = [name for name in _weights_in(directory) if os.path.isfile(directory / name)]
     indexes = [name for name in others if name.endswith(".json")]
