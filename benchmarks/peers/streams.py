@@ -24,6 +24,7 @@ import argparse
 import random
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", nargs="+", default=MODELS, help="of benchmarks.common, or directories")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--ways", nargs="+", default=WAYS, help="as of benchmarks.peers")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="at most")
+    parser.add_argument("--seconds", type=float, default=60.0, help="after which no other round begins")
     parser.add_argument("--prompt", type=int, default=512, help="tokens")
     parser.add_argument("--output", type=int, default=128, help="tokens")
     parser.add_argument("--threads", type=int, default=2)
@@ -115,7 +117,10 @@ def measure(
         fleet.prepare()
         small = ragged_workload(1, vocab_size, scale=min(1 / 8, longest / 640), seed=-1)
         warm(fleet, small) if loads else prove(fleet, small)
+        started = time.perf_counter()
         for round_ in range(args.rounds):
+            if time.perf_counter() - started > args.seconds:
+                break
             # The order rotates: a way that heats the machine must not always precede the same one.
             turn = round_ % max(1, len(fleet.ways))
             for way in fleet.ways[turn:] + fleet.ways[:turn]:
