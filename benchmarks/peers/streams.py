@@ -11,7 +11,7 @@ greedy. Prompts and decodes are timed apart: first the prompts for one token eac
 that is there. KV has 16 bits: bfloat16 here, float16 in llama.cpp, whose default and fastest it is.
 
 Each way has a process of its own for each number of streams, with a pool just as large. Its tokens are judged
-first, as in benchmarks.peers; then the ways take turns. Figures are medians of the rounds. `load s` is from
+first, as in benchmarks.peers; then the ways of a precision take turns. Figures are medians of the rounds. `load s` is from
 the start of the process until the first request may come, with the file in the page cache. `peak MiB` is the
 most resident memory (VmHWM), in which pages of mapped files count; numpy and Python, which llama.cpp itself
 does not need, are subtracted. A figure in brackets is the ratio to
@@ -56,7 +56,9 @@ def main() -> None:
         runs: dict[int, dict[Way, list[Row]]] = {}
         loads: dict[Way, list[float]] = {}
         for num_streams in args.streams:
-            runs[num_streams] = measure(args, checkpoint(name), num_streams, loads, left_out)
+            runs[num_streams] = {}
+            for ways in groups(args.ways, left_out):
+                runs[num_streams] |= measure(args, checkpoint(name), ways, num_streams, loads, left_out)
         rows = table(runs, loads, args.prompt, args.output)
         if not rows:
             sys.exit(f"no way ran: {left_out}")
@@ -80,7 +82,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--ways", nargs="+", default=WAYS, help="as of benchmarks.peers")
     parser.add_argument("--rounds", type=int, default=3, help="at most")
-    parser.add_argument("--seconds", type=float, default=60.0, help="after which no other round begins")
+    parser.add_argument("--seconds", type=float, default=30.0, help="after which no round begins")
     parser.add_argument("--prompt", type=int, default=512, help="tokens")
     parser.add_argument("--output", type=int, default=128, help="tokens")
     parser.add_argument("--threads", type=int, default=2)
@@ -93,14 +95,24 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def groups(names: list[str], left_out: dict[str, str]) -> list[list[Way]]:
+    """Return the ways that are compared with each other: so many fit into memory at once."""
+    found: dict[str, list[Way]] = {}
+    for way in ways_named(names):
+        if str(way) not in left_out:
+            found.setdefault(LIKE.get(way.dtype, way.dtype), []).append(way)
+    return [*found.values()]
+
+
 def measure(
     args: argparse.Namespace,
     directory: str,
+    ways: list[Way],
     num_streams: int,
     loads: dict[Way, list[float]],
     left_out: dict[str, str],
 ) -> dict[Way, list[Row]]:
-    """Run the rounds with so many streams. Return those of each way; loads and left_out are added to."""
+    """Let ways take turns with so many streams. Return their rounds; loads and left_out are added to."""
     vocab_size = read_model(directory).vocab_size
     longest = args.prompt + args.output
     options = {
@@ -111,12 +123,17 @@ def measure(
         "longest": longest,
     }
     room = ROOM * sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
-    ways = [way for way in ways_named(args.ways) if str(way) not in left_out]
+    small = ragged_workload(1, vocab_size, scale=min(1 / 8, longest / 640), seed=-1)
+    if not loads.keys() & set(ways):
+        # In other processes: one that compiles kernels takes time and memory that the next does not.
+        with Fleet(ways, options, room, args.environments) as fleet:
+            fleet.prepare()
+            prove(fleet, small)
+            ways = [*fleet.ways]
+        left_out |= fleet.left_out
     runs: dict[Way, list[Row]] = {}
     with Fleet(ways, options, room, args.environments) as fleet:
-        fleet.prepare()
-        small = ragged_workload(1, vocab_size, scale=min(1 / 8, longest / 640), seed=-1)
-        warm(fleet, small) if loads else prove(fleet, small)
+        warm(fleet, small)
         started = time.perf_counter()
         for round_ in range(args.rounds):
             if time.perf_counter() - started > args.seconds:
