@@ -8,14 +8,14 @@ This engine beside llama.cpp, on the same weights. A way is an engine in one pre
 are the same file for both, which llama.cpp makes; int8 and int4 are this engine's option quantization, and
 compared with Q8_0 and Q4_0. All streams get different prompts of 512 tokens at once, and outputs of 128,
 greedy. Prompts and decodes are timed apart: first the prompts for one token each, then the rest with the KV
-that is there. KV has 16 bits: bfloat16 here, float16 in llama.cpp, whose default and fastest it is.
+that is there. KV has 16 bits: bfloat16 here, float16 in llama.cpp, which is its default.
 
 Each way has a process of its own for each number of streams, with a pool just as large. Its tokens are judged
-first, as in benchmarks.peers; then the ways of a precision take turns. Figures are medians of the rounds. `load s` is from
-the start of the process until the first request may come, with the file in the page cache. `peak MiB` is the
-most resident memory (VmHWM), in which pages of mapped files count; numpy and Python, which llama.cpp itself
-does not need, are subtracted. A figure in brackets is the ratio to
-llama.cpp's: above 1, this engine is better.
+first, as in benchmarks.peers; then the ways of a precision take turns. Figures are medians of the rounds.
+`load s` is from the start of the process until the first request may come, with the file in the page cache
+and kernels compiled. `peak MiB` is the most resident memory (VmHWM) with the fewest streams, in which pages
+of mapped files count; numpy and Python, which llama.cpp itself does not need, are subtracted there. In
+brackets is the ratio to llama.cpp: above 1, this engine is better.
 """
 
 from __future__ import annotations
