@@ -73,11 +73,19 @@ $(VENV)-clients/javascript/.installed:
 PEERS ?= openvino llama-cpp vllm
 peers: $(PEERS:%=$(VENV)-peers/%/.installed)
 
+# llama.cpp's library comes compiled, 10 MB, with kernels for each generation of x86 CPUs, of which it takes those
+# of this CPU. LLAMA_CPP_LIBRARY=FOLDER names another build, of version 0.5.
+$(VENV)-peers/llama-cpp/.installed: benchmarks/peers/requirements/llama-cpp.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -r $<
+	npm install --prefix $(@D) --no-audit --no-fund @node-llama-cpp/linux-x64@3.22.1
+	touch $@
+
 # torch beside them may be another build than these were made for, and nothing here looks or listens: without
-# them transformers does not try. The kernels of llama.cpp are compiled for this CPU, without its image models.
+# them transformers does not try.
 $(VENV)-peers/%/.installed: benchmarks/peers/requirements/%.txt
 	$(PYTHON) -m venv $(@D)
-	CMAKE_ARGS="-DLLAVA_BUILD=OFF" $(@D)/bin/python -m pip install -r $<
+	$(@D)/bin/python -m pip install -r $<
 	$(@D)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	touch $@
 

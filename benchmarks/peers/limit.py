@@ -13,7 +13,15 @@ from paged.model.config import ModelConfig
 # Bytes of a weight, without the scales of quantised ones. Checkpoints are in bfloat16, and weights need not
 # be wider for computing in float32. Weights in fewer bits without loss (as on our CPU backend) may exceed the
 # limit.
-WEIGHT_BYTES = {"float32": 2.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
+WEIGHT_BYTES = {
+    "float32": 2.0,
+    "bfloat16": 2.0,
+    "int8": 1.0,
+    "Q8_0": 1.0,
+    "int4": 0.5,
+    "Q4_0": 0.5,
+    "Q4_K_M": 0.5,
+}
 
 
 def workload_cost(
@@ -73,4 +81,4 @@ def machine_limits() -> dict[str, Limits]:
     half = Limits(bandwidth, max(wide.flops, narrow.flops))
     # A float32 input is the sum of three bfloat16 numbers; a weight of the checkpoint is one.
     whole = Limits(bandwidth, max(wide.flops, narrow.flops / 3))
-    return {"float32": whole, "bfloat16": half, "int8": half, "int4": half}
+    return {dtype: whole if dtype == "float32" else half for dtype in WEIGHT_BYTES}

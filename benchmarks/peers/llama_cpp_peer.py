@@ -1,28 +1,29 @@
-"""llama.cpp as a system of the benchmarks, through llama-cpp-python; the GGUF is written from the checkpoint.
+"""llama.cpp as a system of the benchmarks, through its C library; the GGUF is written from the checkpoint.
 
-Its Python package does not batch, so the loop is here, as in llama.cpp's own server: every step is one batch
-of a decode for each running sequence and of prompts, up to the budget. Sequences share no prefixes.
+The loop is here, as in llama.cpp's own server: every step is one batch of a decode for each running sequence
+and of prompts, up to the budget. A sequence keeps its KV, so that its next prompt computes only what differs.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import CHECKPOINTS
+from benchmarks.common import CHECKPOINTS, gguf_path, rss_mib
+from benchmarks.peers import llama_cpp_library
+from benchmarks.peers.llama_cpp_library import F16, F32
 from benchmarks.peers.worker import Options, Tokens
 
-# llama.cpp's names for how weights are stored.
-_FILE_TYPES = {
-    "float32": "LLAMA_FTYPE_ALL_F32",
-    "bfloat16": "LLAMA_FTYPE_MOSTLY_BF16",
-    "int8": "LLAMA_FTYPE_MOSTLY_Q8_0",
-    "int4": "LLAMA_FTYPE_MOSTLY_Q4_0",
-}
+_INSTALLED = Path(sys.prefix) / "node_modules/@node-llama-cpp/linux-x64/bins/linux-x64"
+LIBRARY = Path(os.environ.get("LLAMA_CPP_LIBRARY", _INSTALLED))
+# llama_ftype of each precision.
+_FILE_TYPES = {"float32": 0, "Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15, "bfloat16": 32}
 _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -45,45 +46,46 @@ class LlamaCpp:
     @staticmethod
     def prepare(options: Options) -> None:
         """Write the GGUF in float32, then let llama.cpp convert it to the precision."""
-        import llama_cpp
-
-        path = _gguf(options, options.dtype)
+        path = gguf_path(options.model, options.dtype)
         if path.exists():
             return
-        source = _gguf(options, "float32")
+        source = gguf_path(options.model, "float32")
         CHECKPOINTS.mkdir(exist_ok=True)
         if not source.exists():
             write_gguf(Path(options.model), source)
-        if path != source:
-            params = llama_cpp.llama_model_quantize_default_params()
-            params.ftype = getattr(llama_cpp, _FILE_TYPES[options.dtype])
-            params.pure = True  # quantise the output head as everything else
-            params.nthread = options.threads
-            failed = llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), params)
-            assert not failed, f"llama_model_quantize gave {failed}"
+        if path == source:
+            return
+        lib = llama_cpp_library.load(LIBRARY)
+        params = lib.llama_model_quantize_default_params()
+        params.ftype, params.nthread = _FILE_TYPES[options.dtype], options.threads
+        unfinished = path.with_suffix(".unfinished")
+        failed = lib.llama_model_quantize(str(source).encode(), str(unfinished).encode(), params)
+        assert not failed, f"llama_model_quantize gave {failed}"
+        unfinished.rename(path)
 
     def __init__(self, options: Options) -> None:
-        import llama_cpp
+        import numpy as np
 
-        self.lib = llama_cpp
+        self.argmax = np.argmax
+        self.harness_mib = rss_mib()
+        self.lib = lib = llama_cpp_library.load(LIBRARY)
         self.budget = max(options.max_batched_tokens, options.num_requests)
-        llama_cpp.llama_backend_init()
-        model = llama_cpp.llama_model_load_from_file(
-            str(_gguf(options, options.dtype)).encode(), llama_cpp.llama_model_default_params()
-        )
+        path = gguf_path(options.model, options.dtype)
+        model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
         assert model, "llama.cpp did not load the model"
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx = options.num_tokens + options.num_requests
+        params = lib.llama_context_default_params()
+        # Each sequence has a pool of its own: in one pool every query goes over the keys of all sequences.
+        params.n_ctx = options.longest * options.num_requests
         params.n_batch = params.n_ubatch = self.budget
         params.n_seq_max = options.num_requests
-        params.kv_unified = True  # one pool for sequences of any length
         params.n_threads = params.n_threads_batch = options.threads
-        if options.dtype == "float32":
-            params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
-        self.context = llama_cpp.llama_init_from_model(model, params)
+        params.type_k = params.type_v = F32 if options.dtype == "float32" else F16
+        self.context = lib.llama_init_from_model(model, params)
         assert self.context, "llama.cpp made no context"
-        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-        self.batch = llama_cpp.llama_batch_init(self.budget, 0, 1)
+        self.memory = lib.llama_get_memory(self.context)
+        self.vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+        self.batch = lib.llama_batch_init(self.budget, 0, 1)
+        self.kept: Tokens = [[] for _ in range(options.num_requests)]  # the tokens that have KV
 
     def run(
         self,
@@ -92,39 +94,39 @@ class LlamaCpp:
         batch_size: int | None,  # noqa: ARG002  (it batches as it likes)
     ) -> tuple[Tokens, list[float]]:
         """Run all requests at once; the context has a sequence for each."""
-        lib = self.lib
-        lib.llama_memory_clear(lib.llama_get_memory(self.context), True)
         tokens: Tokens = [[] for _ in prompts]
         first = [0.0] * len(prompts)
-        computed = [0] * len(prompts)
+        for i, prompt in enumerate(prompts):
+            kept = self.kept[i]
+            pairs = zip(kept, prompt[:-1], strict=False)
+            shared = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(kept), len(prompt) - 1))
+            self.lib.llama_memory_seq_rm(self.memory, i, shared, -1)
+            del kept[shared:]
         while any(len(out) < n for out, n in zip(tokens, max_tokens, strict=True)):
-            sampled = self._fill(prompts, tokens, max_tokens, computed)
-            failed = lib.llama_decode(self.context, self.batch)
+            sampled = self._fill(prompts, tokens, max_tokens)
+            failed = self.lib.llama_decode(self.context, self.batch)
             assert not failed, f"llama_decode gave {failed}"
             for row, i in sampled:
                 tokens[i].append(self._most_likely(row))
                 first[i] = first[i] or time.perf_counter()
-                if len(tokens[i]) == max_tokens[i]:
-                    lib.llama_memory_seq_rm(lib.llama_get_memory(self.context), i, -1, -1)
         return tokens, first
 
-    def _fill(
-        self, prompts: Tokens, tokens: Tokens, max_tokens: list[int], computed: list[int]
-    ) -> list[tuple[int, int]]:
+    def _fill(self, prompts: Tokens, tokens: Tokens, max_tokens: list[int]) -> list[tuple[int, int]]:
         """Fill the batch with missing tokens, decodes first. Return the (row, sequence) pairs to sample."""
         running = [i for i, n in enumerate(max_tokens) if len(tokens[i]) < n]
         sampled: list[tuple[int, int]] = []
         self.batch.n_tokens = 0
         for i in sorted(running, key=lambda i: not tokens[i]):
-            known = len(prompts[i]) + len(tokens[i])
             # Decoding is the case where one token is missing.
-            end = min(known, computed[i] + self.budget - self.batch.n_tokens)
-            for position in range(computed[i], end):
+            known = len(prompts[i]) + len(tokens[i])
+            start = len(self.kept[i])
+            end = min(known, start + self.budget - self.batch.n_tokens)
+            for position in range(start, end):
                 token = prompts[i][position] if position < len(prompts[i]) else tokens[i][-1]
                 self._add(token, position, i, wanted=position == known - 1)
-            if computed[i] < end == known:
+                self.kept[i].append(token)
+            if start < end == known:
                 sampled.append((self.batch.n_tokens - 1, i))
-            computed[i] = end
         return sampled
 
     def _add(self, token: int, position: int, sequence: int, *, wanted: bool) -> None:
@@ -134,11 +136,8 @@ class LlamaCpp:
         batch.n_tokens += 1
 
     def _most_likely(self, row: int) -> int:
-        import numpy as np
-
-        logits = self.lib.llama_get_logits_ith(self.context, row)
-        address = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
-        return int(np.ctypeslib.as_array(address, shape=(self.vocab_size,)).argmax())
+        address = self.lib.llama_get_logits_ith(self.context, row)
+        return int(self.argmax((ctypes.c_float * self.vocab_size).from_address(address)))
 
 
 def write_gguf(model: Path, path: Path) -> None:
@@ -194,7 +193,3 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Any]]:
             assert entry["dtype"] == "F32", f"{name} is {entry['dtype']}; BF16 and F32 can be read"
             array = raw.view(np.float32)
         yield name, array.reshape(entry["shape"])
-
-
-def _gguf(options: Options, dtype: str) -> Path:
-    return CHECKPOINTS / f"{Path(options.model).name}-{dtype}.gguf"

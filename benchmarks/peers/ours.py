@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from benchmarks.common import gguf_path
 from benchmarks.peers.worker import Options, Tokens, in_batches
 
 
 class Paged:
-    """LLMEngine; int8 and int4 by its option quantization."""
+    """LLMEngine; int8 and int4 by its option quantization, types of GGUF from llama.cpp's file."""
 
     def __init__(self, options: Options) -> None:
         from paged import LLMEngine
 
-        precision = (
-            {"quantization": options.dtype} if options.dtype in ("int8", "int4") else {"dtype": options.dtype}
-        )
+        model, precision = options.model, {}
+        if options.dtype in ("int8", "int4"):
+            precision = {"dtype": "bfloat16", "quantization": options.dtype}
+        elif options.dtype in ("float32", "bfloat16"):
+            precision = {"dtype": options.dtype}
+        else:
+            model = str(gguf_path(model, options.dtype))
         self.engine = LLMEngine(
-            options.model,
+            model,
             block_size=options.block_size,
             # The last block of every request may be partly filled.
             num_blocks=options.num_tokens // options.block_size + options.num_requests,

@@ -11,7 +11,16 @@ from matplotlib import pyplot
 
 from benchmarks.peers.report import Row
 
-_STYLES = {"bfloat16": "-", "float32": "--", "int8": "-.", "int4": ":"}
+_EIGHT, _FOUR = "-.", ":"
+_STYLES = {
+    "bfloat16": "-",
+    "float32": "--",
+    "int8": _EIGHT,
+    "Q8_0": _EIGHT,
+    "int4": _FOUR,
+    "Q4_0": _FOUR,
+    "Q4_K_M": _FOUR,
+}
 
 
 def paint(rows: list[Row], path: Path) -> None:

@@ -43,7 +43,7 @@ class Options:
     """
 
     model: str
-    dtype: str  # "float32", "bfloat16", "int8" or "int4"
+    dtype: str  # one of fleet.PRECISIONS
     threads: int
     num_requests: int
     num_tokens: int
@@ -53,7 +53,12 @@ class Options:
 
 
 class System(Protocol):
-    """A system, loaded."""
+    """A system, loaded.
+
+    harness_mib: memory of Python that the system would not need without these benchmarks.
+    """
+
+    harness_mib: float = 0.0
 
     def __init__(self, options: Options) -> None: ...
 
@@ -105,7 +110,19 @@ class Server:
             "tokens": tokens,
             "seconds": seconds,
             "first_token_s": [t - started for t in first],
-            "peak_rss_mib": peak_rss_mib(),
+            "peak_rss_mib": peak_rss_mib() - getattr(self.system, "harness_mib", 0.0),
+        }
+
+    def phases(self, prompts: Tokens, num_tokens: int) -> dict[str, Any]:
+        """Run the prompts for one token each, then continue them to num_tokens: prefill and decode apart."""
+        prefill = self.run(prompts, [1] * len(prompts))
+        continued = [prompt + new for prompt, new in zip(prompts, prefill["tokens"], strict=True)]
+        decode = self.run(continued, [num_tokens - 1] * len(prompts))
+        return {
+            "tokens": [a + b for a, b in zip(prefill["tokens"], decode["tokens"], strict=True)],
+            "prefill_s": prefill["seconds"],
+            "decode_s": decode["seconds"],
+            "peak_rss_mib": decode["peak_rss_mib"],
         }
 
     def judge(self, prompts: Tokens, tokens: Tokens) -> list[float]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ..device.devices import check_attention, resolve_backend, weights_in_panels
+from ..device.host_memory import freed_at_once
 from ..errors import ConfigError
 from ..kernels.backend import Kernels, load_kernels
 from ..kernels.checks import in_debug_mode
@@ -45,7 +46,8 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
     check_kernels(sizes, device, kernels)
     with open_model(sizes, model_config, device, directory, kernels) as (model, loader):
         try:
-            model.load(loader)
+            with freed_at_once():
+                model.load(loader)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"no memory for the weights on {device}: take a smaller model or a narrower dtype, or end "

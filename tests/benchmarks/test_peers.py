@@ -10,7 +10,7 @@ import pytest
 from benchmarks import strategies
 from benchmarks.common import nano_vllm_workload, ragged_workload
 from benchmarks.peers import __main__ as peers
-from benchmarks.peers.fleet import Fleet, Way, ways_named
+from benchmarks.peers.fleet import Fleet, Way, prove, ways_named
 from benchmarks.peers.limit import workload_cost
 from benchmarks.peers.report import summarise
 from benchmarks.peers.worker import in_batches
@@ -122,7 +122,7 @@ class Scripted(Fleet):
 
 def test_way_with_other_tokens_is_left_out():
     fleet = Scripted({"paged-float32": [0.0, 1e-6], "vllm-float32": [0.0, 0.0], "paged-int4": [0.3, 0.0]})
-    peers.prove(fleet, ragged_workload(1, 100))
+    prove(fleet, ragged_workload(1, 100))
     assert [str(way) for way in fleet.ways] == ["vllm-float32", "paged-int4"]
     assert "its tokens are not the model's" in fleet.left_out["paged-float32"]
 

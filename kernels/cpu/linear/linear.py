@@ -54,6 +54,7 @@ LINEAR = Task(
     ),
 )  # fmt: skip
 _RECORD = LINEAR.record
+_PAIRS = {torch.bfloat16: torch.int32, torch.int8: torch.int16}  # dtypes that hold a pair of these
 
 
 def can_pair(dtype: torch.dtype, in_features: int) -> bool:
@@ -78,12 +79,16 @@ def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, g
     out_features, in_features = weight.shape
     num_panels = num_panels_of(out_features, gated)
     shape = num_panels, in_features // (1 + pairs), PANEL, 1 + pairs
-    panels = in_huge_pages(weight.new_empty(shape)).zero_()
+    panels = in_huge_pages(weight.new_empty(shape))
     by_halves = weight.dtype == torch.bfloat16 and not pairs
     by_parts = weight.dtype == torch.int8 and pairs
+    # A step of an output is one element: only transposing a matrix is a fast copy in torch.
+    step = _PAIRS[weight.dtype] if pairs else weight.dtype
+    steps = panels.view(step).squeeze(3)
     for i, rows in enumerate(_rows_of_panels(weight, gated)):
         ordered = _alternate_halves(rows) if by_halves else rows
-        panels[i, :, : len(ordered)] = _by_depth(ordered, pairs)
+        steps[i, :, len(ordered) :] = 0
+        steps[i, :, : len(ordered)] = ordered.contiguous().flatten().view(step).view(len(ordered), -1).t()
         if by_parts:
             panels[i] = to_parts(panels[i])
     factors = torch.ones(out_features, dtype=torch.float32) if scales is None else scales
@@ -119,11 +124,6 @@ def _alternate_halves(rows: Tensor) -> Tensor:
     halves = rows.new_zeros(2, LANES, rows.shape[1])
     halves.flatten(0, 1)[: len(rows)] = rows
     return halves.transpose(0, 1).flatten(0, 1)
-
-
-def _by_depth(rows: Tensor, pairs: bool) -> Tensor:
-    """Order by steps: [n, in_features] -> [in_features, n, 1], or in pairs [in_features // 2, n, 2]."""
-    return rows.reshape(len(rows), -1, 1 + pairs).transpose(0, 1)
 
 
 def linear(

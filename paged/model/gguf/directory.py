@@ -108,7 +108,7 @@ def _files_of(gguf: Gguf) -> dict[str, Any]:
     if model.exceeds_float16 and config["dtype"] == "float16":
         config["dtype"] = "bfloat16"
     files = {"config.json": config}
-    if "tokenizer.ggml.model" in gguf.metadata:
+    if metadata.text("tokenizer.ggml.model", "no_vocab") != "no_vocab":
         try:
             files["tokenizer.json"], files["tokenizer_config.json"] = make_tokenizer(metadata)
         except UnsupportedModelError as error:  # another may be given

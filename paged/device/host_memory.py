@@ -1,0 +1,38 @@
+"""glibc's memory while weights are read: what is freed goes back to the system at once.
+
+By default glibc keeps tens of megabytes of what is freed, once a large piece was freed, and more where
+weights that stay lie behind pieces that were read and converted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Of malloc.h.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_MAPPED_FROM = 2**20  # bytes
+# The most that glibc chooses itself.
+_MOST_MMAP_THRESHOLD = 32 * 2**20
+_MOST_TRIM_THRESHOLD = 64 * 2**20
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """Map each tensor of a megabyte and more on its own within this context, and trim the heap at its end.
+
+    Does nothing without glibc.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        yield
+        return
+    libc.mallopt(_MMAP_THRESHOLD, _MAPPED_FROM)
+    try:
+        yield
+    finally:
+        # A step's tensors come from the heap again, which maps no pages anew in each step.
+        libc.mallopt(_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD)
+        libc.mallopt(_TRIM_THRESHOLD, _MOST_TRIM_THRESHOLD)
+        libc.malloc_trim(0)
