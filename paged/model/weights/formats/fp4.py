@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ....kernels.half_bytes import HalfBytes
 from ...schemes import Scheme
 from ..coded import CodedWeight, Factors, Weight
 from ..stored import Layout, StoredFormat, StoredPart, ValueCheck
@@ -82,7 +83,11 @@ class Nvfp4Format(StoredFormat):
         # A quotient is that product only by chance, or where the divisor is a power of two.
         scales = scale.float() / unit
         factors = Factors(scale, scale_unit=1 / unit)
-        return CodedWeight(codes, factors if torch.equal(factors.scales(), scales) else Factors(scales), E2M1)
+        is_same = all(
+            torch.equal(factors.take(rows).scales(), scales[rows])
+            for rows in (slice(1), slice(1, None))  # most differ in the first row
+        )
+        return CodedWeight(codes, factors if is_same else Factors(scales), E2M1)
 
 
 def mxfp4_format(scheme: Scheme, part: StoredPart) -> Mxfp4Format:
@@ -110,5 +115,5 @@ def _packed(part: StoredPart) -> Layout:
     return Layout((-(-part.num_inputs // 2),), torch.uint8, stored_dtypes=(torch.uint8,))
 
 
-def _codes(packed: Tensor, groups: InputGroups) -> Tensor:
-    return codes_of(packed, 4)[:, : len(groups.group_of_input) // 8]
+def _codes(packed: Tensor, groups: InputGroups) -> Tensor | HalfBytes:
+    return codes_of(packed, 4, len(groups.group_of_input) // 8)
