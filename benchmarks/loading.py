@@ -18,7 +18,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,23 +157,27 @@ def check_products(directory: Path) -> None:
 
 
 def measure_formats(names: Sequence[str], num_layers: int, rounds: int) -> list[dict[str, Any]]:
-    """Load layers in each format in turn."""
-    formats = {"bfloat16": FLOATS, **{name: FORMATS[name] for name in names}}
-    times: dict[str, list[float]] = {name: [] for name in formats}
+    """Write, check and load layers in each format."""
     sizes = {}
     with tempfile.TemporaryDirectory(prefix="paged-loading-") as folder:
-        for name, form in formats.items():
+        for name, form in {"bfloat16": FLOATS, **{name: FORMATS[name] for name in names}}.items():
             directory = Path(folder) / name
             directory.mkdir()
-            sizes[name] = write_checkpoint(
-                directory, config_of(MODEL_SHAPE, layers_for(form, num_layers)), form
-            )
+            config = config_of(MODEL_SHAPE, layers_for(form, num_layers))
+            sizes[name] = write_checkpoint(directory, config, form)
             check_products(directory)
-        for _ in range(rounds):
-            for name in formats:
-                started = time.perf_counter()
-                load(Path(folder) / name, in_panels=True)
-                times[name].append((time.perf_counter() - started) / sizes[name])
+        return time_formats(Path(folder), sizes, rounds)
+
+
+def time_formats(folder: Path, sizes: Mapping[str, int], rounds: int) -> list[dict[str, Any]]:
+    """Load checkpoints of so many bytes, which are called as their formats are, in turn."""
+    times: dict[str, list[float]] = {name: [] for name in sizes}
+    for _ in range(rounds):
+        for name, own in times.items():
+            started = time.perf_counter()
+            model = load(folder / name, in_panels=True)
+            own.append((time.perf_counter() - started) / sizes[name])
+            del model
     return [
         {
             "format": name,

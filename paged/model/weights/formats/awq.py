@@ -17,7 +17,7 @@ from .groups import FINITE, SCALES, InputGroups, codes_of
 from .integers import Integers
 
 _PER_WORD = 8
-_WORDS_AT_A_TIME = 2**16  # that are transposed, so that they stay in a cache
+_WORDS_AT_A_TIME = 2**18  # that are transposed, so that they stay in a cache
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of its eight outputs each 4 bits of a word hold, the lowest first
 
 
@@ -49,13 +49,16 @@ def awq_words(words: Tensor) -> Tensor:  # i32[n, num_inputs] -> i32[8 n, num_in
     """Pack eight inputs of an output into each word, the first one lowest, not eight outputs of an input."""
     by_input = words.T
     num_inputs, num_words = by_input.shape
-    packed = F.pad(by_input, (0, 0, 0, -num_inputs % _PER_WORD)).contiguous()
-    packed = packed.view(-1, _PER_WORD, num_words)
-    for part in torch.split(packed, max(1, _WORDS_AT_A_TIME // (_PER_WORD * num_words))):
-        _transpose(part)
-    rows = torch.empty(num_words, _PER_WORD, len(packed), dtype=torch.int32, device=words.device)
-    for place, output in enumerate(ORDER):
-        rows[:, output] = packed[:, place].T
+    rows = torch.empty(
+        num_words, _PER_WORD, -(-num_inputs // _PER_WORD), dtype=torch.int32, device=words.device
+    )
+    step = max(16, _WORDS_AT_A_TIME // num_inputs)
+    for out, part in zip(torch.split(rows, step), torch.split(by_input, step, dim=1), strict=True):
+        padded = F.pad(part, (0, 0, 0, -num_inputs % _PER_WORD)).contiguous()
+        packed = padded.view(-1, _PER_WORD, part.shape[1])
+        _transpose(packed)
+        for place, output in enumerate(ORDER):
+            out[:, output] = packed[:, place].T
     return rows.flatten(0, 1)
 
 
