@@ -1,6 +1,8 @@
 """HalfBytes: codes of 4 bits as files have them, two to a byte."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,7 +12,8 @@ from .checks import check_between, check_contiguous, check_multiple, check_shape
 _ORDERS = ((0, 1), (32, 16), (256, 16), (256, 32))  # block_inputs and run
 
 
-class HalfBytes(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class HalfBytes:
     """Codes [num_rows, num_inputs] of 4 bits, which nothing has unpacked yet.
 
     A row is one block after the other. Of `run` bytes of its codes the low halves come first and then the
@@ -42,9 +45,9 @@ class HalfBytes(NamedTuple):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def take(self, rows: Tensor | slice) -> "HalfBytes":
+    def take(self, rows: Tensor | slice) -> HalfBytes:
         """Return these rows."""
-        return self._replace(rows=self.rows[rows])
+        return replace(self, rows=self.rows[rows])
 
     def unpacked(self) -> Tensor:
         """Return the codes, u8[num_rows, num_inputs]."""

@@ -78,6 +78,7 @@ def test_half_bytes_are_packed_as_their_codes(order, pairs):
         at = k // (block or num_inputs) * block_bytes + start + chunk * run + rest % run
         expected[:, k] = rows[:, at] >> 4 * (rest // run) & 15
     assert torch.equal(half_bytes.unpacked(), expected)
+    assert torch.equal(half_bytes.take(slice(3, 9)).unpacked(), expected[3:9])
     for gated in (False, True):
         own, other = (
             pack_codes(codes, torch.ones(70, num_inputs // 16), table=CENTRED, pairs=pairs, gated=gated)
