@@ -49,7 +49,7 @@ MUTANTS = [
         "the order of inputs stays on the CPU",
         "weights gptq",
         "model/weights/gpu_codes",
-        "weight.order.to(weight.codes.device)",
+        "weight.order.to(weight.stored.device)",
         "weight.order",
     ),
     Mutant(

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from paged.model.config import LLAMA_NAMES
 from paged.model.layers.linear import Linear
 from paged.model.schemes import quantization_of
+from paged.model.weights import sources
 from paged.model.weights.choice import Forms
 from paged.model.weights.coded import CodedWeight
 from paged.model.weights.formats.recognizers import recognizers_of
@@ -234,3 +235,9 @@ def check_seam(weight: CodedWeight) -> None:
     assert offset is None
     for unit in (scale_unit, divisor):
         assert unit is None or unit.shape == (rows, 1)
+
+
+def test_words_of_awq_are_read_in_parts_of_whole_words(tmp_path, monkeypatch):
+    """Eight inputs become one word, so a part may not end between them."""
+    monkeypatch.setattr(sources, "TENSOR_PART_BYTES", 64)
+    test_weight_is_what_its_format_defines("awq-32", "ragged", tmp_path)

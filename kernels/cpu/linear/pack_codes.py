@@ -1,35 +1,54 @@
 """Pack quantised weights, codes and factors as files have them, into panels: see `products.factors`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ...checks import check_device, check_dtype, check_flag, check_multiple, check_positive, check_shape
+from ...checks import (
+    check_device,
+    check_dtype,
+    check_flag,
+    check_multiple,
+    check_positive,
+    check_shape,
+    is_trusted,
+)
+from ...half_bytes import HalfBytes
 from ..launch.huge_pages import in_huge_pages
 from ..launch.tasks import Task
 from ..products.codes import E4M3_UNIT, TABLE_SIZE
 from ..products.factors import FACTORS_AT, LEAST_GROUP, NONE, TABLE_AT, group_of, head_of
 from ..products.kinds import CODES4, CODES4_PAIRS, CODES8_PAIRS, E4M3_PAIRS
 from ..products.reader import PANEL
-from ..simd.memory import get_byte, get_int, set_byte, set_int
+from ..simd.memory import get_eight, get_four, set_byte, set_long, set_short
 from ..simd.numbers import KINDS
 from ..simd.vectors import LANES, function
 from .panels import CODE_KINDS, CODE_PAIR_KINDS, Panels, check_outputs, check_pairs, num_panels_of
 
 _CPU = torch.device("cpu")
 _INPUTS_AT_A_TIME = 256  # of all rows of a panel: they stay in the L1 cache
-_NUMBERS_AT_A_TIME = 2**22  # of a search, to limit its memory
+_NUMBERS_AT_A_TIME = 2**20  # of a search, so that they stay in a cache
+_ROWS_AT_A_TIME = 256  # of a comparison, which ends early for most factors that differ
 _NAMES = "scale", "zero", "offset", "scale_unit", "offset_unit", "low_unit"
 _INTEGERS = torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64
 _FLOATS = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 # What holds all integers up to a limit, the narrowest first.
 _LIMITS = {torch.int8: 127, torch.float16: 2**11, torch.float32: 2**24}
-PACK_CODES = Task(("codes", "panels"), ("num_rows", "num_inputs", "panel_bytes", "kind", "gated"))
+_WHOLE_BYTES = -1  # in place of the runs of HalfBytes
+PACK_CODES = Task(
+    ("codes", "panels"),
+    (
+        "num_rows", "num_inputs", "panel_bytes", "kind", "gated",
+        # bytes of a row and of a block, whose first codes are `start` bytes further; binary logarithms of the
+        # inputs of a block and of the bytes of a run
+        "row_bytes", "block_bytes", "start", "block_shift", "run_shift",
+    ),
+)  # fmt: skip
 
 
 def pack_codes(
-    codes: Tensor,
+    codes: Tensor | HalfBytes,
     scale: Tensor,
     zero: Tensor | None = None,
     offset: Tensor | None = None,
@@ -46,8 +65,8 @@ def pack_codes(
     In float32 the product with the number and the sum are rounded together, once; scales and offsets that
     have a unit are multiplied by it first, and scales that have a divisor are divided by it.
 
-    codes: u8[out_features, in_features], places in a table of 16 numbers; or i8 or float8_e4m3fn, which are
-        the numbers.
+    codes: u8[out_features, in_features], places in a table of 16 numbers, or these as HalfBytes; or i8 or
+        float8_e4m3fn, which are the numbers.
     scale, zero, offset: [out_features, num_groups], each for the same number of inputs, a multiple of 16.
     scale_unit, offset_unit, scale_divisor: [out_features, num_units], each for the same number of groups.
     """
@@ -64,9 +83,16 @@ def pack_codes(
     width = LANES if kind in (CODES4, CODES4_PAIRS) else PANEL
     shape = num_panels, in_features // (1 + pairs), width, *((2,) if pairs else ())
     memory = in_huge_pages(torch.empty(shape, dtype=torch.uint8, device=_CPU))
-    codes = codes.contiguous()
+    order = 0, 0, 0, _WHOLE_BYTES
+    if isinstance(codes, HalfBytes):
+        rows = codes.rows
+        block_shift = max(0, codes.block_inputs.bit_length() - 1)
+        order = codes.block_bytes, codes.start, block_shift, codes.run.bit_length() - 1
+    else:
+        rows = codes.contiguous()
     sizes = out_features, in_features, in_features * width
-    PACK_CODES.run(num_panels, codes.data_ptr(), memory.data_ptr(), *sizes, kind, int(gated))
+    addresses = rows.data_ptr(), memory.data_ptr()
+    PACK_CODES.run(num_panels, *addresses, *sizes, kind, int(gated), rows.shape[1], *order)
     kept = {name: narrowest(x) for name, x in given.items()}
     return Panels(
         memory.view(codes.dtype), _lay_out(kept, table, in_features, gated=gated), out_features, gated
@@ -121,34 +147,35 @@ def _lay_out(
     num_units = max([x.shape[1] for name, x in factors.items() if name.endswith("unit")], default=1)
     kinds = (KINDS[factors[name].dtype] if name in factors else NONE for name in _NAMES)
     head = head_of(in_features, in_features // num_groups, num_groups // num_units, *kinds)
-    panels = [_by_panel([x for name, x in factors.items() if not name.endswith("unit")], gated=gated)]
-    units = [x for name, x in factors.items() if name.endswith("unit")]
-    if units:
-        panels.append(_by_panel(units, gated=gated))
-    num_panels = len(panels[0])
+    num_panels = num_panels_of(len(factors["scale"]), gated)
     memory = torch.zeros(FACTORS_AT + num_panels * head.panel_bytes, dtype=torch.uint8, device=_CPU)
     memory[:TABLE_AT] = torch.tensor(head, dtype=torch.int64, device=_CPU).view(torch.uint8)
     numbers = torch.tensor(table or [0.0] * TABLE_SIZE, dtype=torch.float32, device=_CPU)
     memory[TABLE_AT : TABLE_AT + numbers.nbytes] = numbers.view(torch.uint8)
-    torch.cat(panels, dim=1, out=memory[FACTORS_AT:].view(num_panels, head.panel_bytes))
+    panels = memory[FACTORS_AT:].view(num_panels, head.panel_bytes)
+    for own, part in (
+        ([x for name, x in factors.items() if not name.endswith("unit")], panels[:, : head.units_at]),
+        ([x for name, x in factors.items() if name.endswith("unit")], panels[:, head.units_at :]),
+    ):
+        _place(own, part, gated=gated)
     return memory
 
 
-def _by_panel(factors: list[Tensor], *, gated: bool) -> Tensor:
-    """Order factors [out_features, n] by panel, entry, factor and output: u8[num_panels, bytes]."""
-    ordered = [_in_panels(x, gated).transpose(1, 2).contiguous().view(torch.uint8) for x in factors]
-    return torch.cat(ordered, dim=2).flatten(1)
-
-
-def _in_panels(x: Tensor, gated: bool) -> Tensor:
-    """Divide rows [out_features, n] among panels, padded: [num_panels, PANEL, n]."""
-    x = x.view(torch.int8) if x.dtype == torch.float8_e4m3fn else x
-    halves = x.chunk(2) if gated else [x]
-    num_panels = num_panels_of(len(x), gated)
-    padded = x.new_zeros(len(halves), num_panels * PANEL // len(halves), x.shape[1])
-    for part, half in zip(padded, halves, strict=True):
-        part[: len(half)] = half
-    return padded.view(len(halves), num_panels, -1, x.shape[1]).transpose(0, 1).flatten(1, 2)
+def _place(factors: list[Tensor], panels: Tensor, *, gated: bool) -> None:
+    """Put factors [out_features, n] into u8[num_panels, bytes] by panel, entry, factor and output."""
+    start = 0
+    for x in factors:
+        size = PANEL * x.itemsize
+        entries = panels.view(len(panels), x.shape[1], -1)[..., start : start + size]
+        places = entries.view(torch.int8 if x.dtype == torch.float8_e4m3fn else x.dtype)
+        halves = x.view(places.dtype).chunk(2) if gated else [x.view(places.dtype)]
+        for own, half in zip(places.chunk(len(halves), dim=2), halves, strict=True):
+            width = own.shape[2]
+            full = len(half) // width
+            own[:full] = half[: full * width].view(full, width, x.shape[1]).transpose(1, 2)
+            if len(half) % width:
+                own[full, :, : len(half) % width] = half[full * width :].T
+        start += size
 
 
 def narrowest(x: Tensor) -> Tensor:
@@ -161,14 +188,17 @@ def narrowest(x: Tensor) -> Tensor:
         x = x.float()
     if x.dtype == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
-            narrow = x.to(dtype)
-            if torch.equal(narrow.float().view(torch.int32), x.view(torch.int32)):
-                return narrow
+            if all(_are_equal(rows, rows.to(dtype)) for rows in torch.split(x, _ROWS_AT_A_TIME)):
+                return x.to(dtype)
     return x
 
 
+def _are_equal(wide: Tensor, narrow: Tensor) -> bool:
+    return torch.equal(wide.view(torch.int32), narrow.float().view(torch.int32))
+
+
 def is_exact(
-    codes: Tensor,
+    codes: Tensor | HalfBytes,
     scale: Tensor,
     zero: Tensor | None = None,
     offset: Tensor | None = None,
@@ -182,37 +212,67 @@ def is_exact(
 
     Not if products that are rounded once differ from those rounded twice, or if -zero * scale is no float32.
     """
-    scales = scale.float()
-    if scale_unit is not None:
-        scales = scales * scale_unit.float().repeat_interleave(scales.shape[1] // scale_unit.shape[1], 1)
-    if scale_divisor is not None:
-        scales = scales / scale_divisor.repeat_interleave(scales.shape[1] // scale_divisor.shape[1], 1)
-    if codes.dtype == torch.float8_e4m3fn and not (scales.abs() / E4M3_UNIT).isfinite().all():
-        return False
+    is_float8 = codes.dtype == torch.float8_e4m3fn
+    if zero is None and offset is None and not is_float8:
+        return True
     if zero is not None and offset is not None:
         return False
-    if zero is not None:
-        # With a negative scale number - zero = 0 gives -0.0, and the sum of two products 0.0.
-        summand = scales * zero
-        is_same = torch.equal(summand.double(), scales.double() * zero)
-        return is_same and bool(summand.isfinite().all()) and not bool(scales.signbit().any())
-    if offset is None:
-        return True
     numbers = table if table is not None else [127.0]
-    is_integer = codes.dtype != torch.float8_e4m3fn and all(n == int(n) for n in numbers)
-    most = max(abs(n) for n in numbers) if is_integer else 0
-    # Products have as many bits as both factors together.
-    spare = (1 << int(most).bit_length()) - 1
-    is_short = not bool((scales.contiguous().view(torch.int32) & spare).any())
-    return is_integer and is_short and bool((scales * (most + 1)).isfinite().all())
+    if offset is not None and (is_float8 or not all(n == int(n) for n in numbers)):
+        return False
+    most = int(max(abs(n) for n in numbers))
+    step = max(1, _NUMBERS_AT_A_TIME // scale.shape[1])
+    for start in range(0, len(scale), step):
+        rows = slice(start, start + step)
+        scales = scale[rows].float()
+        if scale_unit is not None:
+            unit = scale_unit[rows].float()
+            scales = scales * unit.repeat_interleave(scales.shape[1] // unit.shape[1], 1)
+        if scale_divisor is not None:
+            divisor = scale_divisor[rows]
+            scales = scales / divisor.repeat_interleave(scales.shape[1] // divisor.shape[1], 1)
+        if is_float8 and not _are_finite(scales / E4M3_UNIT):
+            return False
+        if zero is not None and not _are_exact_with_zeros(scales, zero[rows]):
+            return False
+        if offset is not None and not _are_short(scales, most):
+            return False
+    return True
 
 
-def _check_codes(codes: Tensor, table: Sequence[float] | None, *, pairs: bool, gated: bool) -> None:
+def _are_exact_with_zeros(scales: Tensor, zero: Tensor) -> bool:
+    # With a negative scale number - zero = 0 gives -0.0, and the sum of two products 0.0.
+    summand = scales * zero
+    is_same = torch.equal(summand.double(), scales.double() * zero)
+    return is_same and _are_finite(summand) and not bool(scales.signbit().any())
+
+
+def _are_short(scales: Tensor, most: int) -> bool:
+    """Return whether products with integers up to `most` are exact: they have the bits of both together."""
+    spare = (1 << most.bit_length()) - 1
+    return not bool((scales.contiguous().view(torch.int32) & spare).any()) and _are_finite(
+        scales * (most + 1)
+    )
+
+
+def _are_finite(x: Tensor) -> bool:
+    """Return whether all numbers are finite. The extremes of some with NaN are NaN."""
+    low, high = x.aminmax()
+    return bool(low.isfinite() and high.isfinite())
+
+
+def _check_codes(
+    codes: Tensor | HalfBytes, table: Sequence[float] | None, *, pairs: bool, gated: bool
+) -> None:
     check_pairs(pairs)
     check_flag("gated", gated)
-    check_shape("codes", codes, (None, None))
-    check_dtype("codes", codes, tuple(CODE_KINDS))
-    check_outputs("codes", codes, gated=gated)
+    if isinstance(codes, HalfBytes):
+        codes.check()
+        check_outputs("codes", codes.rows, gated=gated)
+    else:
+        check_shape("codes", codes, (None, None))
+        check_dtype("codes", codes, tuple(CODE_KINDS))
+        check_outputs("codes", codes, gated=gated)
     check_positive("in_features", codes.shape[1])
     if (table is not None) != (codes.dtype == torch.uint8):
         given = "none" if table is None else "one"
@@ -223,7 +283,9 @@ def _check_codes(codes: Tensor, table: Sequence[float] | None, *, pairs: bool, g
         raise ValueError(f"table must be a tuple of {TABLE_SIZE} floats, got {table!r}")
     if table is not None and any(n != float(torch.tensor(n, dtype=torch.bfloat16)) for n in table):
         raise ValueError(f"table must hold numbers that bfloat16 has, got {table!r}")
-    for part in _parts(codes):
+    if isinstance(codes, HalfBytes) or is_trusted():
+        return
+    for part in torch.split(codes, max(1, _NUMBERS_AT_A_TIME // codes.shape[1])):
         if table is not None and int(part.max()) >= TABLE_SIZE:
             raise ValueError(f"codes must be 0 to {TABLE_SIZE - 1}, got {int(part.max())}")
         if codes.dtype == torch.float8_e4m3fn and bool(((part.view(torch.uint8) & 127) == 127).any()):
@@ -235,7 +297,7 @@ def _is_table(table: object) -> bool:
     return is_long and all(isinstance(number, float | int) for number in table)  # type: ignore[attr-defined]
 
 
-def _check_factors(codes: Tensor, factors: dict[str, Tensor]) -> None:
+def _check_factors(codes: Tensor | HalfBytes, factors: dict[str, Tensor]) -> None:
     out_features, in_features = codes.shape
     check_shape("scale", factors["scale"], (out_features, None))
     num_groups = factors["scale"].shape[1]
@@ -266,10 +328,6 @@ def _check_factors(codes: Tensor, factors: dict[str, Tensor]) -> None:
                 raise ValueError(f"integers in {name} must be from {-most} to {most}, got {low} to {high}")
 
 
-def _parts(codes: Tensor) -> Iterator[Tensor]:
-    return iter(torch.split(codes, max(1, _NUMBERS_AT_A_TIME // codes.shape[1])))
-
-
 @function
 def _row_of(args, panel, place):
     """Return the row at a place of a panel; -1 if it is padding."""
@@ -282,29 +340,40 @@ def _row_of(args, panel, place):
 
 
 @function
-def _pack_sixteen(source, to):
-    """Pack 16 codes of an output for Codes4Pairs: those of the even inputs, then the others."""
-    even = 0
-    odd = 0
-    for i in range(4):
-        four = get_int(source + 4 * i)
-        even |= (four & 0x000F000F) << 4 * i
-        odd |= (four >> 8 & 0x000F000F) << 4 * i
-    set_int(to, even)
-    set_int(to + 4, odd)
+def _eight(args, row, k):
+    """Return 8 codes of a row from input k on, in the bytes of an int64, the first one lowest."""
+    if row < 0:
+        return 0
+    at = args.codes + row * args.row_bytes
+    if args.run_shift == _WHOLE_BYTES:
+        return get_eight(at + k)
+    if args.run_shift == 0:
+        codes = get_four(at + k // 2)
+        codes = (codes | codes << 16) & 0x0000FFFF0000FFFF
+        codes = (codes | codes << 8) & 0x00FF00FF00FF00FF
+        return (codes | codes << 4) & 0x0F0F0F0F0F0F0F0F
+    at += (k >> args.block_shift) * args.block_bytes + args.start
+    place = k & ((1 << args.block_shift) - 1)
+    run = place >> args.run_shift
+    at += (run >> 1 << args.run_shift) + (place & ((1 << args.run_shift) - 1))
+    return get_eight(at) >> 4 * (run & 1) & 0x0F0F0F0F0F0F0F0F
 
 
 @function
 def _pack_bytes(args, panel, start, end):
     """Pack codes of whole bytes, of two inputs in pairs."""
-    per_step = 2 if args.kind in (CODES8_PAIRS, E4M3_PAIRS) else 1
+    in_pairs = args.kind in (CODES8_PAIRS, E4M3_PAIRS)
     to = args.panels + panel * args.panel_bytes
     for place in range(PANEL):
         row = _row_of(args, panel, place)
-        for k in range(start, end, per_step):
-            at = to + k * PANEL + per_step * place
-            for i in range(per_step):
-                set_byte(at + i, get_byte(args.codes + row * args.num_inputs + k + i) if row >= 0 else 0)
+        for k in range(start, end, 8):
+            codes = _eight(args, row, k)
+            if in_pairs:
+                for i in range(0, 8, 2):
+                    set_short(to + (k + i) * PANEL + 2 * place, codes >> 8 * i)
+            else:
+                for i in range(8):
+                    set_byte(to + (k + i) * PANEL + place, codes >> 8 * i)
 
 
 @function
@@ -314,25 +383,29 @@ def _pack_halves(args, panel, start, end):
     for lane in range(LANES):
         low_row = _row_of(args, panel, lane)
         high_row = _row_of(args, panel, lane + LANES)
-        for k in range(start, end):
-            low = get_byte(args.codes + low_row * args.num_inputs + k) if low_row >= 0 else 0
-            high = get_byte(args.codes + high_row * args.num_inputs + k) if high_row >= 0 else 0
-            set_byte(to + k * LANES + lane, low | high << 4)
+        for k in range(start, end, 8):
+            both = _eight(args, low_row, k) | _eight(args, high_row, k) << 4
+            for i in range(8):
+                set_byte(to + (k + i) * LANES + lane, both >> 8 * i)
 
 
 @function
 def _pack_pairs(args, panel, start, end):
-    """Pack codes of 4 bits in the order of Codes4Pairs."""
+    """Pack codes of 4 bits in the order of Codes4Pairs: of 16 those of the even inputs, then the others.
+
+    Of each 8, codes 0, 4, 2 and 6 come to lie in this order, those of the second 8 beside those of the first.
+    """
     to = args.panels + panel * args.panel_bytes
     for place in range(PANEL):
         row = _row_of(args, panel, place)
         for k in range(start, end, 16):
-            at = to + k * LANES + 8 * place
-            if row >= 0:
-                _pack_sixteen(args.codes + row * args.num_inputs + k, at)
-            else:
-                set_int(at, 0)
-                set_int(at + 4, 0)
+            first = _eight(args, row, k)
+            second = _eight(args, row, k + 8)
+            even = first & 0x000F000F000F000F | (second & 0x000F000F000F000F) << 8
+            odd = first >> 8 & 0x000F000F000F000F | (second >> 8 & 0x000F000F000F000F) << 8
+            even = (even | even >> 28) & 0xFFFFFFFF
+            odd = (odd | odd >> 28) & 0xFFFFFFFF
+            set_long(to + k * LANES + 8 * place, even | odd << 32)
 
 
 @PACK_CODES.each_unit

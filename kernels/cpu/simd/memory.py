@@ -110,6 +110,20 @@ get_float, set_float = _scalar(types.float32, F32)
 get_double, set_double = _scalar(types.float64, ir.DoubleType())
 get_int, set_int = _scalar(types.int32, I32)
 get_long, set_long = _scalar(types.int64, I64)
+_, set_short = _scalar(types.int16, ir.IntType(16))
+
+
+@operation(types.int64, types.int64)
+def get_four(builder: Any, address: Any) -> Any:
+    """Load 4 bytes from any address, without a sign."""
+    found = builder.load(emit.pointer(builder, I32, address), align=1)
+    return builder.zext(found, I64)
+
+
+@operation(types.int64, types.int64)
+def get_eight(builder: Any, address: Any) -> Any:
+    """Load 8 bytes from any address."""
+    return builder.load(emit.pointer(builder, I64, address), align=1)
 
 
 @operation(types.int64, types.int64)

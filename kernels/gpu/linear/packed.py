@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...checks import check_dtype, check_multiple, check_shape
+from ...half_bytes import HalfBytes
 
 # Inputs whose codes lie in as many words that follow each other; the next ones are in the next bits of these.
 SUB = 16
@@ -71,7 +72,7 @@ class PackedCodes:
         return self.words, self.scale, self.scale_unit, self.zero, self.offset, self.offset_unit
 
 
-def can_pack_codes(codes: Tensor, scale: Tensor, table: tuple[float, ...] | None) -> bool:
+def can_pack_codes(codes: Tensor | HalfBytes, scale: Tensor, table: tuple[float, ...] | None) -> bool:
     """Return whether there are kernels for these codes, groups of inputs and numbers of a table."""
     num_inputs = codes.shape[1]
     num_groups = scale.shape[1]

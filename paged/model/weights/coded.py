@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.half_bytes import HalfBytes
+
 
 class Factors(NamedTuple):
     """What codes are multiplied by, and what is subtracted before or added after: by row and group of inputs.
@@ -48,36 +50,42 @@ class CodedWeight:
     formats with an offset the product is exact, so that one fused multiply-add gives the same.
     """
 
-    # u8 from 0 to 15 with a table of 16 numbers; i8, which are numbers; or float8_e4m3fn
-    codes: Tensor
+    # u8 from 0 to 15, or HalfBytes, with a table of 16 numbers; i8, which are numbers; or float8_e4m3fn
+    stored: Tensor | HalfBytes
     factors: Factors
     table: tuple[float, ...] | None = None
     # i64[num_inputs]: the input of x that each column is for; None: column k is for input k
     order: Tensor | None = None
 
     @property
+    def codes(self) -> Tensor:
+        """The codes, one to a byte."""
+        return self.stored.unpacked() if isinstance(self.stored, HalfBytes) else self.stored
+
+    @property
     def shape(self) -> torch.Size:
         """[num_rows, num_inputs]."""
-        return self.codes.shape
+        return self.stored.shape
 
     @property
     def group(self) -> int:
         """Return how many inputs, which follow each other, share their factors."""
-        return self.codes.shape[1] // self.factors.scale.shape[1]
+        return self.shape[1] // self.factors.scale.shape[1]
 
     def take(self, rows: Tensor | slice) -> CodedWeight:
         """Return these rows."""
-        return replace(self, codes=self.codes[rows], factors=self.factors.take(rows))
+        stored = self.stored.take(rows) if isinstance(self.stored, HalfBytes) else self.stored[rows]
+        return replace(self, stored=stored, factors=self.factors.take(rows))
 
     def numbers(self) -> Tensor:
         """Return the numbers that the codes stand for, in float32."""
         if self.table is None:
             return self.codes.float()
-        return torch.tensor(self.table, dtype=torch.float32, device=self.codes.device)[self.codes.int()]
+        return torch.tensor(self.table, dtype=torch.float32, device=self.stored.device)[self.codes.int()]
 
     def floats(self) -> Tensor:
         """Return the weight in float32, with its columns in the order of the inputs of x."""
-        numbers = self.numbers().view(len(self.codes), -1, self.group)
+        numbers = self.numbers().view(len(self.stored), -1, self.group)
         scale, zero, offset = self.factors.scales(), self.factors.zero, self.factors.offsets()
         if zero is not None:
             numbers = numbers - zero.float()[..., None]

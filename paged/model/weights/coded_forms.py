@@ -29,7 +29,7 @@ class CodedProduct(TableForm):
         is_packed = weight.table is not None and self.num_inputs % 2 == 0
         codes = weight.codes
         self.weight = replace(
-            weight, codes=codes[:, ::2] | codes[:, 1::2] << 4 if is_packed else codes, order=None
+            weight, stored=codes[:, ::2] | codes[:, 1::2] << 4 if is_packed else codes, order=None
         )
         self.is_packed = is_packed
 
@@ -52,7 +52,7 @@ class CodedProduct(TableForm):
         part = self.weight.take(rows)
         if self.is_packed:
             both = torch.stack([part.codes & 15, part.codes >> 4], dim=2)
-            part = replace(part, codes=both.flatten(1))
+            part = replace(part, stored=both.flatten(1))
         return part.floats()
 
     def _tiles(self) -> Iterator[slice]:

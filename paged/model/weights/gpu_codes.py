@@ -34,7 +34,7 @@ class PackedCodesWeight(TableForm):
         self._out_dtype = torch.float32 if role in ("head", "embedding") else None
         with TrustedContents():  # the checks of a loader are behind it
             self.packed = pack_codes(weight.codes, *weight.factors, table=weight.table)
-        self._order = None if weight.order is None else weight.order.to(weight.codes.device)
+        self._order = None if weight.order is None else weight.order.to(weight.stored.device)
         self._places = None if self._order is None else self._order.argsort()
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -49,7 +49,7 @@ class PackedCodesWeight(TableForm):
 
 def coded_form(weight: CodedWeight, role: Role, *, dtype: torch.dtype) -> PackedCodesWeight | CodedProduct:
     """Make the form of a weight in codes; that of torch for groups and tables that no kernel is made for."""
-    takes = can_pack_codes(weight.codes, weight.factors.scale, weight.table)
+    takes = can_pack_codes(weight.stored, weight.factors.scale, weight.table)
     if takes and weight.factors.scale_divisor is not None:
         _log_once("scales with a divisor, as compressed-tensors has in NVFP4, are kept in float32 on a GPU")
     return (PackedCodesWeight if takes else CodedProduct)(weight, role, dtype=dtype)

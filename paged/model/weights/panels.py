@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...kernels.checks import TrustedContents
 from ...kernels.panels import (
     LEAST_GROUP,
     Panels,
@@ -138,9 +139,10 @@ class PanelCodes(PanelWeight):
         self.gated = role == "gated"
         self.order = weight.order
         pairs = dtype == torch.bfloat16 and can_pair(dtype, weight.shape[1])
-        self.panels = pack_codes(
-            weight.codes, *weight.factors, table=weight.table, pairs=pairs, gated=self.gated
-        )
+        with TrustedContents():  # the checks of a loader are behind it
+            self.panels = pack_codes(
+                weight.stored, *weight.factors, table=weight.table, pairs=pairs, gated=self.gated
+            )
         self._bias: Tensor | None = None
 
     @property
@@ -161,7 +163,7 @@ def keepable(weight: CodedWeight) -> CodedWeight | None:
     group = group_of(weight.group)
     if group < LEAST_GROUP:
         return None
-    if is_exact(weight.codes, *weight.factors, table=weight.table):
+    if is_exact(weight.stored, *weight.factors, table=weight.table):
         return weight
     return _without_zero(weight)
 
@@ -169,24 +171,26 @@ def keepable(weight: CodedWeight) -> CodedWeight | None:
 def _without_zero(weight: CodedWeight) -> CodedWeight | None:
     """Subtract the zeros from the numbers if that gives integers of 8 bits."""
     zero = weight.factors.zero
-    if zero is None or weight.codes.dtype == torch.float8_e4m3fn:
+    if zero is None or weight.stored.dtype == torch.float8_e4m3fn:
         return None
-    codes = torch.empty_like(weight.codes, dtype=torch.int8)
+    codes = torch.empty(weight.shape, dtype=torch.int8)
     for rows in _parts_of(weight):
         part = weight.take(rows)
         assert part.factors.zero is not None
-        groups = part.numbers().view(len(part.codes), -1, weight.group) - part.factors.zero.float()[..., None]
+        groups = (
+            part.numbers().view(len(part.stored), -1, weight.group) - part.factors.zero.float()[..., None]
+        )
         integers = groups.to(torch.int8)
         if not torch.equal(integers.float(), groups):
             return None
         codes[rows] = integers.flatten(1)
-    folded = replace(weight, codes=codes, factors=weight.factors._replace(zero=None), table=None)
-    return folded if is_exact(folded.codes, *folded.factors) else None
+    folded = replace(weight, stored=codes, factors=weight.factors._replace(zero=None), table=None)
+    return folded if is_exact(codes, *folded.factors) else None
 
 
 def _parts_of(weight: CodedWeight) -> list[slice]:
     size = max(1, _NUMBERS_AT_A_TIME // weight.shape[1])
-    return [slice(start, start + size) for start in range(0, len(weight.codes), size)]
+    return [slice(start, start + size) for start in range(0, weight.shape[0], size)]
 
 
 def _out_dtype_of(role: Role) -> torch.dtype | None:

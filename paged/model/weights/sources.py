@@ -49,16 +49,20 @@ class StoredTensor(ABC):
         out: a contiguous tensor in CPU memory, of the same dtype, to read into.
         """
 
-    def parts(self) -> list[slice]:
-        """Return the rows in parts of about TENSOR_PART_BYTES, or larger ones of a very large tensor."""
+    def parts(self, unit: int = 1) -> list[slice]:
+        """Return the rows in parts of about TENSOR_PART_BYTES, or larger ones of a very large tensor.
+
+        unit: what the number of rows of each part but the last is a multiple of.
+        """
         num_rows = self.shape[0] if self.shape else 1
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         step = max(1, TENSOR_PART_BYTES // max(1, row_bytes), -(-num_rows // MAX_PARTS))
+        step = -(-step // unit) * unit
         return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
-    def read_parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the rows in parts. Each is valid until the next."""
-        parts = self.parts()
+    def read_parts(self, unit: int = 1) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the rows in `parts`. Each is valid until the next."""
+        parts = self.parts(unit)
         # New memory for each part would take longer to map than to read.
         most = parts[0].stop if parts else 0
         memory = torch.empty([most, *self.shape[1:]], dtype=self.dtype, device="cpu")

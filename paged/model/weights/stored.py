@@ -53,11 +53,17 @@ class Layout(NamedTuple):
     dtype: torch.dtype  # of rows in memory
     dim: int | None = 0
     rows_per_entry: int = 1
-    # entries [n, *columns] -> rows [n * rows_per_entry, *columns]
+    # entries [n, *columns] -> rows [n * rows_per_entry, *columns_in_memory]
     unpack: Callable[[Tensor], Tensor] | None = None
     stored_dtypes: tuple[torch.dtype, ...] = FLOATS
     is_read: bool = True  # or only checked, as what a weight is computed without
     check: ValueCheck | None = None  # of what is read
+    columns_in_one: int = 1  # how many columns `unpack` packs into one, in the last dimension
+
+    @property
+    def columns_in_memory(self) -> tuple[int, ...]:
+        """The dimensions of a row in memory."""
+        return tuple(-(-count // self.columns_in_one) for count in self.columns)
 
     def shape_of(self, num_rows: int) -> list[int]:
         """Return the shape of the tensor of so many rows."""
@@ -180,7 +186,7 @@ def read_rows(
         return memory
     if index is None:
         index = torch.arange(sum(counts), device="cpu")
-    memory = torch.empty(len(index), *layout.columns, dtype=layout.dtype, device="cpu")
+    memory = torch.empty(len(index), *layout.columns_in_memory, dtype=layout.dtype, device="cpu")
     start = 0
     for tensor, count in tensors:
         places = ((index >= start) & (index < start + count)).nonzero().squeeze(1)
@@ -192,15 +198,17 @@ def read_rows(
 def _place_rows(tensor: StoredTensor, layout: Layout, rows: Tensor, memory: Tensor, places: Tensor) -> None:
     """Copy rows of a tensor to places in memory, part by part of the tensor."""
     assert layout.dim is not None, "a tensor that all rows share is read whole"
-    for part, held in tensor.read_parts():
+    unit = layout.columns_in_one
+    for part, held in tensor.read_parts(unit):
+        columns = slice(part.start // unit, -(-part.stop // unit))
         if layout.dim == 0:
             first = part.start * layout.rows_per_entry
             here = ((rows >= first) & (rows < part.stop * layout.rows_per_entry)).nonzero().squeeze(1)
             memory[places[here]] = _taken(held, rows[here] - first, layout)
         elif _is_range(places, len(memory)):  # without an index, which takes three times as long
-            memory[:, part] = _taken(held.movedim(layout.dim, 0), rows, layout)
+            memory[:, columns] = _taken(held.movedim(layout.dim, 0), rows, layout)
         else:
-            memory[places, part] = _taken(held.movedim(layout.dim, 0), rows, layout)
+            memory[places, columns] = _taken(held.movedim(layout.dim, 0), rows, layout)
 
 
 def _taken(entries: Tensor, rows: Tensor, layout: Layout) -> Tensor:

@@ -13,6 +13,7 @@ from paged.kernels.cpu.linear import linear as numba_linear
 from paged.kernels.cpu.linear.linear import linear, pack, pad
 from paged.kernels.cpu.linear.pack_codes import is_exact, narrowest, pack_codes
 from paged.kernels.cpu.simd.vectors import HAS_DOT
+from paged.kernels.half_bytes import HalfBytes
 from paged.model.weights.coded import CodedWeight, Factors
 from paged.model.weights.panels import CodedForms, PanelCodes, PanelWeight, keepable
 from tests.support.coded_weights import CENTRED, CODES, FACTORS, is_stored, random_coded, same_bits
@@ -57,6 +58,33 @@ def test_products_and_lookups_have_the_bits_of_the_floats(codes, factors):
         if not gated:
             indices = torch.randint(num_rows, (5,))
             assert same_bits(form.rows(indices), floats[indices].to(dtype))
+
+
+@pytest.mark.parametrize(
+    "pairs", [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_DOT, reason="no AVX512-BF16"))]
+)
+@pytest.mark.parametrize("order", [(0, 0, 0, 1), (32, 18, 2, 16), (256, 136, 8, 16), (256, 144, 16, 32)])
+def test_half_bytes_are_packed_as_their_codes(order, pairs):
+    """As bytes of each row in the file say, with bytes of factors or padding around them."""
+    block, block_bytes, start, run = order
+    num_inputs = 2 * block or 208
+    row_bytes = num_inputs // block * block_bytes if block else num_inputs // 2 + 3
+    rows = torch.randint(0, 256, (70, row_bytes), dtype=torch.uint8)
+    half_bytes = HalfBytes(rows, num_inputs, *order)
+    expected = torch.empty(half_bytes.shape, dtype=torch.uint8)
+    for k in range(num_inputs):
+        place = k % (block or num_inputs)
+        chunk, rest = divmod(place, 2 * run)
+        at = k // (block or num_inputs) * block_bytes + start + chunk * run + rest % run
+        expected[:, k] = rows[:, at] >> 4 * (rest // run) & 15
+    assert torch.equal(half_bytes.unpacked(), expected)
+    assert torch.equal(half_bytes.take(slice(3, 9)).unpacked(), expected[3:9])
+    for gated in (False, True):
+        own, other = (
+            pack_codes(codes, torch.ones(70, num_inputs // 16), table=CENTRED, pairs=pairs, gated=gated)
+            for codes in (half_bytes, expected)
+        )
+        assert torch.equal(own.weight, other.weight)
 
 
 def test_codes_take_the_memory_of_their_file():

@@ -18,7 +18,7 @@ from tests.support.kernel_cases import DEVICE
 
 def on_device(weight: CodedWeight) -> CodedWeight:
     factors = Factors(*(x if x is None else x.to(DEVICE) for x in weight.factors))
-    return replace(weight, codes=weight.codes.to(DEVICE), factors=factors)
+    return replace(weight, stored=weight.codes.to(DEVICE), factors=factors)
 
 
 def packed(weight: CodedWeight) -> PackedCodes:

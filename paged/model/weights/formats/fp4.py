@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ....kernels.half_bytes import HalfBytes
 from ...schemes import Scheme
 from ..coded import CodedWeight, Factors, Weight
 from ..stored import Layout, StoredFormat, StoredPart, ValueCheck
@@ -106,5 +107,5 @@ def _packed(part: StoredPart) -> Layout:
     return Layout((-(-part.num_inputs // 2),), torch.uint8, stored_dtypes=(torch.uint8,))
 
 
-def _codes(packed: Tensor, groups: InputGroups) -> Tensor:
-    return codes_of(packed, 4)[:, : len(groups.group_of_input) // 8]
+def _codes(packed: Tensor, groups: InputGroups) -> Tensor | HalfBytes:
+    return codes_of(packed, 4, len(groups.group_of_input) // 8)

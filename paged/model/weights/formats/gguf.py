@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from ....errors import CheckpointError
+from ....kernels.half_bytes import HalfBytes
 from ..coded import CodedWeight, Factors
 from ..gguf_file import GgmlType, GgufTensor
 from ..stored import Layout, StoredFormat, StoredPart
 
+_NUMBERS_AT_A_TIME = 2**18  # that are unpacked in several steps, so that they stay in a cache
 _CENTRED = tuple(float(code - 8) for code in range(16))
 _COUNTED = tuple(map(float, range(16)))
 # Of IQ4_NL and IQ4_XS: denser around 0.
@@ -59,11 +61,11 @@ def format_in(kind: GgmlType) -> GgufFormat:
 
 
 def _q4_0(blocks: Tensor) -> CodedWeight:
-    return CodedWeight(_halves(blocks[..., 2:]), Factors(_float16(blocks, 0)), _CENTRED)
+    return CodedWeight(_half_bytes(blocks, 2), Factors(_float16(blocks, 0)), _CENTRED)
 
 
 def _q4_1(blocks: Tensor) -> CodedWeight:
-    return CodedWeight(_halves(blocks[..., 4:]), _with_offset(blocks), _COUNTED)
+    return CodedWeight(_half_bytes(blocks, 4), _with_offset(blocks), _COUNTED)
 
 
 def _q5_0(blocks: Tensor) -> CodedWeight:
@@ -81,7 +83,7 @@ def _q8_0(blocks: Tensor) -> CodedWeight:
 
 
 def _q4_k(blocks: Tensor) -> CodedWeight:
-    return CodedWeight(_nibbles(blocks[..., 16:]).flatten(1), _two_levels(blocks), _COUNTED)
+    return CodedWeight(_half_bytes(blocks, 16, 32), _two_levels(blocks), _COUNTED)
 
 
 def _q5_k(blocks: Tensor) -> CodedWeight:
@@ -93,25 +95,35 @@ def _q5_k(blocks: Tensor) -> CodedWeight:
 
 def _q6_k(blocks: Tensor) -> CodedWeight:
     # Halves of 128 numbers: four groups of 32, the first two in low nibbles, and pairs of bits in one byte.
-    low = _divided(blocks[..., :128], 2, 2, 32)
-    low = torch.cat([low & 15, low >> 4], dim=3)
-    pairs = _divided(blocks[..., 128:192], 2, 1, 32) >> 2 * _counted(4, blocks)[:, None] & 3
+    codes = torch.empty(*blocks.shape[:2], 2, 4, 32, dtype=torch.int8, device=blocks.device)
+    step = max(1, _NUMBERS_AT_A_TIME // codes[0].numel())
+    for out, part in zip(torch.split(codes, step), torch.split(blocks, step), strict=True):
+        # Eight numbers at once, in an int64.
+        low = part[..., :128].contiguous().view(torch.int64).view(*out.shape[:3], 2, 4)
+        high = part[..., 128:192].contiguous().view(torch.int64).view(*out.shape[:3], 4)
+        halves = low & 0x0F0F0F0F0F0F0F0F, low >> 4 & 0x0F0F0F0F0F0F0F0F
+        pairs = high << 4, high << 2, high, high >> 2
+        numbers = out.view(torch.int64)
+        for group in range(4):
+            upper = pairs[group] & 0x3030303030303030
+            torch.bitwise_or(halves[group // 2][..., group % 2, :], upper, out=numbers[..., group, :])
+        # Subtract 32 from each: with the sign bits turned, none borrows from its neighbour.
+        words = out.view(torch.int32)
+        words += 0x60606060
+        words ^= -0x7F7F7F80
     scales = _signed(blocks[..., 192:208].flatten(1), 0)
-    return CodedWeight(
-        _signed((low | pairs << 4).flatten(1), 32), Factors(scales, scale_unit=_float16(blocks, 208))
-    )
+    return CodedWeight(codes.flatten(1), Factors(scales, scale_unit=_float16(blocks, 208)))
 
 
 def _iq4_nl(blocks: Tensor) -> CodedWeight:
-    return CodedWeight(_halves(blocks[..., 2:]), Factors(_float16(blocks, 0)), _NON_LINEAR)
+    return CodedWeight(_half_bytes(blocks, 2), Factors(_float16(blocks, 0)), _NON_LINEAR)
 
 
 def _iq4_xs(blocks: Tensor) -> CodedWeight:
     high = blocks[..., 2:4, None] >> 2 * _counted(4, blocks) & 3
     low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], dim=3)
     scales = _signed((low.flatten(2) | high.flatten(2) << 4).flatten(1), 32)
-    codes = _halves(_divided(blocks[..., 8:], 8, 16).flatten(1, 2))
-    return CodedWeight(codes, Factors(scales, scale_unit=_float16(blocks, 0)), _NON_LINEAR)
+    return CodedWeight(_half_bytes(blocks, 8), Factors(scales, scale_unit=_float16(blocks, 0)), _NON_LINEAR)
 
 
 _READERS: Mapping[str, Callable[[Tensor], CodedWeight]] = {
@@ -147,7 +159,15 @@ def _with_offset(blocks: Tensor) -> Factors:
 
 def _signed(codes: Tensor, zero: int) -> Tensor:
     """Return u8 codes as i8, less what stands for 0."""
-    return codes.contiguous().view(torch.int8) - zero
+    signed = codes.contiguous().view(torch.int8)
+    return signed - zero if zero else signed
+
+
+def _half_bytes(blocks: Tensor, start: int, run: int = 16) -> HalfBytes:
+    """Return the 4-bit codes of blocks, which begin at this byte: of each `run` bytes the low ones first."""
+    _, num_blocks, num_bytes = blocks.shape
+    block_inputs = 2 * (num_bytes - start)
+    return HalfBytes(blocks.flatten(1), num_blocks * block_inputs, block_inputs, num_bytes, start, run)
 
 
 def _halves(packed: Tensor) -> Tensor:  # u8[num_rows, num_blocks, n] -> u8[num_rows, 2 * num_blocks * n]
@@ -167,12 +187,15 @@ def _bits(packed: Tensor) -> Tensor:  # u8[num_rows, num_blocks, n] -> u8[num_ro
 
 def _two_levels(blocks: Tensor) -> Factors:
     """Return the factors of Q4_K and Q5_K: 6 bits for each group of 32, in 12 bytes."""
-    first, second, third = _divided(blocks[..., 4:16], 3, 4).unbind(2)
-    scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=2)
-    mins = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=2)
+    # Four bytes at once, in an int32.
+    first, second, third = blocks[..., 4:16].contiguous().view(torch.int32).unbind(2)
+    scales, mins = (
+        torch.stack([own & 0x3F3F3F3F, low & 0x0F0F0F0F | own >> 2 & 0x30303030], dim=2)
+        for own, low in ((first, third), (second, third >> 4))
+    )
     return Factors(
-        scales.flatten(1),
-        offset=mins.flatten(1),
+        scales.view(torch.uint8).flatten(1),
+        offset=mins.view(torch.uint8).flatten(1),
         scale_unit=_float16(blocks, 0),
         offset_unit=-_float16(blocks, 2),
     )

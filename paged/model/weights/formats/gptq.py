@@ -48,7 +48,7 @@ class GptqFormat(StoredFormat):
     def weight(self, tensors: Mapping[str, Tensor]) -> Weight:
         bits = self.integers.bits
         num_inputs = len(self.integers.groups.group_of_input) // 8
-        codes = codes_of(tensors["qweight"], bits)[:, :num_inputs]
+        codes = codes_of(tensors["qweight"], bits, num_inputs)
         zeros = tensors["qzeros"].to(torch.int16) + self.zeros_less_one
         return self.integers.weight(codes, tensors["scales"], zeros)
 

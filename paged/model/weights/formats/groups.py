@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ....kernels.half_bytes import HalfBytes
 from ..stored import ValueCheck
 
 SCALES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of scales that are floats
@@ -65,10 +66,11 @@ class InputGroups:
         starts = (sorted_groups.diff() != 0).nonzero().flatten() + 1
         return sorted_groups[:: math.gcd(len(sorted_groups), *starts.tolist())]
 
-    def sort(self, columns: Tensor) -> Tensor:
+    def sort(self, columns: Tensor | HalfBytes) -> Tensor | HalfBytes:
         """Put [num_rows, num_inputs] in the order of the groups."""
         if self.order is None:
             return columns
+        columns = columns.unpacked() if isinstance(columns, HalfBytes) else columns
         if columns.device.type == "cpu":  # numpy takes a third of the time
             return torch.from_numpy(columns.numpy().take(self.order.numpy(), axis=1))
         return columns[:, self.order.to(columns.device)]
@@ -79,13 +81,18 @@ class InputGroups:
         return factors if is_stored_so else factors[:, self._index.to(factors.device)]
 
 
-def codes_of(words: Tensor, bits: int) -> Tensor:  # [n, m] of int32 or uint8 -> u8[n, m * codes in each]
-    """Take codes of 4 or 8 bits out of words, the lowest first."""
-    packed = words.contiguous().view(-1).view(torch.uint8).view(*words.shape[:-1], -1)
-    return packed if bits == 8 else torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+def codes_of(words: Tensor, bits: int, num_inputs: int) -> Tensor | HalfBytes:
+    """Return the codes [n, num_inputs] of 4 or 8 bits in rows of int32 or uint8, the lowest first."""
+    packed = _bytes_of(words)
+    return packed[:, :num_inputs] if bits == 8 else HalfBytes(packed, num_inputs)
 
 
 def rows_of(words: Tensor, bits: int) -> Tensor:  # i32[n, m] -> u8[n * codes in each, m]
     """Take codes out of words that pack rows, the lowest first."""
-    codes = codes_of(words[..., None], bits)
+    packed = _bytes_of(words[..., None])
+    codes = packed if bits == 8 else torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
     return codes.movedim(-1, 1).flatten(0, 1)
+
+
+def _bytes_of(words: Tensor) -> Tensor:
+    return words.contiguous().view(-1).view(torch.uint8).view(*words.shape[:-1], -1)

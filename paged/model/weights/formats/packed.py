@@ -56,7 +56,7 @@ class PackedFormat(StoredFormat):
     def weight(self, tensors: Mapping[str, Tensor]) -> Weight:
         bits = self.integers.bits
         num_inputs = len(self.integers.groups.group_of_input) // 8
-        codes = codes_of(tensors["weight_packed"], bits)[:, :num_inputs]
+        codes = codes_of(tensors["weight_packed"], bits, num_inputs)
         zeros = tensors.get("weight_zero_point")
         if zeros is not None:
             zeros = self.scale.by_row(zeros)
