@@ -108,7 +108,7 @@ def test_an_order_of_inputs(make):
     """Gather x by it, and give rows in the order of the model."""
     weight = coded_weight("gptq", 20, 96, 32)
     factors = Factors(*(x if x is None else x.to(DEVICE) for x in weight.factors))
-    weight = replace(weight, codes=weight.codes.to(DEVICE), factors=factors, order=torch.randperm(96))
+    weight = replace(weight, stored=weight.codes.to(DEVICE), factors=factors, order=torch.randperm(96))
     form, x = make(weight, "embedding", dtype=torch.float32), torch.randn(9, 96, device=DEVICE)
     assert_product(form(x, None), x, weight.floats())
     indices = torch.tensor([19, 3], device=DEVICE)
@@ -125,7 +125,7 @@ def test_scales_with_a_divisor_are_widened():
 
 def on_device(weight: CodedWeight) -> PackedCodesWeight | CodedProduct:
     factors = Factors(*(None if x is None else x.to(DEVICE) for x in weight.factors))
-    moved = replace(weight, codes=weight.codes.to(DEVICE), factors=factors)
+    moved = replace(weight, stored=weight.codes.to(DEVICE), factors=factors)
     form = coded_form(moved, "layer", dtype=torch.float32)
     assert isinstance(form, PackedCodesWeight)
     return form
