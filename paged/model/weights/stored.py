@@ -58,6 +58,7 @@ class Layout(NamedTuple):
     stored_dtypes: tuple[torch.dtype, ...] = FLOATS
     is_read: bool = True  # or only checked, as what a weight is computed without
     check: ValueCheck | None = None  # of what is read
+    usual: int | None = None  # what every number of the tensor should be, if that is known without it
 
     def shape_of(self, num_rows: int) -> list[int]:
         """Return the shape of the tensor of so many rows."""
