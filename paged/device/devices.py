@@ -34,6 +34,11 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def is_here(device: torch.device) -> bool:
+    """Return whether this machine has such a device, which a plan need not."""
+    return device.type == "cpu" or torch.cuda.is_available()
+
+
 def sum_in_float32() -> None:
     """Keep cuBLAS from adding partial sums in bfloat16 or float16, in this process from now on."""
     matmul = torch.backends.cuda.matmul

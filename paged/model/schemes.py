@@ -51,6 +51,7 @@ class Scheme:
     scale_inputs: int | None = None
     zeros: bool = False  # or all codes are around 0
     zeros_less_one: bool = False  # zeros are stored as one less
+    symmetric: bool = False  # zeros are stored, but all are the middle of the codes
     in_any_order: bool = False  # the group of each input must be stored
     producer: str = ""  # where the names of tensors depend on it
 
@@ -265,6 +266,7 @@ def _gptq(config: Config) -> Quantization:
         scale_inputs=_group(config, "group_size"),
         zeros=True,
         zeros_less_one=stored == "gptq",
+        symmetric=config.get("sym") is True,
         in_any_order=_orders_inputs(config),
     )
     kept = _strings(config, "modules_to_not_convert")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from ..config import QUANTIZATIONS
+from ..device.devices import is_here
 from ..errors import ConfigError
 from ..kernels.backend import Kernels
 from ..model.weights.loading import StoredWeights
@@ -77,7 +78,6 @@ def model_sizes(sizes: Sizes, device: torch.device, directory: Path, kernels: Ke
 
     device: where the weights would be. It need not be here.
     """
-    is_here = device.type == "cpu" or torch.cuda.is_available()
     model_config = sizes.model.for_context(sizes.max_model_len)
     by_part = Counter[str]()
     in_files = Counter[str]()
@@ -85,7 +85,7 @@ def model_sizes(sizes: Sizes, device: torch.device, directory: Path, kernels: Ke
     layers: dict[int, SampledWeight] = {}
     head: dict[int, SampledWeight] = {}
     with open_model(sizes, model_config, device, directory, kernels) as (model, loader):
-        sampler = Sampler(loader, device if is_here else torch.device("cpu"))
+        sampler = Sampler(loader, device if is_here(device) else torch.device("cpu"))
         names = {module: name for name, module in model.named_modules()}
         for module in model.loadables():
             found = sampler.module(module)

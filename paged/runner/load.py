@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..device.devices import check_attention, resolve_backend, weights_in_panels
+from ..device.devices import check_attention, is_here, resolve_backend, weights_in_panels
 from ..device.host_memory import freed_at_once
 from ..errors import ConfigError
 from ..kernels.backend import Kernels, load_kernels
@@ -79,7 +79,7 @@ def open_model(
 ) -> Iterator[tuple[Decoder, Loader]]:
     """Open the checkpoint in this directory. Yield the model on the meta device, and what loads it.
 
-    Nothing but the headers of the files has been read.
+    Of the files only the headers have been read, and numbers that say how weights are stored.
 
     Raises what `load_model` does.
     """
@@ -103,7 +103,8 @@ def open_model(
             _require_no_blocks(sources, config.quantization)
         kv_scales = FoundScales({}, frozenset())
         if quantization is not None:
-            if sizes.kv_dtype == "float8_e4m3fn" and quantization.kv_scales_are_fp8:
+            takes_scales = sizes.kv_dtype == "float8_e4m3fn" and quantization.kv_scales_are_fp8
+            if takes_scales and is_here(device) and all(each.has_data for each in sources.values()):
                 kv_scales = read_kv_scales(sources, model_config, device)
             sources = _without_unused(sources, quantization, kv_scales)
         if model_config.tie_word_embeddings and has_own_head(sources):

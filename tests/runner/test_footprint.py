@@ -88,6 +88,15 @@ def gguf(directory: Path) -> Path:
     return write_model(directory / "model.gguf", random_model(config), type_of)
 
 
+def in_symmetric_gptq(directory: Path) -> Path:
+    """Write a checkpoint in GPTQ whose zeros say nothing, and take nothing in memory."""
+    writer = gptq(Sizes(dtype=torch.float16, group=16, scale=0.02), symmetric=True)
+    config = {**GPTQ, "group_size": 16, "desc_act": False, "sym": True}
+    return quantised_checkpoint(
+        checkpoint("llama"), directory, config, lambda name: writer if ".layers." in name else None
+    )[0]
+
+
 def in_gptq(directory: Path) -> Path:
     """Write a checkpoint in GPTQ, with groups of inputs that do not follow each other."""
     writer = gptq(Sizes(dtype=torch.float16, scale=0.02), act_order=True)
@@ -108,6 +117,7 @@ def in_gptq(directory: Path) -> Path:
         ("gemma3", {"dtype": "float32"}),  # windows
         ("gemma4", {"dtype": "float32"}),  # inputs of layers, and K and V of two shapes
         (in_gptq, {"dtype": "float32"}),
+        (in_symmetric_gptq, {"dtype": "float32"}),
         (gguf, {"dtype": "float32"}),
         (gguf, {"dtype": "bfloat16"}),
     ],

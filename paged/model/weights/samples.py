@@ -19,7 +19,7 @@ from .forms import Role, WeightForm
 from .gguf_file import GgmlType, GgufTensor
 from .loading import Loadable, Loader
 from .sources import StoredTensor
-from .stored import StoredPart, StoredRows, StoredWeight
+from .stored import Layout, StoredPart, StoredRows, StoredWeight
 
 _SAMPLE_NUMBERS = 2**20  # enough for a form that only large weights take
 _ROW_STEP = 128  # whole panels, and halves of them
@@ -112,7 +112,7 @@ class Sampler:
 
         def make(num_rows: int) -> WeightForm:
             sources = {
-                f"{first.name}.{name}": _random_like(real[name], layout.shape_of(num_rows))
+                f"{first.name}.{name}": _random_like(real[name], layout, num_rows)
                 for name, layout in layouts.items()
             }
             loader = Loader(sources, self._loader.forms, self._device)
@@ -148,8 +148,9 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _RandomTensor(StoredTensor):
-    """A tensor that no file has. blocks: the type of GGUF that its bytes are in."""
+    """A tensor that no file has. usual: see `Layout`. blocks: the type of GGUF that its bytes are in."""
 
+    usual: int | None
     blocks: GgmlType | None
 
     def read(self, rows: slice = slice(None), out: Tensor | None = None) -> Tensor:
@@ -161,6 +162,8 @@ class _RandomTensor(StoredTensor):
         return values if out is None else out.copy_(values)
 
     def _values(self, shape: torch.Size) -> Tensor:
+        if self.usual is not None:
+            return torch.full(shape, self.usual, dtype=self.dtype, device="cpu")
         random = torch.Generator().manual_seed(0)
         is_weight = self.name.endswith("weight")
         if self.dtype.is_floating_point:
@@ -181,6 +184,7 @@ class _RandomTensor(StoredTensor):
         return values
 
 
-def _random_like(tensor: StoredTensor, shape: list[int]) -> _RandomTensor:
+def _random_like(tensor: StoredTensor, layout: Layout, num_rows: int) -> _RandomTensor:
     blocks = tensor.type if isinstance(tensor, GgufTensor) and tensor.type.in_blocks else None
-    return _RandomTensor(tensor.path, tensor.name, tensor.dtype, shape, blocks)
+    shape = layout.shape_of(num_rows)
+    return _RandomTensor(tensor.path, tensor.name, tensor.dtype, shape, layout.usual, blocks)

@@ -58,6 +58,7 @@ class Layout(NamedTuple):
     stored_dtypes: tuple[torch.dtype, ...] = FLOATS
     is_read: bool = True  # or only checked, as what a weight is computed without
     check: ValueCheck | None = None  # of what is read
+    usual: int | None = None  # what every number of the tensor should be, if that is known without it
     columns_in_one: int = 1  # how many columns `unpack` packs into one, in the last dimension
 
     @property

@@ -24,6 +24,7 @@ class GptqFormat(StoredFormat):
     title: str
     num_groups: int
     zeros_less_one: bool
+    symmetric: bool
     in_any_order: bool
     scale_dtype: torch.dtype
     integers: Integers
@@ -32,10 +33,12 @@ class GptqFormat(StoredFormat):
         bits = self.integers.bits
         per_word = 32 // bits
         words = (torch.int32,)
+        middle = (1 << bits - 1) - self.zeros_less_one
         found = {
             "qweight": Layout((-(-part.num_inputs // per_word),), torch.int32, 1, stored_dtypes=words),
             "qzeros": Layout(
-                (self.num_groups,), torch.uint8, 1, per_word, partial(rows_of, bits=bits), words
+                *((self.num_groups,), torch.uint8, 1, per_word, partial(rows_of, bits=bits), words),
+                usual=_word_of(middle, bits) if self.symmetric else None,
             ),
             "scales": Layout((self.num_groups,), self.scale_dtype, 1, stored_dtypes=SCALES, check=FINITE),
         }
@@ -64,10 +67,17 @@ def gptq_format(scheme: Scheme, part: StoredPart) -> GptqFormat:
         scheme.title,
         num_groups,
         scheme.zeros_less_one,
+        scheme.symmetric,
         scheme.in_any_order,
         scale_dtype_of(part, "scales"),
         integers,
     )
+
+
+def _word_of(code: int, bits: int) -> int:
+    """Return the word that holds a code in each of its places."""
+    byte = code if bits == 8 else code | code << 4
+    return int.from_bytes([byte] * 4, "little", signed=True)
 
 
 def scale_dtype_of(part: StoredPart, name: str) -> torch.dtype:
