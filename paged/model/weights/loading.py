@@ -123,18 +123,23 @@ class Loader:
             value = torch.ones(like.shape, dtype=like.dtype, device=self.device)
         return nn.Parameter(value, requires_grad=False)
 
-    def form(self, rows: StoredRows, like: Tensor, role: Role) -> WeightForm:
-        """Read a weight; its stored tensors determine its form. like: it in floats, on the meta device."""
+    def form(self, rows: StoredRows, like: Tensor, role: Role, num_precise: int = 0) -> WeightForm:
+        """Read a weight; its stored tensors determine its form.
+
+        like: it in floats, on the meta device. num_precise: see `Forms.make`.
+        """
         parts = {part.name: part for part in parts_of(rows, like, self.sources)}
         formats = {name: format_of(part, self.recognizers) for name, part in parts.items()}
         stored = split_by_format(rows, formats)
         if len(stored) == 1:
-            return self._form(stored[0], parts, role)
+            return self._form(stored[0], parts, role, num_precise)
         # Gates and ups in several products are not multiplied by each other in any of them.
         own_role: Role = "layer" if role == "gated" else role
         return JoinedForm([(self._form(each, parts, own_role), each.rows.num_rows) for each in stored])
 
-    def _form(self, stored: StoredWeight, parts: Mapping[str, StoredPart], role: Role) -> WeightForm:
+    def _form(
+        self, stored: StoredWeight, parts: Mapping[str, StoredPart], role: Role, num_precise: int = 0
+    ) -> WeightForm:
         """Read rows of one format into a form."""
         first = parts[next(iter(stored.rows.parts))]
         tensors = {
@@ -142,7 +147,7 @@ class Loader:
             for name, layout in stored.format.layouts(first).items()
             if layout.is_read
         }
-        return self.forms.make(stored.format.weight(tensors), role)
+        return self.forms.make(stored.format.weight(tensors), role, num_precise)
 
     def _read(self, rows: StoredRows, name: str, layout: Layout, title: str = "") -> Tensor:
         tensors = [(self.sources[f"{part}.{name}"], count) for part, count in rows.parts.items()]
