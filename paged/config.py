@@ -60,8 +60,8 @@ class EngineConfig:
         checkpoint's, "half" is float16, "float" float32, and a torch.dtype goes too. On a CPU "auto" is
         float32 instead of float16, and instead of bfloat16 if the CPU has no instructions for it.
     quantization: quantize the weights of an unquantized checkpoint while loading: "int8" with a scale per
-        output, or "int4" with a scale and a zero per 32 inputs (the output head in int8). None takes the
-        weights as they are.
+        output, or "int4" with a scale and a zero per 32 inputs (in int8 the output head, the values
+        of attention, and half of the layers' `down`). None takes the weights as they are.
     kv_cache_dtype: of K and V in the cache; "auto" is dtype. "float16" and "bfloat16" also go with dtype
         float32. "int8" and "fp8" ("fp8_e4m3") have a scale per token and head; on a GPU fp8 needs sm_89 or
         later from NVIDIA.

@@ -13,10 +13,10 @@ from paged.model.decoder import Decoder
 from paged.model.layers.linear import Linear
 from paged.model.weights import stored
 from paged.model.weights.choice import choose_forms
-from paged.model.weights.forms import PlainWeight
+from paged.model.weights.forms import JoinedForm, PlainWeight
 from paged.model.weights.loading import Loader
 from paged.model.weights.panels import PANEL_FORMS
-from paged.model.weights.quantization import Int4Weight, Int8Weight
+from paged.model.weights.quantization import Int4Weight, Int8Weight, int4_codes
 from paged.model.weights.stored import FloatFormat, StoredRows
 from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts
 
@@ -40,27 +40,58 @@ def awkward_weight(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Ten
     return weight.to(dtype)
 
 
-def steps(weight: Tensor, form: type[Int8Weight | Int4Weight]) -> Tensor:
-    """Return the distance of neighbouring values of each weight, by the formula in float64."""
-    weight = weight.double()
-    if form is Int8Weight:
-        return (weight.abs().amax(1, keepdim=True) / 127).expand_as(weight)
-    groups = weight.view(len(weight), -1, 32)
-    spread = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 15
-    return spread.expand_as(groups).reshape(weight.shape)
-
-
-@cases
 @dtypes
-def test_a_weight_is_at_most_half_a_step_off(form, dtype, shape):
+@pytest.mark.parametrize("shape", [*SHAPES, (33, 50)], ids=str)
+def test_an_int8_weight_is_at_most_half_a_step_off(dtype, shape):
     weight = awkward_weight(*shape, dtype)
-    step = steps(weight, form)
-    # Scale and zero are rounded too (those of int4 always to bfloat16), and so is scale * code.
-    eps = torch.finfo(torch.bfloat16 if form is Int4Weight else dtype).eps
-    rounding = eps * (8 * step + weight.double().abs())
-    error = (form(weight).dequantized().double() - weight.double()).abs()
+    step = (weight.double().abs().amax(1, keepdim=True) / 127).expand_as(weight)
+    # The scale is rounded too, and so is scale * code.
+    rounding = torch.finfo(dtype).eps * (8 * step + weight.double().abs())
+    error = (Int8Weight(weight).dequantized().double() - weight.double()).abs()
     assert (error <= 0.5 * step + rounding).all()
     assert error.mean() > 0.1 * step.mean(), "not quantised at all"
+
+
+def dequantized(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Return the groups that codes stand for, in float64."""
+    return (codes.double() - 8) * scale.double()[..., None] + zero.double()[..., None]
+
+
+def evenly_divided(groups: Tensor) -> Tensor:
+    """Round each number to the nearest of 16 from the least of its group to the greatest."""
+    low, high = groups.double().aminmax(dim=-1, keepdim=True)
+    step = (high - low) / 15
+    return ((groups - low) / step).round() * step + low
+
+
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+def test_an_int4_weight_is_nearer_than_an_even_division_of_its_range(dtype, shape):
+    weight = awkward_weight(*shape, dtype)
+    groups = weight[2:].view(-1, 32)
+    found = Int4Weight(weight).dequantized()[2:].view(-1, 32)
+    ours, plain = ((each - groups.double()).square().sum(1) for each in (found, evenly_divided(groups)))
+    assert 0.6 < (ours / plain).mean() < 0.9
+    # Scale and zero are rounded to bfloat16, and so may weights be.
+    assert (ours < 1.1 * plain).all()
+
+
+def test_int4_codes_do_not_depend_on_the_groups_beside_them():
+    groups = torch.randn(5000, 32)
+    whole = int4_codes(groups)
+    for start, end in ((0, 1), (1, 18), (18, 5000)):
+        found = int4_codes(groups[start:end])
+        assert all(torch.equal(x, all_[start:end]) for x, all_ in zip(found, whole, strict=True))
+
+
+def test_int4_groups_without_a_better_scale_keep_plain_rounding():
+    ends = torch.arange(32) % 16 - 7.0
+    groups = torch.stack([torch.zeros(32), torch.full((32,), -7.0), ends, 1e-40 * ends, 1e37 * ends])
+    codes, scale, zero = int4_codes(groups)
+    torch.testing.assert_close(dequantized(codes, scale, zero), groups.double(), rtol=0.01, atol=1e-36)
+    groups[0, 0], groups[1, 0] = float("inf"), float("nan")
+    with_infinity = int4_codes(groups)
+    assert all(torch.equal(x[2:], y[2:]) for x, y in zip((codes, scale, zero), with_infinity, strict=True))
 
 
 @cases
@@ -174,7 +205,12 @@ def test_weights_are_held_once(name, quantization, backend, monkeypatch):
     assert not [parameter for parameter in model.parameters() if parameter.dim() > 1]
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     forms = PANEL_FORMS if backend == "numba" else FORMS
-    assert {type(linear.form) for linear in linears} == {forms[quantization], forms["int8"]}
+    joined = {JoinedForm} if quantization == "int4" else set()  # of Q and K, and V, which is in int8
+    assert {type(linear.form) for linear in linears} == {forms[quantization], forms["int8"]} | joined
+    for linear in linears:
+        if isinstance(linear.form, JoinedForm):
+            assert [type(form) for form in linear.form.forms] == [forms["int4"], forms["int8"]]
+            assert linear.form.num_rows[1] == model.config.layers[0].attention.kv.num_kv_heads * 64
     if model.config.tie_word_embeddings:
         assert model.embedding.form is model.head.form
     else:

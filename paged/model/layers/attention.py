@@ -42,7 +42,12 @@ class Attention(Loadable):
         self.split_sizes = [q_size, kv_size, kv_size] if spec.has_kv else [q_size]
         # Not None where dimensions of a head are rotated in other pairs than by the kernels.
         order = rotated_order(spec.rope, self.head_dim)
-        self.qkv = Linear(config.hidden_size, _stored_qkv(config, layer, order), bias=spec.qkv_bias)
+        self.qkv = Linear(
+            config.hidden_size,
+            _stored_qkv(config, layer, order),
+            bias=spec.qkv_bias,
+            num_precise=sum(self.split_sizes[1:]),
+        )
         output = StoredRows({f"{name}.o_proj": config.hidden_size}, transposed=config.transposed_weights)
         self.output = Linear(q_size, output, bias=spec.output_bias)
         self.norm_by_head = spec.qk_norm == "head"

@@ -18,15 +18,25 @@ class Linear(Loadable):
     """y = x Wᵀ + b. Once its weight has a form, the layer can be called.
 
     role: "gated" if the first half of the outputs are the gates of the second; the form may apply them.
+    num_precise: so many of the last outputs a model in int4 computes from int8.
     """
 
     form: WeightForm
     role: Role
 
-    def __init__(self, in_features: int, stored: StoredRows, *, bias: bool, role: Role = "layer") -> None:
+    def __init__(
+        self,
+        in_features: int,
+        stored: StoredRows,
+        *,
+        bias: bool,
+        role: Role = "layer",
+        num_precise: int = 0,
+    ) -> None:
         super().__init__(stored)
         self.in_features = in_features
         self.role = role
+        self.num_precise = num_precise
         self.weight = nn.Parameter(torch.empty(stored.num_rows, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(stored.num_rows), requires_grad=False) if bias else None
 
@@ -36,7 +46,7 @@ class Linear(Loadable):
     def load(self, loader: Loader) -> None:
         if self.bias is not None:
             self.bias = loader.parameter(self.stored, "bias", self.bias)
-        self.take_form(loader.form(self.stored, self.weight, self.role))
+        self.take_form(loader.form(self.stored, self.weight, self.role, self.num_precise))
 
     def take_form(self, form: WeightForm) -> None:
         """Replace the weight by its form."""

@@ -61,7 +61,18 @@ class PlainMLP(nn.Module):
 def _down(config: ModelConfig, layer: int) -> Linear:
     spec = config.layers[layer].feed_forward
     parts = {f"{LAYERS}{layer}.mlp.down_proj": config.hidden_size}
-    return Linear(spec.size, StoredRows(parts, transposed=config.transposed_weights), bias=spec.bias)
+    num_precise = config.hidden_size if _is_precise(layer, len(config.layers)) else 0
+    stored = StoredRows(parts, transposed=config.transposed_weights)
+    return Linear(spec.size, stored, bias=spec.bias, num_precise=num_precise)
+
+
+def _is_precise(layer: int, num_layers: int) -> bool:
+    """Return whether `down` of a layer has more bits: in the half that llama.cpp's Q4_K_M chooses too.
+
+    It is the first and last eighth of the layers, and every third one between.
+    """
+    eighth = num_layers // 8
+    return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
 
 
 def new_feed_forward(config: ModelConfig, layer: int, kernels: Kernels) -> MLP | PlainMLP:

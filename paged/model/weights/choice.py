@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .coded import CodedWeight, Weight
 from .coded_forms import CodedProduct
-from .forms import Float32Product, PackedWeight, PlainWeight, Role, WeightForm, can_pack
+from .forms import Float32Product, JoinedForm, PackedWeight, PlainWeight, Role, WeightForm, can_pack
 from .quantization import Int4Weight, Int8Weight, require_kernels, require_quantization
 
 MakeForm = Callable[[Tensor], WeightForm]  # of a weight in floats
@@ -24,16 +24,33 @@ class Forms:
 
     Those of embeddings and tables are of a TableForm. The head's may return float32, that of "gated" may
     apply silu(gate) * up itself.
+
+    of_precise: rows of a layer that lose too much in its form; None: no rows do.
     """
 
     of_floats: Mapping[Role, MakeForm]
     of_codes: MakeCodedForm
+    of_precise: MakeForm | None = None
 
-    def make(self, weight: Weight, role: Role) -> WeightForm:
-        """Make the form of a weight."""
+    def make(self, weight: Weight, role: Role, num_precise: int = 0) -> WeightForm:
+        """Make the form of a weight. num_precise: how many of its last rows `of_precise` is for."""
         if isinstance(weight, CodedWeight):
             return self.of_codes(weight, role)
-        return self.of_floats[role](weight)
+        make = self.of_floats[role]
+        num_others, num_precise = self.split(len(weight), num_precise)
+        if not num_precise:
+            return make(weight)
+        assert self.of_precise is not None
+        precise = self.of_precise(weight[num_others:])
+        if not num_others:
+            return precise
+        return JoinedForm([(make(weight[:num_others]), num_others), (precise, num_precise)])
+
+    def split(self, num_rows: int, num_precise: int) -> tuple[int, int]:
+        """Return how many rows of a weight in floats have the form of their role, and how many the other."""
+        if self.of_precise is None:
+            num_precise = 0
+        return num_rows - num_precise, num_precise
 
 
 def choose_forms(
@@ -51,7 +68,9 @@ def choose_forms(
         has kernels for weights in codes.
 
     A quantised model has its output head in int8, which costs next to nothing in perplexity, and with it a
-    tied embedding. An embedding that is not tied stays in floating point, as it is only looked up.
+    tied embedding. An embedding that is not tied stays in floating point, as it is only looked up. In a model
+    in int4 the weights that cost most are in int8 too: those of the values of attention, which are few, and
+    `down` in half of the layers.
 
     Raises ConfigError where weights cannot be quantised.
     """
@@ -62,6 +81,7 @@ def choose_forms(
     of_codes: MakeCodedForm = partial(CodedProduct, dtype=dtype)
     head: MakeForm
     table: MakeForm = PlainWeight
+    int8: MakeForm = Int8Weight
     if has_coded_linear:
         from .gpu_codes import coded_form, quantized_form
 
@@ -70,12 +90,14 @@ def choose_forms(
         from .panels import PANEL_FORMS, CodedForms, Table
 
         layer = PANEL_FORMS[quantization]
+        int8 = PANEL_FORMS["int8"]
         gated = partial(layer, gated=True)
         head = partial(PANEL_FORMS[quantization and "int8"], out_dtype=torch.float32)
         table = Table
         of_codes = CodedForms(dtype)
     elif quantization is not None and has_coded_linear:
         layer = gated = partial(quantized_form, quantization, role="layer")
+        int8 = partial(quantized_form, "int8", role="layer")
         head = partial(quantized_form, "int8", role="head")
     elif quantization is not None:
         require_kernels(quantization)
@@ -94,4 +116,4 @@ def choose_forms(
         "embedding": embedding,
         "table": table,
     }
-    return Forms(of_floats, of_codes)
+    return Forms(of_floats, of_codes, int8 if quantization == "int4" else None)

@@ -78,9 +78,11 @@ class Loadable(nn.Module):
     """A module whose parameters are rows of a checkpoint. It is made on the meta device.
 
     role: which form its weight takes; None: the weight stays a parameter.
+    num_precise: see `Forms.make`.
     """
 
     role: Role | None = None
+    num_precise = 0
 
     def __init__(self, stored: StoredRows) -> None:
         super().__init__()
@@ -126,13 +128,15 @@ class Loader:
             value = torch.ones(like.shape, dtype=like.dtype, device=self.device)
         return nn.Parameter(value, requires_grad=False)
 
-    def form(self, rows: StoredRows, like: Tensor, role: Role) -> WeightForm:
-        """Read a weight; its stored tensors determine its form. like: it in floats, on the meta device."""
+    def form(self, rows: StoredRows, like: Tensor, role: Role, num_precise: int = 0) -> WeightForm:
+        """Read a weight; its stored tensors determine its form.
+
+        like: it in floats, on the meta device. num_precise: see `Forms.make`.
+        """
         parts, stored, role = self.weights_of(rows, like, role)
-        forms = [self.form_of(each, parts, role) for each in stored]
-        if len(forms) == 1:
-            return forms[0]
-        return JoinedForm([(form, each.rows.num_rows) for form, each in zip(forms, stored, strict=True)])
+        if len(stored) == 1:
+            return self.form_of(stored[0], parts, role, num_precise)
+        return JoinedForm([(self.form_of(each, parts, role), each.rows.num_rows) for each in stored])
 
     def weights_of(
         self, rows: StoredRows, like: Tensor, role: Role
@@ -144,7 +148,9 @@ class Loader:
         # Gates and ups in several products are not multiplied by each other in any of them.
         return parts, stored, "layer" if len(stored) > 1 and role == "gated" else role
 
-    def form_of(self, stored: StoredWeight, parts: Mapping[str, StoredPart], role: Role) -> WeightForm:
+    def form_of(
+        self, stored: StoredWeight, parts: Mapping[str, StoredPart], role: Role, num_precise: int = 0
+    ) -> WeightForm:
         """Read rows of one format into a form."""
         first = parts[next(iter(stored.rows.parts))]
         tensors = {
@@ -152,7 +158,7 @@ class Loader:
             for name, layout in stored.format.layouts(first).items()
             if layout.is_read
         }
-        return self.forms.make(stored.format.weight(tensors), role)
+        return self.forms.make(stored.format.weight(tensors), role, num_precise)
 
     def read(self, rows: StoredRows, name: str, layout: Layout, title: str = "") -> Tensor:
         """Read the rows of a parameter."""

@@ -84,10 +84,14 @@ class Sampler:
         file_bytes = Counter[str]()
         if module.role is not None and (like := own.pop("weight", None)) is not None:
             parts, found, role = self._loader.weights_of(module.stored, like, module.role)
+            num_precise = module.num_precise if len(found) == 1 else 0
             for stored in found:
                 file_bytes[stored.format.title] += self._file_bytes(stored, parts)
-                sample = self._sample(stored, parts, role, has_bias="bias" in own)
-                weights.append(SampledWeight(sample, stored.rows.num_rows))
+                numbers = self._loader.forms.split(stored.rows.num_rows, num_precise)
+                for num_rows, is_precise in zip(numbers, (False, True), strict=True):
+                    if num_rows:
+                        sample = self._sample(stored, num_rows, parts, role, "bias" in own, is_precise)
+                        weights.append(SampledWeight(sample, num_rows))
         names = [f"{part}.{name}" for part in module.stored.parts for name in own]
         file_bytes[""] += sum(self._loader.sources[name].num_bytes for name in names)
         return SampledModule(tuple(weights), sum(each.nbytes for each in own.values()), file_bytes)
@@ -101,12 +105,18 @@ class Sampler:
         )
 
     def _sample(
-        self, stored: StoredWeight, parts: Mapping[str, StoredPart], role: Role, *, has_bias: bool
+        self,
+        stored: StoredWeight,
+        whole_rows: int,
+        parts: Mapping[str, StoredPart],
+        role: Role,
+        has_bias: bool,
+        is_precise: bool,
     ) -> Sample:
         first = parts[next(iter(stored.rows.parts))]
         layouts = {name: x for name, x in stored.format.layouts(first).items() if x.is_read}
         real = {name: self._loader.sources[f"{first.name}.{name}"] for name in layouts}
-        num_rows = whole_rows = stored.rows.num_rows
+        num_rows = whole_rows
         if num_rows * first.num_inputs > 2 * _SAMPLE_NUMBERS:
             num_rows = min(num_rows, -(-_SAMPLE_NUMBERS // first.num_inputs // _ROW_STEP) * _ROW_STEP)
 
@@ -117,13 +127,14 @@ class Sampler:
             }
             loader = Loader(sources, self._loader.forms, self._device)
             rows = StoredRows({first.name: num_rows}, transposed=stored.rows.transposed)
-            form = loader.form_of(StoredWeight(stored.format, rows), {first.name: first}, role)
+            num_precise = num_rows if is_precise else 0
+            form = loader.form_of(StoredWeight(stored.format, rows), {first.name: first}, role, num_precise)
             if has_bias:
                 form.lay_out(torch.zeros(num_rows, dtype=first.dtype, device=self._device))
             return form
 
         dtypes = tuple(tensor.dtype for tensor in real.values())
-        key = stored.format, whole_rows, first.num_inputs, role, has_bias, dtypes
+        key = stored.format, whole_rows, first.num_inputs, role, has_bias, is_precise, dtypes
         if key not in self._made:
             self._made[key] = Sample(make(num_rows), num_rows, whole_rows, first.num_inputs, make)
         return self._made[key]
