@@ -66,7 +66,7 @@ class SampledModule(NamedTuple):
         return self.other_bytes + sum(weight.num_bytes for weight in self.weights)
 
 
-class Sampler:
+class WeightSampler:
     """Makes samples of what a loader would load. Weights that are stored alike share one.
 
     device: to make them on: the loader's, unless that is not here.
