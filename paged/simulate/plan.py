@@ -177,7 +177,7 @@ class EnginePlan:
 
 
 def make_plan(config: EngineConfig) -> EnginePlan:
-    """EnginePlan an engine with these options. `device` may also be the name of a data sheet.
+    """Plan an engine with these options. `device` may also be the name of a data sheet.
 
     Of a hub id, the config and the headers of the weights are fetched.
 
