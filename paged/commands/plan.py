@@ -91,7 +91,8 @@ def _memory(made: EnginePlan) -> Iterator[list[str]]:
         "all together": footprint.num_bytes,
     }
     for name, size in parts.items():
-        yield [name, f"{size / 2**20:,.1f}"]
+        if size:  # a CPU keeps no states
+            yield [name, f"{size / 2**20:,.1f}"]
 
 
 def _shortage(made: EnginePlan) -> Iterator[str]:
