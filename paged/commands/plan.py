@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import EngineConfig
+from ..runner.sizes import GIB
 from ..simulate.cost import DATA_SHEETS
 from ..simulate.report import table
 from . import common
@@ -16,7 +17,7 @@ from .headings import MODEL
 from .options import with_options
 
 if TYPE_CHECKING:
-    from ..simulate.plan import Plan
+    from ..simulate.plan import EnginePlan
 
 # The fields of EngineConfig that a plan depends on.
 PLANNED = [
@@ -24,19 +25,18 @@ PLANNED = [
     *("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks"),
     *("gpu_memory_utilization", "cpu_memory_utilization", "long_prefill_token_threshold", "deterministic"),
 ]
-DEVICE_HELP = f"""auto, cpu, cuda or cuda:N of this machine, which is measured for about a second, or the data
+_DEVICE = f"""auto, cpu, cuda or cuda:N of this machine, which is measured for a second, or the data
 sheet of {", ".join(DATA_SHEETS)}. [default: auto]"""
-AUTO = "auto"
-GIB = 2**30
-JSON_HELP = "Print JSON, in bytes and seconds. [default: off]"
+_AUTO = "auto"
+_JSON_HELP = "Print JSON, in bytes and seconds. [default: off]"
 
 
 @with_options((EngineConfig, PLANNED))
 def plan(
     model: common.ModelArgument = None,
     model_option: common.ModelOption = None,
-    device: Annotated[str, typer.Option(help=DEVICE_HELP, show_default=False, rich_help_panel=MODEL)] = AUTO,
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    device: Annotated[str, typer.Option(help=_DEVICE, show_default=False, rich_help_panel=MODEL)] = _AUTO,
+    as_json: Annotated[bool, typer.Option("--json", help=_JSON_HELP)] = False,
     **options: Any,
 ) -> int:
     """Predict memory and speed of an engine from a model's config and headers."""
@@ -49,7 +49,7 @@ def plan(
     return 0 if made.footprint.fits else common.EXIT_FAILED
 
 
-def report(made: Plan) -> str:
+def report(made: EnginePlan) -> str:
     """Return a plan as text."""
     figures = made.to_json()
     sizes = made.footprint.sizes
@@ -77,7 +77,7 @@ def report(made: Plan) -> str:
     )
 
 
-def _memory(made: Plan) -> Iterator[list[str]]:
+def _memory(made: EnginePlan) -> Iterator[list[str]]:
     """Yield what takes memory, and how much."""
     footprint = made.footprint
     sizes = footprint.sizes
@@ -91,10 +91,11 @@ def _memory(made: Plan) -> Iterator[list[str]]:
         "all together": footprint.num_bytes,
     }
     for name, size in parts.items():
-        yield [name, f"{size / 2**20:,.1f}"]
+        if size:  # a CPU keeps no states
+            yield [name, f"{size / 2**20:,.1f}"]
 
 
-def _shortage(made: Plan) -> Iterator[str]:
+def _shortage(made: EnginePlan) -> Iterator[str]:
     footprint = made.footprint
     if not footprint.fits:
         longest = f"the longest has {footprint.longest:,}" if footprint.longest else "none fits"

@@ -38,7 +38,7 @@ def fetch_headers(repository: str, revision: str | None) -> Path:
     if _has_weights(cached):
         return cached
     hub = HfFileSystem()
-    entries = hub.ls(repository, revision=revision)
+    entries: list[Any] = hub.ls(repository, revision=revision)
     names = [Path(entry["name"]).name for entry in entries if entry["type"] == "file"]
     directory = Path(tempfile.mkdtemp(prefix="paged-headers-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)

@@ -16,7 +16,7 @@ from ..device.devices import is_here
 from ..errors import ConfigError
 from ..kernels.backend import Kernels
 from ..model.weights.loading import StoredWeights
-from ..model.weights.samples import SampledWeight, Sampler
+from ..model.weights.samples import SampledWeight, WeightSampler
 from ..model.weights.weight_files import find_weight_files
 from .load import new_kernels, open_model
 from .memory import free_on_cpu, largest_step, max_partial_bytes
@@ -85,7 +85,7 @@ def model_sizes(sizes: Sizes, device: torch.device, directory: Path, kernels: Ke
     layers: dict[int, SampledWeight] = {}
     head: dict[int, SampledWeight] = {}
     with open_model(sizes, model_config, device, directory, kernels) as (model, loader):
-        sampler = Sampler(loader, device if is_here(device) else torch.device("cpu"))
+        sampler = WeightSampler(loader, device if is_here(device) else torch.device("cpu"))
         names = {module: name for name, module in model.named_modules()}
         for module in model.loadables():
             found = sampler.module(module)

@@ -53,7 +53,8 @@ def kv_bytes_on_cpu(config: EngineConfig) -> int:
 
 def free_on_cpu() -> float:
     """Return the bytes of RAM that are free now, within the container's limit."""
-    return min(psutil.virtual_memory().available, _cgroup_free_bytes())
+    available: int = psutil.virtual_memory().available
+    return min(available, _cgroup_free_bytes())
 
 
 def kv_bytes_on_gpu(config: EngineConfig, device: torch.device, peak_bytes: int) -> int:

@@ -34,7 +34,7 @@ USUAL_LENGTH = 1024  # of the sequences and the prompt whose speed is predicted
 
 
 @dataclass(frozen=True)
-class Place:
+class PlannedDevice:
     """The device that a plan is for. sheet: None for this machine, which is measured."""
 
     name: str
@@ -43,7 +43,7 @@ class Place:
     sheet: DataSheet | None = None
 
     @classmethod
-    def of(cls, name: str) -> Place:
+    def of(cls, name: str) -> PlannedDevice:
         """Return the device of this name: one of this machine, or one with a data sheet, in any case.
 
         Raises ConfigError, which lists the known ones.
@@ -69,7 +69,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EnginePlan:
     """What an engine takes of a device, what fits, and how fast it should be.
 
     measured: what this machine reaches; None for a device with a data sheet.
@@ -77,7 +77,7 @@ class Plan:
     """
 
     config: EngineConfig
-    place: Place
+    place: PlannedDevice
     footprint: Footprint
     measured: Measured | None
     would_fit: tuple[str, ...]
@@ -176,7 +176,7 @@ class Plan:
         }
 
 
-def make_plan(config: EngineConfig) -> Plan:
+def make_plan(config: EngineConfig) -> EnginePlan:
     """Plan an engine with these options. `device` may also be the name of a data sheet.
 
     Of a hub id, the config and the headers of the weights are fetched.
@@ -184,7 +184,7 @@ def make_plan(config: EngineConfig) -> Plan:
     Raises ConfigError, CheckpointError or UnsupportedModelError, as an engine does, and ConfigError for an
     unknown device.
     """
-    place = Place.of(config.device)
+    place = PlannedDevice.of(config.device)
     directory = resolve_headers(config.model, config.revision)
     footprint = _footprint(config, place, directory)
     measured = None
@@ -193,10 +193,10 @@ def make_plan(config: EngineConfig) -> Plan:
             set_threads(footprint, config.num_threads)
         measured = measure(footprint)
     would_fit = () if footprint.fits else tuple(ways_to_fit(footprint))
-    return Plan(config, place, footprint, measured, would_fit)
+    return EnginePlan(config, place, footprint, measured, would_fit)
 
 
-def _footprint(config: EngineConfig, place: Place, directory: Path) -> Footprint:
+def _footprint(config: EngineConfig, place: PlannedDevice, directory: Path) -> Footprint:
     device = place.device
     model = read_config(directory)
     dtype = resolve_dtype(config.dtype, model.dtype, device)

@@ -66,7 +66,7 @@ class SampledModule(NamedTuple):
         return self.other_bytes + sum(weight.num_bytes for weight in self.weights)
 
 
-class Sampler:
+class WeightSampler:
     """Makes samples of what a loader would load. Weights that are stored alike share one.
 
     device: to make them on: the loader's, unless that is not here.
@@ -188,8 +188,10 @@ class _RandomTensor(StoredTensor):
         limits = torch.iinfo(self.dtype)
         # The upper limit is left out, and torch's own default leaves out negative numbers.
         values.random_(limits.min, limits.max, generator=random)
-        for place in () if self.blocks is None else self.blocks.factors:
-            blocks = values.view(-1, self.blocks.num_bytes)
+        if self.blocks is None:
+            return values
+        blocks = values.view(-1, self.blocks.num_bytes)
+        for place in self.blocks.factors:
             factors = torch.empty(len(blocks), 1, device="cpu").uniform_(_SIZE, 2 * _SIZE, generator=random)
             blocks[:, place : place + 2] = factors.half().view(torch.uint8)
         return values
