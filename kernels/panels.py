@@ -2,6 +2,7 @@
 `has_linear`.
 """
 
+from .cpu.linear.int4_search import best_fit as best_fit
 from .cpu.linear.linear import can_pair as can_pair
 from .cpu.linear.linear import linear as linear
 from .cpu.linear.linear import pack as pack

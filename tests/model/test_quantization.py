@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from paged import CheckpointError, ConfigError, LLMEngine, SamplingParams
+from paged.kernels import int4_search
+from paged.kernels.panels import best_fit
 from paged.model.decoder import Decoder
 from paged.model.layers.linear import Linear
 from paged.model.weights import stored
@@ -82,6 +84,19 @@ def test_int4_codes_do_not_depend_on_the_groups_beside_them():
     for start, end in ((0, 1), (1, 18), (18, 5000)):
         found = int4_codes(groups[start:end])
         assert all(torch.equal(x, all_[start:end]) for x, all_ in zip(found, whole, strict=True))
+
+
+@pytest.mark.parametrize("size", [16, 128])
+def test_the_compiled_search_has_the_bits_of_torch(size):
+    """Whole vectors of groups and not, with ties, equal numbers, infinity and NaN."""
+    for num_groups in (1, 17, 1000):
+        levels = torch.rand(size, num_groups) * 15 - 7.5
+        levels[:, 0] = torch.randint(-7, 8, (size,)) + 0.5
+        if num_groups > 1:
+            levels[:, 1:4] = -7.5
+            levels[0, 2:4] = torch.tensor([torch.inf, torch.nan])
+        for found, expected in zip(best_fit(levels), int4_search.best_fit(levels), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_int4_groups_without_a_better_scale_keep_plain_rounding():
@@ -210,7 +225,7 @@ def test_weights_are_held_once(name, quantization, backend, monkeypatch):
     for linear in linears:
         if isinstance(linear.form, JoinedForm):
             assert [type(form) for form in linear.form.forms] == [forms["int4"], forms["int8"]]
-            assert linear.form.num_rows[1] == model.config.layers[0].attention.kv.num_kv_heads * 64
+            assert linear.form.num_rows[1] == 2 * model.config.layers[0].attention.kv.num_kv_heads * 64
     if model.config.tie_word_embeddings:
         assert model.embedding.form is model.head.form
     else:

@@ -15,6 +15,7 @@ from ...kernels.checks import TrustedContents
 from ...kernels.panels import (
     LEAST_GROUP,
     Panels,
+    best_fit,
     can_pair,
     group_of,
     is_exact,
@@ -124,7 +125,7 @@ class PanelInt4Weight(PanelWeight):
     GROUP = Int4Weight.GROUP
 
     def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
-        codes, scales, zeros = int4_codes(weight.view(len(weight), -1, self.GROUP))
+        codes, scales, zeros = int4_codes(weight.view(len(weight), -1, self.GROUP), best_fit)
         # For x in float32 the weights are finer than the bfloat16 of pairs.
         pairs = pairs and weight.dtype == torch.bfloat16
         return pack_codes(codes.flatten(1), scales, offset=zeros, table=INT4_TABLE, pairs=pairs, gated=gated)

@@ -11,14 +11,14 @@ last bits of a result depend on it, as they do in a plain linear layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import ConfigError
+from ...kernels.int4_search import LEVELS, best_fit
 from .forms import TableForm, WeightForm
 
 # Large enough that Python's 10 µs per tile do not matter, small enough for the caches.
@@ -28,11 +28,9 @@ TILE_ELEMENTS = 2**19
 INT8_KERNEL_ROWS = 16
 INT4_KERNEL_ROWS = 32
 TINY = torch.finfo(torch.float32).tiny
-# Of the search for int4's scales, at once: they stay in a core's cache.
-SEARCH_ELEMENTS = 2**16
-# What its first ranges leave out at the lower and upper end of a group's, and how often the best is refined.
-CUTS = ((0, 0), (0.03, 0.03), (0.06, 0.06), (0.09, 0.09), (0, 0.06), (0.06, 0))
-REFINEMENTS = 1
+# Of the search for int4's scales, at once, to limit its memory.
+SEARCH_ELEMENTS = 2**20
+BestFit = Callable[[Tensor], tuple[Tensor, Tensor]]  # see kernels.int4_search
 INT4_TABLE = tuple(float(code - 8) for code in range(16))
 
 
@@ -203,11 +201,12 @@ def int8_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-def int4_codes(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def int4_codes(groups: Tensor, fit: BestFit = best_fit) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise groups [..., size] so that scale * (code - 8) + zero approximates them.
 
     size: a power of two. Scales and zeros are those of the least squared error that a search finds. A group
     for which it finds none, as all its numbers are equal or one is infinite, has its range divided evenly.
+    fit: the search.
 
     Returns codes from 0 to 15, u8[..., size], and scales and zeros, bf16[...].
     """
@@ -220,77 +219,24 @@ def int4_codes(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     step = max(1, at_once // shape[-1])
     for start in range(0, len(groups), step):
         rows = slice(start, start + step)
-        numbers = groups[rows].T.float().contiguous()  # a sum adds up whole vectors
-        scale[rows], zero[rows] = _least_squares(numbers)
+        numbers = groups[rows].T.contiguous().float()  # a sum adds up whole vectors
+        scale[rows], zero[rows] = _scales_and_zeros(numbers, fit)
         numbers.sub_(zero[rows]).div_(scale[rows]).round_().add_(8).clamp_(0, 15)
         codes[rows] = numbers.T
     return codes.view(shape), scale.view(shape[:-1]), zero.view(shape[:-1])
 
 
-def _least_squares(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Search for scales and zeros, bf16[n], of groups [size, n].
-
-    Codes give the best scale and zero for them, in closed form, and these give new codes. It begins with the
-    codes of several ranges, narrower than the numbers', and goes on with the best of them.
-    """
+def _scales_and_zeros(numbers: Tensor, fit: BestFit) -> tuple[Tensor, Tensor]:
+    """Return scales and zeros, bf16[n], of groups [size, n]."""
     low, high = numbers.aminmax(dim=0)
-    step = ((high - low) / 15).clamp_(min=TINY)
-    levels = ((numbers - low) / step).sub_(7.5)
-    codes, scratch = torch.empty_like(levels), torch.empty_like(levels)
-    sums = _sum(scratch.copy_(levels))
-    best: Fit | None = None
-    for below, above in CUTS:
-        factor = 1 / (1 - below - above)
-        torch.mul(levels, factor, out=codes).add_(7.5 * factor * (above - below) - 0.5)
-        best = _better(best, _fit(codes, levels, sums, scratch))
-    assert best is not None
-    for _ in range(REFINEMENTS):
-        torch.sub(levels, best.zero, out=codes).div_(best.scale)
-        best = _better(best, _fit(codes, levels, sums, scratch))
-    scale = (best.scale * step).bfloat16()
-    zero = (low + (best.zero + 7.5) * step).bfloat16()
-    found = (scale > 0) & scale.isfinite() & zero.isfinite()
+    step = ((high - low) / LEVELS).clamp_(min=TINY)
+    found_scale, found_zero = fit(((numbers - low) / step).sub_(LEVELS / 2))
+    scale = (found_scale * step).bfloat16()
+    zero = (low + (found_zero + LEVELS / 2) * step).bfloat16()
+    is_found = (scale > 0) & scale.isfinite() & zero.isfinite()
     plain_scale = step.bfloat16()
     plain_zero = (low + 8 * plain_scale.float()).bfloat16()
-    return torch.where(found, scale, plain_scale), torch.where(found, zero, plain_zero)
-
-
-class Fit(NamedTuple):
-    """The best scale and zero [n] for some codes of groups, and how much of their squares they explain."""
-
-    scale: Tensor
-    zero: Tensor
-    explained: Tensor
-
-
-def _fit(codes: Tensor, numbers: Tensor, sums: Tensor, scratch: Tensor) -> Fit:
-    """Round codes [size, n] in place, and fit scale * code + zero to the numbers by least squares.
-
-    sums: of the numbers of each group.
-    """
-    size = len(numbers)
-    codes.round_().clamp_(-8, 7)
-    mean = _sum(scratch.copy_(codes)) / size
-    products = _sum(torch.mul(codes, numbers, out=scratch)) - mean * sums
-    squares = _sum(torch.mul(codes, codes, out=scratch)) - mean * mean * size
-    scale = products / squares
-    return Fit(scale, sums / size - scale * mean, scale * products)
-
-
-def _better(best: Fit | None, other: Fit) -> Fit:
-    """Choose, for each group, the fit that explains more. NaN explains nothing."""
-    if best is None:
-        return other
-    is_better = other.explained > best.explained
-    return Fit(*(torch.where(is_better, new, old) for new, old in zip(other, best, strict=True)))
-
-
-def _sum(numbers: Tensor) -> Tensor:
-    """Add up [2**k, n], which it overwrites, in an order that does not depend on n, as torch's does."""
-    while len(numbers) > 2:
-        half = len(numbers) // 2
-        numbers = numbers[:half].add_(numbers[half:])
-    return numbers[0] + numbers[1]
+    return torch.where(is_found, scale, plain_scale), torch.where(is_found, zero, plain_zero)
 
 
 def require_quantization(name: str, device: torch.device, dtype: torch.dtype) -> None:
