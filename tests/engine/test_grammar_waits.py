@@ -190,6 +190,9 @@ def test_one_output_that_fails_leaves_the_others_their_masks(monkeypatch):
             if self.error is not None:
                 raise RuntimeError(self.error)
 
+        def is_error(self) -> bool:
+            return False
+
     class Executor:
         def consume_token_par(self, _: object) -> None:
             pass
