@@ -48,6 +48,10 @@ MAX_EXAMINED = 256  # parts of a refused structural tag in which the error is lo
 # The library follows chains of rules by recursion, where a stack overflow would end the process. All rules
 # that fit MAX_CHARACTERS need less than this; stack that is not touched takes no memory.
 COMPILE_STACK_BYTES = 512 * 2**20
+# The library asks once for all tokens of such a text whether they are allowed, and walks through the others.
+# A string of JSON that may have n more characters allows the tokens of up to n.
+_STRING = r'[^"\\\x00-\x1F\x7F]'
+SLICES = (r"[\x20\x0A\x0D\x09]+", *(f"{_STRING}{{1,{n}}}" for n in (*range(1, 16), 30)), f"{_STRING}+")
 _EXCERPT = re.compile(r"^ *(\d+ \|.*|\^) *$", re.MULTILINE)
 
 
@@ -135,9 +139,9 @@ class _Vocabulary:
                 param="structured_outputs",
             )
         try:
-            library = from_tokenizer(tokenizer.hf, max(num_tokens, vocab_size), ends)
+            library = from_tokenizer(tokenizer.hf, max(num_tokens, vocab_size), ends, slices=[])
             forced = ForcedText(library, tokenizer.hf.backend_tokenizer, ends)
-            self.tokens = LLTokenizer(forced, eos_token=ends)
+            self.tokens = LLTokenizer(forced, eos_token=ends, slices=[*SLICES])
         except (ValueError, TypeError) as error:
             raise RequestError(
                 f"structured_outputs cannot read this checkpoint's tokenizer: {error}",
