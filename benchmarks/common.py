@@ -14,6 +14,16 @@ CHECKPOINTS = Path(tempfile.gettempdir()) / "paged-benchmarks"
 STATUS = Path("/proc/self/status")
 # A trained checkpoint, converted by `make test-real`.
 SMOLLM2 = Path(__file__).parents[1] / ".venv-real/model"
+SMOL = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
 # Shapes with random weights: speed does not depend on what a model has learned.
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -44,6 +54,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 6,
         "vocab_size": 32000,
     },
+    # SmolLM2-135M, and as large a vocabulary as Qwen's.
+    "llama-135m": SMOL,
+    "llama-135m-152k": {**SMOL, "vocab_size": 151936},
     "gemma3-1b": {
         "model_type": "gemma3_text",
         "hidden_size": 1152,

@@ -1,11 +1,13 @@
-"""What do structured outputs cost a step, and how long does a grammar take to compile?
+"""What does structured output cost? Tokens per second with and without it, side by side.
 
-    python -m benchmarks.structured_outputs
+    python -m benchmarks.structured_outputs                       # a JSON schema, at 1, 8 and 64 streams
+    python -m benchmarks.structured_outputs --language regex --temperature 1
 
-For each language, in milliseconds: the first compilation, the worker's time for the masks of a step of
---num-running rows, the time that the scheduler waits for them, and the time to gather and apply them; then
-whole steps with and without structured output, alternating. Every output is first checked against its
-language.
+The models have the sizes of SmolLM2-135M, random weights, and vocabularies of 49,152 and 151,936 tokens
+(`--model` takes others). Steps with and without structured output alternate; "ratio" is the throughput with
+it over the throughput without. In milliseconds, of a step: the workers' time for its masks, which they make
+beside the forward; how long the step waits for them after it; and the whole time to apply them, this wait
+included. Every output is first checked against its language.
 """
 
 from __future__ import annotations
@@ -18,12 +20,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.common import checkpoint, print_json, print_table
+from tqdm import tqdm
+
+from benchmarks.common import print_json, print_table
+from benchmarks.server.text_checkpoint import text_checkpoint
 from paged import LLMEngine, SamplingParams, StructuredOutputsParams
-from paged.engine.grammar_waits import GrammarWaits
+from paged.sampling import structured_outputs
 from paged.sampling.grammar_jobs import MaskJob
 from paged.sampling.structured_outputs import GrammarMasks, Grammars
 
+PARTS: dict[str, tuple[Any, str]] = {
+    "masks ms": (MaskJob, "_run_fast"),
+    "wait ms": (structured_outputs, "wait_for"),
+    "choose ms": (GrammarMasks, "choose"),
+    "apply ms": (GrammarMasks, "apply"),
+}
 PERSON = {
     "type": "object",
     "properties": {
@@ -50,87 +61,114 @@ LANGUAGES = {
 def main() -> None:
     """Check the outputs, then time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--num-running", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--model", nargs="+", default=["llama-135m", "llama-135m-152k"])
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--language", choices=LANGUAGES, default="json")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--steps", type=int, default=24, help="of each run, in which all streams decode")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="runs with and without, of which the median counts"
+    )
     args = parser.parse_args()
-    engine = LLMEngine(checkpoint(args.model), max_num_seqs=args.num_running)
-    prove(engine)
-    rows = [measure(engine, name, args) for name in LANGUAGES]
+    rows = []
+    with tqdm(total=len(args.model) * len(args.streams) * args.rounds, unit="round") as bar:
+        for model in args.model:
+            bar.set_description(model)
+            engine = LLMEngine(text_checkpoint(model), max_num_seqs=max(args.streams), num_blocks=1024)
+            prove(engine, args)
+            compile_ms = compilation(engine, args.language)
+            rows += [
+                {"model": model, "streams": streams, **measure(engine, streams, args, bar), **compile_ms}
+                for streams in args.streams
+            ]
     print_table(rows)
-    print_json({"benchmark": "structured_outputs", "languages": rows, **vars(args)})
+    print_json({"benchmark": "structured_outputs", "rows": rows, **vars(args)})
 
 
-def prove(engine: LLMEngine) -> None:
-    """Check that every output is in its language."""
-    params = [params_of(name, max_tokens=400) for name in LANGUAGES]
-    outputs = engine.generate([[1] * 8] * len(params), params, use_tqdm=False)
-    texts = dict(zip(LANGUAGES, (output.outputs[0].text for output in outputs), strict=True))
-    person = json.loads(texts["json"])
-    assert set(person) == set(PERSON["properties"]), person
-    assert re.fullmatch(str(LANGUAGES["regex"].regex), texts["regex"])
-    assert texts["choice"] in (LANGUAGES["choice"].choice or ())
-    assert not re.search(r"[^0-9()+]", texts["grammar"])
+def prove(engine: LLMEngine, args: argparse.Namespace) -> None:
+    """Check that an output is in its language."""
+    (output,) = engine.generate([[5] * 8], params_of(args.language, 1000, args), use_tqdm=False)
+    text = output.outputs[0].text
+    language = LANGUAGES[args.language]
+    assert output.outputs[0].finish_reason == "stop", text
+    if args.language == "json":
+        assert set(json.loads(text)) == set(PERSON["properties"]), text
+    elif args.language == "regex":
+        assert re.fullmatch(str(language.regex), text), text
+    elif args.language == "choice":
+        assert text in (language.choice or ()), text
+    else:
+        assert not re.search(r"[^0-9()+]", text), text
 
 
-def params_of(name: str | None, max_tokens: int) -> SamplingParams:
+def params_of(language: str | None, max_tokens: int, args: argparse.Namespace) -> SamplingParams:
     """Return parameters that differ in the language only."""
-    language = LANGUAGES[name] if name else None
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=name is None, structured_outputs=language)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=args.temperature,
+        seed=0,
+        ignore_eos=language is None,
+        structured_outputs=LANGUAGES[language] if language else None,
+    )
 
 
-def measure(engine: LLMEngine, name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure one language."""
+def compilation(engine: LLMEngine, language: str) -> dict[str, float]:
+    """Time the first compilation of a grammar."""
     assert engine.tokenizer is not None
     grammars = Grammars(engine.tokenizer, engine.model_config.vocab_size, engine.eos_token_ids)
     grammars.start(StructuredOutputsParams(choice=["a"]))  # reads the tokenizer
-    compile_ms = milliseconds(lambda: grammars.start(LANGUAGES[name]))
-    again_ms = milliseconds(lambda: grammars.start(LANGUAGES[name]))
-    parts = [(MaskJob, "_run_fast"), (GrammarWaits, "settle"), (GrammarMasks, "apply")]
-    times: list[list[float]] = [[] for _ in parts]
-    with_grammar, without = list[float](), list[float]()
-    originals = [getattr(owner, part) for owner, part in parts]
-    for (owner, part), original, own in zip(parts, originals, times, strict=True):
-        setattr(owner, part, timed(original, own))
+    started = time.perf_counter()
+    grammars.start(LANGUAGES[language])
+    return {"compile ms": (time.perf_counter() - started) * 1e3}
+
+
+def measure(engine: LLMEngine, streams: int, args: argparse.Namespace, bar: Any) -> dict[str, Any]:
+    """Measure steps with and without structured output, alternating."""
+    times: dict[str, list[float]] = {part: [] for part in PARTS}
+    originals = {part: getattr(owner, name) for part, (owner, name) in PARTS.items()}
+    step_ms: dict[str | None, list[float]] = {args.language: [], None: []}
+    for language in step_ms:
+        steps(engine, language, streams, args)  # records the steps
     try:
-        for _ in range(3):
-            with_grammar += steps(engine, name, args)
-            without += steps(engine, None, args)
+        for part, (owner, name) in PARTS.items():
+            setattr(owner, name, timed(originals[part], times[part]))
+        for _ in range(args.rounds):
+            for language, found in step_ms.items():
+                found.append(steps(engine, language, streams, args))
+            bar.update()
     finally:
-        for (owner, part), original in zip(parts, originals, strict=True):
-            setattr(owner, part, original)
+        for part, (owner, name) in PARTS.items():
+            setattr(owner, name, originals[part])
+    with_it, without = (statistics.median(found) for found in step_ms.values())
+    applied = times["apply ms"] + times.pop("choose ms")  # one of them in each step
+    times["apply ms"] = applied
     return {
-        "language": name,
-        "compile ms": compile_ms,
-        "again ms": again_ms,
-        "masks ms": statistics.median(times[0]),
-        "waits ms": statistics.median(times[1]),
-        "apply ms": statistics.median(times[2]),
-        "step ms": statistics.median(with_grammar),
-        "free step ms": statistics.median(without),
+        "tokens/s": streams / with_it * 1e3,
+        "without": streams / without * 1e3,
+        "ratio": without / with_it,
+        "step ms": with_it,
+        **{part: sum(own) / len(applied) for part, own in times.items()},
     }
 
 
-def steps(engine: LLMEngine, name: str | None, args: argparse.Namespace) -> list[float]:
-    """Return the milliseconds of decoding steps in which every request runs."""
-    for i in range(args.num_running):
-        engine.add_request(str(i), [1 + i] * 16, params_of(name, args.steps + 10))
+def steps(engine: LLMEngine, language: str | None, streams: int, args: argparse.Namespace) -> float:
+    """Return the mean milliseconds of decoding steps in which every stream runs."""
+    for i in range(streams):
+        engine.add_request(str(i), [5 + i] * 16, params_of(language, args.steps + 10, args))
     while any(r.num_output_tokens < 2 for r in (*engine.scheduler.running, *engine.scheduler.waiting())):
         engine.step()
-    times = []
-    for _ in range(args.steps):
-        if len(engine.scheduler.running) == args.num_running:
-            times.append(milliseconds(engine.step))
-    for i in range(args.num_running):
-        engine.abort_request(str(i))
-    return times
-
-
-def milliseconds(function: Callable[[], Any]) -> float:
-    """Time one call."""
+    num_tokens = engine.scheduler.counters.num_generated_tokens
+    num_steps = 0
     started = time.perf_counter()
-    function()
-    return (time.perf_counter() - started) * 1e3
+    while num_steps < args.steps and len(engine.scheduler.running) == streams:
+        engine.step()
+        num_steps += 1
+    seconds = time.perf_counter() - started
+    # A step that waits for masks in vain gives fewer tokens.
+    num_tokens = engine.scheduler.counters.num_generated_tokens - num_tokens
+    for i in range(streams):
+        engine.abort_request(str(i))
+    return seconds * 1e3 * streams / num_tokens
 
 
 def timed(function: Callable[..., Any], times: list[float]) -> Callable[..., Any]:

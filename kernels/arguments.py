@@ -37,6 +37,7 @@ from .checks import (
 
 P = ParamSpec("P")
 T = TypeVar("T")
+WORD_BITS = 32  # tokens of a word of a mask
 _LARGEST = torch.finfo(torch.float32).max
 _BARE: dict[Callable[..., Any], Callable[..., Any]] = {}  # the operation that each `checked` one calls
 
@@ -324,6 +325,25 @@ class Rules(KernelCall):
 
     def greedy(self) -> None:
         self._logits()
+
+    def _allowed(self, num_rows: int, vocab_size: int) -> None:
+        """Check the rows that have a mask, and the masks."""
+        rows = self.indices("rows", None, "those of logits", num_rows, once=True)
+        allowed = self.tensor("allowed", (len(rows), None), torch.int32)
+        if allowed.shape[1] * WORD_BITS < vocab_size:
+            raise ValueError(
+                f"allowed must have a bit for each of {vocab_size} tokens, got {allowed.shape[1]} words of "
+                f"{WORD_BITS} bits"
+            )
+
+    def mask_logits(self) -> None:
+        self._allowed(*self._logits(written=True).shape)
+
+    def greedy_of_allowed(self) -> None:
+        num_rows, vocab_size = self._logits().shape
+        self._allowed(num_rows, vocab_size)
+        self.tensor("tokens", (num_rows,), torch.int64, written=True)
+        self.tensor("highest", (num_rows,), torch.float32, written=True)
 
     def token_logprobs(self) -> None:
         num_rows, vocab_size = self._logits().shape

@@ -43,6 +43,10 @@ class Kernels(Protocol):
         recorded.
         """
 
+    @property
+    def greedy_of_allowed(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None:
+        """See `reference.greedy_of_allowed`; None: masking the logits first is as fast."""
+
     def partial_bytes(self, num_seqs: int, max_keys: int, num_heads: int, value_dim: int) -> int:
         """Return the most bytes that attention allocates for partial results, which grow with the batch."""
 
@@ -174,6 +178,8 @@ class Kernels(Protocol):
     ) -> Tensor: ...
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def mask_logits(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None: ...
 
     def token_logprobs(
         self, logits: Tensor, tokens: Tensor, num_top: int

@@ -6,6 +6,7 @@ It loops over sequences, computes in float32 (float64 for float64 inputs) and ca
 import torch
 from torch import Tensor
 
+from .arguments import WORD_BITS
 from .attention_options import AttentionOptions, AttentionPlan
 from .checks import QUANTIZED_DTYPES
 from .gumbel import gumbel_noise
@@ -376,6 +377,38 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:  # f32[n, vocab_size] -> i6
     highest = logits.amax(-1)
     same = (logits == highest[:, None]) | logits.isnan()
     return same.to(torch.int8).argmax(-1), highest
+
+
+def mask_logits(
+    logits: Tensor,  # f32[n, vocab_size], written in place
+    rows: Tensor,  # i64[m]
+    allowed: Tensor,  # i32[m, at least vocab_size / 32 words]: bit b of word w is token 32 w + b
+) -> None:
+    """Set the logits of tokens that are not allowed in these rows to -inf. NaN stays NaN."""
+    bias = torch.zeros(len(rows), logits.shape[1], device=logits.device)
+    logits[rows] += bias.masked_fill(~_flags(allowed, logits.shape[1]), -torch.inf)
+
+
+def greedy_of_allowed(
+    logits: Tensor,  # f32[n, vocab_size]
+    rows: Tensor,  # i64[m]
+    allowed: Tensor,  # i32[m, at least vocab_size / 32 words]
+    tokens: Tensor,  # i64[n], those of `rows` are written
+    highest: Tensor,  # f32[n], those of `rows` are written
+) -> None:
+    """Write the first of the highest logits of allowed tokens over those of all tokens, and that logit.
+
+    NaN counts as -inf. Where all are -inf, any token is written.
+    """
+    flags = _flags(allowed, logits.shape[1])
+    kept = logits[rows].nan_to_num(-torch.inf, torch.inf, -torch.inf).where(flags, -torch.inf)
+    tokens[rows] = kept.argmax(-1)
+    highest[rows] = kept.amax(-1)
+
+
+def _flags(allowed: Tensor, vocab_size: int) -> Tensor:  # i32[m, num_words] -> bool[m, vocab_size]
+    bits = torch.arange(WORD_BITS, dtype=torch.int32, device=allowed.device)
+    return (allowed[..., None] >> bits & 1).flatten(1)[:, :vocab_size].bool()
 
 
 def token_logprobs(

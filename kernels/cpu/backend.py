@@ -18,6 +18,7 @@ from .rows.scale_and_cap import scale_and_cap
 from .rows.scale_rows import scale_rows
 from .rows.silu_and_mul import silu_and_mul
 from .rows.take_rows import take_rows
+from .sampling.masks import greedy_of_allowed, mask_logits
 from .sampling.penalties import apply_penalties
 from .sampling.sample_tokens import sample_tokens
 from .sampling.token_logprobs import token_logprobs

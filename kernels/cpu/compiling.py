@@ -37,7 +37,7 @@ from .rows import (  # noqa: F401
     silu_and_mul,
     take_rows,
 )
-from .sampling import penalties, sample_tokens, token_logprobs  # noqa: F401
+from .sampling import masks, penalties, sample_tokens, token_logprobs  # noqa: F401
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from .rows.greedy import greedy
 from .rows.layer_norm import layer_norm
 from .rows.rotary_store_kv import rotary_store_kv
 from .rows.silu_and_mul import silu_and_mul
+from .sampling.masks import mask_logits
 from .sampling.penalties import apply_penalties
 from .sampling.sample_tokens import sample_tokens
 from .sampling.token_logprobs import token_logprobs
@@ -36,6 +37,7 @@ has_coded_linear = False
 compiles_at_launch = False
 unpack_step: UnpackStep | None = None
 step_recorder = None
+greedy_of_allowed = None
 split_keys = sys.maxsize  # contexts are not split
 
 

@@ -197,7 +197,7 @@ class EngineCore:
 
     def _begin_masks(self, advanced: list[Request]) -> None:
         """Begin the masks of the next tokens."""
-        self._waits.begin(advanced)
+        self._waits.begin(advanced, are_running=True)
         # Without stop tokens, the mask says whether the output ends: with its last token, if it is not late.
         if any(not request.stop_ids for request in advanced):
             self._collect_finished(self._waits.settle())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 
 from ..requests.request import Request
-from ..sampling.grammar_jobs import SLOW_S, MaskJob
+from ..sampling.grammar_jobs import MaskJob, wait_for
 from ..sampling.structured_outputs import begin_masks, pending_mask
 from ..scheduler.scheduler import Scheduler
 
@@ -18,33 +17,39 @@ ALL_HELD_S = 0.01
 class GrammarWaits:
     """Begins a request's mask as soon as its newest token is known, and holds requests with late masks.
 
-    Before each step `settle` waits for the masks of fast grammars, SLOW_S at most. A slow grammar is not
-    waited for: its request is held, and released before the first step that finds its mask computed.
+    The masks of fast grammars are computed beside the next forward. `settle` waits for them, SLOW_S at most,
+    only where the scheduler must know them: of requests that do not run yet, or end with their grammar. A
+    slow grammar is not waited for: its request is held, and released before the first step that finds its
+    mask computed.
 
     All requests that begin are the scheduler's.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._begun: dict[Request, None] = {}  # requests whose masks were not computed when they were begun
+        # Requests whose masks were not computed when they were begun, and whether a step must wait for them.
+        self._begun: dict[Request, bool] = {}
 
-    def begin(self, requests: Iterable[Request]) -> None:
-        """Begin the next masks of unfinished requests, where they have a grammar."""
+    def begin(self, requests: Iterable[Request], *, are_running: bool = False) -> None:
+        """Begin the next masks of unfinished requests, where they have a grammar.
+
+        are_running: whether a step has just given each a token.
+        """
         wanted = [r for r in requests if r.sampling.grammar is not None and r.finish_reason is None]
         if wanted:
             begin_masks(wanted)
-            self._begun |= dict.fromkeys(wanted)
+            self._begun |= {request: not (are_running and request.stop_ids) for request in wanted}
 
     def settle(self) -> list[Request]:
         """Hold and release requests before a step. Return requests that end, as their grammar is complete."""
         if not self._begun:
             return []
-        self._wait_for_fast()
+        self._wait_for_awaited()
         return self._release_computed()
 
     def wait(self) -> None:
         """Wait until a mask is computed, ALL_HELD_S at most."""
-        if jobs := self._jobs():
+        if jobs := self._jobs(self._begun):
             wait([job.done for job in jobs], ALL_HELD_S, FIRST_COMPLETED)
 
     def forget(self, requests: Iterable[Request]) -> None:
@@ -55,24 +60,25 @@ class GrammarWaits:
     def __bool__(self) -> bool:
         return bool(self._begun)
 
-    def _jobs(self) -> list[MaskJob]:
-        jobs = (pending_mask(request) for request in self._begun if request.finish_reason is None)
+    def _jobs(self, requests: Iterable[Request]) -> list[MaskJob]:
+        jobs = (pending_mask(request) for request in requests if request.finish_reason is None)
         return [*dict.fromkeys(job for job in jobs if job is not None)]
 
-    def _wait_for_fast(self) -> None:
-        until = time.monotonic() + SLOW_S
-        fast = [job for job in self._jobs() if not job.is_slow]
-        late = wait([job.done for job in fast], max(0.0, until - time.monotonic())).not_done if fast else ()
-        for job in fast:
-            if job.done in late:
-                job.record_late()
+    def _wait_for_awaited(self) -> None:
+        jobs = self._jobs(request for request, is_awaited in self._begun.items() if is_awaited)
+        if fast := [job for job in jobs if not job.is_slow]:
+            wait_for(fast)
 
     def _release_computed(self) -> list[Request]:
-        """Release the requests whose masks are computed, hold the others. Return the requests that end."""
+        """Release the requests whose masks are computed, hold those of slow grammars.
+
+        Return the requests that end.
+        """
         ended = []
         for request in [*self._begun]:
-            if request.finish_reason is None and pending_mask(request) is not None:
-                self._scheduler.hold(request)
+            if request.finish_reason is None and (job := pending_mask(request)) is not None:
+                if job.is_slow:
+                    self._scheduler.hold(request)
                 continue
             del self._begun[request]
             if request.finish_reason is not None:

@@ -169,12 +169,8 @@ class ModelRunner:
         self._move_blocks(out, back, copies)
         batch = self.batches.batch(step)
         masks = draw.start_masks()
-        try:
-            logits, best, hidden = self.compute(batch)
-            tokens = draw.run(logits, download, masks, best)
-        finally:
-            if masks is not None:  # also after an error, so that its worker no longer uses the matchers
-                masks.wait()
+        logits, best, hidden = self.compute(batch)
+        tokens = draw.run(logits, download, masks, best)
         if tokens is not None:
             self.batches.record(step, tokens)
         if reports is not None and hidden is not None:

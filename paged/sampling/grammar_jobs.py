@@ -7,15 +7,15 @@ one gets the single worker of the other lane, so that any number of them takes n
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-SLOW_S = 0.01  # a step waits no longer for the masks that are not ready when it is scheduled
+SLOW_S = 0.01  # a step waits no longer for masks: neither before its forward nor after it
 MOST_FAST = 16  # grammars whose masks are computed at once
 PROOFS = 4  # fast masks after which a slow grammar is taken for a fast one again
 
@@ -46,8 +46,11 @@ class CompiledGrammar:
 class MaskJob:
     """The next masks of some outputs of one grammar, which a worker computes.
 
+    One that a step has waited for in vain makes its grammar a slow one.
+
     advances: the matcher of each output, and the tokens that it has not consumed yet.
     done: done once the masks are computed, or with an error of the library that concerns all of them.
+    bits: i32[len(advances), num_words], the masks, once they are computed.
     """
 
     def __init__(
@@ -55,18 +58,24 @@ class MaskJob:
     ) -> None:
         self._grammar = grammar
         self._advances = advances
-        self._bits = np.zeros((len(advances), num_words), np.int32)  # the mask of each output
+        self.bits: NDArray[np.int32] = np.zeros((len(advances), num_words), np.int32)
         self._errors: dict[int, BaseException] = {}  # of single outputs, by their rows
+        self._broken = frozenset[int]()  # rows of matchers in an error state
         lane, run = (_slow_lane(), self._run_slow) if grammar.is_slow else (_fast_lane(), self._run_fast)
-        self.done: Future[None] = lane.submit(run)
+        self.done: Future[None] = lane.submit(self._run, run)
 
     def mask(self, row: int) -> NDArray[np.int32]:
         """Wait for the mask of an output, i32[num_words]. Raises the error of the library."""
         self.done.result()
         if row in self._errors:
             raise self._errors[row]
-        bits: NDArray[np.int32] = self._bits[row]
+        bits: NDArray[np.int32] = self.bits[row]
         return bits
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a mask of a job that is done has an error, or its matcher is in an error state."""
+        return self.done.exception() is not None or bool(self._errors or self._broken)
 
     @property
     def is_slow(self) -> bool:
@@ -77,10 +86,14 @@ class MaskJob:
         """Record that a step has waited for the job in vain."""
         self._grammar.record(was_slow=True)
 
+    def _run(self, compute: Callable[[], None]) -> None:
+        compute()
+        # Asked for here, where it costs the steps nothing.
+        self._broken = frozenset(i for i, (matcher, _) in enumerate(self._advances) if matcher.is_error())
+
     def _run_fast(self) -> None:
-        started = time.perf_counter()
         executor = _executor(is_slow=False)
-        bits = self._bits
+        bits = self.bits
         self._consume(executor)
         rows = [(matcher, i) for i, (matcher, _) in enumerate(self._advances)]
         try:
@@ -88,8 +101,6 @@ class MaskJob:
         except BaseException:  # of one output, and it is not known of which; a Rust panic is not an Exception
             for _, row in rows:
                 self._compute_alone(row)
-        if time.perf_counter() - started > SLOW_S:
-            self._grammar.record(was_slow=True)
 
     def _run_slow(self) -> None:
         self._consume(_executor(is_slow=True))
@@ -101,7 +112,7 @@ class MaskJob:
     def _compute_alone(self, row: int) -> None:
         """Compute the mask of one output, or keep its error."""
         matcher, _ = self._advances[row]
-        bits = self._bits[row]
+        bits = self.bits[row]
         try:
             matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         except BaseException as error:
@@ -111,6 +122,14 @@ class MaskJob:
         """Consume one token of each output at a time: these calls release the GIL."""
         for i in range(max(len(tokens) for _, tokens in self._advances)):
             executor.consume_token_par([(m, tokens[i]) for m, tokens in self._advances if i < len(tokens)])
+
+
+def wait_for(jobs: Sequence[MaskJob]) -> None:
+    """Wait until jobs are done, SLOW_S at most. The grammars of those that are not become slow ones."""
+    late = wait([job.done for job in jobs], SLOW_S).not_done
+    for job in jobs:
+        if job.done in late:
+            job.record_late()
 
 
 @lru_cache(maxsize=1)

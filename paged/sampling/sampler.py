@@ -143,12 +143,16 @@ class Draw:
             tokens, highest = best or kernels.greedy(logits)
         else:
             raw = batch.raw_rows(logits, changed=grammar_masks is not None)
-            of_model = best[1] if best is not None else kernels.greedy(logits)[1] if is_edited else None
+            of_model = best or (kernels.greedy(logits) if is_edited else None)
             may_ban_all = batch.may_ban_all or grammar_masks is not None
-            tokens, edited = self._choose(logits, grammar_masks, best, may_ban_all=may_ban_all)
+            chosen = None
+            if grammar_masks is not None and batch.edits is None and batch.parameters is None:
+                assert of_model is not None, "masks are edits"
+                chosen = grammar_masks.choose(kernels, logits, of_model)
+            tokens, edited = chosen or self._choose(logits, grammar_masks, best, may_ban_all=may_ban_all)
             if may_ban_all and edited is not None:
                 self._edited = download.get(edited)
-            highest = edited if of_model is None else of_model
+            highest = edited if of_model is None else of_model[1]
             if raw is not None:
                 self._logprobs = batch.compute_logprobs(raw, tokens, download)
         assert highest is not None, "nothing tells the highest logits"
@@ -167,7 +171,7 @@ class Draw:
         """Edit the logits and choose. Return the tokens and the highest edited logits, if they are needed."""
         batch = self._batch
         if grammar_masks is not None:
-            grammar_masks.apply(logits)
+            grammar_masks.apply(self._kernels, logits)
         if batch.edits is not None and self._edits is not None:
             self._errors = batch.edits.apply(logits, self._edits)
         highest: Tensor | None = None

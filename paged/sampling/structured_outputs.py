@@ -20,7 +20,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,12 +28,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import CheckpointError, RequestError
+from ..kernels.arguments import WORD_BITS
+from ..kernels.backend import Kernels
 from ..sampling_params import StructuredOutputsParams
 from ..scheduler.schedule import RowError, StepOutput
 from ..structural_tag import NAME, exact_json, grammars_of
 from ..text.tokenizer import Tokenizer
 from .forced_text import ForcedText
-from .grammar_jobs import CompiledGrammar, MaskJob
+from .grammar_jobs import CompiledGrammar, MaskJob, wait_for
 from .grammar_limits import check_grammar, library_limits
 from .json_grammar import JsonGrammar
 from .library_grammar import library_grammar
@@ -47,7 +48,10 @@ MAX_EXAMINED = 256  # parts of a refused structural tag in which the error is lo
 # The library follows chains of rules by recursion, where a stack overflow would end the process. All rules
 # that fit MAX_CHARACTERS need less than this; stack that is not touched takes no memory.
 COMPILE_STACK_BYTES = 512 * 2**20
-WORD_BITS = 32
+# The library asks once for all tokens of such a text whether they are allowed, and walks through the others.
+# A string of JSON that may have n more characters allows the tokens of up to n.
+_STRING = r'[^"\\\x00-\x1F\x7F]'
+SLICES = (r"[\x20\x0A\x0D\x09]+", *(f"{_STRING}{{1,{n}}}" for n in (*range(1, 16), 30)), f"{_STRING}+")
 _EXCERPT = re.compile(r"^ *(\d+ \|.*|\^) *$", re.MULTILINE)
 
 
@@ -135,9 +139,9 @@ class _Vocabulary:
                 param="structured_outputs",
             )
         try:
-            library = from_tokenizer(tokenizer.hf, max(num_tokens, vocab_size), ends)
+            library = from_tokenizer(tokenizer.hf, max(num_tokens, vocab_size), ends, slices=[])
             forced = ForcedText(library, tokenizer.hf.backend_tokenizer, ends)
-            self.tokens = LLTokenizer(forced, eos_token=ends)
+            self.tokens = LLTokenizer(forced, eos_token=ends, slices=[*SLICES])
         except (ValueError, TypeError) as error:
             raise RequestError(
                 f"structured_outputs cannot read this checkpoint's tokenizer: {error}",
@@ -286,17 +290,18 @@ class GrammarState:
     a worker computes its next mask, nothing else touches the matcher.
 
     grammar: which all outputs of it share.
+    job, row: which mask of which job is the one after num_taken tokens; None: it is the grammar's first.
     """
 
-    __slots__ = ("_job", "_matcher", "_row", "grammar", "num_taken", "vocabulary")
+    __slots__ = ("_matcher", "grammar", "job", "num_taken", "row", "vocabulary")
 
     def __init__(self, grammar: CompiledGrammar, vocabulary: _Vocabulary) -> None:
         self.grammar = grammar
         self.vocabulary = vocabulary
         self.num_taken = 0
         self._matcher = grammar.matcher.deep_copy()
-        self._job: MaskJob | None = None  # of the mask after num_taken tokens
-        self._row = 0  # of that mask in the job
+        self.job: MaskJob | None = None
+        self.row = 0
 
     @property
     def matcher(self) -> Any:
@@ -308,7 +313,7 @@ class GrammarState:
     @property
     def pending(self) -> MaskJob | None:
         """The job that computes the next mask; None if it is computed, or not begun."""
-        return None if self._job is None or self._job.done.done() else self._job
+        return None if self.job is None or self.job.done.done() else self.job
 
     def copy(self) -> GrammarState:
         """Return an independent state at the same position; at the start, if a worker uses the matcher."""
@@ -322,7 +327,7 @@ class GrammarState:
         """Return the tokens that the matcher has not consumed yet, and count them as consumed."""
         start = request.num_prompt_tokens + self.num_taken
         self.num_taken = request.num_output_tokens
-        self._job = None
+        self.job = None
         return request.token_ids[start:]
 
     def follow(self, request: Sampled) -> bool:
@@ -334,16 +339,16 @@ class GrammarState:
 
     def has_mask(self, request: Sampled) -> bool:
         """Return whether the request's next mask is computed, or is being computed."""
-        return self.num_taken == request.num_output_tokens and (self._job is not None or not self.num_taken)
+        return self.num_taken == request.num_output_tokens and (self.job is not None or not self.num_taken)
 
     def begin(self, job: MaskJob, row: int) -> None:
         """Let a job compute the next mask."""
-        self._job = job
-        self._row = row
+        self.job = job
+        self.row = row
 
     def mask(self) -> NDArray[np.int32]:
         """Wait for the next mask and return it, i32[num_words]. Raises the error of the library."""
-        return self.grammar.first if self._job is None else self._job.mask(self._row)
+        return self.grammar.first if self.job is None else self.job.mask(self.row)
 
     def possible(self, stop_ids: frozenset[int]) -> frozenset[int]:
         """Return the tokens that may come next, if these stop tokens end an output."""
@@ -402,8 +407,9 @@ def pending_mask(request: Sampled) -> MaskJob | None:
 class GrammarMasks:
     """Masks of the tokens that grammars allow in the rows of one step.
 
-    Workers have computed them, or do so from now on: this object is made before the forward. `apply`, which
-    waits for the masks, comes after it. `check` reports errors.
+    Workers compute them beside the forward: this object is made before it. `apply` or `choose` comes after
+    it, and waits SLOW_S at most. `check` reports errors, and has rows whose masks were not computed by then
+    sampled again.
     """
 
     def __init__(self, rows: list[int], requests: list[Sampled]) -> None:
@@ -413,33 +419,43 @@ class GrammarMasks:
         self._states: list[GrammarState] = [request.sampling.grammar for request in requests]  # type: ignore[misc]
         # i32[len(rows), num_words], once they are gathered: bit b of word w is token 32 w + b
         self._bits: NDArray[np.int32] | None = None
+        self._late: list[int] = []  # indices of `rows`
         begin_masks(requests)
 
     def apply(
         self,
+        kernels: Kernels,
         logits: Tensor,  # f32[num_rows, vocab_size], changed in place
     ) -> None:
         """Set the logits of tokens that are not allowed to -inf. NaN stays NaN, as the sampler reports it."""
-        device = logits.device
-        if device.type == "cpu":
-            self._apply_here(logits.numpy())
-            return
-        bits = torch.from_numpy(self.wait().view(np.uint8)).to(device, non_blocking=True)
-        # [len(rows), bytes, 8] -> [len(rows), vocab_size]; a table of bytes is far faster than shifts.
-        bias = torch.nn.functional.embedding(bits.int(), _byte_table(device, logits.dtype))
-        bias = bias.flatten(1)[:, : logits.shape[1]]
-        # Add rather than fill, to keep NaN.
-        logits.index_add_(0, torch.tensor(self.rows).to(device, non_blocking=True), bias)
+        kernels.mask_logits(logits, *self._on(logits.device))
 
-    def _apply_here(self, logits: NDArray[np.float32]) -> None:
-        # On this thread alone: beside other work, torch's threads wait 100 ms for each other.
-        table = _byte_table(torch.device("cpu"), torch.float32).numpy()
-        for row, bits in zip(self.rows, self.wait().view(np.uint8), strict=True):
-            logits[row] += table[bits].reshape(-1)[: logits.shape[1]]
+    def choose(
+        self, kernels: Kernels, logits: Tensor, best: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return each row's likeliest allowed token and its logit; None if that takes masked logits.
+
+        best: of all tokens, as `Kernels.greedy` returns them.
+        """
+        if kernels.greedy_of_allowed is None:
+            return None
+        tokens, highest = (numbers.clone() for numbers in best)
+        kernels.greedy_of_allowed(logits, *self._on(logits.device), tokens, highest)
+        return tokens, highest
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the rows and the bits on a device."""
+        bits = torch.from_numpy(self.wait())
+        return torch.tensor(self.rows).to(device, non_blocking=True), bits.to(device, non_blocking=True)
 
     def check(self, output: StepOutput) -> None:
-        """Replace the tokens of failed rows by errors."""
+        """Replace the tokens of failed rows by errors, and those of late rows by none."""
         bits = self.wait()
+        for row in (self.rows[i] for i in self._late):
+            if row not in output.errors:
+                output.tokens[row] = None
+                output.runs[row] = []
+                output.logprobs.pop(row, None)
         for i, row in enumerate(self.rows):
             token = output.tokens[row]
             if token is not None and not bits[i, token // WORD_BITS] >> (token % WORD_BITS) & 1:
@@ -451,41 +467,60 @@ class GrammarMasks:
         output.errors |= self.errors
 
     def wait(self) -> NDArray[np.int32]:
-        """Wait for the workers. Return the bits."""
+        """Wait for the workers, SLOW_S at most. Return the bits."""
         if self._bits is None:
+            if jobs := {job for state in self._states if (job := state.pending) is not None}:
+                wait_for([*jobs])
             self._bits = self._gathered()
-            self._finish(self._bits)
         return self._bits
 
     def _gathered(self) -> NDArray[np.int32]:
-        """Return the masks as the library makes them. The mask of an output with an error is empty."""
-        bits = np.zeros((len(self.rows), self._states[0].vocabulary.num_words), np.int32)
-        for i, (row, state) in enumerate(zip(self.rows, self._states, strict=True)):
-            try:
-                bits[i] = state.mask()
-            except BaseException as error:  # a Rust panic is not an Exception
-                self.errors[row] = _of_language(f": {_one_line(str(error))}")
+        """Return the masks with the requests' end tokens in place of the library's, and note errors.
+
+        All tokens are allowed in rows that are late or have an error, as their tokens are discarded.
+        """
+        vocabulary = self._states[0].vocabulary
+        bits = np.empty((len(self.rows), vocabulary.num_words), np.int32)
+        of_jobs: dict[MaskJob, tuple[list[int], list[int]]] = {}  # which rows of `bits` are which of a job
+        for i, state in enumerate(self._states):
+            job = state.job
+            if job is None:
+                bits[i] = state.grammar.first
+            elif not job.done.done():
+                self._late.append(i)
+            elif job.has_failed:
+                self._take(state, i, bits)
+            else:
+                own, of_job = of_jobs.setdefault(job, ([], []))
+                own.append(i)
+                of_job.append(state.row)
+        for job, (own, of_job) in of_jobs.items():
+            bits[own] = job.bits[of_job]
+        for row, request, state in zip(bits, self._requests, self._states, strict=True):
+            if request.stop_ids != vocabulary.ends or request.inputs.params.min_tokens:
+                _set_ends(row, request, state)
+        bits &= vocabulary.in_logits
+        bits[self._late] = -1
+        for i in np.flatnonzero(~bits.any(1)).tolist():
+            self.errors.setdefault(self.rows[i], _dead_end(self._requests[i]))
+        bits[[i for i, row in enumerate(self.rows) if row in self.errors]] = -1
         return bits
 
-    def _finish(self, bits: NDArray[np.int32]) -> None:
-        """Replace the library's end tokens by the requests', and note errors."""
-        for row, request, state in zip(bits, self._requests, self._states, strict=True):
-            if request.stop_ids != state.vocabulary.ends or request.inputs.params.min_tokens:
-                _set_ends(row, request, state)
-        bits &= self._states[0].vocabulary.in_logits
-        empty = {*np.flatnonzero(~bits.any(1)).tolist()}
-        for i, (row, request, state) in enumerate(zip(self.rows, self._requests, self._states, strict=True)):
-            if row in self.errors:
-                continue
-            if state.matcher.is_error():
-                self.errors[row] = _of_language(f": {_error(state.matcher)}")
-            elif i in empty:
-                self.errors[row] = _dead_end(request)
-        broken = [i for i, row in enumerate(self.rows) if row in self.errors]
-        bits[broken] = -1  # their tokens are discarded
+    def _take(self, state: GrammarState, i: int, bits: NDArray[np.int32]) -> None:
+        """Copy a mask of a job in which some failed, or note the error."""
+        bits[i] = 0
+        try:
+            bits[i] = state.mask()
+        except BaseException as error:  # a Rust panic is not an Exception
+            self.errors[self.rows[i]] = _of_language(f": {_one_line(str(error))}")
+            return
+        if state.matcher.is_error():
+            self.errors[self.rows[i]] = _of_language(f": {_error(state.matcher)}")
 
 
 def _set_ends(row: NDArray[np.int32], request: Sampled, state: GrammarState) -> None:
+    if state.pending is not None:
+        return  # the row is late
     ends = _bits(request.stop_ids, len(row))
     row &= state.vocabulary.not_ends
     if request.num_output_tokens < request.inputs.params.min_tokens:
@@ -512,10 +547,3 @@ def _bits(token_ids: Any, num_words: int) -> NDArray[np.int32]:
     flags = np.zeros(num_words * WORD_BITS, np.uint8)
     flags[[*token_ids]] = 1
     return np.packbits(flags, bitorder="little").view(np.int32)
-
-
-@lru_cache(maxsize=4)
-def _byte_table(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return [256, 8]: for each byte, 0 where a bit is set and -inf where it is not."""
-    flags = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    return torch.from_numpy(np.where(flags, 0.0, -np.inf)).to(device, dtype)

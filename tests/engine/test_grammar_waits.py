@@ -94,7 +94,15 @@ def run_until(engine: LLMEngine, *names: str) -> dict[str, Any]:
     raise AssertionError(f"{names} have not finished, but {[*outputs]}")
 
 
-@pytest.mark.parametrize("ends", [{}, {"ignore_eos": True}], ids=["eos", "ignore_eos"])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        {},
+        {"ignore_eos": True},
+        {"repetition_penalty": 1.3, "dry_multiplier": 0.5, "logprobs": 1},  # of tokens drawn twice
+    ],
+    ids=["eos", "ignore_eos", "penalties"],
+)
 def test_others_finish_while_a_mask_is_computed_and_tokens_are_the_same(demo, gate, ends):
     gate.opened.set()
     expected = demo.generate([[1, 2, 3]], bound(SLOW, **ends), use_tqdm=False)[0].outputs[0]
@@ -108,6 +116,7 @@ def test_others_finish_while_a_mask_is_computed_and_tokens_are_the_same(demo, ga
     gate.opened.set()
     slow = run_until(demo, "slow")["slow"].outputs[0]
     assert (slow.token_ids, slow.finish_reason) == (expected.token_ids, expected.finish_reason)
+    assert slow.logprobs == expected.logprobs
     assert_all_free(demo)
 
 
@@ -189,6 +198,9 @@ def test_one_output_that_fails_leaves_the_others_their_masks(monkeypatch):
         def unsafe_compute_mask_ptr(self, *_: object) -> None:
             if self.error is not None:
                 raise RuntimeError(self.error)
+
+        def is_error(self) -> bool:
+            return False
 
     class Executor:
         def consume_token_par(self, _: object) -> None:

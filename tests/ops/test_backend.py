@@ -32,6 +32,7 @@ OPERATIONS = (
     "apply_penalties",
     "sample_tokens",
     "greedy",
+    "mask_logits",
     "token_logprobs",
 )
 

@@ -265,6 +265,26 @@ def _greedy(kernels: Kernels, generator: random.Random) -> Call:
     return Call("greedy", kernels.greedy, {"logits": logits}, expected=reference.greedy)
 
 
+def _mask_logits(kernels: Kernels, generator: random.Random) -> Call:
+    n, size = generator.randint(1, 4), generator.choice([1, 50, 300])
+    rows = torch.randperm(n)[: generator.randint(1, n)]
+    words = -(-size // 32) + generator.randint(0, 1)
+    arguments = {
+        "logits": torch.randn(n, size),
+        "rows": rows,
+        "allowed": torch.randint(-(2**31), 2**31, (len(rows), words)).int(),
+    }
+    return Call(
+        "mask_logits",
+        kernels.mask_logits,
+        arguments,
+        ("logits",),
+        indices={"rows": n},
+        distinct=("rows",),
+        expected=reference.mask_logits,
+    )
+
+
 def _token_logprobs(kernels: Kernels, generator: random.Random) -> Call:
     n, size = generator.randint(1, 4), generator.choice([2, 50, 300])
     arguments = {
@@ -336,8 +356,8 @@ def _filter_logits(_: Kernels, generator: random.Random) -> Call:
 
 _MAKERS: list[Callable[[Kernels, random.Random], Call]] = [
     _take_rows, _rms_norm, _rms_norm_into, _layer_norm, _silu_and_mul, _gelu_and_mul, _gelu, _add,
-    _scale_and_cap, _scale_rows, _rotary_store_kv, _copy_blocks, _attention, _greedy, _token_logprobs,
-    _apply_penalties, _sample_tokens,
+    _scale_and_cap, _scale_rows, _rotary_store_kv, _copy_blocks, _attention, _greedy, _mask_logits,
+    _token_logprobs, _apply_penalties, _sample_tokens,
 ]  # fmt: skip
 
 

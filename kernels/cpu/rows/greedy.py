@@ -8,10 +8,26 @@ from ...arguments import checked
 from ...plain.rows.greedy import greedy as by_torch
 from ..launch.tasks import Task, addresses
 from ..simd.memory import get_float, load, set_float, set_long, store
-from ..simd.vectors import LANES, VECTOR_BYTES, greater, splat, total, where_greater, where_nan
+from ..simd.vectors import LANES, VECTOR_BYTES, function, greater, splat, total, where_greater, where_nan
 from .row_kernel import has_regular_rows
 
 GREEDY = Task(("logits", "tokens", "highest"), ("size", "stride"))
+
+
+@function
+def first_highest(top, block, scratch):
+    """Return the highest of all lanes and the first place of it. block: which vector each lane's is in."""
+    store(scratch, top)
+    store(scratch + VECTOR_BYTES, block)
+    best = get_float(scratch)
+    place = np.int64(get_float(scratch + VECTOR_BYTES)) * LANES
+    for lane in range(1, LANES):
+        number = get_float(scratch + 4 * lane)
+        at = np.int64(get_float(scratch + VECTOR_BYTES + 4 * lane)) * LANES + lane
+        if number > best or (number == best and at < place):
+            best = number
+            place = at
+    return best, place
 
 
 @GREEDY.each_unit
@@ -27,16 +43,7 @@ def _greedy(args, row, scratch):
         block = where_greater(number, top, splat(np.float32(i)), block)
         top = greater(number, top)
         nan = where_nan(number, nan)
-    store(scratch, top)
-    store(scratch + VECTOR_BYTES, block)
-    best = get_float(scratch)
-    place = np.int64(get_float(scratch + VECTOR_BYTES)) * LANES
-    for lane in range(1, LANES):
-        number = get_float(scratch + 4 * lane)
-        at = np.int64(get_float(scratch + VECTOR_BYTES + 4 * lane)) * LANES + lane
-        if number > best or (number == best and at < place):
-            best = number
-            place = at
+    best, place = first_highest(top, block, scratch)
     nans = total(nan)
     for i in range(size // LANES * LANES, size):
         number = get_float(x + 4 * i)

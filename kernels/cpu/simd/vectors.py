@@ -145,6 +145,13 @@ def lanes_from(builder: Any, x: Any, y: Any) -> Any:
     return builder.zext(lanes, I64)
 
 
+@operation(vector, types.int64, vector, vector)
+def where_bits(builder: Any, bits: Any, yes: Any, no: Any) -> Any:
+    """Return `yes` where a lane's bit is set, the first lane's being the lowest, else `no`."""
+    lanes = builder.trunc(bits, ir.IntType(LANES))
+    return builder.select(builder.bitcast(lanes, ir.VectorType(ir.IntType(1), LANES)), yes, no)
+
+
 @operation(types.float32, vector)
 def highest(builder: Any, x: Any) -> Any:
     """Return the greatest lane, ignoring NaN."""
