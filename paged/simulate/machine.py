@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.attention_options import AttentionOptions
+from ..kernels.attention_options import AttentionOptions, AttentionPlan
 from ..kernels.checks import TrustedContents
 from ..model.cache.kv_cache import KVCache
 from ..model.weights.forms import WeightForm
@@ -127,6 +127,8 @@ def _attention(footprint: Footprint, dtype: torch.dtype) -> tuple[float, float]:
             torch.tensor(x, dtype=torch.int32, device=footprint.device) for x in ([length], [0, num_queries])
         )
 
+        plans: dict[object, AttentionPlan] = {}
+
         def in_layer(index: int) -> Tensor:
             spec = model.layers[index].attention
             key, value, key_scales, value_scales = cache.layer(index)
@@ -136,7 +138,11 @@ def _attention(footprint: Footprint, dtype: torch.dtype) -> tuple[float, float]:
             options = AttentionOptions(
                 spec.scale, num_queries, num_queries, key_scales=key_scales, value_scales=value_scales
             )
-            return footprint.kernels.paged_attention(query, key, value, table, lengths, ends, options)
+            key_of = spec.kv, spec.num_heads
+            inputs = query, key, value, table, lengths, ends, options
+            if key_of not in plans:  # once for all steps, as an engine does for all layers
+                plans[key_of] = footprint.kernels.plan_attention(*inputs)
+            return footprint.kernels.paged_attention(*inputs, plans[key_of])
 
         return lambda: [in_layer(index) for index in range(num_layers)]
 
