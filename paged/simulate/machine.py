@@ -26,7 +26,7 @@ _LEAST_RUNS = 2
 _ROWS = 512
 _LAYERS = 2  # that many queries attend in
 # Seconds of a step on a CPU beside products and attention: for each layer's other kernels, and once for
-# scheduling and sampling. From steps of the demo and a model of 135M on two cores; on a GPU an assumption.
+# scheduling and sampling. Assumed: `python -m benchmarks.plan` tells what predictions are worth with them.
 _STEP_S = 0.3e-3
 _LAYER_S = 40e-6
 
