@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 # What the first ranges leave out at the lower and upper end of a group's, and how often the best is refined.
-CUTS = ((0, 0), (0.03, 0.03), (0.06, 0.06), (0.09, 0.09), (0, 0.06), (0.06, 0))
-REFINEMENTS = 1
+CUTS = (
+    *((0, 0), (0.03, 0.03), (0.06, 0.06), (0.09, 0.09), (0.12, 0.12)),
+    *((0, 0.04), (0.04, 0), (0, 0.08), (0.08, 0)),
+)
+REFINEMENTS = 2
 LEVELS = 15  # between the lowest and the highest number, which are at -LEVELS / 2 and LEVELS / 2
 # A range's code of a level is factor * level + shift, rounded.
 RANGES = tuple(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Workload, ragged_workload
-from benchmarks.peers.__main__ import TOLERANCES
+from benchmarks.peers.fleet import TOLERANCES
 from benchmarks.peers.process import ROOT, Worker
 from benchmarks.peers.report import Row, Run
 from paged.simulate.model import read_model

@@ -390,10 +390,8 @@ def _compressed_tensors(config: Config) -> Quantization:
             schemes[target] = scheme, name  # that of the last group, as for compressed-tensors
     ignored = [(pattern, _matcher(pattern)) for pattern in _strings(config, "ignore")]
     # The most specific first: names, patterns, classes; several patterns in the order of compressed-tensors.
-    targets_in_order = sorted(
-        schemes, key=lambda each: (each in ("Linear", "Embedding"), "re:" in each, each)
-    )
-    wanted = [(target, _matcher(target)) for target in targets_in_order]
+    in_order = sorted(schemes, key=lambda each: (each in ("Linear", "Embedding"), "re:" in each, each))
+    wanted = [(target, _matcher(target)) for target in in_order]
 
     def rule_of(module: Module) -> Rule:
         for pattern, matches in ignored:

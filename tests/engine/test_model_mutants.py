@@ -16,7 +16,7 @@ from tests.support import family_bugs, format_bugs
 RECORDS = (ModelConfig, LayerSpec, AttentionSpec, FeedForwardSpec, NormSpec)
 SIZES = {
     *("architecture", "vocab_size", "hidden_size", "layers", "norm", "eps", "max_position_embeddings"),
-    *("dtype", "layer_bits", "attention", "feed_forward", "num_heads"),
+    *("dtype", "layer_bits", "table_bits", "attention", "feed_forward", "num_heads"),
 }
 OF_ROPE = {"rotary_dim", "interleaved", "attention_factor", "query_scaling_beta", *ROPE_TYPES} - {"default"}
 

@@ -276,7 +276,7 @@ def test_logits_processors_get_the_output_and_their_row_and_fail_alone():
 
 def test_grammar_masks_come_before_all_edits_and_after_logprobs():
     class Masks:
-        def apply(self, logits):
+        def apply(self, _kernels, logits):
             logits[:, 5] = -math.inf
 
     logits = torch.eye(2, VOCAB_SIZE).roll(5, 1)
