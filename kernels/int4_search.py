@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 # What the first ranges leave out at the lower and upper end of a group's, and how often the best is refined.
-CUTS = (
-    *((0, 0), (0.03, 0.03), (0.06, 0.06), (0.09, 0.09), (0.12, 0.12)),
-    *((0, 0.04), (0.04, 0), (0, 0.08), (0.08, 0)),
-)
-REFINEMENTS = 2
+# More ranges and refinements lower the squared error a little, and made a model's perplexity worse.
+CUTS = ((0, 0), (0.03, 0.03), (0.06, 0.06), (0.09, 0.09), (0, 0.06), (0.06, 0))
+REFINEMENTS = 1
 LEVELS = 15  # between the lowest and the highest number, which are at -LEVELS / 2 and LEVELS / 2
 # A range's code of a level is factor * level + shift, rounded.
 RANGES = tuple(
