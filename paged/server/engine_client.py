@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Self
 
 from ..base.arguments import show_arguments_of
@@ -251,6 +251,8 @@ def _sendable_options(config: EngineConfig, options: dict[str, Any], replicas: i
     sent = dict(options)
     if "dtype" in sent:
         sent["dtype"] = config.dtype  # the name of torch's
+    if config.speculative_config is not None:
+        sent["speculative_config"] = asdict(config.speculative_config)
     return sent
 
 
