@@ -260,9 +260,7 @@ class SamplingParams(metaclass=ExplainsMissing):
     @property
     def edits_logits(self) -> bool:
         """Whether logits are changed in a way that greedy sampling must see."""
-        return (
-            self.depends_on_history or self.allowed_token_ids is not None or bool(self.logit_bias)
-        )
+        return self.depends_on_history or self.allowed_token_ids is not None or bool(self.logit_bias)
 
     def _check_outputs(self) -> None:
         if not isinstance(self.output_kind, RequestOutputKind):

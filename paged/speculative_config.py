@@ -45,7 +45,9 @@ class SpeculativeConfig:
         if longest is not None and self.method == "suffix":
             raise _error("prompt_lookup_max", "goes with method 'ngram': 'suffix' takes the longest match")
         if longest is not None and self.prompt_lookup_min > longest:
-            raise _error("prompt_lookup_min", f"is {self.prompt_lookup_min}, more than prompt_lookup_max {longest}")
+            raise _error(
+                "prompt_lookup_min", f"is {self.prompt_lookup_min}, more than prompt_lookup_max {longest}"
+            )
 
     @property
     def longest_match(self) -> int:

@@ -404,7 +404,7 @@ class World:
         # Requests preempted and admitted again in this step: they begin with blocks that others write in it.
         self.again = {id(r.blocks) for r, before in ready if r.metrics.num_preemptions > before}
         assert len(self.scheduler.running) <= self.max_num_seqs, "too many run"
-        if schedule.drafts:
+        if self.have_blocks_of_their_own(schedule):
             spare = self.manager.pool.num_available - self.scheduler._running.num_reserved_blocks()
             assert spare >= 0, "drafts took reserved blocks"
         if not schedule.is_empty:
@@ -416,6 +416,14 @@ class World:
         if self.in_flight and (schedule.is_empty or len(self.in_flight) >= self.depth):
             self.finish_step()
         del old
+
+    def have_blocks_of_their_own(self, schedule: Schedule) -> bool:
+        """Return whether any drafts of a step got blocks that their requests would not need without them."""
+        first = schedule.num_decode_tokens
+        rows = range(first, first + len(schedule.drafts))
+        needed = (self.manager.blocks_for(schedule.num_computed_tokens[row] + 1) for row in rows)
+        held = (len(schedule.requests[row].blocks.tables[0]) for row in rows)
+        return any(has > needs for has, needs in zip(held, needed, strict=True))
 
     def check_order(self, waiting: list[Request], ready: list[tuple[Request, int]]) -> None:
         """Assert that no waiting request was overtaken, and that the highest ranks were preempted first."""

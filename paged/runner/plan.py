@@ -98,7 +98,9 @@ class ComputedPart:
         rows = (self.seats, self.starts, self.counts, self.rope_lens, self.sampled, self.sampled_seats)
         tuples = (*pairs, self.asked, self.changes)
         flat = (chain.from_iterable(each) for each in tuples)
-        return _write([[self.num_decodes, self.num_drafting], *map(list, flat), *rows, self.tokens, *self.entries])
+        return _write(
+            [[self.num_decodes, self.num_drafting], *map(list, flat), *rows, self.tokens, *self.entries]
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:

@@ -14,9 +14,7 @@ from paged.speculative_config import SpeculativeConfig
 def new_request(prompt: list[int], output: list[int] = [], **options) -> Request:
     salt = options.pop("cache_salt", None)
     params = SamplingParams(cache_salt=salt)
-    request = Request(
-        RequestInputs(prompt_token_ids=prompt, max_total_tokens=200, params=params, **options)
-    )
+    request = Request(RequestInputs(prompt_token_ids=prompt, max_total_tokens=200, params=params, **options))
     request.token_ids += output
     return request
 
