@@ -20,11 +20,11 @@ _FORM = '{"method": "ngram", "num_speculative_tokens": 4}'
 class SpeculativeConfig:
     """How the next tokens of requests are guessed, with vLLM's keys.
 
-    method: "ngram": what followed the last tokens where they occurred before in the request; "suffix": also in
-        its siblings and in outputs that ended before, of the same tenant and cache_salt.
+    method: "ngram" guesses what followed the last tokens where they occurred before in the request; "suffix"
+        looks in its siblings too, and in outputs that ended before, of the same tenant and cache_salt.
     num_speculative_tokens: most guesses for a request in a step.
-    prompt_lookup_max: most tokens of a match that "ngram" compares; of equally long ones the newest counts. None
-        takes 5, or prompt_lookup_min if that is more.
+    prompt_lookup_max: most tokens of a match that "ngram" compares; of equally long ones the newest counts.
+        None takes 5, or prompt_lookup_min if that is more.
     prompt_lookup_min: fewest tokens of a match.
 
     Raises ConfigError naming the key, its value and what is allowed.

@@ -496,7 +496,7 @@ class World:
         others = {seat: row for row, seat in enumerate(plan.seats) if seat not in sampled}
         self.check_seats(schedule)
         rows_with_drafts = zip(schedule.requests[plan.num_decodes :], schedule.drafts, strict=False)
-        drafts_of = {request: drafts for request, drafts in rows_with_drafts}
+        drafts_of = dict(rows_with_drafts)
         drawn = [self.seated[seat] for seat in plan.sampled_seats]
         reads = [
             Read(request, end, drafts_of.get(request, []))

@@ -231,7 +231,7 @@ class BlockManager:
         seq.capacity = min(seq.capacity, num_computed - num_computed % self.block_size)
 
     def truncate(self, seq: SequenceBlocks, num_tokens: int) -> None:
-        """Free the blocks behind the first num_tokens, which the sequence holds alone and never registered."""
+        """Free the blocks behind the first num_tokens: no other sequence and no cache has them."""
         most = self.blocks_for(num_tokens)
         if len(seq.tables[0]) <= most:
             return

@@ -11,7 +11,7 @@ from .token_index import NOWHERE, TokenIndex
 
 LONGEST = 32  # tokens of a match
 MOST_SIBLINGS = 3  # that are looked at
-MOST_TOKENS = 2**16  # of the ended outputs of a tenant that are kept: the newest, at least the half
+MOST_KEPT = 2**16  # of the ended outputs of a tenant that are kept: the newest, at least the half
 MOST_SHELVES = 8
 SEPARATOR = -1  # between two outputs: no token
 NUM_BEFORE = 8  # tokens of the prompt that an output is kept with
@@ -85,8 +85,8 @@ class SuffixDrafter:
         shelf = self._shelves.pop(scope, None) or TokenIndex([], self._shortest)
         first = max(0, request.num_prompt_tokens - NUM_BEFORE)
         shelf.tokens += [*request.token_ids[first:], SEPARATOR]
-        if len(shelf.tokens) > MOST_TOKENS:
-            shelf = TokenIndex(shelf.tokens[-MOST_TOKENS // 2 :], self._shortest)
+        if len(shelf.tokens) > MOST_KEPT:
+            shelf = TokenIndex(shelf.tokens[-MOST_KEPT // 2 :], self._shortest)
         shelf.update()
         self._shelves[scope] = shelf
         if len(self._shelves) > MOST_SHELVES:

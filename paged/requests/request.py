@@ -107,7 +107,7 @@ class RequestInputs:
     deadline: float = math.inf
     is_greedy: bool = field(init=False)  # temperature 0, logits unchanged, no log-probabilities
     wants_logprobs: bool = field(init=False)  # of the output
-    # The most drafts of a step; None: as many as the engine makes. 0 where logits depend on the tokens before.
+    # The most drafts of a step; None: as many as the engine makes. 0: logits depend on the tokens before.
     max_drafts: int | None = field(init=False)
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from ..model.config import ModelConfig
 from ..scheduler.drafts import Drafts
 from ..scheduler.policies import new_policy
 from ..scheduler.scheduler import Scheduler
+from ..speculative_config import SpeculativeConfig
 
 GIB = 2**30
 # The default of block_size, and where the kernels load whole tiles of a larger block by descriptors: see
@@ -127,7 +128,7 @@ class Sizes:
 
     @property
     def max_sampled_rows(self) -> int:
-        """The most rows that a step with drafts samples: on a GPU no more than the memory was measured with."""
+        """The most rows that a step with drafts samples: on a GPU, those for which memory was measured."""
         return self.config.max_num_seqs if self.device == "cuda" else self.max_num_batched_tokens
 
     @property
@@ -249,10 +250,11 @@ class Sizes:
             swap_pays=self.swap_pays if manager.host_pool.num_blocks else None,
             clock=clock,
         )
-        if config.speculative_config is not None:
+        speculation = SpeculativeConfig.of(config.speculative_config)
+        if speculation is not None:
             scheduler.drafts = Drafts(
-                new_drafter(config.speculative_config),
-                config.speculative_config.num_speculative_tokens,
+                new_drafter(speculation),
+                speculation.num_speculative_tokens,
                 self.model.vocab_size,
                 self.max_sampled_rows,
             )

@@ -127,9 +127,9 @@ def _grow(
 def verified(schedule: Schedule, drawn: StepOutput) -> StepOutput:
     """Return the output of a step with drafts by rows of schedule.sampled_requests.
 
-    drawn: a token for each of the plan's sampled rows, so several for a request with drafts. Its run ends with
-        the first token that is not its draft. A token without finite logits ends it, too, and is computed
-        again as the first of the next step: then it ends the request, as without drafts.
+    drawn: a token for each of the plan's sampled rows, so several for a request with drafts. Its run ends
+        with the first token that is not its draft. It also ends before a row with an error: the next step
+        computes that again as the first row, where the error ends the request as without drafts.
     """
     output = StepOutput(reports=drawn.reports)
     first = schedule.num_decode_tokens
@@ -161,10 +161,9 @@ def verified(schedule: Schedule, drawn: StepOutput) -> StepOutput:
 
 def _copy_row(drawn: StepOutput, at: int, output: StepOutput, row: int) -> None:
     output.tokens.append(drawn.tokens[at])
-    for source, target in (
-        (drawn.logprobs, output.logprobs),
-        (drawn.errors, output.errors),
-        (drawn.runs, output.runs),
-    ):
-        if at in source:
-            target[row] = source[at]  # type: ignore[index]
+    if at in drawn.logprobs:
+        output.logprobs[row] = drawn.logprobs[at]
+    if at in drawn.errors:
+        output.errors[row] = drawn.errors[at]
+    if at in drawn.runs:
+        output.runs[row] = drawn.runs[at]

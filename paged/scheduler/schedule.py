@@ -64,7 +64,7 @@ class Schedule:
     done at once: no block is read and written within one.
 
     The first num_decode_tokens requests compute their last token and sample the next one. So do those behind
-    them, and each computes a run of `drafts` besides, guesses of its next tokens: it samples after each token.
+    them, and each also computes a run of `drafts`, guesses of its next tokens: it samples after each token.
 
     num_computed_tokens, seats: of each request when the step begins.
     scheduled_time: on the scheduler's clock.
@@ -125,8 +125,9 @@ class Schedule:
         num = self.num_decode_tokens
         plain = [row for row in range(num) if row not in drafts]
         order = [*plain, *drafts]
-        for rows in (self.requests, self.num_new_tokens, self.num_computed_tokens, self.seats):
-            rows[:num] = [rows[row] for row in order]
+        columns: list[list[Any]] = [self.requests, self.num_new_tokens, self.num_computed_tokens, self.seats]
+        for column in columns:
+            column[:num] = [column[row] for row in order]
         self.sampled_requests[:num] = self.requests[:num]
         self.sampled_seats[:num] = self.seats[:num]
         self.drafts = [*drafts.values()]

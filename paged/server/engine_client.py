@@ -26,6 +26,7 @@ from ..model.hub import resolve
 from ..routing.router import new_router
 from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats
+from ..speculative_config import SpeculativeConfig
 from ..text.prompt_parser import ParsedPrompt
 from . import frames
 from .connection import EngineConnection, SentRequest
@@ -251,8 +252,9 @@ def _sendable_options(config: EngineConfig, options: dict[str, Any], replicas: i
     sent = dict(options)
     if "dtype" in sent:
         sent["dtype"] = config.dtype  # the name of torch's
-    if config.speculative_config is not None:
-        sent["speculative_config"] = asdict(config.speculative_config)
+    speculation = SpeculativeConfig.of(config.speculative_config)
+    if speculation is not None:
+        sent["speculative_config"] = asdict(speculation)
     return sent
 
 

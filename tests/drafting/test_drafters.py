@@ -1,6 +1,7 @@
 """Drafters guess what followed the same tokens before, in the request or where it may look."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -11,7 +12,7 @@ from paged.sampling_params import SamplingParams
 from paged.speculative_config import SpeculativeConfig
 
 
-def new_request(prompt: list[int], output: list[int] = [], **options) -> Request:
+def new_request(prompt: list[int], output: Sequence[int] = (), **options) -> Request:
     salt = options.pop("cache_salt", None)
     params = SamplingParams(cache_salt=salt)
     request = Request(RequestInputs(prompt_token_ids=prompt, max_total_tokens=200, params=params, **options))

@@ -53,7 +53,7 @@ class Random:
     def __init__(self) -> None:
         self._rng = random.Random(1)
 
-    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
+    def propose(self, _: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
         choose = self._rng.randrange
         return [
             Draft([choose(200) for _ in range(choose(limit + 1))], self._rng.random()) for limit in limits
@@ -71,7 +71,7 @@ DRAFTERS: dict[str, Callable[[Answers], Drafter]] = {
 
 
 def text_requests() -> list[tuple[Any, SamplingParams]]:
-    """Requests of the demo model, which between them use every parameter that may be combined."""
+    """Return requests of the demo model, which between them use every parameter that may be combined."""
     common: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
@@ -143,7 +143,8 @@ def outputs_of(
         outputs = engine.generate(prompts, params, use_tqdm=False)
         found += [(output.outputs, output.prompt_logprobs) for output in outputs]
         if engine.config.attention_backend == "torch":
-            found = [([replace(one, logprobs=None) for one in completions], None) for completions, _ in found]
+            bits = {"logprobs": None, "cumulative_logprob": None}
+            found = [([replace(one, **bits) for one in completions], None) for completions, _ in found]
         engine.scheduler.check()
     engine.reset_prefix_cache()
     assert_all_free(engine)

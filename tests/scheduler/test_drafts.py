@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import pytest
 
 from paged.drafting.drafter import Draft
-from paged.requests.request import Request
 from paged.sampling_params import SamplingParams
 from paged.scheduler.drafts import Drafts, verified
-from paged.scheduler.schedule import Schedule, StepOutput
+from paged.scheduler.schedule import StepOutput
 from paged.scheduler.scheduler import Scheduler
 from tests.support.scheduler_cases import (
     BLOCK_SIZE,
     STOP,
+    Guesses,
     added,
     computed,
     finish,
@@ -24,45 +23,14 @@ from tests.support.scheduler_cases import (
     new_scheduler,
     run_step,
     scheduled,
+    updated,
 )
-
-
-class Guesses:
-    """A drafter whose first num_right tokens are those of the made-up model."""
-
-    def __init__(self, num_right: int = 99) -> None:
-        self.num_right = num_right
-
-    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
-        return [
-            Draft(
-                [self.token(request, i) for i in range(limit)], confidence=float(request.request_id == "sure")
-            )
-            for request, limit in zip(requests, limits, strict=True)
-        ]
-
-    def token(self, request: Request, i: int) -> int:
-        right = hash_token(request.request_id, request.num_tokens + i)
-        return right if i < self.num_right else (right + 1) % 100
 
 
 def drafting(most: int = 4, drafter: object = None, max_rows: int = 64, **options) -> Scheduler:
     scheduler = new_scheduler(**options)
     scheduler.drafts = Drafts(drafter or Guesses(), most, 1000, max_rows)  # type: ignore[arg-type]
     return scheduler
-
-
-def updated(scheduler: Scheduler, schedule: Schedule) -> list[Request]:
-    """Give the step the tokens of the made-up model, one for each row that it samples."""
-    tokens: list[int | None] = []
-    for row, request in enumerate(schedule.sampled_requests):
-        place = row - schedule.num_decode_tokens
-        num = len(schedule.drafts[place]) if 0 <= place < len(schedule.drafts) else 0
-        tokens += [hash_token(request.request_id, request.num_tokens + i) for i in range(num + 1)]
-    output = verified(schedule, StepOutput(tokens))
-    advanced = scheduler.update(schedule, output.tokens, output.errors, output.runs)
-    scheduler.check()
-    return advanced
 
 
 def test_drafts_take_what_prompts_leave_of_the_budget():
@@ -83,13 +51,7 @@ def test_the_surest_drafts_come_first_and_move_behind_plain_decodes():
     assert not schedule.has_prompts
     updated(scheduler, schedule)
     assert {r.request_id: r.num_output_tokens for r in scheduler.running} == {"a": 2, "sure": 7, "c": 2}
-    finish_all(scheduler)
-
-
-def finish_all(scheduler: Scheduler) -> None:
-    while scheduler.has_unfinished():
-        updated(scheduler, scheduled(scheduler))
-    assert scheduler.block_manager.pool.num_used == 0
+    finish(scheduler)
 
 
 def test_few_rows_may_be_sampled():
@@ -147,7 +109,7 @@ def test_only_accepted_tokens_stay(num_right):
     assert request.num_computed_tokens == request.num_tokens - 1
     assert len(request.blocks.tables[0]) == manager.blocks_for(request.num_computed_tokens)
     assert scheduler.counters.num_accepted_at == [1] * num_right + [0] * (5 - num_right)
-    finish_all(scheduler)
+    finish(scheduler)
     # What is cached has the request's own tokens: of a guess nothing was registered.
     assert len(manager.find(request.token_ids)[0]) == (request.num_tokens - 1) // BLOCK_SIZE
 
@@ -196,7 +158,7 @@ def test_a_row_without_logits_ends_a_run_and_then_the_request():
 )
 def test_a_drafter_that_fails_is_switched_off_with_one_warning(wrong, caplog):
     class Wrong:
-        def propose(self, requests, limits):
+        def propose(self, *_):
             if isinstance(wrong, Exception):
                 raise wrong
             return wrong
