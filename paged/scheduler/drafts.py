@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ..blocks.manager import BlockManager
 from ..drafting.drafter import Draft, Drafter
@@ -12,11 +13,22 @@ from .schedule import Schedule, StepOutput
 
 logger = logging.getLogger(__name__)
 
+MOST_PAUSE = 64  # tokens
+MOST_PAUSES = 1024  # beyond which the requests that have ended are forgotten
+
+
+class _Pause(NamedTuple):
+    """For how many tokens a request gets no drafts, and how many tokens it has then."""
+
+    length: int
+    end: int
+
 
 class Drafts:
     """Extends the decodes of a step by drafts, within the tokens and blocks that are left.
 
-    A drafter that raises or proposes what is no token is switched off.
+    A drafter that raises or proposes what is no token is switched off. A request whose first draft was wrong
+    gets none for its next token, after another such run for two, and so on up to MOST_PAUSE.
 
     most: drafts of a request in a step.
     vocab_size: of the model; proposed tokens are below.
@@ -28,6 +40,7 @@ class Drafts:
         self._most = most
         self._vocab_size = vocab_size
         self._max_rows = max_rows
+        self._pauses: dict[Request, _Pause] = {}
 
     def extend(
         self,
@@ -51,7 +64,7 @@ class Drafts:
         limits = {
             row: limit
             for row in range(schedule.num_decode_tokens)
-            if (limit := most_drafts(schedule.requests[row], most)) > 0
+            if (limit := self._limit(schedule.requests[row], most)) > 0
         }
         proposed = self._proposed([schedule.requests[row] for row in limits], [*limits.values()])
         found = [(row, draft) for row, draft in zip(limits, proposed, strict=False) if draft.tokens]
@@ -66,6 +79,24 @@ class Drafts:
                 left -= num
         if drafts:
             schedule.add_drafts(drafts)
+
+    def _limit(self, request: Request, most: int) -> int:
+        """Return how many drafts a request may get now."""
+        pause = self._pauses.get(request)
+        if pause is not None and request.num_tokens < pause.end:
+            return 0
+        return most_drafts(request, most)
+
+    def record(self, request: Request, num_accepted: int) -> None:
+        """Learn how many drafts of a request's last run were right."""
+        if num_accepted:
+            self._pauses.pop(request, None)
+            return
+        if len(self._pauses) >= MOST_PAUSES:
+            self._pauses = {r: pause for r, pause in self._pauses.items() if r.finish_reason is None}
+        last = self._pauses.get(request)
+        length = 1 if last is None else min(2 * last.length, MOST_PAUSE)
+        self._pauses[request] = _Pause(length, request.num_tokens + length)
 
     def _proposed(self, requests: list[Request], limits: list[int]) -> list[Draft]:
         """Return the drafter's guesses, one for each request; none if it fails."""

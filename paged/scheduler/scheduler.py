@@ -374,6 +374,8 @@ class Scheduler:
             self.block_manager.truncate(request.blocks, request.num_computed_tokens)
             self._running.correct(request)
             self.counters.count_drafts(len(drafts), len(run) - 1)
+            if self.drafts is not None:
+                self.drafts.record(request, len(run) - 1)
         num_more = request.num_tokens - num_known - 1  # than the one that is counted for each row
         self.counters.num_generated_tokens += num_more
         self.policy.generated([request] * num_more)

@@ -114,6 +114,18 @@ def test_only_accepted_tokens_stay(num_right):
     assert len(manager.find(request.token_ids)[0]) == (request.num_tokens - 1) // BLOCK_SIZE
 
 
+def test_after_wrong_drafts_there_are_none_for_ever_longer():
+    guesses = Guesses(0)
+    scheduler = drafting(most=1, drafter=guesses)
+    added(scheduler, new_request("a", 3, 60))
+    run_step(scheduler)
+    tokens = [sum(run_step(scheduler).values()) for _ in range(20)]
+    assert tokens == [2, 1, 2, 1, 1, 2, 1, 1, 1, 1, 2, *[1] * 8, 2]
+    guesses.num_right = 1
+    tokens = [sum(run_step(scheduler).values()) for _ in range(19)]
+    assert tokens == [*[1] * 16, 2, 2, 2]
+
+
 def test_nothing_follows_the_end_of_a_run():
     scheduler = drafting()
     (request,) = added(scheduler, new_request("a", 3, 20))
@@ -135,6 +147,14 @@ def test_drafts_take_no_block_that_another_needs():
     # b may come to need two more blocks, all that are free. Its drafts fill the one that it has.
     assert computed(scheduled(scheduler)) == {"a": 1, "b": 1 + 2}
     assert first.blocks.capacity == BLOCK_SIZE
+
+
+def test_drafts_take_no_block_that_a_begun_prompt_needs():
+    scheduler = drafting(num_blocks=5, long_prefill_token_threshold=BLOCK_SIZE, watermark=0.0)
+    added(scheduler, new_request("a", BLOCK_SIZE - 1, 9))
+    run_step(scheduler)
+    added(scheduler, new_request("long", 3 * BLOCK_SIZE, 9))
+    assert computed(scheduled(scheduler)) == {"a": 1, "long": BLOCK_SIZE}
 
 
 def test_a_row_without_logits_ends_a_run_and_then_the_request():
