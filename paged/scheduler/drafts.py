@@ -120,7 +120,7 @@ class Drafts:
         for (tokens, _), limit in zip(drafts, limits, strict=True):
             if len(tokens) > limit:
                 return f"it proposed {len(tokens)} tokens where at most {limit} were asked for"
-            if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
+            if not all(isinstance(token, int) and 0 <= token < self._vocab_size for token in tokens):
                 return f"it proposed {tokens}, which are not all token ids below {self._vocab_size}"
         return ""
 

@@ -174,7 +174,7 @@ def test_a_row_without_logits_ends_a_run_and_then_the_request():
 
 
 @pytest.mark.parametrize(
-    "wrong", [ValueError("bad luck"), [Draft([1000])], [Draft([-1])], [Draft([1] * 9)], []]
+    "wrong", [ValueError("bad luck"), [Draft([1000])], [Draft([-1])], [Draft([1.0])], [Draft([1] * 9)], []]
 )
 def test_a_drafter_that_fails_is_switched_off_with_one_warning(wrong, caplog):
     class Wrong:
