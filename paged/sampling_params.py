@@ -159,7 +159,7 @@ class SamplingParams(metaclass=ExplainsMissing):
         output tokens, logits) and return new logits. Called for every token, they delay the whole batch.
     structured_outputs: the language that the output must belong to.
     num_speculative_tokens: most tokens that a step guesses of this request, where the engine has a
-        speculative_config; its number if that is lower. None takes the engine's, 0 turns it off.
+        speculative_config; its number if that is lower. 0 turns it off. None takes the engine's.
 
     Raises RequestError naming the value and what is allowed.
     """
