@@ -10,6 +10,7 @@ from typing import Any, Literal
 from .base.arguments import strict
 from .base.validation import check_bool, check_int, check_number, shown
 from .errors import ConfigError
+from .speculative_config import SpeculativeConfig
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = ("int8", "int4")
@@ -95,6 +96,9 @@ class EngineConfig:
         OMP_NUM_THREADS or torch.set_num_threads if used, else the cores that affinity and container allow.
     deterministic: batch-invariant: a request's result is bitwise equal in any batch. Needs a CPU with numba,
         where it holds even without this option, except in bfloat16 on ARM.
+    speculative_config: how to guess tokens, which steps verify beside the next one, without a change of any
+        output: {"method": "ngram", "num_speculative_tokens": 4} or {"method": "suffix"}, a dict or its JSON;
+        see `SpeculativeConfig`. None guesses none.
     enforce_eager: record no steps. By default a CPU with numba records small steps and replays them.
     seed: from which the seeds of requests without one are derived.
     skip_tokenizer_init: load no tokenizer: prompts must be token ids, and outputs have no text.
@@ -132,6 +136,7 @@ class EngineConfig:
     attention_backend: Literal["auto", "triton", "numba", "torch"] = "auto"
     num_threads: int | None = None
     deterministic: bool = False
+    speculative_config: str | Any = None
     enforce_eager: bool = False
     seed: int = 0
     skip_tokenizer_init: bool = False
@@ -155,6 +160,7 @@ class EngineConfig:
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_policy(self.scheduling_policy, self.tenant_weights)
+        object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         self._check_sizes()
 

@@ -158,6 +158,8 @@ class SamplingParams(metaclass=ExplainsMissing):
     logits_processors: functions that take (output tokens so far, logits f32[vocab_size]) or (prompt tokens,
         output tokens, logits) and return new logits. Called for every token, they delay the whole batch.
     structured_outputs: the language that the output must belong to.
+    num_speculative_tokens: most tokens that a step guesses of this request, where the engine has a
+        speculative_config; its number if that is lower. 0 turns it off. None takes the engine's.
 
     Raises RequestError naming the value and what is allowed.
     """
@@ -200,6 +202,7 @@ class SamplingParams(metaclass=ExplainsMissing):
     cache_salt: str | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
     structured_outputs: StructuredOutputsParams | None = None
+    num_speculative_tokens: int | None = of_kind(Integer(0), None)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -244,16 +247,20 @@ class SamplingParams(metaclass=ExplainsMissing):
         return self.repetition_penalty != 1.0 or bool(self.frequency_penalty or self.presence_penalty)
 
     @property
-    def edits_logits(self) -> bool:
-        """Whether logits are changed in a way that greedy sampling must see."""
+    def depends_on_history(self) -> bool:
+        """Whether the tokens before change the logits otherwise than through the model."""
         return (
             self.penalizes
             or self.dry_multiplier > 0.0
             or self.min_tokens > 0
-            or self.allowed_token_ids is not None
             or self.structured_outputs is not None
-            or bool(self.bad_words or self.logit_bias or self.logits_processors)
+            or bool(self.bad_words or self.logits_processors)
         )
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits are changed in a way that greedy sampling must see."""
+        return self.depends_on_history or self.allowed_token_ids is not None or bool(self.logit_bias)
 
     def _check_outputs(self) -> None:
         if not isinstance(self.output_kind, RequestOutputKind):

@@ -75,9 +75,12 @@ def parameter_set(number: int) -> SamplingParams:
     return SamplingParams(temperature=temperature, seed=number, max_tokens=24, **rest)
 
 
-def tokens() -> dict[str, list[list[int]]]:
-    """Generate the demo model's tokens for every parameter set in one ragged batch."""
-    engine = LLMEngine("demo", device="cpu", dtype="float32", num_blocks=600)
+def tokens(**options: Any) -> dict[str, list[list[int]]]:
+    """Generate the demo model's tokens for every parameter set in one ragged batch.
+
+    options: of the engine; they must not change a token.
+    """
+    engine = LLMEngine("demo", device="cpu", dtype="float32", num_blocks=600, **options)
     sets = [parameter_set(i) for i in range(NUM_PARAMETER_SETS)]
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(NUM_PARAMETER_SETS)]
     outputs = engine.generate(prompts, sets, use_tqdm=False)

@@ -26,6 +26,7 @@ TESTS = [
     "tests/blocks/test_block_pool.py",
     "tests/blocks/test_block_manager.py",
     "tests/scheduler/test_scheduler.py",
+    "tests/scheduler/test_drafts.py",
     "tests/scheduler/test_preemption.py",
     "tests/scheduler/test_held.py",
     "tests/scheduler/test_policies.py",
@@ -118,6 +119,17 @@ MUTANTS = {
             "len(blocks)",
         ),
         ("the copy is lost", "copies.append((source, target))", "pass"),
+        ("truncate keeps the trailing blocks", "if len(seq.tables[0]) <= most:", "if True:"),
+        (
+            "truncate is a block off",
+            "            gone = table[most:]",
+            "            gone = table[most + 1 :]",
+        ),
+        (
+            "a truncated sequence keeps its capacity",
+            "seq.capacity = min(seq.capacity, most * self.block_size)",
+            "pass",
+        ),
         ("the copy's source is not kept", "pool.keep_for_step(source)", "pass"),
         ("the copy's source is not freed", "pool.free((source,))", "pass"),
         ("the table keeps the copy's source", "seq.tables[group][index] = target", "pass"),
@@ -162,7 +174,50 @@ MUTANTS = {
         ("the unpinned stay pinned", "self._pinned -= Counter(blocks)", "pass"),
         ("pins take no room", "self.pool.num_blocks - self.num_pinned", "self.pool.num_blocks"),
     ],
+    "scheduler/drafts": [
+        ("a wrong draft is accepted", "if drafts[i : i + 1] != [token]:", "if not drafts[i : i + 1]:"),
+        (
+            "drafts are registered",
+            "manager.register(blocks, request.token_ids, start)",
+            "manager.register(blocks, request.token_ids + [1] * num, end)",
+        ),
+        (
+            "drafts end a token late",
+            "inputs.max_total_tokens - num_tokens - 1",
+            "inputs.max_total_tokens - num_tokens",
+        ),
+        (
+            "drafts grow the tables of others",
+            "if manager.missing_blocks(blocks, end) <= num_spare_blocks():",
+            "if True:",
+        ),
+        ("drafts cross long_from", "inputs.long_from - num_tokens - 1", "inputs.long_from - num_tokens"),
+        ("the budget is spent twice", "                left -= num\n", "                pass\n"),
+        ("sampled rows have no limit", "min(budget, self._max_rows - len(schedule.sampled))", "budget"),
+    ],
     "scheduler/scheduler": [
+        ("a tail is kept behind a stop", "if not request.ready:  # finished, or grown long", "if False:"),
+        (
+            "rejected drafts count as computed",
+            "request.num_computed_tokens = request.num_tokens - 1",
+            "request.num_computed_tokens = request.num_tokens",
+        ),
+        (
+            "blocks of drafts are kept",
+            "self.block_manager.truncate(request.blocks, request.num_computed_tokens)",
+            "pass",
+        ),
+        ("a seat keeps the token of a wrong draft", "self._running.correct(request)", "pass"),
+        (
+            "drafts take reserved blocks",
+            "kept = self._running.num_reserved_blocks() + self._watermark_blocks",
+            "kept = 0",
+        ),
+        (
+            "drafts take the blocks of begun prompts",
+            "- kept - sum(map(self._running.missing_blocks, begun))",
+            "- kept",
+        ),
         (
             "any policy is the first",
             "FirstComeFirstServed() if policy is None else policy",

@@ -29,28 +29,39 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, NamedTuple
 
 from paged.blocks.manager import BlockManager
 from paged.blocks.pool import BlockPool
 from paged.blocks.prefix_chain import sha256_block
+from paged.drafting.drafter import Draft
 from paged.errors import QueueFullError
 from paged.requests.request import LONG, NO_MASK, SLOW_READER, Request, RequestInputs, RequestStatus
 from paged.runner.plan import IN_SEAT, ComputedPart, Planner, StepPlan
+from paged.scheduler.drafts import Drafts, verified
 from paged.scheduler.policies import POLICIES, new_policy
-from paged.scheduler.schedule import Schedule
+from paged.scheduler.schedule import Schedule, StepOutput
 from paged.scheduler.scheduler import Scheduler
 from paged.scheduler.waiting import Need, Room
 
 STOP = 0
 HOLDS = 2**40  # makes another seed of the same world, so that the other choices stay what they were
 RUNS = 2**41
+DRAFTS = 2**42
 UNWRITTEN = b"\xff"
 
 
 def weak_hash(parent: bytes, tokens: bytes) -> bytes:
     """Four different keys, so that nearly everything collides."""
     return bytes([hashlib.sha256(parent + tokens).digest()[0] & 0x30] * 32)
+
+
+class Read(NamedTuple):
+    """What a step reads: a request up to a token, drafts behind those that it has."""
+
+    request: Request
+    end: int
+    drafts: list[int]
 
 
 @dataclass
@@ -188,7 +199,7 @@ class World:
         # What the device keeps of each seat: its last token and its block tables.
         self.last_tokens = [0] * self.max_num_seqs
         self.tables = [[array("i") for _ in windows] for _ in range(self.max_num_seqs)]
-        self.in_flight: deque[tuple[Schedule, list[tuple[Request, int]], list[list[array[int]]]]] = deque()
+        self.in_flight: deque[tuple[Schedule, list[Read], list[int], list[list[array[int]]]]] = deque()
         self.pins: list[str] = []
         self.num_requests = self.num_steps = 0
         self.longest = self.manager.longest_fit(40)
@@ -199,6 +210,25 @@ class World:
         self.hold_share = self.holding.choice((0.0, 0.0, 0.05, 0.3))
         self.running = random.Random(seed ^ RUNS)
         self.run_share = self.running.choice((0.0, 0.0, 0.1, 0.4))  # of rows that get no token, or several
+        self.drafting = random.Random(seed ^ DRAFTS)
+        self.right_share = self.drafting.choice((0.0, 0.5, 0.9, 1.0))  # of guessed tokens
+        if self.drafting.random() < 0.5:
+            most = self.drafting.choice((1, 2, 4, 9))
+            self.scheduler.drafts = Drafts(self, most, 4, self.drafting.choice((3, budget)))
+
+    def propose(self, requests: list[Request], limits: list[int]) -> list[Draft]:
+        """Guess tokens, right, wrong or partly right: a world is its own drafter."""
+        return [self.guess(request, limit) for request, limit in zip(requests, limits, strict=True)]
+
+    def guess(self, request: Request, limit: int) -> Draft:
+        """Guess up to so many next tokens of a request."""
+        value = self.live[request.request_id][1].at(request, request.num_tokens)[request.num_tokens]
+        tokens = list[int]()
+        for _ in range(self.drafting.randint(0, limit)):
+            is_right = self.drafting.random() < self.right_share
+            tokens.append((self.sample(request, value) or 0) if is_right else self.drafting.randint(0, 3))
+            value = slot_value(value, tokens[-1])
+        return Draft(tokens, self.drafting.random())
 
     def _num_cached(self, request: Request) -> int:
         return self.manager.num_matched(request.blocks, request.token_ids)
@@ -374,6 +404,9 @@ class World:
         # Requests preempted and admitted again in this step: they begin with blocks that others write in it.
         self.again = {id(r.blocks) for r, before in ready if r.metrics.num_preemptions > before}
         assert len(self.scheduler.running) <= self.max_num_seqs, "too many run"
+        if self.have_blocks_of_their_own(schedule):
+            spare = self.manager.pool.num_available - self.scheduler._running.num_reserved_blocks()
+            assert spare >= 0, "drafts took reserved blocks"
         if not schedule.is_empty:
             self.launch(schedule)
         elif self.live and not self.in_flight:
@@ -383,6 +416,14 @@ class World:
         if self.in_flight and (schedule.is_empty or len(self.in_flight) >= self.depth):
             self.finish_step()
         del old
+
+    def have_blocks_of_their_own(self, schedule: Schedule) -> bool:
+        """Return whether any drafts of a step got blocks that their requests would not need without them."""
+        first = schedule.num_decode_tokens
+        rows = range(first, first + len(schedule.drafts))
+        needed = (self.manager.blocks_for(schedule.num_computed_tokens[row] + 1) for row in rows)
+        held = (len(schedule.requests[row].blocks.tables[0]) for row in rows)
+        return any(has > needs for has, needs in zip(held, needed, strict=True))
 
     def check_order(self, waiting: list[Request], ready: list[tuple[Request, int]]) -> None:
         """Assert that no waiting request was overtaken, and that the highest ranks were preempted first."""
@@ -453,14 +494,17 @@ class World:
         # Requests without a sampled token read their slots too, up to the last token of this step.
         sampled = {*plan.sampled_seats}
         others = {seat: row for row, seat in enumerate(plan.seats) if seat not in sampled}
-        reads = [
-            (request, ends[plan.seats[row]])
-            for request, row in zip(schedule.sampled_requests, plan.sampled, strict=True)
-        ]
-        reads += [(schedule.requests[row], ends[seat]) for seat, row in others.items()]
-        tables = [[table[:] for table in self.tables[seat]] for seat in (*plan.sampled_seats, *others)]
         self.check_seats(schedule)
-        self.in_flight.append((schedule, reads, tables))
+        rows_with_drafts = zip(schedule.requests[plan.num_decodes :], schedule.drafts, strict=False)
+        drafts_of = dict(rows_with_drafts)
+        drawn = [self.seated[seat] for seat in plan.sampled_seats]
+        reads = [
+            Read(request, end, drafts_of.get(request, []))
+            for request, end in zip(drawn, plan.positions(), strict=True)
+        ]
+        reads += [Read(schedule.requests[row], ends[seat], []) for seat, row in others.items()]
+        tables = [[table[:] for table in self.tables[seat]] for seat in (*plan.sampled_seats, *others)]
+        self.in_flight.append((schedule, reads, plan.sampled_seats, tables))
 
     def tell_seats(self, plan: ComputedPart) -> dict[int, list[int]]:
         """Keep what a step tells its seats. Return the tokens that it sends, by row."""
@@ -480,7 +524,7 @@ class World:
         """Assert that the device knows whose seats a step has, and no step in flight has those it takes."""
         for request in schedule.newcomers:
             self.seated[request.seat] = request
-            for other, _, _ in self.in_flight:
+            for other, *_ in self.in_flight:
                 seats = zip(
                     other.sampled_seats + other.seats, other.sampled_requests + other.requests, strict=True
                 )
@@ -514,25 +558,37 @@ class World:
 
     def finish_step(self) -> None:
         """Read what the oldest step in flight reads, and give its tokens to the scheduler."""
-        schedule, reads, tables = self.in_flight.popleft()
+        schedule, reads, drawn_seats, tables = self.in_flight.popleft()
         truths = []
-        for (request, end), own_tables in zip(reads, tables, strict=True):
+        for (request, end, drafts), own_tables in zip(reads, tables, strict=True):
             known = self.live.get(request.request_id)
             truth = known[1] if known else Truth.begin(request)
             values = truth.at(request, end)
+            if drafts:
+                values = values[: request.num_tokens + 1]
+                for token in drafts[: end - request.num_tokens]:
+                    values.append(slot_value(values[-1], token))
             for window, table in zip(self.windows, own_tables, strict=True):
                 self.read(table, window, end, values)
             truths.append(values[end])
-        tokens: list[int | None] = [self.sample(r, v) for (r, _), v in zip(reads, truths, strict=True)]
-        tokens = tokens[: len(schedule.sampled_requests)]
-        for seat, token in zip(schedule.sampled_seats, tokens, strict=True):
+        tokens: list[int | None] = [self.sample(r.request, v) for r, v in zip(reads, truths, strict=True)]
+        tokens = tokens[: len(drawn_seats)]
+        for seat, token in zip(drawn_seats, tokens, strict=True):
             self.last_tokens[seat] = token or 0
         runs = {}
-        for row, (request, value) in enumerate(zip(schedule.sampled_requests, truths, strict=False)):
-            if tokens[row] is not None and self.running.random() < self.run_share:
-                runs[row] = self.run_of(request, value)
+        for row, (read, value) in enumerate(zip(reads[: len(tokens)], truths, strict=False)):
+            if tokens[row] is not None and not read.drafts and self.running.random() < self.run_share:
+                runs[row] = self.run_of(read.request, value)
                 tokens[row] = None
-        advanced = self.scheduler.update(schedule, tokens, runs=runs)
+        output = StepOutput(tokens, runs=runs)
+        if schedule.drafts:
+            output = verified(schedule, output)
+        advanced = self.scheduler.update(schedule, output.tokens, output.errors, output.runs)
+        first = schedule.num_decode_tokens
+        for request in schedule.requests[first : first + len(schedule.drafts)]:
+            if request.finish_reason is None and request.ready:
+                most = self.manager.blocks_for(request.num_computed_tokens)
+                assert all(len(table) <= most for table in request.blocks.tables), "blocks of drafts are kept"
         if self.long_from is not None:
             for request in advanced:
                 if request.finish_reason is None and request.num_tokens % 7 == self.long_from % 7:

@@ -17,6 +17,7 @@ def test_public_names(record):
 def test_tokens(record):
     assert len(record["tokens"]) == NUM_PARAMETER_SETS
     assert tokens() == record["tokens"]
+    assert tokens(speculative_config={"method": "suffix"}) == record["tokens"]
 
 
 def test_bits_of_cpu_kernels(record):

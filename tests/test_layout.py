@@ -19,9 +19,10 @@ from paged import errors
 ROOT = Path(__file__).parents[1]
 # Imports go from a row to itself or to one above it, never down. Every file and folder has its row.
 LAYERS = [
-    ["base", "errors", "config", "structural_tag", "sampling_params"],
+    ["base", "errors", "config", "speculative_config", "structural_tag", "sampling_params"],
     ["blocks"],
     ["requests"],
+    ["drafting"],
     ["scheduler"],
     ["kernels"],
     ["device"],
@@ -37,7 +38,7 @@ LAYERS = [
     ["__main__"],
 ]
 ROW = {name: row for row, names in enumerate(LAYERS) for name in names}
-STDLIB_ROWS = 4  # the first rows are pure Python
+STDLIB_ROWS = 5  # the first rows are pure Python
 MAX_PARAMETERS = 12
 # The one module that defines each word of the glossary.
 GLOSSARY = {

@@ -230,6 +230,18 @@ class BlockManager:
         """Lower the capacity to full blocks, so that `grow` copies the next one if it is shared."""
         seq.capacity = min(seq.capacity, num_computed - num_computed % self.block_size)
 
+    def truncate(self, seq: SequenceBlocks, num_tokens: int) -> None:
+        """Free the blocks behind the first num_tokens: no other sequence and no cache has them."""
+        most = self.blocks_for(num_tokens)
+        if len(seq.tables[0]) <= most:
+            return
+        for table in seq.tables:
+            gone = table[most:]
+            gone.reverse()
+            self.pool.free(gone)
+            del table[most:]
+        seq.capacity = min(seq.capacity, most * self.block_size)
+
     def release(self, seq: SequenceBlocks) -> None:
         """Free all blocks of a sequence, on the device and on the host."""
         self._free_tables(seq)

@@ -37,6 +37,7 @@ NOT_SIMULATED = {
     "num_threads",
     "deterministic",
     "enforce_eager",
+    "speculative_config",
     "seed",
     "skip_tokenizer_init",
 }

@@ -192,6 +192,7 @@ class BeamSearch:
             logprobs=self._num_children,
             detokenize=False,
             priority=priority,
+            num_speculative_tokens=0,  # each token is chosen among those of other beams
         )
         spec = RequestSpec(prompt, params, tenant=tenant)
         root = self.factory.new_group(request_id, spec, self.scheduler.clock()).samples[0]

@@ -12,6 +12,7 @@ from ..errors import EngineDeadError, RequestError
 from ..requests.request import SLOW_READER, Outbox, Request, RequestGroup, RequestStatus
 from ..runner.model_runner import ModelRunner
 from ..sampling_params import SamplingParams
+from ..scheduler.drafts import verified
 from ..scheduler.schedule import Schedule, StepOutput
 from ..scheduler.scheduler import Scheduler
 from ..text.outputs import OutputProcessor
@@ -48,6 +49,7 @@ class EngineCore:
         self.groups: dict[str, RequestGroup] = {}
         self.outbox = Outbox()
         self.dead: EngineDeadError | None = None
+        scheduler.end_at_stop_string = self._end_at_stop_string
         self._with_stops: set[RequestGroup] = set()  # requests with stop strings
         self._with_grammars: set[RequestGroup] = set()
         self._waits = GrammarWaits(scheduler)
@@ -174,6 +176,8 @@ class EngineCore:
 
     def _update(self, schedule: Schedule, output: StepOutput) -> list[Request]:
         """Record the results of a step. Return the requests that got a token or an error."""
+        if schedule.drafts:
+            output = verified(schedule, output)
         num_finished = self.scheduler.counters.num_finished
         # Both by position, so that a step which is computed again overwrites them.
         output.record_reports(schedule)
@@ -192,8 +196,12 @@ class EngineCore:
         """Finish the requests whose newest token completes a stop string. Return how many are finished."""
         for request in advanced:
             if request.inputs.params.stop:
-                self.outputs.end_at_stop_string(request, self.scheduler.clock())
+                self._end_at_stop_string(request)
         return sum(request.finish_reason is not None for request in advanced)
+
+    def _end_at_stop_string(self, request: Request) -> None:
+        """Finish a request whose newest token completes one of its stop strings."""
+        self.outputs.end_at_stop_string(request, self.scheduler.clock())
 
     def _begin_masks(self, advanced: list[Request]) -> None:
         """Begin the masks of the next tokens."""

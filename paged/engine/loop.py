@@ -193,7 +193,7 @@ class EngineLoop:
     def _on_schedule(self, schedule: Schedule) -> None:
         """Publish held-back tokens before a step that computes prompts, which may take long."""
         self._is_blocked = schedule.is_empty
-        self._has_prompts = not schedule.is_decode
+        self._has_prompts = schedule.has_prompts
         if self._has_prompts and self._unpublished:
             self._publish()
 

@@ -107,6 +107,8 @@ class RequestInputs:
     deadline: float = math.inf
     is_greedy: bool = field(init=False)  # temperature 0, logits unchanged, no log-probabilities
     wants_logprobs: bool = field(init=False)  # of the output
+    # The most drafts of a step; None: as many as the engine makes. 0: logits depend on the tokens before.
+    max_drafts: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
@@ -114,6 +116,8 @@ class RequestInputs:
         plain = not (params.edits_logits or wants_logprobs)
         object.__setattr__(self, "wants_logprobs", wants_logprobs)
         object.__setattr__(self, "is_greedy", params.temperature == 0.0 and plain)
+        max_drafts = 0 if params.depends_on_history else params.num_speculative_tokens
+        object.__setattr__(self, "max_drafts", max_drafts)
 
 
 @dataclass(slots=True, eq=False)
@@ -227,10 +231,10 @@ class Request:
         """The tokens generated so far."""
         return self.token_ids[self.num_prompt_tokens :]
 
-    def add_logprobs(self, logprobs: TokenLogprobs) -> None:
-        """Add the log-probabilities of the next token, replacing those that a failed step left."""
+    def add_logprobs(self, *logprobs: TokenLogprobs) -> None:
+        """Add the log-probabilities of the next tokens, replacing those that a failed step left."""
         del self.sampling.logprobs[self.num_output_tokens :]
-        self.sampling.logprobs.append(logprobs)
+        self.sampling.logprobs += logprobs
 
     def on_token(self, token_id: int, now: float) -> None:
         """Record the time of the first token, and finish the request if token_id, the newest, ends it."""

@@ -33,7 +33,8 @@ class SeatChange(NamedTuple):
 
 @dataclass(slots=True)
 class ComputedPart:
-    """What a step computes, for every rank. Its rows are sequences, those that decode first.
+    """What a step computes, for every rank. Its rows are sequences, those that decode first, and behind them
+    those that decode with drafts: each draws a token after each of its tokens.
 
     What a seat has already, its last token and its block tables, is not sent again: a decode whose block
     tables have not grown is a seat, its start, and 1.
@@ -42,7 +43,8 @@ class ComputedPart:
     starts, counts: how many tokens of each row are computed before the step, and in it.
     rope_lens: the length of each row's prompt, or of the whole request; see `Planner`.
     tokens, entries: those of `changes`, one after another; entries of each layer group.
-    sampled, sampled_seats: the rows from whose last token a token is drawn, and the seats that get it.
+    sampled, sampled_seats: the row from whose last token each token is drawn, and the seat that gets it. With
+        drafts they occur as often as the row has tokens.
     asked: the rows that reports on prompts ask for.
     """
 
@@ -50,6 +52,7 @@ class ComputedPart:
     swap_in: Sequence[Copy] = ()
     copies: Sequence[Copy] = ()
     num_decodes: int = 0
+    num_drafting: int = 0
     seats: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -81,7 +84,13 @@ class ComputedPart:
         """Return the position of each token that is drawn."""
         starts = self.starts
         counts = self.counts
-        return [starts[row] + counts[row] for row in self.sampled]
+        if not self.num_drafting:
+            return [starts[row] + counts[row] for row in self.sampled]
+        first = self.num_decodes
+        positions = [start + 1 for start in starts[:first]]
+        for row in range(first, first + self.num_drafting):
+            positions += range(starts[row] + 1, starts[row] + 1 + counts[row])
+        return positions + [starts[row] + counts[row] for row in self.sampled[len(positions) :]]
 
     def to_bytes(self) -> bytes:
         """Write the part, for `from_bytes`."""
@@ -89,13 +98,15 @@ class ComputedPart:
         rows = (self.seats, self.starts, self.counts, self.rope_lens, self.sampled, self.sampled_seats)
         tuples = (*pairs, self.asked, self.changes)
         flat = (chain.from_iterable(each) for each in tuples)
-        return _write([[self.num_decodes], *map(list, flat), *rows, self.tokens, *self.entries])
+        return _write(
+            [[self.num_decodes, self.num_drafting], *map(list, flat), *rows, self.tokens, *self.entries]
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Read a part that `to_bytes` has written."""
         lists = _read(data)
-        (num_decodes,) = next(lists)
+        num_decodes, num_drafting = next(lists)
         swap_out, swap_in, copies = ([*_tuples(next(lists), 2)] for _ in range(3))
         asked = [AskedRows(*numbers) for numbers in _tuples(next(lists), len(AskedRows._fields))]
         changes = [SeatChange(*numbers) for numbers in _tuples(next(lists), len(SeatChange._fields))]
@@ -106,6 +117,7 @@ class ComputedPart:
             swap_in=swap_in,
             copies=copies,
             num_decodes=num_decodes,
+            num_drafting=num_drafting,
             seats=seats,
             starts=starts,
             counts=counts,
@@ -207,13 +219,15 @@ class Planner:
             sampled_seats=schedule.sampled_seats,
             asked=asked,
         )
+        if schedule.drafts:
+            _draw_after_drafts(schedule, computed)
         if self.with_prompt_lens:
             computed.rope_lens = [request.num_prompt_tokens for request in schedule.requests]
         elif self.with_lens:
             computed.rope_lens = [request.num_tokens for request in schedule.requests]
         if schedule.grown:
             self._add_grown_tables(schedule, computed)
-        if schedule.newcomers or not schedule.is_decode:
+        if schedule.newcomers or schedule.corrected or not schedule.is_decode:
             self._add_newcomers_and_prompts(schedule, computed)
         sampled = SampledPart()
         if schedule.newcomers or schedule.vacated:
@@ -226,31 +240,36 @@ class Planner:
         return StepPlan(computed, sampled)
 
     def _add_grown_tables(self, schedule: Schedule, part: ComputedPart) -> None:
-        """Add the new entries of the block tables that have grown. Newcomers get all of theirs."""
-        newcomers = {*schedule.newcomers}
+        """Add the new entries of the block tables that have grown. Others are sent with their tokens."""
+        sent = {*schedule.newcomers, *schedule.corrected}
         for row in schedule.grown:
             request = schedule.requests[row]
-            if request not in newcomers:
+            if request not in sent:
                 _add_change(part, row, request, part.starts[row] // self.block_size)
 
     def _add_newcomers_and_prompts(self, schedule: Schedule, part: ComputedPart) -> None:
         """Add the tokens and entries of newcomers and of rows that compute a prompt, in the order of rows.
 
-        Newcomers that are not in the step come last.
+        Those that are not in the step come last.
         """
         requests = schedule.requests
         newcomers = {*schedule.newcomers}
+        corrected = {*schedule.corrected}
+        first_prompt = part.num_decodes + part.num_drafting
         for row, request in enumerate(requests):
             is_new = request in newcomers
-            if is_new or row >= part.num_decodes:
+            if is_new or row >= part.num_decodes or request in corrected:
                 start = part.starts[row]
                 count = part.counts[row]
                 part.tokens.extend(request.token_ids[start : start + count])
+                if part.num_decodes <= row < first_prompt:
+                    part.tokens.extend(schedule.drafts[row - part.num_decodes])
                 first_entry = 0 if is_new else start // self.block_size
                 # The last token also where none is drawn: it may be the only one that the next step computes.
                 _add_change(part, row, request, first_entry, count, request.token_ids[-1])
         present = {*requests}
-        absent = [request for request in schedule.newcomers if request not in present]
+        changed = dict.fromkeys([*schedule.newcomers, *schedule.corrected])
+        absent = [request for request in changed if request not in present]
         for row, request in enumerate(absent, len(requests)):
             _add_change(part, row, request, 0, 0, request.token_ids[-1])
 
@@ -266,6 +285,17 @@ class Planner:
             for request, row, seat in rows
             if seat in self._editing
         ]
+
+
+def _draw_after_drafts(schedule: Schedule, part: ComputedPart) -> None:
+    """Draw a token after each token of the rows with drafts."""
+    part.num_drafting = len(schedule.drafts)
+    part.sampled = [*range(part.num_decodes)]
+    for row, drafts in enumerate(schedule.drafts, part.num_decodes):
+        part.sampled += [row] * (1 + len(drafts))
+    first_prompt = part.num_decodes + part.num_drafting
+    part.sampled_seats = [part.seats[row] for row in part.sampled] + schedule.sampled_seats[first_prompt:]
+    part.sampled += schedule.sampled[first_prompt:]
 
 
 def _add_change(

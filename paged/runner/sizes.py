@@ -12,11 +12,14 @@ from typing import NamedTuple
 
 from ..blocks.manager import BlockManager
 from ..config import EngineConfig
+from ..drafting.drafters import new_drafter
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.cache.layout import CacheLayout
 from ..model.config import ModelConfig
+from ..scheduler.drafts import Drafts
 from ..scheduler.policies import new_policy
 from ..scheduler.scheduler import Scheduler
+from ..speculative_config import SpeculativeConfig
 
 GIB = 2**30
 # The default of block_size, and where the kernels load whole tiles of a larger block by descriptors: see
@@ -124,6 +127,11 @@ class Sizes:
         return min(self.config.long_prefill_token_threshold or budget, budget)
 
     @property
+    def max_sampled_rows(self) -> int:
+        """The most rows that a step with drafts samples: on a GPU, those for which memory was measured."""
+        return self.config.max_num_seqs if self.device == "cuda" else self.max_num_batched_tokens
+
+    @property
     def kv_dtype(self) -> str:
         """The dtype of K and V in the cache, as torch names it."""
         name = self.config.kv_cache_dtype
@@ -225,7 +233,7 @@ class Sizes:
     ) -> Scheduler:
         """Make a scheduler that allocates from this block manager."""
         config = self.config
-        return Scheduler(
+        scheduler = Scheduler(
             manager,
             policy=new_policy(
                 config.scheduling_policy,
@@ -242,3 +250,12 @@ class Sizes:
             swap_pays=self.swap_pays if manager.host_pool.num_blocks else None,
             clock=clock,
         )
+        speculation = SpeculativeConfig.of(config.speculative_config)
+        if speculation is not None:
+            scheduler.drafts = Drafts(
+                new_drafter(speculation),
+                speculation.num_speculative_tokens,
+                self.model.vocab_size,
+                self.max_sampled_rows,
+            )
+        return scheduler

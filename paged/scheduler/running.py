@@ -17,6 +17,7 @@ class RunningSet:
 
     newcomers: the requests that the next step sends to the device as a whole, as they joined or changed since
         the last step with requests.
+    corrected: the requests whose last token it sends, as their seats know another one.
     vacated: the seats that requests have left since then.
     """
 
@@ -24,6 +25,7 @@ class RunningSet:
         self.requests: list[Request] = []
         self.seats = Seats(max_num_seqs)
         self.newcomers: list[Request] = []
+        self.corrected: list[Request] = []
         self.vacated: list[int] = []
         self._manager = block_manager
         self.max_chunk = max_chunk
@@ -59,11 +61,19 @@ class RunningSet:
         if request.seat != NO_SEAT and request not in self.newcomers:
             self.newcomers.append(request)
 
+    def correct(self, request: Request) -> None:
+        """Send a running request's last token and last block to the device with the next step."""
+        if request.seat != NO_SEAT:
+            self.corrected.append(request)
+
     def take_changes(self, schedule: Schedule) -> None:
-        """Put what has changed since the last step into this one: the newcomers and the vacated seats."""
+        """Put what has changed in the seats since the last step into this one."""
         if self.newcomers:
             schedule.newcomers = self.newcomers
             self.newcomers = []
+        if self.corrected:
+            schedule.corrected = self.corrected
+            self.corrected = []
         if self.vacated:
             schedule.vacated = self.vacated
             self.vacated = []
@@ -105,6 +115,8 @@ class RunningSet:
         request.seat = NO_SEAT
         if request in self.newcomers:
             self.newcomers.remove(request)
+        if request in self.corrected:
+            self.corrected.remove(request)
 
     def missing_blocks(self, request: Request) -> int:
         """Count the blocks that a running request may need before it decodes; if protected, until its end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -62,10 +63,14 @@ class Schedule:
     Copies go in this order: out to host memory, in from there, then from block to block. Each list may be
     done at once: no block is read and written within one.
 
+    The first num_decode_tokens requests compute their last token and sample the next one. So do those behind
+    them, and each also computes a run of `drafts`, guesses of its next tokens: it samples after each token.
+
     num_computed_tokens, seats: of each request when the step begins.
     scheduled_time: on the scheduler's clock.
     newcomers: the requests that have taken their seats or were changed since the last step; some may not be
         in this one.
+    corrected: the requests whose seats know another last token than theirs: the last step sampled drafts.
     vacated: the seats that requests have left since the last step; newcomers may have taken them.
     """
 
@@ -74,6 +79,7 @@ class Schedule:
     num_computed_tokens: list[int] = field(default_factory=list)
     seats: list[int] = field(default_factory=list)
     newcomers: list[Request] = field(default_factory=list)
+    corrected: list[Request] = field(default_factory=list)
     vacated: list[int] = field(default_factory=list)
     # The requests that get a token, and the index in `requests` of the one whose last row it is drawn from:
     # their own, or the request which computed the prompt for all n samples.
@@ -85,6 +91,7 @@ class Schedule:
     copies: list[Copy] = field(default_factory=list)
     num_tokens: int = 0
     num_decode_tokens: int = 0
+    drafts: list[list[int]] = field(default_factory=list)
     num_preempted: int = 0
     scheduled_time: float = 0.0
     grown: list[int] = field(default_factory=list)  # rows of decodes whose block tables have changed
@@ -93,6 +100,11 @@ class Schedule:
     def is_decode(self) -> bool:
         """Whether every request computes one token and samples the next one."""
         return self.num_decode_tokens == len(self.requests) == len(self.sampled)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether any request computes tokens of its prompt, or computes tokens again."""
+        return self.num_decode_tokens + len(self.drafts) < len(self.requests)
 
     def add(self, request: Request, num_new: int) -> None:
         """Compute the next tokens of a request."""
@@ -107,6 +119,23 @@ class Schedule:
         self.sampled_requests.append(request)
         self.sampled.append(row)
         self.sampled_seats.append(request.seat)
+
+    def add_drafts(self, drafts: Mapping[int, list[int]]) -> None:
+        """Let decodes, by their rows, compute drafts too: they move behind the other decodes."""
+        num = self.num_decode_tokens
+        plain = [row for row in range(num) if row not in drafts]
+        order = [*plain, *drafts]
+        columns: list[list[Any]] = [self.requests, self.num_new_tokens, self.num_computed_tokens, self.seats]
+        for column in columns:
+            column[:num] = [column[row] for row in order]
+        self.sampled_requests[:num] = self.requests[:num]
+        self.sampled_seats[:num] = self.seats[:num]
+        self.drafts = [*drafts.values()]
+        self.num_decode_tokens = len(plain)
+        self.num_new_tokens[len(plain) : num] = [1 + len(run) for run in self.drafts]
+        self.num_tokens += sum(map(len, self.drafts))
+        place = dict(zip(plain, range(len(plain)), strict=True))
+        self.grown = [place[row] for row in self.grown if row in place]
 
     def asked_rows(self) -> list[AskedRows]:
         """Return the rows that prompt reports ask for. The reports of decodes are complete."""
@@ -152,6 +181,7 @@ class StepOutput:
     tokens: the token of each row that got one; None for the others, which are in runs or in errors.
     runs: the tokens of rows that got none or several. A row without any is sampled again.
     logprobs: for the rows that asked for them.
+    run_logprobs: the same for each token of a run.
     errors: why a row has no token; its request ends.
     reports: for each of `Schedule.asked_rows`.
     """
@@ -160,6 +190,7 @@ class StepOutput:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, RowError] = field(default_factory=dict)
     runs: dict[int, list[int]] = field(default_factory=dict)
+    run_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     reports: list[ReportedRows] = field(default_factory=list)
 
     def record_reports(self, schedule: Schedule) -> None:
@@ -178,6 +209,9 @@ class StepOutput:
         for row, logprobs in self.logprobs.items():
             schedule.sampled_requests[row].add_logprobs(logprobs)
             num_candidates += len(logprobs.token_ids)
+        for row, several in self.run_logprobs.items():
+            schedule.sampled_requests[row].add_logprobs(*several)
+            num_candidates += sum(len(logprobs.token_ids) for logprobs in several)
         return num_candidates
 
 
@@ -197,6 +231,9 @@ class SchedulerCounters:
     num_recomputed: int = 0  # preemptions by recompute
     num_swapped: int = 0  # preemptions by swap
     num_finished: int = 0  # requests, the aborted not among them
+    num_drafts: int = 0  # runs of draft tokens
+    num_draft_tokens: int = 0
+    num_accepted_at: list[int] = field(default_factory=list)  # drafts, by their place in the run
     step_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS_OF_STEP))
     step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS_OF_STEP))
 
@@ -206,10 +243,19 @@ class SchedulerCounters:
         self.step_seconds.add(now - schedule.scheduled_time)
         self.step_tokens.add(schedule.num_tokens)
         self.num_generated_tokens += len(schedule.sampled_requests)
-        self.step_decode_tokens = schedule.num_decode_tokens
+        self.step_decode_tokens = schedule.num_decode_tokens + sum(1 + len(run) for run in schedule.drafts)
         self.step_prefill_tokens = schedule.num_tokens - schedule.num_decode_tokens
         self.num_decode_tokens += self.step_decode_tokens
         self.num_prefill_tokens += self.step_prefill_tokens
+
+    def count_drafts(self, num_drafted: int, num_accepted: int) -> None:
+        """Add a run of drafts, of which the first num_accepted were right."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        accepted_at = self.num_accepted_at
+        accepted_at += [0] * (num_drafted - len(accepted_at))
+        for place in range(num_accepted):
+            accepted_at[place] += 1
 
     def count_first_run(self, request: Request) -> None:
         """Add a request that leaves the queue for the first time."""

@@ -19,6 +19,7 @@ from ..requests.request import (
     RequestStatus,
 )
 from .deadlines import Deadlines
+from .drafts import Drafts
 from .policies import FirstComeFirstServed, Policy
 from .preemption import Preemption
 from .running import RunningSet
@@ -86,6 +87,10 @@ class Scheduler:
         self.preemption = Preemption(
             block_manager, self._running, self._queue, self.counters, max_preemptions, swap_pays
         )
+        self.drafts: Drafts | None = None
+        # Ends the output of a request whose newest token, of a run, completes a stop string.
+        self.end_at_stop_string: Callable[[Request], None] | None = None
+        self._watermark_blocks = int(watermark * block_manager.pool.num_blocks)
         self._num_arrivals = 0
         self._deadlines = Deadlines()
 
@@ -123,6 +128,9 @@ class Scheduler:
         # A request that was just preempted for want of blocks waits for the next step.
         if schedule.num_preempted == num_preempted and len(self._queue):
             self._admit_waiting(unfinished, schedule)
+        if self.drafts is not None and schedule.num_decode_tokens and not schedule.num_preempted:
+            budget = self._budget_left(schedule)
+            self.drafts.extend(schedule, self.block_manager, budget, self.max_chunk, self._num_spare_blocks)
         if not schedule.is_empty:
             self._running.begin_step()
             if schedule.requests:
@@ -260,6 +268,12 @@ class Scheduler:
             self._share(request, sibling, end)
             schedule.sample(sibling, row)
 
+    def _num_spare_blocks(self) -> int:
+        """Count the blocks that are neither reserved, nor kept for others, nor needed for begun prompts."""
+        begun = [r for r in self.running if not r.protected and r.num_tokens - r.num_computed_tokens > 1]
+        kept = self._running.num_reserved_blocks() + self._watermark_blocks
+        return self.block_manager.pool.num_available - kept - sum(map(self._running.missing_blocks, begun))
+
     def _budget_left(self, schedule: Schedule) -> int:
         return self.max_num_batched_tokens - schedule.num_tokens
 
@@ -286,10 +300,12 @@ class Scheduler:
         num_aborted = 0
         advanced = schedule.sampled_requests
         num_decodes = schedule.num_decode_tokens
+        first_prompt = num_decodes + len(schedule.drafts)
         reported = []
         for row in range(num_decodes, len(schedule.requests)):
             request = schedule.requests[row]
-            request.num_computed_tokens += schedule.num_new_tokens[row]
+            # Which of its drafts a run accepts, `_take_run` knows.
+            request.num_computed_tokens += 1 if row < first_prompt else schedule.num_new_tokens[row]
             request.ready = True
             if request.report is not None and schedule.end_reported(row, now):
                 reported.append(request)
@@ -303,7 +319,8 @@ class Scheduler:
             request.ready = True
             if token is None:
                 if row in runs:
-                    self._take_run(request, runs[row], now)
+                    drafts = schedule.drafts[row - num_decodes] if num_decodes <= row < first_prompt else None
+                    self._take_run(request, runs[row], now, drafts)
                 else:
                     request.finish("error", now, *errors.get(row, NOT_FINITE))
                 num_finished += request.finish_reason is not None
@@ -326,23 +343,39 @@ class Scheduler:
         self.policy.generated(advanced)
         return advanced + reported if reported else advanced
 
-    def _take_run(self, request: Request, run: Sequence[int], now: float) -> None:
+    def _take_run(
+        self, request: Request, run: Sequence[int], now: float, drafts: Sequence[int] | None
+    ) -> None:
         """Append several tokens, or none: then the request's last token is computed once more, and sampled.
 
-        Of several, those that the step has computed already are not computed again.
+        Of several, those that the step has computed already are not computed again. What follows the end of
+        the output does not count.
+
+        drafts: those that the run begins with but for its last token; None: the step computed no drafts.
         """
         num_known = request.num_tokens
-        request.num_computed_tokens = min(request.num_computed_tokens, num_known - 1 + len(run))
-        self.block_manager.rewind(request.blocks, request.num_computed_tokens)
-        self._running.resend(request)  # its seat knows another last token
         for token in run:
             request.token_ids.append(token)
             if request.num_tokens >= request.on_token_from or token in request.stop_ids:
                 request.on_token(token, now)
+            if self.end_at_stop_string is not None and request.inputs.params.stop:
+                self.end_at_stop_string(request)
             if request.has_just_grown_long:
                 self.preemption.hold_grown_long(request)
-            if not request.ready:  # finished, or grown long: what follows does not count
+            if not request.ready:  # finished, or grown long
                 break
+        del request.sampling.logprobs[request.num_output_tokens :]
+        if drafts is None:
+            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+            self.block_manager.rewind(request.blocks, request.num_computed_tokens)
+            self._running.resend(request)  # its seat knows another last token
+        else:
+            request.num_computed_tokens = request.num_tokens - 1
+            self.block_manager.truncate(request.blocks, request.num_computed_tokens)
+            self._running.correct(request)
+            self.counters.count_drafts(len(drafts), len(run) - 1)
+            if self.drafts is not None:
+                self.drafts.record(request, len(run) - 1)
         num_more = request.num_tokens - num_known - 1  # than the one that is counted for each row
         self.counters.num_generated_tokens += num_more
         self.policy.generated([request] * num_more)

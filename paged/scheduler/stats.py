@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
 from typing import Any
 
 from .histogram import HistogramCounts
@@ -49,6 +50,10 @@ class EngineStats:
     num_queried_tokens: int
     num_prompt_tokens: int
     num_generated_tokens: int
+    num_drafts: int  # runs of guessed tokens that steps verified
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_at: tuple[int, ...]  # by their place in the run
     step_seconds: HistogramCounts
     step_tokens: HistogramCounts
     # Sizes of the engine.
@@ -72,12 +77,14 @@ class EngineStats:
         values = {f.name: [getattr(each, f.name) for each in several] for f in fields(cls)}
         weights = sum(map(Counter, values.pop("weight_bytes")), Counter[str]())
         histograms = {name: values.pop(name) for name in ("step_seconds", "step_tokens")}
+        accepted = zip_longest(*values.pop("num_accepted_at"), fillvalue=0)
         totals: dict[str, Any] = {name: sum(each) for name, each in values.items()}
         used = totals["num_used_blocks"]
         totals["utilization"] = used / totals["num_blocks"]
         totals["waste"] = sum(each.waste * each.num_used_blocks for each in several) / max(1, used)
         totals["prefix_hit_rate"] = totals["num_cached_tokens"] / max(1, totals["num_queried_tokens"])
         totals |= {name: HistogramCounts.total_of(each) for name, each in histograms.items()}
+        totals["num_accepted_at"] = tuple(map(sum, accepted))
         return cls(**{**totals, "block_size": first.block_size, "weight_bytes": weights})
 
     @classmethod
@@ -114,6 +121,10 @@ class EngineStats:
             num_queried_tokens=counters.num_queried_tokens if manager.enable_prefix_caching else 0,
             num_prompt_tokens=counters.num_prompt_tokens,
             num_generated_tokens=counters.num_generated_tokens,
+            num_drafts=counters.num_drafts,
+            num_draft_tokens=counters.num_draft_tokens,
+            num_accepted_tokens=sum(counters.num_accepted_at),
+            num_accepted_at=tuple(counters.num_accepted_at),
             step_seconds=counters.step_seconds.snapshot(),
             step_tokens=counters.step_tokens.snapshot(),
             weight_bytes=weight_bytes or {},

@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Self
 
 from ..base.arguments import show_arguments_of
@@ -26,6 +26,7 @@ from ..model.hub import resolve
 from ..routing.router import new_router
 from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats
+from ..speculative_config import SpeculativeConfig
 from ..text.prompt_parser import ParsedPrompt
 from . import frames
 from .connection import EngineConnection, SentRequest
@@ -251,6 +252,9 @@ def _sendable_options(config: EngineConfig, options: dict[str, Any], replicas: i
     sent = dict(options)
     if "dtype" in sent:
         sent["dtype"] = config.dtype  # the name of torch's
+    speculation = SpeculativeConfig.of(config.speculative_config)
+    if speculation is not None:
+        sent["speculative_config"] = asdict(speculation)
     return sent
 
 

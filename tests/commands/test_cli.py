@@ -157,6 +157,7 @@ FLAGS = {
     "spaces_between_special_tokens": (["--no-spaces-between-special-tokens"], False),
     "priority": (["--priority", "-1"], -1.0),
     "timeout_s": (["--timeout-s", "1.5"], 1.5),
+    "num_speculative_tokens": (["--num-speculative-tokens", "2"], 2),
     "cache_salt": (["--cache-salt", "s"], "s"),
     "structured_outputs": (["--regex", "a+"], StructuredOutputsParams(regex="a+")),
 }

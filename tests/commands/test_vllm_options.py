@@ -75,12 +75,10 @@ def test_every_option_is_accepted_at_a_value_that_changes_nothing(tmp_path):
         ),
         (
             "run-batch a b --speculative-config {}x",
-            "paged run-batch got --speculative-config {}x: speculative",
+            "speculative_config must be JSON such as",
         ),
-        (
-            "bench latency --speculative-config.method ngram",
-            "got --speculative-config.method ngram: speculative",
-        ),
+        ("bench latency --speculative-config.method ngram", "No such option: --speculative-config.method"),
+        ("bench latency --spec-method ngram", "got --spec-method ngram: speculative_config has method"),
         (
             "chat --num-gpu-blocks-override 7",
             "paged chat got --num-gpu-blocks-override 7: its name is num_blocks",

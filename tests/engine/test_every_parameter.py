@@ -15,7 +15,7 @@ from tests.support.parameter_changes import BASE, CHANGES, PROMPT
 
 @pytest.fixture(scope="module")
 def engine() -> LLMEngine:
-    options = {"scheduling_policy": "priority", "max_num_seqs": 4}
+    options = {"scheduling_policy": "priority", "max_num_seqs": 4, "speculative_config": {"method": "ngram"}}
     return new_engine("demo", skip_tokenizer_init=False, **options)
 
 

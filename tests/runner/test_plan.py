@@ -8,15 +8,25 @@ from unittest import mock
 
 import pytest
 
-from paged import SamplingParams
+from paged import LLMEngine, SamplingParams
 from paged.runner.model_runner import ModelRunner
 from paged.runner.plan import IN_SEAT, ComputedPart, SampledPart, StepPlan
 from paged.scheduler.schedule import Schedule, StepOutput
 from tests.support.batches import steps_from_bytes
-from tests.support.engine_uses import CASES, Case, sampled
+from tests.support.engine_uses import CASES, Case, Result, generated, greedy, sampled
+
+
+def repeated(engine: LLMEngine) -> Result:
+    """Continue prompts in which what follows can be looked up, long enough that outputs repeat themselves."""
+    return Result(generated(engine, [[7] * 20, [*range(9)]], greedy(30)))
+
 
 # With prompts that are computed in chunks, beside decodes.
-KINDS = {**CASES, "chunks": Case("qwen3", {"max_num_batched_tokens": 24}, sampled)}
+KINDS = {
+    **CASES,
+    "chunks": Case("qwen3", {"max_num_batched_tokens": 24}, sampled),
+    "drafts": Case("qwen3", {"speculative_config": {"method": "suffix", "prompt_lookup_min": 1}}, repeated),
+}
 IS_SEEN: dict[str, Callable[[StepPlan], object]] = {
     "decode": lambda plan: plan.computed.is_decode,
     "nothing new": lambda plan: plan.computed.is_decode and not plan.computed.changes,
@@ -25,6 +35,7 @@ IS_SEEN: dict[str, Callable[[StepPlan], object]] = {
     "a part of a prompt": lambda plan: len({*plan.computed.sampled}) < len(plan.computed.seats),
     "samples of one row": lambda plan: len({*plan.computed.sampled}) < len(plan.computed.sampled),
     "a seat that is not in the step": lambda plan: plan.computed.absent_seats,
+    "drafts": lambda plan: plan.computed.num_drafting,
     "copies": lambda plan: plan.computed.copies,
     "swapped out": lambda plan: plan.computed.swap_out,
     "swapped in": lambda plan: plan.computed.swap_in,

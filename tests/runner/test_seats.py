@@ -20,6 +20,7 @@ from paged.requests.prompt_report import PromptReport
 from paged.runner.batches.host import HostBatches
 from paged.runner.batches.seats import NO_NEW_ENTRIES, SeatedBatches
 from paged.runner.plan import Planner
+from paged.scheduler.drafts import Drafts
 from paged.scheduler.scheduler import Scheduler
 from tests.support import scheduler_cases as cases
 from tests.support.batches import assert_equal, made, made_and_drawn, planned, whole
@@ -64,10 +65,15 @@ def new_host_batches(num_groups: int, rope: str) -> HostBatches:
 
 @pytest.mark.parametrize("windows", [(None,), WITH_WINDOW], ids=["full", "windowed"])
 @pytest.mark.parametrize(
-    ("num_host_blocks", "rope"), [(0, "dynamic"), (40, "dynamic"), (0, "longrope")], ids=str
+    ("num_host_blocks", "rope", "num_right"),
+    [(0, "dynamic", None), (40, "dynamic", 2), (0, "longrope", 1)],
+    ids=str,
 )
-def test_equals_batches_of_plans_that_tell_everything(windows, num_host_blocks, rope):
-    """While requests are chunked, fork, grow, are preempted both ways, changed and reported on, and end."""
+def test_equals_batches_of_plans_that_tell_everything(windows, num_host_blocks, rope, num_right):
+    """While requests are chunked, fork, grow, are preempted both ways, changed and reported on, and end.
+
+    num_right: how many of 3 drafts are right; None: there are none.
+    """
     rng = random.Random(len(windows) + num_host_blocks)
     manager = BlockManager(
         18, cases.BLOCK_SIZE, windows=windows, max_step_tokens=24, num_host_blocks=num_host_blocks
@@ -79,6 +85,8 @@ def test_equals_batches_of_plans_that_tell_everything(windows, num_host_blocks, 
         long_prefill_token_threshold=11,
         swap_pays=(lambda _: True) if num_host_blocks else None,
     )
+    if num_right is not None:
+        scheduler.drafts = Drafts(cases.Guesses(num_right), 3, 100, MAX_NUM_SEQS)
     num_groups = len(windows)
     seated, on_host = new_seated(num_groups, rope), new_host_batches(num_groups, rope)
     planner, is_decode = new_planner(num_groups, rope), []
@@ -118,7 +126,8 @@ def test_equals_batches_of_plans_that_tell_everything(windows, num_host_blocks, 
             changed = rng.choice(running)
             if changed.num_computed_tokens + 1 == changed.num_tokens:
                 scheduler.replace_last_token(changed, 8)
-    assert is_decode.count(True) > 10
+    assert (scheduler.counters.num_draft_tokens > 30) is (num_right is not None)
+    assert is_decode.count(True) > 4
     assert is_decode.count(False) > 10
     assert scheduler.counters.num_swapped if num_host_blocks else scheduler.counters.num_recomputed
 

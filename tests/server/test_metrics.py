@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def demo_stats():
                 _ = [o async for o in engine.generate({"prompt_token_ids": prompt}, params)]
             return await engine.stats()
 
-    return asyncio.run(run())
+    return replace(asyncio.run(run()), num_accepted_tokens=3, num_accepted_at=(2, 1))
 
 
 def test_figures_of_the_engine(demo_stats):
@@ -103,6 +104,8 @@ def test_figures_of_the_engine(demo_stats):
     assert found[("iteration_tokens_total_sum", *own)] == 52 + 4
     assert found[("iteration_tokens_total_bucket", *own, "1.0")] == 4
     assert found[("kv_cache_usage_perc", *own)] == 0
+    assert found[("spec_decode_num_accepted_tokens_total", *own)] == 3
+    assert found[("spec_decode_num_accepted_tokens_per_pos_total", *own, "1")] == 1
     blocks = {state: found[("kv_cache_blocks", *own, state)] for state in ("free", "used", "cached")}
     assert sum(blocks.values()) == 64
     assert blocks["cached"] == 2

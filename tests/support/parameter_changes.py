@@ -60,6 +60,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "timeout_s": (1e-9, {}),
     "cache_salt": ("salt", {}),
     "logits_processors": ([_never], {}),
+    "num_speculative_tokens": (0, {"temperature": 0.0, "max_tokens": 60}),
     "structured_outputs": (StructuredOutputsParams(choice=["yes", "no"]), {"ignore_eos": False}),
 }
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from paged.blocks.manager import BlockManager
+from paged.drafting.drafter import Draft
 from paged.requests.request import Request, RequestInputs
-from paged.scheduler.schedule import Schedule
+from paged.scheduler.drafts import verified
+from paged.scheduler.schedule import Schedule, StepOutput
 from paged.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 8
@@ -61,10 +63,33 @@ def computed(schedule: Schedule) -> dict[str, int]:
 
 
 def updated(scheduler: Scheduler, schedule: Schedule) -> list[Request]:
-    tokens = [hash_token(request.request_id, request.num_tokens) for request in schedule.sampled_requests]
-    advanced = scheduler.update(schedule, tokens)
+    """Give a step the tokens of the made-up model, one for each row that it samples."""
+    tokens: list[int | None] = []
+    for row, request in enumerate(schedule.sampled_requests, -schedule.num_decode_tokens):
+        drafts = schedule.drafts[row] if 0 <= row < len(schedule.drafts) else []
+        tokens += [hash_token(request.request_id, request.num_tokens + i) for i in range(1 + len(drafts))]
+    output = verified(schedule, StepOutput(tokens))
+    advanced = scheduler.update(schedule, output.tokens, output.errors, output.runs)
     scheduler.check()
     return advanced
+
+
+class Guesses:
+    """A drafter of as many tokens as it may guess, of which the first num_right are the made-up model's."""
+
+    def __init__(self, num_right: int = 99) -> None:
+        self.num_right = num_right
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
+        """Guess. Of one request it is sure."""
+        return [
+            Draft([self._token(request, i) for i in range(limit)], float(request.request_id == "sure"))
+            for request, limit in zip(requests, limits, strict=True)
+        ]
+
+    def _token(self, request: Request, i: int) -> int:
+        right = hash_token(request.request_id, request.num_tokens + i)
+        return right if i < self.num_right else (right + 1) % 100
 
 
 def run_step(scheduler: Scheduler) -> dict[str, int]:

@@ -126,6 +126,7 @@ def kind_of(schedule: Schedule) -> str:
         "swap out": schedule.swap_out,
         "swap in": schedule.swap_in,
         "copy": schedule.copies,
+        "drafts": schedule.drafts and not schedule.has_prompts,
         "decode": schedule.is_decode,
     }
     return next((kind for kind, does in kinds.items() if does), "prompt")
@@ -246,6 +247,7 @@ COUNTED = {
 # Fields that only the host reads.
 OF_THE_HOST = {
     "max_tokens",
+    "num_speculative_tokens",
     "stop_token_ids",
     "include_stop_str_in_output",
     "ignore_eos",
@@ -287,6 +289,7 @@ _USES = [
     Case("score", use=_score, counted=("prompt",)),
     Case("beams", use=_beams, counted=("copy",)),
     Case("fork", use=_fork, counted=("copy",)),
+    Case("drafts", {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}, counted=("drafts",)),
     Case("preemption by recompute", TINY, _LONG, use=_under_pressure),
     Case("preemption by swap", _SWAP, _LONG, use=_under_pressure, counted=("swap out", "swap in")),
     Case(

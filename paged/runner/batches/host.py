@@ -135,7 +135,9 @@ class HostBatches:
             positions = _offset_positions(positions, plan, self.long_context)
         rope_lens = _rope_lens(plan) if self.with_rope_lens else []
         ends = [*accumulate(plan.counts)]
-        rows = [ends[i] - 1 for i in plan.sampled]
+        reached = plan.positions()
+        # A token that is drawn at a position has the row of the token before it.
+        rows = [ends[i] - 1 - (seq_lens[i] - at) for i, at in zip(plan.sampled, reached, strict=True)]
         for run in plan.asked:
             rows += range(run.offset, run.offset + run.end - run.start)
         num_tokens = len(token_ids)
@@ -156,7 +158,7 @@ class HostBatches:
             sizes += _add_queries(
                 ints,
                 [tables[i] for i in plan.sampled] + [tables[run.row] for run in plan.asked],
-                [seq_lens[i] for i in plan.sampled] + [run.end for run in plan.asked],
+                reached + [run.end for run in plan.asked],
                 lengths,
             )
         return _Step(

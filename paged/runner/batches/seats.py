@@ -225,16 +225,20 @@ def _put_outputs(
     """
     sampled = plan.sampled
     asked = plan.asked
-    are_all = len(sampled) == ends[-1] and (plan.is_decode or sampled == [*range(len(sampled))])
-    if not asked and (are_all or not sampled):
+    if not asked and (plan.is_decode or not sampled):
         return None
     lengths = [1] * len(sampled) + [run.end - run.start for run in asked]
     at = np.array(sampled, np.int64)
+    positions = np.array(plan.positions(), np.int64)
+    # A token that is drawn at a position has the row of the token before it.
+    drawn = ends[at + 1] - 1 - (seq_lens[at] - positions)
+    if not asked and len(drawn) == ends[-1] and (drawn == np.arange(len(drawn))).all():
+        return None
     rows: list[NDArray[Any]] = [
-        ends[at + 1] - 1,
+        drawn,
         *(np.arange(r.offset, r.offset + r.end - r.start) for r in asked),
     ]
-    reached = [*seq_lens[at], *(run.end for run in asked)]
+    reached = [*positions, *(run.end for run in asked)]
     return _Outputs(
         upload.put(np.concatenate(rows), torch.int64),
         upload.put(sampled + [run.row for run in asked], torch.int32),

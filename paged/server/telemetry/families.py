@@ -142,6 +142,17 @@ TOTALS = (
         lambda s: s.num_prefill_tokens,
     ),
     _counter("generation_tokens", "Tokens generated.", lambda s: s.num_generated_tokens),
+    _counter("spec_decode_num_drafts", "Runs of guessed tokens that steps verified.", lambda s: s.num_drafts),
+    _counter("spec_decode_num_draft_tokens", "Guessed tokens.", lambda s: s.num_draft_tokens),
+    _counter(
+        "spec_decode_num_accepted_tokens", "Guessed tokens that were right.", lambda s: s.num_accepted_tokens
+    ),
+    _counter(
+        "spec_decode_num_accepted_tokens_per_pos",
+        "Guessed tokens that were right, by their place in the run, from 0 on.",
+        lambda s: {str(place): num for place, num in enumerate(s.num_accepted_at)},
+        "position",
+    ),
     MetricFamily(
         "iteration_tokens_total",
         "histogram",

@@ -1,0 +1,153 @@
+"""What does speculation gain? One engine, with drafts and without in turns, on the same requests.
+
+    python -m benchmarks.speculation                                     # the demo: copying, JSON, editing
+    python -m benchmarks.speculation --model tinyllama-1.1b --accepted 0.8 --requests 1 4
+
+With --accepted the drafter knows the outputs, and each of its tokens is right with that probability: for
+shapes with random weights, and for always wrong drafts with 0. All outputs are compared. `speed` is the
+median of the paired times without drafts over those with them, of the decode alone: above 1 drafts pay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.common import checkpoint, print_json, print_table
+from paged import LLMEngine, SamplingParams
+from paged.drafting.drafter import Draft, Drafter
+from paged.drafting.drafters import new_drafter
+from paged.requests.request import Request
+from paged.scheduler.drafts import Drafts
+from paged.speculative_config import SpeculativeConfig
+
+CLASS = """class Account:
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
+
+    def deposit(self, amount):
+        self.balance += amount
+        return self.balance
+
+    def withdraw(self, amount):
+        self.balance -= amount
+        return self.balance
+"""
+RECORDS = "".join(
+    f'{{"id": {i}, "name": "user{i}", "active": true, "roles": ["reader"]}},\n' for i in range(9)
+)
+PROMPTS = {
+    "copying": f"{CLASS}\n\n{CLASS}\n\nclass Account:\n    def __init__(self,",
+    "JSON": f"users = [\n{RECORDS}",
+    "editing": f"{CLASS}\n\n{CLASS.replace('Account', 'Wallet')}\n\n{CLASS.replace('Account', 'Purse')[:60]}",
+}
+
+
+class Replay:
+    """A drafter that knows the outputs; each of its tokens is right with a given probability."""
+
+    def __init__(self, answers: dict[str, list[int]], accepted: float) -> None:
+        self._answers = answers
+        self._accepted = accepted
+        self._rng = random.Random(0)
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
+        """Return the next tokens of each request, or others."""
+        return [self._guess(request, limit) for request, limit in zip(requests, limits, strict=True)]
+
+    def _guess(self, request: Request, limit: int) -> Draft:
+        right = self._answers[request.request_id][request.num_output_tokens :][:limit]
+        return Draft([token if self._rng.random() < self._accepted else 1 + token % 99 for token in right])
+
+
+def main() -> None:
+    """Time each kind of prompt for each number of requests."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="demo", help="demo, tinyllama-1.1b, llama-15m or a directory")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--method", default="suffix", help="ngram or suffix")
+    parser.add_argument("--accepted", type=float, help="the share of right drafts of a replay")
+    parser.add_argument("--drafts", type=int, default=4, help="num_speculative_tokens")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--context", type=int, default=512, help="tokens of a random prompt, with --accepted")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    has_tokenizer = args.accepted is None
+    engine = LLMEngine(
+        checkpoint(args.model),
+        dtype=args.dtype,
+        num_blocks=1 + max(args.requests) * -(-(args.context + args.max_tokens) // 16),
+        skip_tokenizer_init=not has_tokenizer,
+    )
+    print(engine.describe())
+    rng = random.Random(0)
+    prompts: dict[str, Any] = PROMPTS
+    if not has_tokenizer:
+        prompts = {"random": [rng.randrange(engine.model_config.vocab_size) for _ in range(args.context)]}
+    rows = [row(engine, kind, prompts[kind], num, args) for kind in prompts for num in args.requests]
+    print(file=sys.stderr)
+    print_table(rows)
+    print_json({"benchmark": "speculation", "rows": rows, **vars(args)})
+
+
+def row(
+    engine: LLMEngine, kind: str, prompt: Any, num_requests: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Compare runs with drafts and without."""
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=args.max_tokens)
+    prompts = [prompt] * num_requests
+    expected, _ = run(engine, prompts, params, None)
+    pairs = []
+    for i in range(args.rounds + 1):
+        print(f"\r{kind}, {num_requests} requests: {i} of {args.rounds} rounds ", end="", file=sys.stderr)
+        drafter: Drafter = new_drafter(SpeculativeConfig(method=args.method))
+        if args.accepted is not None:
+            drafter = Replay(expected, args.accepted)
+        before = engine.stats()
+        found, with_drafts = run(engine, prompts, params, Drafts(drafter, args.drafts, 2**31, 512))
+        assert found == expected, "drafts changed an output"
+        after = engine.stats()
+        _, without = run(engine, prompts, params, None)
+        pairs.append((without, with_drafts))
+    pairs = pairs[1:]  # the first records steps
+    num_drafts = after.num_draft_tokens - before.num_draft_tokens
+    num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
+    num_decoded = num_requests * (args.max_tokens - 1)
+    return {
+        "prompt": kind,
+        "requests": num_requests,
+        "drafted": num_drafts / num_decoded,
+        "accepted": num_accepted / max(1, num_drafts),
+        "tokens/s without": num_decoded / statistics.median(without for without, _ in pairs),
+        "tokens/s": num_decoded / statistics.median(with_drafts for _, with_drafts in pairs),
+        "speed": statistics.median(without / with_drafts for without, with_drafts in pairs),
+    }
+
+
+def run(
+    engine: LLMEngine, prompts: list[Any], params: SamplingParams, drafts: Drafts | None
+) -> tuple[dict[str, list[int]], float]:
+    """Run requests. Return their tokens, and the seconds from when all have their first token."""
+    engine.scheduler.drafts = None
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    while engine.scheduler.num_waiting or any(r.num_output_tokens < 1 for r in engine.scheduler.running):
+        engine.core.step()
+    engine.scheduler.drafts = drafts
+    started = time.perf_counter()
+    while engine.scheduler.has_unfinished():
+        engine.core.step()
+    seconds = time.perf_counter() - started
+    outputs = engine.step()
+    return {output.request_id: [*output.outputs[0].token_ids] for output in outputs}, seconds
+
+
+if __name__ == "__main__":
+    main()

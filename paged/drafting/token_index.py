@@ -1,0 +1,79 @@
+"""TokenIndex: finds where the last tokens of a text occurred before."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+MOST_LOOKS = 8  # earlier occurrences of the shortest match that are compared, the newest first
+
+
+class Occurrence(NamedTuple):
+    """Where a text occurred before: the place that follows it, and how many tokens match before that."""
+
+    end: int
+    length: int
+
+
+NOWHERE = Occurrence(0, 0)
+
+
+class TokenIndex:
+    """The places in a list of tokens by the tokens before them. The list may grow; `update` reads the rest.
+
+    shortest: the tokens of the shortest match, at least 1.
+    """
+
+    def __init__(self, tokens: list[int], shortest: int) -> None:
+        self.tokens = tokens
+        self._shortest = shortest
+        self._newest: dict[tuple[int, ...], int] = {}  # by the last tokens before it, the last place
+        # For each place from `shortest` on, the one before it with the same last tokens; 0 if there is none.
+        self._before = array("q")
+
+    def update(self) -> None:
+        """Add the places that a token follows: not the end, which would be found first."""
+        n = self._shortest
+        place = n + len(self._before)
+        if place >= len(self.tokens):
+            return
+        columns = [islice(self.tokens, place - n + i, len(self.tokens) - n + i) for i in range(n)]
+        newest = self._newest
+        for key in zip(*columns, strict=True):
+            self._before.append(newest.get(key, 0))
+            newest[key] = place
+            place += 1
+
+    def find(self, tokens: Sequence[int], longest: int) -> Occurrence:
+        """Return the longest of the newest occurrences of the end of `tokens`; NOWHERE if there is none.
+
+        longest: matches are not compared further.
+        """
+        n = self._shortest
+        size = len(tokens)
+        best = NOWHERE
+        place = self._newest.get(tuple(tokens[size - n :]), 0)
+        known = self.tokens
+        for _ in range(MOST_LOOKS):
+            if not place:
+                break
+            length = n
+            most = min(longest, place, size)
+            while length < most and known[place - length - 1] == tokens[size - length - 1]:
+                length += 1
+            if length > best.length:
+                best = Occurrence(place, length)
+                if length >= longest:
+                    break
+            place = self._before[place - n]
+        return best
+
+    def following(self, place: int, num: int) -> list[int]:
+        """Return the num tokens that follow a place. Behind the end, the text since the place repeats."""
+        found = self.tokens[place : place + num]
+        period = len(found)
+        while len(found) < num:
+            found.append(found[len(found) - period])
+        return found

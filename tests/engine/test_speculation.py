@@ -1,0 +1,279 @@
+"""Speculation changes no bit of any output, whatever is guessed; it only saves steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paged import (
+    ConfigError,
+    EngineConfig,
+    LLMEngine,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from paged.drafting.drafter import Draft, Drafter
+from paged.drafting.drafters import new_drafter
+from paged.requests.request import CompletionOutput, Request
+from paged.scheduler.drafts import Drafts
+from paged.speculative_config import SpeculativeConfig
+from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts
+
+CODE = "import os\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n"
+EOS = 0
+KINDS = RequestOutputKind
+Answers = dict[tuple[int, int], list[int]]  # by the parameters and the number of the sample
+
+
+class Known:
+    """Guesses tokens from the answers without speculation: right, wrong, or each by chance."""
+
+    def __init__(self, answers: Answers, share: float) -> None:
+        self._answers = answers
+        self._share = share
+        self._rng = random.Random(0)
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
+        return [Draft(self._guess(request, limit)) for request, limit in zip(requests, limits, strict=True)]
+
+    def _guess(self, request: Request, limit: int) -> list[int]:
+        answer = self._answers[id(request.inputs.params), request.index]
+        right = answer[request.num_output_tokens :][:limit]
+        return [token if self._rng.random() < self._share else (token + 7) % 200 for token in right]
+
+
+class Random:
+    """Guesses any tokens, of any number."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(1)
+
+    def propose(self, _: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
+        choose = self._rng.randrange
+        return [
+            Draft([choose(200) for _ in range(choose(limit + 1))], self._rng.random()) for limit in limits
+        ]
+
+
+DRAFTERS: dict[str, Callable[[Answers], Drafter]] = {
+    "ngram": lambda _: new_drafter(SpeculativeConfig(method="ngram")),
+    "suffix": lambda _: new_drafter(SpeculativeConfig(method="suffix", prompt_lookup_min=1)),
+    "right": lambda answers: Known(answers, 1.0),
+    "partly": lambda answers: Known(answers, 0.7),
+    "wrong": lambda answers: Known(answers, 0.0),
+    "random": lambda _: Random(),
+}
+
+
+def text_requests() -> list[tuple[Any, SamplingParams]]:
+    """Return requests of the demo model, which between them use every parameter that may be combined."""
+    common: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
+        {"temperature": 0.8, "seed": 1, "top_p": 0.9, "min_p": 0.02},
+        {"temperature": 0.6, "seed": 2, "n": 3, "logprobs": 0, "top_k": 20},
+        {"temperature": 0.0, "stop": ["self.", "turn"], "logprobs": 1},
+        {"temperature": 0.3, "seed": 3, "stop": ["e", "th\n"], "include_stop_str_in_output": True, "n": 2},
+        # EOS behind a stop string, and before one.
+        {"temperature": 0.9, "seed": 4, "logit_bias": {EOS: 6.0}, "stop": ["a", " "], "ignore_eos": False},
+        {"temperature": 1.0, "seed": 5, "stop_token_ids": [13, 32, 200], "ignore_eos": False},
+        {"temperature": 0.7, "seed": 6, "allowed_token_ids": [*range(30, 60)], "best_of": 2, "logprobs": 1},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "dry_multiplier": 0.8, "bad_words": ["self"]},
+        {"temperature": 0.5, "seed": 7, "min_tokens": 9, "stop": ["e"]},
+        {"temperature": 0.0, "structured_outputs": StructuredOutputsParams(regex="[a-z ]{5,30}")},
+        {"temperature": 0.0, "num_speculative_tokens": 0},
+        {"temperature": 0.0, "num_speculative_tokens": 1, "cache_salt": "own"},
+        {"temperature": 0.0, "max_tokens": 2},
+    ]
+    prompts = [CODE, CODE * 3, "x", CODE + "    def read(self", "def f(a):\n    return a\n\ndef f(a):\n"]
+    params = [SamplingParams(**{"max_tokens": 24, "ignore_eos": True} | each) for each in common]
+    return [(prompts[i % len(prompts)], each) for i, each in enumerate(params)]
+
+
+def token_requests() -> list[tuple[Any, SamplingParams]]:
+    prompts = ragged_prompts([30, 1, 61, 8, 16, 17, 48])
+    each: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.2, "seed": 3, "logprobs": 2, "n": 2},
+    ]
+    params = [SamplingParams(**{"max_tokens": 28, "ignore_eos": True} | each[i % 2]) for i in range(7)]
+    return list(zip(prompts, params, strict=True))
+
+
+def demo(**options: Any) -> LLMEngine:
+    return new_engine("demo", skip_tokenizer_init=False, **options)
+
+
+def random_model(name: str, **options: Any) -> LLMEngine:
+    return new_engine(checkpoint(name), **options)
+
+
+ENGINES: dict[str, Callable[[], LLMEngine]] = {
+    "recorded": lambda: demo(),
+    "eager in chunks": lambda: demo(enforce_eager=True, max_num_batched_tokens=24),
+    "int8 KV, swapped": lambda: demo(
+        kv_cache_dtype="int8",
+        num_blocks=24,
+        block_size=8,
+        preemption_mode="swap",
+        swap_space=0.01,
+        watermark=0,
+    ),
+    "bfloat16, preempted": lambda: demo(dtype="bfloat16", num_blocks=22, block_size=8, max_num_seqs=7),
+    "windows": lambda: random_model("qwen2-mixed", num_blocks=26, block_size=8, watermark=0.0),
+    "longrope": lambda: random_model("phi3-longrope"),
+    "dynamic rope": lambda: random_model("llama-dynamic", max_num_batched_tokens=32),
+    # torch's products have other bits for several rows: the same tokens are promised in float32, no more.
+    "torch": lambda: random_model("llama", attention_backend="torch"),
+}
+
+
+def outputs_of(
+    engine: LLMEngine, requests: list[tuple[Any, SamplingParams]]
+) -> list[tuple[list[CompletionOutput], Any]]:
+    """Return all outputs of two rounds, in the second of which prefixes are cached."""
+    prompts, params = map(list, zip(*requests, strict=True))
+    found = []
+    for _ in range(2):
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        found += [(output.outputs, output.prompt_logprobs) for output in outputs]
+        if engine.config.attention_backend == "torch":
+            bits = {"logprobs": None, "cumulative_logprob": None}
+            found = [([replace(one, **bits) for one in completions], None) for completions, _ in found]
+        engine.scheduler.check()
+    engine.reset_prefix_cache()
+    assert_all_free(engine)
+    return found
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_no_bit_of_an_output_changes(name):
+    engine = ENGINES[name]()
+    requests = text_requests() if engine.tokenizer is not None else token_requests()
+    expected = outputs_of(engine, requests)
+    plain = engine.stats()
+    # best_of returns its samples in another order.
+    answers = Answers()
+    for (_, params), (completions, _) in zip(requests, expected, strict=False):
+        for i in range(params.num_samples):
+            answers[id(params), i] = completions[i].token_ids if params.best_of is None else []
+    for drafter, make in DRAFTERS.items():
+        before = engine.stats()
+        drafts = Drafts(make(answers), 4, engine.model_config.vocab_size, 64)
+        engine.scheduler.drafts = drafts
+        assert outputs_of(engine, requests) == expected, drafter
+        assert drafts._drafter is not None, "the drafter was switched off"
+        stats = engine.stats()
+        num_draft, num_accepted = (
+            getattr(stats, field) - getattr(before, field)
+            for field in ("num_draft_tokens", "num_accepted_tokens")
+        )
+        assert stats.num_generated_tokens - before.num_generated_tokens == plain.num_generated_tokens
+        assert num_draft > 0
+        assert drafter != "right" or num_accepted == num_draft
+        assert drafter != "wrong" or not num_accepted
+    if "preempted" in name or "swapped" in name or name == "windows":
+        assert stats.num_recompute_preemptions + stats.num_swap_preemptions > 0
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+def test_forks_and_streams_of_runs(kind):
+    """A request is forked between two runs of nearly a block each, and streams show whole runs."""
+    engine = demo(block_size=8, max_num_seqs=4)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, output_kind=kind, logprobs=0)
+    other = replace(params, temperature=0.7, seed=1)
+    (plain,) = engine.generate([CODE], replace(params, output_kind=KINDS.CUMULATIVE), use_tqdm=False)
+    answer = plain.outputs[0]
+    engine.scheduler.drafts = Drafts(Known(_Always(answer.token_ids), 1.0), 7, 4096, 64)
+    engine.add_request("a", CODE, params)
+    shown: dict[str, list[CompletionOutput]] = {"a": [], "b": []}
+    num_shared = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            shown[output.request_id] += output.outputs
+        engine.scheduler.check()
+        if not num_shared and len(running := engine.scheduler.running) and running[0].num_output_tokens > 8:
+            num_shared = running[0].num_output_tokens
+            engine.fork("a", "b", other)
+    assert len(shown["a"]) == 6  # the first token, then runs of 8
+    assert _whole(shown["a"], kind) == (answer.token_ids, answer.text, answer.logprobs)
+    engine.scheduler.drafts = None
+    tokens = [*plain.prompt_token_ids, *answer.token_ids[:num_shared]]
+    rest = replace(other, output_kind=KINDS.CUMULATIVE, max_tokens=40 - num_shared)
+    (alone,) = engine.generate([tokens], rest, use_tqdm=False)
+    assert _whole(shown["b"], kind)[0] == answer.token_ids[:num_shared] + alone.outputs[0].token_ids
+
+
+class _Always(dict[Any, list[int]]):
+    """The same answer to every request."""
+
+    def __init__(self, answer: Sequence[int]) -> None:
+        self._answer = [*answer]
+
+    def __missing__(self, _: Any) -> list[int]:
+        return self._answer
+
+
+def _whole(outputs: list[CompletionOutput], kind: RequestOutputKind) -> tuple[list[int], str, Any]:
+    """Return the tokens, text and log-probabilities that a stream has shown."""
+    if kind is KINDS.CUMULATIVE:
+        outputs = outputs[-1:]
+    tokens = [token for output in outputs for token in output.token_ids]
+    logprobs = [place for output in outputs for place in output.logprobs or []]
+    return tokens, "".join(output.text for output in outputs), logprobs
+
+
+def test_options_reach_the_drafter_and_statistics_count():
+    engine = demo(speculative_config='{"method": "suffix", "num_speculative_tokens": 3}')
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    engine.generate([CODE, CODE], params, use_tqdm=False)
+    stats = engine.stats()
+    assert stats.num_drafts > 0
+    assert len(stats.num_accepted_at) == 3
+    assert sum(stats.num_accepted_at) == stats.num_accepted_tokens <= stats.num_draft_tokens
+    assert stats.num_generated_tokens == 60
+    # What ended is guessed for the next request of the same kind.
+    steps = stats.num_steps
+    engine.generate([CODE], params, use_tqdm=False)
+    assert engine.stats().num_steps - steps < 15
+    total = type(stats).total([stats, replace(stats, num_accepted_at=(1,))])
+    assert total.num_accepted_at == (stats.num_accepted_at[0] + 1, *stats.num_accepted_at[1:])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "eagle"}, "speculative_config['method'] must be one of ngram, suffix; got 'eagle'"),
+        ({}, "speculative_config['method'] is missing; it must be one of ngram, suffix"),
+        (
+            {"method": "ngram", "model": "x"},
+            "speculative_config['model'] is unknown; known keys are method, num",
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens": 0},
+            "speculative_config['num_speculative_tokens'] must be from 1 to 64, got 0",
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens": True},
+            "speculative_config['num_speculative_tokens'] must",
+        ),
+        (
+            {"method": "ngram", "prompt_lookup_min": 9, "prompt_lookup_max": 4},
+            "is 9, more than prompt_lookup_max 4",
+        ),
+        ({"method": "suffix", "prompt_lookup_max": 4}, "goes with method 'ngram'"),
+        ("{", "speculative_config must be JSON such as"),
+        ("[1]", "speculative_config must be a dict such as"),
+        (4, "speculative_config must be a dict such as"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused_before_weights_are_read(given, message):
+    with pytest.raises(ConfigError) as error:
+        EngineConfig("nowhere", speculative_config=given)
+    assert message in str(error.value)
