@@ -76,6 +76,7 @@ def stats(**changes):
         "max_num_batched_tokens": 64,
         "block_size": 16,
         "weight_bytes": {},
+        "num_accepted_at": (),
     }
     histograms = {
         "step_seconds": Histogram(SECONDS_OF_STEP).snapshot(),

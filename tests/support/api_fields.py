@@ -78,6 +78,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "timeout_s": (1, {}),
     "cache_salt": ("s", {}),
     "structured_outputs": ({"regex": "a"}, {}),
+    "num_speculative_tokens": (2, {}),
     "response_format": ({"type": "json_object"}, {}),
     "stream": (True, {}),
     "stream_options": ({"include_usage": True}, {"stream": True}),
