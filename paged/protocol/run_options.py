@@ -22,7 +22,7 @@ WITHOUT_EFFECT = frozenset(
         *("gpu_memory_utilization", "cpu_memory_utilization", "watermark", "preemption_mode"),
         *("max_preemptions", "max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold"),
         *("max_num_partial_prefills", "max_waiting", "scheduling_policy", "tenant_weights"),
-        *("priority", "cache_salt"),
+        *("speculative_config", "num_speculative_tokens", "priority", "cache_salt"),
     }
 )
 

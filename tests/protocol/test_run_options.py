@@ -39,6 +39,7 @@ ENGINE = {
     "num_threads": 1,
     "deterministic": True,
     "enforce_eager": True,
+    "speculative_config": {"method": "ngram"},
     "seed": 3,
     "skip_tokenizer_init": True,
 }
@@ -50,6 +51,7 @@ SAMPLING = {
     "timeout_s": 1.0,
     "priority": 1.0,
     "cache_salt": "a",
+    "num_speculative_tokens": 2,
 }
 
 
