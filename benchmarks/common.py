@@ -24,6 +24,18 @@ SMOL = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 8192,
 }
+# The names of a layer's tensors in GGUF files.
+GGUF_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
 # Shapes with random weights: speed does not depend on what a model has learned.
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from benchmarks.common import SHAPES
+from benchmarks.common import GGUF_NAMES, SHAPES
 from paged.model.gguf.config import make_config
 from paged.model.gguf.metadata import Metadata
 from paged.model.weights.gguf_file import open_gguf
@@ -23,18 +23,6 @@ from tests.support.quantised import compressed, float_group, int_group
 
 GROUP = 128
 VOCAB_SIZE = 64
-# The names of a layer's tensors in GGUF files.
-GGUF_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 
 
 class Format(NamedTuple):

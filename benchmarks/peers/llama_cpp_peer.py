@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import CHECKPOINTS, gguf_path, rss_mib
+from benchmarks.common import CHECKPOINTS, GGUF_NAMES, gguf_path, rss_mib
 from benchmarks.peers import llama_cpp_library
 from benchmarks.peers.llama_cpp_library import F16, F32
 from benchmarks.peers.worker import Options, Tokens
@@ -25,15 +25,7 @@ LIBRARY = Path(os.environ.get("LLAMA_CPP_LIBRARY", _INSTALLED))
 # llama_ftype of each precision.
 _FILE_TYPES = {"float32": 0, "Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15, "bfloat16": 32}
 _NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
+    **GGUF_NAMES,
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",

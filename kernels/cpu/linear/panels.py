@@ -148,7 +148,7 @@ def check_pairs(pairs: bool) -> None:
     """Raise ValueError unless this is a flag, and one that this CPU has instructions for."""
     check_flag("pairs", pairs)
     if pairs and not HAS_DOT:
-        raise ValueError("pairs=True takes a CPU with AVX512-BF16; leave it out, as `can_pair` says")
+        raise ValueError("pairs=True takes a CPU with AVX512-BF16 and VBMI; leave it out, as `can_pair` says")
 
 
 def check_bias(panels: Panels, bias: Tensor | None) -> None:
