@@ -24,7 +24,7 @@ from tests.support.step_cases import CASES, Case, Step, random_case, run_case
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "kernels" / "gpu" / "STEPS.md"
-NUM_RANDOM = 20
+NUM_RANDOM = 8
 KINDS = ("launch", "operation", "upload", "download", "wait")
 
 README = """# What a step asks of the GPU

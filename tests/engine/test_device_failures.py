@@ -127,8 +127,8 @@ def test_an_error_or_ctrl_c_between_upload_and_download_loses_nothing(gpu):
     for _ in range(2):  # the second run of an engine has fewer tensors to make
         gpu.fault = counter = Fault(0, RuntimeError())
         assert outputs_of(engine) == expected
-    places = random.Random(1).sample(range(1, counter.num_calls + 1), 6)
-    for at, error in zip(places, [RuntimeError("no launch"), KeyboardInterrupt()] * 3, strict=True):
+    places = random.Random(1).sample(range(1, counter.num_calls + 1), 4)
+    for at, error in zip(places, [RuntimeError("no launch"), KeyboardInterrupt()] * 2, strict=True):
         gpu.fault = fault = Fault(at, error)
         assert outputs_of(engine) == expected, (at, error)
         assert fault.num_calls > at
@@ -210,7 +210,7 @@ def test_gpu_without_tiles(monkeypatch, tmp_path, target, message):
         new_engine(tmp_path)
 
 
-@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.usefixtures("gpu")
 def test_upload_that_failed_leaves_nothing_behind(monkeypatch, at):
     """The next step has the same requests, and sends again what the failed one did not."""

@@ -86,7 +86,6 @@ def draw(request: pytest.FixtureRequest) -> Draw:
             columns[name] = column.expand(len(logits)).contiguous()
         return sample_tokens(logits.clone(), seeds, positions, **columns)
 
-    drawn.is_slow = request.param == "torch"  # type: ignore[attr-defined]
     return drawn
 
 
@@ -104,14 +103,9 @@ def hf_probabilities(row: Tensor, **filters: Any) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize("filters", CONFIGURATIONS, ids=str)
 def test_draws_are_distributed_as_the_warpers_say(filters, draw):
-    # What takes plain torch minutes is left to the kernels, which draw the same tokens.
-    is_slow = draw.is_slow and "typical_p" in filters  # type: ignore[attr-defined]
-    n, part = 10**5 if is_slow else 3 * 10**5, 100_000
-    row, counts = row_of(), np.zeros(VOCAB_SIZE)
-    for first in range(0, n, part):
-        positions = torch.arange(first, first + part)
-        tokens = draw(row.expand(part, -1), torch.full((part,), 7), positions, **filters)
-        counts += np.bincount(tokens.numpy(), minlength=VOCAB_SIZE)
+    row, n = row_of(), 10**5
+    tokens = draw(row.expand(n, -1), torch.full((n,), 7), torch.arange(n), **filters)
+    counts = np.bincount(tokens.numpy(), minlength=VOCAB_SIZE)
     expected = n * hf_probabilities(row, **filters)
     possible = expected > 0
     assert not counts[~possible].any(), "a token was drawn that the filters exclude"

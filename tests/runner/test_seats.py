@@ -63,10 +63,14 @@ def new_host_batches(num_groups: int, rope: str) -> HostBatches:
     return HostBatches(cases.BLOCK_SIZE, CPU, **options)
 
 
-@pytest.mark.parametrize("windows", [(None,), WITH_WINDOW], ids=["full", "windowed"])
 @pytest.mark.parametrize(
-    ("num_host_blocks", "rope", "num_right"),
-    [(0, "dynamic", None), (40, "dynamic", 2), (0, "longrope", 1)],
+    ("windows", "num_host_blocks", "rope", "num_right"),
+    [
+        ((None,), 0, "dynamic", None),
+        ((None,), 40, "dynamic", 2),
+        (WITH_WINDOW, 40, "dynamic", None),
+        (WITH_WINDOW, 0, "longrope", 1),
+    ],
     ids=str,
 )
 def test_equals_batches_of_plans_that_tell_everything(windows, num_host_blocks, rope, num_right):

@@ -15,15 +15,16 @@ def server():
 
 
 def test_malformed_requests_get_their_errors_and_disturb_nothing(server):
-    report = run(server, seed=0, numbers=range(2000))
+    report = run(server, seed=0, numbers=range(1000))
     assert not report.findings, "python -m tests.support.server_fuzz --seed 0 --case NUMBER"
-    assert report.count == 2000
-    assert report.statuses[200] > 400
-    assert report.statuses[400] > 600
+    assert report.count == 1000
+    assert report.statuses[200] > 200
+    assert report.statuses[400] > 300
     assert {404, 405, 408, 413, 415, 431} <= report.statuses.keys()
 
 
 def test_schemathesis_finds_nothing(server):
-    ended = server_schemathesis.run(server.url, examples=5, seed=0)
+    excluded = ["/v1/completions"]  # most fields are those of /v1/chat/completions and /generate
+    ended = server_schemathesis.run(server.url, examples=5, seed=0, excluded=excluded)
     assert ended.returncode == 0, ended.stdout
     assert "No issues found" in ended.stdout

@@ -10,7 +10,7 @@ from tests.support.random_requests import check_all
 from tests.support.served import Served
 from tests.support.small_server import small_server
 
-NUM_REQUESTS = 120  # python -m tests.support.random_requests sends 500
+NUM_REQUESTS = 60  # python -m tests.support.random_requests sends 500
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,13 @@ NOT_CHECKED = "positive_data_acceptance"
 CONFIG = '[checks]\nnot_a_server_error.expected-statuses = ["2xx", "4xx", "504"]\n'
 
 
-def run(url: str, *, examples: int, seed: int) -> subprocess.CompletedProcess[str]:
+def run(
+    url: str, *, examples: int, seed: int, excluded: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     """Run it against the server at a URL. Its exit code is 0 if nothing was found.
 
     examples: random bodies for each route.
+    excluded: routes that are left out.
     """
     options = {
         "--max-examples": examples,
@@ -43,6 +47,7 @@ def run(url: str, *, examples: int, seed: int) -> subprocess.CompletedProcess[st
         "--exclude-path": "/generate/batch",  # the same as /generate
     }
     words = [str(word) for option in options.items() for word in option]
+    words += [word for path in excluded for word in ("--exclude-path", path)]
     program = [sys.executable, "-m", "schemathesis.cli", "run"]
     command = [*program, "openapi.json", "--url", url, "--no-color", *words]
     with urllib.request.urlopen(f"{url}/openapi.json") as response:
