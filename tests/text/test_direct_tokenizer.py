@@ -164,13 +164,13 @@ def test_a_native_model_with_a_tokenizer_of_transformers_imports_no_model_class(
     (tmp_path / "model.safetensors").symlink_to(DEMO / "model.safetensors")
     code = """
         import sys
+        from importlib.util import find_spec
         from paged import LLMEngine, SamplingParams
         engine = LLMEngine(sys.argv[1], device="cpu", num_blocks=16)
         engine.generate("def f(x):", SamplingParams(max_tokens=2), use_tqdm=False)
         assert "transformers" in sys.modules
         assert "transformers.modeling_utils" not in sys.modules  # which every model class imports
-        from transformers import LlamaForCausalLM
-        assert "transformers.modeling_utils" in sys.modules
+        assert find_spec("transformers.modeling_utils")
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], check=True)
 
