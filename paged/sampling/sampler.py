@@ -215,8 +215,8 @@ class _Batch:
         self.kernels = sampler.kernels
         columns = columns_of(requests, sampler.vocab_size)
         self.edits: LogitsEdits | None = None
-        if columns["edits_logits"].any():
-            edited = [(row, requests[row]) for row in np.flatnonzero(columns["edits_logits"]).tolist()]
+        if columns["has_edits"].any():
+            edited = [(row, requests[row]) for row in np.flatnonzero(columns["has_edits"]).tolist()]
             histories = sampler.history, sampler.dry
             self.edits = LogitsEdits(edited, sampler.kernels, *histories, sampler.vocab_size, upload)
         else:
