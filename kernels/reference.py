@@ -393,8 +393,8 @@ def greedy_of_allowed(
     logits: Tensor,  # f32[n, vocab_size]
     rows: Tensor,  # i64[m]
     allowed: Tensor,  # i32[m, at least vocab_size / 32 words]
-    tokens: Tensor,  # i64[n], those of `rows` are written
-    highest: Tensor,  # f32[n], those of `rows` are written
+    tokens: Tensor,  # i64[n], of `greedy`; those of `rows` are written
+    highest: Tensor,  # f32[n], of `greedy`; those of `rows` are written
 ) -> None:
     """Write the first of the highest logits of allowed tokens over those of all tokens, and that logit.
 

@@ -260,7 +260,18 @@ class SamplingParams(metaclass=ExplainsMissing):
     @property
     def edits_logits(self) -> bool:
         """Whether logits are changed in a way that greedy sampling must see."""
-        return self.depends_on_history or self.allowed_token_ids is not None or bool(self.logit_bias)
+        return self.edits_beside_grammar or self.structured_outputs is not None
+
+    @property
+    def edits_beside_grammar(self) -> bool:
+        """Whether anything but the masks of a grammar changes logits."""
+        return (
+            self.penalizes
+            or self.dry_multiplier > 0.0
+            or self.min_tokens > 0
+            or self.allowed_token_ids is not None
+            or bool(self.bad_words or self.logit_bias or self.logits_processors)
+        )
 
     def _check_outputs(self) -> None:
         if not isinstance(self.output_kind, RequestOutputKind):

@@ -49,16 +49,23 @@ class MaskJob:
     One that a step has waited for in vain makes its grammar a slow one.
 
     advances: the matcher of each output, and the tokens that it has not consumed yet.
+    in_logits: i32[num_words], the bits of tokens that have a logit.
     done: done once the masks are computed, or with an error of the library that concerns all of them.
     bits: i32[len(advances), num_words], the masks, once they are computed.
+    is_clean: whether all masks are computed, without an error, and each allows a token.
     """
 
     def __init__(
-        self, grammar: CompiledGrammar, advances: Sequence[tuple[Any, list[int]]], num_words: int
+        self,
+        grammar: CompiledGrammar,
+        advances: Sequence[tuple[Any, list[int]]],
+        in_logits: NDArray[np.int32],
     ) -> None:
         self._grammar = grammar
         self._advances = advances
-        self.bits: NDArray[np.int32] = np.zeros((len(advances), num_words), np.int32)
+        self._in_logits = in_logits
+        self.bits: NDArray[np.int32] = np.zeros((len(advances), len(in_logits)), np.int32)
+        self.is_clean = False
         self._errors: dict[int, BaseException] = {}  # of single outputs, by their rows
         self._broken = frozenset[int]()  # rows of matchers in an error state
         lane, run = (_slow_lane(), self._run_slow) if grammar.is_slow else (_fast_lane(), self._run_fast)
@@ -88,8 +95,10 @@ class MaskJob:
 
     def _run(self, compute: Callable[[], None]) -> None:
         compute()
-        # Asked for here, where it costs the steps nothing.
+        # All this is found out here, beside the steps.
+        self.bits &= self._in_logits
         self._broken = frozenset(i for i, (matcher, _) in enumerate(self._advances) if matcher.is_error())
+        self.is_clean = not (self._errors or self._broken) and bool(self.bits.any(1).all())
 
     def _run_fast(self) -> None:
         executor = _executor(is_slow=False)

@@ -20,7 +20,7 @@ _ROW = np.dtype(
         ("seed", np.int64),
         *((name, np.float32) for name in _FLOATS),
         ("top_k", np.int32),
-        ("edits_logits", np.bool_),
+        ("has_edits", np.bool_),
         ("wants_logprobs", np.bool_),
     ]
 )
@@ -65,7 +65,7 @@ def _write(request: Sampled, vocab_size: int) -> bytes:
     params = request.inputs.params
     row = np.zeros((), _ROW)
     row["seed"] = _signed(request.sampling.seed)
-    row["edits_logits"] = params.edits_logits
+    row["has_edits"] = params.edits_beside_grammar
     row["wants_logprobs"] = request.inputs.wants_logprobs
     row["top_k"] = vocab_size
     for name, unused in _KEEPS_ALL.items():

@@ -146,10 +146,16 @@ class Draw:
             of_model = best or (kernels.greedy(logits) if is_edited else None)
             may_ban_all = batch.may_ban_all or grammar_masks is not None
             chosen = None
-            if grammar_masks is not None and batch.edits is None and batch.parameters is None:
+            if grammar_masks is not None and batch.edits is None:
                 assert of_model is not None, "masks are edits"
                 chosen = grammar_masks.choose(kernels, logits, of_model)
-            tokens, edited = chosen or self._choose(logits, grammar_masks, best, may_ban_all=may_ban_all)
+            if chosen is not None and batch.parameters is None:
+                tokens, edited = chosen
+            else:
+                known = None if chosen is None else chosen[1]
+                tokens, edited = self._choose(
+                    logits, grammar_masks, best, highest=known, may_ban_all=may_ban_all
+                )
             if may_ban_all and edited is not None:
                 self._edited = download.get(edited)
             highest = edited if of_model is None else of_model[1]
@@ -166,23 +172,27 @@ class Draw:
         grammar_masks: GrammarMasks | None,
         best: tuple[Tensor, Tensor] | None,
         *,
+        highest: Tensor | None,
         may_ban_all: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Edit the logits and choose. Return the tokens and the highest edited logits, if they are needed."""
+        """Edit the logits and choose. Return the tokens and the highest edited logits, if they are needed.
+
+        highest: the latter, if known.
+        """
         batch = self._batch
         if grammar_masks is not None:
             grammar_masks.apply(self._kernels, logits)
         if batch.edits is not None and self._edits is not None:
             self._errors = batch.edits.apply(logits, self._edits)
-        highest: Tensor | None = None
         if batch.parameters is None:
             is_edited = batch.edits is not None or grammar_masks is not None
             tokens, highest = self._kernels.greedy(logits) if is_edited or best is None else best
         else:
             assert self._positions is not None, "random numbers depend on the position"
-            if best is None or may_ban_all:
-                highest = torch.empty(len(logits), device=logits.device)
-            tokens = batch.parameters.sample(self._kernels, logits, self._positions.tensor, highest)
+            found: Tensor | None = None
+            if highest is None and (best is None or may_ban_all):
+                highest = found = torch.empty(len(logits), device=logits.device)
+            tokens = batch.parameters.sample(self._kernels, logits, self._positions.tensor, found)
         if batch.edits is not None:
             batch.edits.record(tokens)
         return tokens, highest
@@ -215,8 +225,8 @@ class _Batch:
         self.kernels = sampler.kernels
         columns = columns_of(requests, sampler.vocab_size)
         self.edits: LogitsEdits | None = None
-        if columns["edits_logits"].any():
-            edited = [(row, requests[row]) for row in np.flatnonzero(columns["edits_logits"]).tolist()]
+        if columns["has_edits"].any():
+            edited = [(row, requests[row]) for row in np.flatnonzero(columns["has_edits"]).tolist()]
             histories = sampler.history, sampler.dry
             self.edits = LogitsEdits(edited, sampler.kernels, *histories, sampler.vocab_size, upload)
         else:

@@ -374,9 +374,7 @@ class GrammarState:
             return False
         vocabulary = self.vocabulary
         # A mask that a worker has made says it at once.
-        row = (
-            self.mask() & vocabulary.in_logits if self.has_mask(request) else vocabulary.allowed(self.matcher)
-        )
+        row = self.mask() if self.has_mask(request) else vocabulary.allowed(self.matcher)
         return not (row & vocabulary.not_ends).any()
 
 
@@ -393,7 +391,7 @@ def begin_masks(requests: Iterable[Sampled]) -> None:
     for group in groups.values():
         first = group[0][0]
         advances = [(state.matcher, state.missing(request)) for state, request in group]
-        job = MaskJob(first.grammar, advances, first.vocabulary.num_words)
+        job = MaskJob(first.grammar, advances, first.vocabulary.in_logits)
         for row, (state, _) in enumerate(group):
             state.begin(job, row)
 
@@ -469,10 +467,20 @@ class GrammarMasks:
     def wait(self) -> NDArray[np.int32]:
         """Wait for the workers, SLOW_S at most. Return the bits."""
         if self._bits is None:
-            if jobs := {job for state in self._states if (job := state.pending) is not None}:
-                wait_for([*jobs])
-            self._bits = self._gathered()
+            jobs = {state.job for state in self._states}
+            if pending := [job for job in jobs if job is not None and not job.done.done()]:
+                wait_for(pending)
+            (job, *others) = jobs
+            whole = None if others or job is None else self._whole(job)
+            self._bits = self._gathered() if whole is None else whole
         return self._bits
+
+    def _whole(self, job: MaskJob) -> NDArray[np.int32] | None:
+        """Return the masks of a job as they are; None if any row takes more than that."""
+        if not job.is_clean or [state.row for state in self._states] != [*range(len(job.bits))]:
+            return None
+        ends = self._states[0].vocabulary.ends
+        return None if any(_has_own_ends(request, ends) for request in self._requests) else job.bits
 
     def _gathered(self) -> NDArray[np.int32]:
         """Return the masks with the requests' end tokens in place of the library's, and note errors.
@@ -497,9 +505,8 @@ class GrammarMasks:
         for job, (own, of_job) in of_jobs.items():
             bits[own] = job.bits[of_job]
         for row, request, state in zip(bits, self._requests, self._states, strict=True):
-            if request.stop_ids != vocabulary.ends or request.inputs.params.min_tokens:
+            if _has_own_ends(request, vocabulary.ends):
                 _set_ends(row, request, state)
-        bits &= vocabulary.in_logits
         bits[self._late] = -1
         for i in np.flatnonzero(~bits.any(1)).tolist():
             self.errors.setdefault(self.rows[i], _dead_end(self._requests[i]))
@@ -518,10 +525,15 @@ class GrammarMasks:
             self.errors[self.rows[i]] = _of_language(f": {_error(state.matcher)}")
 
 
+def _has_own_ends(request: Sampled, ends: frozenset[int]) -> bool:
+    """Return whether other tokens than the vocabulary's may end the request's output, or not yet."""
+    return request.stop_ids != ends or request.inputs.params.min_tokens > 0
+
+
 def _set_ends(row: NDArray[np.int32], request: Sampled, state: GrammarState) -> None:
     if state.pending is not None:
         return  # the row is late
-    ends = _bits(request.stop_ids, len(row))
+    ends = _bits(request.stop_ids, len(row)) & state.vocabulary.in_logits
     row &= state.vocabulary.not_ends
     if request.num_output_tokens < request.inputs.params.min_tokens:
         row &= ~ends

@@ -213,7 +213,9 @@ def test_one_output_that_fails_leaves_the_others_their_masks(monkeypatch):
     grammar = CompiledGrammar(None, np.zeros(1, np.int32))
     for is_slow in (False, True):
         grammar.record(was_slow=is_slow)
-        job = MaskJob(grammar, [(Matcher(error), [1]) for error in (None, "alone", None)], 1)
+        job = MaskJob(
+            grammar, [(Matcher(error), [1]) for error in (None, "alone", None)], np.full(1, -1, np.int32)
+        )
         assert job.mask(0).shape == job.mask(2).shape == (1,)
         with pytest.raises(RuntimeError, match="alone"):
             job.mask(1)

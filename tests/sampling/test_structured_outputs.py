@@ -165,13 +165,19 @@ def write_sentencepiece(directory: Path, pieces: list[str]) -> None:
 # How it is chosen
 
 
-def test_greedy_chooses_the_most_likely_allowed_token(demo, monkeypatch):
+@pytest.mark.parametrize("edits", [{}, {"logit_bias": {0: 0.0}}], ids=["plain", "edited"])
+def test_greedy_chooses_the_most_likely_allowed_token(demo, monkeypatch, edits):
     from llguidance import LLMatcher, grammar_from
     from llguidance.hf import from_tokenizer
 
     steps = logits_of_steps(demo, monkeypatch)
+    written = []  # the logits that masks were written over
+    apply = GrammarMasks.apply
+    monkeypatch.setattr(
+        GrammarMasks, "apply", lambda masks, kernels, x: (written.append(x), apply(masks, kernels, x))
+    )
     regex = "[a-z]{4} [0-9]{4}"
-    (output,) = run(demo, structured(regex=regex, temperature=0.0, logprobs=2))
+    (output,) = run(demo, structured(regex=regex, temperature=0.0, logprobs=2, **edits))
     matcher = LLMatcher(from_tokenizer(demo.tokenizer.hf, eos_token=[0]), grammar_from("regex", regex))
     (completion,) = output.outputs
     assert len(steps) == len(completion.token_ids) == len(completion.logprobs)
@@ -186,6 +192,7 @@ def test_greedy_chooses_the_most_likely_allowed_token(demo, monkeypatch):
         raw_differs |= token != raw.argmax()
         assert token == 0 or matcher.consume_token(token)
     assert raw_differs
+    assert len(written) == (len(steps) if edits else 0)
 
 
 def test_neighbours_keep_their_tokens(demo):
@@ -363,8 +370,9 @@ def test_token_outside_the_grammar_is_an_error_of_its_request(demo, monkeypatch)
     assert "not in the language of structured_outputs" in bound.outputs[0].stop_reason
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("place", ["allowed", "everywhere"])
-def test_nan_ends_the_request_with_an_error(demo, monkeypatch, place):
+def test_nan_ends_the_request_with_an_error(demo, monkeypatch, place, temperature):
     monkeypatch.setattr(demo.runner, "graphs", None)  # a replay does not call what is replaced here
     calls, head = iter(range(100)), demo.runner.model.logits
 
@@ -375,7 +383,8 @@ def test_nan_ends_the_request_with_an_error(demo, monkeypatch, place):
         return logits
 
     monkeypatch.setattr(demo.runner.model, "logits", broken)
-    bound, sound = run(demo, structured(regex="[a-z]{3}"), structured(regex="[a-z]{3}"))
+    params = structured(regex="[a-z]{3}", temperature=temperature)
+    bound, sound = run(demo, params, params)
     assert bound.outputs[0].finish_reason == "error"
     assert "not finite" in bound.outputs[0].stop_reason
     assert re.fullmatch("[a-z]{3}", sound.outputs[0].text)
