@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import fields
@@ -14,6 +15,7 @@ import typer
 
 from ..config import EngineConfig
 from ..errors import ConfigError
+from ..server.access.keys import keys_of
 from ..server.options import MAX_WAITING, ServeOptions
 from . import common
 from .headings import MODEL, SERVER
@@ -52,6 +54,7 @@ def serve(
     serve_options = ServeOptions(**common.given(settings, SERVE[1]))
     settings.setdefault("max_waiting", MAX_WAITING)
     engine_options = common.engine_options(settings["model"], settings, SERVED_ENGINE[1])
+    _take_weights(serve_options, engine_options)
 
     from ..server.http.listener import bind, new_event_loop
 
@@ -59,7 +62,7 @@ def serve(
         if serve_options.is_exposed:
             common.complain(
                 f"warning: every machine that reaches {serve_options.host} may use this server; "
-                "--api-key lets only those use it that have the key"
+                "--api-key or --api-keys lets only those use it that have a key"
             )
         return runner.run(_serve(engine_options, serve_options, listener))
 
@@ -75,6 +78,18 @@ def _settings(config: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
     names = [name for name in types if name != "config"]
     from_flags = common.given(flags, names)
     return {**(from_file(Path(file), names) if file else {}), **environment, **from_flags}
+
+
+def _take_weights(options: ServeOptions, engine_options: dict[str, Any]) -> None:
+    """Give the engine the weights of the keys file, which is checked before the model is loaded."""
+    policy = engine_options.get("scheduling_policy")
+    keys = keys_of(options.api_keys, scheduling_policy=policy, default_reservation=None)
+    if keys is None:
+        return
+    if engine_options.get("tenant_weights"):
+        raise ConfigError("tenant_weights and api_keys exclude each other; give weights in the keys file")
+    if keys.weights:
+        engine_options["tenant_weights"] = dict(keys.weights)
 
 
 def _check_installed() -> None:
@@ -135,6 +150,8 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
             on_exit=front.stop,
             on_refusal=front.observers.refused,
         )
+        if front.keys is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, front.on_hangup)
         collecting = asyncio.get_running_loop().create_task(_collect_garbage(front))
         await server.listen(listener)
         collecting.cancel()

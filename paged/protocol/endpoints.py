@@ -25,6 +25,10 @@ _LINES = "application/x-ndjson"
 _EVENTS = "text/event-stream"
 _PLAIN = "text/plain"
 _LISTED: list[Endpoint] = []
+# Who may use a route. all: everyone, as a monitor or a load balancer may have no key. keys: who has a key of
+# the server. public: everyone, unless there are tenants (--api-keys): then who has a key. operator: the same,
+# but then who has the admin key, as it tells of all tenants.
+Access = Literal["all", "keys", "public", "operator"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +39,7 @@ class Endpoint:
     answer: the name of the response's schema in RESPONSES; None if it is no JSON.
     call: what parses the body; None without a body.
     media: the content type of the answer. streamed: that of a stream, if there may be one.
-    needs_key: whether a request needs one of the server's keys.
+    access: who may use it, see `Access`.
     is_probe: whether it is answered on a connection beyond the limit, too, as a monitor asks it.
     """
 
@@ -46,8 +50,13 @@ class Endpoint:
     call: type[Call] | None = None
     media: str = JSON
     streamed: str | None = None
-    needs_key: bool = True
+    access: Access = "keys"
     is_probe: bool = False
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether a request needs a key of the server where it has any."""
+        return self.access == "keys"
 
     def __post_init__(self) -> None:
         where = f"{self.method} {self.path}"
@@ -115,13 +124,12 @@ GET_MODELS = Endpoint(method="GET", path="/v1/models", summary="List the model's
 GET_MODEL = Endpoint(
     method="GET", path="/v1/models/{model}", summary="Return one of the model's names", answer="Model"
 )
-# A monitor or a load balancer may have no key.
 GET_HEALTH = Endpoint(
     method="GET",
     path="/health",
     summary="Return whether the engine runs",
     answer="Any",
-    needs_key=False,
+    access="all",
     is_probe=True,
 )
 GET_READY = Endpoint(
@@ -129,11 +137,11 @@ GET_READY = Endpoint(
     path="/ready",
     summary="Return whether requests are accepted",
     answer="Any",
-    needs_key=False,
+    access="all",
     is_probe=True,
 )
 GET_VERSION = Endpoint(
-    method="GET", path="/version", summary="Return the version of paged", answer="Version", needs_key=False
+    method="GET", path="/version", summary="Return the version of paged", answer="Version", access="public"
 )
 GET_METRICS = Endpoint(
     method="GET",
@@ -141,17 +149,17 @@ GET_METRICS = Endpoint(
     summary="Return metrics in the form of Prometheus",
     answer=None,
     media=_PLAIN,
-    needs_key=False,
+    access="operator",
     is_probe=True,
 )
 GET_OPENAPI = Endpoint(
-    method="GET", path="/openapi.json", summary="Return this description", answer="Any", needs_key=False
+    method="GET", path="/openapi.json", summary="Return this description", answer="Any", access="public"
 )
 
 ROUTES = tuple(_LISTED)
 # The routes that take a body, and what parses it.
 ENDPOINTS: dict[str, type[Call]] = {route.path: route.call for route in ROUTES if route.call is not None}
-OPEN_PATHS = frozenset(route.path for route in ROUTES if not route.needs_key)
+ACCESS: dict[str, Access] = {route.path: route.access for route in ROUTES}
 PROBES = frozenset(route.path for route in ROUTES if route.is_probe)
 DEFAULT_LIMITS = Limits()
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import hmac
-
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..protocol.endpoints import OPEN_PATHS, ROUTES
+from ..protocol.endpoints import ACCESS, ROUTES
 from .front_end import FrontEnd
 from .http.exchange import ClientGone, Exchange, request_id_of
 from .http.failures import HttpError
 from .routes.table import HANDLERS, Handler
 from .telemetry.records import CLIENT_GONE
 
+RATE_LIMIT_HEADERS = tuple(
+    f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+)
 # Headers of responses that a page in a browser may read.
-EXPOSED_HEADERS = ("x-request-id", "x-paged-ignored", "x-should-retry", "retry-after")
+EXPOSED_HEADERS = ("x-request-id", "x-paged-ignored", "x-should-retry", "retry-after", *RATE_LIMIT_HEADERS)
 EXCHANGE = "paged.exchange"  # the exchange of a request, in its scope
 
 
@@ -42,8 +43,6 @@ class App:
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
-        # In a header, some clients encode what is not ASCII as latin-1, and others as UTF-8.
-        self._keys = [key.encode(coding) for key in front.options.api_key for coding in ("latin-1", "utf-8")]
         routes = [
             Route(
                 route.path.replace("{model}", "{model:path}"),  # a name may contain slashes
@@ -100,19 +99,9 @@ class App:
             )
 
     def _check_key(self, exchange: Exchange) -> None:
-        if not self._keys or exchange.route in OPEN_PATHS:
-            return
-        kind, _, given = (exchange.header("authorization") or "").partition(" ")
-        token = given.strip().encode("latin-1")
-        # All are compared, so that the time tells nothing about them.
-        matches = [hmac.compare_digest(token, key) for key in self._keys]
-        if kind.lower() != "bearer" or not any(matches):
-            raise HttpError(
-                401,
-                "this server needs a key; send it in the header authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers=((b"www-authenticate", b"Bearer"),),
-            )
+        # A path that is no route needs a key, too: without one, nobody learns which there are.
+        access = ACCESS.get(exchange.route, "keys")
+        exchange.key = self._front.gate.check(access, exchange.header("authorization"))
 
 
 class _Endpoint:

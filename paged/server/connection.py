@@ -148,6 +148,10 @@ class EngineConnection(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(frames.encode(order))
 
+    def tell(self, order: frames.Weigh | frames.ForgetPrefixes) -> None:
+        """Send an order of no request. Raises EngineDeadError."""
+        self._send(order)
+
     async def ask(self) -> EngineStats:
         """Return the current stats. Raises EngineDeadError."""
         key = next(self._asks)

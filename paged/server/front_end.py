@@ -11,14 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from ..engine.async_base import AsyncEngine, Deadline
-from ..errors import EngineDeadError, QueueFullError
+from ..base.validation import shown
+from ..engine.async_base import AsyncEngine, Deadline, OnPrompt
+from ..errors import ConfigError, EngineDeadError, QueueFullError
+from ..protocol.answers.errors import TOO_MANY
 from ..protocol.calls.call import Call
 from ..protocol.chat_output.chat_format import ChatFormat
 from ..protocol.endpoints import ROUTES, parse_call
 from ..protocol.limits import Limits
 from ..requests.seeds import derived_seed
 from ..sampling_params import MAX_SEED, SamplingParams
+from .access.gate import Gate
+from .access.keys import keys_of, priorities_of, priority_of, salt_of
+from .access.limits import KeyUsage, RateLimitError, num_new_tokens
 from .connection import ProcessEndError
 from .http.body_budget import MAX_BODY_BYTES_IN_PROGRESS, BodyBudget
 from .http.exchange import Exchange
@@ -27,7 +32,8 @@ from .http.response_budget import ResponseBudget
 from .http.streams import KeepAlive
 from .options import ServeOptions
 from .telemetry.metrics import ServerMetrics
-from .telemetry.records import CLIENT_GONE, SLOW_CLIENT, Observer, Observers, RequestRecord
+from .telemetry.records import CLIENT_GONE, RATE_LIMIT, SLOW_CLIENT, Observer, Observers, RequestRecord
+from .telemetry.request_log import announce
 from .telemetry.trace_context import TraceContext
 
 logger = logging.getLogger(__name__)
@@ -48,6 +54,10 @@ class FrontEnd:
     body_budget: of the bodies of requests in progress.
     response_budget: of the whole responses that are being sent.
     is_stopping: whether the server ends, so that new requests are refused.
+    keys: of the tenants; None if there are none.
+    gate: which requests may use which routes.
+
+    Raises ConfigError for a wrong keys file.
     """
 
     def __init__(
@@ -69,6 +79,12 @@ class FrontEnd:
             num_engines=options.replicas,
         )
         self.observers = Observers(self.metrics, *observers)
+        self.keys = keys_of(
+            options.api_keys,
+            scheduling_policy=engine.config.scheduling_policy,
+            default_reservation=options.default_reservation,
+        )
+        self.gate = Gate(options.api_key, self.keys)
         self._limits = Limits(
             max_logprobs=options.max_logprobs,
             cached_tokens=options.enable_prompt_tokens_details,
@@ -92,12 +108,19 @@ class FrontEnd:
         self._num_preparing = 0
         self.is_stopping = False
 
-    def check_model(self, name: str | None) -> None:
-        """Raise HttpError if a request names another model."""
-        if name is not None and name not in self.names:
+    def names_for(self, key: KeyUsage | None) -> Sequence[str]:
+        """Return the names of the model that requests with a key may give."""
+        allowed = None if key is None else key.entry.models
+        return self.names if allowed is None else [name for name in self.names if name in allowed]
+
+    def check_model(self, name: str | None, key: KeyUsage | None) -> None:
+        """Raise HttpError if a request names another model, or one that its key does not allow."""
+        names = self.names_for(key)
+        if not names or (name is not None and name not in names):
+            there = f"this server has {', '.join(map(repr, names))}" if names else "none is for this key"
             raise HttpError(
                 404,
-                f"the model {name!r} is not here; this server has {', '.join(map(repr, self.names))}",
+                f"the model {shown(name)} is not here; {there}",
                 param="model",
                 code="model_not_found",
             )
@@ -145,10 +168,71 @@ class FrontEnd:
         limits = self._limits
         call = await exchange.read_json(lambda body: parse_call(path, body, limits))
         assert isinstance(call, kind)
-        self.check_model(call.model)
+        self.check_model(call.model, exchange.key)
+        if exchange.key is not None:
+            self._admit(exchange, exchange.key, call)
         if call.ignored:
             exchange.extra_headers.append((b"x-paged-ignored", ", ".join(call.ignored).encode()))
         return call
+
+    async def reload_keys(self) -> int:
+        """Read the keys file again. Return how many keys it has.
+
+        Raises ConfigError naming the line; the keys before stay in force then.
+        """
+        if self.keys is None:
+            raise ConfigError("this server has no keys file; start it with --api-keys")
+        entries = await asyncio.to_thread(self.keys.read)
+        self.keys.replace(entries)
+        if self.engine.config.scheduling_policy == "fair":
+            await self.engine.set_tenant_weights(self.keys.weights)
+        return len(self.keys)
+
+    def on_hangup(self) -> None:
+        """Read the keys file again in a task of its own, and log what came of it."""
+
+        async def reload() -> None:
+            try:
+                announce(f"the keys file has been read again: {await self.reload_keys()} keys")
+            except Exception as error:
+                logger.error("the keys file is not in force, the one before is: %s", error)
+
+        self._reloading = asyncio.get_running_loop().create_task(reload())  # or it might be collected
+
+    def _admit(self, exchange: Exchange, key: KeyUsage, call: Call) -> None:
+        """Make a request its tenant's, within the limits of the key. Raises HttpError, RateLimitError."""
+        entry = key.entry
+        try:
+            call.priority = priority_of(entry, call.priority)
+        except ValueError:
+            first, last = priorities_of(entry)
+            raise HttpError(
+                403,
+                f"priority {call.priority:g} is not allowed; this key has those from {first:g} to {last:g}",
+                param="priority",
+                code="not_allowed",
+            ) from None
+        call.give_to(entry.tenant, salt_of(entry, call.values.get("cache_salt")))
+        exchange.admission = key.admit()
+
+    def reserving(self, exchange: Exchange, params: SamplingParams | None = None) -> OnPrompt | None:
+        """Return what reserves the tokens of a request once its prompt is known; None without limits.
+
+        params: None generates nothing.
+        """
+        admission = exchange.admission
+        keys = self.keys
+        if admission is None or keys is None:
+            return None
+
+        def reserve(request_id: str, num_prompt_tokens: int) -> None:
+            num_new = 0
+            if params is not None:
+                most = keys.default_reservation
+                num_new = num_new_tokens(params, num_prompt_tokens, most, self.engine.max_model_len)
+            admission.reserve(request_id, num_prompt_tokens, num_new)
+
+        return reserve
 
     def begin(
         self, exchange: Exchange, call: Call, num_requests: int, params: SamplingParams | None = None
@@ -166,6 +250,7 @@ class FrontEnd:
             exchange.received,
             params=params,
             num_requests=num_requests,
+            user=call.user,
             trace=TraceContext.parse(exchange.header("traceparent"), exchange.header("tracestate")),
         )
         self.observers.begin(record)
@@ -176,20 +261,37 @@ class FrontEnd:
 
     def end(self, exchange: Exchange, status: int, error: BaseException | None) -> None:
         """End the record of a request, or count a request that has none."""
+        self._give_back(exchange, status)
+        limited = RATE_LIMIT if isinstance(error, RateLimitError) else None
         if exchange.record is not None:
             self._num_open -= 1
             for progress in exchange.record.progress.values():
                 if progress.finished_at is not None:
                     self._rate.on_finish()
             # A stream that began had the status 200, however it ended.
-            reason = "error" if error is not None and status < 400 else None
+            reason = "error" if error is not None and status < 400 else limited
             if exchange.is_too_slow:
                 reason = SLOW_CLIENT
             self.observers.end(exchange.record, status=status, reason=reason, error=error)
         elif status != CLIENT_GONE and (400 <= status < 500 or (exchange.method == "POST" and status >= 500)):
-            self.observers.refused(exchange.route, status, request_id=exchange.request_id)
+            self.observers.refused(exchange.route, status, limited, request_id=exchange.request_id)
         else:
             self.observers.responded(exchange.route, status)
+
+    def _give_back(self, exchange: Exchange, status: int) -> None:
+        """Give back what a request has reserved and not used."""
+        if exchange.admission is None:
+            return
+        progress = {} if exchange.record is None else exchange.record.progress
+        exchange.admission.close(
+            {
+                request_id: sum(own.num_generated)
+                for request_id, own in progress.items()
+                if own.num_prompt_tokens is not None
+            },
+            was_refused=400 <= status < 500 and status != CLIENT_GONE,
+            is_counted=status != TOO_MANY,
+        )
 
     def identity_of(self, exchange: Exchange, call: Call) -> str:
         """Return the id of the response, from which seeds are derived: the body's own, or a unique one.

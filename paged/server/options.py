@@ -29,6 +29,7 @@ _HOST_NAME = re.compile(r"\*|[\w.-]+", re.ASCII)
 _HOST_HEADER = re.compile(r"(?:\[([^\[\]]*)\]|([^\[\]:]*))(?::\d*)?", re.ASCII)
 _OPTIONAL_TEXTS = (
     "uds",
+    "api_keys",
     "root_path",
     "chat_template",
     "tool_call_parser",
@@ -56,8 +57,12 @@ class ServeOptions:
     api_key: a key that requests must bear in the header Authorization, one of several. /health, /ready,
         /version, /metrics and /openapi.json need none. A flag is visible to all users of the machine, as in
         ps: PAGED_API_KEY is not.
+    api_keys: a file of keys, each of a tenant and with limits; "paged keys new" makes its lines, and SIGHUP
+        lets the server read it again. /health and /ready need no key.
+    default_reservation: most tokens of an output that are reserved when a request begins, where its key has
+        tokens_per_minute; with api_keys by default 1,024.
     allowed_hosts: a name under which clients may reach the server besides localhost, such as llm.example, or
-        * for all. The names are checked where this is given, and on a loopback address without keys.
+        * for all. The names are checked where this is given, and on a loopback address.
     allowed_origins: a website whose pages may call the server from a browser, such as https://example.com,
         or * for all.
     served_model_name: the model's name in requests and responses, the first one in responses. The default is
@@ -97,6 +102,8 @@ class ServeOptions:
     ssl_certfile: str | None = None
     root_path: str | None = None
     api_key: Sequence[str] = field(default=(), repr=False)
+    api_keys: str | None = None
+    default_reservation: int | None = None
     allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     served_model_name: Sequence[str] = ()
@@ -134,8 +141,7 @@ class ServeOptions:
         check_number(ConfigError, "slow_client_timeout_s", self.slow_client_timeout_s, 0.001)
         if self.max_connections is not None:
             check_int(ConfigError, "max_connections", self.max_connections, 1)
-        for key in self.api_key:
-            _check_key(key)
+        self._check_keys()
         for host in self.allowed_hosts:
             if not (_HOST_NAME.fullmatch(host) or _is_address(host)):
                 raise ConfigError(
@@ -158,6 +164,21 @@ class ServeOptions:
         )
         self._check_certificate()
         _object("default_chat_template_kwargs", self.default_chat_template_kwargs)
+
+    def _check_keys(self) -> None:
+        for key in self.api_key:
+            _check_key(key)
+        if self.api_key and self.api_keys is not None:
+            raise ConfigError("api_key and api_keys exclude each other; add the key to the file")
+        if self.default_reservation is not None:
+            check_int(ConfigError, "default_reservation", self.default_reservation, 1)
+            if self.api_keys is None:
+                raise ConfigError("default_reservation goes with api_keys, whose keys have limits of tokens")
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether most routes need a key."""
+        return bool(self.api_key) or self.api_keys is not None
 
     def _check_certificate(self) -> None:
         if self.ssl_keyfile and not self.ssl_certfile:
@@ -186,19 +207,18 @@ class ServeOptions:
     @property
     def is_exposed(self) -> bool:
         """Whether other machines may reach the server and need no key."""
-        return self.uds is None and not is_loopback(self.host) and not self.api_key
+        return self.uds is None and not is_loopback(self.host) and not self.has_keys
 
     @property
     def checks_hosts(self) -> bool:
         """Whether requests must name a known host.
 
-        This protects a server without keys on a loopback address from DNS rebinding: a website lets its name
-        resolve to this address, so that its pages can call the server from a browser on this machine.
+        This protects a server on a loopback address from DNS rebinding: a website lets its name resolve to
+        this address, so that its pages can call the server from a browser on this machine.
         """
         if "*" in self.allowed_hosts:
             return False
-        is_open = self.uds is None and is_loopback(self.host) and not self.api_key
-        return is_open or bool(self.allowed_hosts)
+        return (self.uds is None and is_loopback(self.host)) or bool(self.allowed_hosts)
 
     def allows_host(self, header: str | None) -> bool:
         """Return whether requests may name this host, which may have a port.

@@ -8,7 +8,7 @@ import pytest
 
 from paged.protocol import endpoints
 from paged.protocol.calls.tokens import TokenizeCall
-from paged.protocol.endpoints import OPEN_PATHS, ROUTES, Endpoint
+from paged.protocol.endpoints import ACCESS, ROUTES, Endpoint
 from paged.protocol.openapi import openapi
 from paged.server.routes import table
 
@@ -28,7 +28,7 @@ def test_each_route_is_answered_described_and_has_a_label():
     ]
     for route in ROUTES:
         operation = described[route.path][route.method.lower()]
-        assert (operation.get("security") == []) == (route.path in OPEN_PATHS) == (not route.needs_key)
+        assert (operation.get("security") == []) == (ACCESS[route.path] != "keys") == (not route.needs_key)
         assert ("401" in operation["responses"]) == route.needs_key
         assert ("requestBody" in operation) == (route.call is not None)
     assert {route.path for route in ROUTES if not route.needs_key} == {

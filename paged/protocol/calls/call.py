@@ -38,7 +38,8 @@ class Call(ABC):
     ignored: the names of those that have no effect here.
     limits: what the operator allows.
     model: the name of the model; None accepts any.
-    tenant: the body's user.
+    tenant: the body's user, unless `give_to` sets it.
+    user: the body's.
     stream: whether to answer by server-sent events.
     request_id: the id that the client chose.
     priority, timeout_s: see SamplingParams.
@@ -53,11 +54,17 @@ class Call(ABC):
         self.limits = limits
         values = self.values
         self.model: str | None = values.get("model")
-        self.tenant: str = values.get("user", "")
+        self.user: str = values.get("user", "")
+        self.tenant = self.user
         self.stream = bool(values.get("stream", False))
         self.request_id: str | None = values.get("request_id")
         self.priority: float | None = values.get("priority")
         self.timeout_s: float | None = values.get("timeout_s")
+
+    def give_to(self, tenant: str, salt: str) -> None:
+        """Set the tenant, and the salt of the prefix cache in place of the body's own."""
+        self.tenant = tenant
+        self.values["cache_salt"] = salt
 
     def param_of(self, error: PagedError) -> str | None:
         """Return the field of the body that an error is about, None if it is about none."""
@@ -112,6 +119,11 @@ class GenerationCall(Call):
         constraint = constraint_of(values)
         if constraint is not None:
             self.sampling["structured_outputs"] = constraint
+
+    def give_to(self, tenant: str, salt: str) -> None:
+        """Set the tenant, and the salt of the prefix cache in place of the body's own."""
+        super().give_to(tenant, salt)
+        self.sampling["cache_salt"] = salt
 
     def param_of(self, error: PagedError) -> str | None:
         """Return the field of the body that an error is about, None if it is about none."""

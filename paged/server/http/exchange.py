@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from ...base.strict_json import parse_json
 from ...engine.async_base import LEAST_TIMEOUT_S
 from ...requests.request import RequestOutput
+from ..access.limits import Admission, KeyUsage
 from ..telemetry.records import RequestRecord
 from .body_budget import BodyBudget
 from .failures import Header, HttpError
@@ -48,6 +49,8 @@ class Exchange:
     status: of the response, once it has begun.
     is_complete: whether the last part of the response was handed to the server.
     record: of the request, once its body was accepted.
+    key: that the request bears, where keys are tenants'.
+    admission: of the request within the limits of its key, once its body was read.
     error: that ended the response, after it had begun.
     """
 
@@ -58,9 +61,11 @@ class Exchange:
         "_is_too_slow",
         "_responses",
         "_send",
+        "admission",
         "error",
         "extra_headers",
         "is_complete",
+        "key",
         "max_body_bytes",
         "method",
         "num_body_bytes",
@@ -99,6 +104,8 @@ class Exchange:
         self.status: int | None = None
         self.is_complete = False
         self.record: RequestRecord | None = None
+        self.key: KeyUsage | None = None
+        self.admission: Admission | None = None
         self.error: Exception | None = None
 
     @property
@@ -214,6 +221,7 @@ class Exchange:
             (b"x-request-id", self.request_id.encode()),
             *self.extra_headers,
             *headers,
+            *(self.key.headers() if self.key is not None else ()),
         ]
         await self._send({"type": "http.response.start", "status": status, "headers": sent})
 

@@ -134,6 +134,9 @@ async def _begin(
         generate(prompt, own, f"{engine_id}-{i}", tenant=tenant)
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))
     ]
+    if exchange.admission is not None:
+        for stream, own in zip(streams, params, strict=True):
+            stream.on_prompt = front.reserving(exchange, own)
     front.engine.count_together(streams, is_whole=not call.stream)
     return streams, identity, exchange.on_output
 

@@ -14,7 +14,6 @@ from ...requests.prompts import Prompt
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange, until_disconnect
 from ..http.failures import HttpError
-from ..telemetry.records import RequestRecord
 
 
 class EmbeddingRoute:
@@ -32,14 +31,14 @@ class EmbeddingRoute:
             prompts = call.prompts(front.engine.text)
             identity = front.identity_of(exchange, call)
             engine_id = front.engine_id_of(call, identity)
-            record = front.begin(exchange, call, num_requests=len(prompts))
+            front.begin(exchange, call, num_requests=len(prompts))
             timeout_s = exchange.time_left(call.timeout_s)
             with call.naming_field():
                 try:
                     async with asyncio.TaskGroup() as group:
                         tasks = [
                             group.create_task(
-                                self._embed(prompt, f"{engine_id}-{i}", call, record, timeout_s)
+                                self._embed(prompt, f"{engine_id}-{i}", call, exchange, timeout_s)
                             )
                             async for i, prompt in cooperatively(enumerate(prompts))
                         ]
@@ -58,9 +57,11 @@ class EmbeddingRoute:
         prompt: Prompt,
         request_id: str,
         call: EmbeddingCall,
-        record: RequestRecord,
+        exchange: Exchange,
         timeout_s: float | None,
     ) -> EmbeddingRequestOutput:
+        record = exchange.record
+        assert record is not None
         output = await self._front.engine.encode(
             prompt,
             request_id,
@@ -69,6 +70,7 @@ class EmbeddingRoute:
             priority=call.priority or 0.0,
             tenant=call.tenant,
             timeout_s=timeout_s,
+            on_prompt=self._front.reserving(exchange),
             on_place=record.on_place,
         )
         if failure := failure_of([output]):
@@ -106,6 +108,7 @@ class ScoreRoute:
                     priority=call.priority or 0.0,
                     tenant=call.tenant,
                     timeout_s=exchange.time_left(call.timeout_s),
+                    on_prompt=front.reserving(exchange),
                     on_place=record.on_place,
                 )
                 if failure := failure_of(outputs):

@@ -23,6 +23,7 @@ from .families import FINISH_REASONS, METRIC_FAMILIES, REQUESTS, SERVER, MetricF
 from .log_queue import num_dropped_lines
 from .records import (
     CLIENT_GONE,
+    RATE_LIMIT,
     REFUSALS,
     TOO_MANY_CONNECTIONS,
     Ending,
@@ -35,7 +36,7 @@ from .records import (
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 # Label values from outside are bounded: others than these become OTHER.
 OTHER = "other"
-_REASONS = frozenset((*REFUSALS.values(), TOO_MANY_CONNECTIONS))
+_REASONS = frozenset((*REFUSALS.values(), RATE_LIMIT, TOO_MANY_CONNECTIONS))
 
 
 class ServerMetrics(Observer):
