@@ -66,6 +66,10 @@ class EngineReplica(Protocol):
     def silent_s(self) -> float:
         """Seconds since it last sent something."""
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """The tokens of its waiting requests, as far as that is known."""
+
     def check(self) -> None:
         """Raise EngineDeadError if it has stopped."""
 
@@ -326,6 +330,14 @@ class AsyncEngine(ABC, Generic[E]):
     @abstractmethod
     async def stats_by_engine(self) -> list[EngineStats]:
         """Return the stats of each engine, in another process those of at most a second ago."""
+
+    @property
+    def queued_tokens(self) -> list[int]:
+        """The tokens that wait in each engine that has not ended, as far as they are known.
+
+        Raises EngineDeadError if none is left.
+        """
+        return [engine.num_queued_tokens for engine in self._running()]
 
     @abstractmethod
     async def set_tenant_weights(self, weights: Mapping[str, float]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..protocol.endpoints import ACCESS, ROUTES
+from ..protocol.endpoints import MONITORED, ROUTES, Access, Endpoint, access_of
 from .front_end import FrontEnd
 from .http.exchange import ClientGone, Exchange, request_id_of
 from .http.failures import HttpError
@@ -38,20 +41,32 @@ def new_app(front: FrontEnd) -> ASGIApp:
     )
 
 
-class App:
-    """Routes requests to their handlers. Whatever a handler raises becomes a response."""
+def new_metrics_app(front: FrontEnd) -> ASGIApp:
+    """Return the application of --metrics-port, which needs no key."""
+    return App(front, MONITORED, is_open=True)
 
-    def __init__(self, front: FrontEnd) -> None:
+
+class App:
+    """Routes requests to their handlers. Whatever a handler raises becomes a response.
+
+    is_open: whether no route needs a key.
+    """
+
+    def __init__(
+        self, front: FrontEnd, endpoints: Sequence[Endpoint] = ROUTES, *, is_open: bool = False
+    ) -> None:
         self._front = front
+        self._is_open = is_open
+        self._paths = ", ".join(dict.fromkeys(endpoint.path for endpoint in endpoints))
         routes = [
             Route(
-                route.path.replace("{model}", "{model:path}"),  # a name may contain slashes
-                _Endpoint(HANDLERS[route](front)),
-                methods=[route.method],
+                re.sub(r"{(\w+)}", r"{\1:path}", endpoint.path),  # a name may contain slashes
+                _Endpoint(HANDLERS[endpoint](front), endpoint.access),
+                methods=[endpoint.method],
             )
-            for route in ROUTES
+            for endpoint in endpoints
         ]
-        self._router = Router(routes, redirect_slashes=False, default=_not_found)
+        self._router = Router(routes, redirect_slashes=False, default=self._not_found)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,6 +78,7 @@ class App:
             receive,
             send,
             max_body_bytes=front.options.max_request_bytes,
+            body_timeout_s=front.options.body_timeout_s,
             budget=front.body_budget,
             responses=front.response_budget,
         )
@@ -99,19 +115,28 @@ class App:
             )
 
     def _check_key(self, exchange: Exchange) -> None:
-        # A path that is no route needs a key, too: without one, nobody learns which there are.
-        access = ACCESS.get(exchange.route, "keys")
-        exchange.key = self._front.gate.check(access, exchange.header("authorization"))
+        if self._is_open:
+            return
+        exchange.access = access_of(exchange.route)
+        exchange.key = self._front.gate.check(exchange.access, exchange.header("authorization"))
+
+    async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        if scope["type"] == "http":  # no websocket, which the server refuses
+            raise HttpError(404, f"there is no {scope[EXCHANGE].route!r} here, but {self._paths}")
 
 
 class _Endpoint:
     """A handler as the ASGI application of a route."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, access: Access) -> None:
         self._handler = handler
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        await self._handler(scope[EXCHANGE])
+        exchange: Exchange = scope[EXCHANGE]
+        # The key was checked for the path. Should the router ever read a path in another way, nothing opens.
+        assert exchange.access in (None, self._access), "the key was checked for another route"
+        await self._handler(exchange)
 
 
 class _Cors(CORSMiddleware):
@@ -122,10 +147,3 @@ class _Cors(CORSMiddleware):
         given = request_headers.get("x-request-id")
         response.headers["x-request-id"] = request_id_of(None if given is None else given.encode("latin-1"))
         return response
-
-
-async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001
-    if scope["type"] != "http":
-        return  # a websocket, which the server refuses
-    paths = ", ".join(dict.fromkeys(route.path for route in ROUTES))
-    raise HttpError(404, f"there is no {scope[EXCHANGE].route!r} here, but {paths}")

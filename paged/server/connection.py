@@ -183,6 +183,11 @@ class EngineConnection(asyncio.Protocol):
         return time.monotonic() - self.heard_at
 
     @property
+    def num_queued_tokens(self) -> int:
+        """The tokens of its waiting requests, as of its last heartbeat."""
+        return self.stats.num_queued_tokens
+
+    @property
     def hangs(self) -> bool:
         """Whether heartbeats have not come for SILENT_S."""
         return self.silent_s > SILENT_S

@@ -54,6 +54,8 @@ class FrontEnd:
     body_budget: of the bodies of requests in progress.
     response_budget: of the whole responses that are being sent.
     is_stopping: whether the server ends, so that new requests are refused.
+    is_paused: whether the operator lets new requests be refused.
+    drain: ends the server.
     keys: of the tenants; None if there are none.
     gate: which requests may use which routes.
 
@@ -84,7 +86,9 @@ class FrontEnd:
             scheduling_policy=engine.config.scheduling_policy,
             default_reservation=options.default_reservation,
         )
-        self.gate = Gate(options.api_key, self.keys)
+        self.gate = Gate(options.api_key, self.keys, options.admin_key)
+        self.is_paused = False
+        self.drain: Callable[[], None] = self.stop
         self._limits = Limits(
             max_logprobs=options.max_logprobs,
             cached_tokens=options.enable_prompt_tokens_details,
@@ -104,7 +108,7 @@ class FrontEnd:
         self.response_budget = ResponseBudget()
         self._rate = FinishRate()
         self._deaths: set[str] = set()  # messages of engines that have stopped, logged here
-        self._num_open = 0  # requests that are being answered
+        self._open: dict[RequestRecord, None] = {}  # of requests that are being answered, the oldest first
         self._num_preparing = 0
         self.is_stopping = False
 
@@ -126,9 +130,11 @@ class FrontEnd:
             )
 
     def check_serving(self) -> None:
-        """Raise EngineDeadError if no request can be served now."""
+        """Raise EngineDeadError or HttpError if no request can be served now."""
         if self.is_stopping:
             raise EngineDeadError(STOPPING)
+        if self.is_paused:
+            raise HttpError(503, "the server is paused by its operator; try again later")
         if self.engine.dead_error is not None:
             raise self.engine.dead_error
 
@@ -169,6 +175,8 @@ class FrontEnd:
         call = await exchange.read_json(lambda body: parse_call(path, body, limits))
         assert isinstance(call, kind)
         self.check_model(call.model, exchange.key)
+        if call.is_queued:
+            self._check_queue()
         if exchange.key is not None:
             self._admit(exchange, exchange.key, call)
         if call.ignored:
@@ -199,6 +207,15 @@ class FrontEnd:
 
         self._reloading = asyncio.get_running_loop().create_task(reload())  # or it might be collected
 
+    def _check_queue(self) -> None:
+        """Raise QueueFullError, before anything is tokenized, if max_queued_tokens wait in all engines."""
+        most = self.engine.config.max_queued_tokens
+        if most is not None and (waiting := min(self.engine.queued_tokens)) >= most:
+            raise QueueFullError(
+                f"requests of {waiting:,} tokens wait already and max_queued_tokens is {most:,}; "
+                "try again later"
+            )
+
     def _admit(self, exchange: Exchange, key: KeyUsage, call: Call) -> None:
         """Make a request its tenant's, within the limits of the key. Raises HttpError, RateLimitError."""
         entry = key.entry
@@ -215,31 +232,37 @@ class FrontEnd:
         call.give_to(entry.tenant, salt_of(entry, call.values.get("cache_salt")))
         exchange.admission = key.admit()
 
-    def reserving(self, exchange: Exchange, params: SamplingParams | None = None) -> OnPrompt | None:
-        """Return what reserves the tokens of a request once its prompt is known; None without limits.
+    def accepting(self, exchange: Exchange, params: SamplingParams | None = None) -> OnPrompt:
+        """Return what accepts an engine's request once its prompt is known, and reserves its tokens.
 
         params: None generates nothing.
         """
+        record = exchange.record
         admission = exchange.admission
-        keys = self.keys
-        if admission is None or keys is None:
-            return None
+        most = 0 if self.keys is None else self.keys.default_reservation
+        max_model_len = self.engine.max_model_len
 
-        def reserve(request_id: str, num_prompt_tokens: int) -> None:
-            num_new = 0
-            if params is not None:
-                most = keys.default_reservation
-                num_new = num_new_tokens(params, num_prompt_tokens, most, self.engine.max_model_len)
-            admission.reserve(request_id, num_prompt_tokens, num_new)
+        def accept(request_id: str, num_prompt_tokens: int) -> None:
+            if record is not None and record.is_ended:
+                raise HttpError(503, "the server ended this request; send it again")
+            if admission is not None:
+                num_new = 0
+                if params is not None:
+                    num_new = num_new_tokens(params, num_prompt_tokens, most, max_model_len)
+                admission.reserve(request_id, num_prompt_tokens, num_new)
 
-        return reserve
+        return accept
 
     def begin(
-        self, exchange: Exchange, call: Call, num_requests: int, params: SamplingParams | None = None
+        self,
+        exchange: Exchange,
+        call: Call,
+        engine_ids: Sequence[str],
+        params: SamplingParams | None = None,
     ) -> RequestRecord:
         """Begin the record of a request whose body was accepted.
 
-        num_requests: that it makes of the engine.
+        engine_ids: of the requests that it makes of the engine.
         """
         record = exchange.record = RequestRecord(
             exchange.request_id,
@@ -249,14 +272,16 @@ class FrontEnd:
             call.stream,
             exchange.received,
             params=params,
-            num_requests=num_requests,
+            num_requests=len(engine_ids),
+            engine_ids=engine_ids,
             user=call.user,
+            account="" if exchange.key is None else call.tenant,
             trace=TraceContext.parse(exchange.header("traceparent"), exchange.header("tracestate")),
         )
         self.observers.begin(record)
         if record.trace is not None:
             exchange.extra_headers.append((b"traceparent", record.trace.traceparent.encode()))
-        self._num_open += 1
+        self._open[record] = None
         return record
 
     def end(self, exchange: Exchange, status: int, error: BaseException | None) -> None:
@@ -264,7 +289,7 @@ class FrontEnd:
         self._give_back(exchange, status)
         limited = RATE_LIMIT if isinstance(error, RateLimitError) else None
         if exchange.record is not None:
-            self._num_open -= 1
+            del self._open[exchange.record]
             for progress in exchange.record.progress.values():
                 if progress.finished_at is not None:
                     self._rate.on_finish()
@@ -304,6 +329,11 @@ class FrontEnd:
         """Return the id of the engine's requests, which is unique: clients may give the same id twice."""
         return identity if call.request_id is None else f"{identity}-{uuid.uuid4().hex[:8]}"
 
+    def engine_ids_of(self, call: Call, identity: str, num: int) -> list[str]:
+        """Return the ids of as many requests of the engine."""
+        engine_id = self.engine_id_of(call, identity)
+        return [f"{engine_id}-{i}" for i in range(num)]
+
     def seed_for(self, request_id: str) -> int:
         """Return the seed of a request that gives none.
 
@@ -314,7 +344,20 @@ class FrontEnd:
     @property
     def is_idle(self) -> bool:
         """Whether no request is being answered or prepared."""
-        return not (self._num_open or self._num_preparing)
+        return not (self._open or self._num_preparing)
+
+    @property
+    def open_records(self) -> list[RequestRecord]:
+        """The records of the requests that are being answered, the oldest first."""
+        return [*self._open]
+
+    async def end_requests(self, request_id: str) -> int:
+        """End the requests with an id, which get an error. Return how many."""
+        found = [record for record in self._open if record.request_id == request_id]
+        for record in found:
+            record.is_ended = True  # those that the engine has not got yet
+            await self.engine.abort(record.engine_ids)
+        return len(found)
 
     def stop(self) -> None:
         """Refuse new requests, and end the requests in progress."""

@@ -40,6 +40,7 @@ _OPTIONAL_TEXTS = (
 )
 _TEXTS = ("host", "metrics_prefix")
 _LISTS = ("api_key", "served_model_name", "allowed_origins", "allowed_hosts")
+_TIMEOUTS = ("head_timeout_s", "body_timeout_s", "keep_alive_timeout_s", "slow_client_timeout_s")
 _SWITCHES = ("enable_auto_tool_choice", "trust_request_chat_template", "enable_prompt_tokens_details")
 
 
@@ -59,6 +60,10 @@ class ServeOptions:
         ps: PAGED_API_KEY is not.
     api_keys: a file of keys, each of a tenant and with limits; "paged keys new" makes its lines, and SIGHUP
         lets the server read it again. /health and /ready need no key.
+    admin_key: the key of the routes below /admin/, which list and end requests, pause the server and so on;
+        without it they are refused. Give it as PAGED_ADMIN_KEY or in the file.
+    metrics_port: another port of the same host for /metrics, /health and /ready, which need no key there; 0
+        takes a free one.
     default_reservation: most tokens of an output that are reserved when a request begins, where its key has
         tokens_per_minute; with api_keys by default 1,024.
     allowed_hosts: a name under which clients may reach the server besides localhost, such as llm.example, or
@@ -68,6 +73,11 @@ class ServeOptions:
     served_model_name: the model's name in requests and responses, the first one in responses. The default is
         what `paged serve` is given as MODEL.
     max_request_bytes: largest body of a request.
+    head_timeout_s: seconds in which the head of a request has to arrive, from its first byte or, of the first
+        request, from the connection.
+    body_timeout_s: seconds in which the body of a request has to arrive.
+    keep_alive_timeout_s: seconds after which a connection is closed that has no further request. It should be
+        longer than that of load balancers, so that they close their connections.
     slow_client_timeout_s: seconds in which a client has to read some of a response that waits for it; then
         its connection is cut, and its request ends.
     max_connections: most open connections; further ones are refused. The default is what the system's limit
@@ -103,11 +113,16 @@ class ServeOptions:
     root_path: str | None = None
     api_key: Sequence[str] = field(default=(), repr=False)
     api_keys: str | None = None
+    admin_key: str | None = field(default=None, repr=False)
+    metrics_port: int | None = None
     default_reservation: int | None = None
     allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     served_model_name: Sequence[str] = ()
     max_request_bytes: int = 16 * 2**20
+    head_timeout_s: float = 30.0
+    body_timeout_s: float = 30.0
+    keep_alive_timeout_s: float = 75.0
     slow_client_timeout_s: float = 60.0
     max_connections: int | None = None
     max_logprobs: int = 20
@@ -135,10 +150,15 @@ class ServeOptions:
         for name in _SWITCHES:
             check_bool(ConfigError, name, getattr(self, name))
         check_int(ConfigError, "port", self.port, 0, 65535)
+        if self.metrics_port is not None:
+            check_int(ConfigError, "metrics_port", self.metrics_port, 0, 65535)
+            if self.metrics_port == self.port != 0 and self.uds is None:
+                raise ConfigError(f"metrics_port must be another one than port, got {self.port} for both")
         check_int(ConfigError, "replicas", self.replicas, 1, 1024)
         check_interval(self.stream_interval_s)
         check_int(ConfigError, "max_request_bytes", self.max_request_bytes, 1024)
-        check_number(ConfigError, "slow_client_timeout_s", self.slow_client_timeout_s, 0.001)
+        for name in _TIMEOUTS:
+            check_number(ConfigError, name, getattr(self, name), 0.001)
         if self.max_connections is not None:
             check_int(ConfigError, "max_connections", self.max_connections, 1)
         self._check_keys()
@@ -167,7 +187,13 @@ class ServeOptions:
 
     def _check_keys(self) -> None:
         for key in self.api_key:
-            _check_key(key)
+            _check_key("api_key", key)
+        if self.admin_key is not None:
+            if not isinstance(self.admin_key, str) or not self.admin_key:
+                raise ConfigError("admin_key must be a text that is not empty")
+            _check_key("admin_key", self.admin_key)
+            if self.admin_key in self.api_key:
+                raise ConfigError("admin_key must be another one than each api_key")
         if self.api_key and self.api_keys is not None:
             raise ConfigError("api_key and api_keys exclude each other; add the key to the file")
         if self.default_reservation is not None:
@@ -245,13 +271,13 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _check_key(key: str) -> None:
+def _check_key(name: str, key: str) -> None:
     """Raise ConfigError for a key that no request can bear, without showing it."""
     if key != key.strip():
-        raise ConfigError("api_key must have no white space at its ends, which clients and servers cut off")
+        raise ConfigError(f"{name} must have no white space at its ends, which clients and servers cut off")
     if not key.isprintable() or any(ord(character) > 255 for character in key):
         raise ConfigError(
-            "api_key must be printable and of latin-1, as it is sent in a header; ASCII letters and digits "
+            f"{name} must be printable and of latin-1, as it is sent in a header; ASCII letters and digits "
             "are understood by all clients"
         )
 

@@ -8,7 +8,9 @@ import os
 import random
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +182,12 @@ def test_a_new_key_is_shown_once_and_its_line_fits_the_file(monkeypatch, capsys,
     ("options", "message"),
     [
         ({"api_key": "k", "api_keys": "file"}, "api_key and api_keys exclude each other"),
+        ({"port": 80, "metrics_port": 80}, "metrics_port must be another one than port, got 80 for both"),
+        ({"metrics_port": -1}, "metrics_port must be from 0"),
+        ({"api_key": ["k"], "admin_key": "k"}, "admin_key must be another one than each api_key"),
+        ({"admin_key": ""}, "admin_key must be a text that is not empty"),
+        ({"admin_key": 123456}, "^admin_key must be a text that is not empty$"),
+        ({"admin_key": " k"}, "admin_key must have no white space"),
         ({"default_reservation": 5}, "default_reservation goes with api_keys"),
         ({"api_keys": "file", "default_reservation": 0}, "default_reservation must be at least 1"),
     ],
@@ -241,6 +249,8 @@ def test_every_route_and_key(route, tenants):
             status, _, data = tenants.request(route.method, asked, body, headers)
             if route.access == "all":
                 wanted = 200
+            elif route.access == "admin":
+                wanted = 403
             elif name != "a key":
                 wanted = 401
             else:
@@ -374,3 +384,107 @@ def test_what_is_reserved_is_told_and_comes_back(engine, tmp_path):
             status, headers, _ = post("one")
             assert (status, headers["retry-after"]) == (429, "1")
         eventually(lambda: post("one", max_tokens=1)[0] == 200)
+
+
+# The operator
+
+
+@pytest.fixture(scope="module")
+def operated(engine, tmp_path_factory) -> Iterator[Served]:
+    path = write(tmp_path_factory.mktemp("operated") / "keys", line("one", "a"), line("two", "b"))
+    with serving(engine, api_keys=path, admin_key="root") as served:
+        yield served
+
+
+def operate(served: Served, action: str, method: str = "POST") -> tuple[int, Any]:
+    status, _, data = served.request(method, f"/admin/{action}", None, bearing("root"))
+    return status, json.loads(data)
+
+
+def test_the_operator_lists_and_ends_requests(operated):
+    asked = {"prompt": "a secret", "max_tokens": 2000, "ignore_eos": True, "user": "u"}
+    with streaming(operated, "one", **asked) as first:
+        (id_line,) = re.findall(rb"x-request-id: (\w+)", first)
+        _, listed = operate(operated, "requests", "GET")
+        (request,) = listed["data"]
+        assert request["id"] == id_line.decode()
+        assert (request["tenant"], request["user"], request["route"]) == ("a", "u", COMPLETION)
+        assert request["generated_tokens"] > 0
+        assert "secret" not in json.dumps(listed)
+        assert operate(operated, f"requests/{request['id']}/end") == (200, {"ended": 1})
+    eventually(lambda: not operate(operated, "requests", "GET")[1]["data"])
+    assert operate(operated, "requests/x/end")[0] == 404
+    given = {**bearing("one"), "x-request-id": "a/b"}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(operated.request, "POST", COMPLETION, {**asked, "n": 2}, given)
+        eventually(lambda: operate(operated, "requests/a%2Fb/end")[0] == 200)
+        status, _, data = waiting.result(20)
+    assert (status, json.loads(data)["error"]["message"]) == (
+        503,
+        "the server ended this request; send it again",
+    )
+
+
+def test_the_operator_pauses_and_resets(operated):
+    asked = {"prompt": [5] * 64, "max_tokens": 1}
+
+    def post() -> int:
+        return operated.request("POST", COMPLETION, asked, bearing("two"))[0]
+
+    assert operate(operated, "pause") == (200, {"paused": True})
+    assert post() == 503
+    status, headers, data = operated.request("GET", "/ready")
+    assert (status, headers["retry-after"]) == (503, "1")
+    assert b"paused by its operator" in data
+    assert operated.request("GET", "/health")[0] == 200
+    assert operate(operated, "resume") == (200, {"paused": False})
+    assert post() == 200
+    for has_hits in (True, False):
+        before = operated.stats().num_cached_tokens
+        assert post() == 200
+        assert (operated.stats().num_cached_tokens > before) == has_hits
+        assert operate(operated, "reset-prefix-cache") == (200, {"reset": True})
+    drained = []
+    operated.front.drain = lambda: drained.append(True)
+    assert operate(operated, "drain") == (200, {"draining": True})
+    eventually(lambda: drained == [True])
+
+
+def test_the_operator_reloads_keys(operated):
+    path = Path(operated.front.keys.path)
+    whole = path.read_text()
+    path.write_text("{\n")
+    status, body = operate(operated, "reload-keys")
+    assert (status, "line 1: it must be a JSON object" in body["error"]["message"]) == (400, True)
+    path.write_text(whole)
+    assert operate(operated, "reload-keys") == (200, {"keys": 2})
+
+
+ADMIN = [route for route in ROUTES if route.access == "admin"]
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
+def test_the_admin_key_opens_what_is_the_operators_alone(route, operated, served):
+    path = route.path.replace("{model}", "demo").replace("{request}", "x")
+    data = b"{" if route.call is None else None
+    operated.front.drain = lambda: None
+    status = operated.request(route.method, path, data, bearing("root"))[0]
+    if route.access == "keys":
+        assert status == 401
+    else:
+        assert status == (404 if "{request}" in route.path else 200)
+    if route.access == "admin":
+        for key in ("one", "roo", ""):
+            assert operated.request(route.method, path, data, bearing(key))[0] == 401
+        assert served.request(route.method, path, data, bearing("root"))[0] == 403  # it has no admin key
+    operated.front.is_paused = False
+
+
+def test_metrics_on_a_port_of_their_own(engine):
+    with serving(engine, api_key=["one"], metrics_port=0) as served:
+        metrics = replace(served, port=served.server.servers[1]._listener.getsockname()[1])
+        for path, status in (("/metrics", 200), ("/health", 200), ("/ready", 200), ("/version", 404)):
+            assert metrics.request("GET", path)[0] == status
+            assert metrics.request("GET", path, None, {"host": "evil.example"})[0] == 403
+        assert metrics.request("POST", COMPLETION, {"prompt": "a"}, bearing("one"))[0] == 404
+        assert served.request("GET", "/metrics")[0] == 200

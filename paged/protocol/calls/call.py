@@ -34,6 +34,7 @@ class Call(ABC):
 
     table: the fields of the body.
     PROMPT_FIELD: the field that holds the prompts.
+    is_queued: whether it waits for an engine.
     values: the fields that the body gives, parsed.
     ignored: the names of those that have no effect here.
     limits: what the operator allows.
@@ -47,6 +48,7 @@ class Call(ABC):
 
     table: ClassVar[FieldTable]
     PROMPT_FIELD: ClassVar[str] = "prompt"
+    is_queued: ClassVar[bool] = True
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         self.values, without_effect = self.table.parse(body)

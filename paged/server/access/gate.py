@@ -19,12 +19,13 @@ class Gate:
 
     api_keys: of one tenant.
     keys: of a file.
+    admin_key: of the operator; None refuses what needs it.
     """
 
-    def __init__(self, api_keys: Sequence[str], keys: Keys | None) -> None:
+    def __init__(self, api_keys: Sequence[str], keys: Keys | None, admin_key: str | None) -> None:
         self._keys = keys
-        # In a header, some clients encode what is not ASCII as latin-1, and others as UTF-8.
-        self._digests = [digest_of(key.encode(coding)) for key in api_keys for coding in ("latin-1", "utf-8")]
+        self._admin = [] if admin_key is None else _digests_of([admin_key])
+        self._digests = _digests_of(api_keys)
 
     def check(self, access: Access, authorization: str | None) -> KeyUsage | None:
         """Return what belongs to the key of a request, where keys are tenants'.
@@ -33,10 +34,17 @@ class Gate:
 
         Raises HttpError if the request may not use a route of this access.
         """
-        if access == "all" or (self._keys is None and (access != "keys" or not self._digests)):
+        if access == "admin" and not self._admin:
+            raise _forbidden("this server has no admin key; start it with --admin-key")
+        has_keys = self._keys is not None or (access == "keys" and bool(self._digests))
+        if access == "all" or not (has_keys or access == "admin"):
             return None
         kind, _, given = (authorization or "").partition(" ")
         token = given.strip().encode("latin-1") if kind.lower() == "bearer" else b""
+        if access != "keys" and _is_one_of(token, self._admin):
+            return None
+        if access == "admin":
+            raise _unauthorized("this route needs the admin key")
         if self._keys is None:
             if not _is_one_of(token, self._digests):
                 raise _unauthorized(NO_KEY)
@@ -47,8 +55,13 @@ class Gate:
         if self._keys.has_expired(usage.entry):
             raise _unauthorized("this key is no longer valid; ask the operator of the server for another one")
         if access == "operator":
-            raise HttpError(403, "this route is the operator's", code="not_allowed")
+            raise _forbidden("this route needs the admin key, as it tells of all tenants")
         return usage
+
+
+def _digests_of(keys: Sequence[str]) -> list[bytes]:
+    # In a header, some clients encode what is not ASCII as latin-1, and others as UTF-8.
+    return [digest_of(key.encode(coding)) for key in keys for coding in ("latin-1", "utf-8")]
 
 
 def _is_one_of(token: bytes, digests: Sequence[bytes]) -> bool:
@@ -56,6 +69,10 @@ def _is_one_of(token: bytes, digests: Sequence[bytes]) -> bool:
     digest = digest_of(token)
     matches = [hmac.compare_digest(digest, known) for known in digests]  # all of them
     return any(matches)
+
+
+def _forbidden(message: str) -> HttpError:
+    return HttpError(403, message, code="not_allowed")
 
 
 def _unauthorized(message: str) -> HttpError:

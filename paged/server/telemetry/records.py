@@ -86,9 +86,12 @@ class RequestRecord:
     received: when it arrived, by time.monotonic.
     params: its sampling parameters, once they are parsed.
     num_requests: how many engine requests it makes.
+    engine_ids: of these.
     user: that its body names.
     trace: of the client; `Observers.begin` replaces it by the server's own span where traces are exported.
         Its `traceparent` is a header of the response.
+    account: the tenant of its key, "" without a file of keys.
+    is_ended: whether the operator ends it.
     token_latencies: count the seconds between two tokens, for each engine; set by `Observers.begin`.
     """
 
@@ -100,7 +103,10 @@ class RequestRecord:
     received: float = field(default_factory=time.monotonic)
     params: SamplingParams | None = None
     num_requests: int = 1
+    engine_ids: Sequence[str] = ()
     user: str = ""
+    account: str = ""
+    is_ended: bool = False
     trace: TraceContext | None = None
     token_latencies: Sequence[Histogram] = ()
     progress: dict[str, RequestProgress] = field(default_factory=dict)
