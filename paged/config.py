@@ -41,6 +41,7 @@ _OPTIONAL_COUNTS = (
     "long_prefill_token_threshold",
     "max_num_partial_prefills",
     "max_waiting",
+    "max_queued_tokens",
     "num_threads",
 )
 
@@ -85,6 +86,8 @@ class EngineConfig:
     long_prefill_token_threshold: most prompt tokens of one request in a step; None sets no limit.
     max_num_partial_prefills: most requests with partly computed prompts; None sets no limit.
     max_waiting: most waiting requests; more are refused. None sets no limit.
+    max_queued_tokens: most tokens of waiting requests together; more are refused, unless none waits. None
+        sets no limit.
     watermark: share of the blocks kept free when a request is admitted, for running ones to grow into.
     preemption_mode: what happens to the KV of a preempted request: "recompute", "swap" to host memory (needs
         swap_space), or "auto", the one that is estimated to take less time.
@@ -129,6 +132,7 @@ class EngineConfig:
     long_prefill_token_threshold: int | None = None
     max_num_partial_prefills: int | None = None
     max_waiting: int | None = None
+    max_queued_tokens: int | None = None
     watermark: float = 0.01
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     max_preemptions: int = 8

@@ -3,7 +3,7 @@
 PagedError
 ├── ConfigError            an engine option is wrong, or does not fit this machine
 ├── RequestError           a prompt or sampling parameter is wrong; only that request is refused
-│   ├── QueueFullError     max_waiting requests wait already
+│   ├── QueueFullError     max_waiting requests, or max_queued_tokens, wait already
 │   └── RequestTimeoutError    timeout_s has passed before the request reached the engine
 ├── UnknownArgumentError   a keyword that does not exist (also a TypeError)
 ├── UnsupportedModelError  a model, or a feature of its config, that is not implemented
@@ -56,7 +56,7 @@ class RequestError(PagedError):
 
 
 class QueueFullError(RequestError):
-    """max_waiting requests wait already; try again later."""
+    """max_waiting requests, or max_queued_tokens, wait already; try again later."""
 
 
 class RequestTimeoutError(RequestError):

@@ -30,6 +30,7 @@ TESTS = [
     "tests/scheduler/test_preemption.py",
     "tests/scheduler/test_held.py",
     "tests/scheduler/test_policies.py",
+    "tests/server/test_limits.py",
 ]
 WORLDS = """
 import sys
@@ -426,6 +427,11 @@ MUTANTS = {
             "(self._num_changes, self._manager.pool.last_serial)",
             "(0, self._manager.pool.last_serial)",
         ),
+        (
+            "tokens that run still wait",
+            "self.num_tokens -= request.num_tokens\n        if request.protected",
+            "if request.protected",
+        ),
         ("searches the queue each time", "self._refused = (state, need)", "pass"),
     ],
     "scheduler/policies": [
@@ -487,6 +493,30 @@ MUTANTS = {
             "(self.service[tenant], request.arrival, tenant)",
             "(self.service[tenant], 0, tenant)",
         ),
+        (
+            "fair: weights stay",
+            "def set_weights(self, weights: Mapping[str, float]) -> None:",
+            "def unused(self):",
+        ),
+    ],
+    "server/access/limits": [
+        ("a reservation is not returned", "self._tokens.change(reserved, num_used, now)", "pass"),
+        ("more than reserved costs nothing", "self._tokens.add(excess, now)", "pass"),
+        ("the tokens of the refused count", "num_used = 0", "pass"),
+        ("the refused count", "self._requests.change(request, 0, self._clock())", "pass"),
+        ("a request is ended twice", "self._is_open = False", "pass"),
+        (
+            "a limit is one too high",
+            "if window.used + amount > limit:",
+            "if window.used + amount > limit + 1:",
+        ),
+        ("requests in progress are not limited", "self.num_open >= most", "False"),
+        ("samples are reserved once", "longest * params.num_samples", "longest"),
+    ],
+    "server/access/windows": [
+        ("a use counts on the stroke of a minute", "uses[0].until <= now", "uses[0].until < now"),
+        ("a use that counts no more is changed", "if use.until > now:", "if True:"),
+        ("waits for the first use alone", "excess -= use.amount", "excess = 0"),
     ],
 }
 

@@ -13,6 +13,8 @@ budgets    the same client against `paged serve` alone, with the most of --clien
 aggressors a victim's completions of 8 tokens over HTTP, alone and beside clients that ask for much at once;
            for how long they held the front end's event loop, and the longest step. Nothing is pinned.
 
+service    the front end alone, without and with a file of 1,000 keys and limits, in turns
+
 Front end, client and engine are processes of their own: the front end has the last core, the client another
 one; beside an engine, which has all the others, front end and client share it. First it is checked that
 responses are right. On a machine that does other things, only the ratios and the processor time count.
@@ -27,7 +29,7 @@ from benchmarks.common import checkpoint, print_json, print_table
 from benchmarks.server import front_end_alone, with_engine
 from benchmarks.server.cores import Cores
 
-SECTIONS = ("front-end", "engine", "vllm", "budgets", "aggressors")
+SECTIONS = ("front-end", "engine", "vllm", "budgets", "aggressors", "service")
 
 
 def main() -> None:
@@ -97,6 +99,14 @@ def main() -> None:
         print()
         print_table(rows)
         result["aggressors"] = rows
+    if "service" in sections:
+        from benchmarks.server import service
+
+        share = 0.02 if args.quick else 1.0
+        row = service.measure("demo", cores, 1 if args.quick else args.rounds, share=share)
+        print()
+        print_table([row])
+        result["service"] = row
     print_json(result)
 
 

@@ -1,4 +1,4 @@
-"""The front end alone, in a process of its own: python -m benchmarks.server.front_end MODEL [CORE] [--idle]
+"""The front end alone, in a process of its own: python -m benchmarks.server.front_end MODEL [CORE] [OPTIONS]
 
 All of it works as in `paged serve`, metrics and the log of requests included, over a `StubEngine`.
 """
@@ -21,9 +21,12 @@ from benchmarks.server.stub import StubEngine
 class FrontEndProcess:
     """The process, for the benchmark that starts it. `port` is where it listens."""
 
-    def __init__(self, model: str, core: int | None = None, *, is_idle: bool = False) -> None:
+    def __init__(
+        self, model: str, core: int | None = None, *, is_idle: bool = False, keys: str | None = None
+    ) -> None:
         command = [sys.executable, "-m", "benchmarks.server.front_end", model]
         command += [*([] if core is None else [str(core)]), *(["--idle"] if is_idle else [])]
+        command += [] if keys is None else ["--keys", keys]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -52,6 +55,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("core", type=int, nargs="?")
     parser.add_argument("--idle", action="store_true", help="give each stream one token only")
+    parser.add_argument("--keys", help="a file of keys")
     args = parser.parse_args()
     if args.core is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {args.core})
@@ -63,7 +67,7 @@ def main() -> None:
 
     assert "torch" not in sys.modules
     allow_many_connections()
-    options = ServeOptions(port=0)
+    options = ServeOptions(port=0, api_keys=args.keys)
     with open(os.devnull, "w") as nowhere, bind(options) as listener:
         set_up_logging("text", nowhere)
         front = FrontEnd(StubEngine(args.model, is_idle=args.idle), options, [RequestLog()])

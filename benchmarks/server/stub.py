@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paged.config import EngineConfig
+from paged.engine.async_base import OnPrompt
 from paged.engine.embedding import EmbeddingRequestOutput
 from paged.engine.model_text import ModelText
 from paged.engine.scoring import ScoreOutput
@@ -35,6 +36,7 @@ class StubStream:
         self, engine: StubEngine, prompt: Prompt | ParsedPrompt, params: SamplingParams, request_id: str
     ) -> None:
         self.request_id = request_id
+        self.on_prompt: OnPrompt | None = None
         self._engine, self._prompt, self._params = engine, prompt, params
         self._parsed: ParsedPrompt | None = None
         self._num_tokens = 0
@@ -50,6 +52,8 @@ class StubStream:
         if self._parsed is None:
             prompt = self._prompt
             self._parsed = prompt if isinstance(prompt, ParsedPrompt) else self._engine.parse(prompt)
+            if self.on_prompt is not None:
+                self.on_prompt(self.request_id, len(self._parsed.token_ids))
         elif self._engine.is_idle:
             await asyncio.Event().wait()
         else:

@@ -1,5 +1,5 @@
 """The command line: `paged generate`, `chat`, `run-batch`, `serve`, `models`, `warmup`, `plan`,
-`simulate`, `top` and `bench`.
+`simulate`, `top`, `keys` and `bench`.
 
 Arguments are validated before torch is imported and the model loaded. Every error is one line on stderr; only
 generated text and results go to stdout.
@@ -20,6 +20,7 @@ from .chat import chat
 from .common import EXIT_USAGE, complain
 from .generate import generate
 from .headings import CommandGroup, GroupedCommand
+from .keys import keys
 from .models import models, warmup
 from .plan import plan
 from .run_batch import run_batch
@@ -73,3 +74,4 @@ def root(
 for command in (generate, chat, run_batch, serve, top, models, warmup, plan, simulate):
     app.command(cls=GroupedCommand)(command)
 app.add_typer(bench, name="bench")
+app.add_typer(keys, name="keys")

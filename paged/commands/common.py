@@ -32,6 +32,7 @@ NO_FLAGS = {
     "logits_processors": "they are Python functions",
     "output_kind": "a command shows text as it comes, and results when they are whole",
     "skip_tokenizer_init": "a command's prompts are text",
+    "max_queued_tokens": "a command queues its own prompts, as many as max_waiting lets wait",
 }
 # Option groups for `with_options`. --model is declared below, and --seed is the engine's.
 SAMPLING = (SamplingParams, [f.name for f in fields(SamplingParams) if f.name not in (*NO_FLAGS, "seed")])

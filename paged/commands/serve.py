@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +14,7 @@ import typer
 
 from ..config import EngineConfig
 from ..errors import ConfigError
+from ..server.access.keys import keys_of
 from ..server.options import MAX_WAITING, ServeOptions
 from . import common
 from .headings import MODEL, SERVER
@@ -21,15 +22,14 @@ from .options import option_type, with_options
 from .settings import from_environment, from_file
 
 if TYPE_CHECKING:
-    from socket import socket
-
     from ..server.front_end import FrontEnd
+    from ..server.http.listener import Listeners
 
 SERVED_MODEL_HELP = """A local directory, a GGUF file, a Hugging Face hub id, or demo for the checkpoint that
 ships with paged. It may also come from the environment or the file, as all options may. [default: none]"""
 CONFIG_HELP = """A YAML file of options, such as port: 8000. Flags override PAGED_... in the environment, such
 as PAGED_PORT=8000, and these override the file. [default: none]"""
-SERVED_ENGINE = (EngineConfig, [*common.ENGINE[1], "skip_tokenizer_init"])
+SERVED_ENGINE = (EngineConfig, [*common.ENGINE[1], "skip_tokenizer_init", "max_queued_tokens"])
 SERVE = (ServeOptions, [field.name for field in fields(ServeOptions)])
 
 
@@ -52,16 +52,17 @@ def serve(
     serve_options = ServeOptions(**common.given(settings, SERVE[1]))
     settings.setdefault("max_waiting", MAX_WAITING)
     engine_options = common.engine_options(settings["model"], settings, SERVED_ENGINE[1])
+    _take_weights(serve_options, engine_options)
 
-    from ..server.http.listener import bind, new_event_loop
+    from ..server.http.listener import bind_all, new_event_loop
 
-    with closing(bind(serve_options)) as listener, asyncio.Runner(loop_factory=new_event_loop) as runner:
+    with bind_all(serve_options) as listeners, asyncio.Runner(loop_factory=new_event_loop) as runner:
         if serve_options.is_exposed:
             common.complain(
                 f"warning: every machine that reaches {serve_options.host} may use this server; "
-                "--api-key lets only those use it that have the key"
+                "--api-key or --api-keys lets only those use it that have a key"
             )
-        return runner.run(_serve(engine_options, serve_options, listener))
+        return runner.run(_serve(engine_options, serve_options, listeners))
 
 
 def _settings(config: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,11 +71,24 @@ def _settings(config: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
     types |= {"model": str, "config": str}
     environment = from_environment(types)
     # The processes that this one starts need no keys.
-    os.environ.pop("PAGED_API_KEY", None)
+    for name in ("PAGED_API_KEY", "PAGED_ADMIN_KEY"):
+        os.environ.pop(name, None)
     file = config or environment.pop("config", None)
     names = [name for name in types if name != "config"]
     from_flags = common.given(flags, names)
     return {**(from_file(Path(file), names) if file else {}), **environment, **from_flags}
+
+
+def _take_weights(options: ServeOptions, engine_options: dict[str, Any]) -> None:
+    """Give the engine the weights of the keys file, which is checked before the model is loaded."""
+    policy = engine_options.get("scheduling_policy")
+    keys = keys_of(options.api_keys, scheduling_policy=policy, default_reservation=None)
+    if keys is None:
+        return
+    if engine_options.get("tenant_weights"):
+        raise ConfigError("tenant_weights and api_keys exclude each other; give weights in the keys file")
+    if keys.weights:
+        engine_options["tenant_weights"] = dict(keys.weights)
 
 
 def _check_installed() -> None:
@@ -102,11 +116,11 @@ async def _collect_garbage(front: FrontEnd) -> None:
         garbage.collect(is_idle=front.is_idle)
 
 
-async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, listener: socket) -> int:
-    from ..server.app import new_app
+async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, listeners: Listeners) -> int:
+    from ..server.app import new_app, new_metrics_app
     from ..server.engine_client import EngineClient
     from ..server.front_end import FrontEnd
-    from ..server.http.listener import Server, allow_many_connections, url_of
+    from ..server.http.listener import Server, allow_many_connections, port_url, url_of
     from ..server.telemetry.records import Observer
     from ..server.telemetry.request_log import RequestLog, announce, set_up_logging
 
@@ -127,16 +141,22 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
     async with client as engine:
         front = FrontEnd(engine, options, observers)
         announce(engine.describe())
-        address = f"{', '.join(front.names)} is served at {url_of(options, listener)}"
+        address = f"{', '.join(front.names)} is served at {url_of(options, listeners.main)}"
+        if listeners.metrics is not None:
+            address = f"metrics are at {port_url(options, listeners.metrics)}/metrics; {address}"
         server = Server(
             new_app(front),
             options,
             on_start=lambda: announce(address),
             on_exit=front.stop,
             on_refusal=front.observers.refused,
+            metrics_app=new_metrics_app(front),
         )
+        front.drain = server.stop
+        if front.keys is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, front.on_hangup)
         collecting = asyncio.get_running_loop().create_task(_collect_garbage(front))
-        await server.listen(listener)
+        await server.listen(*listeners)
         collecting.cancel()
         front.observers.close()
     return 0

@@ -33,7 +33,7 @@ from ..text.prompt_parser import ParsedPrompt, PromptParser
 from .answer_memory import AnswerAccount
 from .embedding import EmbeddingRequestOutput, EmbeddingSpec, Pooling, check_pooling
 from .model_text import ModelText
-from .request_spec import ReportTerms, RequestSpec, check_is_params, closed_error, ids_of
+from .request_spec import Prepared, ReportTerms, RequestSpec, check_is_params, closed_error, ids_of
 from .scoring import ScoreOutput, ScoreSpec, names_of_scores
 
 T = TypeVar("T")
@@ -46,6 +46,9 @@ PUBLISH_SHARE = 0.01  # of the time may be spent on publishing outputs of unfini
 LEAST_TIMEOUT_S = 1e-6  # of a request whose timeout_s has passed before its engine gets it
 # Is called with the id of a request and the number of the engine that computes it, before it is computed.
 OnPlace = Callable[[str, int], object]
+# Is called with the id of a request and the number of its prompt's tokens, before an engine gets it. What it
+# raises refuses the request.
+OnPrompt = Callable[[str, int], object]
 
 
 class EngineReplica(Protocol):
@@ -62,6 +65,10 @@ class EngineReplica(Protocol):
     @property
     def silent_s(self) -> float:
         """Seconds since it last sent something."""
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """The tokens of its waiting requests, as far as that is known."""
 
     def check(self) -> None:
         """Raise EngineDeadError if it has stopped."""
@@ -97,6 +104,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
     render: makes the prompt, before the request begins.
     handle: of a request that has begun already.
     account: counts the bytes of its outputs; None if they are not counted with those of other streams.
+    on_prompt: see `OnPrompt`; None for a stream that nothing has to accept.
 
     Raises UsageError for a second reader, whose outputs the first one would get.
     """
@@ -114,6 +122,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self.spec = spec
         self.render = render
         self.account: AnswerAccount | None = None
+        self.on_prompt: OnPrompt | None = None
         self._engine = engine  # is kept alive while the stream is read
         self._handle = handle
         self._is_over = False
@@ -245,11 +254,13 @@ class AsyncEngine(ABC, Generic[E]):
         priority: float = 0.0,
         tenant: str = "",
         timeout_s: float | None = None,
+        on_prompt: OnPrompt | None = None,
         on_place: OnPlace | None = None,
     ) -> EmbeddingRequestOutput:
         """Embed a prompt, as `LLMEngine.encode` does, in the same steps as all other requests.
 
         timeout_s: seconds after which the output has an error in place of a vector; None sets no limit.
+        on_prompt: is called with the id of the request and the number of its tokens; may refuse it.
         on_place: is called with the id of the request and the number of its engine, from 0.
 
         Raises RequestError, QueueFullError or EngineDeadError. A cancelled task aborts the request.
@@ -267,7 +278,7 @@ class AsyncEngine(ABC, Generic[E]):
         # The text is not sent there and back.
         spec = EmbeddingSpec(replace(parsed, text=None), pooling, normalize)
         terms = ReportTerms(params.priority, tenant, deadline.left_s)
-        (output,) = await self._report([self._id(request_id)], [spec], terms, parsed, on_place)
+        (output,) = await self._report([self._id(request_id)], [spec], terms, parsed, on_prompt, on_place)
         found: EmbeddingRequestOutput = replace(output, prompt=parsed.text)
         return found
 
@@ -282,6 +293,7 @@ class AsyncEngine(ABC, Generic[E]):
         priority: float = 0.0,
         tenant: str = "",
         timeout_s: float | None = None,
+        on_prompt: OnPrompt | None = None,
         on_place: OnPlace | None = None,
     ) -> list[ScoreOutput]:
         """Return the log-probability of each continuation of a prompt, as `LLMEngine.score` does.
@@ -296,7 +308,7 @@ class AsyncEngine(ABC, Generic[E]):
         specs = [ScoreSpec(whole, len(parsed.token_ids)) for whole in wholes]
         names = names_of_scores(self._id(request_id), len(specs))
         terms = ReportTerms(params.priority, tenant, deadline.left_s)
-        return await self._report(names, specs, terms, parsed, on_place)
+        return await self._report(names, specs, terms, parsed, on_prompt, on_place)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers. Raises UsageError if the engine has none."""
@@ -318,6 +330,22 @@ class AsyncEngine(ABC, Generic[E]):
     @abstractmethod
     async def stats_by_engine(self) -> list[EngineStats]:
         """Return the stats of each engine, in another process those of at most a second ago."""
+
+    @property
+    def queued_tokens(self) -> list[int]:
+        """The tokens that wait in each engine that has not ended, as far as they are known.
+
+        Raises EngineDeadError if none is left.
+        """
+        return [engine.num_queued_tokens for engine in self._running()]
+
+    @abstractmethod
+    async def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
+        """Divide the engines among tenants by these weights, as `LLMEngine.set_tenant_weights` does."""
+
+    @abstractmethod
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes of all engines. Running requests keep their blocks."""
 
     async def silent_s(self) -> dict[int, float]:
         """Return for how many seconds each engine that has not ended has sent nothing."""
@@ -373,6 +401,10 @@ class AsyncEngine(ABC, Generic[E]):
         prepare = partial(self._prepare, spec)
         is_quick = self._is_prepared_quickly(spec)
         spec = await self._in_pool(self.text.tokenizing, prepare, deadline, is_quick=is_quick)
+        if stream.on_prompt is not None:
+            prompt = spec.prompt.prompt if isinstance(spec.prompt, Prepared) else spec.prompt
+            assert isinstance(prompt, ParsedPrompt)
+            stream.on_prompt(stream.request_id, len(prompt.token_ids))
         # Nothing is awaited from here on: a reader that is cancelled has a handle, or no request.
         return self._begin(stream.request_id, replace(spec, timeout_s=deadline.left_s), stream.account)
 
@@ -382,9 +414,13 @@ class AsyncEngine(ABC, Generic[E]):
         specs: Sequence[EmbeddingSpec | ScoreSpec],
         terms: ReportTerms,
         prompt: ParsedPrompt,
+        on_prompt: OnPrompt | None,
         on_place: OnPlace | None,
     ) -> list[Any]:
         """Compute prompts for their reports alone, on one engine, as they begin with the same prompt."""
+        if on_prompt is not None:  # of all, before the first is computed
+            for name, spec in zip(names, specs, strict=True):
+                on_prompt(name, len(spec.prompt.token_ids))
         engine = self._choose(prompt.token_ids)
         handles = list[RequestHandle]()
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from abc import ABCMeta
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 from ..base.arguments import show_arguments_of
@@ -91,6 +91,14 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
     async def stats_by_engine(self) -> list[EngineStats]:
         """Return the stats of each engine, here of one."""
         return [await self.stats()]
+
+    async def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
+        """Divide the engine among tenants by these weights, as `LLMEngine.set_tenant_weights` does."""
+        await self.call(lambda engine: engine.set_tenant_weights(weights))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Running requests keep their blocks."""
+        await self.call(LLMEngine.reset_prefix_cache)
 
     def describe(self) -> str:
         """Return a line about the model and its KV cache."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ..base.arguments import check_call, with_arguments_of
 from ..base.from_vllm import ExplainsMissing, missing
 from ..base.validation import check_bool
-from ..config import EngineConfig
-from ..errors import RequestError, UsageError
+from ..config import EngineConfig, check_policy
+from ..errors import ConfigError, RequestError, UsageError
 from ..model.hf_config import read_config
 from ..model.hub import resolve
 from ..requests.prompts import Prompt
@@ -23,6 +23,7 @@ from ..runner.model_runner import ModelRunner
 from ..runner.swap_rate import measure_swap_rate
 from ..runner.warm_up import warm_up
 from ..sampling_params import DEFAULT_MAX_TOKENS, BeamSearchParams, SamplingParams
+from ..scheduler.policies import Fair
 from ..scheduler.stats import EngineStats
 from ..text.chat_template import ChatTemplates, Message, conversations_of
 from ..text.prompt_parser import PromptParser
@@ -509,6 +510,17 @@ class LLMEngine(metaclass=ExplainsMissing):
         """
         self.core.step(self.core.outbox)
         return self.core.outbox.take()
+
+    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
+        """Divide the engine among tenants by these weights from now on, and by 1 for those without.
+
+        Raises ConfigError unless scheduling_policy is "fair" and all weights are positive.
+        """
+        policy = self.scheduler.policy
+        if not isinstance(policy, Fair):
+            raise ConfigError(f"tenant_weights go with scheduling_policy 'fair', got {type(policy).__name__}")
+        check_policy("fair", weights)
+        policy.set_weights(weights)
 
     # Prefixes
 

@@ -207,9 +207,7 @@ def run_reports(
 
 def _queue(core: EngineCore, pending: deque[RequestGroup]) -> None:
     """Queue as many pending requests as the scheduler lets wait."""
-    scheduler = core.scheduler
-    most = core.scheduler.max_waiting
-    while pending and (most is None or scheduler.num_waiting < most):
+    while pending and core.scheduler.refusal(pending[0].samples[0]) is None:
         group = pending.popleft()
         if not group.finished:  # it may have been aborted by its id
             core.enqueue(group)

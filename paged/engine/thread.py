@@ -145,6 +145,11 @@ class EngineThread(EngineLoop):
         self.thread = threading.Thread(target=self.run, name="paged-engine", daemon=True)
         self.thread.start()
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """The tokens of the engine's waiting requests."""
+        return self.engine.scheduler.num_queued_tokens
+
     def stop(self) -> None:
         """End the thread after its current step, and wait for that."""
         super().stop()

@@ -25,6 +25,12 @@ _LINES = "application/x-ndjson"
 _EVENTS = "text/event-stream"
 _PLAIN = "text/plain"
 _LISTED: list[Endpoint] = []
+# Who may use a route. all: everyone, as a monitor or a load balancer may have no key. keys: who has a key of
+# the server. public: everyone, unless there are tenants (--api-keys): then who has a key. operator: the same,
+# but then who has the admin key, as it tells of all tenants.
+# admin: who has the admin key.
+Access = Literal["all", "keys", "public", "operator", "admin"]
+ADMIN_PREFIX = "/admin/"  # of the paths of that access, and of no others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +41,7 @@ class Endpoint:
     answer: the name of the response's schema in RESPONSES; None if it is no JSON.
     call: what parses the body; None without a body.
     media: the content type of the answer. streamed: that of a stream, if there may be one.
-    needs_key: whether a request needs one of the server's keys.
+    access: who may use it, see `Access`.
     is_probe: whether it is answered on a connection beyond the limit, too, as a monitor asks it.
     """
 
@@ -46,13 +52,21 @@ class Endpoint:
     call: type[Call] | None = None
     media: str = JSON
     streamed: str | None = None
-    needs_key: bool = True
+    access: Access = "keys"
     is_probe: bool = False
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether a request needs a key of the server where it has any."""
+        return self.access in ("keys", "admin")
 
     def __post_init__(self) -> None:
         where = f"{self.method} {self.path}"
         assert self.path.startswith("/"), f"{where}: a path begins with a slash"
-        assert (self.method == "POST") == (self.call is not None), f"{where}: POST has a call, GET has none"
+        is_admin = self.access == "admin"
+        assert is_admin == self.path.startswith(ADMIN_PREFIX), f"{where}: {ADMIN_PREFIX} is for the admin key"
+        has_call = self.method == "POST" and not is_admin
+        assert has_call == (self.call is not None), f"{where}: POST has a call, GET and admin have none"
         assert (self.answer is None) == (self.media != JSON), f"{where}: JSON has a schema, all else none"
         assert self.answer in (None, *RESPONSES), f"{where}: no schema is named {self.answer!r}"
         others = [(route.method, route.path) for route in _LISTED]
@@ -115,13 +129,12 @@ GET_MODELS = Endpoint(method="GET", path="/v1/models", summary="List the model's
 GET_MODEL = Endpoint(
     method="GET", path="/v1/models/{model}", summary="Return one of the model's names", answer="Model"
 )
-# A monitor or a load balancer may have no key.
 GET_HEALTH = Endpoint(
     method="GET",
     path="/health",
     summary="Return whether the engine runs",
     answer="Any",
-    needs_key=False,
+    access="all",
     is_probe=True,
 )
 GET_READY = Endpoint(
@@ -129,11 +142,11 @@ GET_READY = Endpoint(
     path="/ready",
     summary="Return whether requests are accepted",
     answer="Any",
-    needs_key=False,
+    access="all",
     is_probe=True,
 )
 GET_VERSION = Endpoint(
-    method="GET", path="/version", summary="Return the version of paged", answer="Version", needs_key=False
+    method="GET", path="/version", summary="Return the version of paged", answer="Version", access="public"
 )
 GET_METRICS = Endpoint(
     method="GET",
@@ -141,19 +154,50 @@ GET_METRICS = Endpoint(
     summary="Return metrics in the form of Prometheus",
     answer=None,
     media=_PLAIN,
-    needs_key=False,
+    access="operator",
     is_probe=True,
 )
 GET_OPENAPI = Endpoint(
-    method="GET", path="/openapi.json", summary="Return this description", answer="Any", needs_key=False
+    method="GET", path="/openapi.json", summary="Return this description", answer="Any", access="public"
+)
+GET_REQUESTS = Endpoint(
+    method="GET",
+    path="/admin/requests",
+    summary="List the requests in progress, without their prompts",
+    answer="Any",
+    access="admin",
+)
+POST_END = Endpoint(
+    method="POST",
+    path="/admin/requests/{request}/end",
+    summary="End the requests in progress that have this id",
+    answer="Any",
+    access="admin",
+)
+POST_PAUSE, POST_RESUME, POST_DRAIN, POST_RESET_PREFIX_CACHE, POST_RELOAD_KEYS = (
+    Endpoint(method="POST", path=f"{ADMIN_PREFIX}{name}", summary=summary, answer="Any", access="admin")
+    for name, summary in (
+        ("pause", "Refuse new requests until /admin/resume; those in progress go on"),
+        ("resume", "Accept new requests again"),
+        ("drain", "End the server, as SIGTERM does"),
+        ("reset-prefix-cache", "Forget all cached prefixes"),
+        ("reload-keys", "Read the file of --api-keys again"),
+    )
 )
 
 ROUTES = tuple(_LISTED)
 # The routes that take a body, and what parses it.
 ENDPOINTS: dict[str, type[Call]] = {route.path: route.call for route in ROUTES if route.call is not None}
-OPEN_PATHS = frozenset(route.path for route in ROUTES if not route.needs_key)
+ACCESS: dict[str, Access] = {route.path: route.access for route in ROUTES}
+# On --metrics-port.
+MONITORED = (GET_HEALTH, GET_READY, GET_METRICS)
 PROBES = frozenset(route.path for route in ROUTES if route.is_probe)
 DEFAULT_LIMITS = Limits()
+
+
+def access_of(path: str) -> Access:
+    """Return who may use a path. Also one that is no route needs a key, so that all are alike without one."""
+    return "admin" if path.startswith(ADMIN_PREFIX) else ACCESS.get(path, "keys")
 
 
 def parse_call(url: Any, body: Any, limits: Limits = DEFAULT_LIMITS) -> Call:

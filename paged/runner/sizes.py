@@ -250,6 +250,7 @@ class Sizes:
             swap_pays=self.swap_pays if manager.host_pool.num_blocks else None,
             clock=clock,
         )
+        scheduler.max_queued_tokens = config.max_queued_tokens
         speculation = SpeculativeConfig.of(config.speculative_config)
         if speculation is not None:
             scheduler.drafts = Drafts(

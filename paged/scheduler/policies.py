@@ -180,6 +180,10 @@ class Fair(Policy):
         self._num_waiting = 0
         self._forget_at = 64
 
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Charge tenants by these weights from now on, and by 1 those without. Requests may wait or run."""
+        self._weights = dict(weights)
+
     def push(self, request: Request) -> None:
         """Add a request to its tenant's queue; a tenant gets no credit for time without requests."""
         tenant = request.inputs.tenant

@@ -88,6 +88,8 @@ class Scheduler:
             block_manager, self._running, self._queue, self.counters, max_preemptions, swap_pays
         )
         self.drafts: Drafts | None = None
+        # The most tokens of waiting requests, unless there is one alone. None sets no limit.
+        self.max_queued_tokens: int | None = None
         # Ends the output of a request whose newest token, of a run, completes a stop string.
         self.end_at_stop_string: Callable[[Request], None] | None = None
         self._watermark_blocks = int(watermark * block_manager.pool.num_blocks)
@@ -103,6 +105,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """The number of waiting requests."""
         return len(self._queue)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """The number of tokens of waiting requests."""
+        return self._queue.num_tokens
 
     def waiting(self) -> Iterator[Request]:
         """Iterate over the waiting requests, roughly in order."""
@@ -406,19 +413,33 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. It must fit into the pool when it is alone.
 
-        Raises QueueFullError if max_waiting requests wait already.
+        Raises QueueFullError if max_waiting requests or max_queued_tokens wait already.
         """
-        if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
-            raise QueueFullError(
-                f"{self.num_waiting} requests wait already and max_waiting is {self.max_waiting}; "
-                "try again later or raise it"
-            )
+        if (refusal := self.refusal(request)) is not None:
+            raise QueueFullError(refusal)
         # The last token is only sampled, never computed.
         assert self.block_manager.fits(request.inputs.max_total_tokens - 1), "a request that can never fit"
         assert 1 + len(request.siblings) <= self.max_num_seqs, "more samples than can run at once"
         request.blocks = self.block_manager.open(request.token_ids, request.namespace)
         self._enter(request)
         self._queue.push(request)
+
+    def refusal(self, request: Request) -> str | None:
+        """Return why the queue is too full for a request; None if it is not."""
+        if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
+            return (
+                f"{self.num_waiting} requests wait already and max_waiting is {self.max_waiting}; "
+                "try again later or raise it"
+            )
+        most = self.max_queued_tokens
+        num_tokens = self.num_queued_tokens
+        # One that waits alone may have more: else it could never run.
+        if most is not None and num_tokens and num_tokens + request.num_tokens > most:
+            return (
+                f"requests of {num_tokens:,} tokens wait already, this one has {request.num_tokens:,} and "
+                f"max_queued_tokens is {most:,}; try again later or raise it"
+            )
+        return None
 
     def fork(self, request: Request, child: Request) -> None:
         """Start a child of a live request, with the same tokens so far, the newest perhaps excepted.
@@ -537,15 +558,17 @@ class Scheduler:
         self.preemption.check()
         manager = self.block_manager
         waits = RequestStatus.WAITING
-        num_waiting = 0
+        num_waiting = num_queued_tokens = 0
         manager.check()
         self._running.check()
         # No enum is looked up in the loop: the simulation does this after every step.
         for request in self.waiting():
             num_waiting += 1
+            num_queued_tokens += request.num_tokens
             assert request.status is waits
             assert not any(request.blocks.tables), "a request that does not run holds blocks"
             assert (request.num_computed_tokens > 0) is (request.blocks.host is not None)
         assert num_waiting == self.num_waiting, "the queue is miscounted"
+        assert num_queued_tokens == self.num_queued_tokens, "the tokens of the queue are miscounted"
         held = {request.blocks for request in self.running}
         assert held.issuperset(manager.holders()), "blocks are held for a request that does not run"

@@ -29,6 +29,7 @@ class EngineStats:
 
     num_running: int
     num_waiting: int
+    num_queued_tokens: int  # of the waiting requests
     num_blocks: int
     num_free_blocks: int
     num_used_blocks: int
@@ -64,8 +65,10 @@ class EngineStats:
 
     def at_rest(self) -> EngineStats:
         """Return the totals so far with no request and no block in use: of an engine that has ended."""
-        gauges = ("num_running", "num_waiting", "num_used_blocks", "num_cached_blocks", "num_pinned_blocks")
-        zeros: dict[str, Any] = dict.fromkeys((*gauges, "num_used_host_blocks", "utilization", "waste"), 0)
+        gauges = ("num_running", "num_waiting", "num_queued_tokens", "num_used_blocks", "num_cached_blocks")
+        zeros: dict[str, Any] = dict.fromkeys(
+            (*gauges, "num_pinned_blocks", "num_used_host_blocks", "utilization", "waste"), 0
+        )
         return replace(self, num_free_blocks=self.num_blocks, **zeros)
 
     @classmethod
@@ -100,6 +103,7 @@ class EngineStats:
         return cls(
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
+            num_queued_tokens=scheduler.num_queued_tokens,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_used_blocks=used,

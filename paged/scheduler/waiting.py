@@ -69,6 +69,7 @@ class WaitingQueue:
 
     max_chunk: the most tokens that a request begins with.
     watermark: the share of blocks that stays free when a request is admitted.
+    num_tokens: of all waiting requests, whose own do not change while they wait.
     """
 
     def __init__(self, policy: Policy, block_manager: BlockManager, max_chunk: int, watermark: float) -> None:
@@ -78,6 +79,7 @@ class WaitingQueue:
         self._watermark_blocks = int(watermark * block_manager.pool.num_blocks)
         self._protected: list[tuple[Rank, Request]] = []
         self._held: dict[Request, None] = {}  # not to run until they are released
+        self.num_tokens = 0
         self._num_changes = 0  # of the queue: requests that came or went
         # The state in which the head was refused last, and what it needed.
         self._refused: tuple[tuple[int, int], Need] | None = None
@@ -85,6 +87,7 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Let a request wait, for the first time or again."""
         self._num_changes += 1
+        self.num_tokens += request.num_tokens
         if request.held:
             self._held[request] = None
         elif request.protected:
@@ -99,6 +102,7 @@ class WaitingQueue:
     def pop(self, request: Request) -> None:
         """Remove the head, which runs now."""
         self._num_changes += 1
+        self.num_tokens -= request.num_tokens
         if request.protected:
             heapq.heappop(self._protected)
         else:
@@ -107,6 +111,7 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         """Remove a request that was aborted, or is held or released now."""
         self._num_changes += 1
+        self.num_tokens -= request.num_tokens
         if request in self._held:
             del self._held[request]
         elif request.protected:

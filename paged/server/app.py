@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import hmac
+import re
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -10,15 +11,18 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..protocol.endpoints import OPEN_PATHS, ROUTES
+from ..protocol.endpoints import MONITORED, ROUTES, Access, Endpoint, access_of
 from .front_end import FrontEnd
 from .http.exchange import ClientGone, Exchange, request_id_of
 from .http.failures import HttpError
 from .routes.table import HANDLERS, Handler
 from .telemetry.records import CLIENT_GONE
 
+RATE_LIMIT_HEADERS = tuple(
+    f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+)
 # Headers of responses that a page in a browser may read.
-EXPOSED_HEADERS = ("x-request-id", "x-paged-ignored", "x-should-retry", "retry-after")
+EXPOSED_HEADERS = ("x-request-id", "x-paged-ignored", "x-should-retry", "retry-after", *RATE_LIMIT_HEADERS)
 EXCHANGE = "paged.exchange"  # the exchange of a request, in its scope
 
 
@@ -37,22 +41,32 @@ def new_app(front: FrontEnd) -> ASGIApp:
     )
 
 
-class App:
-    """Routes requests to their handlers. Whatever a handler raises becomes a response."""
+def new_metrics_app(front: FrontEnd) -> ASGIApp:
+    """Return the application of --metrics-port, which needs no key."""
+    return App(front, MONITORED, is_open=True)
 
-    def __init__(self, front: FrontEnd) -> None:
+
+class App:
+    """Routes requests to their handlers. Whatever a handler raises becomes a response.
+
+    is_open: whether no route needs a key.
+    """
+
+    def __init__(
+        self, front: FrontEnd, endpoints: Sequence[Endpoint] = ROUTES, *, is_open: bool = False
+    ) -> None:
         self._front = front
-        # In a header, some clients encode what is not ASCII as latin-1, and others as UTF-8.
-        self._keys = [key.encode(coding) for key in front.options.api_key for coding in ("latin-1", "utf-8")]
+        self._is_open = is_open
+        self._paths = ", ".join(dict.fromkeys(endpoint.path for endpoint in endpoints))
         routes = [
             Route(
-                route.path.replace("{model}", "{model:path}"),  # a name may contain slashes
-                _Endpoint(HANDLERS[route](front)),
-                methods=[route.method],
+                re.sub(r"{(\w+)}", r"{\1:path}", endpoint.path),  # a name may contain slashes
+                _Endpoint(HANDLERS[endpoint](front), endpoint.access),
+                methods=[endpoint.method],
             )
-            for route in ROUTES
+            for endpoint in endpoints
         ]
-        self._router = Router(routes, redirect_slashes=False, default=_not_found)
+        self._router = Router(routes, redirect_slashes=False, default=self._not_found)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,6 +78,7 @@ class App:
             receive,
             send,
             max_body_bytes=front.options.max_request_bytes,
+            body_timeout_s=front.options.body_timeout_s,
             budget=front.body_budget,
             responses=front.response_budget,
         )
@@ -100,29 +115,28 @@ class App:
             )
 
     def _check_key(self, exchange: Exchange) -> None:
-        if not self._keys or exchange.route in OPEN_PATHS:
+        if self._is_open:
             return
-        kind, _, given = (exchange.header("authorization") or "").partition(" ")
-        token = given.strip().encode("latin-1")
-        # All are compared, so that the time tells nothing about them.
-        matches = [hmac.compare_digest(token, key) for key in self._keys]
-        if kind.lower() != "bearer" or not any(matches):
-            raise HttpError(
-                401,
-                "this server needs a key; send it in the header authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers=((b"www-authenticate", b"Bearer"),),
-            )
+        exchange.access = access_of(exchange.route)
+        exchange.key = self._front.gate.check(exchange.access, exchange.header("authorization"))
+
+    async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        if scope["type"] == "http":  # no websocket, which the server refuses
+            raise HttpError(404, f"there is no {scope[EXCHANGE].route!r} here, but {self._paths}")
 
 
 class _Endpoint:
     """A handler as the ASGI application of a route."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, access: Access) -> None:
         self._handler = handler
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        await self._handler(scope[EXCHANGE])
+        exchange: Exchange = scope[EXCHANGE]
+        # The key was checked for the path. Should the router ever read a path in another way, nothing opens.
+        assert exchange.access in (None, self._access), "the key was checked for another route"
+        await self._handler(exchange)
 
 
 class _Cors(CORSMiddleware):
@@ -133,10 +147,3 @@ class _Cors(CORSMiddleware):
         given = request_headers.get("x-request-id")
         response.headers["x-request-id"] = request_id_of(None if given is None else given.encode("latin-1"))
         return response
-
-
-async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001
-    if scope["type"] != "http":
-        return  # a websocket, which the server refuses
-    paths = ", ".join(dict.fromkeys(route.path for route in ROUTES))
-    raise HttpError(404, f"there is no {scope[EXCHANGE].route!r} here, but {paths}")

@@ -148,6 +148,10 @@ class EngineConnection(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(frames.encode(order))
 
+    def tell(self, order: frames.Weigh | frames.ForgetPrefixes) -> None:
+        """Send an order of no request. Raises EngineDeadError."""
+        self._send(order)
+
     async def ask(self) -> EngineStats:
         """Return the current stats. Raises EngineDeadError."""
         key = next(self._asks)
@@ -177,6 +181,11 @@ class EngineConnection(asyncio.Protocol):
     def silent_s(self) -> float:
         """Seconds since it last sent something."""
         return time.monotonic() - self.heard_at
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """The tokens of its waiting requests, as of its last heartbeat."""
+        return self.stats.num_queued_tokens
 
     @property
     def hangs(self) -> bool:

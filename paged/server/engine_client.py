@@ -7,13 +7,13 @@ import itertools
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Self
 
 from ..base.arguments import show_arguments_of
 from ..base.validation import check_int, shown
-from ..config import EngineConfig
+from ..config import EngineConfig, check_policy
 from ..engine.answer_memory import AnswerAccount, AnswerBudget, comes_in_parts
 from ..engine.async_base import STREAM_INTERVAL_S, AsyncEngine, RequestStream, check_interval
 from ..engine.embedding import EmbeddingSpec
@@ -73,7 +73,9 @@ class EngineClient(AsyncEngine[EngineConnection]):
         new_router(router, 16)  # before anything starts
         directory = resolve(config.model, config.revision)  # downloaded once, for all processes
         model_config = read_config(directory)
+        # Every process that starts gets these as they are then: see `set_tenant_weights`.
         sent = {"model": model, **_sendable_options(config, options, replicas)}
+        self._sent_options = sent
         self._connections: list[EngineConnection] = []
         self._engines = self._connections
         self._finalizer = weakref.finalize(self, _close, self._connections)
@@ -104,6 +106,23 @@ class EngineClient(AsyncEngine[EngineConnection]):
         """Return the stats of each engine process as of its last heartbeat, at most a second old."""
         await self._attach()
         return [connection.stats for connection in self._connections]
+
+    async def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
+        """Divide the engines among tenants by these weights, as `LLMEngine.set_tenant_weights` does.
+
+        Raises ConfigError, EngineDeadError.
+        """
+        check_policy(self.config.scheduling_policy, weights)
+        await self._attach()
+        self._sent_options["tenant_weights"] = dict(weights)
+        for connection in self._running():
+            connection.tell(frames.Weigh(dict(weights)))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes of all engines. Running requests keep their blocks."""
+        await self._attach()
+        for connection in self._running():
+            connection.tell(frames.ForgetPrefixes())
 
     def describe(self) -> str:
         """Return a line about the model and its KV cache."""

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -222,10 +223,23 @@ class EngineServer:
                 self._hold(order.keys, True)
             case frames.Resume():
                 self._hold(order.keys, False)
+            case frames.Weigh():
+                self._tell(lambda engine: engine.set_tenant_weights(order.weights))
+            case frames.ForgetPrefixes():
+                self._tell(LLMEngine.reset_prefix_cache)
             case frames.Ask():
                 self.loop.call(lambda engine: self.link.send(frames.Answer(order.key, engine.stats())))
             case frames.Start():
                 raise AssertionError("the engine is made already")
+
+    def _tell(self, function: Callable[[LLMEngine], object]) -> None:
+        """Call a function of the engine between two steps, and log what it raises."""
+
+        def log(call: Future[object]) -> None:
+            if not call.cancelled() and (error := call.exception()) is not None:
+                logger.error("unexpected error", exc_info=error)
+
+        self.loop.call(function).add_done_callback(log)
 
     def _report(self, order: frames.Embed | frames.ScoreTokens) -> None:
         spec = order.spec

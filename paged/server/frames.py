@@ -127,13 +127,23 @@ class Resume(Frame):
     keys: list[int]
 
 
+class Weigh(Frame):
+    """Divide the engine among tenants by these weights from now on, with the policy "fair"."""
+
+    weights: dict[str, float]
+
+
+class ForgetPrefixes(Frame):
+    """Forget all cached prefixes. Running requests keep their blocks."""
+
+
 class Ask(Frame):
     """Answer with the current `EngineStats`, between two steps."""
 
     key: int
 
 
-Order = Start | Generate | Fork | Embed | ScoreTokens | Abort | Pause | Resume | Ask
+Order = Start | Generate | Fork | Embed | ScoreTokens | Abort | Pause | Resume | Weigh | ForgetPrefixes | Ask
 
 # From the engine process
 

@@ -11,14 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from ..engine.async_base import AsyncEngine, Deadline
-from ..errors import EngineDeadError, QueueFullError
+from ..base.validation import shown
+from ..engine.async_base import AsyncEngine, Deadline, OnPrompt
+from ..errors import ConfigError, EngineDeadError, QueueFullError
+from ..protocol.answers.errors import TOO_MANY
 from ..protocol.calls.call import Call
 from ..protocol.chat_output.chat_format import ChatFormat
 from ..protocol.endpoints import ROUTES, parse_call
 from ..protocol.limits import Limits
 from ..requests.seeds import derived_seed
 from ..sampling_params import MAX_SEED, SamplingParams
+from .access.gate import Gate
+from .access.keys import keys_of, priorities_of, priority_of, salt_of
+from .access.limits import KeyUsage, RateLimitError, num_new_tokens
 from .connection import ProcessEndError
 from .http.body_budget import MAX_BODY_BYTES_IN_PROGRESS, BodyBudget
 from .http.exchange import Exchange
@@ -27,7 +32,8 @@ from .http.response_budget import ResponseBudget
 from .http.streams import KeepAlive
 from .options import ServeOptions
 from .telemetry.metrics import ServerMetrics
-from .telemetry.records import CLIENT_GONE, SLOW_CLIENT, Observer, Observers, RequestRecord
+from .telemetry.records import CLIENT_GONE, RATE_LIMIT, SLOW_CLIENT, Observer, Observers, RequestRecord
+from .telemetry.request_log import announce
 from .telemetry.trace_context import TraceContext
 
 logger = logging.getLogger(__name__)
@@ -48,6 +54,12 @@ class FrontEnd:
     body_budget: of the bodies of requests in progress.
     response_budget: of the whole responses that are being sent.
     is_stopping: whether the server ends, so that new requests are refused.
+    is_paused: whether the operator lets new requests be refused.
+    drain: ends the server.
+    keys: of the tenants; None if there are none.
+    gate: which requests may use which routes.
+
+    Raises ConfigError for a wrong keys file.
     """
 
     def __init__(
@@ -69,6 +81,14 @@ class FrontEnd:
             num_engines=options.replicas,
         )
         self.observers = Observers(self.metrics, *observers)
+        self.keys = keys_of(
+            options.api_keys,
+            scheduling_policy=engine.config.scheduling_policy,
+            default_reservation=options.default_reservation,
+        )
+        self.gate = Gate(options.api_key, self.keys, options.admin_key)
+        self.is_paused = False
+        self.drain: Callable[[], None] = self.stop
         self._limits = Limits(
             max_logprobs=options.max_logprobs,
             cached_tokens=options.enable_prompt_tokens_details,
@@ -88,24 +108,33 @@ class FrontEnd:
         self.response_budget = ResponseBudget()
         self._rate = FinishRate()
         self._deaths: set[str] = set()  # messages of engines that have stopped, logged here
-        self._num_open = 0  # requests that are being answered
+        self._open: dict[RequestRecord, None] = {}  # of requests that are being answered, the oldest first
         self._num_preparing = 0
         self.is_stopping = False
 
-    def check_model(self, name: str | None) -> None:
-        """Raise HttpError if a request names another model."""
-        if name is not None and name not in self.names:
+    def names_for(self, key: KeyUsage | None) -> Sequence[str]:
+        """Return the names of the model that requests with a key may give."""
+        allowed = None if key is None else key.entry.models
+        return self.names if allowed is None else [name for name in self.names if name in allowed]
+
+    def check_model(self, name: str | None, key: KeyUsage | None) -> None:
+        """Raise HttpError if a request names another model, or one that its key does not allow."""
+        names = self.names_for(key)
+        if not names or (name is not None and name not in names):
+            there = f"this server has {', '.join(map(repr, names))}" if names else "none is for this key"
             raise HttpError(
                 404,
-                f"the model {name!r} is not here; this server has {', '.join(map(repr, self.names))}",
+                f"the model {shown(name)} is not here; {there}",
                 param="model",
                 code="model_not_found",
             )
 
     def check_serving(self) -> None:
-        """Raise EngineDeadError if no request can be served now."""
+        """Raise EngineDeadError or HttpError if no request can be served now."""
         if self.is_stopping:
             raise EngineDeadError(STOPPING)
+        if self.is_paused:
+            raise HttpError(503, "the server is paused by its operator; try again later")
         if self.engine.dead_error is not None:
             raise self.engine.dead_error
 
@@ -145,17 +174,95 @@ class FrontEnd:
         limits = self._limits
         call = await exchange.read_json(lambda body: parse_call(path, body, limits))
         assert isinstance(call, kind)
-        self.check_model(call.model)
+        self.check_model(call.model, exchange.key)
+        if call.is_queued:
+            self._check_queue()
+        if exchange.key is not None:
+            self._admit(exchange, exchange.key, call)
         if call.ignored:
             exchange.extra_headers.append((b"x-paged-ignored", ", ".join(call.ignored).encode()))
         return call
 
+    async def reload_keys(self) -> int:
+        """Read the keys file again. Return how many keys it has.
+
+        Raises ConfigError naming the line; the keys before stay in force then.
+        """
+        if self.keys is None:
+            raise ConfigError("this server has no keys file; start it with --api-keys")
+        entries = await asyncio.to_thread(self.keys.read)
+        self.keys.replace(entries)
+        if self.engine.config.scheduling_policy == "fair":
+            await self.engine.set_tenant_weights(self.keys.weights)
+        return len(self.keys)
+
+    def on_hangup(self) -> None:
+        """Read the keys file again in a task of its own, and log what came of it."""
+
+        async def reload() -> None:
+            try:
+                announce(f"the keys file has been read again: {await self.reload_keys()} keys")
+            except Exception as error:
+                logger.error("the keys file is not in force, the one before is: %s", error)
+
+        self._reloading = asyncio.get_running_loop().create_task(reload())  # or it might be collected
+
+    def _check_queue(self) -> None:
+        """Raise QueueFullError, before anything is tokenized, if max_queued_tokens wait in all engines."""
+        most = self.engine.config.max_queued_tokens
+        if most is not None and (waiting := min(self.engine.queued_tokens)) >= most:
+            raise QueueFullError(
+                f"requests of {waiting:,} tokens wait already and max_queued_tokens is {most:,}; "
+                "try again later"
+            )
+
+    def _admit(self, exchange: Exchange, key: KeyUsage, call: Call) -> None:
+        """Make a request its tenant's, within the limits of the key. Raises HttpError, RateLimitError."""
+        entry = key.entry
+        try:
+            call.priority = priority_of(entry, call.priority)
+        except ValueError:
+            first, last = priorities_of(entry)
+            raise HttpError(
+                403,
+                f"priority {call.priority:g} is not allowed; this key has those from {first:g} to {last:g}",
+                param="priority",
+                code="not_allowed",
+            ) from None
+        call.give_to(entry.tenant, salt_of(entry, call.values.get("cache_salt")))
+        exchange.admission = key.admit()
+
+    def accepting(self, exchange: Exchange, params: SamplingParams | None = None) -> OnPrompt:
+        """Return what accepts an engine's request once its prompt is known, and reserves its tokens.
+
+        params: None generates nothing.
+        """
+        record = exchange.record
+        admission = exchange.admission
+        most = 0 if self.keys is None else self.keys.default_reservation
+        max_model_len = self.engine.max_model_len
+
+        def accept(request_id: str, num_prompt_tokens: int) -> None:
+            if record is not None and record.is_ended:
+                raise HttpError(503, "the server ended this request; send it again")
+            if admission is not None:
+                num_new = 0
+                if params is not None:
+                    num_new = num_new_tokens(params, num_prompt_tokens, most, max_model_len)
+                admission.reserve(request_id, num_prompt_tokens, num_new)
+
+        return accept
+
     def begin(
-        self, exchange: Exchange, call: Call, num_requests: int, params: SamplingParams | None = None
+        self,
+        exchange: Exchange,
+        call: Call,
+        engine_ids: Sequence[str],
+        params: SamplingParams | None = None,
     ) -> RequestRecord:
         """Begin the record of a request whose body was accepted.
 
-        num_requests: that it makes of the engine.
+        engine_ids: of the requests that it makes of the engine.
         """
         record = exchange.record = RequestRecord(
             exchange.request_id,
@@ -165,31 +272,51 @@ class FrontEnd:
             call.stream,
             exchange.received,
             params=params,
-            num_requests=num_requests,
+            num_requests=len(engine_ids),
+            engine_ids=engine_ids,
+            user=call.user,
+            account="" if exchange.key is None else call.tenant,
             trace=TraceContext.parse(exchange.header("traceparent"), exchange.header("tracestate")),
         )
         self.observers.begin(record)
         if record.trace is not None:
             exchange.extra_headers.append((b"traceparent", record.trace.traceparent.encode()))
-        self._num_open += 1
+        self._open[record] = None
         return record
 
     def end(self, exchange: Exchange, status: int, error: BaseException | None) -> None:
         """End the record of a request, or count a request that has none."""
+        self._give_back(exchange, status)
+        limited = RATE_LIMIT if isinstance(error, RateLimitError) else None
         if exchange.record is not None:
-            self._num_open -= 1
+            del self._open[exchange.record]
             for progress in exchange.record.progress.values():
                 if progress.finished_at is not None:
                     self._rate.on_finish()
             # A stream that began had the status 200, however it ended.
-            reason = "error" if error is not None and status < 400 else None
+            reason = "error" if error is not None and status < 400 else limited
             if exchange.is_too_slow:
                 reason = SLOW_CLIENT
             self.observers.end(exchange.record, status=status, reason=reason, error=error)
         elif status != CLIENT_GONE and (400 <= status < 500 or (exchange.method == "POST" and status >= 500)):
-            self.observers.refused(exchange.route, status, request_id=exchange.request_id)
+            self.observers.refused(exchange.route, status, limited, request_id=exchange.request_id)
         else:
             self.observers.responded(exchange.route, status)
+
+    def _give_back(self, exchange: Exchange, status: int) -> None:
+        """Give back what a request has reserved and not used."""
+        if exchange.admission is None:
+            return
+        progress = {} if exchange.record is None else exchange.record.progress
+        exchange.admission.close(
+            {
+                request_id: sum(own.num_generated)
+                for request_id, own in progress.items()
+                if own.num_prompt_tokens is not None
+            },
+            was_refused=400 <= status < 500 and status != CLIENT_GONE,
+            is_counted=status != TOO_MANY,
+        )
 
     def identity_of(self, exchange: Exchange, call: Call) -> str:
         """Return the id of the response, from which seeds are derived: the body's own, or a unique one.
@@ -202,6 +329,11 @@ class FrontEnd:
         """Return the id of the engine's requests, which is unique: clients may give the same id twice."""
         return identity if call.request_id is None else f"{identity}-{uuid.uuid4().hex[:8]}"
 
+    def engine_ids_of(self, call: Call, identity: str, num: int) -> list[str]:
+        """Return the ids of as many requests of the engine."""
+        engine_id = self.engine_id_of(call, identity)
+        return [f"{engine_id}-{i}" for i in range(num)]
+
     def seed_for(self, request_id: str) -> int:
         """Return the seed of a request that gives none.
 
@@ -212,7 +344,20 @@ class FrontEnd:
     @property
     def is_idle(self) -> bool:
         """Whether no request is being answered or prepared."""
-        return not (self._num_open or self._num_preparing)
+        return not (self._open or self._num_preparing)
+
+    @property
+    def open_records(self) -> list[RequestRecord]:
+        """The records of the requests that are being answered, the oldest first."""
+        return [*self._open]
+
+    async def end_requests(self, request_id: str) -> int:
+        """End the requests with an id, which get an error. Return how many."""
+        found = [record for record in self._open if record.request_id == request_id]
+        for record in found:
+            record.is_ended = True  # those that the engine has not got yet
+            await self.engine.abort(record.engine_ids)
+        return len(found)
 
     def stop(self) -> None:
         """Refuse new requests, and end the requests in progress."""

@@ -29,6 +29,7 @@ _HOST_NAME = re.compile(r"\*|[\w.-]+", re.ASCII)
 _HOST_HEADER = re.compile(r"(?:\[([^\[\]]*)\]|([^\[\]:]*))(?::\d*)?", re.ASCII)
 _OPTIONAL_TEXTS = (
     "uds",
+    "api_keys",
     "root_path",
     "chat_template",
     "tool_call_parser",
@@ -39,6 +40,7 @@ _OPTIONAL_TEXTS = (
 )
 _TEXTS = ("host", "metrics_prefix")
 _LISTS = ("api_key", "served_model_name", "allowed_origins", "allowed_hosts")
+_TIMEOUTS = ("head_timeout_s", "body_timeout_s", "keep_alive_timeout_s", "slow_client_timeout_s")
 _SWITCHES = ("enable_auto_tool_choice", "trust_request_chat_template", "enable_prompt_tokens_details")
 
 
@@ -56,13 +58,26 @@ class ServeOptions:
     api_key: a key that requests must bear in the header Authorization, one of several. /health, /ready,
         /version, /metrics and /openapi.json need none. A flag is visible to all users of the machine, as in
         ps: PAGED_API_KEY is not.
+    api_keys: a file of keys, each of a tenant and with limits; "paged keys new" makes its lines, and SIGHUP
+        lets the server read it again. /health and /ready need no key.
+    admin_key: the key of the routes below /admin/, which list and end requests, pause the server and so on;
+        without it they are refused. Give it as PAGED_ADMIN_KEY or in the file.
+    metrics_port: another port of the same host for /metrics, /health and /ready, which need no key there; 0
+        takes a free one.
+    default_reservation: most tokens of an output that are reserved when a request begins, where its key has
+        tokens_per_minute; with api_keys by default 1,024.
     allowed_hosts: a name under which clients may reach the server besides localhost, such as llm.example, or
-        * for all. The names are checked where this is given, and on a loopback address without keys.
+        * for all. The names are checked where this is given, and on a loopback address.
     allowed_origins: a website whose pages may call the server from a browser, such as https://example.com,
         or * for all.
     served_model_name: the model's name in requests and responses, the first one in responses. The default is
         what `paged serve` is given as MODEL.
     max_request_bytes: largest body of a request.
+    head_timeout_s: seconds in which the head of a request has to arrive, from its first byte or, of the first
+        request, from the connection.
+    body_timeout_s: seconds in which the body of a request has to arrive.
+    keep_alive_timeout_s: seconds after which a connection is closed that has no further request. It should be
+        longer than that of load balancers, so that they close their connections.
     slow_client_timeout_s: seconds in which a client has to read some of a response that waits for it; then
         its connection is cut, and its request ends.
     max_connections: most open connections; further ones are refused. The default is what the system's limit
@@ -97,10 +112,17 @@ class ServeOptions:
     ssl_certfile: str | None = None
     root_path: str | None = None
     api_key: Sequence[str] = field(default=(), repr=False)
+    api_keys: str | None = None
+    admin_key: str | None = field(default=None, repr=False)
+    metrics_port: int | None = None
+    default_reservation: int | None = None
     allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     served_model_name: Sequence[str] = ()
     max_request_bytes: int = 16 * 2**20
+    head_timeout_s: float = 30.0
+    body_timeout_s: float = 30.0
+    keep_alive_timeout_s: float = 75.0
     slow_client_timeout_s: float = 60.0
     max_connections: int | None = None
     max_logprobs: int = 20
@@ -128,14 +150,18 @@ class ServeOptions:
         for name in _SWITCHES:
             check_bool(ConfigError, name, getattr(self, name))
         check_int(ConfigError, "port", self.port, 0, 65535)
+        if self.metrics_port is not None:
+            check_int(ConfigError, "metrics_port", self.metrics_port, 0, 65535)
+            if self.metrics_port == self.port != 0 and self.uds is None:
+                raise ConfigError(f"metrics_port must be another one than port, got {self.port} for both")
         check_int(ConfigError, "replicas", self.replicas, 1, 1024)
         check_interval(self.stream_interval_s)
         check_int(ConfigError, "max_request_bytes", self.max_request_bytes, 1024)
-        check_number(ConfigError, "slow_client_timeout_s", self.slow_client_timeout_s, 0.001)
+        for name in _TIMEOUTS:
+            check_number(ConfigError, name, getattr(self, name), 0.001)
         if self.max_connections is not None:
             check_int(ConfigError, "max_connections", self.max_connections, 1)
-        for key in self.api_key:
-            _check_key(key)
+        self._check_keys()
         for host in self.allowed_hosts:
             if not (_HOST_NAME.fullmatch(host) or _is_address(host)):
                 raise ConfigError(
@@ -158,6 +184,27 @@ class ServeOptions:
         )
         self._check_certificate()
         _object("default_chat_template_kwargs", self.default_chat_template_kwargs)
+
+    def _check_keys(self) -> None:
+        for key in self.api_key:
+            _check_key("api_key", key)
+        if self.admin_key is not None:
+            if not isinstance(self.admin_key, str) or not self.admin_key:
+                raise ConfigError("admin_key must be a text that is not empty")
+            _check_key("admin_key", self.admin_key)
+            if self.admin_key in self.api_key:
+                raise ConfigError("admin_key must be another one than each api_key")
+        if self.api_key and self.api_keys is not None:
+            raise ConfigError("api_key and api_keys exclude each other; add the key to the file")
+        if self.default_reservation is not None:
+            check_int(ConfigError, "default_reservation", self.default_reservation, 1)
+            if self.api_keys is None:
+                raise ConfigError("default_reservation goes with api_keys, whose keys have limits of tokens")
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether most routes need a key."""
+        return bool(self.api_key) or self.api_keys is not None
 
     def _check_certificate(self) -> None:
         if self.ssl_keyfile and not self.ssl_certfile:
@@ -186,19 +233,18 @@ class ServeOptions:
     @property
     def is_exposed(self) -> bool:
         """Whether other machines may reach the server and need no key."""
-        return self.uds is None and not is_loopback(self.host) and not self.api_key
+        return self.uds is None and not is_loopback(self.host) and not self.has_keys
 
     @property
     def checks_hosts(self) -> bool:
         """Whether requests must name a known host.
 
-        This protects a server without keys on a loopback address from DNS rebinding: a website lets its name
-        resolve to this address, so that its pages can call the server from a browser on this machine.
+        This protects a server on a loopback address from DNS rebinding: a website lets its name resolve to
+        this address, so that its pages can call the server from a browser on this machine.
         """
         if "*" in self.allowed_hosts:
             return False
-        is_open = self.uds is None and is_loopback(self.host) and not self.api_key
-        return is_open or bool(self.allowed_hosts)
+        return (self.uds is None and is_loopback(self.host)) or bool(self.allowed_hosts)
 
     def allows_host(self, header: str | None) -> bool:
         """Return whether requests may name this host, which may have a port.
@@ -225,13 +271,13 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _check_key(key: str) -> None:
+def _check_key(name: str, key: str) -> None:
     """Raise ConfigError for a key that no request can bear, without showing it."""
     if key != key.strip():
-        raise ConfigError("api_key must have no white space at its ends, which clients and servers cut off")
+        raise ConfigError(f"{name} must have no white space at its ends, which clients and servers cut off")
     if not key.isprintable() or any(ord(character) > 255 for character in key):
         raise ConfigError(
-            "api_key must be printable and of latin-1, as it is sent in a header; ASCII letters and digits "
+            f"{name} must be printable and of latin-1, as it is sent in a header; ASCII letters and digits "
             "are understood by all clients"
         )
 

@@ -31,6 +31,7 @@ ENGINE = {
     "long_prefill_token_threshold": 5,
     "max_num_partial_prefills": 2,
     "max_waiting": 7,
+    "max_queued_tokens": 99,
     "watermark": 0.1,
     "preemption_mode": "recompute",
     "max_preemptions": 3,

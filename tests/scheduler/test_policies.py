@@ -297,6 +297,26 @@ def test_service_of_backlogged_tenants_differs_by_no_more_than_the_bound(weights
     assert {t: service[t] for t in lengths} == pytest.approx({t: policy.service[t] for t in lengths})
 
 
+def test_weights_that_change_while_requests_run_divide_the_tokens():
+    """Under overload, tenants of weights 3 and 1 get tokens 3:1, from the change of their weights on."""
+    policy = Fair({"a": 1.0, "b": 3.0})
+    scheduler = Scheduler(BlockManager(64, 8), max_num_seqs=8, max_num_batched_tokens=64, policy=policy)
+    names = map(str, itertools.count())
+    tokens: Counter[str] = Counter()
+    for step in range(6000):
+        if step == 1000:
+            policy.set_weights({"a": 3.0})
+            tokens.clear()
+        waiting = Counter(request.inputs.tenant for request in scheduler.waiting())
+        for tenant in "ab":
+            for _ in range(9 - waiting[tenant]):
+                scheduler.add(new_request(next(names), 6, tenant))
+        schedule = scheduler.schedule()
+        tokens.update(request.inputs.tenant for request in schedule.sampled_requests)
+        scheduler.update(schedule, [1] * len(schedule.sampled))
+    assert tokens["a"] / tokens["b"] == pytest.approx(3, rel=0.05)
+
+
 # By name
 
 

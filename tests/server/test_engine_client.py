@@ -588,3 +588,33 @@ def test_replicas_have_a_gpu_each(shown, expected, monkeypatch):
     assert found == expected
     with pytest.raises(ConfigError, match="3 replicas need as many GPUs; there are 2"):
         take_share(start_of(0, 3))
+
+
+@pytest.mark.parametrize("kind", [AsyncLLMEngine, EngineClient])
+def test_weights_and_prefixes_change_while_engines_run(kind):
+    async def main() -> None:
+        async with kind("demo", **{**OPTIONS, "max_num_seqs": 1}, scheduling_policy="fair") as engine:
+            for num_hits in (0, 48, 0):
+                before = (await engine.stats()).num_cached_tokens
+                prompt = {"prompt_token_ids": [5] * 64}
+                _ = [o async for o in engine.generate(prompt, SamplingParams(max_tokens=1))]
+                assert (await engine.stats()).num_cached_tokens - before == num_hits
+                if num_hits:
+                    await engine.reset_prefix_cache()
+            with pytest.raises(ConfigError, match="weight of tenant 'a' must be"):
+                await engine.set_tenant_weights({"a": 0})
+            await engine.set_tenant_weights({"a": 1000})
+            ended = []
+
+            async def ask(tenant: str) -> None:
+                _ = [o async for o in engine.generate([5], SamplingParams(max_tokens=9), tenant=tenant)]
+                ended.append(tenant)
+
+            await asyncio.gather(*map(ask, "bbbbbbbbaaaaaaaa"))
+            assert "".join(ended).strip("b") == "a" * 8  # one after the other, and b waits
+            assert ended.index("a") < 4
+        async with AsyncLLMEngine("demo", **OPTIONS) as engine:
+            with pytest.raises(ConfigError, match="tenant_weights go with scheduling_policy 'fair'"):
+                await engine.set_tenant_weights({"a": 3.0})
+
+    asyncio.run(main())

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from paged.errors import EngineDeadError
-from paged.server.http import connection, exchange
 from tests.support.served import eventually, serving
 
 JSON = {"content-type": "application/json"}
@@ -108,13 +107,18 @@ def test_requests_with_the_same_id_run_together_and_are_repeatable(served):
     assert first["choices"][0]["text"] == second["choices"][0]["text"]
 
 
-def test_slow_bodies_and_heads(served, monkeypatch):
-    monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.05)
+@pytest.fixture(scope="module")
+def hasty(engine):
+    """Yield a server that waits briefly."""
+    with serving(engine, head_timeout_s=0.05, body_timeout_s=0.05, keep_alive_timeout_s=0.1) as served:
+        yield served
+
+
+def test_slow_bodies_and_heads(hasty):
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
     full = head + b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{"
     for sent, is_answered in [(head, True), (full, True), (b"", False)]:
-        with served.connect() as client:
+        with hasty.connect() as client:
             client.sendall(sent)
             answer = b"".join(iter(lambda: client.recv(4096), b""))  # up to the end of the connection
         assert answer.startswith(b"HTTP/1.1 408 ") == is_answered
@@ -237,10 +241,9 @@ def refusals(served) -> dict[str, float]:
     return {reason: float(count) for reason, count in found}
 
 
-def test_what_is_refused_is_counted(engine, monkeypatch):
-    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.05)
+def test_what_is_refused_is_counted(engine):
     large = b"GET /health HTTP/1.1\r\na: " + b"x" * 70_000
-    with serving(engine, api_key=["one"]) as served:
+    with serving(engine, api_key=["one"], head_timeout_s=0.05) as served:
         for sent in (b"\x16\x03\x01 hello\r\n\r\n", large, b"GET /health HTTP/1.1\r\n"):
             with served.connect() as client:
                 client.sendall(sent)
@@ -262,6 +265,6 @@ def test_a_client_that_leaves_amid_several_requests(served):
     aborted = aborts(served)
     with served.connect() as client:
         client.sendall(pipelined(long, long, long))
-        eventually(lambda: served.front._num_open == 1)
-    eventually(lambda: served.front._num_open == 0)
+        eventually(lambda: len(served.front.open_records) == 1)
+    eventually(lambda: not served.front.open_records)
     assert aborts(served) == aborted + 1

@@ -118,6 +118,22 @@ def test_figures_of_the_engine(demo_stats):
     ]
 
 
+def test_tenants_are_counted_up_to_a_bound():
+    metrics = new_metrics()
+    observers = Observers(metrics)
+    for i in range(1002):
+        record = RequestRecord("a", COMPLETIONS, account=str(i % 1001))
+        observers.begin(record)
+        record.on_output(output(tokens=(2, 3), reason="length"), 20.0)
+        observers.end(record)
+    found = samples(metrics)
+    assert found["tenant_requests_total", "0"] == 2
+    assert found["tenant_prompt_tokens_total", "0"] == 6
+    assert found["tenant_generation_tokens_total", "0"] == 10
+    assert found["tenant_requests_total", "other"] == 1
+    assert len([key for key in found if key[0] == "tenant_requests_total"]) == 1001
+
+
 def test_times_of_a_stream():
     metrics = new_metrics()
     record = RequestRecord("a", COMPLETIONS, received=10.0, stream=True, params=SamplingParams(max_tokens=9))

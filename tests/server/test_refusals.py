@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -188,3 +189,14 @@ def test_what_failed_inside_is_for_the_log(served, caplog):
         assert "stopped" in failure.body["error"]["message"]
         assert "secret" not in str(failure.body)
     assert [r.levelno for r in caplog.records if "a secret" in r.message] == [logging.ERROR]
+
+
+def test_a_queue_full_of_tokens_is_told_before_anything_is_tokenized(engine, served, monkeypatch):
+    monkeypatch.setattr(engine, "config", replace(engine.config, max_queued_tokens=20))
+    for queued, status in (([20, 25], 429), ([19, 25], 200)):
+        monkeypatch.setattr(type(engine), "queued_tokens", queued)
+        found, headers, data = served.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        assert found == status
+        assert ("retry-after" in headers) == (status == 429)
+        assert (b"20 tokens wait already and max_queued_tokens is 20" in data) == (status == 429)
+        assert served.request("POST", "/tokenize", {"prompt": "a"})[0] == 200

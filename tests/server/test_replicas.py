@@ -58,7 +58,7 @@ def test_what_a_client_leaves_counts_for_its_engine(pair):
             eventually(lambda: pair.stats().num_waiting == 2)
         eventually(lambda: pair.stats().num_waiting == 0)
     eventually(lambda: pair.num_requests == 0)
-    eventually(lambda: pair.front._num_open == 0)
+    eventually(lambda: not pair.front.open_records)
     after = finished(pair)
     assert {key: after[key] - before.get(key, 0) for key in after if key[1] == "abort"} == {
         ("0", "abort"): 2,

@@ -8,7 +8,7 @@ import pytest
 
 from paged.protocol import endpoints
 from paged.protocol.calls.tokens import TokenizeCall
-from paged.protocol.endpoints import OPEN_PATHS, ROUTES, Endpoint
+from paged.protocol.endpoints import ACCESS, ROUTES, Endpoint
 from paged.protocol.openapi import openapi
 from paged.server.routes import table
 
@@ -28,7 +28,7 @@ def test_each_route_is_answered_described_and_has_a_label():
     ]
     for route in ROUTES:
         operation = described[route.path][route.method.lower()]
-        assert (operation.get("security") == []) == (route.path in OPEN_PATHS) == (not route.needs_key)
+        assert (operation.get("security") == []) == (ACCESS[route.path] not in ("keys", "admin"))
         assert ("401" in operation["responses"]) == route.needs_key
         assert ("requestBody" in operation) == (route.call is not None)
     assert {route.path for route in ROUTES if not route.needs_key} == {
@@ -47,7 +47,10 @@ def test_a_declaration_must_be_whole(name):
     [
         ({"path": "new"}, "POST new: a path begins with a slash"),
         ({"call": None}, "POST /new: POST has a call"),
-        ({"method": "GET"}, "GET /new: POST has a call, GET has none"),
+        ({"method": "GET"}, "GET /new: POST has a call, GET and admin have none"),
+        ({"path": "/admin/new"}, "POST /admin/new: /admin/ is for the admin key"),
+        ({"access": "admin"}, "POST /new: /admin/ is for the admin key"),
+        ({"path": "/admin/new", "access": "admin"}, "POST has a call, GET and admin have none"),
         ({"answer": "Nonsense"}, "no schema is named 'Nonsense'"),
         ({"answer": None}, "JSON has a schema"),
         ({"path": "/tokenize"}, "POST /tokenize is declared twice"),

@@ -174,8 +174,8 @@ def test_a_client_that_leaves_the_queue(shared, engine):
     try:
         with served.connect() as client:
             send(client, {"prompt": PROMPTS[0], **LONG})
-            eventually(lambda: served.front._num_open == 1)
-        eventually(lambda: served.front._num_open == 0)
+            eventually(lambda: len(served.front.open_records) == 1)
+        eventually(lambda: not served.front.open_records)
     finally:
         hold.set()
     held.result()
@@ -272,7 +272,7 @@ def test_an_engine_that_stops_ends_its_streams():
     own = AsyncLLMEngine("demo", device="cpu", num_threads=1, num_blocks=128)
     with serving(own) as served, ThreadPoolExecutor(1) as pool:
         stream = pool.submit(served.events, COMPLETION, prompt=PROMPTS[0], **LONG)
-        eventually(lambda: served.front._num_open == 1)
+        eventually(lambda: len(served.front.open_records) == 1)
         eventually(lambda: served.num_requests == 1)
         own.shutdown()
         assert json.loads(stream.result()[-1])["error"]["type"] == "server_error"

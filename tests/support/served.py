@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from paged.scheduler.stats import EngineStats
-from paged.server.app import new_app
+from paged.server.app import new_app, new_metrics_app
 from paged.server.front_end import FrontEnd
-from paged.server.http.listener import Server, bind, new_event_loop
+from paged.server.http.listener import Listeners, Server, bind_all, new_event_loop
 from paged.server.options import ServeOptions
 
 
@@ -109,18 +109,22 @@ def serving(
         chosen = ServeOptions(port=0, **options)
         end = FrontEnd(engine, chosen)
         front(end)
-        listener = bind(chosen)
+        with bind_all(chosen) as listeners:
+            await listen_on(end, chosen, listeners)
+
+    async def listen_on(end: FrontEnd, chosen: ServeOptions, listeners: Listeners) -> None:
         server = Server(
             new_app(end),
             chosen,
             on_start=lambda: None,
             on_exit=lambda: None,
             on_refusal=end.observers.refused,
+            metrics_app=new_metrics_app(end),
         )
         loop = asyncio.get_running_loop()
         stop.append(lambda: loop.call_soon_threadsafe(server.stop))
-        served.append(Served(end, listener.getsockname()[1], loop, server))
-        serving = loop.create_task(server.listen(listener))
+        served.append(Served(end, listeners.main.getsockname()[1], loop, server))
+        serving = loop.create_task(server.listen(*listeners))
         while not server.started:
             await asyncio.sleep(0.001)
         started.set()

@@ -26,9 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from unittest import mock
 
-from paged.server.http import connection, exchange
 from tests.support.fuzz_client import play
 from tests.support.response_checks import SLOW_S, Bystander, ResponseChecks
 from tests.support.served import Served
@@ -59,11 +57,7 @@ class Report:
 @contextmanager
 def fuzzed_server() -> Iterator[Served]:
     """Yield a server that does not wait long for requests."""
-    with (
-        mock.patch.object(exchange, "BODY_TIMEOUT_S", SLOW_S),
-        mock.patch.object(connection, "HEAD_TIMEOUT_S", SLOW_S),
-        small_server(max_request_bytes=2**20) as served,
-    ):
+    with small_server(max_request_bytes=2**20, head_timeout_s=SLOW_S, body_timeout_s=SLOW_S) as served:
         yield served
 
 

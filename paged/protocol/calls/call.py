@@ -34,11 +34,13 @@ class Call(ABC):
 
     table: the fields of the body.
     PROMPT_FIELD: the field that holds the prompts.
+    is_queued: whether it waits for an engine.
     values: the fields that the body gives, parsed.
     ignored: the names of those that have no effect here.
     limits: what the operator allows.
     model: the name of the model; None accepts any.
-    tenant: the body's user.
+    tenant: the body's user, unless `give_to` sets it.
+    user: the body's.
     stream: whether to answer by server-sent events.
     request_id: the id that the client chose.
     priority, timeout_s: see SamplingParams.
@@ -46,6 +48,7 @@ class Call(ABC):
 
     table: ClassVar[FieldTable]
     PROMPT_FIELD: ClassVar[str] = "prompt"
+    is_queued: ClassVar[bool] = True
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         self.values, without_effect = self.table.parse(body)
@@ -53,11 +56,17 @@ class Call(ABC):
         self.limits = limits
         values = self.values
         self.model: str | None = values.get("model")
-        self.tenant: str = values.get("user", "")
+        self.user: str = values.get("user", "")
+        self.tenant = self.user
         self.stream = bool(values.get("stream", False))
         self.request_id: str | None = values.get("request_id")
         self.priority: float | None = values.get("priority")
         self.timeout_s: float | None = values.get("timeout_s")
+
+    def give_to(self, tenant: str, salt: str) -> None:
+        """Set the tenant, and the salt of the prefix cache in place of the body's own."""
+        self.tenant = tenant
+        self.values["cache_salt"] = salt
 
     def param_of(self, error: PagedError) -> str | None:
         """Return the field of the body that an error is about, None if it is about none."""
@@ -112,6 +121,11 @@ class GenerationCall(Call):
         constraint = constraint_of(values)
         if constraint is not None:
             self.sampling["structured_outputs"] = constraint
+
+    def give_to(self, tenant: str, salt: str) -> None:
+        """Set the tenant, and the salt of the prefix cache in place of the body's own."""
+        super().give_to(tenant, salt)
+        self.sampling["cache_salt"] = salt
 
     def param_of(self, error: PagedError) -> str | None:
         """Return the field of the body that an error is about, None if it is about none."""

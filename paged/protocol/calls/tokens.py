@@ -46,6 +46,7 @@ class TokenizeCall(Call):
     """A body of /tokenize."""
 
     table = TOKENIZE_TABLE
+    is_queued = False
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         super().__init__(body, limits)
@@ -90,6 +91,7 @@ class DetokenizeCall(Call):
     """A body of /detokenize."""
 
     table = DETOKENIZE_TABLE
+    is_queued = False
 
     def answer(self, text: ModelText, max_model_len: int) -> dict[str, Any]:
         """Return the response body. Raises RequestError. It may take long for many tokens."""

@@ -22,8 +22,6 @@ from .failures import Header, HttpError, retry_headers
 
 MAX_HEAD_BYTES = 2**16  # of request line and headers; also of trailers, and of what is around one chunk
 MAX_HEADERS = 256
-HEAD_TIMEOUT_S = 30.0  # from the connection, or a request's first byte, to the end of its headers
-KEEP_ALIVE_S = 75.0  # longer than clients and load balancers keep connections, so that they close them
 MAX_AHEAD = 4  # requests that are parsed while an earlier one is answered
 MAX_BUFFERED_BYTES = 2**16  # of input, and of bodies, that wait: beyond that, nothing more is read
 # Pieces of a body are at least this long where they end like a head. Few heads fit.
@@ -56,6 +54,8 @@ class ConnectionContext:
     on_refusal: is told the route, status, reason and id of each request that does not reach the application.
     root_path: the path under which a proxy makes the server known.
     max_connections: beyond it connections are spare.
+    head_s: seconds from the connection, or a request's first byte, to the end of its headers.
+    keep_alive_s: seconds between two requests.
     slow_client_s: seconds in which a client has to read enough for the next part of a response to be sent,
         and all that is left after the last response.
     default_headers: of all responses.
@@ -66,6 +66,8 @@ class ConnectionContext:
     on_refusal: OnRefusal
     root_path: str
     max_connections: int
+    head_s: float
+    keep_alive_s: float
     slow_client_s: float
     default_headers: Callable[[], Sequence[Header]]
     connections: set[Any] = field(default_factory=set)
@@ -140,7 +142,7 @@ class Connection(asyncio.Protocol):
             self._addresses[name] = tuple(address[:2]) if isinstance(address, tuple) else None
         self._scheme = "http" if transport.get_extra_info("ssl_object") is None else "https"
         self._context.connections.add(self)
-        self._set_deadline(SPARE_TIMEOUT_S if self.is_spare else HEAD_TIMEOUT_S, self._on_head_timeout)
+        self._set_deadline(SPARE_TIMEOUT_S if self.is_spare else self._context.head_s, self._on_head_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """Tell the requests that there is no client any more."""
@@ -252,9 +254,9 @@ class Connection(asyncio.Protocol):
         if self._queue:
             self._start(self._queue[0])
         elif self._is_begun:
-            self._set_deadline(HEAD_TIMEOUT_S, self._on_head_timeout)
+            self._set_deadline(self._context.head_s, self._on_head_timeout)
         else:
-            self._set_deadline(KEEP_ALIVE_S, self._on_head_timeout)
+            self._set_deadline(self._context.keep_alive_s, self._on_head_timeout)
         self._parse()
 
     def _start(self, cycle: Cycle) -> None:
@@ -333,7 +335,7 @@ class Connection(asyncio.Protocol):
         self._headers = []
         self._is_begun = True
         if not self._queue and not self.is_spare:
-            self._set_deadline(HEAD_TIMEOUT_S, self._on_head_timeout)
+            self._set_deadline(self._context.head_s, self._on_head_timeout)
 
     def on_url(self, part: bytes) -> None:
         """Add a part of the URL."""
@@ -510,7 +512,7 @@ class Connection(asyncio.Protocol):
         if self.is_spare:
             self.refuse_spare()
         elif self._is_begun:
-            self._refuse(408, f"the headers did not arrive within {HEAD_TIMEOUT_S:g} s; try again")
+            self._refuse(408, f"the headers did not arrive within {self._context.head_s:g} s; try again")
         else:
             self._end()
 

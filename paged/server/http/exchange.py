@@ -16,7 +16,9 @@ from starlette.types import Receive, Scope, Send
 
 from ...base.strict_json import parse_json
 from ...engine.async_base import LEAST_TIMEOUT_S
+from ...protocol.endpoints import Access
 from ...requests.request import RequestOutput
+from ..access.limits import Admission, KeyUsage
 from ..telemetry.records import RequestRecord
 from .body_budget import BodyBudget
 from .failures import Header, HttpError
@@ -24,7 +26,6 @@ from .response_budget import ResponseBudget
 
 T = TypeVar("T")
 JSON, EVENTS, JSON_LINES = "application/json", "text/event-stream; charset=utf-8", "application/x-ndjson"
-BODY_TIMEOUT_S = 30.0
 PARSED_AT_ONCE = 2**16  # bytes of JSON that are parsed on the event loop; more would block it too long
 SENT_AT_ONCE = 2**16  # bytes of a response, of which a client has to read most before the next are sent
 # Functions of a request's scope: whether its client was cut off for reading too slowly, and what does so.
@@ -39,6 +40,7 @@ class Exchange:
     """One HTTP request and its response.
 
     max_body_bytes: of the request.
+    body_timeout_s: in which its body has to arrive.
     budget: of the bodies of all requests.
     responses: the budget of all whole responses.
     num_body_bytes: of the request, once its body was read.
@@ -48,19 +50,26 @@ class Exchange:
     status: of the response, once it has begun.
     is_complete: whether the last part of the response was handed to the server.
     record: of the request, once its body was accepted.
+    access: for which its key was checked; None where no route needs one.
+    key: that the request bears, where keys are tenants'.
+    admission: of the request within the limits of its key, once its body was read.
     error: that ended the response, after it had begun.
     """
 
     __slots__ = (
+        "_body_timeout_s",
         "_budget",
         "_cut",
         "_headers",
         "_is_too_slow",
         "_responses",
         "_send",
+        "access",
+        "admission",
         "error",
         "extra_headers",
         "is_complete",
+        "key",
         "max_body_bytes",
         "method",
         "num_body_bytes",
@@ -79,6 +88,7 @@ class Exchange:
         send: Send,
         *,
         max_body_bytes: int,
+        body_timeout_s: float,
         budget: BodyBudget,
         responses: ResponseBudget,
     ) -> None:
@@ -90,6 +100,7 @@ class Exchange:
         self.method: str = scope["method"]
         self.route: str = scope["path"].removeprefix(scope.get("root_path", ""))
         self.max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
         self._budget = budget
         self.num_body_bytes = 0
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -99,6 +110,9 @@ class Exchange:
         self.status: int | None = None
         self.is_complete = False
         self.record: RequestRecord | None = None
+        self.access: Access | None = None
+        self.key: KeyUsage | None = None
+        self.admission: Admission | None = None
         self.error: Exception | None = None
 
     @property
@@ -150,12 +164,12 @@ class Exchange:
         if length.isdigit() and int(length[:20]) > self.max_body_bytes:
             raise self._too_large()
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
+            async with asyncio.timeout(self._body_timeout_s):
                 return await self._read_body()
         except TimeoutError:
             raise HttpError(
                 408,
-                f"the body did not arrive within {BODY_TIMEOUT_S:g} seconds; send the request again",
+                f"the body did not arrive within {self._body_timeout_s:g} seconds; send the request again",
                 headers=((b"connection", b"close"),),
             ) from None
 
@@ -214,6 +228,7 @@ class Exchange:
             (b"x-request-id", self.request_id.encode()),
             *self.extra_headers,
             *headers,
+            *(self.key.headers() if self.key is not None else ()),
         ]
         await self._send({"type": "http.response.start", "status": status, "headers": sent})
 

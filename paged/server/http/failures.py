@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from ...errors import PagedError, RequestError
 from ...protocol.answers.errors import error_body, status_of
+from ..access.limits import RateLimitError
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,9 @@ def failure_of(error: Exception, retry_after_s: int, request_id: str) -> Failure
     elif isinstance(error, PagedError):
         status = status_of(error)
         message = str(error)
+        if isinstance(error, RateLimitError):
+            code = error.CODE
+            retry_after_s = error.retry_after_s
     else:
         logger.error("request %s failed", request_id, exc_info=error)
         status = 500

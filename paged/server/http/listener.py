@@ -12,7 +12,9 @@ import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import uvicorn
 import uvloop
@@ -29,6 +31,25 @@ SEND_BUFFER_BYTES = 2**18
 # Files beside the connections: of the engine processes, of workers, of libraries, and some that end.
 NUM_OTHER_FILES = 64
 MOST_BY_DEFAULT = 8192
+METRICS_CONNECTIONS = 16  # to --metrics-port
+
+
+class Listeners(NamedTuple):
+    """The sockets of a server. metrics: of --metrics-port; None without it."""
+
+    main: socket.socket
+    metrics: socket.socket | None
+
+
+@contextlib.contextmanager
+def bind_all(options: ServeOptions) -> Iterator[Listeners]:
+    """Yield the sockets of a server, which are closed at the end. Raises ConfigError as `bind`."""
+    with contextlib.ExitStack() as stack:
+        main = stack.enter_context(bind(options))
+        metrics = None
+        if options.metrics_port is not None:
+            metrics = stack.enter_context(_bound(options.host, options.metrics_port, "--metrics-port"))
+        yield Listeners(main, metrics)
 
 
 def bind(options: ServeOptions) -> socket.socket:
@@ -36,12 +57,24 @@ def bind(options: ServeOptions) -> socket.socket:
 
     Raises ConfigError if the address is in use or not one of this machine.
     """
+    if options.uds is None:
+        return _bound(options.host, options.port, "--port")
+    with _explained(options.uds, "another --uds"):
+        return _bind_path(options.uds)
+
+
+def _bound(host: str, port: int, flag: str) -> socket.socket:
+    with _explained(f"{host}:{port}", f"another {flag}, or 0 for a free one"):
+        return _bind_port(host, port)
+
+
+@contextlib.contextmanager
+def _explained(where: str, way_out: str) -> Iterator[None]:
+    """Turn an OSError from within into a ConfigError."""
     try:
-        return _bind_path(options.uds) if options.uds is not None else _bind_port(options.host, options.port)
+        yield
     except OSError as error:
-        where = options.uds or f"{options.host}:{options.port}"
         if error.errno == errno.EADDRINUSE:
-            way_out = "another --uds" if options.uds else "another --port, or 0 for a free one"
             raise ConfigError(f"{where} is in use by another server; take {way_out}") from None
         raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from None
 
@@ -116,9 +149,14 @@ def url_of(options: ServeOptions, listener: socket.socket) -> str:
     """Return the address that clients use, or the path of the socket."""
     if options.uds is not None:
         return f"unix:{options.uds}"
+    return f"{port_url(options, listener)}{options.root_path or ''}"
+
+
+def port_url(options: ServeOptions, listener: socket.socket) -> str:
+    """Return the address of a port that clients use."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if options.ssl_certfile else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{options.root_path or ''}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -132,6 +170,7 @@ class Server(uvicorn.Server):
     on_start: is called when it listens.
     on_exit: is called when it begins to end.
     on_refusal: is told of requests that do not reach the application; see `Connection`.
+    metrics_app: answers the requests to --metrics-port.
     """
 
     def __init__(
@@ -142,6 +181,7 @@ class Server(uvicorn.Server):
         on_start: Callable[[], None],
         on_exit: Callable[[], None],
         on_refusal: OnRefusal,
+        metrics_app: ASGIApp | None = None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -167,11 +207,18 @@ class Server(uvicorn.Server):
             on_refusal,
             root_path=options.root_path or "",
             max_connections=connection_limit(options.max_connections),
+            head_s=options.head_timeout_s,
+            keep_alive_s=options.keep_alive_timeout_s,
             slow_client_s=options.slow_client_timeout_s,
             default_headers=lambda: self.server_state.default_headers,
             connections=self.server_state.connections,
             tasks=self.server_state.tasks,
         )
+        self._contexts = [self._context]
+        if metrics_app is not None:
+            most = METRICS_CONNECTIONS
+            context = replace(self._context, app=metrics_app, root_path="", max_connections=most)
+            self._contexts.append(context)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -191,15 +238,23 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
         assert sockets is not None
-        self.servers = [Acceptor(sockets[0], self._context, self.config.ssl)]  # type: ignore[list-item]
-        self.servers[0].start()  # type: ignore[attr-defined]
+        acceptors = [
+            Acceptor(each, context, self.config.ssl)
+            for each, context in zip(sockets, self._contexts, strict=False)
+        ]
+        self.servers = [*acceptors]  # type: ignore[list-item]
+        for acceptor in acceptors:
+            acceptor.start()
         self.started = True
         self._on_start()
 
-    async def listen(self, listener: socket.socket) -> None:
-        """Serve until `stop` is called. Raises ConfigError if the address was taken meanwhile."""
+    async def listen(self, listener: socket.socket, metrics: socket.socket | None = None) -> None:
+        """Serve until `stop` is called. Raises ConfigError if the address was taken meanwhile.
+
+        metrics: of --metrics-port.
+        """
         try:
-            await self.serve([listener])
+            await self.serve([listener] if metrics is None else [listener, metrics])
         except OSError as error:
             if self.started or error.errno != errno.EADDRINUSE:
                 raise

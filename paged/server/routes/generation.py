@@ -126,14 +126,15 @@ async def _begin(
             )
         else:
             prompts, params = await in_thread_if(exchange.has_large_body, _requests, *terms)
-    front.begin(exchange, call, num_requests=len(prompts), params=params[0])
+    engine_ids = front.engine_ids_of(call, identity, len(prompts))
+    front.begin(exchange, call, engine_ids, params=params[0])
     generate = front.engine.generate
     tenant = call.tenant
-    engine_id = front.engine_id_of(call, identity)
-    streams = [
-        generate(prompt, own, f"{engine_id}-{i}", tenant=tenant)
-        for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))
-    ]
+    streams = []
+    for prompt, own, engine_id in zip(prompts, params, engine_ids, strict=True):
+        stream = generate(prompt, own, engine_id, tenant=tenant)
+        stream.on_prompt = front.accepting(exchange, own)
+        streams.append(stream)
     front.engine.count_together(streams, is_whole=not call.stream)
     return streams, identity, exchange.on_output
 

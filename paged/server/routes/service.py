@@ -22,7 +22,7 @@ class ModelsRoute:
         self._front = front
 
     async def __call__(self, exchange: Exchange) -> None:
-        models = [_model(self._front, name) for name in self._front.names]
+        models = [_model(self._front, name) for name in self._front.names_for(exchange.key)]
         await exchange.respond_json(200, {"object": "list", "data": models})
 
 
@@ -37,7 +37,7 @@ class ModelRoute:
         if not name:
             raise HttpError(404, "there is no '/v1/models/' here, but /v1/models and /v1/models/{model}")
         exchange.route = GET_MODEL.path  # for the metrics
-        self._front.check_model(name)
+        self._front.check_model(name, exchange.key)
         await exchange.respond_json(200, _model(self._front, name))
 
 

@@ -9,6 +9,15 @@ from ...protocol import endpoints
 from ...protocol.endpoints import Endpoint
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange
+from .admin import (
+    DrainRoute,
+    EndRoute,
+    PauseRoute,
+    ReloadKeysRoute,
+    RequestsRoute,
+    ResetPrefixCacheRoute,
+    ResumeRoute,
+)
 from .generation import AnswerRoute, ResultRoute
 from .service import (
     HealthRoute,
@@ -45,6 +54,13 @@ HANDLERS: dict[Endpoint, Callable[[FrontEnd], Handler]] = {
     endpoints.GET_VERSION: VersionRoute,
     endpoints.GET_METRICS: MetricsRoute,
     endpoints.GET_OPENAPI: OpenAPIRoute,
+    endpoints.GET_REQUESTS: RequestsRoute,
+    endpoints.POST_END: EndRoute,
+    endpoints.POST_PAUSE: PauseRoute,
+    endpoints.POST_RESUME: ResumeRoute,
+    endpoints.POST_DRAIN: DrainRoute,
+    endpoints.POST_RESET_PREFIX_CACHE: ResetPrefixCacheRoute,
+    endpoints.POST_RELOAD_KEYS: ReloadKeysRoute,
 }
 _UNANSWERED = [endpoint.path for endpoint in endpoints.ROUTES if endpoint not in HANDLERS]
 assert not _UNANSWERED, f"nothing answers {', '.join(_UNANSWERED)}: see docs/add-a-route.md"

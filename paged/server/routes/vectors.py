@@ -14,7 +14,6 @@ from ...requests.prompts import Prompt
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange, until_disconnect
 from ..http.failures import HttpError
-from ..telemetry.records import RequestRecord
 
 
 class EmbeddingRoute:
@@ -31,17 +30,16 @@ class EmbeddingRoute:
         async with until_disconnect(exchange):
             prompts = call.prompts(front.engine.text)
             identity = front.identity_of(exchange, call)
-            engine_id = front.engine_id_of(call, identity)
-            record = front.begin(exchange, call, num_requests=len(prompts))
+            engine_ids = front.engine_ids_of(call, identity, len(prompts))
+            front.begin(exchange, call, engine_ids)
             timeout_s = exchange.time_left(call.timeout_s)
             with call.naming_field():
                 try:
                     async with asyncio.TaskGroup() as group:
+                        named = zip(prompts, engine_ids, strict=True)
                         tasks = [
-                            group.create_task(
-                                self._embed(prompt, f"{engine_id}-{i}", call, record, timeout_s)
-                            )
-                            async for i, prompt in cooperatively(enumerate(prompts))
+                            group.create_task(self._embed(prompt, engine_id, call, exchange, timeout_s))
+                            async for prompt, engine_id in cooperatively(named)
                         ]
                 except BaseExceptionGroup as errors:  # all others are cancelled
                     raise errors.exceptions[0] from None
@@ -58,9 +56,11 @@ class EmbeddingRoute:
         prompt: Prompt,
         request_id: str,
         call: EmbeddingCall,
-        record: RequestRecord,
+        exchange: Exchange,
         timeout_s: float | None,
     ) -> EmbeddingRequestOutput:
+        record = exchange.record
+        assert record is not None
         output = await self._front.engine.encode(
             prompt,
             request_id,
@@ -69,6 +69,7 @@ class EmbeddingRoute:
             priority=call.priority or 0.0,
             tenant=call.tenant,
             timeout_s=timeout_s,
+            on_prompt=self._front.accepting(exchange),
             on_place=record.on_place,
         )
         if failure := failure_of([output]):
@@ -97,7 +98,8 @@ class ScoreRoute:
             (prompt,) = call.prompts(front.engine.text)
             identity = front.identity_of(exchange, call)
             engine_id = front.engine_id_of(call, identity)
-            record = front.begin(exchange, call, num_requests=len(call.continuations))
+            names = names_of_scores(engine_id, len(call.continuations))
+            record = front.begin(exchange, call, names)
             with call.naming_field():
                 outputs = await front.engine.score(
                     prompt,
@@ -106,11 +108,12 @@ class ScoreRoute:
                     priority=call.priority or 0.0,
                     tenant=call.tenant,
                     timeout_s=exchange.time_left(call.timeout_s),
+                    on_prompt=front.accepting(exchange),
                     on_place=record.on_place,
                 )
                 if failure := failure_of(outputs):
                     raise HttpError(*failure)
-            for name, output in zip(names_of_scores(engine_id, len(outputs)), outputs, strict=True):
+            for name, output in zip(names, outputs, strict=True):
                 record.on_result(name, num_prompt_tokens=output.num_prompt_tokens + output.num_tokens)
             created = int(time.time())
             model = front.names[0]

@@ -23,6 +23,7 @@ from .families import FINISH_REASONS, METRIC_FAMILIES, REQUESTS, SERVER, MetricF
 from .log_queue import num_dropped_lines
 from .records import (
     CLIENT_GONE,
+    RATE_LIMIT,
     REFUSALS,
     TOO_MANY_CONNECTIONS,
     Ending,
@@ -35,7 +36,8 @@ from .records import (
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 # Label values from outside are bounded: others than these become OTHER.
 OTHER = "other"
-_REASONS = frozenset((*REFUSALS.values(), TOO_MANY_CONNECTIONS))
+MOST_TENANTS = 1000
+_REASONS = frozenset((*REFUSALS.values(), RATE_LIMIT, TOO_MANY_CONNECTIONS))
 
 
 class ServerMetrics(Observer):
@@ -87,6 +89,7 @@ class ServerMetrics(Observer):
         """Count a request that began, and each of the engine's requests that it made."""
         self._counts["http_requests_in_progress"][(self._route(record.route),)] -= 1
         self.responded(record.route, ending.status)
+        self._count_tenant(record)
         refused = ending.status in REFUSALS and not any(p.finish_reasons for p in record.progress.values())
         if refused:
             self._count_refusal(ending.reason, ending.status)
@@ -100,6 +103,16 @@ class ServerMetrics(Observer):
                 self._count_finish(progress.engine, reason)
         # What reached no engine is counted for the first one.
         self._count_finish(0, reason, max(record.num_requests - len(record.progress), 0))
+
+    def _count_tenant(self, record: RequestRecord) -> None:
+        known = self._counts["tenant_requests"]
+        is_counted = (record.account,) in known or len(known) < MOST_TENANTS
+        label = (record.account if is_counted else OTHER,)
+        progress = record.progress.values()
+        known[label] += 1
+        self._counts["tenant_prompt_tokens"][label] += sum(own.num_prompt_tokens or 0 for own in progress)
+        generated = sum(sum(own.num_generated) for own in progress)
+        self._counts["tenant_generation_tokens"][label] += generated
 
     def refused(self, route: str, status: int, reason: str, request_id: str) -> None:  # noqa: ARG002
         """Count a refused request."""

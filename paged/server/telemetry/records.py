@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 SLOW_CLIENT = "slow_client"  # the reason for which a connection was cut whose client did not read
 CLIENT_GONE = 499  # the status of a request whose client disconnected, as in nginx; it is never sent
+RATE_LIMIT = "rate_limit"  # why a request beyond the limits of its key was refused
 TOO_MANY_CONNECTIONS = "connections"  # why a connection beyond the limit was refused
 # From which time of `RequestMetrics` to which each phase of a request lasts.
 PHASES = {
@@ -85,8 +86,12 @@ class RequestRecord:
     received: when it arrived, by time.monotonic.
     params: its sampling parameters, once they are parsed.
     num_requests: how many engine requests it makes.
+    engine_ids: of these.
+    user: that its body names.
     trace: of the client; `Observers.begin` replaces it by the server's own span where traces are exported.
         Its `traceparent` is a header of the response.
+    account: the tenant of its key, "" without a file of keys.
+    is_ended: whether the operator ends it.
     token_latencies: count the seconds between two tokens, for each engine; set by `Observers.begin`.
     """
 
@@ -98,6 +103,10 @@ class RequestRecord:
     received: float = field(default_factory=time.monotonic)
     params: SamplingParams | None = None
     num_requests: int = 1
+    engine_ids: Sequence[str] = ()
+    user: str = ""
+    account: str = ""
+    is_ended: bool = False
     trace: TraceContext | None = None
     token_latencies: Sequence[Histogram] = ()
     progress: dict[str, RequestProgress] = field(default_factory=dict)

@@ -52,6 +52,7 @@ def fields_of(record: RequestRecord, ending: Ending) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "id": record.request_id,
         "tenant": record.tenant or None,
+        "user": record.user if record.user not in ("", record.tenant) else None,
         "route": record.route,
         "model": record.model or None,
         "stream": record.stream,

@@ -1,0 +1,135 @@
+"""Keys: the keys in force, each with its tenant, its limits and what it has used."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+
+from ...errors import ConfigError
+from ...protocol.fields.sampling import PRIORITIES
+from .key_file import KeyEntry, digest_of, read_keys
+from .limits import Clock, KeyUsage
+
+DEFAULT_RESERVATION = 1024  # tokens of an output, where a request may have as many
+
+
+class Keys:
+    """The keys of a file, which can be read again while requests are in progress.
+
+    path: the file.
+    scheduling_policy: of the engine, without which some fields have no effect.
+    default_reservation: most tokens that are reserved for each output.
+    clock: of the limits. now: of the expiry, in seconds since 1970.
+
+    Raises ConfigError naming the line.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        scheduling_policy: object,
+        default_reservation: int = DEFAULT_RESERVATION,
+        clock: Clock = time.monotonic,
+        now: Clock = time.time,
+    ) -> None:
+        self.path = path
+        self.default_reservation = default_reservation
+        self._policy = scheduling_policy
+        self._clock = clock
+        self._now = now
+        # By what only this process can compute of a digest: how long a look-up takes tells nothing of others.
+        self._secret = secrets.token_bytes(32)
+        self._by_place: dict[bytes, KeyUsage] = {}
+        self.replace(self.read())
+
+    def read(self) -> list[KeyEntry]:
+        """Return what the file says now, which `replace` puts in force, from any thread.
+
+        Raises ConfigError naming the line.
+        """
+        entries = read_keys(self.path)
+        for entry in entries:
+            for name, policy in (("weight", "fair"), ("priorities", "priority")):
+                if getattr(entry, name) is not None and policy != self._policy:
+                    where = f"{self.path}, line {entry.line}"
+                    raise ConfigError(f"{where}: {name} goes with --scheduling-policy {policy} alone")
+        return entries
+
+    def replace(self, entries: Iterable[KeyEntry]) -> None:
+        """Put other lines in force. A key that stays keeps what it has used."""
+        known = self._by_place
+        self._by_place = {}
+        for entry in entries:
+            place = self._place_of(entry.sha256)
+            usage = known.get(place) or KeyUsage(entry, self._clock)
+            usage.entry = entry
+            self._by_place[place] = usage
+
+    def __len__(self) -> int:
+        return len(self._by_place)
+
+    def find(self, token: bytes) -> KeyUsage | None:
+        """Return what belongs to a key; None for a wrong one, after a time that tells nothing of others."""
+        digest = digest_of(token)
+        usage = self._by_place.get(self._place_of(digest))
+        known = digest if usage is None else usage.entry.sha256
+        return usage if hmac.compare_digest(digest, known) else None
+
+    def has_expired(self, entry: KeyEntry) -> bool:
+        """Return whether a key is no longer valid."""
+        return entry.expires is not None and self._now() >= entry.expires
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """The weights of the tenants that have one."""
+        entries = [usage.entry for usage in self._by_place.values()]
+        return {entry.tenant: entry.weight for entry in entries if entry.weight is not None}
+
+    def _place_of(self, digest: bytes) -> bytes:
+        return hashlib.blake2b(digest, digest_size=16, key=self._secret).digest()
+
+
+def keys_of(
+    path: str | None,
+    *,
+    scheduling_policy: object,
+    default_reservation: int | None,
+) -> Keys | None:
+    """Return the keys of a server's options; None without a file. Raises ConfigError."""
+    if path is None:
+        return None
+    reservation = DEFAULT_RESERVATION if default_reservation is None else default_reservation
+    return Keys(path, scheduling_policy=scheduling_policy, default_reservation=reservation)
+
+
+def salt_of(entry: KeyEntry, salt: str | None) -> str:
+    """Return the salt of a request's prefix cache, which no other tenant's request can have.
+
+    salt: the request's own.
+    """
+    shared = entry.cache is not None
+    return json.dumps(["shared" if shared else "tenant", entry.cache if shared else entry.tenant, salt])
+
+
+def priorities_of(entry: KeyEntry) -> tuple[float, float]:
+    """Return the most and the least urgent priority of a key's requests."""
+    return (PRIORITIES["normal"], math.inf) if entry.priorities is None else entry.priorities
+
+
+def priority_of(entry: KeyEntry, given: float | None) -> float | None:
+    """Return the priority of a request: its own, or the allowed one that is nearest to normal.
+
+    Raises ValueError if its own is not allowed.
+    """
+    first, last = priorities_of(entry)
+    if given is None:
+        return min(max(0.0, first), last) or None
+    if not first <= given <= last:
+        raise ValueError(given)
+    return given

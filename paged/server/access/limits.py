@@ -1,0 +1,170 @@
+"""KeyUsage: what one key has used, within its limits. Admission: what one HTTP request takes of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ...errors import QueueFullError, RequestError
+from ...sampling_params import SamplingParams
+from .key_file import KeyEntry
+from .windows import Use, Window
+
+Clock = Callable[[], float]
+Header = tuple[bytes, bytes]
+
+
+class RateLimitError(QueueFullError):
+    """A limit of the key is reached; the same request fits in retry_after_s seconds."""
+
+    CODE = "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = max(1, math.ceil(retry_after_s))
+
+
+class KeyUsage:
+    """The requests and tokens of one key in the last minute, and its requests in progress.
+
+    entry: the line of the file, which another one replaces when the file is read again.
+    clock: in seconds, such as time.monotonic.
+    """
+
+    def __init__(self, entry: KeyEntry, clock: Clock) -> None:
+        self.entry = entry
+        self._clock = clock
+        self._requests = Window()
+        self._tokens = Window()
+        self.num_open = 0
+
+    def admit(self) -> Admission:
+        """Count an HTTP request as in progress. Raises RateLimitError."""
+        entry = self.entry
+        most = entry.concurrent_requests
+        if most is not None and self.num_open >= most:
+            raise RateLimitError(
+                f"{self.num_open} requests of this key are in progress and {most} may be; try again when one "
+                "has ended",
+                1,
+            )
+        use = self._take(self._requests, 1, entry.requests_per_minute, "requests")
+        self.num_open += 1
+        return Admission(self, use)
+
+    def reserve(self, num_tokens: int) -> Use | None:
+        """Count tokens before they are computed; None without a limit.
+
+        Raises RateLimitError, or RequestError for more than a minute's tokens.
+        """
+        most = self.entry.tokens_per_minute
+        if most is not None and num_tokens > most:
+            raise RequestError(
+                f"prompt and output may need {num_tokens:,} tokens, and this key has {most:,} a minute; "
+                "shorten the prompt, or give a smaller max_tokens"
+            )
+        return self._take(self._tokens, num_tokens, most, "tokens")
+
+    def _take(self, window: Window, amount: int, limit: int | None, what: str) -> Use | None:
+        if limit is None:
+            return None
+        now = self._clock()
+        window.expire(now)
+        if window.used + amount > limit:
+            wait_s = window.wait_s(amount, limit, now)
+            raise RateLimitError(
+                f"this key has {limit:,} {what} a minute, {window.used:,} of them are used and {amount:,} "
+                f"more are wanted; try again in {max(1, math.ceil(wait_s))} s",
+                wait_s,
+            )
+        return window.add(amount, now)
+
+    def end(self, request: Use | None, *, is_counted: bool) -> None:
+        """End a request in progress. is_counted: whether it counts among those of the minute."""
+        self.num_open -= 1
+        if request is not None and not is_counted:
+            self._requests.change(request, 0, self._clock())
+
+    def settle(self, reserved: Use, num_used: int) -> None:
+        """Replace reserved tokens by those that were used. More than reserved count from now on."""
+        now = self._clock()
+        excess = num_used - reserved.amount
+        if excess > 0:
+            self._tokens.add(excess, now)
+        else:
+            self._tokens.change(reserved, num_used, now)
+
+    def headers(self) -> list[Header]:
+        """Return OpenAI's headers about limits: what they are, what is left, and when all is again."""
+        now = self._clock()
+        entry = self.entry
+        found: list[Header] = []
+        for name, window, limit in (
+            (b"requests", self._requests, entry.requests_per_minute),
+            (b"tokens", self._tokens, entry.tokens_per_minute),
+        ):
+            if limit is not None:
+                reset_s = window.reset_s(now)  # what counts no more is forgotten
+                found += (
+                    (b"x-ratelimit-limit-" + name, b"%d" % limit),
+                    (b"x-ratelimit-remaining-" + name, b"%d" % max(0, limit - window.used)),
+                    (b"x-ratelimit-reset-" + name, b"%.3fs" % reset_s),
+                )
+        return found
+
+    def check(self) -> None:
+        """No request is in progress that has ended, and the windows are whole."""
+        assert self.num_open >= 0
+        self._requests.check()
+        self._tokens.check()
+
+
+@dataclass(slots=True)
+class _Reserved:
+    num_prompt_tokens: int
+    use: Use
+
+
+class Admission:
+    """One HTTP request within the limits of its key, from its body to its end."""
+
+    def __init__(self, usage: KeyUsage, request: Use | None) -> None:
+        self._usage = usage
+        self._request = request
+        self._reserved: dict[str, _Reserved] = {}  # by the id of the engine's request
+        self._is_open = True
+
+    def reserve(self, request_id: str, num_prompt_tokens: int, num_new_tokens: int) -> None:
+        """Reserve tokens for one of the engine's requests, before the engine gets it.
+
+        Raises RateLimitError, or RequestError for more than a minute's tokens.
+        """
+        use = self._usage.reserve(num_prompt_tokens + num_new_tokens)
+        if use is not None:
+            self._reserved[request_id] = _Reserved(num_prompt_tokens, use)
+
+    def close(self, num_generated: Mapping[str, int], *, was_refused: bool, is_counted: bool) -> None:
+        """Give back what was not used.
+
+        num_generated: the new tokens of each of the engine's requests that gave an output.
+        was_refused: whether the others were refused, so that not even their prompts were computed.
+        is_counted: whether the HTTP request counts among those of the minute.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        for request_id, reserved in self._reserved.items():
+            num_used = reserved.num_prompt_tokens + num_generated.get(request_id, 0)
+            if was_refused and request_id not in num_generated:
+                num_used = 0
+            self._usage.settle(reserved.use, num_used)
+        self._usage.end(self._request, is_counted=is_counted)
+
+
+def num_new_tokens(params: SamplingParams, num_prompt_tokens: int, most: int, max_model_len: int) -> int:
+    """Return how many tokens to reserve for the output of a request, at most `most` for each sample."""
+    longest = min(most, max(0, max_model_len - num_prompt_tokens))
+    if params.max_tokens is not None:
+        longest = min(longest, params.max_tokens)
+    return longest * params.num_samples

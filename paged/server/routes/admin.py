@@ -1,0 +1,115 @@
+"""Routes of the operator: the requests in progress, and what becomes of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from ...errors import ConfigError
+from ...protocol.endpoints import POST_END
+from ..front_end import FrontEnd
+from ..http.exchange import Exchange
+from ..http.failures import HttpError
+from ..telemetry.records import RequestRecord
+
+
+class RequestsRoute:
+    """The requests in progress, the oldest first, without prompts and answers."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        now = time.monotonic()
+        data = [_described(record, now) for record in self._front.open_records]
+        await exchange.respond_json(200, {"object": "list", "data": data})
+
+
+def _described(record: RequestRecord, now: float) -> dict[str, Any]:
+    progress = [*record.progress.values()]
+    return {
+        "id": record.request_id,
+        "tenant": record.tenant,
+        "user": record.user,
+        "route": record.route,
+        "stream": record.stream,
+        "seconds": round(now - record.received, 3),
+        "prompts": record.num_prompts,
+        "engines": sorted({own.engine for own in progress}),
+        "prompt_tokens": sum(own.num_prompt_tokens or 0 for own in progress),
+        "generated_tokens": sum(sum(own.num_generated) for own in progress),
+    }
+
+
+class EndRoute:
+    """Ends the requests with an id, of which clients may give the same to several."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        request_id = exchange.route.removeprefix("/admin/requests/").removesuffix("/end")
+        exchange.route = POST_END.path  # for the metrics
+        num = await self._front.end_requests(request_id)
+        if not num:
+            raise HttpError(404, f"no request {request_id!r} is in progress", code="not_found")
+        await exchange.respond_json(200, {"ended": num})
+
+
+class PauseRoute:
+    """Refuses new requests until they are resumed."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        self._front.is_paused = True
+        await exchange.respond_json(200, {"paused": True})
+
+
+class ResumeRoute:
+    """Accepts new requests again."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        self._front.is_paused = False
+        await exchange.respond_json(200, {"paused": False})
+
+
+class DrainRoute:
+    """Ends the server once the response is sent."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        await exchange.respond_json(200, {"draining": True})
+        asyncio.get_running_loop().call_soon(self._front.drain)
+
+
+class ResetPrefixCacheRoute:
+    """Forgets the cached prefixes of all tenants."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        await self._front.engine.reset_prefix_cache()
+        await exchange.respond_json(200, {"reset": True})
+
+
+class ReloadKeysRoute:
+    """Reads the keys file again; a wrong one is 400, and the one before stays in force."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        try:
+            num = await self._front.reload_keys()
+        except ConfigError as error:
+            raise HttpError(400, str(error)) from None
+        await exchange.respond_json(200, {"keys": num})
