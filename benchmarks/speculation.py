@@ -22,6 +22,7 @@ from benchmarks.common import checkpoint, print_json, print_table
 from paged import LLMEngine, SamplingParams
 from paged.drafting.drafter import Draft, Drafter
 from paged.drafting.drafters import new_drafter
+from paged.drafting.lengths import DraftLengths
 from paged.requests.request import Request
 from paged.scheduler.drafts import Drafts
 from paged.speculative_config import SpeculativeConfig
@@ -73,7 +74,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--method", default="suffix", help="ngram or suffix")
     parser.add_argument("--accepted", type=float, help="the share of right drafts of a replay")
-    parser.add_argument("--drafts", type=int, default=4, help="num_speculative_tokens")
+    parser.add_argument("--drafts", type=int, default=8, help="num_speculative_tokens")
+    parser.add_argument("--fixed", action="store_true", help="verify all drafts: adaptive=False")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--context", type=int, default=512, help="tokens of a random prompt, with --accepted")
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -104,6 +106,9 @@ def row(
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=args.max_tokens)
     prompts = [prompt] * num_requests
     expected, _ = run(engine, prompts, params, None)
+    lengths = None
+    if not args.fixed:  # what it learns is kept from round to round, as an engine keeps it
+        lengths = DraftLengths(args.drafts, engine.runner.sizes.relative_step_time, time.perf_counter)
     pairs = []
     for i in range(args.rounds + 1):
         print(f"\r{kind}, {num_requests} requests: {i} of {args.rounds} rounds ", end="", file=sys.stderr)
@@ -111,7 +116,7 @@ def row(
         if args.accepted is not None:
             drafter = Replay(expected, args.accepted)
         before = engine.stats()
-        found, with_drafts = run(engine, prompts, params, Drafts(drafter, args.drafts, 2**31, 512))
+        found, with_drafts = run(engine, prompts, params, Drafts(drafter, args.drafts, 2**31, 512, lengths))
         assert found == expected, "drafts changed an output"
         after = engine.stats()
         _, without = run(engine, prompts, params, None)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
-from .base.validation import check_int, shown
+from .base.validation import check_bool, check_int, shown
 from .errors import ConfigError
 
 METHODS = ("ngram", "suffix")
@@ -23,6 +23,8 @@ class SpeculativeConfig:
     method: "ngram" guesses what followed the last tokens where they occurred before in the request; "suffix"
         looks in its siblings too, and in outputs that ended before, of the same tenant and cache_salt.
     num_speculative_tokens: most guesses for a request in a step.
+    adaptive: whether steps take only as many guesses as make tokens come faster, by measured times and
+        acceptance; False takes all that are made.
     prompt_lookup_max: most tokens of a match that "ngram" compares; of equally long ones the newest counts.
         None takes 5, or prompt_lookup_min if that is more.
     prompt_lookup_min: fewest tokens of a match.
@@ -32,6 +34,7 @@ class SpeculativeConfig:
 
     method: Literal["ngram", "suffix"]
     num_speculative_tokens: int = 4
+    adaptive: bool = True
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int = 2
 
@@ -41,6 +44,7 @@ class SpeculativeConfig:
         for name, most in _MOST.items():
             if (value := getattr(self, name)) is not None:
                 check_int(ConfigError, f"speculative_config[{name!r}]", value, 1, most)
+        check_bool(ConfigError, "speculative_config['adaptive']", self.adaptive)
         longest = self.prompt_lookup_max
         if longest is not None and self.method == "suffix":
             raise _error("prompt_lookup_max", "goes with method 'ngram': 'suffix' takes the longest match")

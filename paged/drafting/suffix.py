@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ..requests.request import Request
 from .drafter import Draft
-from .token_index import NOWHERE, TokenIndex
+from .token_index import TokenIndex
 
 LONGEST = 32  # tokens of a match
 MOST_SIBLINGS = 3  # that are looked at
@@ -15,6 +15,8 @@ MOST_KEPT = 2**16  # of the ended outputs of a tenant that are kept: the newest,
 MOST_SHELVES = 8
 SEPARATOR = -1  # between two outputs: no token
 NUM_BEFORE = 8  # tokens of the prompt that an output is kept with
+
+NO_DRAFT = Draft([])
 
 Scope = tuple[str | None, str]  # cache_salt and tenant: what one has generated, no other gets to see
 
@@ -47,25 +49,26 @@ class SuffixDrafter:
 
     def _propose(self, request: Request, limit: int, siblings: list[TokenIndex]) -> Draft:
         token_ids = request.token_ids
-        best = NOWHERE
-        found = None
-        for index in self._looked_at(request, siblings):
-            occurrence = index.find(token_ids, LONGEST)
-            if occurrence.length > best.length:
-                best = occurrence
-                found = index
-                if best.length >= LONGEST:
-                    break
-        if found is None:
-            return Draft([])
+        found = self._indices[request]
+        best = found.find(token_ids, LONGEST)
+        if best.length < LONGEST and (len(siblings) > 1 or self._shelves):
+            for index in self._looked_at(request, siblings):
+                occurrence = index.find(token_ids, LONGEST)
+                if occurrence.length > best.length:
+                    best = occurrence
+                    found = index
+                    if best.length >= LONGEST:
+                        break
+        if not best.length:
+            return NO_DRAFT
         tokens = found.following(best.end, limit)
         if SEPARATOR in tokens:
             tokens = tokens[: tokens.index(SEPARATOR)]
         return Draft(tokens, best.length)
 
     def _looked_at(self, request: Request, siblings: list[TokenIndex]) -> Iterator[TokenIndex]:
+        """Yield where to look besides the request itself."""
         own = self._indices[request]
-        yield own
         if len(siblings) > 1:
             yield from [index for index in siblings[: MOST_SIBLINGS + 1] if index is not own]
         shelf = self._shelves.get(_scope(request))

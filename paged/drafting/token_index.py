@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import islice
 from typing import NamedTuple
 
-MOST_LOOKS = 8  # earlier occurrences of the shortest match that are compared, the newest first
+MOST_LOOKS = 4  # earlier occurrences of the shortest match that are compared, the newest first
 
 
 class Occurrence(NamedTuple):
@@ -36,15 +35,12 @@ class TokenIndex:
     def update(self) -> None:
         """Add the places that a token follows: not the end, which would be found first."""
         n = self._shortest
-        place = n + len(self._before)
-        if place >= len(self.tokens):
-            return
-        columns = [islice(self.tokens, place - n + i, len(self.tokens) - n + i) for i in range(n)]
+        tokens = self.tokens
         newest = self._newest
-        for key in zip(*columns, strict=True):
+        for place in range(n + len(self._before), len(tokens)):
+            key = tuple(tokens[place - n : place])
             self._before.append(newest.get(key, 0))
             newest[key] = place
-            place += 1
 
     def find(self, tokens: Sequence[int], longest: int) -> Occurrence:
         """Return the longest of the newest occurrences of the end of `tokens`; NOWHERE if there is none.
@@ -53,22 +49,32 @@ class TokenIndex:
         """
         n = self._shortest
         size = len(tokens)
-        best = NOWHERE
         place = self._newest.get(tuple(tokens[size - n :]), 0)
+        if not place:
+            return NOWHERE
         known = self.tokens
+        end = tokens[max(0, size - longest) :]
+        best = 0
+        best_length = n - 1
         for _ in range(MOST_LOOKS):
+            most = min(len(end), place)
+            # Compared from the token on that would make the match longer than the best one.
+            if most > best_length and known[place - best_length - 1] == end[-best_length - 1]:
+                if known[place - most : place] == end[len(end) - most :]:
+                    length = most
+                else:
+                    length = n
+                    while known[place - length - 1] == end[-length - 1]:
+                        length += 1
+                if length > best_length:
+                    best = place
+                    best_length = length
+                    if length >= longest:
+                        break
+            place = self._before[place - n]
             if not place:
                 break
-            length = n
-            most = min(longest, place, size)
-            while length < most and known[place - length - 1] == tokens[size - length - 1]:
-                length += 1
-            if length > best.length:
-                best = Occurrence(place, length)
-                if length >= longest:
-                    break
-            place = self._before[place - n]
-        return best
+        return Occurrence(best, best_length)
 
     def following(self, place: int, num: int) -> list[int]:
         """Return the num tokens that follow a place. Behind the end, the text since the place repeats."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ..blocks.manager import BlockManager
 from ..config import EngineConfig
 from ..drafting.drafters import new_drafter
+from ..drafting.lengths import DraftLengths
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.cache.layout import CacheLayout
 from ..model.config import ModelConfig
@@ -34,6 +35,9 @@ SWAP_SPACE = {"cuda": 4.0, "cpu": 0.0}
 # Under a sliding window, sequences may be far longer than the KV cache. Beyond this, each step computes
 # cos and sin of its positions. Room for Gemma 4 with 256K positions.
 MAX_ROPE_TABLE_BYTES = 3 * GIB // 4
+
+# Rows of a step that take as long to compute as the weights take to read, roughly.
+ROWS_OF_READ = {"cuda": 256, "cpu": 24}
 
 
 class HostRates(NamedTuple):
@@ -217,6 +221,10 @@ class Sizes:
         recompute_s = (2 * model.num_active_layer_params * num_tokens + attention) / rates.flops_per_s
         return 2 * kv_bytes / (self.host_bytes_per_s or rates.bytes_per_s) < recompute_s
 
+    def relative_step_time(self, rows: int) -> float:
+        """Return an estimate of how long a decode step of so many rows takes, next to reading the weights."""
+        return 1 + rows / ROWS_OF_READ[self.device]
+
     def new_block_manager(self, num_blocks: int, num_host_blocks: int = 0) -> BlockManager:
         """Make a block manager for this model."""
         return BlockManager(
@@ -253,10 +261,9 @@ class Sizes:
         scheduler.max_queued_tokens = config.max_queued_tokens
         speculation = SpeculativeConfig.of(config.speculative_config)
         if speculation is not None:
+            most = speculation.num_speculative_tokens
+            lengths = DraftLengths(most, self.relative_step_time, clock) if speculation.adaptive else None
             scheduler.drafts = Drafts(
-                new_drafter(speculation),
-                speculation.num_speculative_tokens,
-                self.model.vocab_size,
-                self.max_sampled_rows,
+                new_drafter(speculation), most, self.model.vocab_size, self.max_sampled_rows, lengths
             )
         return scheduler

@@ -4,43 +4,42 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from ..blocks.manager import BlockManager
 from ..drafting.drafter import Draft, Drafter
+from ..drafting.lengths import DraftLengths
 from ..requests.request import Request
 from .schedule import Schedule, StepOutput
 
 logger = logging.getLogger(__name__)
 
-MOST_PAUSE = 64  # tokens
-MOST_PAUSES = 1024  # beyond which the requests that have ended are forgotten
-
-
-class _Pause(NamedTuple):
-    """For how many tokens a request gets no drafts, and how many tokens it has then."""
-
-    length: int
-    end: int
-
 
 class Drafts:
     """Extends the decodes of a step by drafts, within the tokens and blocks that are left.
 
-    A drafter that raises or proposes what is no token is switched off. A request whose first draft was wrong
-    gets none for its next token, after another such run for two, and so on up to MOST_PAUSE.
+    A drafter that raises or proposes what is no token is switched off.
 
     most: drafts of a request in a step.
     vocab_size: of the model; proposed tokens are below.
     max_rows: from how many rows a step may sample.
+    lengths: chooses how many of the proposed tokens are verified; None: all that there is room for.
     """
 
-    def __init__(self, drafter: Drafter, most: int, vocab_size: int, max_rows: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        most: int,
+        vocab_size: int,
+        max_rows: int,
+        lengths: DraftLengths | None = None,
+    ) -> None:
         self._drafter: Drafter | None = drafter
         self._most = most
         self._vocab_size = vocab_size
         self._max_rows = max_rows
-        self._pauses: dict[Request, _Pause] = {}
+        self.lengths = lengths
+        self._num_accepted = 0  # of the step that is updated
+        self._updated_at = 0.0  # when that was, for the last one
 
     def extend(
         self,
@@ -61,12 +60,21 @@ class Drafts:
         most = min(self._most, max_chunk - 1, left)
         if most < 1:
             return
+        lengths = self.lengths
+        shape = len(schedule.requests), _context(schedule)
+        # A step with prompts gets none: they would come later, and such a step computes many rows anyway.
+        if lengths is not None and not (schedule.is_decode and lengths.wants_guesses(*shape)):
+            return
         limits = {
             row: limit
             for row in range(schedule.num_decode_tokens)
-            if (limit := self._limit(schedule.requests[row], most)) > 0
+            if (limit := most_drafts(schedule.requests[row], most)) > 0
         }
-        proposed = self._proposed([schedule.requests[row] for row in limits], [*limits.values()])
+        asked = [schedule.requests[row] for row in limits]
+        proposed = self._proposed(asked, [*limits.values()])
+        if lengths is not None and proposed:
+            counts = lengths.choose(asked, proposed, *shape, left)
+            proposed = [Draft(d.tokens[:num], d.confidence) for d, num in zip(proposed, counts, strict=True)]
         found = [(row, draft) for row, draft in zip(limits, proposed, strict=False) if draft.tokens]
         if sum(len(draft.tokens) for _, draft in found) > left:
             found.sort(key=lambda each: -each[1].confidence)
@@ -80,23 +88,21 @@ class Drafts:
         if drafts:
             schedule.add_drafts(drafts)
 
-    def _limit(self, request: Request, most: int) -> int:
-        """Return how many drafts a request may get now."""
-        pause = self._pauses.get(request)
-        if pause is not None and request.num_tokens < pause.end:
-            return 0
-        return most_drafts(request, most)
+    def record(self, num_accepted: int) -> None:
+        """Count the drafts that were right of a run of the step that is updated."""
+        self._num_accepted += num_accepted
 
-    def record(self, request: Request, num_accepted: int) -> None:
-        """Learn how many drafts of a request's last run were right."""
-        if num_accepted:
-            self._pauses.pop(request, None)
-            return
-        if len(self._pauses) >= MOST_PAUSES:
-            self._pauses = {r: pause for r, pause in self._pauses.items() if r.finish_reason is None}
-        last = self._pauses.get(request)
-        length = 1 if last is None else min(2 * last.length, MOST_PAUSE)
-        self._pauses[request] = _Pause(length, request.num_tokens + length)
+    def end_step(self, schedule: Schedule, now: float) -> None:
+        """Learn from a step whose runs were recorded."""
+        seconds = now - max(schedule.scheduled_time, self._updated_at)
+        if self.lengths is not None:
+            if schedule.has_prompts or schedule.swap_out or schedule.swap_in or not schedule.requests:
+                self.lengths.end_other_step()
+            else:
+                shape = len(schedule.requests), _context(schedule), schedule.num_tokens
+                self.lengths.end_step(*shape, seconds, self._num_accepted)
+        self._num_accepted = 0
+        self._updated_at = now
 
     def _proposed(self, requests: list[Request], limits: list[int]) -> list[Draft]:
         """Return the drafter's guesses, one for each request; none if it fails."""
@@ -123,6 +129,11 @@ class Drafts:
             if not all(isinstance(token, int) and 0 <= token < self._vocab_size for token in tokens):
                 return f"it proposed {tokens}, which are not all token ids below {self._vocab_size}"
         return ""
+
+
+def _context(schedule: Schedule) -> int:
+    """Return the mean number of tokens that the requests of a step have computed."""
+    return sum(schedule.num_computed_tokens) // len(schedule.num_computed_tokens)
 
 
 def most_drafts(request: Request, most: int) -> int:

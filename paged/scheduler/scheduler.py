@@ -348,6 +348,8 @@ class Scheduler:
             empty = {id(schedule.sampled_requests[row]) for row, run in runs.items() if not run}
             advanced = [r for r in advanced if id(r) not in empty]
         self.policy.generated(advanced)
+        if self.drafts is not None:
+            self.drafts.end_step(schedule, self.clock())
         return advanced + reported if reported else advanced
 
     def _take_run(
@@ -382,7 +384,7 @@ class Scheduler:
             self._running.correct(request)
             self.counters.count_drafts(len(drafts), len(run) - 1)
             if self.drafts is not None:
-                self.drafts.record(request, len(run) - 1)
+                self.drafts.record(len(run) - 1)
         num_more = request.num_tokens - num_known - 1  # than the one that is counted for each row
         self.counters.num_generated_tokens += num_more
         self.policy.generated([request] * num_more)

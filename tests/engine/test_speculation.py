@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from paged import (
 )
 from paged.drafting.drafter import Draft, Drafter
 from paged.drafting.drafters import new_drafter
+from paged.drafting.lengths import DraftLengths
 from paged.requests.request import CompletionOutput, Request
 from paged.scheduler.drafts import Drafts
 from paged.speculative_config import SpeculativeConfig
@@ -179,6 +181,29 @@ def test_no_bit_of_an_output_changes(name):
         assert drafter != "wrong" or not num_accepted
     if "preempted" in name or "swapped" in name or name == "windows":
         assert stats.num_recompute_preemptions + stats.num_swap_preemptions > 0
+
+
+def test_drafts_of_random_lengths_record_few_steps():
+    class Cut(Known):
+        def _guess(self, request: Request, limit: int) -> list[int]:
+            return super()._guess(request, min(limit, self._rng.randint(1, 8)))
+
+    engine = demo(max_num_seqs=8)
+    params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+    prompts = ragged_prompts([40, 300, 9, 120])
+    answers = [output.outputs[0].token_ids for output in engine.generate(prompts, params, use_tqdm=False)]
+    ticks = itertools.count()
+    clock = engine.scheduler.clock = lambda: float(next(ticks))  # all steps take the same time
+    lengths = DraftLengths(8, engine.runner.sizes.relative_step_time, clock)
+    of_params = {(id(params), 0): answers[0]}
+    engine.scheduler.drafts = Drafts(Cut(of_params, 1.0), 8, 4096, 64, lengths)
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    before = len(graphs._graphs)
+    found = engine.generate(prompts[:1] * 4, params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in found] == [answers[0]] * 4
+    assert engine.stats().num_accepted_tokens
+    assert len(graphs._graphs) - before <= 32
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])

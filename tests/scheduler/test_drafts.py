@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from paged.drafting.drafter import Draft
+from paged.drafting.lengths import DraftLengths
 from paged.sampling_params import SamplingParams
 from paged.scheduler.drafts import Drafts, verified
 from paged.scheduler.schedule import StepOutput
@@ -114,16 +115,30 @@ def test_only_accepted_tokens_stay(num_right):
     assert len(manager.find(request.token_ids)[0]) == (request.num_tokens - 1) // BLOCK_SIZE
 
 
-def test_after_wrong_drafts_there_are_none_for_ever_longer():
+def test_a_chooser_learns_from_steps_and_leaves_out_what_does_not_pay():
+    now = [0.0]
     guesses = Guesses(0)
-    scheduler = drafting(most=1, drafter=guesses)
-    added(scheduler, new_request("a", 3, 60))
-    run_step(scheduler)
-    tokens = [sum(run_step(scheduler).values()) for _ in range(20)]
-    assert tokens == [2, 1, 2, 1, 1, 2, 1, 1, 1, 1, 2, *[1] * 8, 2]
-    guesses.num_right = 1
-    tokens = [sum(run_step(scheduler).values()) for _ in range(19)]
-    assert tokens == [*[1] * 16, 2, 2, 2]
+    scheduler = drafting(drafter=guesses, clock=lambda: now[0])
+    lengths = scheduler.drafts.lengths = DraftLengths(4, lambda rows: 1 + rows / 24, lambda: now[0])
+
+    def rows_of(num_steps: int) -> list[int]:
+        rows = []
+        for _ in range(num_steps):
+            schedule = scheduled(scheduler)
+            rows.append(schedule.num_tokens)
+            now[0] += 1 + 0.1 * schedule.num_tokens
+            updated(scheduler, schedule)
+        return rows
+
+    added(scheduler, new_request("a", 3, 100))
+    assert rows_of(24) == [3, *[1] * 23]
+    guesses.num_right = 2
+    assert rows_of(20)[-1] == 3
+    assert lengths.ledger.won == pytest.approx(sum(scheduler.counters.num_accepted_at) * 1.1, rel=0.5)
+    # A step with a prompt has no drafts, and its time counts for nothing.
+    added(scheduler, new_request("b", 20, 9))
+    assert rows_of(1) == [21]
+    finish(scheduler)
 
 
 def test_nothing_follows_the_end_of_a_run():

@@ -1,0 +1,111 @@
+"""Acceptance: how often guessed tokens turn out right, by the drafter's confidence and their place."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+
+from ..requests.request import Request
+from .drafter import Draft
+
+# Between them confidences count as equal: shares below 1, and tokens of a match above.
+BOUNDS = (0.25, 0.5, 0.75, 0.9, 1.5, 2.5, 3.5, 5.5, 11.5, 23.5)
+PRIOR = 0.0  # of a first token: nothing is verified before drafts were seen to be right
+STRENGTH = 2.0  # how many observations a prior counts as
+MOST_SEEN = 64  # drafts, then all observations count half
+REFRESH = 8  # chances are computed anew when as many drafts have come as a part 1 / REFRESH of those before
+
+
+class _Places:
+    """The observations of drafts of about one confidence: by place, how many were right and seen."""
+
+    def __init__(self, most: int) -> None:
+        self._right = [0.0] * most
+        self._seen = [0.0] * most
+        self.num_new = 0  # drafts since `chances` was computed
+        self.chances: list[float] = []
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether `chances` is to be computed."""
+        return not self.chances or REFRESH * self.num_new > self._seen[0]
+
+    def add(self, num_known: int, num_right: int) -> None:
+        """Add a draft of which num_known tokens can be compared and the first num_right are right."""
+        seen = self._seen
+        right = self._right
+        for place in range(num_right):
+            seen[place] += 1.0
+            right[place] += 1.0
+        if num_right < num_known:
+            seen[num_right] += 1.0
+        self.num_new += 1
+        if seen[0] >= MOST_SEEN:
+            self._seen = [num / 2 for num in seen]
+            self._right = [num / 2 for num in right]
+
+    def shares(self, prior: float) -> list[float]:
+        """Return how many of each place were right, if those before were.
+
+        A place is taken to be as its predecessor until it is seen itself.
+        """
+        shares = []
+        for right, seen in zip(self._right, self._seen, strict=True):
+            prior = (right + STRENGTH * prior) / (seen + STRENGTH)
+            shares.append(prior)
+        return shares
+
+
+class Acceptance:
+    """How often the tokens of drafts are right. Every draft counts that is watched, verified or not.
+
+    most: tokens of a draft.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._places: dict[int, _Places] = {}
+        self._first = _Places(1)  # the first tokens of all drafts
+        self._watched: list[tuple[Request, int, Draft]] = []
+
+    def chances(self, draft: Draft) -> list[float]:
+        """Return the probability that a draft's first token is right, that the first two are, and so on."""
+        places = self._of(draft)
+        if places.is_stale:
+            (prior,) = self._first.shares(PRIOR)
+            places.chances = [*accumulate(places.shares(prior), mul)]
+            places.num_new = 0
+        num = len(draft.tokens)
+        return places.chances if num == self._most else places.chances[:num]
+
+    def watch(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> None:
+        """Remember drafts of the requests' next tokens, to `learn` what they were worth."""
+        self._watched = [
+            (request, len(request.token_ids), draft)
+            for request, draft in zip(requests, drafts, strict=True)
+            if draft.tokens
+        ]
+
+    def learn(self) -> None:
+        """Compare the watched drafts with the tokens that have come since, and forget them."""
+        for request, start, draft in self._watched:
+            tokens = draft.tokens
+            came = request.token_ids[start : start + len(tokens)]
+            if came:
+                num_right = 0
+                for token, guess in zip(came, tokens, strict=False):
+                    if token != guess:
+                        break
+                    num_right += 1
+                self._of(draft).add(len(came), num_right)
+                self._first.add(1, min(num_right, 1))
+        self._watched = []
+
+    def _of(self, draft: Draft) -> _Places:
+        place = bisect_right(BOUNDS, draft.confidence)
+        places = self._places.get(place)
+        if places is None:
+            places = self._places[place] = _Places(self._most)
+        return places

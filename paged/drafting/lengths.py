@@ -1,0 +1,196 @@
+"""DraftLengths: how many drafts a step verifies. Ledger: what that has won and lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
+
+from ..requests.request import Request
+from .acceptance import Acceptance
+from .drafter import Draft
+from .step_times import StepTimes
+
+MARGIN = 1.02  # how much faster tokens must be expected to come with drafts than without
+SHARE = 0.005  # of all time that may be lost, beside the allowance
+ALLOWANCE = 64.0  # plain steps
+MOST_LOST = 32.0  # plain steps that one step may have lost: not all of what is above is due to drafts
+MOST_BELOW = 0.5  # of its estimate that a step may take when it is tried
+TRY_EVERY = 32  # steps: how often a number of rows is tried that may be better than the best known
+REFRESH_EVERY = 96  # steps with drafts, after which plain steps are measured again
+PATIENCE = 16  # guesses without a gain before they become rarer
+PROBING = 0.0025  # the share of time that guesses may take then
+MOST_DOUBLINGS = 8
+
+OTHER, PLAIN, DRAFTS = range(3)  # kinds of steps
+
+
+class Ledger:
+    """The time that drafts have won and lost, probes and all, in seconds.
+
+    won: so far; negative if more was lost.
+    balance: what may be lost now: it grows by SHARE of all time, and by what is won, up to ALLOWANCE steps.
+    """
+
+    def __init__(self) -> None:
+        self.won = 0.0
+        self.balance = float("inf")  # before the first step
+        self._most = 0.0
+
+    @property
+    def may_try(self) -> bool:
+        """Whether steps may be tried of which no time is known."""
+        return self.balance > self._most / 4
+
+    def add(self, won: float, seconds: float, plain: float) -> None:
+        """Add a step.
+
+        won: the time that the step has saved.
+        seconds, plain: of the step, and of one without drafts.
+        """
+        self.won += won
+        self._most = ALLOWANCE * plain
+        self.balance = min(self.balance + won + SHARE * seconds, self._most)
+
+
+class DraftLengths:
+    """Chooses how many drafts a step verifies: the most expected tokens a second, by measured times of steps
+    and learnt acceptance; none where that is not faster than a plain step.
+
+    most: drafts of a request.
+    seed: see `StepTimes`.
+    clock: returns seconds.
+    """
+
+    def __init__(self, most: int, seed: Callable[[int], float], clock: Callable[[], float]) -> None:
+        self.acceptance = Acceptance(most)
+        self.times = StepTimes(most, seed)
+        self.ledger = Ledger()
+        self._clock = clock
+        self._step = 0
+        self._num_misses = 0  # guesses in a row that won nothing
+        self._guess_at = 0  # the step of the next guess
+        self._try_at = 0  # the next step of which rows may be tried
+        self._num_since_plain = 0  # steps with drafts since plain ones were measured
+        self._last = OTHER  # what the last step was
+        self._started = 0.0  # when the step's guesses began
+        self._guessing = 0.0  # the seconds that they took; 0 if there were none
+
+    def wants_guesses(self, num_requests: int, context: int) -> bool:
+        """Return whether drafts are to be proposed for the next step, a decode.
+
+        context: the mean of the requests' computed tokens.
+        """
+        self._step += 1
+        self._guessing = 0.0
+        if self._step < self._guess_at or self.ledger.balance <= 0:
+            return False
+        if self._num_since_plain >= REFRESH_EVERY or self.times.plain(num_requests, context) is None:
+            return False  # until a plain step behind a plain step was measured
+        self._started = self._clock()
+        self.acceptance.learn()
+        return True
+
+    def choose(
+        self, requests: Sequence[Request], drafts: Sequence[Draft], num_requests: int, context: int, left: int
+    ) -> list[int]:
+        """Return how many tokens of each proposed draft to verify.
+
+        num_requests: in the step, those without a draft among them.
+        left: the most drafts of the step.
+        """
+        counts = self._counts(drafts, num_requests, context, left)
+        self.acceptance.watch(requests, drafts)
+        self._guessing = self._clock() - self._started
+        return counts
+
+    def _counts(self, drafts: Sequence[Draft], num_requests: int, context: int, left: int) -> list[int]:
+        """Return how many tokens of each draft to verify: the likeliest ones."""
+        chances = [self.acceptance.chances(draft) for draft in drafts]
+        ranked = sorted(chain.from_iterable(chances), reverse=True)
+        num = self._best_number(ranked[:left], num_requests, context)
+        if not num:
+            return [0] * len(drafts)
+        least = ranked[num - 1]
+        # A draft's chances fall from token to token, so those above `least` are its first.
+        counts = []
+        for each in chances:
+            count = 0
+            for chance in each:
+                if chance < least:
+                    break
+                count += 1
+            counts.append(count)
+        surplus = sum(counts) - num  # as several are equal to `least`
+        for i in reversed(range(len(counts))):
+            while surplus and counts[i] and chances[i][counts[i] - 1] == least:
+                counts[i] -= 1
+                surplus -= 1
+        return counts
+
+    def _best_number(self, ranked: Sequence[float], num_requests: int, context: int) -> int:
+        """Return how many drafts make tokens come fastest.
+
+        ranked: the probability of each draft token to be accepted, the highest first.
+        """
+        plain = self.times.plain(num_requests, context)
+        assert plain is not None, "guesses are made once a plain step was measured"
+        gains = [*accumulate(ranked, initial=float(num_requests))]
+        best = tried = 0
+        best_rate = tried_rate = MARGIN * num_requests / plain
+        fastest = plain  # that a step of so many rows may turn out to be
+        may_try = self.ledger.may_try
+        for rows, seconds, is_known in self.times.drafting(num_requests, context):
+            num = rows - num_requests
+            if num > len(ranked):
+                break
+            expected = gains[num]
+            likely = max(plain, seconds)  # a step of more rows is not faster
+            if (is_known or may_try) and expected > best_rate * likely:
+                best = num
+                best_rate = expected / likely
+            fastest = max(fastest, seconds if is_known else MOST_BELOW * seconds)
+            if not is_known and expected > tried_rate * fastest:
+                tried = num
+                tried_rate = expected / fastest
+        if tried and may_try and self._step >= self._try_at and tried_rate > MARGIN * best_rate:
+            self._try_at = self._step + TRY_EVERY
+            return tried
+        return best
+
+    def end_step(self, num_requests: int, context: int, rows: int, seconds: float, num_accepted: int) -> None:
+        """Learn from a decode step.
+
+        rows: the tokens that it computed.
+        """
+        has_drafts = rows > num_requests
+        is_steady = self._last == PLAIN
+        plain = self.times.mean_plain(num_requests, context)
+        won = -self._guessing
+        if plain is not None and (has_drafts or self._last == DRAFTS):
+            # A plain step takes longer behind one with drafts.
+            won = (1 + num_accepted / num_requests) * plain - min(seconds, MOST_LOST * plain)
+        if has_drafts:
+            self._num_since_plain += 1
+        elif is_steady:
+            seconds -= self._guessing
+            self._num_since_plain = 0
+        if has_drafts or is_steady:
+            self.times.record(num_requests, rows, context, seconds)
+        self._last = DRAFTS if has_drafts else PLAIN
+        if plain is not None:
+            self.ledger.add(won, seconds, plain)
+            self._plan_next_guess(won, plain)
+
+    def end_other_step(self) -> None:
+        """Take note of a step that is no decode: the time of a plain one behind it is not as ever."""
+        self._last = OTHER
+
+    def _plan_next_guess(self, won: float, plain: float) -> None:
+        """Guess in the next step, or later if guesses have won nothing for long."""
+        if won > 0:
+            self._num_misses = 0
+        elif self._guessing:
+            self._num_misses += 1
+            doublings = min(self._num_misses - PATIENCE, MOST_DOUBLINGS)
+            if doublings > 0:
+                self._guess_at = self._step + min(2**doublings, int(self._guessing / (PROBING * plain)))
