@@ -23,7 +23,9 @@ from .settings import from_environment, from_file
 if TYPE_CHECKING:
     from socket import socket
 
+    from ..server.engine_client import EngineClient
     from ..server.front_end import FrontEnd
+    from ..server.http.listener import Server
 
 SERVED_MODEL_HELP = """A local directory, a GGUF file, a Hugging Face hub id, or demo for the checkpoint that
 ships with paged. It may also come from the environment or the file, as all options may. [default: none]"""
@@ -104,6 +106,7 @@ async def _collect_garbage(front: FrontEnd) -> None:
 
 async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, listener: socket) -> int:
     from ..server.app import new_app
+    from ..server.drain import Drain
     from ..server.engine_client import EngineClient
     from ..server.front_end import FrontEnd
     from ..server.http.listener import Server, allow_many_connections, url_of
@@ -132,11 +135,20 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
             new_app(front),
             options,
             on_start=lambda: announce(address),
-            on_exit=front.stop,
             on_refusal=front.observers.refused,
         )
-        collecting = asyncio.get_running_loop().create_task(_collect_garbage(front))
-        await server.listen(listener)
-        collecting.cancel()
+        loop = asyncio.get_running_loop()
+        beside = [loop.create_task(_collect_garbage(front)), loop.create_task(_stop_without(engine, server))]
+        with Drain(front, server, delay_s=options.drain_delay, timeout_s=options.drain_timeout):
+            await server.listen(listener)
+        for task in beside:
+            task.cancel()
         front.observers.close()
-    return 0
+    # The server ends by itself only if no engine is left: systemd and Kubernetes start it again.
+    return 0 if front.is_draining else 1
+
+
+async def _stop_without(engine: EngineClient, server: Server) -> None:
+    """Stop the server when no engine is left."""
+    await engine.lost.wait()
+    server.stop()

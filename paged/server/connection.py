@@ -78,9 +78,11 @@ class EngineConnection(asyncio.Protocol):
     loop: the event loop that reads and writes; None before `attach`.
     heard_at: when it last sent something, on the clock time.monotonic. Heartbeats come every second.
     step: the number of steps begun, as of the last heartbeat.
+    on_death: is called in the event loop when the process has ended by itself.
     """
 
-    def __init__(self, start: frames.Start) -> None:
+    def __init__(self, start: frames.Start, on_death: Callable[[], None]) -> None:
+        self._on_death = on_death
         self.replica = start.replica
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
@@ -323,6 +325,8 @@ class EngineConnection(asyncio.Protocol):
         self.load = 0
         if self._transport is not None:
             self._transport.abort()
+        if error.__cause__ is not None:
+            self._on_death()
 
     @property
     def stats(self) -> EngineStats:

@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Self
 
 from ..base.arguments import show_arguments_of
@@ -53,6 +54,8 @@ class EngineClient(AsyncEngine[EngineConnection]):
     stream_interval_s: see `AsyncLLMEngine`.
     log_format: of the lines that the processes write to stderr, "text" or "json".
 
+    lost: is set when all processes have ended by themselves.
+
     Raises ConfigError, CheckpointError or UnsupportedModelError, as `LLMEngine` does, and EngineDeadError if
     a process ends before its engine is made.
     """
@@ -76,11 +79,13 @@ class EngineClient(AsyncEngine[EngineConnection]):
         sent = {"model": model, **_sendable_options(config, options, replicas)}
         self._connections: list[EngineConnection] = []
         self._engines = self._connections
+        self.lost = asyncio.Event()
+        on_death = partial(_on_death, self._connections, self.lost)
         self._finalizer = weakref.finalize(self, _close, self._connections)
         try:
             for replica in range(replicas):
                 start = frames.Start(sent, stream_interval_s, log_format, replica, replicas)
-                self._connections.append(EngineConnection(start))
+                self._connections.append(EngineConnection(start, on_death))
             self.text = ModelText(config, directory, model_config)  # while the engines start
             ready = [connection.wait_ready() for connection in self._connections]
         except BaseException:
@@ -256,6 +261,12 @@ def _sendable_options(config: EngineConfig, options: dict[str, Any], replicas: i
     if speculation is not None:
         sent["speculative_config"] = asdict(speculation)
     return sent
+
+
+def _on_death(connections: list[EngineConnection], lost: asyncio.Event) -> None:
+    """Note that all processes have ended. Not a method: a client that is not used any more is collected."""
+    if all(connection.dead is not None for connection in connections):
+        lost.set()
 
 
 def _close(connections: list[EngineConnection]) -> None:

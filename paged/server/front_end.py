@@ -47,7 +47,10 @@ class FrontEnd:
     observers: of each request's beginning and end.
     body_budget: of the bodies of requests in progress.
     response_budget: of the whole responses that are being sent.
-    is_stopping: whether the server ends, so that new requests are refused.
+    is_draining: whether the server is about to end, so that it is not ready.
+    is_closed: whether new requests are refused.
+    is_stopping: whether the requests in progress end.
+    num_accepted: requests that were accepted, and have no whole response yet.
     """
 
     def __init__(
@@ -90,6 +93,9 @@ class FrontEnd:
         self._deaths: set[str] = set()  # messages of engines that have stopped, logged here
         self._num_open = 0  # requests that are being answered
         self._num_preparing = 0
+        self.num_accepted = 0
+        self.is_draining = False
+        self.is_closed = False
         self.is_stopping = False
 
     def check_model(self, name: str | None) -> None:
@@ -103,9 +109,9 @@ class FrontEnd:
             )
 
     def check_serving(self) -> None:
-        """Raise EngineDeadError if no request can be served now."""
-        if self.is_stopping:
-            raise EngineDeadError(STOPPING)
+        """Raise HttpError or EngineDeadError if no request can be served now."""
+        if self.is_closed:
+            raise HttpError(503, STOPPING, headers=((b"connection", b"close"),))
         if self.engine.dead_error is not None:
             raise self.engine.dead_error
 
@@ -142,6 +148,8 @@ class FrontEnd:
         Raises RequestError and its like if the body is wrong, EngineDeadError if no request can be served.
         """
         self.check_serving()
+        exchange.is_accepted = True
+        self.num_accepted += 1
         limits = self._limits
         call = await exchange.read_json(lambda body: parse_call(path, body, limits))
         assert isinstance(call, kind)
@@ -176,6 +184,7 @@ class FrontEnd:
 
     def end(self, exchange: Exchange, status: int, error: BaseException | None) -> None:
         """End the record of a request, or count a request that has none."""
+        self.num_accepted -= exchange.is_accepted
         if exchange.record is not None:
             self._num_open -= 1
             for progress in exchange.record.progress.values():
@@ -217,6 +226,8 @@ class FrontEnd:
     def stop(self) -> None:
         """Refuse new requests, and end the requests in progress."""
         if not self.is_stopping:
+            self.is_draining = True
+            self.is_closed = True
             self.is_stopping = True
             # It may block: it waits for the engine's thread or process to end.
             asyncio.get_running_loop().run_in_executor(None, self.engine.shutdown)

@@ -86,6 +86,9 @@ class ServeOptions:
     metrics_prefix: of the names at /metrics; vllm makes them those of vLLM.
     log_format: of the line that each request writes to the log, "text" or "json".
     otlp_traces_endpoint: the URL of a collector to which a span of each request is sent.
+    drain_delay: seconds from SIGTERM, when /ready is 503, until new requests are refused; a load balancer
+        needs the interval of its checks.
+    drain_timeout: seconds from then on in which the requests in progress may finish, before they are ended.
 
     Raises ConfigError naming the value and what is allowed.
     """
@@ -117,6 +120,8 @@ class ServeOptions:
     metrics_prefix: str = "paged"
     log_format: Literal["text", "json"] = "text"
     otlp_traces_endpoint: str | None = None
+    drain_delay: float = 0.0
+    drain_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         for name in (*_TEXTS, *_OPTIONAL_TEXTS):
@@ -132,6 +137,8 @@ class ServeOptions:
         check_interval(self.stream_interval_s)
         check_int(ConfigError, "max_request_bytes", self.max_request_bytes, 1024)
         check_number(ConfigError, "slow_client_timeout_s", self.slow_client_timeout_s, 0.001)
+        for name in ("drain_delay", "drain_timeout"):
+            check_number(ConfigError, name, getattr(self, name), 0.0)
         if self.max_connections is not None:
             check_int(ConfigError, "max_connections", self.max_connections, 1)
         for key in self.api_key:

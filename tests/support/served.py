@@ -114,7 +114,6 @@ def serving(
             new_app(end),
             chosen,
             on_start=lambda: None,
-            on_exit=lambda: None,
             on_refusal=end.observers.refused,
         )
         loop = asyncio.get_running_loop()

@@ -9,7 +9,7 @@ from ...errors import EngineDeadError
 from ...protocol.endpoints import GET_MODEL
 from ...protocol.openapi import openapi
 from .. import connection
-from ..front_end import FrontEnd
+from ..front_end import STOPPING, FrontEnd
 from ..http.exchange import Exchange, encode_json
 from ..http.failures import HttpError
 from ..telemetry.metrics import CONTENT_TYPE
@@ -76,6 +76,8 @@ class ReadyRoute:
         self._front = front
 
     async def __call__(self, exchange: Exchange) -> None:
+        if self._front.is_draining:
+            raise HttpError(503, STOPPING)
         self._front.check_serving()
         silent = await self._front.engine.silent_s()
         if min(silent.values()) > connection.SILENT_S:
