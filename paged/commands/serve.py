@@ -126,6 +126,9 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
         router=options.router,
         stream_interval_s=options.stream_interval_s,
         log_format=options.log_format,
+        resume=options.resume,
+        max_restarts=options.max_restarts,
+        step_timeout=options.step_timeout,
     )
     async with client as engine:
         front = FrontEnd(engine, options, observers)
@@ -150,5 +153,6 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
 
 async def _stop_without(engine: EngineClient, server: Server) -> None:
     """Stop the server when no engine is left."""
-    await engine.lost.wait()
+    while engine.is_running:
+        await asyncio.sleep(0.2)
     server.stop()

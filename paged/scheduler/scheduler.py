@@ -408,7 +408,8 @@ class Scheduler:
 
         Raises QueueFullError if max_waiting requests wait already.
         """
-        if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
+        is_full = self.max_waiting is not None and self.num_waiting >= self.max_waiting
+        if is_full and not request.inputs.is_resumed:
             raise QueueFullError(
                 f"{self.num_waiting} requests wait already and max_waiting is {self.max_waiting}; "
                 "try again later or raise it"

@@ -12,7 +12,7 @@ from .front_end import FrontEnd
 from .http.listener import Server
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-LOOK_S = 0.02  # between two looks at the requests in progress
+POLL_S = 0.02  # between two looks at the requests in progress
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Drain:
             logger.info("%d requests are finished before the server ends", front.num_accepted)
         until = loop.time() + self._timeout_s
         while front.num_accepted and loop.time() < until:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         if front.num_accepted:
             logger.warning("%d requests end unfinished, as drain_timeout has passed", front.num_accepted)
         self._end()
