@@ -8,6 +8,7 @@ PagedError
 ├── UnknownArgumentError   a keyword that does not exist (also a TypeError)
 ├── UnsupportedModelError  a model, or a feature of its config, that is not implemented
 ├── CheckpointError        files that are missing, damaged, or disagree with their config
+├── RequestKillsEngineError    an engine process ended three times while it computed the request
 ├── EngineDeadError        the async engine was shut down, a step of it raised, or a GPU failed for good
 └── UsageError             a call in the wrong state, such as freeing a block twice
 
@@ -81,6 +82,10 @@ class CheckpointError(PagedError):
 
 class EngineDeadError(PagedError):
     """The async engine was shut down, a step of it raised, or the GPU of an engine failed: see __cause__."""
+
+
+class RequestKillsEngineError(PagedError):
+    """An engine process ended three times while it computed the request, the last time nothing else."""
 
 
 class UsageError(PagedError):

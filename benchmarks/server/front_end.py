@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 from typing import Self
@@ -16,6 +17,12 @@ import psutil
 
 from benchmarks.server.cores import cpu_seconds
 from benchmarks.server.stub import StubEngine
+from paged.server.app import new_app
+from paged.server.drain import Drain
+from paged.server.front_end import FrontEnd
+from paged.server.http.listener import Server, allow_many_connections, bind, new_event_loop
+from paged.server.options import ServeOptions
+from paged.server.telemetry.request_log import RequestLog, set_up_logging
 
 
 class FrontEndProcess:
@@ -59,12 +66,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.core is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {args.core})
-    from paged.server.app import new_app
-    from paged.server.front_end import FrontEnd
-    from paged.server.http.listener import Server, allow_many_connections, bind, new_event_loop
-    from paged.server.options import ServeOptions
-    from paged.server.telemetry.request_log import RequestLog, set_up_logging
-
     assert "torch" not in sys.modules
     allow_many_connections()
     options = ServeOptions(port=0, api_keys=args.keys)
@@ -76,11 +77,15 @@ def main() -> None:
             new_app(front),
             options,
             on_start=lambda: print(port, flush=True),
-            on_exit=front.stop,
             on_refusal=front.observers.refused,
         )
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(server.listen(listener))
+            runner.run(_serve(front, server, listener))
+
+
+async def _serve(front: FrontEnd, server: Server, listener: socket.socket) -> None:
+    with Drain(front, server, delay_s=0.0, timeout_s=0.0):
+        await server.listen(listener)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ from .options import option_type, with_options
 from .settings import from_environment, from_file
 
 if TYPE_CHECKING:
+    from ..server.engine_client import EngineClient
     from ..server.front_end import FrontEnd
-    from ..server.http.listener import Listeners
+    from ..server.http.listener import Listeners, Server
 
 SERVED_MODEL_HELP = """A local directory, a GGUF file, a Hugging Face hub id, or demo for the checkpoint that
 ships with paged. It may also come from the environment or the file, as all options may. [default: none]"""
@@ -118,6 +119,7 @@ async def _collect_garbage(front: FrontEnd) -> None:
 
 async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, listeners: Listeners) -> int:
     from ..server.app import new_app, new_metrics_app
+    from ..server.drain import Drain
     from ..server.engine_client import EngineClient
     from ..server.front_end import FrontEnd
     from ..server.http.listener import Server, allow_many_connections, port_url, url_of
@@ -137,6 +139,9 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
         router=options.router,
         stream_interval_s=options.stream_interval_s,
         log_format=options.log_format,
+        resume=options.resume,
+        max_restarts=options.max_restarts,
+        step_timeout=options.step_timeout,
     )
     async with client as engine:
         front = FrontEnd(engine, options, observers)
@@ -148,15 +153,25 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
             new_app(front),
             options,
             on_start=lambda: announce(address),
-            on_exit=front.stop,
             on_refusal=front.observers.refused,
             metrics_app=new_metrics_app(front),
         )
-        front.drain = server.stop
+        loop = asyncio.get_running_loop()
+        beside = [loop.create_task(_collect_garbage(front)), loop.create_task(_stop_without(engine, server))]
         if front.keys is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, front.on_hangup)
-        collecting = asyncio.get_running_loop().create_task(_collect_garbage(front))
-        await server.listen(*listeners)
-        collecting.cancel()
+            loop.add_signal_handler(signal.SIGHUP, front.on_hangup)
+        with Drain(front, server, delay_s=options.drain_delay, timeout_s=options.drain_timeout) as drain:
+            front.drain = drain.begin
+            await server.listen(*listeners)
+        for task in beside:
+            task.cancel()
         front.observers.close()
-    return 0
+    # The server ends by itself only if no engine is left: systemd and Kubernetes start it again.
+    return 0 if front.is_draining else 1
+
+
+async def _stop_without(engine: EngineClient, server: Server) -> None:
+    """Stop the server when no engine is left."""
+    while engine.is_running:
+        await asyncio.sleep(0.2)
+    server.stop()

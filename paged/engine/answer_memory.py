@@ -186,6 +186,12 @@ class AnswerLedger:
         self._num_early += size
         self._grow(size, 0)
 
+    def drop_prompt(self) -> None:
+        """Drop log-probabilities of a prompt that has no output with tokens yet."""
+        self._grow(-self._num_prompt, 0)
+        self._num_prompt = 0
+        self._num_early = 0
+
     def add_output(self, size: int, *, is_last: bool) -> None:
         """Add an output."""
         num_unread = 0

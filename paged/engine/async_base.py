@@ -63,8 +63,12 @@ class EngineReplica(Protocol):
         """The error of every call, once it has stopped."""
 
     @property
-    def silent_s(self) -> float:
-        """Seconds since it last sent something."""
+    def is_fit(self) -> bool:
+        """Whether it serves, and has sent something lately."""
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it is not well, if it is not."""
 
     @property
     def num_queued_tokens(self) -> int:
@@ -347,11 +351,17 @@ class AsyncEngine(ABC, Generic[E]):
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes of all engines. Running requests keep their blocks."""
 
-    async def silent_s(self) -> dict[int, float]:
-        """Return for how many seconds each engine that has not ended has sent nothing."""
+    async def troubles(self) -> list[str]:
+        """Return why engines are not well: they hang, or are not replaced in time."""
         await self._attach()
         await asyncio.sleep(0)  # what the sockets hold is read first
-        return {engine.replica: engine.silent_s for engine in self._running()}
+        return [engine.trouble for engine in self._running() if engine.trouble is not None]
+
+    async def is_fit(self) -> bool:
+        """Return whether any engine serves, and has sent something lately."""
+        await self._attach()
+        await asyncio.sleep(0)
+        return any(engine.is_fit for engine in self._running())
 
     @abstractmethod
     def describe(self) -> str:
@@ -440,8 +450,8 @@ class AsyncEngine(ABC, Generic[E]):
             self._engines[0].check()
         return running
 
-    def _choose(self, token_ids: Sequence[int]) -> E:  # noqa: ARG002
-        """Return the engine for a prompt. Raises EngineDeadError if none is left."""
+    def _choose(self, token_ids: Sequence[int]) -> E | None:  # noqa: ARG002
+        """Return the engine for a prompt; None while none can have it. Raises EngineDeadError."""
         return self._running()[0]
 
     def _id(self, request_id: str | None) -> str:
@@ -487,9 +497,9 @@ class AsyncEngine(ABC, Generic[E]):
 
     @abstractmethod
     def _begin_report(
-        self, engine: E, request_id: str, spec: EmbeddingSpec | ScoreSpec, terms: ReportTerms
+        self, engine: E | None, request_id: str, spec: EmbeddingSpec | ScoreSpec, terms: ReportTerms
     ) -> RequestHandle:
-        """Send a request for a report on a prompt to this engine."""
+        """Send a request for a report on a prompt to this engine, or let it wait for one."""
 
     @abstractmethod
     async def _fork(

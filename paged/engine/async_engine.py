@@ -136,8 +136,9 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
         return mailbox
 
     def _begin_report(
-        self, engine: EngineThread, request_id: str, spec: ReportSpec[Any], terms: ReportTerms
+        self, engine: EngineThread | None, request_id: str, spec: ReportSpec[Any], terms: ReportTerms
     ) -> Mailbox:
+        assert engine is not None
         mailbox = self._new_mailbox(request_id, RequestOutputKind.FINAL_ONLY, spec)
         mailbox.adding = engine.add(
             lambda engine: engine.core.add_report(request_id, spec, terms, mailbox), mailbox

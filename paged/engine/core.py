@@ -240,7 +240,9 @@ class EngineCore:
 
     def enqueue(self, group: RequestGroup) -> None:
         """Hand a registered request to the scheduler. Raises QueueFullError if max_waiting wait already."""
-        self.scheduler.add(group.samples[0])
+        first = group.samples[0]
+        for sample in (first, *(() if first.siblings else group.samples[1:])):
+            self.scheduler.add(sample)
         self._waits.begin(group.samples)  # not before: a refused request must not be held or completed
 
     def add_report(

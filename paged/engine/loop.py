@@ -63,6 +63,7 @@ class EngineLoop:
         self._publish_at = -math.inf  # the time at which held-back tokens are due
         self.dead: EngineDeadError | None = None
         self._is_stopping = False
+        self.is_waiting = False  # for calls, as there is nothing to compute
         self._is_blocked = False  # whether the last step had nothing to compute
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[LLMEngine], Any]]] = SimpleQueue()
 
@@ -166,10 +167,13 @@ class EngineLoop:
         timeout_s = HELD_S if is_held and not is_idle else None
         until = math.inf
         while time.monotonic() < until or not core.has_runnable():
+            self.is_waiting = is_idle or is_held
             try:
-                future, function = self._calls.get(is_idle or is_held, timeout_s)
+                future, function = self._calls.get(self.is_waiting, timeout_s)
             except Empty:
                 break
+            finally:
+                self.is_waiting = False
             if until == math.inf:
                 until = time.monotonic() + CALLS_S
             is_idle = is_held = self._is_blocked = False

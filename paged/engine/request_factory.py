@@ -11,7 +11,7 @@ from ..base.validation import shown
 from ..blocks.manager import BlockManager
 from ..errors import RequestError, about
 from ..requests.contradictions import check_possible
-from ..requests.prompt_report import PromptReport
+from ..requests.prompt_report import PromptReport, TokenLogprobs
 from ..requests.prompts import Prompt
 from ..requests.request import Grammar, Request, RequestGroup, RequestInputs, RequestMetrics, SamplingState
 from ..requests.seeds import derived_seed, sample_seed
@@ -22,8 +22,17 @@ from ..sampling_params import SamplingParams
 from ..scheduler.policies import Policy
 from ..text.prompt_parser import ParsedPrompt, PromptParser
 from .model_text import ModelText
-from .request_spec import Prepared, ReportSpec, ReportTerms, RequestSpec, check_is_params, check_tenant
+from .request_spec import (
+    Prepared,
+    ReportSpec,
+    ReportTerms,
+    RequestSpec,
+    SampleSoFar,
+    check_is_params,
+    check_tenant,
+)
 
+REPORTED = TokenLogprobs((), (), 0)  # in place of what another engine has reported
 MAX_PROMPT_LOGPROBS = 2**22  # of one request; each takes about 200 bytes in its output
 
 
@@ -65,25 +74,34 @@ class RequestFactory:
         check_tenant(tenant)
         seed = derived_seed(self.seed, request_id) if params.seed is None else params.seed
         inputs = self._inputs(request_id, prepared, params, tenant, _deadline(params, now))
+        resumed = spec.resumed
+        if resumed is not None:
+            inputs = replace(inputs, is_resumed=True)
+        indices = range(params.num_samples) if resumed is None else [output.sample for output in resumed]
         samples = [
             Request(
                 inputs, index, sampling=SamplingState(sample_seed(seed, index)), metrics=RequestMetrics(now)
             )
-            for index in range(params.num_samples)
+            for index in indices
         ]
         if prepared.grammar is not None:
             for sample in samples:
                 sample.sampling.grammar = prepared.grammar.copy()
-        if len(spec.generated_token_ids):
+        if resumed is not None:
+            for sample, output in zip(samples, resumed, strict=True):
+                self._go_on(sample, output)
+        elif len(spec.generated_token_ids):
             self._resume(samples, spec.generated_token_ids)
-        samples[0].siblings = samples[1:]
+        # Samples that have tokens of their own do not begin together at the end of the prompt.
+        if not any(sample.num_output_tokens for sample in samples):
+            samples[0].siblings = samples[1:]
         if params.prompt_logprobs is not None:
             length = len(prepared.prompt.token_ids)
             samples[0].report = self._prompt_report(length, params.prompt_logprobs)
         return RequestGroup(request_id, samples)
 
     def _resume(self, samples: list[Request], generated: Sequence[int]) -> None:
-        """Let the only sample go on after tokens that another engine made."""
+        """Let the only sample go on after tokens that the user gives."""
         (sample, *others), num, name = samples, len(generated), "generated_token_ids"
         if others or sample.inputs.wants_logprobs:
             given = "logprobs" if not others else "best_of" if sample.inputs.params.best_of else "n"
@@ -99,8 +117,7 @@ class RequestFactory:
         for i, token_id in enumerate(generated):
             if token_id in sample.stop_ids and i >= least:
                 raise RequestError(f"{name}[{i}] is {token_id}, which ends the output", param=name)
-        sample.inputs = replace(sample.inputs, num_given_tokens=num)
-        sample.token_ids += map(int, generated)
+        self._go_on(sample, SampleSoFar(0, [*map(int, generated)]))
         reports = sample.inputs.params.prompt_logprobs is not None
         if reports and sample.namespace != sample.inputs.namespace:
             raise RequestError(
@@ -108,8 +125,21 @@ class RequestFactory:
                 f"tokens: from {sample.inputs.long_from} on, longrope rotates the prompt otherwise",
                 param=name,
             )
+
+    @staticmethod
+    def _go_on(sample: Request, so_far: SampleSoFar) -> None:
+        """Let a sample go on after the tokens that another engine made."""
+        num = len(so_far.token_ids)
+        if not num:
+            return
+        logprob = so_far.cumulative_logprob or 0.0
+        sample.inputs = replace(sample.inputs, num_given_tokens=num, given_logprob=logprob)
+        sample.token_ids += so_far.token_ids
+        if sample.inputs.wants_logprobs:
+            sample.sampling.logprobs = [REPORTED] * num
         grammar = sample.sampling.grammar
         if grammar is not None and not grammar.follow(sample):
+            name = "generated_token_ids"
             raise RequestError(f"{name} is not in the language of structured_outputs", param=name)
 
     def prepare(self, prompt: Prompt | ParsedPrompt, params: SamplingParams) -> Prepared:

@@ -28,6 +28,18 @@ class Prepared(NamedTuple):
     grammar: Grammar | None = None
 
 
+class SampleSoFar(NamedTuple):
+    """A sample that has not ended, as far as another engine computed it.
+
+    sample: its number among the samples of its request.
+    cumulative_logprob: of the tokens; None unless log-probabilities are reported.
+    """
+
+    sample: int
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
     """A request to generate tokens. `RequestFactory.new_group` validates it.
@@ -36,6 +48,8 @@ class RequestSpec:
     sampling_params: None takes the engine's defaults.
     priority, timeout_s: replace those of sampling_params where not None.
     generated_token_ids: the output so far, which another engine made.
+    resumed: the samples that go on, where the engine that had the request has ended. It was accepted then, so
+        that it is not refused for a full queue, and its tenant was charged for the prompt.
     """
 
     prompt: Prompt | ParsedPrompt | Prepared
@@ -44,6 +58,7 @@ class RequestSpec:
     tenant: str = ""
     timeout_s: float | None = None
     generated_token_ids: Sequence[int] = ()
+    resumed: Sequence[SampleSoFar] | None = None
 
     def params(self, default: SamplingParams) -> SamplingParams:
         """Return the sampling parameters, with the request's own priority and timeout_s.

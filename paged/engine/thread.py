@@ -137,7 +137,8 @@ class EngineThread(EngineLoop):
     """A loop on a thread of its own, which wakes the readers of any event loop. An `EngineReplica`."""
 
     replica = 0
-    silent_s = 0.0  # this process cannot say that it hangs
+    is_fit = True  # this process cannot say that it hangs
+    trouble = None
 
     def __init__(self, engine: LLMEngine, stream_interval_s: float) -> None:
         super().__init__(engine, stream_interval_s, self._notify)

@@ -82,6 +82,8 @@ class RequestInputs:
     num_unstopped_tokens: number of output tokens in whose text stop strings are not searched: those that a
         fork with other stop strings shares with its parent.
     num_given_tokens: number of output tokens that another engine made. Deltas leave them out.
+    given_logprob: the sum of the log-probabilities of these tokens.
+    is_resumed: whether another engine had accepted it.
     generates: False for a report on the prompt alone, with an empty output.
     namespace: what determines the KV besides the tokens.
     long_from: the length at which longrope changes the KV of all tokens, so that the request is recomputed.
@@ -99,6 +101,8 @@ class RequestInputs:
     stops: StopStrings | None = None
     num_unstopped_tokens: int = 0
     num_given_tokens: int = 0
+    given_logprob: float = 0.0
+    is_resumed: bool = False
     generates: bool = True
     priority: float = 0.0
     tenant: str = ""

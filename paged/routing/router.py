@@ -18,6 +18,9 @@ class Router(Protocol):
         loads: for each replica the tokens of its unfinished requests, prompt and output so far.
         """
 
+    def forget(self, replica: int) -> None:
+        """Forget what a replica has cached: it begins anew."""
+
 
 class RoundRobin:
     """Chooses the replicas in turn."""
@@ -30,12 +33,18 @@ class RoundRobin:
         self._next = (chosen + 1) % len(loads)
         return chosen
 
+    def forget(self, replica: int) -> None:
+        """Do nothing: the turns stay."""
+
 
 class LeastLoaded:
     """Chooses the replica with the lowest load, the first of equals."""
 
     def choose(self, token_ids: Sequence[int], loads: Sequence[int]) -> int:  # noqa: ARG002
         return loads.index(min(loads))
+
+    def forget(self, replica: int) -> None:
+        """Do nothing: the loads are given."""
 
 
 class PrefixAware:
@@ -70,6 +79,10 @@ class PrefixAware:
             chosen = loads.index(least)
         self._remember(keys, chosen)
         return chosen
+
+    def forget(self, replica: int) -> None:
+        for holders in self._holders.values():
+            holders.discard(replica)
 
     def _keys(self, token_ids: Sequence[int]) -> list[int]:
         keys = []

@@ -216,10 +216,10 @@ class Fair(Policy):
         return None
 
     def pop(self, request: Request) -> None:
-        """Remove the head, and charge its prompt the first time it runs."""
+        """Remove the head, and charge its prompt the first time it runs, in whatever engine."""
         head = next(iter(self._queues[request.inputs.tenant].values()))
         assert head is request, "another request was at the head of the queue"
-        if not request.ran_before:
+        if not (request.ran_before or request.inputs.is_resumed):
             self._charge(request, self.INPUT_COST * request.num_prompt_tokens)
         self.remove(request)
 

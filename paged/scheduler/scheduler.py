@@ -417,7 +417,8 @@ class Scheduler:
 
         Raises QueueFullError if max_waiting requests or max_queued_tokens wait already.
         """
-        if (refusal := self.refusal(request)) is not None:
+        refusal = None if request.inputs.is_resumed else self.refusal(request)
+        if refusal is not None:
             raise QueueFullError(refusal)
         # The last token is only sampled, never computed.
         assert self.block_manager.fits(request.inputs.max_total_tokens - 1), "a request that can never fit"

@@ -11,6 +11,17 @@ from typing import Any
 from .histogram import HistogramCounts
 from .scheduler import Scheduler
 
+# What only grows, and what is derived from that.
+GROWING_FIELDS = frozenset(
+    (
+        *("prefix_hit_rate", "num_recompute_preemptions", "num_swap_preemptions", "num_steps"),
+        *("num_prefill_tokens", "num_decode_tokens", "num_cached_tokens", "num_queried_tokens"),
+        *("num_prompt_tokens", "num_generated_tokens", "num_drafts", "num_draft_tokens"),
+        *("num_accepted_tokens", "num_accepted_at", "step_seconds", "step_tokens"),
+        *("num_restarts", "num_resumed"),
+    )
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
@@ -24,6 +35,8 @@ class EngineStats:
     num_prefill_tokens, num_decode_tokens: computed so far, including those computed again after a preemption.
     num_generated_tokens: drawn so far.
     step_seconds, step_tokens: of all steps, by the bounds SECONDS_OF_STEP and TOKENS_OF_STEP of `histogram`.
+    num_restarts: how often the process of the engine was replaced.
+    num_resumed: requests that went on after the process that had them had ended.
     weight_bytes: that the weights take in their files, by what their format is called.
     """
 
@@ -62,6 +75,14 @@ class EngineStats:
     max_num_seqs: int
     max_num_batched_tokens: int
     weight_bytes: Mapping[str, int]
+    num_restarts: int = 0
+    num_resumed: int = 0
+
+    def after(self, earlier: EngineStats) -> EngineStats:
+        """Return the stats of an engine in the place of an earlier one, whose totals go on."""
+        whole = EngineStats.total([earlier, self])
+        totals: dict[str, Any] = {name: getattr(whole, name) for name in GROWING_FIELDS}
+        return replace(self, **totals)
 
     def at_rest(self) -> EngineStats:
         """Return the totals so far with no request and no block in use: of an engine that has ended."""

@@ -14,22 +14,20 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from .. import errors
-from ..engine.request_spec import closed_error
 from ..errors import EngineDeadError, PagedError
-from ..requests.request import RequestOutput
 from ..scheduler.stats import EngineStats
 from ..text.worker import ROOT
 from . import frames
-from .inbox import Inbox
+from .sent_request import SentRequest
 
 ENGINE_PROCESS = "paged.server.engine_process"  # the module that it runs
 BUFFER_BYTES = 4 * 2**20  # of the socket, as far as the system allows: a step waits while it is full
 SOON_S = 0.2  # from the end of a process's socket to its own end
 END_S = 5.0  # after which a process that was told to end is killed
-SILENT_S = 10.0  # without ten heartbeats a process hangs, and is not just slow
+SILENT_S = 10.0  # without ten heartbeats a process gets no requests, if another one can
 
 logger = logging.getLogger(__name__)
 
@@ -38,77 +36,77 @@ class ProcessEndError(ChildProcessError):
     """How an engine process ended; logged at that time."""
 
 
-class SentRequest:
-    """A request that an engine process computes, and its outputs. A `RequestHandle`."""
+class ChildProcess(Protocol):
+    """What is asked of a process, as `subprocess.Popen` answers it."""
 
-    def __init__(self, connection: EngineConnection, key: int, inbox: Inbox) -> None:
-        self._connection = connection
-        self._key = key
-        self._inbox = inbox
+    pid: int
 
-    @property
-    def replica(self) -> int:
-        """The number of the process."""
-        return self._connection.replica
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit code once it has ended. Raises subprocess.TimeoutExpired."""
 
-    async def get(self) -> RequestOutput:
-        """Return the next output. The one before does not count any more: its reader has done with it."""
-        self._inbox.release()
-        return await self._inbox.get()
+    def kill(self) -> None:
+        """End it at once."""
 
-    async def result(self) -> Any:
-        """Return what a request for a report on a prompt has found."""
-        await self._inbox.wait()
-        return self._inbox.result
 
-    def close(self) -> None:
-        """Abort the request if it is not finished, and drop what is held of it. From any thread."""
-        self._connection.call_in_loop(self._close)
+class Owner(Protocol):
+    """Who starts processes and sends them requests. It is called in the event loop."""
 
-    def _close(self) -> None:
-        self._connection.abort(self._key)
-        self._inbox.fail(closed_error(self._inbox.request_id))  # to who still waits
-        self._inbox.give_back()
+    def on_death(self, connection: EngineConnection) -> None:
+        """Take the requests of a process that has ended, or was shut down; see `EngineConnection.dead`."""
+
+    def on_end(self, request: SentRequest) -> None:
+        """Forget a request that has ended."""
+
+    def on_token_alone(self, request: SentRequest) -> None:
+        """Take note of a token of a request that is computed alone."""
+
+
+def launch(start: frames.Start) -> tuple[socket.socket, ChildProcess]:
+    """Start an engine process. Return its socket, to which `start` is sent, and the process."""
+    ours, theirs = socket.socketpair()
+    for end in (ours, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    path = [ROOT, *filter(None, sys.path)]  # so that it finds what this process finds
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", ENGINE_PROCESS, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what a library prints is no output of a command
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        )
+    return ours, process
 
 
 class EngineConnection(asyncio.Protocol):
-    """A process that runs an engine. It ends when this object's process does. An `EngineReplica`.
+    """A process that runs an engine. It ends when this object's process does.
 
     load: tokens of its unfinished requests, prompt and output so far.
     loop: the event loop that reads and writes; None before `attach`.
     heard_at: when it last sent something, on the clock time.monotonic. Heartbeats come every second.
-    step: the number of steps begun, as of the last heartbeat.
+    moved_at: when it last had nothing to do, or had ended a step.
+    step: the number of steps so far, as of the last heartbeat.
+    requests: the unfinished ones by their key.
     """
 
-    def __init__(self, start: frames.Start) -> None:
+    def __init__(self, start: frames.Start, owner: Owner) -> None:
         self.replica = start.replica
-        ours, theirs = socket.socketpair()
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        path = [ROOT, *filter(None, sys.path)]  # so that it finds what this process finds
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", ENGINE_PROCESS, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what a library prints is no output of a command
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-            )
-        self._socket = ours
+        self._owner = owner
+        self._socket, self._process = launch(start)
         self._reader = frames.FrameReader(frames.decode_report)
         self.loop: asyncio.AbstractEventLoop | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._is_closed: asyncio.Future[None] | None = None
+        self._ready: asyncio.Future[frames.Ready] | None = None
         self.dead: EngineDeadError | None = None
         self.load = self.step = 0
-        self.heard_at = time.monotonic()
+        self.heard_at = self.moved_at = time.monotonic()
         self._stats: EngineStats | None = None  # none before the engine is made
-        self._inboxes: dict[int, Inbox] = {}  # of unfinished requests
-        self._keys: dict[str, int] = {}  # of these, by id
+        self.requests: dict[int, SentRequest] = {}
         self._loads: dict[int, int] = {}
         self._asks = itertools.count(-1, -1)  # below the keys of requests
         self._answers: dict[int, asyncio.Future[EngineStats]] = {}
-        with suppress(BrokenPipeError):  # `wait_ready` says why it has ended
+        with suppress(BrokenPipeError):  # who waits for `Ready` is told why it has ended
             self._socket.sendall(frames.encode(start))
 
     def wait_ready(self) -> frames.Ready:
@@ -120,28 +118,34 @@ class EngineConnection(asyncio.Protocol):
                 if isinstance(report, frames.Ready):  # heartbeats may follow it
                     self._stats = report.stats
                     return report
-        raise EngineDeadError(f"{self._name} ended before its engine was made ({self._how_ended()})")
+        raise EngineDeadError(f"{self.name} ended before its engine was made ({self._how_ended()})")
 
     async def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Read and write in this event loop from now on. Raises EngineDeadError."""
         self.check()
         self.loop = loop
         self._is_closed = loop.create_future()
-        self.heard_at = time.monotonic()  # what was sent before waits in the socket
+        self._ready = loop.create_future()
+        self.heard_at = self.moved_at = time.monotonic()  # what was sent before waits in the socket
         await loop.create_unix_connection(lambda: self, sock=self._socket)
 
-    def begin(
-        self, order: frames.Generate | frames.Fork | frames.Embed | frames.ScoreTokens, inbox: Inbox
-    ) -> SentRequest:
-        """Send a request, whose outputs go to the inbox. Raises EngineDeadError."""
-        key = order.key
-        self._send(order)
-        self._inboxes[key] = inbox
-        self._keys[inbox.request_id] = key
+    async def ready(self) -> frames.Ready:
+        """Wait until the engine is made, in the event loop of `attach`. Raises the error of `LLMEngine`."""
+        assert self._ready is not None
+        return await self._ready
+
+    def begin(self, request: SentRequest) -> None:
+        """Send a request. Raises EngineDeadError, and RequestError for what cannot be sent."""
+        self._send(request.next_order())
+        key = request.key
+        inbox = request.inbox
+        request.connection = self
+        request.replica = self.replica
+        request.was_sent = True
+        self.requests[key] = request
         self._loads[key] = len(inbox.token_ids)
         self.load += len(inbox.token_ids)
         inbox.account.join(key, self._hold)
-        return SentRequest(self, key, inbox)
 
     def _send(self, order: frames.Order) -> None:
         self.check()
@@ -163,19 +167,18 @@ class EngineConnection(asyncio.Protocol):
         finally:
             del self._answers[key]
 
-    def unfinished(self, request_id: str) -> Inbox | None:
-        """Return the inbox of a request; None if it has finished, perhaps unread, or is elsewhere."""
-        key = self._keys.get(request_id)
-        return None if key is None else self._inboxes[key]
+    def abort(self, request: SentRequest) -> None:
+        """Abort a request whose reader is gone, or which another process gets."""
+        if self._forget(request.key) is not None and self.dead is None:
+            self._send(frames.Abort(request.key))
 
-    def abort(self, key: int) -> None:
-        """Abort a request whose reader is gone."""
-        if self._forget(key) is not None and self.dead is None:
-            self._send(frames.Abort(key))
-
-    def end(self, request_id: str) -> None:
+    def end(self, request: SentRequest) -> None:
         """Abort an unfinished request whose reader waits for its last output."""
-        self._send(frames.Abort(self._keys[request_id]))
+        self._send(frames.Abort(request.key))
+
+    def take_requests(self) -> list[SentRequest]:
+        """Return the unfinished requests of a process that has ended, and forget them."""
+        return [request for key in sorted(self.requests) if (request := self._forget(key)) is not None]
 
     @property
     def silent_s(self) -> float:
@@ -183,14 +186,32 @@ class EngineConnection(asyncio.Protocol):
         return time.monotonic() - self.heard_at
 
     @property
-    def num_queued_tokens(self) -> int:
-        """The tokens of its waiting requests, as of its last heartbeat."""
-        return self.stats.num_queued_tokens
+    def stuck_s(self) -> float:
+        """Seconds since it last had nothing to do, or ended a step."""
+        return time.monotonic() - self.moved_at
 
     @property
     def hangs(self) -> bool:
         """Whether heartbeats have not come for SILENT_S."""
         return self.silent_s > SILENT_S
+
+    def kill(self, why: str) -> None:
+        """End a process that hangs, and take it for one that has ended."""
+        self._process.kill()
+        self._die(caused(f"{self.name} {why}", ProcessEndError(why)))
+
+    def wait_end(self) -> None:
+        """Wait until the process is gone, so that its memory is free: END_S, and once more when it is killed.
+
+        A process that is stuck in the kernel stays.
+        """
+        for _ in range(2):
+            try:
+                self._process.wait(END_S)
+                return
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        logger.error("%s does not end, although it is killed", self.name)
 
     def check(self) -> None:
         """Raise EngineDeadError if the process has ended."""
@@ -205,11 +226,7 @@ class EngineConnection(asyncio.Protocol):
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._transport is None:
             self._socket.close()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self.wait_end()
 
     async def aclose(self) -> None:
         """End the process. It is called in the event loop of `attach`; see `close`."""
@@ -219,19 +236,7 @@ class EngineConnection(asyncio.Protocol):
         await asyncio.to_thread(self.close)
 
     def _shut_down(self) -> None:
-        self.call_in_loop(partial(self._die, EngineDeadError("the engine was shut down")))
-
-    def call_in_loop(self, function: Callable[[], None]) -> None:
-        """Call a function in the event loop: at once if that runs here, otherwise soon."""
-        try:
-            is_here = self.loop is None or self.loop is asyncio.get_running_loop()
-        except RuntimeError:  # none runs on this thread
-            is_here = False
-        if is_here:
-            function()
-        elif self.loop is not None:
-            with suppress(RuntimeError):  # it is closed, and nothing waits
-                self.loop.call_soon_threadsafe(function)
+        call_in_loop(self.loop, partial(self._die, EngineDeadError("the engine was shut down")))
 
     # Of asyncio.Protocol
 
@@ -240,107 +245,118 @@ class EngineConnection(asyncio.Protocol):
         self._transport = cast(asyncio.WriteTransport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Hand the outputs of whole frames to their inboxes."""
+        """Hand the outputs of whole frames to their requests."""
         self.heard_at = time.monotonic()
         for report in self._reader.feed(data):
             self._take(report)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Fail all requests, as the process has ended, or has sent what cannot be read."""
+        """Tell the owner that the process has ended, or has sent what cannot be read."""
         if self._is_closed is not None and not self._is_closed.done():
             self._is_closed.set_result(None)
         if self.dead is None:
             how = self._how_ended()
             cause = ProcessEndError(how if error is None else repr(error))
-            self._die(
-                _caused(f"{self._name} has ended ({how}); make a new engine, or restart the server", cause)
-            )
+            self._die(caused(f"{self.name} has ended ({how})", cause))
 
     def _take(self, report: frames.Report) -> None:
         match report:
             case frames.PromptPlaces(key=key, places=places):
-                if (inbox := self._inboxes.get(key)) is not None:
-                    inbox.put_prompt(places)
-                    self._bound(key, inbox)
+                if (request := self.requests.get(key)) is not None:
+                    request.inbox.put_prompt(places)
+                    self._bound(request)
             case frames.Outputs(outputs=outputs, embeddings=embeddings, scores=scores):
                 for output in outputs:
                     self._put(output)
                 for key, result in (*embeddings, *scores):
-                    if (inbox := self._forget(key)) is not None:
-                        inbox.put_result(result)
-            case frames.Heartbeat(step=step, stats=stats):
+                    if (request := self._finish(key)) is not None:
+                        request.inbox.put_result(result)
+            case frames.Heartbeat(step=step, stats=stats, is_busy=is_busy):
+                if step != self.step or not is_busy:
+                    self.moved_at = self.heard_at
                 self.step = step
                 self._stats = stats
+            case frames.Ready(stats=stats):
+                self._stats = stats
+                self.moved_at = self.heard_at
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_result(report)
+            case frames.Refused(key=None):
+                self._die(caused(f"{self.name} cannot make its engine: {report.message}", error_of(report)))
             case frames.Answer(key=key, stats=stats):
                 self._stats = stats
                 if (answer := self._answers.get(key)) is not None and not answer.done():
                     answer.set_result(stats)
             case frames.Refused(key=int() as key):
-                if (inbox := self._forget(key)) is not None:
-                    inbox.fail(error_of(report))
+                if (request := self._finish(key)) is not None:
+                    request.inbox.fail(error_of(report))
             case frames.Dead(message=message):
-                self._die(_caused(message, ProcessEndError(message)))
+                self._die(caused(message, ProcessEndError(message)))
             case _:
                 raise AssertionError(report)
 
     def _put(self, output: frames.Output) -> None:
         key = output.key
-        inbox = self._forget(key) if output.finished else self._inboxes.get(key)
-        if inbox is None:  # its reader is gone
+        request = self._finish(key) if output.finished else self.requests.get(key)
+        if request is None:  # its reader is gone
             return
-        num = inbox.put(output)
+        num = request.inbox.put(request.take(output))
         if not output.finished:
             self._loads[key] += num
             self.load += num
-        self._bound(key, inbox)
+        self._bound(request)
+        if num and request.is_alone:
+            self._owner.on_token_alone(request)
 
-    def _bound(self, key: int, inbox: Inbox) -> None:
+    def _bound(self, request: SentRequest) -> None:
         """End a request whose answer is too large to be held."""
-        if (refusal := inbox.refusal()) is not None:
-            self.abort(key)
-            inbox.refuse(refusal)
+        if (refusal := request.inbox.refusal()) is not None:
+            self.abort(request)
+            self._owner.on_end(request)
+            request.inbox.refuse(refusal)
 
     def _hold(self, keys: list[int], is_held: bool) -> None:
         """Pause requests, or let them go on."""
         if self.dead is None:
             self._send(frames.Pause(keys) if is_held else frames.Resume(keys))
 
-    def _forget(self, key: int) -> Inbox | None:
+    def _finish(self, key: int) -> SentRequest | None:
+        """Forget a request that has ended."""
+        request = self._forget(key)
+        if request is not None:
+            self._owner.on_end(request)
+        return request
+
+    def _forget(self, key: int) -> SentRequest | None:
         self.load -= self._loads.pop(key, 0)
-        inbox = self._inboxes.pop(key, None)
-        if inbox is not None:
-            del self._keys[inbox.request_id]
-            inbox.account.leave(key)
-        return inbox
+        request = self.requests.pop(key, None)
+        if request is not None:
+            request.connection = None
+            request.inbox.account.leave(key)
+        return request
 
     def _die(self, error: EngineDeadError) -> None:
         if self.dead is not None:
             return
         self.dead = error
-        if error.__cause__ is not None:  # not shut down: at once, as no request may come to find it
-            logger.error("%s", error)
-        self._stats = None if self._stats is None else self._stats.at_rest()
-        # Copies: the garbage collector may run meanwhile, and close unread streams.
-        for inbox in [*self._inboxes.values()]:
-            inbox.fail(error)
         for answer in [*self._answers.values()]:
             if not answer.done():
                 answer.set_exception(error)
-        self._inboxes.clear()
-        self._keys.clear()
-        self._loads.clear()
-        self.load = 0
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # perhaps none waits for it any more
         if self._transport is not None:
             self._transport.abort()
+        self._owner.on_death(self)
 
     @property
     def stats(self) -> EngineStats:
         """The stats as of the last heartbeat, at rest if the process has ended."""
         assert self._stats is not None
-        return self._stats
+        return self._stats if self.dead is None else self._stats.at_rest()
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
         return f"engine process {self.replica}"
 
     def _how_ended(self) -> str:
@@ -352,7 +368,21 @@ class EngineConnection(asyncio.Protocol):
         return f"by signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _caused(message: str, cause: BaseException) -> EngineDeadError:
+def call_in_loop(loop: asyncio.AbstractEventLoop | None, function: Callable[[], None]) -> None:
+    """Call a function in an event loop: at once if that runs here, or there is none, otherwise soon."""
+    try:
+        is_here = loop is None or loop is asyncio.get_running_loop()
+    except RuntimeError:  # none runs on this thread
+        is_here = False
+    if is_here:
+        function()
+    elif loop is not None:
+        with suppress(RuntimeError):  # it is closed, and nothing waits
+            loop.call_soon_threadsafe(function)
+
+
+def caused(message: str, cause: BaseException) -> EngineDeadError:
+    """Return the error of a process that has not been shut down."""
     error = EngineDeadError(message)
     error.__cause__ = cause
     return error

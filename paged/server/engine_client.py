@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import sys
@@ -20,7 +19,7 @@ from ..engine.embedding import EmbeddingSpec
 from ..engine.model_text import ModelText
 from ..engine.request_spec import Prepared, ReportTerms, RequestSpec
 from ..engine.scoring import ScoreSpec
-from ..errors import ConfigError, RequestError, UsageError
+from ..errors import ConfigError, RequestError
 from ..model.hf_config import read_config
 from ..model.hub import resolve
 from ..routing.router import new_router
@@ -29,12 +28,15 @@ from ..scheduler.stats import EngineStats
 from ..speculative_config import SpeculativeConfig
 from ..text.prompt_parser import ParsedPrompt
 from . import frames
-from .connection import EngineConnection, SentRequest
 from .inbox import Inbox
+from .restart_terms import DEFAULT_TERMS, RestartTerms
+from .sent_request import SentRequest
+from .supervised_engine import SupervisedEngine
+from .supervisor import Supervisor
 from .telemetry.log_lines import LogFormat
 
 
-class EngineClient(AsyncEngine[EngineConnection]):
+class EngineClient(AsyncEngine[SupervisedEngine]):
     """Serves one model to the coroutines of one event loop, from engines in processes of their own.
 
     >>> async with EngineClient("demo") as engine:
@@ -43,8 +45,11 @@ class EngineClient(AsyncEngine[EngineConnection]):
 
     Prompts are tokenized and chats rendered in this process, which does not import torch. Its methods, their
     results and their errors are those of `AsyncLLMEngine`, with the options of `LLMEngine`. Functions cannot
-    cross to another process: `call` does not exist, and logits_processors are refused. A process that ends
-    fails its requests with EngineDeadError. New ones go to processes that have sent heartbeats lately.
+    cross to another process: `call` does not exist, and logits_processors are refused. New requests go to
+    processes that have sent heartbeats lately.
+
+    A process that ends or hangs is replaced. Its requests go on in the new one, or in another, after the
+    tokens that have come from it; their readers notice nothing but time.
 
     An output of a stream counts as held until its reader asks for the next one.
 
@@ -52,6 +57,10 @@ class EngineClient(AsyncEngine[EngineConnection]):
     router: which of them gets a request: "round-robin", "least-loaded" or "prefix-aware".
     stream_interval_s: see `AsyncLLMEngine`.
     log_format: of the lines that the processes write to stderr, "text" or "json".
+
+    resume: let requests go on when their process ends; without it they fail with EngineDeadError.
+    max_restarts: of one engine within ten minutes. After that all requests fail with EngineDeadError.
+    step_timeout: seconds after which a process whose step does not end is taken for one that hangs.
 
     Raises ConfigError, CheckpointError or UnsupportedModelError, as `LLMEngine` does, and EngineDeadError if
     a process ends before its engine is made.
@@ -65,47 +74,46 @@ class EngineClient(AsyncEngine[EngineConnection]):
         router: str = "least-loaded",
         stream_interval_s: float = STREAM_INTERVAL_S,
         log_format: LogFormat = "text",
+        resume: bool = DEFAULT_TERMS.resume,
+        max_restarts: int = DEFAULT_TERMS.max_restarts,
+        step_timeout: float = DEFAULT_TERMS.step_timeout,
         **options: Any,
     ) -> None:
         check_interval(stream_interval_s)
+        terms = RestartTerms(resume=resume, max_restarts=max_restarts, step_timeout=step_timeout)
         check_int(ConfigError, "replicas", replicas, 1, 1024)
         self.config = config = EngineConfig(model, **options)
         new_router(router, 16)  # before anything starts
         directory = resolve(config.model, config.revision)  # downloaded once, for all processes
         model_config = read_config(directory)
-        # Every process that starts gets these as they are then: see `set_tenant_weights`.
         sent = {"model": model, **_sendable_options(config, options, replicas)}
-        self._sent_options = sent
-        self._connections: list[EngineConnection] = []
-        self._engines = self._connections
-        self._finalizer = weakref.finalize(self, _close, self._connections)
+        starts = [
+            frames.Start(sent, stream_interval_s, log_format, replica, replicas)
+            for replica in range(replicas)
+        ]
+        self._supervisor = Supervisor(starts, router, terms, config.max_waiting)
+        self._engines = self._supervisor.replicas
+        self._finalizer = weakref.finalize(self, self._supervisor.close)
         try:
-            for replica in range(replicas):
-                start = frames.Start(sent, stream_interval_s, log_format, replica, replicas)
-                self._connections.append(EngineConnection(start))
             self.text = ModelText(config, directory, model_config)  # while the engines start
-            ready = [connection.wait_ready() for connection in self._connections]
+            ready = self._supervisor.wait_ready()
         except BaseException:
             self._finalizer()
             raise
-        self._router = new_router(router, ready[0].block_size)
         # With shares of one machine's memory, engines may have caches of different sizes.
         self.max_model_len = min(each.max_model_len for each in ready)
         self.prompts = self.text.new_parser(self.max_model_len)
         self._description = ready[0].description
-        self._keys = itertools.count()
         self._ids = itertools.count()
         self.budget = AnswerBudget()
-        self._attached: asyncio.Future[Any] | None = None  # to an event loop
 
     async def _abort(self, request_id: str) -> None:
-        if (connection := self._holder(request_id)) is not None:
-            connection.end(request_id)
+        self._supervisor.end(request_id)
 
     async def stats_by_engine(self) -> list[EngineStats]:
         """Return the stats of each engine process as of its last heartbeat, at most a second old."""
         await self._attach()
-        return [connection.stats for connection in self._connections]
+        return [replica.stats for replica in self._supervisor.replicas]
 
     async def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
         """Divide the engines among tenants by these weights, as `LLMEngine.set_tenant_weights` does.
@@ -114,19 +122,18 @@ class EngineClient(AsyncEngine[EngineConnection]):
         """
         check_policy(self.config.scheduling_policy, weights)
         await self._attach()
-        self._sent_options["tenant_weights"] = dict(weights)
-        for connection in self._running():
-            connection.tell(frames.Weigh(dict(weights)))
+        for engine in self._running():
+            engine.set_tenant_weights(weights)
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes of all engines. Running requests keep their blocks."""
         await self._attach()
-        for connection in self._running():
-            connection.tell(frames.ForgetPrefixes())
+        for engine in self._running():
+            engine.reset_prefix_cache()
 
     def describe(self) -> str:
         """Return a line about the model and its KV cache."""
-        num = len(self._connections)
+        num = len(self._engines)
         return self._description if num == 1 else f"{num} engines, each {self._description}"
 
     def shutdown(self) -> None:
@@ -138,8 +145,7 @@ class EngineClient(AsyncEngine[EngineConnection]):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for connection in self._connections:
-            await connection.aclose()
+        await self._supervisor.aclose()
         self.shutdown()
 
     def count_together(self, streams: Sequence[RequestStream], *, is_whole: bool) -> None:
@@ -155,17 +161,10 @@ class EngineClient(AsyncEngine[EngineConnection]):
 
     async def _attach(self) -> None:
         """Bind the client to the running event loop. Raises UsageError in another one."""
-        loop = asyncio.get_running_loop()
-        if self._attached is None:
-            attaching = (connection.attach(loop) for connection in self._connections)
-            self._attached = asyncio.gather(*attaching)
-        elif self._attached.get_loop() is not loop:
-            raise UsageError("an EngineClient serves one event loop, that of its first call")
-        if not self._attached.done():
-            await asyncio.shield(self._attached)
+        await self._supervisor.attach()
 
     def _next_id(self) -> str:
-        return next(i for i in map(str, self._ids) if self._holder(i) is None)
+        return next(i for i in map(str, self._ids) if self._supervisor.unfinished(i) is None)
 
     def _prepare(self, spec: RequestSpec) -> RequestSpec:
         """Return the request with its prompt parsed. What else takes long, the processes prepare."""
@@ -175,19 +174,10 @@ class EngineClient(AsyncEngine[EngineConnection]):
         assert not isinstance(spec.prompt, Prepared)
         return replace(spec, prompt=self.prompts.parse(spec.prompt, spec.sampling_params.cache_salt))
 
-    def _choose(self, token_ids: Sequence[int]) -> EngineConnection:
-        running = self._running()
-        if len(self._connections) == 1:
-            return running[0]
-        # A process that hangs gets requests only if all do.
-        fit = [connection for connection in running if not connection.hangs] or running
-        # A router knows replicas by their number; one that is not fit is never the least loaded.
-        loads = [each.load if each in fit else 2**62 for each in self._connections]
-        for _ in self._connections:
-            chosen = self._connections[self._router.choose(token_ids, loads)]
-            if chosen in fit:
-                return chosen
-        return min(fit, key=lambda connection: connection.load)
+    def _choose(self, token_ids: Sequence[int]) -> SupervisedEngine | None:
+        """Return the engine for a prompt; None while none can have it. Raises EngineDeadError."""
+        self._supervisor.check()
+        return self._supervisor.choose(token_ids)
 
     def _begin(self, request_id: str, spec: RequestSpec, account: AnswerAccount | None) -> SentRequest:
         parsed = spec.prompt
@@ -208,50 +198,81 @@ class EngineClient(AsyncEngine[EngineConnection]):
         inbox = Inbox(request_id, parsed.text, parsed.token_ids, kind, account=account, in_full=in_full)
         sent = params if in_full else _sent_as(params)
         wire = frames.params_to_wire(replace(sent, timeout_s=spec.timeout_s))
-        arguments = (parsed.token_ids, parsed.namespace, wire, spec.tenant, given)
-        order = frames.Generate(next(self._keys), request_id, *arguments)
-        return self._send(self._choose(parsed.token_ids), order, inbox)
+        order = frames.Generate(
+            self._supervisor.next_key(),
+            request_id,
+            parsed.token_ids,
+            parsed.namespace,
+            wire,
+            spec.tenant,
+            given,
+            is_whole=_comes_whole(sent, kind),
+        )
+        request = SentRequest(self._supervisor, order, inbox, params)
+        self._supervisor.begin(request, self._choose(parsed.token_ids))
+        return request
 
     def _begin_report(
-        self, engine: EngineConnection, request_id: str, spec: EmbeddingSpec | ScoreSpec, terms: ReportTerms
+        self,
+        engine: SupervisedEngine | None,
+        request_id: str,
+        spec: EmbeddingSpec | ScoreSpec,
+        terms: ReportTerms,
     ) -> SentRequest:
         order: frames.Embed | frames.ScoreTokens
         if isinstance(spec, EmbeddingSpec):
-            order = frames.Embed(next(self._keys), request_id, spec, terms)
+            order = frames.Embed(self._supervisor.next_key(), request_id, spec, terms)
         else:
-            order = frames.ScoreTokens(next(self._keys), request_id, spec, terms)
+            order = frames.ScoreTokens(self._supervisor.next_key(), request_id, spec, terms)
         inbox = Inbox(request_id, None, spec.prompt.token_ids, RequestOutputKind.FINAL_ONLY)
-        return self._send(engine, order, inbox)
+        request = SentRequest(self._supervisor, order, inbox)
+        self._supervisor.begin(request, engine)
+        return request
 
     async def _fork(self, request_id: str, new_request_id: str, params: SamplingParams | None) -> SentRequest:
-        connection = self._holder(request_id)
-        parent = None if connection is None else connection.unfinished(request_id)
-        if connection is None or parent is None:
-            self._running()  # raises if all have ended
+        self._supervisor.check()
+        parent = self._supervisor.unfinished(request_id)
+        if parent is None:
             raise RequestError(f"there is no unfinished request {request_id!r} to fork")
-        kind = parent.kind if params is None else params.output_kind
-        wire = None if params is None else frames.params_to_wire(_sent_as(params))
-        account = self._new_account(kind)
-        inbox = Inbox(new_request_id, parent.prompt, parent.token_ids, kind, account=account)
-        order = frames.Fork(next(self._keys), request_id, new_request_id, wire)
-        return self._send(connection, order, inbox)
-
-    def _send(
-        self,
-        connection: EngineConnection,
-        order: frames.Generate | frames.Fork | frames.Embed | frames.ScoreTokens,
-        inbox: Inbox,
-    ) -> SentRequest:
-        if self._holder(inbox.request_id) is not None:
-            raise RequestError(f"request id {inbox.request_id!r} is in use by an unfinished request")
-        return connection.begin(order, inbox)
+        if parent.params is None or not isinstance(parent.order, frames.Generate):
+            raise RequestError(f"request {request_id!r} generates nothing, and cannot be forked")
+        if params is None:
+            own = replace(parent.params, seed=None)
+            kind = parent.inbox.kind
+        else:
+            own = replace(params, priority=params.priority or parent.params.priority)
+            kind = params.output_kind
+        sent = _sent_as(own)
+        wire = None if params is None else frames.params_to_wire(sent)
+        key = self._supervisor.next_key()
+        timeout_s = parent.left_s if own.timeout_s is None or params is None else own.timeout_s
+        order = frames.Generate(
+            key,
+            new_request_id,
+            parent.order.token_ids,
+            parent.order.namespace,
+            frames.params_to_wire(replace(sent, timeout_s=timeout_s)),
+            parent.order.tenant,
+            [],
+            is_whole=_comes_whole(sent, kind),
+        )
+        inbox = Inbox(
+            new_request_id,
+            parent.inbox.prompt,
+            parent.inbox.token_ids,
+            kind,
+            account=self._new_account(kind),
+            in_full=params is None and parent.inbox.in_full,
+        )
+        fork = frames.Fork(key, request_id, new_request_id, wire)
+        request = SentRequest(self._supervisor, order, inbox, own, fork=fork)
+        # Where other stop strings begin to count, the engine process alone knows.
+        request.is_bound = parent.is_bound or own.stop != parent.params.stop
+        self._supervisor.fork(request, parent)
+        return request
 
     def _new_account(self, kind: RequestOutputKind) -> AnswerAccount:
         return AnswerAccount(self.budget, is_whole=not comes_in_parts(kind))
-
-    def _holder(self, request_id: str) -> EngineConnection | None:
-        """Return the process that computes the unfinished request with this id."""
-        return next((each for each in self._connections if each.unfinished(request_id) is not None), None)
 
 
 show_arguments_of(EngineConfig, EngineClient.__init__)
@@ -277,17 +298,16 @@ def _sendable_options(config: EngineConfig, options: dict[str, Any], replicas: i
     return sent
 
 
-def _close(connections: list[EngineConnection]) -> None:
-    for connection in connections:
-        connection.close()
-
-
 def _sent_as(params: SamplingParams) -> SamplingParams:
     """Return parameters for an engine process, which sends only what is new.
 
-    Log-probabilities are sent as they come, so that they are counted before they are too many.
+    What has come is what another process would go on from. The best of several samples are known at the end.
     """
-    is_large = params.logprobs is not None and params.output_kind is RequestOutputKind.FINAL_ONLY
-    if params.output_kind is RequestOutputKind.CUMULATIVE or is_large:
+    if params.output_kind is RequestOutputKind.CUMULATIVE or params.best_of is None:
         return replace(params, output_kind=RequestOutputKind.DELTA)
     return params
+
+
+def _comes_whole(sent: SamplingParams, kind: RequestOutputKind) -> bool:
+    """Return whether new tokens come for the case alone that their process ends."""
+    return sent.output_kind is RequestOutputKind.DELTA and not comes_in_parts(kind)

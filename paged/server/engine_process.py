@@ -28,7 +28,7 @@ from ..engine.request_spec import ReportSpec, RequestSpec
 from ..engine.scoring import ScoreOutput
 from ..errors import ConfigError, EngineDeadError, PagedError, QueueFullError
 from ..requests.request import Logprob, Request, RequestOutput
-from ..sampling_params import SamplingParams
+from ..sampling_params import RequestOutputKind, SamplingParams
 from ..text.prompt_parser import ParsedPrompt
 from . import frames
 from .interpreter import Garbage, switch_often
@@ -39,6 +39,7 @@ from .telemetry.log_queue import log_to_stderr, log_uncaught_errors
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+WHOLE_S = 1.0  # between two outputs of a request whose reader gets all of it at the end
 STATS_S = 0.25  # they are collected at most this often
 MOST_PREPARED = 2  # requests with a grammar or long texts that are prepared beside the steps
 RECEIVED_BYTES = 2**16
@@ -77,8 +78,10 @@ def end_with_front_end(connection: socket.socket) -> None:
 class FrameOutbox(Recipient):
     """The outbox of one request: puts its outputs into the frame of the step."""
 
-    def __init__(self, key: int, request_id: str, server: EngineServer) -> None:
+    def __init__(self, key: int, request_id: str, server: EngineServer, *, is_whole: bool = False) -> None:
         super().__init__()
+        self._is_whole = is_whole
+        self._put_at = time.monotonic()
         self.key = key
         self.request_id = request_id
         self._server = server
@@ -86,8 +89,15 @@ class FrameOutbox(Recipient):
         self.is_held = False  # its reader is slow
         self._sent_metrics = False
 
+    def wants(self, kind: RequestOutputKind) -> bool:
+        """Return whether outputs of an unfinished request should be put now."""
+        if self._is_whole and time.monotonic() - self._put_at < WHOLE_S:
+            return False
+        return super().wants(kind)
+
     def put(self, output: RequestOutput) -> None:
         """Add an output to the frame."""
+        self._put_at = time.monotonic()
         self._server.forget(self, output.finished)
         first = not self._sent_metrics
         self._sent_metrics = True
@@ -204,8 +214,12 @@ class EngineServer:
         except BaseException:
             logger.exception("the orders of the front end cannot be read")
         finally:
-            logging.shutdown()  # writes what is buffered
-            os._exit(code)
+            self.end(code)
+
+    def end(self, code: int) -> None:
+        """End the process."""
+        logging.shutdown()  # writes what is buffered
+        os._exit(code)
 
     def _take(self, order: frames.Order | frames.Refused) -> None:
         match order:
@@ -256,13 +270,14 @@ class EngineServer:
         self._submit(add, outbox)
 
     def _generate(self, order: frames.Generate) -> None:
-        outbox = self._outboxes[order.key] = FrameOutbox(order.key, order.request_id, self)
+        outbox = FrameOutbox(order.key, order.request_id, self, is_whole=order.is_whole)
+        self._outboxes[order.key] = outbox
         try:
             params = frames.params_from_wire(order.params)
         except PagedError as error:
             outbox.fail(error)
             return
-        most = self.engine.config.max_waiting
+        most = None if order.resumed is not None else self.engine.config.max_waiting
         deadline = Deadline(params.timeout_s)
 
         def add(spec: RequestSpec) -> None:
@@ -299,8 +314,14 @@ class EngineServer:
 
     def _prepared(self, order: frames.Generate, params: SamplingParams) -> RequestSpec:
         prompt = ParsedPrompt(None, order.token_ids, order.namespace)
-        given = order.generated_token_ids
-        return self.loop.prepare(RequestSpec(prompt, params, tenant=order.tenant, generated_token_ids=given))
+        spec = RequestSpec(
+            prompt,
+            params,
+            tenant=order.tenant,
+            generated_token_ids=order.generated_token_ids,
+            resumed=order.resumed,
+        )
+        return self.loop.prepare(spec)
 
     def _fork(self, order: frames.Fork) -> None:
         outbox = self._outboxes[order.key] = FrameOutbox(order.key, order.new_request_id, self)
@@ -335,7 +356,8 @@ class EngineServer:
 
     def _beat(self) -> None:
         while self.loop.dead is None:
-            self.link.send(frames.Heartbeat(self.engine.scheduler.counters.num_steps, self.stats))
+            step = self.engine.scheduler.counters.num_steps
+            self.link.send(frames.Heartbeat(step, self.stats, not self.loop.is_waiting))
             self._garbage.collect(is_idle=not self.engine.core.has_work())
             time.sleep(HEARTBEAT_S)
 

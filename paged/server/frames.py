@@ -15,7 +15,7 @@ import msgspec
 
 from ..base.validation import MAX_INT
 from ..engine.embedding import EmbeddingRequestOutput, EmbeddingSpec
-from ..engine.request_spec import ReportTerms
+from ..engine.request_spec import ReportTerms, SampleSoFar
 from ..engine.scoring import ScoreOutput, ScoreSpec
 from ..errors import RequestError
 from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, RequestMetrics
@@ -71,6 +71,8 @@ class Generate(Frame):
     """Add a request.
 
     namespace: what the KV of the prompt depends on besides its tokens.
+    resumed: the samples that go on, where the process that had the request has ended.
+    is_whole: whether its reader gets one output, so that what is new need not be sent often.
     """
 
     key: int
@@ -80,6 +82,8 @@ class Generate(Frame):
     params: Params  # type: ignore[valid-type]
     tenant: str
     generated_token_ids: list[int]
+    resumed: list[SampleSoFar] | None = None
+    is_whole: bool = False
 
 
 class Fork(Frame):
@@ -221,12 +225,14 @@ class Answer(Frame):
 class Heartbeat(Frame):
     """Sent every second by a thread of its own, as a step may take longer.
 
-    step: the number of steps begun.
+    step: the number of steps so far.
     stats: as of the last step that ended.
+    is_busy: whether a step is being computed, or the next one is prepared.
     """
 
     step: int
     stats: EngineStats
+    is_busy: bool
 
 
 class Dead(Frame):

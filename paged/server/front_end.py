@@ -53,11 +53,14 @@ class FrontEnd:
     observers: of each request's beginning and end.
     body_budget: of the bodies of requests in progress.
     response_budget: of the whole responses that are being sent.
-    is_stopping: whether the server ends, so that new requests are refused.
     is_paused: whether the operator lets new requests be refused.
-    drain: ends the server.
+    drain: begins to end the server.
     keys: of the tenants; None if there are none.
     gate: which requests may use which routes.
+    is_draining: whether the server is about to end, so that it is not ready.
+    is_closed: whether new requests are refused.
+    is_stopping: whether the requests in progress end.
+    num_accepted: requests that were accepted, and have no whole response yet.
 
     Raises ConfigError for a wrong keys file.
     """
@@ -110,6 +113,9 @@ class FrontEnd:
         self._deaths: set[str] = set()  # messages of engines that have stopped, logged here
         self._open: dict[RequestRecord, None] = {}  # of requests that are being answered, the oldest first
         self._num_preparing = 0
+        self.num_accepted = 0
+        self.is_draining = False
+        self.is_closed = False
         self.is_stopping = False
 
     def names_for(self, key: KeyUsage | None) -> Sequence[str]:
@@ -130,9 +136,9 @@ class FrontEnd:
             )
 
     def check_serving(self) -> None:
-        """Raise EngineDeadError or HttpError if no request can be served now."""
-        if self.is_stopping:
-            raise EngineDeadError(STOPPING)
+        """Raise HttpError or EngineDeadError if no request can be served now."""
+        if self.is_closed:
+            raise HttpError(503, STOPPING, headers=((b"connection", b"close"),))
         if self.is_paused:
             raise HttpError(503, "the server is paused by its operator; try again later")
         if self.engine.dead_error is not None:
@@ -171,6 +177,8 @@ class FrontEnd:
         Raises RequestError and its like if the body is wrong, EngineDeadError if no request can be served.
         """
         self.check_serving()
+        exchange.is_accepted = True
+        self.num_accepted += 1
         limits = self._limits
         call = await exchange.read_json(lambda body: parse_call(path, body, limits))
         assert isinstance(call, kind)
@@ -286,6 +294,7 @@ class FrontEnd:
 
     def end(self, exchange: Exchange, status: int, error: BaseException | None) -> None:
         """End the record of a request, or count a request that has none."""
+        self.num_accepted -= exchange.is_accepted
         self._give_back(exchange, status)
         limited = RATE_LIMIT if isinstance(error, RateLimitError) else None
         if exchange.record is not None:
@@ -362,6 +371,8 @@ class FrontEnd:
     def stop(self) -> None:
         """Refuse new requests, and end the requests in progress."""
         if not self.is_stopping:
+            self.is_draining = True
+            self.is_closed = True
             self.is_stopping = True
             # It may block: it waits for the engine's thread or process to end.
             asyncio.get_running_loop().run_in_executor(None, self.engine.shutdown)

@@ -93,7 +93,7 @@ class Inbox:
         account: AnswerAccount | None = None,
         in_full: bool = False,
     ) -> None:
-        self._in_full = in_full
+        self.in_full = in_full
         self.account = AnswerAccount(AnswerBudget()) if account is None else account
         self.comes_in_parts = comes_in_parts(kind)
         self._ledger = AnswerLedger(self.account, comes_in_parts=self.comes_in_parts)
@@ -112,7 +112,7 @@ class Inbox:
 
     def put(self, new: frames.Output) -> int:
         """Add an output. Return how many tokens it has."""
-        if self._in_full:
+        if self.in_full:
             self._ledger.replace_outputs()
             self._samples = []
         while len(self._samples) < len(new.completions):
@@ -135,6 +135,20 @@ class Inbox:
         self._prompt_logprobs = self._prompt_logprobs or frames.Places()
         self._prompt_logprobs.add(places)
         self._ledger.add_prompt(bytes_of(places))
+
+    @property
+    def has_whole_prompt(self) -> bool:
+        """Whether all log-probabilities of the prompt have come."""
+        return self._whole_prompt() is not None
+
+    def drop_prompt(self) -> None:
+        """Drop the log-probabilities of the prompt, which are computed again."""
+        self._prompt_logprobs = None
+        self._ledger.drop_prompt()
+
+    def text(self) -> str:
+        """Return the text of the only sample so far."""
+        return self._samples[0].text if self._samples else ""
 
     def refusal(self) -> RequestError | None:
         """Return why an answer that its reader gets as a whole has become too large; else None."""

@@ -20,6 +20,7 @@ from ..protocol.chat_output.chat_format import check_parsers
 from ..protocol.limits import MAX_PROMPTS
 from ..routing.router import ROUTERS
 from ..sampling_params import MAX_LOGPROBS
+from .restart_terms import DEFAULT_TERMS, RestartTerms
 
 # Of each engine, by default. The MAX_PROMPTS prompts of one body must fit an idle engine's queue, or it would
 # be refused each time; beside it there is room for those of another one, or of as many clients.
@@ -101,6 +102,12 @@ class ServeOptions:
     metrics_prefix: of the names at /metrics; vllm makes them those of vLLM.
     log_format: of the line that each request writes to the log, "text" or "json".
     otlp_traces_endpoint: the URL of a collector to which a span of each request is sent.
+    resume: let the requests of an engine process that ends go on in another one; else they end with an error.
+    max_restarts: how often a process is replaced within ten minutes, before the server ends with exit code 1.
+    step_timeout: seconds after which a process whose step does not end is replaced.
+    drain_delay: seconds from SIGTERM, when /ready is 503, until new requests are refused; a load balancer
+        needs the interval of its checks.
+    drain_timeout: seconds from then on in which the requests in progress may finish, before they are ended.
 
     Raises ConfigError naming the value and what is allowed.
     """
@@ -139,6 +146,11 @@ class ServeOptions:
     metrics_prefix: str = "paged"
     log_format: Literal["text", "json"] = "text"
     otlp_traces_endpoint: str | None = None
+    resume: bool = DEFAULT_TERMS.resume
+    max_restarts: int = DEFAULT_TERMS.max_restarts
+    step_timeout: float = DEFAULT_TERMS.step_timeout
+    drain_delay: float = 0.0
+    drain_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         for name in (*_TEXTS, *_OPTIONAL_TEXTS):
@@ -159,6 +171,9 @@ class ServeOptions:
         check_int(ConfigError, "max_request_bytes", self.max_request_bytes, 1024)
         for name in _TIMEOUTS:
             check_number(ConfigError, name, getattr(self, name), 0.001)
+        RestartTerms(resume=self.resume, max_restarts=self.max_restarts, step_timeout=self.step_timeout)
+        for name in ("drain_delay", "drain_timeout"):
+            check_number(ConfigError, name, getattr(self, name), 0.0)
         if self.max_connections is not None:
             check_int(ConfigError, "max_connections", self.max_connections, 1)
         self._check_keys()

@@ -204,10 +204,10 @@ class _Progress:
         self._starts_text = wants and special.issuperset(request.inputs.prompt_token_ids)
         # Those that are readable, without the first _num_dropped.
         self._logprobs: list[dict[int, Logprob]] = []
-        self._num_dropped = 0
+        self._num_dropped = request.inputs.num_given_tokens if wants else 0
         # The sum of the first _num_summed log-probabilities, extended by each output.
-        self._cumulative = 0.0
-        self._num_summed = 0
+        self._cumulative = request.inputs.given_logprob
+        self._num_summed = request.inputs.num_given_tokens
         self._num_characters_shown = 0
         self._num_tokens_shown = request.inputs.num_given_tokens
         if self.transcript is not None and self._num_tokens_shown:

@@ -8,6 +8,7 @@ import gc
 import inspect
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -25,6 +26,7 @@ from paged import (
     LLMEngine,
     QueueFullError,
     RequestError,
+    RequestKillsEngineError,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -39,6 +41,7 @@ from paged.server.engine_process import take_share
 from paged.server.inbox import Inbox
 from paged.text.prompt_parser import ParsedPrompt
 from tests.support.failing_engine_process import SLOW, UNLUCKY
+from tests.support.mortal_engines import processes
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 OPTIONS: dict[str, Any] = {"num_blocks": 512, "num_threads": 1, "max_num_seqs": 64, "max_waiting": 256}
@@ -89,8 +92,9 @@ def engine(shared) -> Iterator[Any]:
     yield shared
     stats = run(shared.stats())
     if isinstance(shared, EngineClient):
-        for each in shared._connections:
-            assert (each.load, each._inboxes, each._keys) == (0, {}, {})
+        assert (shared._supervisor._requests, shared._supervisor._waiting) == ({}, {})
+        for each in shared._supervisor.replicas:
+            assert (each.connection.load, each.connection.requests) == (0, {})
     assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
 
@@ -415,7 +419,7 @@ def test_heartbeats_keep_coming_while_a_step_runs(monkeypatch):
 
     async def main() -> None:
         async with EngineClient("demo", **OPTIONS) as client:
-            (process,) = client._connections
+            process = client._supervisor.replicas[0].connection
             task = asyncio.create_task(anext(client.generate([5] * SLOW, replace(LONG, max_tokens=1))))
             heard = set()
             while not task.done():
@@ -430,25 +434,24 @@ def test_heartbeats_keep_coming_while_a_step_runs(monkeypatch):
     run(main())
 
 
-def test_a_killed_process_fails_its_requests_alone():
+def test_without_resumption_a_killed_process_fails_its_requests_alone():
+    """And without restarts no other request is served from then on."""
+
     async def main() -> None:
-        async with EngineClient("demo", replicas=2, router="round-robin", **OPTIONS) as client:
+        options = {**OPTIONS, "replicas": 2, "router": "round-robin"}
+        async with EngineClient("demo", resume=False, max_restarts=0, **options) as client:
             streams = [client.generate("x", LONG) for _ in range(4)]
             await asyncio.gather(*map(anext, streams))
             assert [stream.replica for stream in streams] == [0, 1, 0, 1]
-            os.kill(client._connections[0]._process.pid, signal.SIGKILL)
+            os.kill(processes(client)[0].pid, signal.SIGKILL)
             results = await asyncio.gather(*map(read, streams), return_exceptions=True)
             dead = [result for result in results if isinstance(result, EngineDeadError)]
             assert ["SIGKILL" in str(error) for error in dead] == [True, True]
-            assert client.is_running
-            assert client.errored
             first, _ = await client.stats_by_engine()
             assert (first.num_running, first.num_used_blocks, first.num_free_blocks) == (0, 0, 512)
-            for _ in range(3):  # to the process that is left
-                assert len((await read(client.generate("x", VARIANTS[0])))[-1].outputs[0].token_ids) == 9
-            os.kill(client._connections[1]._process.pid, signal.SIGKILL)
             while client.is_running:
                 await asyncio.sleep(0.01)
+            assert client.errored
             with pytest.raises(EngineDeadError, match="SIGKILL"):
                 await anext(client.generate("x", LONG))
             with pytest.raises(EngineDeadError):
@@ -465,7 +468,7 @@ def test_streams_that_are_collected_while_their_engine_ends_hold_nobody(monkeypa
         fail(inbox, error)
 
     async def main() -> None:
-        async with EngineClient("demo", **OPTIONS) as client:
+        async with EngineClient("demo", resume=False, **OPTIONS) as client:
             streams = [client.generate("x", LONG) for _ in range(4)]
             for stream in streams:
                 await anext(stream)
@@ -475,32 +478,35 @@ def test_streams_that_are_collected_while_their_engine_ends_hold_nobody(monkeypa
             await asyncio.sleep(0)
             monkeypatch.setattr(Inbox, "fail", failing)
             del stream, streams
-            os.kill(client._connections[0]._process.pid, signal.SIGKILL)
+            os.kill(processes(client)[0].pid, signal.SIGKILL)
             ends = await asyncio.gather(*readers, return_exceptions=True)
             assert [type(end) for end in ends] == [EngineDeadError] * 2
 
     run(main())
 
 
-def test_a_step_that_raises_ends_the_engine_with_its_error(monkeypatch):
+def test_a_request_that_ends_each_process_is_refused_alone(sync, monkeypatch):
+    """The other one goes on, through three deaths, with the tokens that it would have had."""
     monkeypatch.setattr(connection, "ENGINE_PROCESS", "tests.support.failing_engine_process")
+    (whole,) = sync.generate([[5]], LONG, use_tqdm=False)
 
     async def main() -> None:
         async with EngineClient("demo", **OPTIONS) as client:
-            stream = client.generate([5], LONG)
-            await anext(stream)
-            with pytest.raises(EngineDeadError, match="RuntimeError: a step that fails"):
+            reader = asyncio.create_task(read(client.generate([5], LONG)))
+            while not client._supervisor.replicas[0].connection.load:
+                await asyncio.sleep(0.01)
+            with pytest.raises(RequestKillsEngineError, match="3 engine processes ended"):
                 await anext(client.generate([5] * UNLUCKY, LONG))
-            with pytest.raises(EngineDeadError, match="a step that fails"):
-                await read(stream)
-            assert client.errored
+            assert (await reader)[-1].outputs == whole.outputs
+            stats = await client.stats()
+            assert (stats.num_restarts, stats.num_blocks) == (3, OPTIONS["num_blocks"])
 
     run(main())
 
 
 def test_shutdown_ends_readers_and_processes():
     client = EngineClient("demo", **OPTIONS)
-    process = client._connections[0]._process
+    (process,) = processes(client)
 
     async def main() -> None:
         stream = client.generate("x", LONG)
@@ -521,18 +527,20 @@ def test_shutdown_ends_readers_and_processes():
 def test_the_engine_process_ends_with_its_parent(when):
     """However the parent ends: it is killed, while the engine starts or amid a step."""
     script = f"""
-        import asyncio, os
+        import asyncio, os, socket
         from paged import SamplingParams
         from paged.server import engine_client, connection
 
-        def tell(client_or_connection):
-            print(client_or_connection._process.pid, flush=True)
+        listener = socket.create_server(("127.0.0.1", 0))
+
+        def tell(connection):
+            print(connection._process.pid, listener.getsockname()[1], flush=True)
 
         async def main():
             client = engine_client.EngineClient("demo", num_blocks=512)
             stream = client.generate("x", SamplingParams(max_tokens=4000, ignore_eos=True))
             await anext(stream)
-            tell(client._connections[0])
+            tell(client._supervisor.replicas[0].connection)
             await asyncio.sleep(60)
 
         if {when == "starting"}:
@@ -545,8 +553,9 @@ def test_the_engine_process_ends_with_its_parent(when):
         [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
     )
     with parent:
-        pid = int(parent.stdout.readline())
+        pid, port = map(int, parent.stdout.readline().split())
         parent.kill()
+    socket.create_server(("127.0.0.1", port)).close()  # the engine process holds no socket of the front end
     for _ in range(600):
         try:
             with open(f"/proc/{pid}/stat") as file:

@@ -159,7 +159,7 @@ def test_models_and_state(engine):
             assert served.request("GET", path)[0] == 200
         assert served.request("HEAD", "/health")[::2] == (200, b"")
         assert served.post(COMPLETION, model="b", prompt="a", max_tokens=1)["model"] == "a"
-        served.front.is_stopping = True
+        served.front.is_draining = served.front.is_closed = True
         for method, path, body in [("GET", "/ready", None), ("POST", COMPLETION, {"prompt": "a"})]:
             status, headers, _ = served.request(method, path, body)
             assert (status, headers["retry-after"]) == (503, "1")

@@ -7,12 +7,14 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from paged.server import connection
+from paged.server import connection, supervised_engine, supervisor
 from paged.server.engine_client import EngineClient
 from tests.server.test_refusals import LONG, posted
+from tests.support.mortal_engines import processes
 from tests.support.served import Served, eventually, serving
 
 OPTIONS = {"device": "cpu", "num_threads": 1, "num_blocks": 256, "max_num_seqs": 1}
@@ -66,48 +68,63 @@ def test_what_a_client_leaves_counts_for_its_engine(pair):
     }
 
 
-def test_a_process_that_hangs_is_noticed_and_gets_no_requests_until_it_goes_on(pair, monkeypatch):
+def test_a_process_that_hangs_gets_no_requests_and_is_replaced(pair, monkeypatch):
     # Four heartbeats: on a busy machine the process that runs may miss one.
     monkeypatch.setattr(connection, "SILENT_S", 4.0)
+    monkeypatch.setattr(supervised_engine, "HANG_S", 1000.0)
+    monkeypatch.setattr(supervisor, "LOOK_S", 1000.0)
 
     def status(path: str) -> int:
         return pair.request("GET", path)[0]
 
     assert (status("/health"), status("/ready")) == (200, 200)
-    pids = [each._process.pid for each in pair.front.engine._connections]
-    os.kill(pids[1], signal.SIGSTOP)
-    try:
-        eventually(lambda: status("/health") == 503)
-        _, headers, data = pair.request("GET", "/health")
-        assert "engine process 1 has sent nothing for" in json.loads(data)["error"]["message"]
-        assert headers["retry-after"] == "1"
-        assert (status("/ready"), status("/metrics")) == (200, 200)
-        before = finished(pair)
-        pair.post("/v1/embeddings", input=[[8], [9], [10]])  # all by the other one
-        after = finished(pair)
-        assert {
-            key[0]: after[key] - before.get(key, 0) for key in after if after[key] != before.get(key)
-        } == {"0": 3}
-        os.kill(pids[0], signal.SIGSTOP)
-        eventually(lambda: status("/ready") == 503)
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-    eventually(lambda: (status("/health"), status("/ready")) == (200, 200))
+    first, second = processes(pair.front.engine)
+    os.kill(second.pid, signal.SIGSTOP)
+    eventually(lambda: not pair.front.engine._supervisor.replicas[1].is_fit)
+    assert (status("/health"), status("/ready"), status("/metrics")) == (200, 200, 200)
+    before = finished(pair)
+    pair.post("/v1/embeddings", input=[[8], [9], [10]])  # all by the other one
+    after = finished(pair)
+    assert {key[0]: after[key] - before.get(key, 0) for key in after if after[key] != before.get(key)} == {
+        "0": 3
+    }
+    monkeypatch.setattr(supervised_engine, "HANG_S", 4.0)
+    eventually(lambda: status("/health") == 503)  # in the moment before it is replaced
+    _, headers, data = pair.request("GET", "/health")
+    assert "engine process 1 has sent nothing for" in json.loads(data)["error"]["message"]
+    assert headers["retry-after"] == "1"
+    pair.loop.call_soon_threadsafe(pair.front.engine._supervisor.look)
+    eventually(lambda: pair.stats().num_restarts == 1)
+    assert (status("/health"), status("/ready")) == (200, 200)
+    eventually(lambda: all(each.is_fit for each in pair.front.engine._supervisor.replicas))
+    assert processes(pair.front.engine)[0] is first
+    assert second.poll() == -signal.SIGKILL
 
 
-def test_a_process_that_ends_is_logged_at_once_and_fails_the_health_check(caplog):
-    """Without a request that could find it: the others go on, and the server stays ready."""
-    engine = EngineClient("demo", replicas=2, router="round-robin", **OPTIONS)
-    with serving(engine, closes=True, replicas=2) as served:
-        assert served.request("GET", "/health")[0] == 200
-        os.kill(engine._connections[1]._process.pid, signal.SIGKILL)
-        eventually(lambda: served.request("GET", "/health")[0] == 503)
-        _, _, data = served.request("GET", "/health")
-        assert "an engine process has ended, others run" in json.loads(data)["error"]["message"]
-        assert served.request("GET", "/ready")[0] == 200
-        served.post("/v1/embeddings", input=[[8], [9], [10]])
+def test_a_killed_process_is_replaced_and_its_streams_go_on(pair, caplog):
+    """The counts of the metrics never fall, and an engine that is replaced fails neither probe."""
+    body = {"prompt": "def f(", "temperature": 0, "max_tokens": 1000, "ignore_eos": True}
+    whole = pair.post("/v1/completions", **body)
+    num_restarts = pair.stats().num_restarts
+    with ThreadPoolExecutor(2) as pool:
+        streams = [pool.submit(pair.events, "/v1/completions", **body) for _ in range(2)]
+        eventually(lambda: pair.stats().num_running == 2)
+        before = pair.stats()
+        for process in processes(pair.front.engine):
+            os.kill(process.pid, signal.SIGKILL)
+        eventually(lambda: pair.request("GET", "/ready")[0] == 503)
+        assert pair.request("GET", "/health")[0] == 200
+        for stream in streams:
+            *events, done = stream.result()
+            assert done == "[DONE]"
+            text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
+            assert text == whole["choices"][0]["text"]
+    after = pair.stats()
+    assert (after.num_restarts - num_restarts, after.num_resumed >= 2) == (2, True)
+    assert after.num_generated_tokens >= before.num_generated_tokens
+    assert pair.request("GET", "/ready")[0] == 200
     ended = [record.getMessage() for record in caplog.records if "has ended" in record.getMessage()]
-    assert ended == [
-        "engine process 1 has ended (by signal SIGKILL); make a new engine, or restart the server"
-    ]
+    assert all(
+        re.search(r"process \d has ended \(by signal SIGKILL\); \d of its \d requests", e) for e in ended
+    )
+    assert len(ended) == 2

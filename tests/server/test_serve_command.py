@@ -139,6 +139,8 @@ def test_the_environment():
         {"chat_template": 5},
         {"log_format": "xml"},
         {"stream_interval_s": -1},
+        {"drain_delay": -1},
+        {"drain_timeout": "x"},
     ],
     ids=str,
 )
@@ -252,8 +254,15 @@ def test_a_server_and_its_end():
             for _ in range(60):
                 with pytest.raises(urllib.error.HTTPError, match="401"):
                     urllib.request.urlopen(f"{url}/v1/models", timeout=20)
-            process.send_signal(signal.SIGTERM)
+            (engine,) = [each for each in children if "paged.server.engine_process" in each.cmdline()]
+            long = json.dumps({"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True}).encode()
+            request = urllib.request.Request(f"{url}/v1/completions", long, headers)
+            with urllib.request.urlopen(request, timeout=20) as response:
+                assert response.readline()
+                process.send_signal(signal.SIGTERM)
+                assert response.read().endswith(b"data: [DONE]\n\n")
             assert process.wait(20) == 0
+            assert not engine.is_running()
             rest = process.stderr.read()
             events = [*map(json.loads, rest.splitlines())]
             assert not any("traceback" in event for event in events)

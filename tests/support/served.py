@@ -117,7 +117,6 @@ def serving(
             new_app(end),
             chosen,
             on_start=lambda: None,
-            on_exit=lambda: None,
             on_refusal=end.observers.refused,
             metrics_app=new_metrics_app(end),
         )

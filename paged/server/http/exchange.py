@@ -48,6 +48,7 @@ class Exchange:
     request_id: in the response's header x-request-id: the client's own if it is short and printable.
     extra_headers: are added to the response.
     status: of the response, once it has begun.
+    is_accepted: whether the server answers it even while it shuts down.
     is_complete: whether the last part of the response was handed to the server.
     record: of the request, once its body was accepted.
     access: for which its key was checked; None where no route needs one.
@@ -68,6 +69,7 @@ class Exchange:
         "admission",
         "error",
         "extra_headers",
+        "is_accepted",
         "is_complete",
         "key",
         "max_body_bytes",
@@ -108,6 +110,7 @@ class Exchange:
         self.received = time.monotonic()
         self.extra_headers: list[Header] = []
         self.status: int | None = None
+        self.is_accepted = False
         self.is_complete = False
         self.record: RequestRecord | None = None
         self.access: Access | None = None

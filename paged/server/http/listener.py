@@ -7,10 +7,8 @@ import contextlib
 import errno
 import os
 import resource
-import signal
 import socket
 import stat
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -165,10 +163,9 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn's server with connections of its own, which ends with exit code 0 on SIGTERM and Ctrl-C.
+    """Uvicorn's server with connections of its own. Signals are for `Drain`.
 
     on_start: is called when it listens.
-    on_exit: is called when it begins to end.
     on_refusal: is told of requests that do not reach the application; see `Connection`.
     metrics_app: answers the requests to --metrics-port.
     """
@@ -179,7 +176,6 @@ class Server(uvicorn.Server):
         options: ServeOptions,
         *,
         on_start: Callable[[], None],
-        on_exit: Callable[[], None],
         on_refusal: OnRefusal,
         metrics_app: ASGIApp | None = None,
     ) -> None:
@@ -201,7 +197,6 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._on_start = on_start
-        self._on_exit = on_exit
         self._context = ConnectionContext(
             app,
             on_refusal,
@@ -222,18 +217,8 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals while the server runs."""
-        if threading.current_thread() is not threading.main_thread():  # which gets all signals
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.stop)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+        """Leave the handlers of signals as they are."""
+        yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
@@ -264,9 +249,7 @@ class Server(uvicorn.Server):
                 )
             ) from None
 
-    def stop(self) -> None:
-        """Stop accepting connections, and end. A second call does not wait for responses."""
-        if self.should_exit:
-            self.force_exit = True
+    def stop(self, *, at_once: bool = False) -> None:
+        """Stop accepting connections, and end: once the responses are sent, or at once."""
         self.should_exit = True
-        self._on_exit()
+        self.force_exit = at_once

@@ -8,8 +8,7 @@ from ... import __version__
 from ...errors import EngineDeadError
 from ...protocol.endpoints import GET_MODEL
 from ...protocol.openapi import openapi
-from .. import connection
-from ..front_end import FrontEnd
+from ..front_end import STOPPING, FrontEnd
 from ..http.exchange import Exchange, encode_json
 from ..http.failures import HttpError
 from ..telemetry.metrics import CONTENT_TYPE
@@ -54,7 +53,7 @@ def _model(front: FrontEnd, name: str) -> dict[str, Any]:
 
 
 class HealthRoute:
-    """Whether all engine processes run: 200, or 503 if one has stopped or is silent."""
+    """Whether each engine process is alive, or being replaced in time: 200, or 503. Nothing is computed."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -62,35 +61,26 @@ class HealthRoute:
     async def __call__(self, exchange: Exchange) -> None:
         if self._front.engine.dead_error is not None:
             raise self._front.engine.dead_error
-        if self._front.engine.errored:
-            raise HttpError(503, "an engine process has ended, others run; the server's log says why")
-        silent = await self._front.engine.silent_s()
-        check_heard({replica: s for replica, s in silent.items() if s > connection.SILENT_S})
+        for trouble in await self._front.engine.troubles():
+            raise HttpError(503, trouble)
         await exchange.respond_json(200, {"status": "ok"})
 
 
 class ReadyRoute:
-    """Whether requests are accepted: 200, or 503 with the reason, such as that all processes are silent."""
+    """Whether requests are accepted: 200, or 503 with the reason, such as that all processes are replaced."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
 
     async def __call__(self, exchange: Exchange) -> None:
+        if self._front.is_draining:
+            raise HttpError(503, STOPPING)
         self._front.check_serving()
-        silent = await self._front.engine.silent_s()
-        if min(silent.values()) > connection.SILENT_S:
-            check_heard(silent)
+        if not await self._front.engine.is_fit():
+            raise HttpError(
+                503, "no engine process serves: all are being replaced, or have sent nothing lately"
+            )
         await exchange.respond_json(200, {"status": "ready"})
-
-
-def check_heard(silent: dict[int, float]) -> None:
-    """Raise HttpError, naming the engine process, if one has been silent for too long."""
-    for replica, seconds in silent.items():
-        raise HttpError(
-            503,
-            f"engine process {replica} has sent nothing for {seconds:.0f} s, and it sends a "
-            "heartbeat every second: it hangs, or the machine is overloaded",
-        )
 
 
 class VersionRoute:

@@ -154,6 +154,14 @@ TOTALS = (
         lambda s: {str(place): num for place, num in enumerate(s.num_accepted_at)},
         "position",
     ),
+    _counter(
+        "engine_restarts", "Times that the process of the engine was replaced.", lambda s: s.num_restarts
+    ),
+    _counter(
+        "requests_resumed",
+        "Requests that came from an engine process that had ended.",
+        lambda s: s.num_resumed,
+    ),
     MetricFamily(
         "iteration_tokens_total",
         "histogram",

@@ -1,0 +1,73 @@
+"""Drain: how the server ends on a signal, so that no request is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from types import TracebackType
+from typing import Self
+
+from .front_end import FrontEnd
+from .http.listener import Server
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+POLL_S = 0.02  # between two looks at the requests in progress
+
+logger = logging.getLogger(__name__)
+
+
+class Drain:
+    """Ends a server on SIGTERM and Ctrl-C, once its requests have finished. A context manager.
+
+    From the signal on the server is not ready. New requests are accepted for `delay_s` and then refused;
+    those in progress may take `timeout_s` from then on, and what is left of them ends with an error. A second
+    signal ends all at once.
+    """
+
+    def __init__(self, front: FrontEnd, server: Server, *, delay_s: float, timeout_s: float) -> None:
+        self._front = front
+        self._server = server
+        self._delay_s = delay_s
+        self._timeout_s = timeout_s
+        self._draining: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self.begin)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+        if self._draining is not None:
+            self._draining.cancel()
+
+    def begin(self) -> None:
+        """Begin to end. The second call ends at once."""
+        if self._draining is None:
+            self._front.is_draining = True
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
+            return
+        self._draining.cancel()
+        self._end(at_once=True)
+
+    async def _drain(self) -> None:
+        loop = asyncio.get_running_loop()
+        front = self._front
+        await asyncio.sleep(self._delay_s)
+        front.is_closed = True
+        if front.num_accepted:
+            logger.info("%d requests are finished before the server ends", front.num_accepted)
+        until = loop.time() + self._timeout_s
+        while front.num_accepted and loop.time() < until:
+            await asyncio.sleep(POLL_S)
+        if front.num_accepted:
+            logger.warning("%d requests end unfinished, as drain_timeout has passed", front.num_accepted)
+        self._end()
+
+    def _end(self, *, at_once: bool = False) -> None:
+        self._front.stop()
+        self._server.stop(at_once=at_once)

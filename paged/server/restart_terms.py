@@ -1,0 +1,32 @@
+"""RestartTerms: what is done when an engine process ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..base.validation import check_bool, check_int, check_number
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartTerms:
+    """Whether and when engine processes are replaced.
+
+    resume: whether the requests of a process that ends go on in another one.
+    max_restarts: of one engine within ten minutes; after that no engine can be had.
+    step_timeout: seconds after which a process whose step does not end is taken for one that hangs.
+
+    Raises ConfigError naming the value and what is allowed.
+    """
+
+    resume: bool = True
+    max_restarts: int = 5
+    step_timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_bool(ConfigError, "resume", self.resume)
+        check_int(ConfigError, "max_restarts", self.max_restarts, 0)
+        check_number(ConfigError, "step_timeout", self.step_timeout, 1.0)
+
+
+DEFAULT_TERMS = RestartTerms()

@@ -1,0 +1,306 @@
+"""SentRequest: a request on its way through one engine process, or several, one after another."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from ..engine.async_base import Deadline
+from ..engine.request_spec import SampleSoFar, closed_error
+from ..requests.request import RequestMetrics, RequestOutput
+from ..sampling_params import SamplingParams
+from . import frames
+from .inbox import Inbox
+
+Beginning = frames.Generate | frames.Embed | frames.ScoreTokens  # an order that begins a request
+
+
+class Carrier(Protocol):
+    """A process that has requests, as they know it."""
+
+    def abort(self, request: SentRequest) -> None:
+        """Abort a request whose reader is gone, or which another process gets."""
+
+    def end(self, request: SentRequest) -> None:
+        """Abort an unfinished request whose reader waits for its last output."""
+
+
+class Keeper(Protocol):
+    """Who brings requests to processes, as they know it."""
+
+    def next_key(self) -> int:
+        """Return a number by which frames may name a request."""
+
+    def unfinished(self, request_id: str) -> SentRequest | None:
+        """Return a request; None if it has finished, perhaps unread."""
+
+    def abort(self, request: SentRequest) -> None:
+        """Abort a request whose reader is gone."""
+
+    def call_in_loop(self, function: Callable[[], None]) -> None:
+        """Call a function in the event loop: at once if that runs here, otherwise soon."""
+
+
+@dataclass(slots=True)
+class _Sample:
+    """What an engine process has sent of one sample.
+
+    end: its last output without text and tokens, once it has ended.
+    """
+
+    token_ids: array[int] = field(default_factory=lambda: array("q"))
+    cumulative_logprob: float | None = None
+    end: frames.Completion | None = None
+
+    def add(self, new: frames.Completion) -> None:
+        self.token_ids.extend(new.token_ids)
+        self.cumulative_logprob = new.cumulative_logprob
+        if new.finish_reason is not None and self.end is None:
+            logprobs: list[frames.Place] | None = None if new.logprobs is None else []
+            self.end = msgspec.structs.replace(new, text="", token_ids=[], logprobs=logprobs)
+
+
+class _Times:
+    """The times of a request on the clock of the first engine process that told some.
+
+    The clocks of two processes do not compare. How much later another process got the request, the front end
+    knows.
+    """
+
+    def __init__(self) -> None:
+        self._sent_at = time.monotonic()  # to the process that has it
+        self._first: RequestMetrics | None = None  # as the first process told them last
+        self._first_sent_at = self._sent_at
+        self._is_first = True
+
+    def on_send(self) -> None:
+        """Record that a process gets the request."""
+        self._sent_at = time.monotonic()
+        if self._first is None:
+            self._first_sent_at = self._sent_at
+        else:
+            self._is_first = False
+
+    def of_first(self, told: RequestMetrics) -> RequestMetrics:
+        """Return what the present process told, on the clock of the first one."""
+        first = self._first
+        if first is None or self._is_first:
+            self._first = told
+            return told
+        later = first.arrival_time - told.arrival_time + self._sent_at - self._first_sent_at
+        return RequestMetrics(
+            first.arrival_time,
+            _moved(first.first_scheduled_time, told.first_scheduled_time, later),
+            _moved(first.first_token_time, told.first_token_time, later),
+            _moved(None, told.finished_time, later),
+            first.num_preemptions + told.num_preemptions,
+        )
+
+
+def _moved(known: float | None, told: float | None, later: float) -> float | None:
+    return known if known is not None or told is None else told + later
+
+
+class SentRequest:
+    """A request that an engine process computes, or will, and its outputs. A `RequestHandle`.
+
+    It keeps what another process needs to go on if this one ends: the order, and what was received.
+
+    order: begins the request; of a fork, once its tokens so far are known.
+    params: of an order to generate.
+    fork: the order of a fork.
+    is_bound: whether no other process can go on with it.
+    connection: the process that has it; None while it waits for one.
+    was_sent: whether a process has ever had it.
+    has_waited: whether it has ever waited for one.
+    num_deaths: how many processes ended while they had it.
+    is_alone: whether its process computes nothing else until its next token, as it may have ended others.
+    is_cleared: whether it got a token alone since the last death.
+    timer: ends it while it waits.
+    """
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        order: Beginning,
+        inbox: Inbox,
+        params: SamplingParams | None = None,
+        *,
+        fork: frames.Fork | None = None,
+    ) -> None:
+        self._keeper = keeper
+        self.order = order
+        self.params = params
+        self.fork = fork
+        self.is_bound = False
+        self.inbox = inbox
+        self.connection: Carrier | None = None
+        self.replica = 0
+        self.was_sent = False
+        self.has_waited = False
+        self.num_deaths = 0
+        self.is_alone = False
+        self.is_cleared = False
+        self.timer: asyncio.TimerHandle | None = None
+        self._has_output = False
+        self._times = _Times()
+        self._num_cached_tokens: int | None = None
+        self._num_samples = 0 if params is None else params.num_samples
+        self._begins_anew = params is None or params.best_of is not None  # the best are known at the end only
+        self._samples = [_Sample() for _ in range(0 if self._begins_anew else self._num_samples)]
+        timeout_s = _timeout_of(order)
+        self._deadline = None if timeout_s is None else Deadline(timeout_s)
+
+    # Of its reader
+
+    async def get(self) -> RequestOutput:
+        """Return the next output. The one before does not count any more: its reader has done with it."""
+        self.inbox.release()
+        return await self.inbox.get()
+
+    async def result(self) -> Any:
+        """Return what a request for a report on a prompt has found."""
+        await self.inbox.wait()
+        return self.inbox.result
+
+    def close(self) -> None:
+        """Abort the request if it is not finished, and drop what is held of it. From any thread."""
+        self._keeper.call_in_loop(self._close)
+
+    def _close(self) -> None:
+        self._keeper.abort(self)
+        self.inbox.fail(closed_error(self.request_id))  # to who still waits
+        self.inbox.give_back()
+
+    # Of its keeper
+
+    @property
+    def key(self) -> int:
+        """The number by which frames name it, since it was sent last."""
+        return self.order.key
+
+    @property
+    def request_id(self) -> str:
+        """Its id."""
+        return self.inbox.request_id
+
+    @property
+    def left_s(self) -> float | None:
+        """What is left of its timeout_s, which counts from its arrival."""
+        return None if self._deadline is None else self._deadline.left_s
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what ended the processes that had it."""
+        return self.num_deaths >= 2 and not self.is_cleared
+
+    @property
+    def follows(self) -> str | None:
+        """The id of the request whose process must get it: of a fork until its tokens are known."""
+        return None if self.fork is None or self._has_output else self.fork.request_id
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another process can make what this one would have made."""
+        if self.is_bound:
+            return False
+        return self.follows is None or self._keeper.unfinished(self.follows) is not None
+
+    def next_order(self) -> Beginning | frames.Fork:
+        """Return the order for the next process that gets it.
+
+        Each sending has a key of its own: the last output for an earlier one may still be on its way.
+        """
+        self._times.on_send()
+        if self.was_sent:
+            key = self._keeper.next_key()
+            self.order = msgspec.structs.replace(self.order, key=key)
+            self.fork = self.fork and msgspec.structs.replace(self.fork, key=key)
+        if self.fork is not None and self.follows is not None:
+            return self.fork
+        order = self.order
+        if self.has_waited and self._deadline is not None:
+            order = _with_timeout(order, self.left_s)
+        if not self.was_sent or not isinstance(order, frames.Generate):
+            return order
+        params = order.params
+        if self.inbox.has_whole_prompt:  # reported already
+            params = msgspec.structs.replace(params, prompt_logprobs=msgspec.UNSET)
+        else:
+            self.inbox.drop_prompt()
+        # Alone until its next token, which is so sent at once.
+        is_whole = order.is_whole and not self.is_alone
+        return msgspec.structs.replace(order, params=params, resumed=self._so_far(), is_whole=is_whole)
+
+    def _so_far(self) -> list[SampleSoFar]:
+        if self._begins_anew:
+            return [SampleSoFar(index, []) for index in range(self._num_samples)]
+        assert isinstance(self.order, frames.Generate)
+        given = [] if self.inbox.in_full and self._has_output else self.order.generated_token_ids
+        return [
+            SampleSoFar(index, [*given, *sample.token_ids], sample.cumulative_logprob)
+            for index, sample in enumerate(self._samples)
+            if sample.end is None
+        ]
+
+    def take(self, new: frames.Output) -> frames.Output:
+        """Record an output. Return it as the first process would have sent it."""
+        self._has_output = True
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = new.num_cached_tokens
+        completions: Sequence[frames.Completion] = new.completions
+        if not self._begins_anew:
+            completions = self._recorded(completions)
+        metrics = None if new.metrics is None else self._times.of_first(new.metrics)
+        return frames.Output(new.key, [*completions], new.finished, self._num_cached_tokens, metrics)
+
+    def _recorded(self, completions: Sequence[frames.Completion]) -> Sequence[frames.Completion]:
+        samples = self._samples
+        if self.inbox.in_full and completions:
+            samples[0].token_ids = array("q")
+        for completion in completions:
+            samples[completion.index].add(completion)
+        if len(completions) == len(samples) or not completions:
+            return completions
+        # Samples that had ended are unknown to this process.
+        by_index = {completion.index: completion for completion in completions}
+        ended = {index: sample.end for index, sample in enumerate(samples) if sample.end is not None}
+        every = {**ended, **by_index}
+        return [every[index] for index in sorted(every)]
+
+    def aborted(self) -> frames.Output:
+        """Return the last output of a request that is ended while no process has it."""
+        left = []
+        for index, sample in enumerate(self._samples):
+            if sample.end is None:
+                own = ("", []) if not self.inbox.in_full else (self.inbox.text(), sample.token_ids.tolist())
+                end = frames.Completion(index, *own, "abort", error_kind="abort")
+                end.cumulative_logprob = sample.cumulative_logprob
+                left.append(end)
+        return self.take(frames.Output(self.key, left, True, None, None))
+
+    def cancel_timer(self) -> None:
+        """Stop what would end it while it waits."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+def _with_timeout(order: Beginning, timeout_s: float | None) -> Beginning:
+    if isinstance(order, frames.Generate):
+        params = msgspec.structs.replace(order.params, timeout_s=timeout_s)
+        return msgspec.structs.replace(order, params=params)
+    return msgspec.structs.replace(order, terms=order.terms._replace(timeout_s=timeout_s))
+
+
+def _timeout_of(order: Beginning) -> float | None:
+    if isinstance(order, frames.Generate):
+        timeout_s = order.params.timeout_s  # type: ignore[attr-defined]
+        return None if timeout_s is msgspec.UNSET else timeout_s
+    return order.terms.timeout_s

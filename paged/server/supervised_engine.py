@@ -1,0 +1,180 @@
+"""SupervisedEngine: an engine in processes of its own, one after another."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from ..errors import ConfigError, EngineDeadError
+from ..scheduler.stats import EngineStats
+from . import frames
+from .connection import EngineConnection, Owner
+
+WINDOW_S = 600.0  # in which restarts are counted
+HANG_S = 30.0  # without heartbeats, after which a process is replaced
+MOST_START_RATIO = 3.0  # of the times that a later start and the first one may take
+LEAST_START_S = 60.0  # that a later start may take
+MOST_PAUSE_S = 8.0  # between two starts that fail
+
+
+class SupervisedEngine:
+    """An engine whose process is replaced when it ends. An `EngineReplica`.
+
+    connection: its newest process.
+    is_up: whether that serves.
+    error: of every call, once the supervisor has ended.
+    num_resumed: requests that came to it from a process that had ended.
+    """
+
+    def __init__(self, start: frames.Start, owner: Owner) -> None:
+        self._start = start
+        self._owner = owner
+        self._began_at = time.monotonic()
+        self.connection = EngineConnection(start, owner)
+        self.is_up = False
+        self.error: EngineDeadError | None = None
+        self.num_resumed = 0
+        self._num_restarts = 0
+        self._restarts: deque[float] = deque()  # times of the last ones
+        self._first: frames.Ready | None = None
+        self._start_s = 0.0  # that the first start took
+        self._down_since: float | None = None
+        self._earlier: EngineStats | None = None  # of the processes that have ended
+
+    @property
+    def replica(self) -> int:
+        """Its number."""
+        return self._start.replica
+
+    @property
+    def dead(self) -> EngineDeadError | None:
+        """The error of every call, once no process will serve any more."""
+        return self.error
+
+    def check(self) -> None:
+        """Raise EngineDeadError if no process will serve any more."""
+        if self.error is not None:
+            raise EngineDeadError(str(self.error)) from self.error.__cause__
+
+    # Starts
+
+    def wait_ready(self) -> frames.Ready:
+        """Wait until the first process has made its engine. Raises the error of `LLMEngine`."""
+        self._first = self.connection.wait_ready()
+        self._start_s = time.monotonic() - self._began_at
+        # Others have as many blocks, whatever memory is free then: what fitted the first one must fit them.
+        options: dict[str, Any] = {**self._start.options, "num_blocks": self._first.stats.num_blocks}
+        self._start = msgspec.structs.replace(self._start, options=options)
+        self.is_up = True
+        return self._first
+
+    def on_death(self) -> None:
+        """Keep the totals of the process, which has ended."""
+        self._earlier = self._counted(self.connection.stats)
+        self.is_up = False
+        self._down_since = time.monotonic()
+
+    def may_restart(self, most: int) -> bool:
+        """Return whether fewer than `most` restarts were within WINDOW_S."""
+        while self._restarts and time.monotonic() - self._restarts[0] > WINDOW_S:
+            self._restarts.popleft()
+        return len(self._restarts) < most
+
+    def begin_restart(self) -> EngineConnection:
+        """Start another process in place of the one that has ended."""
+        self._restarts.append(time.monotonic())
+        self._num_restarts += 1
+        self.connection = EngineConnection(self._start, self._owner)
+        return self.connection
+
+    @property
+    def most_start_s(self) -> float:
+        """Seconds after which a start takes too long."""
+        return max(LEAST_START_S, MOST_START_RATIO * self._start_s)
+
+    def on_ready(self, ready: frames.Ready) -> None:
+        """Let a new process serve. Raises ConfigError if its engine is another one than the first."""
+        first = self._first
+        assert first is not None
+        for name in ("max_model_len", "block_size"):
+            if getattr(ready, name) != getattr(first, name):
+                raise ConfigError(
+                    f"{name} is {getattr(ready, name)}, and was {getattr(first, name)} at the first start"
+                )
+        self.is_up = True
+        self._down_since = None
+        if (weights := self._start.options.get("tenant_weights")) is not None:  # perhaps newer ones
+            self.connection.tell(frames.Weigh(weights))
+
+    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
+        """Divide it among tenants by these weights, its later processes too."""
+        self._start.options["tenant_weights"] = dict(weights)
+        if self.is_up:
+            self.connection.tell(frames.Weigh(dict(weights)))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        if self.is_up:
+            self.connection.tell(frames.ForgetPrefixes())
+
+    # Its state
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """The tokens of its waiting requests, as of its last heartbeat."""
+        return self.connection.stats.num_queued_tokens
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether it serves, and has sent something lately."""
+        return self.is_up and not self.connection.hangs
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it is not well; None while it serves, or is replaced in time."""
+        name = self.connection.name
+        if self.is_up and self.connection.silent_s > HANG_S:
+            silent_s = self.connection.silent_s
+            return f"{name} has sent nothing for {silent_s:.0f} s, and it sends a heartbeat every second"
+        if self._down_since is None or (down_s := time.monotonic() - self._down_since) <= self.most_start_s:
+            return None
+        return f"{name} ended {down_s:.0f} s ago, and no other one has its engine yet; the log says why"
+
+    def why_hung(self, step_timeout: float) -> str | None:
+        """Return why its process is taken for one that hangs, if it is."""
+        connection = self.connection
+        if connection.silent_s > HANG_S:
+            return f"has sent nothing for {connection.silent_s:.0f} s: it hangs"
+        if connection.stuck_s > step_timeout:
+            return f"has computed one step for {connection.stuck_s:.0f} s: it hangs"
+        return None
+
+    # Figures
+
+    async def ask(self) -> EngineStats:
+        """Return the current stats, those of before if it is replaced meanwhile."""
+        if self.is_up:
+            try:
+                return self._counted(await self.connection.ask())
+            except EngineDeadError:
+                self.check()
+        return self.stats
+
+    @property
+    def stats(self) -> EngineStats:
+        """The stats as of the last heartbeat. Totals go on from process to process."""
+        return self._counted(self.connection.stats if self.is_up else None)
+
+    def _counted(self, stats: EngineStats | None) -> EngineStats:
+        """Return the stats of the process, where one serves, with the totals of those before."""
+        earlier = self._earlier
+        if stats is not None and earlier is not None:
+            stats = stats.after(earlier)
+        whole = stats or earlier
+        assert whole is not None
+        return replace(whole, num_restarts=self._num_restarts, num_resumed=self.num_resumed)

@@ -1,0 +1,377 @@
+"""Supervisor: the engine processes of a client, and the requests that go through them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ..errors import (
+    EngineDeadError,
+    PagedError,
+    QueueFullError,
+    RequestError,
+    RequestKillsEngineError,
+    RequestTimeoutError,
+    UsageError,
+)
+from ..requests.request import TIMEOUT_MESSAGE
+from ..routing.router import new_router
+from . import frames
+from .connection import EngineConnection, call_in_loop
+from .restart_terms import RestartTerms
+from .sent_request import SentRequest
+from .supervised_engine import MOST_PAUSE_S, SupervisedEngine
+
+FIRST_PAUSE_S = 1.0  # between a start that fails and the next one; it doubles
+LOOK_S = 1.0  # between two looks for processes that hang
+
+logger = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Engines in processes of their own, which are replaced when they end, and all unfinished requests.
+
+    A request waits here while no process can have it. One whose processes ended twice is computed alone until
+    its next token: it may be what ended them.
+    """
+
+    def __init__(
+        self, starts: Iterable[frames.Start], router: str, terms: RestartTerms, max_waiting: int | None
+    ) -> None:
+        self._router_name = router
+        self._terms = terms
+        self._max_waiting = max_waiting
+        self._keys = itertools.count()
+        self._requests: dict[str, SentRequest] = {}  # the unfinished ones by id
+        self._waiting: dict[SentRequest, None] = {}  # of these, those that no process has, in order
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._attached: asyncio.Future[Any] | None = None
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._looked_at = time.monotonic()
+        self._is_closed = False
+        self.replicas: list[SupervisedEngine] = []
+        try:
+            for start in starts:
+                self.replicas.append(SupervisedEngine(start, self))
+        except BaseException:
+            self.close()
+            raise
+
+    def wait_ready(self) -> list[frames.Ready]:
+        """Wait until all engines are made. Raises the error of `LLMEngine`."""
+        ready = [replica.wait_ready() for replica in self.replicas]
+        self._router = new_router(self._router_name, ready[0].block_size)
+        return ready
+
+    async def attach(self) -> None:
+        """Bind the supervisor to the running event loop. Raises UsageError in another one."""
+        loop = asyncio.get_running_loop()
+        if self._attached is None:
+            self._loop = loop
+            attaching = (replica.connection.attach(loop) for replica in self.replicas)
+            self._attached = asyncio.gather(*attaching)
+            loop.call_later(LOOK_S, _look, weakref.ref(self))
+        elif self._loop is not loop:
+            raise UsageError("an EngineClient serves one event loop, that of its first call")
+        if not self._attached.done():
+            await asyncio.shield(self._attached)
+
+    # Requests
+
+    def next_key(self) -> int:
+        """Return a number by which frames may name a request."""
+        return next(self._keys)
+
+    def unfinished(self, request_id: str) -> SentRequest | None:
+        """Return a request; None if it has finished, perhaps unread."""
+        return self._requests.get(request_id)
+
+    def choose(self, token_ids: Sequence[int]) -> SupervisedEngine | None:
+        """Return the engine for a prompt; None while all are replaced, or compute a request alone."""
+        replicas = [replica for replica in self.replicas if self._is_open(replica)]
+        if len(replicas) < 2:
+            return replicas[0] if replicas else None
+        # A process that hangs gets requests only if all do.
+        fit = [replica for replica in replicas if replica.is_fit] or replicas
+        # A router knows replicas by their number; one that is not fit is never the least loaded.
+        loads = [each.connection.load if each in fit else 2**62 for each in self.replicas]
+        for _ in self.replicas:
+            chosen = self.replicas[self._router.choose(token_ids, loads)]
+            if chosen in fit:
+                return chosen
+        return min(fit, key=lambda replica: replica.connection.load)
+
+    def _is_open(self, replica: SupervisedEngine) -> bool:
+        """Return whether a process may have requests of any kind."""
+        return replica.is_up and not any(request.is_alone for request in replica.connection.requests.values())
+
+    def begin(self, request: SentRequest, replica: SupervisedEngine | None) -> None:
+        """Send a new request to an engine, or let it wait for one.
+
+        Raises RequestError for what cannot be sent, QueueFullError if max_waiting requests wait already, and
+        EngineDeadError.
+        """
+        self.check()
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use by an unfinished request")
+        if replica is not None and self._is_open(replica):
+            replica.connection.begin(request)
+        else:
+            most = self._max_waiting
+            if most is not None and len(self._waiting) >= most:
+                raise QueueFullError(
+                    f"{len(self._waiting)} requests wait for an engine process, and max_waiting is {most}; "
+                    "try again later"
+                )
+            self._wait(request)
+        self._requests[request.request_id] = request
+
+    def fork(self, request: SentRequest, parent: SentRequest) -> None:
+        """Send the fork of a request to the process that has it."""
+        if parent.connection is None:
+            self.begin(request, None)
+        else:
+            self.begin(request, self.replicas[parent.replica])
+
+    def abort(self, request: SentRequest) -> None:
+        """Abort a request whose reader is gone."""
+        if request.connection is not None:
+            request.connection.abort(request)
+        self.on_end(request)
+
+    def end(self, request_id: str) -> None:
+        """Abort an unfinished request, if there is one, whose reader waits for its last output."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request.connection is not None:
+            request.connection.end(request)
+            return
+        self.on_end(request)
+        if isinstance(request.order, frames.Generate):
+            request.inbox.put(request.aborted())
+        else:
+            request.inbox.fail(RequestError(f"request {request_id!r} was aborted"))
+
+    def _wait(self, request: SentRequest) -> None:
+        self._waiting[request] = None
+        request.has_waited = True
+        if (left_s := request.left_s) is not None:
+            assert self._loop is not None
+            request.timer = self._loop.call_later(left_s, self._expire, request)
+
+    def _expire(self, request: SentRequest) -> None:
+        self._fail(request, RequestTimeoutError(TIMEOUT_MESSAGE))
+
+    def _fail(self, request: SentRequest, error: PagedError) -> None:
+        self.on_end(request)
+        request.inbox.fail(error)
+
+    def _dispatch(self) -> None:
+        """Send waiting requests to the processes that can have them."""
+        suspects = [request for request in self._waiting if request.is_suspect]
+        quarantine = self._quarantine() if suspects else None
+        if quarantine is not None and not quarantine.connection.requests:
+            suspects[0].is_alone = True
+            self._resume(suspects[0], quarantine)
+        for request in [*self._waiting]:
+            if request not in self._waiting or request.is_suspect:
+                continue
+            replica = self._place_of(request)
+            if replica is not None and replica is not quarantine:
+                self._resume(request, replica)
+
+    def _quarantine(self) -> SupervisedEngine | None:
+        """Return the engine that computes suspects alone: one that has nothing else."""
+        for replica in self.replicas:
+            if replica.is_up and (not replica.connection.requests or not self._is_open(replica)):
+                return replica
+        return None
+
+    def _place_of(self, request: SentRequest) -> SupervisedEngine | None:
+        """Return the engine for a waiting request, where one can have it; for a fork that of its parent."""
+        if request.follows is None:
+            return self.choose(request.inbox.token_ids)
+        parent = self._requests.get(request.follows)
+        if parent is None:
+            self._fail(request, EngineDeadError("the engine of the request and of its parent has ended"))
+            return None
+        replica = self.replicas[parent.replica]
+        return replica if parent.connection is not None and self._is_open(replica) else None
+
+    def _resume(self, request: SentRequest, replica: SupervisedEngine) -> None:
+        del self._waiting[request]
+        request.cancel_timer()
+        replica.num_resumed += request.was_sent
+        try:
+            replica.connection.begin(request)
+        except RequestError as error:
+            self._fail(request, error)
+
+    # Of the processes: `Owner`
+
+    def on_end(self, request: SentRequest) -> None:
+        """Forget a request that has ended."""
+        self._waiting.pop(request, None)
+        request.cancel_timer()
+        if self._requests.get(request.request_id) is request:
+            del self._requests[request.request_id]
+        if request.is_alone:  # others may go on now
+            request.is_alone = False
+            self._dispatch()
+
+    def on_token_alone(self, request: SentRequest) -> None:
+        """Let the next suspect go on alone, or all other requests."""
+        request.is_alone = False
+        request.is_cleared = True
+        if any(other.is_suspect for other in self._waiting) and request.connection is not None:
+            request.connection.abort(request)
+            self._wait(request)
+        self._dispatch()
+
+    def on_death(self, connection: EngineConnection) -> None:
+        """Replace a process that has ended, and let its requests wait for another one."""
+        replica = self.replicas[connection.replica] if self.replicas else None
+        requests = connection.take_requests()
+        error = connection.dead
+        assert error is not None
+        if self._is_closed or error.__cause__ is None:  # shut down
+            for request in requests:
+                self._fail(request, error)
+            return
+        if replica is None or replica.connection is not connection or not replica.is_up:
+            return  # while it started, which `_replace` is told
+        replica.on_death()
+        self._router.forget(connection.replica)
+        for request in requests:
+            self._after_death(request, error)
+        num_waiting = sum(request in self._waiting for request in requests)
+        logger.error("%s; %d of its %d requests go on in another process", error, num_waiting, len(requests))
+        assert self._loop is not None
+        task = self._loop.create_task(self._replace(replica, error))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+        self._dispatch()
+
+    def _after_death(self, request: SentRequest, error: EngineDeadError) -> None:
+        if self._requests.get(request.request_id) is not request:
+            return  # the garbage collector closed its stream meanwhile
+        request.num_deaths += 1
+        request.is_cleared = False
+        if request.is_alone:
+            num = request.num_deaths
+            message = (
+                f"{num} engine processes ended while they computed this request, the last one nothing else"
+            )
+            self._fail(request, RequestKillsEngineError(message))
+        elif not self._terms.resume or not request.can_go_on:
+            self._fail(request, error)
+        else:
+            self._wait(request)
+
+    async def _replace(self, replica: SupervisedEngine, error: EngineDeadError) -> None:
+        """Start processes in place of one that has ended, until one serves."""
+        pause_s = 0.0
+        while True:
+            await asyncio.to_thread(replica.connection.wait_end)
+            if not replica.may_restart(self._terms.max_restarts):
+                self._lose(error)
+                return
+            await asyncio.sleep(pause_s)
+            if self._is_closed:
+                return
+            pause_s = min(MOST_PAUSE_S, 2 * pause_s or FIRST_PAUSE_S)
+            connection = replica.begin_restart()
+            try:
+                await self._start(replica, connection)
+            except PagedError as failure:
+                if self._is_closed:
+                    return
+                error = EngineDeadError(str(failure))
+                error.__cause__ = failure
+                logger.error("%s", failure)
+            else:
+                logger.warning("%s serves again", connection.name)
+                self._dispatch()
+                return
+
+    async def _start(self, replica: SupervisedEngine, connection: EngineConnection) -> None:
+        """Wait until a new process serves. Raises PagedError if it does not."""
+        assert self._loop is not None
+        try:
+            async with asyncio.timeout(replica.most_start_s):
+                await connection.attach(self._loop)
+                replica.on_ready(await connection.ready())
+        except TimeoutError:
+            connection.kill(f"has not made its engine within {replica.most_start_s:.0f} s")
+            connection.check()
+        except PagedError as error:
+            connection.kill(str(error))
+            raise
+
+    def _lose(self, error: EngineDeadError) -> None:
+        """End, as an engine cannot be had any more."""
+        logger.error("%s, which is not started again: that was done too often", error)
+        self._set_error(error)
+        for request in [*self._waiting]:
+            self._fail(request, error)
+
+    def _set_error(self, error: EngineDeadError) -> None:
+        for replica in self.replicas:
+            replica.error = replica.error or error
+
+    # Hangs and ends
+
+    def look(self) -> None:
+        """End the processes that hang."""
+        now = time.monotonic()
+        is_late = now - self._looked_at > 2 * LOOK_S  # this process was held: there may be much to read first
+        self._looked_at = now
+        for replica in self.replicas:
+            if replica.is_up and not is_late:
+                why = replica.why_hung(self._terms.step_timeout)
+                if why is not None:
+                    replica.connection.kill(why)
+        if not self._is_closed and self._loop is not None:
+            self._loop.call_later(LOOK_S, _look, weakref.ref(self))
+
+    def check(self) -> None:
+        """Raise EngineDeadError once no process will serve any more."""
+        self.replicas[0].check()
+
+    def close(self) -> None:
+        """End all processes, from any thread. Readers get EngineDeadError."""
+        self._is_closed = True
+        self.call_in_loop(self._shut_down)
+        for replica in self.replicas:
+            replica.connection.close()
+
+    async def aclose(self) -> None:
+        """End all processes, in the event loop of `attach`; see `close`."""
+        self._is_closed = True
+        self._shut_down()
+        for replica in self.replicas:
+            await replica.connection.aclose()
+        for task in self._replacing:
+            task.cancel()
+
+    def _shut_down(self) -> None:
+        error = EngineDeadError("the engine was shut down")
+        self._set_error(error)
+        for request in [*self._waiting]:
+            self._fail(request, error)
+
+    def call_in_loop(self, function: Callable[[], None]) -> None:
+        """Call a function in the event loop: at once if that runs here, otherwise soon."""
+        call_in_loop(self._loop, function)
+
+
+def _look(supervisor: weakref.ref[Supervisor]) -> None:
+    # A supervisor whose client is not used any more is collected.
+    if (alive := supervisor()) is not None:
+        alive.look()

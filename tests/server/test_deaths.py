@@ -1,0 +1,228 @@
+"""Engine processes end, and their requests go on: nothing is lost, nothing is repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paged import (
+    EngineDeadError,
+    LLMEngine,
+    QueueFullError,
+    RequestKillsEngineError,
+    RequestOutputKind,
+    RequestTimeoutError,
+    SamplingParams,
+)
+from paged.commands.serve import _serve
+from paged.routing.router import PrefixAware
+from paged.server import connection, frames
+from paged.server.engine_client import EngineClient
+from paged.server.http.listener import bind
+from paged.server.options import ServeOptions
+from tests.deaths import OPTIONS, read, run_round
+from tests.support.mortal_engines import MortalEngines, MortalProcess
+
+LONG = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+ENDLESS = replace(LONG, max_tokens=2000)
+
+
+@pytest.fixture(scope="module")
+def engines() -> list[LLMEngine]:
+    return [LLMEngine("demo", **OPTIONS) for _ in range(2)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_outputs_are_those_of_a_run_without_deaths(engines, seed):
+    """Seeds are the rounds of `python -m tests.deaths`, with fewer requests."""
+    assert run_round(engines[: 1 + seed % 2], seed, num_requests=30, mean_frames=25) > 0
+
+
+@contextlib.contextmanager
+def mortal(engines: list[LLMEngine], **options: Any) -> Iterator[tuple[EngineClient, MortalEngines]]:
+    lives = MortalEngines(engines, 0, None)
+    with lives.installed():
+        client = EngineClient("demo", replicas=len(engines), router="round-robin", **{**OPTIONS, **options})
+        yield client, lives
+
+
+def end(lives: MortalEngines, number: int = -1) -> None:
+    """End a life as SIGKILL does."""
+    lives.lives[number].kill()
+
+
+def test_what_can_happen_while_an_engine_is_replaced(engines, monkeypatch):
+    """Readers leave, deadlines pass, requests come and are aborted, others are forked; then all goes on."""
+    (whole,) = engines[1].generate(["x"], LONG, use_tqdm=False)
+    gate = asyncio.Event()
+    start = connection.EngineConnection.ready
+
+    async def late(self: connection.EngineConnection) -> frames.Ready:
+        await gate.wait()
+        return await start(self)
+
+    monkeypatch.setattr(connection.EngineConnection, "ready", late)
+
+    async def main() -> None:
+        with mortal(engines[:1], max_waiting=6) as (client, lives):
+            async with client:
+                streams = [client.generate("x", ENDLESS, name) for name in ("leaves", "aborted")]
+                streams.append(client.generate("x", replace(ENDLESS, timeout_s=0.6), "late"))
+                streams.append(client.generate("x", LONG, "goes on"))
+                whole_one = client.generate("x", replace(LONG, output_kind=RequestOutputKind.FINAL_ONLY))
+                last = asyncio.create_task(anext(whole_one))
+                for stream in streams:
+                    await anext(stream)
+                end(lives)
+                fork = await client.fork("goes on", "fork", LONG)
+                while len(lives.lives) == 1:
+                    await asyncio.sleep(0.01)
+                assert not await client.is_fit()
+                assert await client.troubles() == []
+                with pytest.raises(RequestTimeoutError):
+                    await read(streams[2], 0.0)
+                await client.abort("aborted")
+                assert (await read(streams[1], 0.0))[-1].outputs[0].finish_reason == "abort"
+                await streams[0].aclose()
+                new = [asyncio.create_task(read(client.generate("x", LONG), 0.0)) for _ in range(3)]
+                await asyncio.sleep(0.05)
+                with pytest.raises(QueueFullError, match="max_waiting is 6"):
+                    await anext(client.generate("x", LONG))
+                gate.set()
+                for outputs in await asyncio.gather(read(streams[3], 0.0), read(fork, 0.0), *new):
+                    assert outputs[-1].outputs[0].token_ids == whole.outputs[0].token_ids
+                    assert outputs[-1].outputs[0].text == whole.outputs[0].text
+                assert (await last).outputs == whole.outputs
+                stats = await client.stats()
+                assert (stats.num_restarts, stats.num_used_blocks) == (1, 0)
+                assert 2 <= stats.num_resumed <= 3
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_does_not_start_again_is_given_up(engines, monkeypatch):
+    async def main() -> None:
+        with mortal(engines[:1], max_restarts=2) as (client, lives):
+            async with client:
+                stream = client.generate("x", ENDLESS)
+                await anext(stream)
+                monkeypatch.setattr(MortalProcess, "run", MortalProcess.kill)
+                end(lives)
+                with pytest.raises(EngineDeadError, match="ended before its engine was made|has ended"):
+                    await read(stream, 0.0)
+                assert (len(lives.lives), client.is_running, client.errored) == (3, False, True)
+                with pytest.raises(EngineDeadError):
+                    await anext(client.generate("x", LONG))
+
+    asyncio.run(main())
+
+
+def test_a_request_that_ends_each_process_ends_three(engines):
+    """The third time it is alone. The other requests go on, also those that were in flight at two deaths."""
+
+    async def main() -> None:
+        with mortal(engines) as (client, lives):
+            lives.is_fatal = lambda engine: "poison" in engine.core.groups
+            async with client:
+                (whole,) = engines[0].generate(["x"], LONG, use_tqdm=False)
+                streams = [client.generate("x", LONG) for _ in range(6)]
+                for stream in streams:
+                    await anext(stream)
+                readers = [asyncio.create_task(read(stream, 0.0)) for stream in streams]
+                poison = asyncio.create_task(anext(client.generate("x", LONG, "poison")))
+                while not poison.done():
+                    for each in client._supervisor.replicas:
+                        held = [*each.connection.requests.values()]
+                        assert len(held) == 1 or not any(request.is_alone for request in held)
+                    await asyncio.sleep(0)
+                with pytest.raises(RequestKillsEngineError, match="3 engine processes ended"):
+                    await poison
+                for outputs in await asyncio.gather(*readers):
+                    assert outputs[-1].outputs == whole.outputs
+                assert (await client.stats()).num_restarts == 3
+
+    asyncio.run(main())
+
+
+def test_a_router_forgets_a_replica():
+    router = PrefixAware(2)
+    prompt = [*range(9)]
+    assert router.choose(prompt, [5, 0]) == 1
+    assert router.choose(prompt, [0, 1]) == 1
+    router.forget(1)
+    assert router.choose(prompt, [0, 1]) == 0
+
+
+def test_totals_go_on_from_process_to_process(engines):
+    """All that /metrics counts of an engine, whatever the new process has computed."""
+    earlier = replace(engines[0].stats(), num_restarts=1)
+    new = LLMEngine("demo", **OPTIONS).stats()
+    whole = new.after(earlier)
+    for name in ("num_steps", "num_generated_tokens", "step_tokens", "num_prompt_tokens"):
+        assert getattr(whole, name) == getattr(earlier, name)
+    assert whole.num_restarts == 1
+    assert (whole.num_free_blocks, whole.num_blocks) == (new.num_free_blocks, new.num_blocks)
+
+
+@pytest.mark.parametrize(
+    ("num_restarts", "exit_code"), [(0, 1), (5, 0)], ids=["no engine is left", "SIGTERM"]
+)
+def test_the_exit_code(engines, monkeypatch, num_restarts, exit_code):
+    """Without an engine the server ends with 1. On a signal streams finish first, even if one is replaced."""
+    monkeypatch.setattr("paged.server.telemetry.request_log.set_up_logging", lambda _: None)
+    monkeypatch.setattr("paged.commands.serve._collect_garbage", lambda _: asyncio.sleep(3600))
+    options = ServeOptions(port=0, max_restarts=num_restarts)
+    body = json.dumps(
+        {"prompt": "x", "temperature": 0, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    )
+    (whole,) = engines[0].generate(["x"], replace(LONG, max_tokens=400), use_tqdm=False)
+
+    def read_stream(port: int) -> bytes:
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        with contextlib.closing(client):
+            client.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            return client.getresponse().read()
+
+    async def main() -> tuple[int, bytes]:
+        loop = asyncio.get_running_loop()
+        with MortalEngines(engines[:1], 0, None).installed() as lives, bind(options) as listener:
+            port = listener.getsockname()[1]
+            serving = loop.create_task(_serve({"model": "demo", **OPTIONS}, options, listener))
+            while True:  # until it listens
+                await asyncio.sleep(0.02)
+                with contextlib.suppress(OSError):
+                    socket.create_connection(("127.0.0.1", port)).close()
+                    break
+            reading = loop.run_in_executor(None, read_stream, port)
+            while not engines[0].core.groups:
+                await asyncio.sleep(0.001)
+            end(lives)
+            if exit_code == 0:
+                while not any(each.getMessage().endswith("another process") for each in logged):
+                    await asyncio.sleep(0)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return await serving, await reading
+
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", logged.append)
+    monkeypatch.setattr(logging.getLogger("paged.server.supervisor"), "handlers", [handler])
+    code, events = asyncio.run(main())
+    assert code == exit_code
+    if exit_code == 0:
+        parts = [json.loads(part[6:]) for part in events.split(b"\n\n") if part[6:7] == b"{"]
+        assert "".join(part["choices"][0]["text"] for part in parts) == whole.outputs[0].text
+        assert events.endswith(b"data: [DONE]\n\n")
+    else:
+        assert b"the engine has stopped" in events

@@ -1,0 +1,65 @@
+"""A signal: the server is not ready, requests finish, and what is left ends with an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from paged import AsyncLLMEngine
+from paged.server.drain import Drain
+from tests.server.conftest import OPTIONS
+from tests.support.served import Served, eventually, serving
+
+PATH = "/v1/completions"
+LONG = {"prompt": "def f(", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
+
+
+@contextmanager
+def draining(**terms: float) -> Iterator[tuple[Served, Drain]]:
+    with serving(AsyncLLMEngine("demo", **OPTIONS)) as served:
+        yield served, Drain(served.front, served.server, **terms)
+
+
+def test_all_requests_finish():
+    """Those of before the signal, and those that come within the delay; others are refused."""
+    with draining(delay_s=0.3, timeout_s=60) as (served, drain), ThreadPoolExecutor(9) as pool:
+        whole = served.post(PATH, **LONG)["choices"][0]["text"]
+        streams = [pool.submit(served.events, PATH, **LONG) for _ in range(8)]
+        eventually(lambda: served.num_requests == 8)
+        served.loop.call_soon_threadsafe(drain.begin)
+        eventually(lambda: served.request("GET", "/ready")[0] == 503)
+        assert not served.front.is_closed
+        late = pool.submit(served.post, PATH, **LONG)
+        eventually(lambda: served.front.is_closed)
+        status, headers, body = served.request("POST", PATH, LONG)
+        assert (status, headers["connection"], headers["retry-after"]) == (503, "close", "1")
+        assert "shutting down" in json.loads(body)["error"]["message"]
+        assert served.request("GET", "/health")[0] == 200
+        assert not any(stream.done() for stream in streams)
+        assert late.result()["choices"][0]["text"] == whole
+        for stream in streams:
+            *events, done = stream.result()
+            assert done == "[DONE]"
+            assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == whole
+        eventually(lambda: served.server.should_exit)
+        assert served.front.num_accepted == 0
+
+
+def test_what_is_left_after_the_timeout_ends_with_an_error():
+    with draining(delay_s=0, timeout_s=0.2) as (served, drain), ThreadPoolExecutor(2) as pool:
+        stream = pool.submit(served.events, PATH, **{**LONG, "max_tokens": 4000})
+        eventually(lambda: served.num_requests == 1)
+        served.loop.call_soon_threadsafe(drain.begin)
+        assert json.loads(stream.result()[-1])["error"]["message"] == "the server is shutting down"
+
+
+def test_a_second_signal_ends_at_once():
+    with draining(delay_s=60, timeout_s=60) as (served, drain), ThreadPoolExecutor(2) as pool:
+        stream = pool.submit(served.request, "POST", PATH, {**LONG, "max_tokens": 4000})
+        eventually(lambda: served.num_requests == 1)
+        for _ in range(2):
+            served.loop.call_soon_threadsafe(drain.begin)
+        eventually(lambda: served.server.force_exit)
+        assert stream.result()[0] == 503
