@@ -1,4 +1,4 @@
-"""Mutation tests of model families and weights in codes: a bug in each part, and the test that fails.
+"""Mutation tests of model families, weights in codes and resumed requests: bugs, and the tests that fail.
 
     python -m tests.model_mutants             # all of them: a table, and exit code 1 if one survives
     python -m tests.model_mutants rope        # only mutants with one of these words in their parts or names
@@ -30,10 +30,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401
 
 from tests.gpu_mutants import plant
 from tests.mutants import planted
-from tests.support import family_bugs, format_bugs
+from tests.support import family_bugs, format_bugs, resume_bugs
 
 SHARES = 16
-MUTANTS = [*family_bugs.MUTANTS, *format_bugs.MUTANTS]
+MUTANTS = [*family_bugs.MUTANTS, *format_bugs.MUTANTS, *resume_bugs.MUTANTS]
 
 
 class Failures:

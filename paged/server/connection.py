@@ -61,8 +61,8 @@ class Owner(Protocol):
         """Take note of a token of a request that is computed alone."""
 
 
-def launch(start: frames.Start) -> tuple[socket.socket, ChildProcess]:
-    """Start an engine process. Return its socket, to which `start` is sent, and the process."""
+def launch() -> tuple[socket.socket, ChildProcess]:
+    """Start an engine process. Return its socket, to which `Start` is sent first, and the process."""
     ours, theirs = socket.socketpair()
     for end in (ours, theirs):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
@@ -92,7 +92,7 @@ class EngineConnection(asyncio.Protocol):
     def __init__(self, start: frames.Start, owner: Owner) -> None:
         self.replica = start.replica
         self._owner = owner
-        self._socket, self._process = launch(start)
+        self._socket, self._process = launch()
         self._reader = frames.FrameReader(frames.decode_report)
         self.loop: asyncio.AbstractEventLoop | None = None
         self._transport: asyncio.WriteTransport | None = None
@@ -143,8 +143,8 @@ class EngineConnection(asyncio.Protocol):
         request.replica = self.replica
         request.was_sent = True
         self.requests[key] = request
-        self._loads[key] = len(inbox.token_ids)
-        self.load += len(inbox.token_ids)
+        self._loads[key] = request.num_tokens
+        self.load += request.num_tokens
         inbox.account.join(key, self._hold)
 
     def _send(self, order: frames.Order) -> None:

@@ -191,6 +191,11 @@ class SentRequest:
         return self.inbox.request_id
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of its prompt, and those that have come."""
+        return len(self.inbox.token_ids) + sum(len(sample.token_ids) for sample in self._samples)
+
+    @property
     def left_s(self) -> float | None:
         """What is left of its timeout_s, which counts from its arrival."""
         return None if self._deadline is None else self._deadline.left_s
@@ -258,6 +263,8 @@ class SentRequest:
         if not self._begins_anew:
             completions = self._recorded(completions)
         metrics = None if new.metrics is None else self._times.of_first(new.metrics)
+        if not self.num_deaths:  # most outputs are as they came
+            return new
         return frames.Output(new.key, [*completions], new.finished, self._num_cached_tokens, metrics)
 
     def _recorded(self, completions: Sequence[frames.Completion]) -> Sequence[frames.Completion]:

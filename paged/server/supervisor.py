@@ -48,6 +48,7 @@ class Supervisor:
         self._max_waiting = max_waiting
         self._keys = itertools.count()
         self._requests: dict[str, SentRequest] = {}  # the unfinished ones by id
+        self._alone: SentRequest | None = None
         self._waiting: dict[SentRequest, None] = {}  # of these, those that no process has, in order
         self._loop: asyncio.AbstractEventLoop | None = None
         self._attached: asyncio.Future[Any] | None = None
@@ -108,7 +109,8 @@ class Supervisor:
 
     def _is_open(self, replica: SupervisedEngine) -> bool:
         """Return whether a process may have requests of any kind."""
-        return replica.is_up and not any(request.is_alone for request in replica.connection.requests.values())
+        is_taken = self._alone is not None and self._alone.connection is replica.connection
+        return replica.is_up and not is_taken
 
     def begin(self, request: SentRequest, replica: SupervisedEngine | None) -> None:
         """Send a new request to an engine, or let it wait for one.
@@ -177,7 +179,7 @@ class Supervisor:
         suspects = [request for request in self._waiting if request.is_suspect]
         quarantine = self._quarantine() if suspects else None
         if quarantine is not None and not quarantine.connection.requests:
-            suspects[0].is_alone = True
+            self._set_alone(suspects[0])
             self._resume(suspects[0], quarantine)
         for request in [*self._waiting]:
             if request not in self._waiting or request.is_suspect:
@@ -185,6 +187,14 @@ class Supervisor:
             replica = self._place_of(request)
             if replica is not None and replica is not quarantine:
                 self._resume(request, replica)
+
+    def _set_alone(self, request: SentRequest | None) -> None:
+        """Note which request is computed alone from now on."""
+        if self._alone is not None:
+            self._alone.is_alone = False
+        self._alone = request
+        if request is not None:
+            request.is_alone = True
 
     def _quarantine(self) -> SupervisedEngine | None:
         """Return the engine that computes suspects alone: one that has nothing else."""
@@ -222,12 +232,12 @@ class Supervisor:
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
         if request.is_alone:  # others may go on now
-            request.is_alone = False
+            self._set_alone(None)
             self._dispatch()
 
     def on_token_alone(self, request: SentRequest) -> None:
         """Let the next suspect go on alone, or all other requests."""
-        request.is_alone = False
+        self._set_alone(None)
         request.is_cleared = True
         if any(other.is_suspect for other in self._waiting) and request.connection is not None:
             request.connection.abort(request)
@@ -330,13 +340,13 @@ class Supervisor:
     def look(self) -> None:
         """End the processes that hang."""
         now = time.monotonic()
-        is_late = now - self._looked_at > 2 * LOOK_S  # this process was held: there may be much to read first
+        is_late = now - self._looked_at > 2 * LOOK_S
         self._looked_at = now
         for replica in self.replicas:
-            if replica.is_up and not is_late:
-                why = replica.why_hung(self._terms.step_timeout)
-                if why is not None:
-                    replica.connection.kill(why)
+            if is_late:  # this process was held, and perhaps the others, too: their time counts from now
+                replica.connection.heard_at = replica.connection.moved_at = now
+            elif replica.is_up and (why := replica.why_hung(self._terms.step_timeout)) is not None:
+                replica.connection.kill(why)
         if not self._is_closed and self._loop is not None:
             self._loop.call_later(LOOK_S, _look, weakref.ref(self))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -187,6 +188,17 @@ def test_weights_count_and_a_preempted_request_is_charged_once():
     popped(policy)
     served(policy, request, 2)
     assert policy.service["heavy"] == 4.0
+
+
+def test_a_resumed_prompt_is_charged_once():
+    """The engine that had the request before has charged its tenant; the tokens are new."""
+    policy = Fair()
+    request = new_request("a", 12, tenant="one")
+    request.inputs = replace(request.inputs, is_resumed=True)
+    queued(policy, request)
+    popped(policy)
+    served(policy, request, 2)
+    assert policy.service["one"] == 4.0
 
 
 def test_time_away_earns_no_credit():

@@ -148,6 +148,7 @@ def test_max_waiting_bounds_the_queue():
     added(scheduler, new_request("b", 4, 4), new_request("c", 4, 4))
     with pytest.raises(QueueFullError, match="2 requests wait already and max_waiting is 2"):
         scheduler.add(new_request("d", 4, 4))
+    scheduler.add(new_request("e", 4, 4, is_resumed=True))  # another engine had accepted it
     finish(scheduler)
 
 

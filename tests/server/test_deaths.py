@@ -75,11 +75,12 @@ def test_what_can_happen_while_an_engine_is_replaced(engines, monkeypatch):
     monkeypatch.setattr(connection.EngineConnection, "ready", late)
 
     async def main() -> None:
-        with mortal(engines[:1], max_waiting=6) as (client, lives):
+        with mortal(engines[:1], max_waiting=7) as (client, lives):
             async with client:
                 streams = [client.generate("x", ENDLESS, name) for name in ("leaves", "aborted")]
                 streams.append(client.generate("x", replace(ENDLESS, timeout_s=0.6), "late"))
                 streams.append(client.generate("x", LONG, "goes on"))
+                streams.append(client.generate("x", replace(ENDLESS, timeout_s=600.0), "timed"))
                 whole_one = client.generate("x", replace(LONG, output_kind=RequestOutputKind.FINAL_ONLY))
                 last = asyncio.create_task(anext(whole_one))
                 for stream in streams:
@@ -97,18 +98,22 @@ def test_what_can_happen_while_an_engine_is_replaced(engines, monkeypatch):
                 await streams[0].aclose()
                 new = [asyncio.create_task(read(client.generate("x", LONG), 0.0)) for _ in range(3)]
                 await asyncio.sleep(0.05)
-                with pytest.raises(QueueFullError, match="max_waiting is 6"):
+                with pytest.raises(QueueFullError, match="max_waiting is 7"):
                     await anext(client.generate("x", LONG))
                 gate.set()
                 for outputs in await asyncio.gather(read(streams[3], 0.0), read(fork, 0.0), *new):
                     assert outputs[-1].outputs[0].token_ids == whole.outputs[0].token_ids
                     assert outputs[-1].outputs[0].text == whole.outputs[0].text
+                scheduler = engines[0].scheduler
+                left_s = engines[0].core.groups["timed"].samples[0].inputs.deadline - scheduler.clock()
+                assert 590 < left_s < 599.5  # it counts from the arrival
+                await streams[4].aclose()
                 assert (await last).outputs == whole.outputs
                 stats = await client.stats()
-                assert (stats.num_restarts, stats.num_used_blocks) == (1, 0)
-                assert 2 <= stats.num_resumed <= 3
+                assert stats.num_restarts == 1
+                assert 3 <= stats.num_resumed <= 4
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 def test_an_engine_that_does_not_start_again_is_given_up(engines, monkeypatch):
@@ -119,13 +124,13 @@ def test_an_engine_that_does_not_start_again_is_given_up(engines, monkeypatch):
                 await anext(stream)
                 monkeypatch.setattr(MortalProcess, "run", MortalProcess.kill)
                 end(lives)
-                with pytest.raises(EngineDeadError, match="ended before its engine was made|has ended"):
+                with pytest.raises(EngineDeadError, match="has ended"):
                     await read(stream, 0.0)
                 assert (len(lives.lives), client.is_running, client.errored) == (3, False, True)
                 with pytest.raises(EngineDeadError):
                     await anext(client.generate("x", LONG))
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 def test_a_request_that_ends_each_process_ends_three(engines):
@@ -152,7 +157,7 @@ def test_a_request_that_ends_each_process_ends_three(engines):
                     assert outputs[-1].outputs == whole.outputs
                 assert (await client.stats()).num_restarts == 3
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 def test_a_router_forgets_a_replica():
@@ -218,7 +223,7 @@ def test_the_exit_code(engines, monkeypatch, num_restarts, exit_code):
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", logged.append)
     monkeypatch.setattr(logging.getLogger("paged.server.supervisor"), "handlers", [handler])
-    code, events = asyncio.run(main())
+    code, events = asyncio.run(asyncio.wait_for(main(), 30))
     assert code == exit_code
     if exit_code == 0:
         parts = [json.loads(part[6:]) for part in events.split(b"\n\n") if part[6:7] == b"{"]

@@ -107,7 +107,8 @@ def test_a_killed_process_is_replaced_and_its_streams_go_on(pair, caplog):
     whole = pair.post("/v1/completions", **body)
     num_restarts = pair.stats().num_restarts
     with ThreadPoolExecutor(2) as pool:
-        streams = [pool.submit(pair.events, "/v1/completions", **body) for _ in range(2)]
+        usage = {"stream_options": {"include_usage": True}}
+        streams = [pool.submit(pair.events, "/v1/completions", **body, **usage) for _ in range(2)]
         eventually(lambda: pair.stats().num_running == 2)
         before = pair.stats()
         for process in processes(pair.front.engine):
@@ -115,10 +116,11 @@ def test_a_killed_process_is_replaced_and_its_streams_go_on(pair, caplog):
         eventually(lambda: pair.request("GET", "/ready")[0] == 503)
         assert pair.request("GET", "/health")[0] == 200
         for stream in streams:
-            *events, done = stream.result()
+            *events, last, done = stream.result()
             assert done == "[DONE]"
             text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
             assert text == whole["choices"][0]["text"]
+            assert json.loads(last)["usage"] == whole["usage"]
     after = pair.stats()
     assert (after.num_restarts - num_restarts, after.num_resumed >= 2) == (2, True)
     assert after.num_generated_tokens >= before.num_generated_tokens

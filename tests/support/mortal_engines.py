@@ -63,11 +63,11 @@ class MortalProcess:
 
     pid = -1
 
-    def __init__(self, engines: MortalEngines, number: int, ours: socket.socket) -> None:
+    def __init__(self, engines: MortalEngines, ours: socket.socket) -> None:
         self.limit = engines.next_limit()
         self.cause: str | None = None
         self._engines = engines
-        self._engine = engines.engines[number]
+        self._engine: LLMEngine | None = None
         self._ours = ours
         self._thread = threading.Thread(target=self.run, daemon=True)
         self._thread.start()
@@ -75,7 +75,7 @@ class MortalProcess:
     @property
     def is_fatal(self) -> bool:
         """Whether it computes a request that ends it."""
-        return self._engines.is_fatal(self._engine)
+        return self._engine is not None and self._engines.is_fatal(self._engine)
 
     def run(self) -> None:
         """Serve until the front end, or the life, has ended."""
@@ -87,7 +87,7 @@ class MortalProcess:
             return
         assert isinstance(start, frames.Start)
         with engines.locks[start.replica]:  # one life after the other
-            engine = self._engine
+            engine = self._engine = engines.engines[start.replica]
             engine.reset_prefix_cache()
             server = _MortalServer(engine, start.stream_interval_s, link, orders)
             server._preparations = engines.preparations
@@ -163,10 +163,10 @@ class MortalEngines:
         mean = self.mean_frames
         return None if mean is None else int(self.random.expovariate(1 / mean))
 
-    def launch(self, start: frames.Start) -> tuple[socket.socket, MortalProcess]:
+    def launch(self) -> tuple[socket.socket, MortalProcess]:
         """Begin a life, in place of `connection.launch`."""
         theirs, ours = socket.socketpair()
-        life = MortalProcess(self, start.replica, ours)
+        life = MortalProcess(self, ours)
         self.lives.append(life)
         return theirs, life
 
