@@ -412,9 +412,9 @@ class AsyncEngine(ABC, Generic[E]):
         is_quick = self._is_prepared_quickly(spec)
         spec = await self._in_pool(self.text.tokenizing, prepare, deadline, is_quick=is_quick)
         if stream.on_prompt is not None:
-            prompt = spec.prompt.prompt if isinstance(spec.prompt, Prepared) else spec.prompt
-            assert isinstance(prompt, ParsedPrompt)
-            stream.on_prompt(stream.request_id, len(prompt.token_ids))
+            parsed = spec.prompt.prompt if isinstance(spec.prompt, Prepared) else spec.prompt
+            assert isinstance(parsed, ParsedPrompt)
+            stream.on_prompt(stream.request_id, len(parsed.token_ids))
         # Nothing is awaited from here on: a reader that is cancelled has a handle, or no request.
         return self._begin(stream.request_id, replace(spec, timeout_s=deadline.left_s), stream.account)
 

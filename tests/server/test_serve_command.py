@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -287,3 +289,72 @@ def test_the_front_end_does_not_import_torch():
     code = "import sys, paged.commands.serve, paged.server.app, paged.server.engine_client, "
     code += "paged.server.http.listener, paged.server.telemetry.traces; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def key_line(key: str, **fields: Any) -> str:
+    return json.dumps({"sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": "a", **fields}) + "\n"
+
+
+def test_a_keys_file_is_read_before_the_model_and_gives_the_weights(run, started, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(key_line("k", weight=3))
+    file.chmod(0o644)
+    serve = ["serve", "demo", "--port", "0", "--api-keys", file]
+    assert "can be read or written by others (mode 644)" in run.fails(*serve)
+    file.chmod(0o600)
+    assert "line 1: weight goes with --scheduling-policy fair alone" in run.fails(*serve)
+    fair = [*serve, "--scheduling-policy", "fair"]
+    assert "tenant_weights and api_keys exclude each other" in run.fails(*fair, "--tenant-weights", "a=2")
+    assert "api_key and api_keys exclude each other" in run.fails(*fair, "--api-key", "topsecret")
+    assert not started
+    assert run(*fair)[0] == 0
+    ((engine, options),) = started
+    assert engine["tenant_weights"] == {"a": 3}
+    assert not ServeOptions(host="0.0.0.0", api_keys=str(file)).is_exposed
+    assert options.api_keys == str(file)
+
+
+def test_a_server_of_tenants_reads_its_keys_again_on_a_signal(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(key_line("one"))
+    file.chmod(0o600)
+    command = [sys.executable, "-m", "paged", "serve", "demo", "--device", "cpu", "--num-blocks", "64"]
+    command += ["--port", "0", "--metrics-port", "0", "--api-keys", str(file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PAGED_ADMIN_KEY": "topsecret"}
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment, cwd=Path(__file__).parents[2]
+    ) as process:
+
+        def wait_for(text: str) -> str:
+            while text not in (line := process.stderr.readline()):
+                assert line, "the server has ended"
+            return line
+
+        def status(url: str, key: str) -> int:
+            request = urllib.request.Request(url, headers={"authorization": f"Bearer {key}"})
+            try:
+                with urllib.request.urlopen(request, timeout=20) as response:
+                    return response.status
+            except urllib.error.HTTPError as error:
+                return error.code
+
+        try:
+            line = wait_for("is served at")
+            url = line.split()[-1]
+            metrics = re.search(r"metrics are at (\S+);", line)[1]
+            assert [status(metrics, ""), status(f"{url}/metrics", "one")] == [200, 403]
+            assert status(f"{url}/admin/requests", "topsecret") == 200
+            for child in psutil.Process(process.pid).children(recursive=True):
+                assert "topsecret" not in repr(child.environ())
+            file.write_text(key_line("two"))
+            process.send_signal(signal.SIGHUP)
+            wait_for("the keys file has been read again: 1 keys")
+            assert [status(f"{url}/v1/models", key) for key in ("one", "two")] == [401, 200]
+            file.write_text("{")
+            process.send_signal(signal.SIGHUP)
+            assert "line 1: it must be a JSON object" in wait_for("the keys file is not in force")
+            assert status(f"{url}/v1/models", "two") == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()

@@ -76,7 +76,7 @@ class Priority(Kind):
 
     def parse(self, name: str, value: Any) -> float:
         found, _ = self._kinds.parts(name, value)
-        return PRIORITIES[found] if isinstance(found, str) else found  # type: ignore[no-any-return]
+        return PRIORITIES[found] if isinstance(found, str) else found
 
     def schema(self) -> Schema:
         return self._kinds.schema()

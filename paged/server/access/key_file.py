@@ -126,6 +126,7 @@ class KeyEntry:
 
     line: its number, from 1.
     expires: in seconds since 1970.
+    cache_name: of its prefix cache; no two names of tenants and of shared caches give the same.
     """
 
     line: int
@@ -139,6 +140,11 @@ class KeyEntry:
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
     expires: float | None = None
+    cache_name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        name = ["tenant", self.tenant] if self.cache is None else ["cache", self.cache]
+        object.__setattr__(self, "cache_name", json.dumps(name))
 
 
 def read_keys(path: str) -> list[KeyEntry]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import math
 import secrets
 import time
@@ -113,8 +112,8 @@ def salt_of(entry: KeyEntry, salt: str | None) -> str:
 
     salt: the request's own.
     """
-    shared = entry.cache is not None
-    return json.dumps(["shared" if shared else "tenant", entry.cache if shared else entry.tenant, salt])
+    # The first part ends where its JSON does: no salt makes it another one.
+    return entry.cache_name if salt is None else entry.cache_name + salt
 
 
 def priorities_of(entry: KeyEntry) -> tuple[float, float]:
@@ -127,6 +126,8 @@ def priority_of(entry: KeyEntry, given: float | None) -> float | None:
 
     Raises ValueError if its own is not allowed.
     """
+    if given is None and entry.priorities is None:
+        return None
     first, last = priorities_of(entry)
     if given is None:
         return min(max(0.0, first), last) or None

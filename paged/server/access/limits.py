@@ -11,6 +11,10 @@ from ...sampling_params import SamplingParams
 from .key_file import KeyEntry
 from .windows import Use, Window
 
+_LIMIT, _REMAINING, _RESET = (
+    {what: b"x-ratelimit-%b-%b" % (name, what) for what in (b"requests", b"tokens")}
+    for name in (b"limit", b"remaining", b"reset")
+)
 Clock = Callable[[], float]
 Header = tuple[bytes, bytes]
 
@@ -97,21 +101,21 @@ class KeyUsage:
 
     def headers(self) -> list[Header]:
         """Return OpenAI's headers about limits: what they are, what is left, and when all is again."""
-        now = self._clock()
         entry = self.entry
-        found: list[Header] = []
-        for name, window, limit in (
-            (b"requests", self._requests, entry.requests_per_minute),
-            (b"tokens", self._tokens, entry.tokens_per_minute),
-        ):
-            if limit is not None:
-                reset_s = window.reset_s(now)  # what counts no more is forgotten
-                found += (
-                    (b"x-ratelimit-limit-" + name, b"%d" % limit),
-                    (b"x-ratelimit-remaining-" + name, b"%d" % max(0, limit - window.used)),
-                    (b"x-ratelimit-reset-" + name, b"%.3fs" % reset_s),
-                )
-        return found
+        return [
+            *self._headers_of(b"requests", self._requests, entry.requests_per_minute),
+            *self._headers_of(b"tokens", self._tokens, entry.tokens_per_minute),
+        ]
+
+    def _headers_of(self, what: bytes, window: Window, limit: int | None) -> tuple[Header, ...]:
+        if limit is None:
+            return ()
+        reset_s = window.reset_s(self._clock())  # what counts no more is forgotten
+        return (
+            (_LIMIT[what], b"%d" % limit),
+            (_REMAINING[what], b"%d" % max(0, limit - window.used)),
+            (_RESET[what], b"%.3fs" % reset_s),
+        )
 
     def check(self) -> None:
         """No request is in progress that has ended, and the windows are whole."""

@@ -34,7 +34,6 @@ class Window:
 
     def add(self, amount: int, now: float) -> Use:
         """Count an amount from now on."""
-        self.expire(now)
         use = Use(now + WINDOW_S, amount)
         self._uses.append(use)
         self.used += amount
