@@ -18,7 +18,8 @@ MOST_BELOW = 0.5  # of its estimate that a step may take when it is tried
 TRY_EVERY = 32  # steps: how often a number of rows is tried that may be better than the best known
 REFRESH_EVERY = 96  # steps with drafts, after which plain steps are measured again
 PATIENCE = 16  # guesses without a gain before they become rarer
-PROBING = 0.0025  # the share of time that guesses may take then
+PROBING = 0.004  # the share of time that guesses may take then
+MEASURED = 4  # of so many plain steps in a row one is measured, as that takes time itself
 MOST_DOUBLINGS = 8
 
 OTHER, PLAIN, DRAFTS = range(3)  # kinds of steps
@@ -74,15 +75,26 @@ class DraftLengths:
         self._last = OTHER  # what the last step was
         self._started = 0.0  # when the step's guesses began
         self._guessing = 0.0  # the seconds that they took; 0 if there were none
+        self._usual_guessing = 0.0  # the same in most steps: a new request takes more
+
+    def begin_step(self) -> bool:
+        """Begin a decode. Return whether drafts may pay in it, so that `wants_guesses` is to be called."""
+        self._step += 1
+        self._guessing = 0.0
+        return self._step >= self._guess_at
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be learnt of a plain decode that ends now."""
+        is_steady = self._last == PLAIN and not self._guessing and not self._num_since_plain
+        return is_steady and self._step % MEASURED > 0
 
     def wants_guesses(self, num_requests: int, context: int) -> bool:
-        """Return whether drafts are to be proposed for the next step, a decode.
+        """Return whether drafts are to be proposed.
 
         context: the mean of the requests' computed tokens.
         """
-        self._step += 1
-        self._guessing = 0.0
-        if self._step < self._guess_at or self.ledger.balance <= 0:
+        if self.ledger.balance <= 0:
             return False
         if self._num_since_plain >= REFRESH_EVERY or self.times.plain(num_requests, context) is None:
             return False  # until a plain step behind a plain step was measured
@@ -101,10 +113,14 @@ class DraftLengths:
         counts = self._counts(drafts, num_requests, context, left)
         self.acceptance.watch(requests, drafts)
         self._guessing = self._clock() - self._started
+        usual = self._usual_guessing or self._guessing
+        self._usual_guessing = usual + (min(self._guessing, 2 * usual) - usual) / 8
         return counts
 
     def _counts(self, drafts: Sequence[Draft], num_requests: int, context: int, left: int) -> list[int]:
         """Return how many tokens of each draft to verify: the likeliest ones."""
+        if not any(draft.tokens for draft in drafts):
+            return [0] * len(drafts)
         chances = [self.acceptance.chances(draft) for draft in drafts]
         ranked = sorted(chain.from_iterable(chances), reverse=True)
         num = self._best_number(ranked[:left], num_requests, context)
@@ -193,4 +209,5 @@ class DraftLengths:
             self._num_misses += 1
             doublings = min(self._num_misses - PATIENCE, MOST_DOUBLINGS)
             if doublings > 0:
-                self._guess_at = self._step + min(2**doublings, int(self._guessing / (PROBING * plain)))
+                rarest = int(self._usual_guessing / (PROBING * plain))
+                self._guess_at = self._step + min(2**doublings, rarest)

@@ -61,10 +61,14 @@ class Drafts:
         if most < 1:
             return
         lengths = self.lengths
-        shape = len(schedule.requests), _context(schedule)
-        # A step with prompts gets none: they would come later, and such a step computes many rows anyway.
-        if lengths is not None and not (schedule.is_decode and lengths.wants_guesses(*shape)):
-            return
+        shape = 0, 0
+        if lengths is not None:
+            # A step with prompts gets none: they would come later, and such a step computes many rows anyway.
+            if not schedule.is_decode or not lengths.begin_step():
+                return
+            shape = len(schedule.requests), _context(schedule)
+            if not lengths.wants_guesses(*shape):
+                return
         limits = {
             row: limit
             for row in range(schedule.num_decode_tokens)
@@ -88,19 +92,25 @@ class Drafts:
         if drafts:
             schedule.add_drafts(drafts)
 
+    @property
+    def seconds_won(self) -> float:
+        """The time that drafts have saved so far; 0 if their number is fixed: then none is estimated."""
+        return 0.0 if self.lengths is None else self.lengths.ledger.won
+
     def record(self, num_accepted: int) -> None:
         """Count the drafts that were right of a run of the step that is updated."""
         self._num_accepted += num_accepted
 
     def end_step(self, schedule: Schedule, now: float) -> None:
         """Learn from a step whose runs were recorded."""
-        seconds = now - max(schedule.scheduled_time, self._updated_at)
-        if self.lengths is not None:
+        lengths = self.lengths
+        if lengths is not None and not (schedule.is_decode and lengths.is_idle):
             if schedule.has_prompts or schedule.swap_out or schedule.swap_in or not schedule.requests:
-                self.lengths.end_other_step()
+                lengths.end_other_step()
             else:
                 shape = len(schedule.requests), _context(schedule), schedule.num_tokens
-                self.lengths.end_step(*shape, seconds, self._num_accepted)
+                seconds = now - max(schedule.scheduled_time, self._updated_at)
+                lengths.end_step(*shape, seconds, self._num_accepted)
         self._num_accepted = 0
         self._updated_at = now
 

@@ -376,6 +376,9 @@ class Scheduler:
             self.block_manager.truncate(request.blocks, request.num_computed_tokens)
             self._running.correct(request)
             self.counters.count_drafts(len(drafts), len(run) - 1)
+            request.metrics.num_drafts += 1
+            request.metrics.num_draft_tokens += len(drafts)
+            request.metrics.num_accepted_tokens += len(run) - 1
             if self.drafts is not None:
                 self.drafts.record(len(run) - 1)
         num_more = request.num_tokens - num_known - 1  # than the one that is counted for each row

@@ -54,6 +54,7 @@ class EngineStats:
     num_draft_tokens: int
     num_accepted_tokens: int
     num_accepted_at: tuple[int, ...]  # by their place in the run
+    draft_seconds_won: float  # estimated against steps without drafts; below 0 if time was lost
     step_seconds: HistogramCounts
     step_tokens: HistogramCounts
     # Sizes of the engine.
@@ -61,6 +62,11 @@ class EngineStats:
     max_num_seqs: int
     max_num_batched_tokens: int
     weight_bytes: Mapping[str, int]
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """The mean number of tokens of a run: the accepted ones and the one behind them."""
+        return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
 
     def at_rest(self) -> EngineStats:
         """Return the totals so far with no request and no block in use: of an engine that has ended."""
@@ -125,6 +131,7 @@ class EngineStats:
             num_draft_tokens=counters.num_draft_tokens,
             num_accepted_tokens=sum(counters.num_accepted_at),
             num_accepted_at=tuple(counters.num_accepted_at),
+            draft_seconds_won=0.0 if scheduler.drafts is None else scheduler.drafts.seconds_won,
             step_seconds=counters.step_seconds.snapshot(),
             step_tokens=counters.step_tokens.snapshot(),
             weight_bytes=weight_bytes or {},

@@ -153,6 +153,11 @@ TOTALS = (
         lambda s: {str(place): num for place, num in enumerate(s.num_accepted_at)},
         "position",
     ),
+    _gauge(
+        "spec_decode_seconds_won",
+        "Estimated time that guessed tokens have saved so far; below 0 if they have cost time.",
+        lambda s: s.draft_seconds_won,
+    ),
     MetricFamily(
         "iteration_tokens_total",
         "histogram",
