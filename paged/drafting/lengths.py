@@ -18,8 +18,8 @@ MOST_BELOW = 0.5  # of its estimate that a step may take when it is tried
 TRY_EVERY = 32  # steps: how often a number of rows is tried that may be better than the best known
 REFRESH_EVERY = 96  # steps with drafts, after which plain steps are measured again
 PATIENCE = 16  # guesses without a gain before they become rarer
-PROBING = 0.004  # the share of time that guesses may take then
-MEASURED = 4  # of so many plain steps in a row one is measured, as that takes time itself
+PROBING = 0.003  # the share of time that guesses may take then
+MEASURED = 16  # of so many plain steps in a row one is measured, as that takes time itself
 MOST_DOUBLINGS = 8
 
 OTHER, PLAIN, DRAFTS = range(3)  # kinds of steps
@@ -86,8 +86,9 @@ class DraftLengths:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is to be learnt of a plain decode that ends now."""
-        is_steady = self._last == PLAIN and not self._guessing and not self._num_since_plain
-        return is_steady and self._step % MEASURED > 0
+        if self._step % MEASURED == 0 or self._guessing or self._num_since_plain:
+            return False
+        return self._last == PLAIN
 
     def wants_guesses(self, num_requests: int, context: int) -> bool:
         """Return whether drafts are to be proposed.

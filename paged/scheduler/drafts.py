@@ -54,21 +54,17 @@ class Drafts:
         budget: the tokens that the step has left.
         num_spare_blocks: returns how many blocks drafts may take.
         """
-        if self._drafter is None:
+        lengths = self.lengths
+        # A step with prompts gets none: they would come later, and such a step computes many rows anyway.
+        if lengths is not None and not (schedule.is_decode and lengths.begin_step()):
             return
         left = min(budget, self._max_rows - len(schedule.sampled))
         most = min(self._most, max_chunk - 1, left)
-        if most < 1:
+        if most < 1 or self._drafter is None:
             return
-        lengths = self.lengths
-        shape = 0, 0
-        if lengths is not None:
-            # A step with prompts gets none: they would come later, and such a step computes many rows anyway.
-            if not schedule.is_decode or not lengths.begin_step():
-                return
-            shape = len(schedule.requests), _context(schedule)
-            if not lengths.wants_guesses(*shape):
-                return
+        shape = len(schedule.requests), _context(schedule)
+        if lengths is not None and not lengths.wants_guesses(*shape):
+            return
         limits = {
             row: limit
             for row in range(schedule.num_decode_tokens)
@@ -104,7 +100,7 @@ class Drafts:
     def end_step(self, schedule: Schedule, now: float) -> None:
         """Learn from a step whose runs were recorded."""
         lengths = self.lengths
-        if lengths is not None and not (schedule.is_decode and lengths.is_idle):
+        if lengths is not None and not (lengths.is_idle and schedule.is_decode):
             if schedule.has_prompts or schedule.swap_out or schedule.swap_in or not schedule.requests:
                 lengths.end_other_step()
             else:
