@@ -19,6 +19,7 @@ TRY_EVERY = 32  # steps: how often a number of rows is tried that may be better 
 REFRESH_EVERY = 96  # steps with drafts, after which plain steps are measured again
 PATIENCE = 16  # guesses without a gain before they become rarer
 PROBING = 0.003  # the share of time that guesses may take then
+SEARCHING = 0.006  # the same where none were found
 MEASURED = 16  # of so many plain steps in a row one is measured, as that takes time itself
 MOST_DOUBLINGS = 8
 
@@ -60,12 +61,15 @@ class DraftLengths:
     most: drafts of a request.
     seed: see `StepTimes`.
     clock: returns seconds.
+
+    is_idle: whether nothing is to be learnt of the step, unless it is no decode: `end_step` may be left out.
     """
 
     def __init__(self, most: int, seed: Callable[[int], float], clock: Callable[[], float]) -> None:
         self.acceptance = Acceptance(most)
         self.times = StepTimes(most, seed)
         self.ledger = Ledger()
+        self.is_idle = False
         self._clock = clock
         self._step = 0
         self._num_misses = 0  # guesses in a row that won nothing
@@ -75,20 +79,18 @@ class DraftLengths:
         self._last = OTHER  # what the last step was
         self._started = 0.0  # when the step's guesses began
         self._guessing = 0.0  # the seconds that they took; 0 if there were none
+        self._has_found = False  # whether there were any
         self._usual_guessing = 0.0  # the same in most steps: a new request takes more
 
     def begin_step(self) -> bool:
         """Begin a decode. Return whether drafts may pay in it, so that `wants_guesses` is to be called."""
         self._step += 1
         self._guessing = 0.0
-        return self._step >= self._guess_at
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is to be learnt of a plain decode that ends now."""
-        if self._step % MEASURED == 0 or self._guessing or self._num_since_plain:
-            return False
-        return self._last == PLAIN
+        if self._step >= self._guess_at:
+            self.is_idle = False
+            return True
+        self.is_idle = self._last == PLAIN and not self._num_since_plain and self._step % MEASURED > 0
+        return False
 
     def wants_guesses(self, num_requests: int, context: int) -> bool:
         """Return whether drafts are to be proposed.
@@ -120,7 +122,8 @@ class DraftLengths:
 
     def _counts(self, drafts: Sequence[Draft], num_requests: int, context: int, left: int) -> list[int]:
         """Return how many tokens of each draft to verify: the likeliest ones."""
-        if not any(draft.tokens for draft in drafts):
+        self._has_found = any(draft.tokens for draft in drafts)
+        if not self._has_found:
             return [0] * len(drafts)
         chances = [self.acceptance.chances(draft) for draft in drafts]
         ranked = sorted(chain.from_iterable(chances), reverse=True)
@@ -210,5 +213,6 @@ class DraftLengths:
             self._num_misses += 1
             doublings = min(self._num_misses - PATIENCE, MOST_DOUBLINGS)
             if doublings > 0:
-                rarest = int(self._usual_guessing / (PROBING * plain))
+                share = PROBING if self._has_found else SEARCHING
+                rarest = int(self._usual_guessing / (share * plain))
                 self._guess_at = self._step + min(2**doublings, rarest)

@@ -39,7 +39,6 @@ class Drafts:
         self._max_rows = max_rows
         self.lengths = lengths
         self._num_accepted = 0  # of the step that is updated
-        self._updated_at = 0.0  # when that was, for the last one
 
     def extend(
         self,
@@ -97,18 +96,17 @@ class Drafts:
         """Count the drafts that were right of a run of the step that is updated."""
         self._num_accepted += num_accepted
 
-    def end_step(self, schedule: Schedule, now: float) -> None:
-        """Learn from a step whose runs were recorded."""
+    def end_step(self, schedule: Schedule, clock: Callable[[], float]) -> None:
+        """Learn from a step whose runs were recorded, and which ends now."""
         lengths = self.lengths
-        if lengths is not None and not (lengths.is_idle and schedule.is_decode):
-            if schedule.has_prompts or schedule.swap_out or schedule.swap_in or not schedule.requests:
-                lengths.end_other_step()
-            else:
-                shape = len(schedule.requests), _context(schedule), schedule.num_tokens
-                seconds = now - max(schedule.scheduled_time, self._updated_at)
-                lengths.end_step(*shape, seconds, self._num_accepted)
+        if lengths is None or (lengths.is_idle and schedule.is_decode):
+            return
+        if schedule.has_prompts or schedule.swap_out or schedule.swap_in or not schedule.requests:
+            lengths.end_other_step()
+        else:
+            shape = len(schedule.requests), _context(schedule), schedule.num_tokens
+            lengths.end_step(*shape, clock() - schedule.scheduled_time, self._num_accepted)
         self._num_accepted = 0
-        self._updated_at = now
 
     def _proposed(self, requests: list[Request], limits: list[int]) -> list[Draft]:
         """Return the drafter's guesses, one for each request; none if it fails."""
@@ -132,9 +130,13 @@ class Drafts:
         for (tokens, _), limit in zip(drafts, limits, strict=True):
             if len(tokens) > limit:
                 return f"it proposed {len(tokens)} tokens where at most {limit} were asked for"
-            if not all(isinstance(token, int) and 0 <= token < self._vocab_size for token in tokens):
+            if tokens and not self._are_ids(tokens):
                 return f"it proposed {tokens}, which are not all token ids below {self._vocab_size}"
         return ""
+
+    def _are_ids(self, tokens: list[int]) -> bool:
+        """Return whether some tokens are all in the vocabulary. Without a loop in Python, for each step."""
+        return {*map(type, tokens)} == {int} and min(tokens) >= 0 and max(tokens) < self._vocab_size
 
 
 def _context(schedule: Schedule) -> int:

@@ -342,7 +342,7 @@ class Scheduler:
             advanced = [r for r in advanced if id(r) not in empty]
         self.policy.generated(advanced)
         if self.drafts is not None:
-            self.drafts.end_step(schedule, self.clock())
+            self.drafts.end_step(schedule, self.clock)
         return advanced + reported if reported else advanced
 
     def _take_run(
