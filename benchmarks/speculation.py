@@ -4,7 +4,8 @@
     python -m benchmarks.speculation --model tinyllama-1.1b --accepted 0.8 --requests 1 4
 
 With --accepted the drafter knows the outputs, and each of its tokens is right with that probability: for
-shapes with random weights, and for always wrong drafts with 0. All outputs are compared. `speed` is the
+shapes with random weights, and for always wrong drafts with 0. All outputs are compared. What an engine
+learns of step times and acceptance is kept from round to round, found outputs are not. `speed` is the
 median of the paired times without drafts over those with them, of the decode alone: above 1 drafts pay.
 """
 

@@ -33,7 +33,7 @@ class SpeculativeConfig:
     """
 
     method: Literal["ngram", "suffix"]
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int = 8
     adaptive: bool = True
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int = 2

@@ -18,7 +18,9 @@ MOST_BELOW = 0.5  # of its estimate that a step may take when it is tried
 TRY_EVERY = 32  # steps: how often a number of rows is tried that may be better than the best known
 REFRESH_EVERY = 96  # steps with drafts, after which plain steps are measured again
 PATIENCE = 16  # guesses without a gain before they become rarer
-PROBING = 0.0025  # the share of time that guesses may take then
+PROBING = 0.003  # the share of time that guesses may take then
+SEARCHING = 0.006  # the same where none were found
+MEASURED = 16  # of so many plain steps in a row one is measured, as that takes time itself
 MOST_DOUBLINGS = 8
 
 OTHER, PLAIN, DRAFTS = range(3)  # kinds of steps
@@ -59,12 +61,15 @@ class DraftLengths:
     most: drafts of a request.
     seed: see `StepTimes`.
     clock: returns seconds.
+
+    is_idle: whether nothing is to be learnt of the step, unless it is no decode: `end_step` may be left out.
     """
 
     def __init__(self, most: int, seed: Callable[[int], float], clock: Callable[[], float]) -> None:
         self.acceptance = Acceptance(most)
         self.times = StepTimes(most, seed)
         self.ledger = Ledger()
+        self.is_idle = False
         self._clock = clock
         self._step = 0
         self._num_misses = 0  # guesses in a row that won nothing
@@ -74,15 +79,25 @@ class DraftLengths:
         self._last = OTHER  # what the last step was
         self._started = 0.0  # when the step's guesses began
         self._guessing = 0.0  # the seconds that they took; 0 if there were none
+        self._has_found = False  # whether there were any
+        self._usual_guessing = 0.0  # the same in most steps: a new request takes more
+
+    def begin_step(self) -> bool:
+        """Begin a decode. Return whether drafts may pay in it, so that `wants_guesses` is to be called."""
+        self._step += 1
+        self._guessing = 0.0
+        if self._step >= self._guess_at:
+            self.is_idle = False
+            return True
+        self.is_idle = self._last == PLAIN and not self._num_since_plain and self._step % MEASURED > 0
+        return False
 
     def wants_guesses(self, num_requests: int, context: int) -> bool:
-        """Return whether drafts are to be proposed for the next step, a decode.
+        """Return whether drafts are to be proposed.
 
         context: the mean of the requests' computed tokens.
         """
-        self._step += 1
-        self._guessing = 0.0
-        if self._step < self._guess_at or self.ledger.balance <= 0:
+        if self.ledger.balance <= 0:
             return False
         if self._num_since_plain >= REFRESH_EVERY or self.times.plain(num_requests, context) is None:
             return False  # until a plain step behind a plain step was measured
@@ -101,10 +116,15 @@ class DraftLengths:
         counts = self._counts(drafts, num_requests, context, left)
         self.acceptance.watch(requests, drafts)
         self._guessing = self._clock() - self._started
+        usual = self._usual_guessing or self._guessing
+        self._usual_guessing = usual + (min(self._guessing, 2 * usual) - usual) / 8
         return counts
 
     def _counts(self, drafts: Sequence[Draft], num_requests: int, context: int, left: int) -> list[int]:
         """Return how many tokens of each draft to verify: the likeliest ones."""
+        self._has_found = any(draft.tokens for draft in drafts)
+        if not self._has_found:
+            return [0] * len(drafts)
         chances = [self.acceptance.chances(draft) for draft in drafts]
         ranked = sorted(chain.from_iterable(chances), reverse=True)
         num = self._best_number(ranked[:left], num_requests, context)
@@ -193,4 +213,6 @@ class DraftLengths:
             self._num_misses += 1
             doublings = min(self._num_misses - PATIENCE, MOST_DOUBLINGS)
             if doublings > 0:
-                self._guess_at = self._step + min(2**doublings, int(self._guessing / (PROBING * plain)))
+                share = PROBING if self._has_found else SEARCHING
+                rarest = int(self._usual_guessing / (share * plain))
+                self._guess_at = self._step + min(2**doublings, rarest)

@@ -16,6 +16,7 @@ MOST_KEPT = 15  # measurements, the newest
 NEWEST = 1 / 64  # the least weight of a measurement in a mean
 OUTDATED = 2048  # steps after which a time is to be measured again
 CURVE_KEPT = 16  # steps that a curve is used for, as it takes longer to make than a guess
+SHORTEST = 1e-9  # seconds: a clock may stand still
 CONTEXT_UNIT = 256  # tokens; contexts differ if they are above another power of two of it
 
 Key = tuple[int, int, int]  # class of requests, rows or PLAIN, class of the mean context
@@ -114,7 +115,7 @@ class StepTimes:
         self._num_recorded += 1
         place = PLAIN if rows == num_requests else rows
         key = bisect_left(SIZES, num_requests), place, _context_class(context)
-        factor = seconds / self._seed(rows)
+        factor = max(seconds, SHORTEST) / self._seed(rows)
         time = self._times.get(key)
         if time is None:
             if place != PLAIN:  # it may have been recorded, which takes far longer than the step

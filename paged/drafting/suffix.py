@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from ..requests.request import Request
@@ -34,25 +33,28 @@ class SuffixDrafter:
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
         """Return a guess for each request; none where its last tokens are new."""
-        self._shelve_ended()
-        siblings = defaultdict[int, list[TokenIndex]](list)  # by their inputs, which they share
+        if len(self._indices) != len(requests):
+            self._shelve_ended()
+        siblings: dict[int, list[TokenIndex]] = {}  # by their inputs, which they share
+        indices = []
         for request in requests:
             index = self._indices.get(request)
             if index is None:
                 index = self._indices[request] = TokenIndex(request.token_ids, self._shortest)
             index.update()
-            siblings[id(request.inputs)].append(index)
+            indices.append(index)
+            siblings.setdefault(id(request.inputs), []).append(index)
         return [
-            self._propose(request, limit, siblings[id(request.inputs)])
-            for request, limit in zip(requests, limits, strict=True)
+            self._propose(request, limit, index, siblings[id(request.inputs)])
+            for request, limit, index in zip(requests, limits, indices, strict=True)
         ]
 
-    def _propose(self, request: Request, limit: int, siblings: list[TokenIndex]) -> Draft:
+    def _propose(self, request: Request, limit: int, own: TokenIndex, siblings: list[TokenIndex]) -> Draft:
         token_ids = request.token_ids
-        found = self._indices[request]
-        best = found.find(token_ids, LONGEST)
+        found = own
+        best = own.find(token_ids, LONGEST)
         if best.length < LONGEST and (len(siblings) > 1 or self._shelves):
-            for index in self._looked_at(request, siblings):
+            for index in self._others(request, own, siblings):
                 occurrence = index.find(token_ids, LONGEST)
                 if occurrence.length > best.length:
                     best = occurrence
@@ -66,9 +68,8 @@ class SuffixDrafter:
             tokens = tokens[: tokens.index(SEPARATOR)]
         return Draft(tokens, best.length)
 
-    def _looked_at(self, request: Request, siblings: list[TokenIndex]) -> Iterator[TokenIndex]:
+    def _others(self, request: Request, own: TokenIndex, siblings: list[TokenIndex]) -> Iterator[TokenIndex]:
         """Yield where to look besides the request itself."""
-        own = self._indices[request]
         if len(siblings) > 1:
             yield from [index for index in siblings[: MOST_SIBLINGS + 1] if index is not own]
         shelf = self._shelves.get(_scope(request))

@@ -37,10 +37,20 @@ class TokenIndex:
         n = self._shortest
         tokens = self.tokens
         newest = self._newest
-        for place in range(n + len(self._before), len(tokens)):
+        place = n + len(self._before)
+        num = len(tokens) - place
+        if num == 1:
             key = tuple(tokens[place - n : place])
             self._before.append(newest.get(key, 0))
             newest[key] = place
+        elif num > 1:
+            add = self._before.append
+            get = newest.get
+            first = place - n
+            for key in zip(*(tokens[first + i : first + i + num] for i in range(n)), strict=True):
+                add(get(key, 0))
+                newest[key] = place
+                place += 1
 
     def find(self, tokens: Sequence[int], longest: int) -> Occurrence:
         """Return the longest of the newest occurrences of the end of `tokens`; NOWHERE if there is none.

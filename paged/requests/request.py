@@ -53,11 +53,13 @@ class RequestStatus(enum.Enum):
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of a request, in seconds of the scheduler's clock, and its number of preemptions.
+    """Times of a request, in seconds of the scheduler's clock, and its numbers of preemptions and drafts.
 
     The clock is `time.perf_counter` of the engine's process, or virtual in a simulation.
 
     first_scheduled_time: when it first left the queue.
+    num_drafts: runs of guessed tokens that steps verified: a run made 1 + num_accepted_tokens / num_drafts
+        tokens in the mean.
     """
 
     arrival_time: float
@@ -65,6 +67,9 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     def start_beside(self, other: RequestMetrics) -> None:
         """Record that a fork runs from its arrival on, with the blocks of its parent."""

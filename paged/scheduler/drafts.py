@@ -39,7 +39,6 @@ class Drafts:
         self._max_rows = max_rows
         self.lengths = lengths
         self._num_accepted = 0  # of the step that is updated
-        self._updated_at = 0.0  # when that was, for the last one
 
     def extend(
         self,
@@ -54,16 +53,16 @@ class Drafts:
         budget: the tokens that the step has left.
         num_spare_blocks: returns how many blocks drafts may take.
         """
-        if self._drafter is None:
+        lengths = self.lengths
+        # A step with prompts gets none: they would come later, and such a step computes many rows anyway.
+        if lengths is not None and not (schedule.is_decode and lengths.begin_step()):
             return
         left = min(budget, self._max_rows - len(schedule.sampled))
         most = min(self._most, max_chunk - 1, left)
-        if most < 1:
+        if most < 1 or self._drafter is None:
             return
-        lengths = self.lengths
         shape = len(schedule.requests), _context(schedule)
-        # A step with prompts gets none: they would come later, and such a step computes many rows anyway.
-        if lengths is not None and not (schedule.is_decode and lengths.wants_guesses(*shape)):
+        if lengths is not None and not lengths.wants_guesses(*shape):
             return
         limits = {
             row: limit
@@ -88,21 +87,26 @@ class Drafts:
         if drafts:
             schedule.add_drafts(drafts)
 
+    @property
+    def seconds_won(self) -> float:
+        """The time that drafts have saved so far; 0 if their number is fixed: then none is estimated."""
+        return 0.0 if self.lengths is None else self.lengths.ledger.won
+
     def record(self, num_accepted: int) -> None:
         """Count the drafts that were right of a run of the step that is updated."""
         self._num_accepted += num_accepted
 
-    def end_step(self, schedule: Schedule, now: float) -> None:
-        """Learn from a step whose runs were recorded."""
-        seconds = now - max(schedule.scheduled_time, self._updated_at)
-        if self.lengths is not None:
-            if schedule.has_prompts or schedule.swap_out or schedule.swap_in or not schedule.requests:
-                self.lengths.end_other_step()
-            else:
-                shape = len(schedule.requests), _context(schedule), schedule.num_tokens
-                self.lengths.end_step(*shape, seconds, self._num_accepted)
+    def end_step(self, schedule: Schedule, clock: Callable[[], float]) -> None:
+        """Learn from a step whose runs were recorded, and which ends now."""
+        lengths = self.lengths
+        if lengths is None or (lengths.is_idle and schedule.is_decode):
+            return
+        if schedule.has_prompts or schedule.swap_out or schedule.swap_in or not schedule.requests:
+            lengths.end_other_step()
+        else:
+            shape = len(schedule.requests), _context(schedule), schedule.num_tokens
+            lengths.end_step(*shape, clock() - schedule.scheduled_time, self._num_accepted)
         self._num_accepted = 0
-        self._updated_at = now
 
     def _proposed(self, requests: list[Request], limits: list[int]) -> list[Draft]:
         """Return the drafter's guesses, one for each request; none if it fails."""
@@ -126,9 +130,13 @@ class Drafts:
         for (tokens, _), limit in zip(drafts, limits, strict=True):
             if len(tokens) > limit:
                 return f"it proposed {len(tokens)} tokens where at most {limit} were asked for"
-            if not all(isinstance(token, int) and 0 <= token < self._vocab_size for token in tokens):
+            if tokens and not self._are_ids(tokens):
                 return f"it proposed {tokens}, which are not all token ids below {self._vocab_size}"
         return ""
+
+    def _are_ids(self, tokens: list[int]) -> bool:
+        """Return whether some tokens are all in the vocabulary. Without a loop in Python, for each step."""
+        return {*map(type, tokens)} == {int} and min(tokens) >= 0 and max(tokens) < self._vocab_size
 
 
 def _context(schedule: Schedule) -> int:

@@ -349,7 +349,7 @@ class Scheduler:
             advanced = [r for r in advanced if id(r) not in empty]
         self.policy.generated(advanced)
         if self.drafts is not None:
-            self.drafts.end_step(schedule, self.clock())
+            self.drafts.end_step(schedule, self.clock)
         return advanced + reported if reported else advanced
 
     def _take_run(
@@ -383,6 +383,9 @@ class Scheduler:
             self.block_manager.truncate(request.blocks, request.num_computed_tokens)
             self._running.correct(request)
             self.counters.count_drafts(len(drafts), len(run) - 1)
+            request.metrics.num_drafts += 1
+            request.metrics.num_draft_tokens += len(drafts)
+            request.metrics.num_accepted_tokens += len(run) - 1
             if self.drafts is not None:
                 self.drafts.record(len(run) - 1)
         num_more = request.num_tokens - num_known - 1  # than the one that is counted for each row

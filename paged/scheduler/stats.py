@@ -68,6 +68,7 @@ class EngineStats:
     num_draft_tokens: int
     num_accepted_tokens: int
     num_accepted_at: tuple[int, ...]  # by their place in the run
+    draft_seconds_won: float  # estimated against steps without drafts; below 0 if time was lost
     step_seconds: HistogramCounts
     step_tokens: HistogramCounts
     # Sizes of the engine.
@@ -83,6 +84,11 @@ class EngineStats:
         whole = EngineStats.total([earlier, self])
         totals: dict[str, Any] = {name: getattr(whole, name) for name in GROWING_FIELDS}
         return replace(self, **totals)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """The mean number of tokens of a run: the accepted ones and the one behind them."""
+        return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
 
     def at_rest(self) -> EngineStats:
         """Return the totals so far with no request and no block in use: of an engine that has ended."""
@@ -150,6 +156,7 @@ class EngineStats:
             num_draft_tokens=counters.num_draft_tokens,
             num_accepted_tokens=sum(counters.num_accepted_at),
             num_accepted_at=tuple(counters.num_accepted_at),
+            draft_seconds_won=0.0 if scheduler.drafts is None else scheduler.drafts.seconds_won,
             step_seconds=counters.step_seconds.snapshot(),
             step_tokens=counters.step_tokens.snapshot(),
             weight_bytes=weight_bytes or {},

@@ -80,7 +80,8 @@ def work_of(schedule: Schedule, windows: WindowShares) -> Work:
     """Return the work of a step. Call it before `Scheduler.update` counts the step's tokens as computed."""
     computed = schedule.num_computed_tokens
     means = _mean_attention(computed, schedule.num_new_tokens, schedule.num_decode_tokens, windows)
-    return Work(schedule.num_tokens, len(computed), len(schedule.sampled), *means)
+    num_sampled = len(schedule.sampled) + sum(map(len, schedule.drafts))
+    return Work(schedule.num_tokens, len(computed), num_sampled, *means)
 
 
 def decode_work(num_seqs: int, length: int, windows: WindowShares) -> Work:

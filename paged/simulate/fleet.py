@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..base.validation import changed, check_int, check_number
+from ..base.validation import changed, check_int, check_number, shown
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..routing.router import ROUTERS, new_router
@@ -38,6 +38,9 @@ class FleetConfig:
     flops_efficiency: share of the data sheet's compute that kernels reach.
     bandwidth_efficiency: share of the data sheet's bandwidth that kernels reach.
     step_overhead: milliseconds per step for launches, scheduling and sampling.
+    speculative_acceptance: the shares of guessed tokens that are accepted, by their place, such as
+        0.8,0.6,0.4: then each decode verifies as many guesses. They do not rise, as in vLLM's acceptance per
+        position: a guess counts where all before it are right.
 
     The defaults of the last three are assumptions, not measurements. Raises ConfigError.
     """
@@ -49,6 +52,7 @@ class FleetConfig:
     flops_efficiency: float = 0.6
     bandwidth_efficiency: float = 0.8
     step_overhead: float = 1.0
+    speculative_acceptance: str | None = None
 
     def __post_init__(self) -> None:
         known = {name.casefold(): name for name in DATA_SHEETS}
@@ -61,6 +65,8 @@ class FleetConfig:
         for name in ("flops_efficiency", "bandwidth_efficiency"):
             check_number(ConfigError, name, getattr(self, name), 0.0, 1.0, above=True)
         check_number(ConfigError, "step_overhead", self.step_overhead, 0.0)
+        if self.speculative_acceptance is not None:
+            read_acceptance(self.speculative_acceptance)
         replaced = {"flops_efficiency", "bandwidth_efficiency", "step_overhead"}.intersection(changed(self))
         if self.coefficients is not None and replaced:
             raise ConfigError(
@@ -89,6 +95,22 @@ class FleetConfig:
         )
 
 
+def read_acceptance(text: str) -> list[float]:
+    """Read shares of accepted tokens by place. Raises ConfigError."""
+    try:
+        shares = [float(share) for share in text.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or any(
+        not later <= share <= 1 for share, later in zip(shares, [*shares[1:], 0.0], strict=True)
+    ):
+        raise ConfigError(
+            "speculative_acceptance must be shares from 1 to 0 that do not rise, such as 0.8,0.6,0.4; "
+            f"got {shown(text)}"
+        )
+    return shares
+
+
 class Fleet:
     """Runs all arriving requests to their end, replica by replica and step by step."""
 
@@ -107,7 +129,8 @@ class Fleet:
             sizes.max_useful_blocks,
         )
         cost = fleet.step_cost(sizes)
-        self.replicas = [Replica(sizes, self.num_blocks, cost) for _ in range(fleet.replicas)]
+        shares = read_acceptance(fleet.speculative_acceptance) if fleet.speculative_acceptance else []
+        self.replicas = [Replica(sizes, self.num_blocks, cost, shares) for _ in range(fleet.replicas)]
         self._router = new_router(fleet.router, sizes.block_size)
         self._loads = [0] * fleet.replicas  # tokens of each replica's unfinished requests
         self._events: list[Event] = []

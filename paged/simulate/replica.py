@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import enum
+import random
+from collections.abc import Sequence
 
+from ..drafting.drafter import Draft
 from ..errors import QueueFullError
 from ..requests.request import Request, RequestInputs, RequestMetrics, RequestStatus
 from ..runner.sizes import Sizes
+from ..scheduler.drafts import Drafts
 from ..scheduler.schedule import Schedule
 from .cost import StepCost
 from .workload import SAMPLED, Arrival
@@ -21,10 +25,23 @@ class Refusal(enum.Enum):
     EARLIER_TURN = "earlier_turn_refused"
 
 
-class Replica:
-    """The real scheduler and block manager, one step at a time."""
+class Guesses:
+    """A drafter of as many tokens as it is asked for: which are right is drawn when the step ends."""
 
-    def __init__(self, sizes: Sizes, num_blocks: int, cost: StepCost) -> None:
+    def propose(self, _: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
+        """Return a draft for each request."""
+        return [Draft([0] * limit) for limit in limits]
+
+
+class Replica:
+    """The real scheduler and block manager, one step at a time.
+
+    acceptance: the share of draft tokens that are accepted, by their place; without any there are no drafts.
+    """
+
+    def __init__(
+        self, sizes: Sizes, num_blocks: int, cost: StepCost, acceptance: Sequence[float] = ()
+    ) -> None:
         self.now = 0.0
         self.step: Schedule | None = None  # in flight
         self.awake = False  # whether a step is running or about to begin
@@ -32,6 +49,11 @@ class Replica:
         self._max_model_len = sizes.max_model_len
         self.manager = sizes.new_block_manager(num_blocks, sizes.num_host_blocks)
         self.scheduler = sizes.new_scheduler(self.manager, clock=lambda: self.now)
+        self._acceptance = acceptance
+        self._rng = random.Random(0)
+        if acceptance:
+            most = len(acceptance)
+            self.scheduler.drafts = Drafts(Guesses(), most, sizes.model.vocab_size, sizes.max_sampled_rows)
 
     def add(self, request_id: str, arrival: Arrival) -> Request | Refusal:
         """Queue a request. Return it, or the reason why it is refused."""
@@ -67,9 +89,18 @@ class Replica:
         """Record the results of the step. Return how many tokens it sampled and which requests finished."""
         assert self.step is not None, "no step is in flight"
         num_running = len(self.scheduler.running)
-        num_sampled = len(self.step.sampled)
         self.now = now
-        advanced = self.scheduler.update(self.step, [SAMPLED] * num_sampled)
+        tokens: list[int | None] = [SAMPLED] * len(self.step.sampled)
+        runs = {}
+        for row, drafts in enumerate(self.step.drafts, self.step.num_decode_tokens):
+            # Place i is accepted with its own share, and then all before it are.
+            chance = self._rng.random()
+            num_accepted = sum(chance < share for share in self._acceptance[: len(drafts)])
+            tokens[row] = None
+            runs[row] = [SAMPLED] * (1 + num_accepted)
+        generated_before = self.scheduler.counters.num_generated_tokens
+        advanced = self.scheduler.update(self.step, tokens, runs=runs)
+        num_sampled = self.scheduler.counters.num_generated_tokens - generated_before
         self.step = None
         if len(self.scheduler.running) == num_running:
             return num_sampled, []

@@ -68,10 +68,11 @@ class World:
         share = self._share(step)
         drafts = [Draft([])] * num
         counts = [0] * num
-        if self._lengths.wants_guesses(num, 100):
+        lengths = self._lengths
+        if lengths.begin_step() and lengths.wants_guesses(num, 100):
             drafts = [self._draft(share) for _ in requests]
             self.now += self._guessing
-            counts = self._lengths.choose(requests, drafts, num, 100, 512)
+            counts = lengths.choose(requests, drafts, num, 100, 512)
         rows = num + sum(counts)
         assert rows == num or rows in SIZES
         self.rows[rows] += 1
@@ -82,7 +83,8 @@ class World:
             run = [*takewhile(lambda token: token == 1, draft.tokens)]
             num_accepted += min(count, len(run))
             request.token_ids += [*run, 0][: 1 + min(count, len(run))]
-        self._lengths.end_step(num, 100, rows, self.now - start, num_accepted)
+        if rows > num or not lengths.is_idle:
+            lengths.end_step(num, 100, rows, self.now - start, num_accepted)
         return num + num_accepted
 
     def _draft(self, share: float) -> Draft:

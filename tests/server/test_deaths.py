@@ -29,7 +29,7 @@ from paged.commands.serve import _serve
 from paged.routing.router import PrefixAware
 from paged.server import connection, frames
 from paged.server.engine_client import EngineClient
-from paged.server.http.listener import bind
+from paged.server.http.listener import bind_all
 from paged.server.options import ServeOptions
 from tests.deaths import OPTIONS, read, run_round
 from tests.support.mortal_engines import MortalEngines, MortalProcess
@@ -201,9 +201,9 @@ def test_the_exit_code(engines, monkeypatch, num_restarts, exit_code):
 
     async def main() -> tuple[int, bytes]:
         loop = asyncio.get_running_loop()
-        with MortalEngines(engines[:1], 0, None).installed() as lives, bind(options) as listener:
-            port = listener.getsockname()[1]
-            serving = loop.create_task(_serve({"model": "demo", **OPTIONS}, options, listener))
+        with MortalEngines(engines[:1], 0, None).installed() as lives, bind_all(options) as listeners:
+            port = listeners.main.getsockname()[1]
+            serving = loop.create_task(_serve({"model": "demo", **OPTIONS}, options, listeners))
             while True:  # until it listens
                 await asyncio.sleep(0.02)
                 with contextlib.suppress(OSError):

@@ -571,3 +571,24 @@ def test_no_torch():
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'matplotlib', 'numpy')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_accepted_drafts_save_steps_and_their_rows_take_time():
+    workload = Workload(requests=20, rate=1e-3, input_len="fixed:50", output_len="fixed:61", seed=1)
+    plain = run(workload).summary()
+    certain = run(workload, {"speculative_acceptance": "1,1,1"}).summary()
+    # After the first token, 15 runs of 4 tokens.
+    assert (plain["steps"], certain["steps"]) == (20 * 61, 20 * 16)
+    assert certain["tokens_per_step"] == (50 + 15 * 4) / 16
+    wrong = run(workload, {"speculative_acceptance": "0,0,0"}).summary()
+    assert wrong["steps"] == plain["steps"]
+    assert wrong["tpot_s"]["mean"] > plain["tpot_s"]["mean"]
+    some = run(workload, {"speculative_acceptance": "0.8,0.6,0.4"}).summary()
+    assert some["output_tokens"] == plain["output_tokens"]
+    assert some["steps"] == pytest.approx(20 * (1 + 60 / 2.8), rel=0.05)
+
+
+@pytest.mark.parametrize("shares", ["", "0.5,0.6", "1.1", "-0.1", "nan", "high"])
+def test_shares_of_acceptance_do_not_rise(shares):
+    with pytest.raises(PagedError, match="speculative_acceptance must be shares from 1 to 0"):
+        FleetConfig(speculative_acceptance=shares)

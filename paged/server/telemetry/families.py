@@ -162,6 +162,11 @@ TOTALS = (
         "Requests that came from an engine process that had ended.",
         lambda s: s.num_resumed,
     ),
+    _gauge(
+        "spec_decode_seconds_won",
+        "Estimated time that guessed tokens have saved so far; below 0 if they have cost time.",
+        lambda s: s.draft_seconds_won,
+    ),
     MetricFamily(
         "iteration_tokens_total",
         "histogram",
