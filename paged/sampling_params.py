@@ -247,20 +247,16 @@ class SamplingParams(metaclass=ExplainsMissing):
         return self.repetition_penalty != 1.0 or bool(self.frequency_penalty or self.presence_penalty)
 
     @property
-    def depends_on_history(self) -> bool:
-        """Whether the tokens before change the logits otherwise than through the model."""
+    def edits_logits(self) -> bool:
+        """Whether logits are changed in a way that greedy sampling must see."""
         return (
             self.penalizes
             or self.dry_multiplier > 0.0
             or self.min_tokens > 0
             or self.structured_outputs is not None
-            or bool(self.bad_words or self.logits_processors)
+            or self.allowed_token_ids is not None
+            or bool(self.bad_words or self.logit_bias or self.logits_processors)
         )
-
-    @property
-    def edits_logits(self) -> bool:
-        """Whether logits are changed in a way that greedy sampling must see."""
-        return self.depends_on_history or self.allowed_token_ids is not None or bool(self.logit_bias)
 
     def _check_outputs(self) -> None:
         if not isinstance(self.output_kind, RequestOutputKind):

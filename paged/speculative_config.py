@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from .base.validation import check_int, shown
 from .errors import ConfigError
 
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "grammar")
 LOOKUP_MAX = 5
 _MOST = {"num_speculative_tokens": 64, "prompt_lookup_max": 64, "prompt_lookup_min": 64}
 _FORM = '{"method": "ngram", "num_speculative_tokens": 4}'
@@ -21,7 +21,8 @@ class SpeculativeConfig:
     """How the next tokens of requests are guessed, with vLLM's keys.
 
     method: "ngram" guesses what followed the last tokens where they occurred before in the request; "suffix"
-        looks in its siblings too, and in outputs that ended before, of the same tenant and cache_salt.
+        looks in its siblings too, and in outputs that ended before, of the same tenant and cache_salt. Both
+        guess the tokens that structured_outputs force, where there are some; "grammar" guesses these only.
     num_speculative_tokens: most guesses for a request in a step.
     prompt_lookup_max: most tokens of a match that "ngram" compares; of equally long ones the newest counts.
         None takes 5, or prompt_lookup_min if that is more.
@@ -30,7 +31,7 @@ class SpeculativeConfig:
     Raises ConfigError naming the key, its value and what is allowed.
     """
 
-    method: Literal["ngram", "suffix"]
+    method: Literal["ngram", "suffix", "grammar"]
     num_speculative_tokens: int = 4
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int = 2
@@ -42,7 +43,7 @@ class SpeculativeConfig:
             if (value := getattr(self, name)) is not None:
                 check_int(ConfigError, f"speculative_config[{name!r}]", value, 1, most)
         longest = self.prompt_lookup_max
-        if longest is not None and self.method == "suffix":
+        if longest is not None and self.method != "ngram":
             raise _error("prompt_lookup_max", "goes with method 'ngram': 'suffix' takes the longest match")
         if longest is not None and self.prompt_lookup_min > longest:
             raise _error(

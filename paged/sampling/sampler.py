@@ -183,8 +183,8 @@ class Draw:
             if best is None or may_ban_all:
                 highest = torch.empty(len(logits), device=logits.device)
             tokens = batch.parameters.sample(self._kernels, logits, self._positions.tensor, highest)
-        if batch.edits is not None:
-            batch.edits.record(tokens)
+        if batch.edits is not None and self._edits is not None:
+            batch.edits.record(tokens, self._edits)
         return tokens, highest
 
     def result(self) -> StepOutput:
