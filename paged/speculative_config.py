@@ -11,6 +11,7 @@ from .base.validation import check_int, shown
 from .errors import ConfigError
 
 METHODS = ("ngram", "suffix", "grammar")
+LOOKUP_MIN = 2
 LOOKUP_MAX = 5
 _MOST = {"num_speculative_tokens": 64, "prompt_lookup_max": 64, "prompt_lookup_min": 64}
 _FORM = '{"method": "ngram", "num_speculative_tokens": 4}'
@@ -34,7 +35,7 @@ class SpeculativeConfig:
     method: Literal["ngram", "suffix", "grammar"]
     num_speculative_tokens: int = 4
     prompt_lookup_max: int | None = None
-    prompt_lookup_min: int = 2
+    prompt_lookup_min: int = LOOKUP_MIN
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -45,6 +46,10 @@ class SpeculativeConfig:
         longest = self.prompt_lookup_max
         if longest is not None and self.method != "ngram":
             raise _error("prompt_lookup_max", "goes with method 'ngram': 'suffix' takes the longest match")
+        if self.method == "grammar" and self.prompt_lookup_min != LOOKUP_MIN:
+            raise _error(
+                "prompt_lookup_min", "goes with methods 'ngram' and 'suffix': 'grammar' looks nothing up"
+            )
         if longest is not None and self.prompt_lookup_min > longest:
             raise _error(
                 "prompt_lookup_min", f"is {self.prompt_lookup_min}, more than prompt_lookup_max {longest}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -184,9 +184,9 @@ OF_OUTPUTS = {
 
 
 def random_requests(seed: int, num: int) -> list[tuple[Any, SamplingParams]]:
-    """Return random requests. Each changes a few parameters; together they change each."""
+    """Return random requests, each of which changes a few parameters. Sixteen change each of them."""
     rng = random.Random(seed)
-    names = rng.sample([*CHANGES], len(CHANGES)) + rng.choices([*CHANGES], k=3 * num)
+    names = rng.sample([*CHANGES], len(CHANGES))[: 2 * num] + rng.choices([*CHANGES], k=num)
     often = ["structured_outputs", "repetition_penalty", "dry_multiplier", "bad_words", "min_tokens"]
     made = []
     for i in range(num):
@@ -237,6 +237,12 @@ ENGINES: dict[str, Callable[[], LLMEngine]] = {
 }
 
 
+def test_random_requests_change_every_parameter_of_sampling():
+    names = {field.name for field in fields(SamplingParams)}
+    assert {*CHANGES} | OF_OUTPUTS == names
+    assert not {*CHANGES} & OF_OUTPUTS
+
+
 def outputs_of(
     engine: LLMEngine, requests: list[tuple[Any, SamplingParams]]
 ) -> list[tuple[list[CompletionOutput], Any]]:
@@ -258,7 +264,10 @@ def outputs_of(
 @pytest.mark.parametrize("name", ENGINES)
 def test_no_bit_of_an_output_changes(name):
     engine = ENGINES[name]()
-    requests = text_requests() if engine.tokenizer is not None else token_requests()
+    requests = token_requests()
+    if engine.tokenizer is not None:
+        num_random = 16 if name == "recorded" else 5
+        requests = text_requests() + random_requests([*ENGINES].index(name), num_random)
     expected = outputs_of(engine, requests)
     plain = engine.stats()
     # best_of returns its samples in another order.
@@ -267,6 +276,8 @@ def test_no_bit_of_an_output_changes(name):
         for i in range(params.num_samples):
             answers[id(params), i] = completions[i].token_ids if params.best_of is None else []
     for drafter, make in DRAFTERS.items():
+        if drafter == "grammar" and engine.tokenizer is None:
+            continue  # no request has one
         before = engine.stats()
         drafts = Drafts(make(answers), 4, engine.model_config.vocab_size, 64)
         engine.scheduler.drafts = drafts
@@ -352,8 +363,11 @@ def test_options_reach_the_drafter_and_statistics_count():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "eagle"}, "speculative_config['method'] must be one of ngram, suffix; got 'eagle'"),
-        ({}, "speculative_config['method'] is missing; it must be one of ngram, suffix"),
+        (
+            {"method": "eagle"},
+            "speculative_config['method'] must be one of ngram, suffix, grammar; got 'eagle'",
+        ),
+        ({}, "speculative_config['method'] is missing; it must be one of ngram, suffix, grammar"),
         (
             {"method": "ngram", "model": "x"},
             "speculative_config['model'] is unknown; known keys are method, num",
@@ -371,6 +385,7 @@ def test_options_reach_the_drafter_and_statistics_count():
             "is 9, more than prompt_lookup_max 4",
         ),
         ({"method": "suffix", "prompt_lookup_max": 4}, "goes with method 'ngram'"),
+        ({"method": "grammar", "prompt_lookup_min": 3}, "goes with methods 'ngram' and 'suffix'"),
         ("{", "speculative_config must be JSON such as"),
         ("[1]", "speculative_config must be a dict such as"),
         (4, "speculative_config must be a dict such as"),
