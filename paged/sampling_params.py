@@ -247,17 +247,6 @@ class SamplingParams(metaclass=ExplainsMissing):
         return self.repetition_penalty != 1.0 or bool(self.frequency_penalty or self.presence_penalty)
 
     @property
-    def depends_on_history(self) -> bool:
-        """Whether the tokens before change the logits otherwise than through the model."""
-        return (
-            self.penalizes
-            or self.dry_multiplier > 0.0
-            or self.min_tokens > 0
-            or self.structured_outputs is not None
-            or bool(self.bad_words or self.logits_processors)
-        )
-
-    @property
     def edits_logits(self) -> bool:
         """Whether logits are changed in a way that greedy sampling must see."""
         return self.edits_beside_grammar or self.structured_outputs is not None

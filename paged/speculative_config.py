@@ -10,7 +10,8 @@ from typing import Any, Literal, Self
 from .base.validation import check_bool, check_int, shown
 from .errors import ConfigError
 
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "grammar")
+LOOKUP_MIN = 2
 LOOKUP_MAX = 5
 _MOST = {"num_speculative_tokens": 64, "prompt_lookup_max": 64, "prompt_lookup_min": 64}
 _FORM = '{"method": "ngram", "num_speculative_tokens": 4}'
@@ -21,7 +22,8 @@ class SpeculativeConfig:
     """How the next tokens of requests are guessed, with vLLM's keys.
 
     method: "ngram" guesses what followed the last tokens where they occurred before in the request; "suffix"
-        looks in its siblings too, and in outputs that ended before, of the same tenant and cache_salt.
+        looks in its siblings too, and in outputs that ended before, of the same tenant and cache_salt. Both
+        guess the tokens that structured_outputs force, where there are some; "grammar" guesses these only.
     num_speculative_tokens: most guesses for a request in a step.
     adaptive: whether steps take only as many guesses as make tokens come faster, by measured times and
         acceptance; False takes all that are made.
@@ -32,11 +34,11 @@ class SpeculativeConfig:
     Raises ConfigError naming the key, its value and what is allowed.
     """
 
-    method: Literal["ngram", "suffix"]
+    method: Literal["ngram", "suffix", "grammar"]
     num_speculative_tokens: int = 8
     adaptive: bool = True
     prompt_lookup_max: int | None = None
-    prompt_lookup_min: int = 2
+    prompt_lookup_min: int = LOOKUP_MIN
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -46,8 +48,12 @@ class SpeculativeConfig:
                 check_int(ConfigError, f"speculative_config[{name!r}]", value, 1, most)
         check_bool(ConfigError, "speculative_config['adaptive']", self.adaptive)
         longest = self.prompt_lookup_max
-        if longest is not None and self.method == "suffix":
+        if longest is not None and self.method != "ngram":
             raise _error("prompt_lookup_max", "goes with method 'ngram': 'suffix' takes the longest match")
+        if self.method == "grammar" and self.prompt_lookup_min != LOOKUP_MIN:
+            raise _error(
+                "prompt_lookup_min", "goes with methods 'ngram' and 'suffix': 'grammar' looks nothing up"
+            )
         if longest is not None and self.prompt_lookup_min > longest:
             raise _error(
                 "prompt_lookup_min", f"is {self.prompt_lookup_min}, more than prompt_lookup_max {longest}"

@@ -5,7 +5,8 @@
     python -m tests.mutants copy fair   # only mutants with one of these words in their names
 
 A mutant replaces one text, which must occur exactly once, by another in a copy of the package. Worlds of the
-simulation and the tests that need only Python run on that copy until one fails.
+simulation and the tests that need only Python run on that copy until one fails; for a mutant of `sampling`,
+the tests of the sampler do.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TIME_LIMIT_S = 60
@@ -32,6 +34,7 @@ TESTS = [
     "tests/scheduler/test_policies.py",
     "tests/server/test_limits.py",
 ]
+SAMPLING_TESTS = ["tests/sampling/test_draft_rows.py"]
 WORLDS = """
 import sys
 from tests.simulation import run_world
@@ -43,6 +46,7 @@ for seed in range(*map(int, sys.argv[1:])):
 """
 # In this order the whole takes the least time: most mutants fail in the first worlds.
 LOOKS = (("worlds", 0, 16), ("tests",), ("worlds", 16, 100))
+LOOKS_AT_SAMPLING = (("tests of sampling",),)
 
 # File: (name, old, new).
 MUTANTS = {
@@ -194,6 +198,11 @@ MUTANTS = {
         ),
         ("drafts cross long_from", "inputs.long_from - num_tokens - 1", "inputs.long_from - num_tokens"),
         ("the budget is spent twice", "                left -= num\n", "                pass\n"),
+        (
+            "drafts are not cut at what a grammar refuses",
+            "draft.tokens[: grammar.num_allowed(request, draft.tokens)]",
+            "draft.tokens",
+        ),
         ("sampled rows have no limit", "min(budget, self._max_rows - len(schedule.sampled))", "budget"),
     ],
     "scheduler/scheduler": [
@@ -518,6 +527,71 @@ MUTANTS = {
         ("a use that counts no more is changed", "if use.until > now:", "if True:"),
         ("waits for the first use alone", "excess -= use.amount", "excess = 0"),
     ],
+    "drafting/grammar": [
+        (
+            "a wrong guess comes before what is forced",
+            "if guess.tokens[: len(forced)] == forced:",
+            "if guess.tokens:",
+        ),
+    ],
+    "sampling/seats": [
+        (
+            "rows share the state of one grammar",
+            "self.sampling.grammar = self.seat.sampling.grammar.copy()",
+            "self.sampling.grammar = self.seat.sampling.grammar",
+        ),
+        (
+            "the tokens behind a draft are miscounted",
+            "return self.seat.num_output_tokens + self.num_drafts",
+            "return self.seat.num_output_tokens + self.num_drafts - 1",
+        ),
+        ("right drafts are lost", "found.token_ids += found.drafts", "pass"),
+        (
+            "a row does not see its last draft",
+            "self.seat.drafts[: self.num_drafts]",
+            "self.seat.drafts[: self.num_drafts - 1]",
+        ),
+    ],
+    "sampling/structured_outputs": [
+        (
+            "the mask of a row is that of the row before",
+            "of_job.append(state.row)",
+            "of_job.append(max(0, state.row - 1))",
+        ),
+    ],
+    "sampling/token_history": [
+        (
+            "history counts drafts",
+            "is_counted = num_wrong == num_wrong.index_select(0, firsts)",
+            "is_counted = num_wrong >= 0",
+        ),
+        (
+            "history counts the drafts of other rows",
+            "for token in row.seat.drafts[: row.num_drafts]",
+            "for token in row.seat.drafts",
+        ),
+        ("a run that was cut short is known", "if run and is_whole else UNKNOWN", "if run else UNKNOWN"),
+        (
+            "a row behind drafts starts from nothing",
+            "counts.index_copy_(0, slots, counts.index_select(0, own_slots))",
+            "counts.index_fill_(0, slots, 0)",
+        ),
+    ],
+    "sampling/dry": [
+        ("texts keep drafts", "            text.num_known = num_known\n", "            pass\n"),
+        ("breakers of drafts stay", "            text.breaker = breaker\n", "            pass\n"),
+        ("places of drafts stay", "        self._num_places = num_places\n", "        pass\n"),
+        ("repetitions of drafts stay", "self._places[REACH, :num_places] = reach", "pass"),
+        ("texts without drafts are charged twice", "if takes_all or not keeps_others:", "if takes_all:"),
+        ("texts that wait lose their repetitions", "reach.mul_(token == NO_TOKEN)", "reach.zero_()"),
+    ],
+    "sampling/logits_edits": [
+        (
+            "early stops are banned in a request's own row only",
+            "positions[row] - q.num_prompt_tokens < p.min_tokens",
+            "positions[row] - q.num_prompt_tokens < p.min_tokens and not isinstance(q, DraftRow)",
+        ),
+    ],
 }
 
 
@@ -530,10 +604,12 @@ def planted(file: str, name: str, old: str, new: str) -> str:
 
 
 def copy_project(folder: Path) -> None:
-    """Copy what the pure Python folders need."""
+    """Copy the package; its kernels and the demo model, which no mutant changes, are links."""
     shutil.copytree(
         ROOT / "paged", folder / "paged", ignore=shutil.ignore_patterns("kernels", "demo", "__pycache__")
     )
+    for name in ("kernels", "demo"):
+        (folder / "paged" / name).symlink_to(ROOT / "paged" / name)
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
 
 
@@ -561,7 +637,8 @@ def failure(folder: Path, what: str, *arguments: int) -> str | None:
     if what == "worlds":
         said = run(folder, "-c", WORLDS, *arguments)
     else:
-        said = run(folder, "-m", "pytest", "-qx", "--noconftest", "-p", "no:cacheprovider", *TESTS)
+        tests = TESTS if what == "tests" else SAMPLING_TESTS
+        said = run(folder, "-m", "pytest", "-qx", "--noconftest", "-p", "no:cacheprovider", *tests)
     if said is None:
         return f"{what} not done after {TIME_LIMIT_S} s"
     if not said:
@@ -572,6 +649,12 @@ def failure(folder: Path, what: str, *arguments: int) -> str | None:
     return found.group(1) or found.group(2)
 
 
+def _looks_at(file: str | None) -> tuple[tuple[Any, ...], ...]:
+    if file is None:
+        return LOOKS + LOOKS_AT_SAMPLING
+    return LOOKS_AT_SAMPLING if file.startswith("sampling/") else LOOKS
+
+
 def failures(file: str | None, text: str, all_looks: bool) -> list[str]:
     """Return what fails if a file has this text; for None, what fails without a mutant."""
     found: list[str] = []
@@ -579,7 +662,7 @@ def failures(file: str | None, text: str, all_looks: bool) -> list[str]:
         copy_project(Path(name))
         if file is not None:
             (Path(name) / "paged" / f"{file}.py").write_text(text)
-        for look in LOOKS:
+        for look in _looks_at(file):
             said = failure(Path(name), *look)
             found += [said] if said else []
             if found and not all_looks:

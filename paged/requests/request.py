@@ -42,6 +42,12 @@ class Grammar(Protocol):
     def is_complete(self, request: Request) -> bool:
         """Return whether the output is complete and nothing can follow it."""
 
+    def num_allowed(self, request: Request, tokens: Sequence[int]) -> int:
+        """Return how many of these guessed tokens may follow the output; 0 where that takes too long."""
+
+    def forced(self, request: Request) -> list[int]:
+        """Return tokens of which each is the only one that may come next; none where that takes too long."""
+
 
 class RequestStatus(enum.Enum):
     """The state of a request. A preempted request is WAITING again."""
@@ -116,8 +122,6 @@ class RequestInputs:
     deadline: float = math.inf
     is_greedy: bool = field(init=False)  # temperature 0, logits unchanged, no log-probabilities
     wants_logprobs: bool = field(init=False)  # of the output
-    # The most drafts of a step; None: as many as the engine makes. 0: logits depend on the tokens before.
-    max_drafts: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
@@ -125,8 +129,6 @@ class RequestInputs:
         plain = not (params.edits_logits or wants_logprobs)
         object.__setattr__(self, "wants_logprobs", wants_logprobs)
         object.__setattr__(self, "is_greedy", params.temperature == 0.0 and plain)
-        max_drafts = 0 if params.depends_on_history else params.num_speculative_tokens
-        object.__setattr__(self, "max_drafts", max_drafts)
 
 
 @dataclass(slots=True, eq=False)

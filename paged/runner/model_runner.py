@@ -160,8 +160,9 @@ class ModelRunner:
         step = self.batches.put(computed, upload)
         for tokens_of_seat in plan.sampled.new_tokens:
             self.sampling_seats.add_tokens(*tokens_of_seat)
-        sampled = self.sampling_seats.at(computed.sampled_seats)
-        draw = self.sampler.prepare(sampled, computed.positions, upload)
+        seats = self.sampling_seats
+        rows = (seats.with_drafts if computed.num_drafting else seats.at)(computed.sampled_seats)
+        draw = self.sampler.prepare(rows, computed.positions, upload)
         reports = None
         if computed.asked:
             reports = self.reporter.prepare(computed.asked, plan.sampled.reports, upload)

@@ -132,11 +132,15 @@ class ComputedPart:
 
 
 class NewTokens(NamedTuple):
-    """The tokens of a seat from a position on, for the sampler, whose edits of its logits depend on them."""
+    """The tokens of a seat from a position on, for the sampler, whose edits of its logits depend on them.
+
+    drafts: those that the step computes behind them.
+    """
 
     seat: int
     start: int
     tokens: list[int]
+    drafts: list[int]
 
 
 @dataclass(slots=True)
@@ -152,7 +156,7 @@ class SampledPart:
 
     def to_bytes(self) -> bytes:
         """Write the part, for `from_bytes`."""
-        tokens = ([seat, start, *ids] for seat, start, ids in self.new_tokens)
+        tokens = ([new.seat, new.start, len(new.drafts), *new.drafts, *new.tokens] for new in self.new_tokens)
         tops = ([] if report.num_top is None else [report.num_top] for report in self.reports)
         return _write([[len(self.new_tokens)], *tokens, *tops, *(r.next_tokens for r in self.reports)])
 
@@ -160,7 +164,10 @@ class SampledPart:
     def from_bytes(cls, data: bytes) -> Self:
         """Read a part that `to_bytes` has written."""
         (num_seats,), *lists = _read(data)
-        new_tokens = [NewTokens(seat, start, ids) for seat, start, *ids in lists[:num_seats]]
+        new_tokens = [
+            NewTokens(seat, start, ids[num_drafts:], ids[:num_drafts])
+            for seat, start, num_drafts, *ids in lists[:num_seats]
+        ]
         num_reports = (len(lists) - num_seats) // 2
         tops = lists[num_seats : num_seats + num_reports]
         next_tokens = lists[num_seats + num_reports :]
@@ -280,8 +287,9 @@ class Planner:
         """
         rows = zip(schedule.sampled_requests, schedule.sampled, schedule.sampled_seats, strict=True)
         starts = schedule.num_computed_tokens
+        drafts = dict(enumerate(schedule.drafts, schedule.num_decode_tokens))
         return [
-            NewTokens(seat, starts[row], request.token_ids[starts[row] :])
+            NewTokens(seat, starts[row], request.token_ids[starts[row] :], drafts.get(row, []))
             for request, row, seat in rows
             if seat in self._editing
         ]

@@ -21,6 +21,8 @@ MAX_LOG_PENALTY = math.log(1e30)
 # text's number, the place before it, and its reach. A breaker never costs anything, so it too has -1 before
 # it, and its reach is 0. That changes no later reach, because repetitions count from the breaker on.
 PRIOR, TOKEN, POSITION, OWNER, BEFORE, REACH = range(6)
+NO_TOKEN = -2  # equals no token, and not the -1 before the first
+MOST_APPENDED = 128  # tokens of a text, one by one; a text that lacks more is read anew
 
 
 class DryHistory:
@@ -80,13 +82,42 @@ class DryHistory:
 
     def update(self) -> None:
         """Append the tokens that are new since the last call."""
-        num_new = {len(text.request.token_ids) - text.num_known for text in self._texts}
-        if num_new == {1}:
-            self._advance()
-        elif num_new != {0}:  # a step failed after some requests had got their token
+        tokens = [text.request.token_ids for text in self._texts]
+        num_new = [len(own) - text.num_known for text, own in zip(self._texts, tokens, strict=True)]
+        if self._texts and min(num_new) >= 0 and max(num_new) <= MOST_APPENDED:
+            for _ in range(max(num_new)):
+                self._make_room()
+                self._advance(tokens)
+        else:  # an update was interrupted
             requests = self._requests
             self._texts = []
             self.keep(requests)
+
+    def apply_behind_drafts(
+        self,
+        logits: Tensor,  # f32[num_rows * vocab_size], changed in place
+        rows: Tensor,  # i64[most, num_texts]: as of `apply`, behind each text's first draft, its second...
+        tokens: Sequence[list[int]],  # of each text, its drafts included
+    ) -> None:
+        """Subtract the cost of each token behind drafts, and forget them again."""
+        texts = self._texts
+        self._texts = []
+        known = [(text.num_known, text.breaker) for text in texts]
+        num_places = self._num_places
+        reach = self._places[REACH, :num_places].clone()
+        before = self._newest, self._found, self._bounds
+        self._texts = texts
+        for rows_behind in rows:
+            self._advance(tokens, keeps_others=False)
+            self.apply(logits, rows_behind)
+        self._texts = []
+        for text, (num_known, breaker) in zip(texts, known, strict=True):
+            text.num_known = num_known
+            text.breaker = breaker
+        self._num_places = num_places
+        self._places[REACH, :num_places] = reach
+        self._newest, self._found, self._bounds = before
+        self._texts = texts
 
     def apply(
         self,
@@ -104,21 +135,44 @@ class DryHistory:
         # A token's highest cost applies: the minimum, which does not depend on the order of places.
         logits.scatter_reduce_(0, index, rest, "amin")
 
-    def _advance(self) -> None:
-        """Append one token to every text: repetitions that it continues reach one further, others end."""
+    def _make_room(self) -> None:
+        """Drop places that have left their windows, if there is no room for a token of every text."""
         texts = self._texts
         self._texts = []
         if self._num_places + len(texts) > self.capacity:
             position, owner = self._places[POSITION : OWNER + 1, : self._num_places]
             self._forget(position < self._bounds[0].index_select(0, owner))
             self._find(len(texts))
-        columns = self._ints([text.take() for text in texts]).T
+        self._texts = texts
+
+    def _advance(self, tokens: Sequence[list[int]], *, keeps_others: bool = True) -> None:
+        """Append a token to every text that has more: what it repeats reaches one further, the rest ends.
+
+        tokens: of each text, also those that it has already.
+        keeps_others: whether the other texts stay as they are; else their repetitions end.
+        """
+        texts = self._texts
+        self._texts = []
+        growing = [slot for slot, text in enumerate(texts) if text.num_known < len(tokens[slot])]
+        takes_all = len(growing) == len(texts)
+        columns = self._ints([text.take(own) for text, own in zip(texts, tokens, strict=True)]).T
         self._bounds = columns[4:]
-        self._newest = self._append(columns[:4], self._newest)
+        if takes_all:
+            self._newest = self._append(columns[:4], self._newest)
+        else:
+            grow = self._ints(growing).long()
+            places = self._append(columns[:4].index_select(1, grow), self._newest.index_select(0, grow))
+            self._newest = self._newest.index_copy(0, grow, places)
         prior, _, _, owner, before, reach = self._places[:, : self._num_places]
-        self._found = (prior == columns[TOKEN].index_select(0, owner)).nonzero()[:, 0]
-        reaches = reach.index_select(0, before.index_select(0, self._found)).add_(1)
-        reach.zero_().index_copy_(0, self._found, reaches)
+        token = columns[TOKEN].index_select(0, owner)
+        found = (prior == token).nonzero()[:, 0]
+        reaches = reach.index_select(0, before.index_select(0, found)).add_(1)
+        if takes_all or not keeps_others:
+            reach.zero_().index_copy_(0, found, reaches)
+            self._found = found
+        else:
+            reach.mul_(token == NO_TOKEN).index_copy_(0, found, reaches)
+            self._found = reach.nonzero()[:, 0]
         self._texts = texts
 
     def _read(self, text: _Text) -> None:
@@ -239,14 +293,18 @@ class _Text:
         head, end = self.breaker
         return self.num_known - end if head >= start else self.num_known
 
-    def take(self) -> tuple[int, ...]:
-        """Append one token. Return the columns of its place that the host knows, and the new bounds."""
+    def take(self, token_ids: list[int]) -> tuple[int, ...]:
+        """Append one token. Return the columns of its place that the host knows, and the new bounds.
+
+        token_ids: of the text, also those that it has already; if it has all, its token is NO_TOKEN.
+        """
         at = self.num_known
-        token_ids = self.request.token_ids
+        if at == len(token_ids):
+            return NO_TOKEN, NO_TOKEN, at, self.slot, *self.bounds()
         token = token_ids[at]
         self.num_known = at + 1
         for length in self.tail_lengths:
-            if self._is_breaker(at - length, at + 1):
+            if self._is_breaker(token_ids, at - length, at + 1):
                 self.breaker = max(self.breaker, (at - length, at + 1))
         return -1 if token in self.alone else token_ids[at - 1], token, at, self.slot, *self.bounds()
 
@@ -263,12 +321,12 @@ class _Text:
         """
         for head in range(self.num_known - 1, self.start - 1, -1) if self.breakers else ():
             ends = (head + length + 1 for length in self.tail_lengths)
-            if found := [end for end in ends if end <= self.num_known and self._is_breaker(head, end)]:
+            ended = (end for end in ends if end <= self.num_known)
+            if found := [end for end in ended if self._is_breaker(self.request.token_ids, head, end)]:
                 return head, max(found)
         return 0, 0
 
-    def _is_breaker(self, head: int, end: int) -> bool:
-        token_ids = self.request.token_ids
+    def _is_breaker(self, token_ids: list[int], head: int, end: int) -> bool:
         return head >= 0 and token_ids[head] in self.breakers.get(tuple(token_ids[head + 1 : end]), ())
 
 

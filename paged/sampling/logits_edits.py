@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from ..kernels.backend import Kernels
 from ..sampling_params import SamplingParams, num_arguments
 from ..scheduler.schedule import RowError
 from .dry import DryHistory
-from .seats import Sampled
+from .seats import DraftRow, Sampled
 from .token_history import Recount, TokenHistory
 
 IndexedRequests = list[tuple[int, Sampled, SamplingParams]]  # row of the logits, request, its parameters
@@ -63,10 +64,18 @@ class LogitsEdits:
         history.keep([request for _, request, _ in penalized], upload)
         self._penalized_rows = [row for row, _, _ in penalized]
         self._penalties = self._penalty_columns(penalized, upload)
-        repeating = [(r, q) for r, q, p in rows if p.dry_multiplier and p.dry_penalty_last_n]
-        dry.keep([request for _, request in repeating])
-        starts = [self._flat_index(row, 0) for row, _ in repeating]
+        repeating: dict[Sampled, list[tuple[int, Sampled]]] = {}  # the rows of each request, its own first
+        for r, q, p in rows:
+            if p.dry_multiplier and p.dry_penalty_last_n:
+                repeating.setdefault(q.seat if isinstance(q, DraftRow) else q, []).append((r, q))
+        dry.keep([*repeating])
+        # The first logits of each request's own row, of those behind a draft, and so on; 0 for none.
+        starts = [
+            [0 if row is None else self._flat_index(row[0], 0) for row in behind]
+            for behind in zip_longest(*repeating.values())
+        ]
         self._dry_rows = upload.put(starts, torch.int64) if repeating else None
+        self._dry_ends = [of_request[-1][1] for of_request in repeating.values()]
         self._processed = [
             (r, q, [*map(num_arguments, ps)]) for r, q, p in rows if (ps := p.logits_processors)
         ]
@@ -106,15 +115,18 @@ class LogitsEdits:
             counts = history.output_counts, history.seen
             self.kernels.apply_penalties(logits, rows, history.slots.tensor, *counts, *columns)
         if self._dry_rows is not None:
+            rows = self._dry_rows.tensor
             self.dry.update()
-            self.dry.apply(flat, self._dry_rows.tensor)
+            self.dry.apply(flat, rows[0])
+            if len(rows) > 1:
+                self.dry.apply_behind_drafts(flat, rows[1:], [end.token_ids for end in self._dry_ends])
         messages = {row: _process(logits, row, request, num) for row, request, num in self._processed}
         return {row: RowError(message, "request") for row, message in messages.items() if message}
 
-    def record(self, tokens: Tensor) -> None:
+    def record(self, tokens: Tensor, step: StepEdits) -> None:
         """Count the tokens that were drawn, i64[num_rows]."""
-        if self._penalties is not None:
-            self.history.record(tokens, self._penalties[0].tensor)
+        if self._penalties is not None and step.recount is not None:
+            self.history.record(tokens, self._penalties[0].tensor, step.recount.drafts)
 
     def _allowed_tokens(self, rows: IndexedRequests, upload: Upload) -> tuple[Sent, Sent] | None:
         if not rows:

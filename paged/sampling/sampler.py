@@ -139,6 +139,7 @@ class Draw:
             return None
         is_edited = batch.edits is not None or grammar_masks is not None
         highest: Tensor | None
+        edited: Tensor | None
         if batch.parameters is None and not (is_edited or batch.asked):
             tokens, highest = best or kernels.greedy(logits)
         else:
@@ -193,8 +194,8 @@ class Draw:
             if highest is None and (best is None or may_ban_all):
                 highest = found = torch.empty(len(logits), device=logits.device)
             tokens = batch.parameters.sample(self._kernels, logits, self._positions.tensor, found)
-        if batch.edits is not None:
-            batch.edits.record(tokens)
+        if batch.edits is not None and self._edits is not None:
+            batch.edits.record(tokens, self._edits)
         return tokens, highest
 
     def result(self) -> StepOutput:

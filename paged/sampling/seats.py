@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from ..requests.request import Request, RequestInputs, SamplingState
+from ..requests.request import NO_SEAT, Request, RequestInputs, SamplingState
 
 
 class Sampled(Protocol):
@@ -15,7 +15,10 @@ class Sampled(Protocol):
     sampling: SamplingState
     stop_ids: frozenset[int]
     num_prompt_tokens: int
-    token_ids: list[int]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt, then output so far."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -30,9 +33,10 @@ class SamplingSeat:
     """What the sampler knows of the request in a seat.
 
     token_ids: prompt, then output; empty unless the request edits its logits.
+    drafts: those of the newest step; none unless the request edits its logits.
     """
 
-    __slots__ = ("inputs", "num_prompt_tokens", "sampling", "stop_ids", "token_ids")
+    __slots__ = ("_rows", "drafts", "inputs", "num_prompt_tokens", "sampling", "stop_ids", "token_ids")
 
     def __init__(self, request: Request) -> None:
         self.inputs = request.inputs
@@ -40,6 +44,8 @@ class SamplingSeat:
         self.stop_ids = request.stop_ids
         self.num_prompt_tokens = request.num_prompt_tokens
         self.token_ids = request.token_ids.copy() if request.inputs.params.edits_logits else []
+        self.drafts: list[int] = []
+        self._rows: list[DraftRow] = []
 
     @property
     def num_output_tokens(self) -> int:
@@ -50,6 +56,53 @@ class SamplingSeat:
     def output_token_ids(self) -> list[int]:
         """The tokens generated so far."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    def row(self, num_drafts: int) -> SamplingSeat | DraftRow:
+        """Return what the sampler knows of the request behind so many of its drafts.
+
+        It is the same object in every step, so that the sampler need not gather its parameters again.
+        """
+        if not num_drafts:
+            return self
+        while len(self._rows) < num_drafts:
+            self._rows.append(DraftRow(self, len(self._rows) + 1))
+        row = self._rows[num_drafts - 1]
+        row.follow_grammar()
+        return row
+
+
+class DraftRow:
+    """The request of a seat as it will be if its first num_drafts drafts are right."""
+
+    __slots__ = ("inputs", "num_drafts", "num_prompt_tokens", "sampling", "seat", "stop_ids")
+
+    def __init__(self, seat: SamplingSeat, num_drafts: int) -> None:
+        self.seat = seat
+        self.num_drafts = num_drafts
+        self.inputs = seat.inputs
+        self.sampling = SamplingState(seat.sampling.seed, seat.sampling.parameters)
+        self.stop_ids = seat.stop_ids
+        self.num_prompt_tokens = seat.num_prompt_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt, output, and drafts."""
+        return self.seat.token_ids + self.seat.drafts[: self.num_drafts]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of tokens generated so far, and of drafts."""
+        return self.seat.num_output_tokens + self.num_drafts
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens generated so far, and the drafts."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def follow_grammar(self) -> None:
+        """Begin at the request's own position in its grammar, from which the drafts lead on."""
+        if self.seat.sampling.grammar is not None:
+            self.sampling.grammar = self.seat.sampling.grammar.copy()
 
 
 class SamplingSeats:
@@ -71,10 +124,27 @@ class SamplingSeats:
         for request in newcomers:
             self._seats[request.seat] = SamplingSeat(request)
 
-    def add_tokens(self, seat: int, start: int, tokens: Sequence[int]) -> None:
-        """Give a seat the tokens of its request from a position on."""
-        self._seats[seat].token_ids[start:] = tokens
+    def add_tokens(self, seat: int, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> None:
+        """Give a seat the tokens of its request from a position on, and the drafts behind them.
+
+        What is before is known: of the last step's drafts, those that were right.
+        """
+        found = self._seats[seat]
+        found.token_ids += found.drafts
+        found.token_ids[start:] = tokens
+        found.drafts = [*drafts]
 
     def at(self, seats: Sequence[int]) -> list[SamplingSeat]:
         """Return these seats."""
         return [*map(self._seats.__getitem__, seats)]
+
+    def with_drafts(self, seats: Sequence[int]) -> list[SamplingSeat | DraftRow]:
+        """Return a row for each of these seats. One that occurs again is one draft further each time."""
+        rows = list[SamplingSeat | DraftRow]()
+        before = NO_SEAT
+        num_drafts = 0
+        for seat in seats:
+            num_drafts = num_drafts + 1 if seat == before else 0
+            rows.append(self._seats[seat].row(num_drafts))
+            before = seat
+        return rows

@@ -18,9 +18,9 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,9 +41,11 @@ from .json_grammar import JsonGrammar
 from .library_grammar import library_grammar
 from .seats import Sampled
 
+Answer = TypeVar("Answer")
 MAX_CACHED = 64  # compiled grammars
 MAX_CACHED_CHARACTERS = 2**20  # of their texts together; a compiled text takes up to 1,000 times its size
 COMPILE_TIMEOUT_S = 10.0
+ASKED_S = 0.001  # how long a step waits for a mask before it asks a grammar about guessed tokens
 MAX_EXAMINED = 256  # parts of a refused structural tag in which the error is looked for
 # The library follows chains of rules by recursion, where a stack overflow would end the process. All rules
 # that fit MAX_CHARACTERS need less than this; stack that is not touched takes no memory.
@@ -376,6 +378,33 @@ class GrammarState:
         # A mask that a worker has made says it at once.
         row = self.mask() if self.has_mask(request) else vocabulary.allowed(self.matcher)
         return not (row & vocabulary.not_ends).any()
+
+    def num_allowed(self, request: Sampled, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens may follow the output; 0 where the library is slow, or fails.
+
+        Those that end an output are not among them, as nothing follows them.
+        """
+        ends = self.vocabulary.ends | request.stop_ids
+        num = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+        return self._ask(request, lambda matcher: int(matcher.validate_tokens([*tokens[:num]])), 0)
+
+    def forced(self, request: Sampled) -> list[int]:
+        """Return tokens of which each is the only one that may come next; none as in `num_allowed`."""
+        return self._ask(request, lambda matcher: [*matcher.compute_ff_tokens()], [])
+
+    def _ask(self, request: Sampled, question: Callable[[Any], Answer], otherwise: Answer) -> Answer:
+        """Ask a copy of the matcher about the end of the output; `otherwise` where that would delay a step.
+
+        A copy, as whatever a guess does to a matcher must not reach the request's own.
+        """
+        if self.grammar.is_slow or not self.has_mask(request):
+            return otherwise
+        if (job := self.pending) is not None and wait((job.done,), ASKED_S).not_done:
+            return otherwise
+        try:
+            return question(self._matcher.deep_copy())
+        except BaseException:  # a Rust panic is not an Exception; a step holds interrupts back
+            return otherwise
 
 
 def begin_masks(requests: Iterable[Sampled]) -> None:

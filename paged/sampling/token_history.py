@@ -10,9 +10,26 @@ import torch
 from torch import Tensor
 
 from ..device.transfers import Sent, Upload
-from .seats import Sampled
+from .seats import DraftRow, Sampled
 
 MIN_SLOTS = 4
+NO_DRAFT = -1  # no token equals it
+UNKNOWN = -1
+
+
+class DraftCounts(NamedTuple):
+    """The rows of a step behind drafts, which count like their requests' own rows, and these drafts too.
+
+    places: places of the drafts in the flat counts, row by row.
+    firsts: of all rows: the number of the request's own row.
+    next_drafts: of all rows: the draft that the drawn token is to equal; NO_DRAFT behind the last one.
+    """
+
+    slots: Sent  # of these rows
+    own_slots: Sent  # of their requests' own rows
+    places: Sent
+    firsts: Sent
+    next_drafts: Sent
 
 
 class Recount(NamedTuple):
@@ -26,57 +43,104 @@ class Recount(NamedTuple):
     slots: Sent | None  # of those that are counted; None: there are none
     seen: Sent | None
     generated: Sent | None
+    drafts: DraftCounts | None
 
 
 class TokenHistory:
-    """Token counts on the device, with one slot per request of the current batch that uses penalties.
+    """Token counts on the device, with one slot per row of the current batch whose request uses penalties.
 
     A request that ended or was preempted has none; if it comes back, its tokens are counted anew. Tokens that
-    are drawn are counted on the device, so that nothing waits for them.
+    are drawn are counted on the device, so that nothing waits for them. A row behind drafts has a slot of its
+    own, for one step; of what a request draws, those tokens are counted that follow right drafts.
 
-    num_slots: how many requests there is memory for when the first uses penalties; there is more when needed.
+    num_slots: how many rows there is memory for when the first uses penalties; there is more when needed.
     """
 
     def __init__(self, vocab_size: int, device: torch.device, num_slots: int = MIN_SLOTS) -> None:
         self.output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)  # in prompt or output
-        self.slots: Sent | None = None  # i64[num_requests], in their order
+        self.slots: Sent | None = None  # i64[num_rows], in their order
         self._least_slots = num_slots
         self._slots: dict[Sampled, int] = {}
-        self._known: dict[Sampled, int] = {}  # how many tokens are counted
+        self._known: dict[Sampled, int] = {}  # how many tokens of each request are counted
+        # By request: how many tokens were counted when it drew behind drafts, and these drafts.
+        self._runs: dict[Sampled, tuple[int, list[int]]] = {}
 
     @property
     def num_slots(self) -> int:
-        """The number of requests that there is memory for."""
+        """The number of rows that there is memory for."""
         return self.output_counts.shape[0]
 
-    def keep(self, requests: Sequence[Sampled], upload: Upload) -> None:
-        """Assign slots to these requests, and to no others."""
-        if not requests and not self._slots:
+    def keep(self, rows: Sequence[Sampled], upload: Upload) -> None:
+        """Assign slots to these rows, and to no others. Rows behind drafts follow their request's own."""
+        if not rows and not self._slots:
             return
-        stay = set(requests)
-        before = {request: slot for request, slot in self._slots.items() if request in stay}
+        stay = set(rows)
+        before = {row: slot for row, slot in self._slots.items() if row in stay}
         self._known = {request: known for request, known in self._known.items() if request in before}
+        self._runs = {request: run for request, run in self._runs.items() if request in before}
         taken = set(before.values())
-        self._grow(len(requests))
+        self._grow(len(rows))
         free = (slot for slot in range(self.num_slots) if slot not in taken)
-        self._slots = {r: before[r] if r in before else next(free) for r in requests}
+        self._slots = {row: before[row] if row in before else next(free) for row in rows}
         self.slots = upload.put([*self._slots.values()], torch.int64)
 
     def prepare(self, positions: Sequence[int], upload: Upload) -> Recount:
-        """Send the tokens of requests that are new, or not counted up to their position."""
+        """Send the tokens of requests that are new, or not counted up to their position, and the drafts.
+
+        positions: of the token that each row draws.
+        """
         vocab_size = self.output_counts.shape[1]
         slots = self._slots
-        new = [r for r, at in zip(slots, positions, strict=True) if self._known.get(r) != at]
+        self._settle_runs()
+        of_requests = {
+            row: at for row, at in zip(slots, positions, strict=True) if not isinstance(row, DraftRow)
+        }
+        drafts = self._put_drafts(upload) if len(of_requests) < len(slots) else None
+        requests = [*of_requests]
+        known = [*of_requests.values()]
+        new = [request for request, at in of_requests.items() if self._known.get(request) != at]
         if not new:
-            return Recount([*slots], [*positions], None, None, None)
+            return Recount(requests, known, None, None, None, drafts)
         seen = [np.array(r.token_ids, np.int64) + slots[r] * vocab_size for r in new]
         generated = [places[r.num_prompt_tokens :] for r, places in zip(new, seen, strict=True)]
-        put = (
+        slots_of_new, all_seen, all_generated = (
             upload.put(numbers, torch.int64)
             for numbers in ([slots[r] for r in new], np.concatenate(seen), np.concatenate(generated))
         )
-        return Recount([*slots], [*positions], *put)
+        return Recount(requests, known, slots_of_new, all_seen, all_generated, drafts)
+
+    def _settle_runs(self) -> None:
+        """Note how many tokens the device has counted of what requests have drawn behind drafts.
+
+        It has counted all up to the first that was no draft. A run that ended before, as a row had an error,
+        is another: its request is counted anew.
+        """
+        for request, (num_known, drafts) in self._runs.items():
+            run = request.token_ids[num_known:]
+            num_right = len(run) - 1
+            is_whole = run[:-1] == drafts[:num_right] and run[-1:] != drafts[num_right : num_right + 1]
+            self._known[request] = len(request.token_ids) if run and is_whole else UNKNOWN
+        self._runs = {}
+
+    def _put_drafts(self, upload: Upload) -> DraftCounts:
+        vocab_size = self.output_counts.shape[1]
+        slots = self._slots
+        behind = [(row, slot) for row, slot in slots.items() if isinstance(row, DraftRow)]
+        places = [
+            slot * vocab_size + token for row, slot in behind for token in row.seat.drafts[: row.num_drafts]
+        ]
+        firsts = list[int]()
+        next_drafts = list[int]()
+        for i, row in enumerate(slots):
+            if isinstance(row, DraftRow):
+                firsts.append(firsts[-1])
+                next_drafts[-1] = row.seat.drafts[row.num_drafts - 1]
+            else:
+                firsts.append(i)
+            next_drafts.append(NO_DRAFT)
+        numbers = ([slot for _, slot in behind], [slots[row.seat] for row, _ in behind], places, firsts)
+        return DraftCounts(*(upload.put(each, torch.int64) for each in (*numbers, next_drafts)))
 
     def count(self, recount: Recount) -> None:
         """Count the tokens of a step's new requests."""
@@ -89,21 +153,46 @@ class TokenHistory:
             counts.index_fill_(0, slots, 0)
             seen.view(-1).index_fill_(0, recount.seen.tensor, True)
             _count(counts, recount.generated.tensor)
+        if recount.drafts is not None:
+            self._count_drafts(recount.drafts)
         self._known = dict(zip(recount.requests, recount.positions, strict=True))
+
+    def _count_drafts(self, drafts: DraftCounts) -> None:
+        slots = drafts.slots.tensor
+        own_slots = drafts.own_slots.tensor
+        for counts in (self.output_counts, self.seen):
+            counts.index_copy_(0, slots, counts.index_select(0, own_slots))
+        _count(self.output_counts, drafts.places.tensor)
+        self.seen.view(-1).index_fill_(0, drafts.places.tensor, True)
 
     def record(
         self,
-        tokens: Tensor,  # i64[num_rows], those that were drawn
-        rows: Tensor,  # i64[num_requests], the row of each request's token
+        tokens: Tensor,  # i64[num_logits], those that were drawn
+        rows: Tensor,  # i64[num_rows], where each row's token is among them
+        drafts: DraftCounts | None = None,
     ) -> None:
-        """Count the tokens that were drawn for the requests."""
-        assert self.slots is not None, "no request has a slot"
+        """Count the tokens that were drawn, those behind drafts only if these are right."""
+        assert self.slots is not None, "no row has a slot"
         known = self._known
         self._known = {}
-        places = self.slots.tensor * self.output_counts.shape[1] + tokens.index_select(0, rows)
-        _count(self.output_counts, places)
+        drawn = tokens.index_select(0, rows)
+        starts = self.slots.tensor * self.output_counts.shape[1]
+        if drafts is None:
+            places = starts + drawn
+            _count(self.output_counts, places)
+        else:
+            firsts = drafts.firsts.tensor
+            is_wrong = (drawn != drafts.next_drafts.tensor).long()
+            num_wrong = is_wrong.cumsum(0).sub_(is_wrong)  # among the rows before
+            is_counted = num_wrong == num_wrong.index_select(0, firsts)
+            places = starts.index_select(0, firsts) + drawn
+            # What is not counted takes the place of the request's first token, which always is.
+            places = places.where(is_counted, places.index_select(0, firsts))
+            self.output_counts.view(-1).index_add_(0, places, is_counted.int())
         self.seen.view(-1).index_fill_(0, places, True)
-        self._known = {request: num + 1 for request, num in known.items()}
+        drafting = {row.seat for row in self._slots if isinstance(row, DraftRow)}
+        self._runs = {seat: (known[seat], seat.drafts) for seat in drafting}
+        self._known = {request: num + 1 for request, num in known.items() if request not in self._runs}
 
     def _grow(self, num_slots: int) -> None:
         missing = num_slots - self.num_slots

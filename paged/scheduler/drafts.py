@@ -70,7 +70,7 @@ class Drafts:
             if (limit := most_drafts(schedule.requests[row], most)) > 0
         }
         asked = [schedule.requests[row] for row in limits]
-        proposed = self._proposed(asked, [*limits.values()])
+        proposed = [*map(_allowed, asked, self._proposed(asked, [*limits.values()]))]
         if lengths is not None and proposed:
             counts = lengths.choose(asked, proposed, *shape, left)
             proposed = [Draft(d.tokens[:num], d.confidence) for d, num in zip(proposed, counts, strict=True)]
@@ -148,13 +148,21 @@ def most_drafts(request: Request, most: int) -> int:
     """Return how many drafts a decode may get at most: none where a sampled token would not count."""
     inputs = request.inputs
     num_tokens = request.num_tokens
-    if inputs.max_drafts is not None:
-        most = min(most, inputs.max_drafts)
+    if inputs.params.num_speculative_tokens is not None:
+        most = min(most, inputs.params.num_speculative_tokens)
     most = min(most, inputs.max_total_tokens - num_tokens - 1)
     if inputs.long_from is not None and num_tokens < inputs.long_from:
         # Behind it all K and V are others: a token that is sampled there would be computed anew.
         most = min(most, inputs.long_from - num_tokens - 1)
     return most
+
+
+def _allowed(request: Request, draft: Draft) -> Draft:
+    """Cut a draft before the first token that the request's grammar does not allow there."""
+    grammar = request.sampling.grammar
+    if grammar is None or not draft.tokens:
+        return draft
+    return draft._replace(tokens=draft.tokens[: grammar.num_allowed(request, draft.tokens)])
 
 
 def _grow(

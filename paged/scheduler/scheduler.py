@@ -360,7 +360,7 @@ class Scheduler:
         Of several, those that the step has computed already are not computed again. What follows the end of
         the output does not count.
 
-        drafts: those that the run begins with but for its last token; None: the step computed no drafts.
+        drafts: those that the run begins with, but perhaps for its last token; None: the step computed none.
         """
         num_known = request.num_tokens
         for token in run:
@@ -382,12 +382,14 @@ class Scheduler:
             request.num_computed_tokens = request.num_tokens - 1
             self.block_manager.truncate(request.blocks, request.num_computed_tokens)
             self._running.correct(request)
-            self.counters.count_drafts(len(drafts), len(run) - 1)
+            # A run whose next row has an error ends with a draft.
+            num_accepted = len(run) - (run[-1:] != drafts[len(run) - 1 : len(run)])
+            self.counters.count_drafts(len(drafts), num_accepted)
             request.metrics.num_drafts += 1
             request.metrics.num_draft_tokens += len(drafts)
-            request.metrics.num_accepted_tokens += len(run) - 1
+            request.metrics.num_accepted_tokens += num_accepted
             if self.drafts is not None:
-                self.drafts.record(len(run) - 1)
+                self.drafts.record(num_accepted)
         num_more = request.num_tokens - num_known - 1  # than the one that is counted for each row
         self.counters.num_generated_tokens += num_more
         self.policy.generated([request] * num_more)

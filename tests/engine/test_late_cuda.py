@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from paged import LLMEngine, SamplingParams
+from paged import LLMEngine, SamplingParams, StructuredOutputsParams
+from paged.drafting.drafter import Draft
 from paged.kernels.gpu.target import in_interpreter
+from paged.requests.request import Request
 from paged.runner.model_runner import Pending
 from paged.runner.swap_rate import measure_swap_rate
+from paged.scheduler.drafts import Drafts
 from paged.scheduler.schedule import Schedule
 from tests.support.batches import read_back, steps_from_bytes
 from tests.support.engine_uses import CASES, WAYS_TO_SAMPLE, Case, Tokens, draws_of_a_gpu, generated, sampled
@@ -82,6 +86,42 @@ def test_two_steps_in_flight_give_the_tokens_of_one():
         tokens, num_overlaps = overlapped(engine, prompts, params)
     assert tokens == expected
     assert num_overlaps > 4
+
+
+class Replay:
+    """Guesses answers, by the parameters of their requests; every third token is wrong."""
+
+    def __init__(self, answers: dict[int, list[int]]) -> None:
+        self._answers = answers
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
+        return [self._guess(request, limit) for request, limit in zip(requests, limits, strict=True)]
+
+    def _guess(self, request: Request, limit: int) -> Draft:
+        at = request.num_output_tokens
+        right = self._answers[id(request.inputs.params)][at : at + limit]
+        return Draft([token + 1 if i % 3 == 2 else token for i, token in enumerate(right, at)])
+
+
+def test_drafts_with_every_edit_of_logits_give_the_tokens_of_a_plain_cpu():
+    """The device counts what it draws behind right drafts, before the host knows which are right."""
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 2.0, "logprobs": 1},
+        {"temperature": 0.0, "dry_multiplier": 4.0, "bad_words": ["def f"], "min_tokens": 3},
+        {"temperature": 0.0, "structured_outputs": StructuredOutputsParams(regex="[0-9]+,[a-z]+")},
+    ]
+    params = [SamplingParams(max_tokens=6, ignore_eos=True, **way) for way in ways]
+    prompts = [[20 + i, 21, 22] * 2 for i in range(len(ways))]
+    case = Case("demo", {}, sampled)
+    with draws_of_a_gpu():
+        expected = generated(case.engine(), prompts, params)
+    with late_cuda(seed=12):
+        engine = case.engine(device="cuda", attention_backend="triton")
+        answers = {id(own): tokens for own, tokens in zip(params, expected, strict=True)}
+        engine.scheduler.drafts = Drafts(Replay(answers), 3, 4096, 64)
+        with steps_from_bytes():
+            assert generated(engine, prompts, params) == expected
+    assert engine.stats().num_accepted_tokens >= 2 * len(ways)
 
 
 # What the stand-in shows

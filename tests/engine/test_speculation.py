@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from paged import (
     ConfigError,
@@ -27,6 +29,7 @@ from paged.speculative_config import SpeculativeConfig
 from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts
 
 CODE = "import os\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n"
+PROMPTS = [CODE, CODE * 3, "x", CODE + "    def read(self", "def f(a):\n    return a\n\ndef f(a):\n"]
 EOS = 0
 KINDS = RequestOutputKind
 Answers = dict[tuple[int, int], list[int]]  # by the parameters and the number of the sample
@@ -64,6 +67,7 @@ class Random:
 
 DRAFTERS: dict[str, Callable[[Answers], Drafter]] = {
     "ngram": lambda _: new_drafter(SpeculativeConfig(method="ngram")),
+    "grammar": lambda _: new_drafter(SpeculativeConfig(method="grammar")),
     "suffix": lambda _: new_drafter(SpeculativeConfig(method="suffix", prompt_lookup_min=1)),
     "right": lambda answers: Known(answers, 1.0),
     "partly": lambda answers: Known(answers, 0.7),
@@ -92,9 +96,109 @@ def text_requests() -> list[tuple[Any, SamplingParams]]:
         {"temperature": 0.0, "num_speculative_tokens": 1, "cache_salt": "own"},
         {"temperature": 0.0, "max_tokens": 2},
     ]
-    prompts = [CODE, CODE * 3, "x", CODE + "    def read(self", "def f(a):\n    return a\n\ndef f(a):\n"]
     params = [SamplingParams(**{"max_tokens": 24, "ignore_eos": True} | each) for each in common]
-    return [(prompts[i % len(prompts)], each) for i, each in enumerate(params)]
+    return [(PROMPTS[i % len(PROMPTS)], each) for i, each in enumerate(params)]
+
+
+def _ban_one(tokens: list[int], logits: Tensor) -> Tensor:
+    """Ban a token that depends on all before, and sometimes the likeliest."""
+    banned = torch.stack([torch.tensor(sum(tokens) % 200), logits.argmax()])[: 1 + sum(tokens) % 2]
+    return logits.index_fill(0, banned, -torch.inf)
+
+
+def _prefer_prompt(prompt: list[int], tokens: list[int], logits: Tensor) -> Tensor:
+    """Prefer a token of the prompt. Fail at the eleventh token."""
+    if len(tokens) == 10:
+        raise ValueError("ten are enough")
+    logits[prompt[len(tokens) % len(prompt)]] += 3.0
+    return logits
+
+
+RECORD = {
+    "type": "object",
+    "properties": {"id": {"type": "integer"}, "name": {"type": "string", "maxLength": 9}},
+    "required": ["id", "name"],
+    "additionalProperties": False,
+}
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<t"],
+        "tags": [{"begin": "<t>", "content": {"type": "json_schema", "json_schema": RECORD}, "end": "</t>"}],
+        "at_least_one": True,
+    },
+}
+LANGUAGES: list[dict[str, Any]] = [
+    {"regex": "[a-z ]{5,30}"},
+    {"regex": "(self|that)\\.(path|reader)(, [a-z]+)*"},
+    {"regex": "<answer>[0-9]{1,3}</answer>"},
+    {"json": RECORD},
+    {"json_object": True},
+    {"choice": ["import os", "import os.path", "class Reader"]},
+    {"grammar": 'root ::= "[" item (", " item)* "]"\nitem ::= [0-9]+ | "None"'},
+    {"structural_tag": TAG},
+]
+# How a random request may change each parameter of sampling.
+CHANGES: dict[str, Callable[[random.Random], Any]] = {
+    "n": lambda rng: rng.randint(1, 3),
+    "best_of": lambda _: 3,
+    "temperature": lambda rng: rng.choice([0.0, 0.3, 1.0, 1.5]),
+    "top_p": lambda _: 0.9,
+    "top_k": lambda _: 20,
+    "min_p": lambda _: 0.02,
+    "typical_p": lambda _: 0.8,
+    "top_n_sigma": lambda _: 2.0,
+    "seed": lambda rng: rng.randrange(99),
+    "presence_penalty": lambda rng: rng.choice([-0.5, 0.7]),
+    "frequency_penalty": lambda rng: rng.choice([-0.2, 0.5]),
+    "repetition_penalty": lambda rng: rng.choice([0.9, 1.3]),
+    "dry_multiplier": lambda _: 0.8,
+    "dry_base": lambda rng: rng.choice([1.2, 3.0]),
+    "dry_allowed_length": lambda rng: rng.randint(1, 3),
+    "dry_sequence_breakers": lambda rng: rng.choice([(), ("\n", "self"), (" ",)]),
+    "dry_penalty_last_n": lambda rng: rng.choice([-1, 8, 30]),
+    "logit_bias": lambda rng: {rng.randrange(200): 4.0, EOS: rng.choice([-9.0, 3.0])},
+    "allowed_token_ids": lambda rng: [EOS, *range(rng.randrange(9), 3000)],
+    "bad_words": lambda rng: rng.choice([["self"], ["    def", "path", "import os.path"]]),
+    "min_tokens": lambda rng: rng.randint(1, 12),
+    "max_tokens": lambda rng: rng.randint(12, 30),
+    "stop": lambda rng: rng.choice([["self."], ["e", "th\n"], [" "]]),
+    "stop_token_ids": lambda rng: rng.sample(range(300, 4096), 300),
+    "include_stop_str_in_output": lambda _: True,
+    "ignore_eos": lambda _: True,
+    "logprobs": lambda rng: rng.randint(0, 3),
+    "prompt_logprobs": lambda _: 1,
+    "logits_processors": lambda rng: rng.choice([[_ban_one], [_prefer_prompt], [_ban_one, _prefer_prompt]]),
+    "structured_outputs": lambda rng: StructuredOutputsParams(**rng.choice(LANGUAGES)),
+    "num_speculative_tokens": lambda rng: rng.randint(0, 3),
+}
+# Those that change no token.
+OF_OUTPUTS = {
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "output_kind",
+    "priority",
+    "timeout_s",
+    "cache_salt",
+}
+
+
+def random_requests(seed: int, num: int) -> list[tuple[Any, SamplingParams]]:
+    """Return random requests, each of which changes a few parameters. Sixteen change each of them."""
+    rng = random.Random(seed)
+    names = rng.sample([*CHANGES], len(CHANGES))[: 2 * num] + rng.choices([*CHANGES], k=num)
+    often = ["structured_outputs", "repetition_penalty", "dry_multiplier", "bad_words", "min_tokens"]
+    made = []
+    for i in range(num):
+        own = {*names[i::num], *rng.sample(often, 2)}
+        params: dict[str, Any] = {"max_tokens": 24, "temperature": 0.7, "seed": i}
+        params |= {name: CHANGES[name](rng) for name in sorted(own)}
+        if params["temperature"] == 0.0:
+            params |= {"n": 1, "best_of": None}
+        made.append((rng.choice(PROMPTS), SamplingParams(**params)))
+    return made
 
 
 def token_requests() -> list[tuple[Any, SamplingParams]]:
@@ -135,6 +239,12 @@ ENGINES: dict[str, Callable[[], LLMEngine]] = {
 }
 
 
+def test_random_requests_change_every_parameter_of_sampling():
+    names = {field.name for field in fields(SamplingParams)}
+    assert {*CHANGES} | OF_OUTPUTS == names
+    assert not {*CHANGES} & OF_OUTPUTS
+
+
 def outputs_of(
     engine: LLMEngine, requests: list[tuple[Any, SamplingParams]]
 ) -> list[tuple[list[CompletionOutput], Any]]:
@@ -156,7 +266,10 @@ def outputs_of(
 @pytest.mark.parametrize("name", ENGINES)
 def test_no_bit_of_an_output_changes(name):
     engine = ENGINES[name]()
-    requests = text_requests() if engine.tokenizer is not None else token_requests()
+    requests = token_requests()
+    if engine.tokenizer is not None:
+        num_random = 16 if name == "recorded" else 5
+        requests = text_requests() + random_requests([*ENGINES].index(name), num_random)
     expected = outputs_of(engine, requests)
     plain = engine.stats()
     # best_of returns its samples in another order.
@@ -165,6 +278,8 @@ def test_no_bit_of_an_output_changes(name):
         for i in range(params.num_samples):
             answers[id(params), i] = completions[i].token_ids if params.best_of is None else []
     for drafter, make in DRAFTERS.items():
+        if drafter == "grammar" and engine.tokenizer is None:
+            continue  # no request has one
         before = engine.stats()
         drafts = Drafts(make(answers), 4, engine.model_config.vocab_size, 64)
         engine.scheduler.drafts = drafts
@@ -273,8 +388,11 @@ def test_options_reach_the_drafter_and_statistics_count():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "eagle"}, "speculative_config['method'] must be one of ngram, suffix; got 'eagle'"),
-        ({}, "speculative_config['method'] is missing; it must be one of ngram, suffix"),
+        (
+            {"method": "eagle"},
+            "speculative_config['method'] must be one of ngram, suffix, grammar; got 'eagle'",
+        ),
+        ({}, "speculative_config['method'] is missing; it must be one of ngram, suffix, grammar"),
         (
             {"method": "ngram", "model": "x"},
             "speculative_config['model'] is unknown; known keys are method, num",
@@ -292,6 +410,7 @@ def test_options_reach_the_drafter_and_statistics_count():
             "is 9, more than prompt_lookup_max 4",
         ),
         ({"method": "suffix", "prompt_lookup_max": 4}, "goes with method 'ngram'"),
+        ({"method": "grammar", "prompt_lookup_min": 3}, "goes with methods 'ngram' and 'suffix'"),
         ("{", "speculative_config must be JSON such as"),
         ("[1]", "speculative_config must be a dict such as"),
         (4, "speculative_config must be a dict such as"),

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from paged.drafting.drafter import Draft
+from paged.drafting.grammar import GrammarDrafter
 from paged.drafting.lengths import DraftLengths
 from paged.sampling_params import SamplingParams
 from paged.scheduler.drafts import Drafts, verified
@@ -70,19 +71,49 @@ def test_few_rows_may_be_sampled():
         ({"num_speculative_tokens": 9}, 4),
         ({"num_speculative_tokens": 0}, 0),
         ({"logprobs": 3, "logit_bias": {1: 2.0}, "stop": "x", "seed": 1}, 4),
-        ({"repetition_penalty": 1.1}, 0),
-        ({"dry_multiplier": 1.0}, 0),
-        ({"min_tokens": 2}, 0),
-        ({"bad_words": ["x"]}, 0),
-        ({"logits_processors": [max]}, 0),
+        ({"repetition_penalty": 1.1, "min_tokens": 2, "bad_words": ["x"]}, 4),
     ],
     ids=str,
 )
-def test_requests_whose_history_matters_get_none(params, num):
+def test_a_request_gets_as_many_as_it_and_the_engine_allow(params, num):
     scheduler = drafting()
     added(scheduler, new_request("a", 3, 20, params=SamplingParams(**params)))
     updated(scheduler, scheduled(scheduler))
     assert computed(scheduled(scheduler)) == {"a": 1 + num}
+
+
+class Grammar:
+    """Allows tokens below a bound, and forces some."""
+
+    def __init__(self, bound: int, forced: list[int]) -> None:
+        self._bound = bound
+        self._forced = forced
+
+    def num_allowed(self, _request, tokens):
+        return next((i for i, token in enumerate(tokens) if token >= self._bound), len(tokens))
+
+    def forced(self, _request):
+        return self._forced
+
+
+@pytest.mark.parametrize(
+    ("guess", "forced", "drafts"),
+    [
+        ([1, 2, 3], [], [1, 2, 3]),
+        ([1, 9, 3], [], [1]),
+        ([9, 1], [], []),
+        ([1, 2, 3], [1, 2], [1, 2, 3]),
+        ([1, 2, 3], [1, 3], [1, 3]),
+        ([], [4, 3, 2, 1, 0], [4, 3, 2, 1]),
+    ],
+)
+def test_a_grammar_cuts_drafts_and_what_it_forces_comes_first(guess, forced, drafts):
+    always = type("Always", (), {"propose": lambda _, rs, __: [Draft(guess)] * len(rs)})()
+    scheduler = drafting(drafter=GrammarDrafter(always))
+    (request,) = added(scheduler, new_request("a", 3, 20))
+    updated(scheduler, scheduled(scheduler))
+    request.sampling.grammar = Grammar(9, forced)
+    assert scheduled(scheduler).drafts == ([drafts] if drafts else [])
 
 
 @pytest.mark.parametrize(("max_tokens", "long_from", "num"), [(4, None, 2), (2, None, 0), (20, 7, 2)])

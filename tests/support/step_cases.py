@@ -261,6 +261,12 @@ OF_THE_HOST = {
 
 _SWAP = {**TINY, "preemption_mode": "swap", "swap_space": 0.01}
 _LONG = {"max_tokens": 24}
+_DRAFTS = {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}
+_EDITS = {
+    name: value
+    for case in ("presence_penalty", "repetition_penalty", "bad_words of several tokens", "min_tokens")
+    for name, value in CHANGES[case].items()
+}
 _OTHERS = [
     Case("base", counted=("prompt", "decode")),
     *(Case(f"model {name}", model=name) for name in CONFIGS),
@@ -289,7 +295,10 @@ _USES = [
     Case("score", use=_score, counted=("prompt",)),
     Case("beams", use=_beams, counted=("copy",)),
     Case("fork", use=_fork, counted=("copy",)),
-    Case("drafts", {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}, counted=("drafts",)),
+    Case("drafts", _DRAFTS, counted=("drafts",)),
+    Case("drafts of edited logits", _DRAFTS, _EDITS, counted=("drafts",)),
+    Case("drafts with DRY", _DRAFTS, DRY, counted=("drafts",)),
+    Case("drafts of a grammar", _DRAFTS, CHANGES["structured_outputs"], counted=("drafts",)),
     Case("preemption by recompute", TINY, _LONG, use=_under_pressure),
     Case("preemption by swap", _SWAP, _LONG, use=_under_pressure, counted=("swap out", "swap in")),
     Case(
