@@ -510,7 +510,7 @@ MUTANTS = {
     ],
     "server/access/limits": [
         ("a reservation is not returned", "self._tokens.change(reserved, num_used, now)", "pass"),
-        ("more than reserved costs nothing", "self._tokens.add(excess, now)", "pass"),
+        ("more than reserved costs nothing", "self._tokens.add(num_used - num_reserved, now)", "pass"),
         ("the tokens of the refused count", "num_used = 0", "pass"),
         ("the refused count", "self._requests.change(request, 0, self._clock())", "pass"),
         ("a request is ended twice", "self._is_open = False", "pass"),
@@ -523,9 +523,10 @@ MUTANTS = {
         ("samples are reserved once", "longest * params.num_samples", "longest"),
     ],
     "server/access/windows": [
-        ("a use counts on the stroke of a minute", "uses[0].until <= now", "uses[0].until < now"),
-        ("a use that counts no more is changed", "if use.until > now:", "if True:"),
-        ("waits for the first use alone", "excess -= use.amount", "excess = 0"),
+        ("a use counts on the stroke of a minute", "untils[first] <= now", "untils[first] < now"),
+        ("a use that counts no more is changed", "if place >= self._first:", "if True:"),
+        ("uses are found by their old places", "place = use - self._num_dropped", "place = use"),
+        ("waits for the first use alone", "excess -= self._amounts[place]", "excess = 0"),
     ],
     "drafting/grammar": [
         (

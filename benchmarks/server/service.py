@@ -16,9 +16,9 @@ from benchmarks.server.cores import Cores
 from benchmarks.server.front_end import FrontEndProcess
 from benchmarks.server.front_end_alone import cases
 from benchmarks.server.load import LoadProcess
-from paged.server.access.gate import Gate
 from paged.server.access.key_file import digest_of, line_of
 from paged.server.access.keys import Keys, keys_of, priority_of, salt_of
+from paged.server.gate import Gate
 
 NUM_KEYS = 1000
 KEY = "paged-the-key-of-the-benchmark"

@@ -42,7 +42,7 @@ def new(
 ) -> int:
     """Make a key, show it once on stderr, and print its line for the file: paged keys new ... >> FILE.
 
-    The file has the sha256 of the key alone: nobody can read the key from it.
+    The file has the sha256 of the key alone, from which the key cannot be found.
     """
     key = new_key()
     line = line_of(

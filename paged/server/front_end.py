@@ -21,10 +21,10 @@ from ..protocol.endpoints import ROUTES, parse_call
 from ..protocol.limits import Limits
 from ..requests.seeds import derived_seed
 from ..sampling_params import MAX_SEED, SamplingParams
-from .access.gate import Gate
 from .access.keys import keys_of, priorities_of, priority_of, salt_of
 from .access.limits import KeyUsage, RateLimitError, num_new_tokens
 from .connection import ProcessEndError
+from .gate import Gate
 from .http.body_budget import MAX_BODY_BYTES_IN_PROGRESS, BodyBudget
 from .http.exchange import Exchange
 from .http.failures import FailureResponse, FinishRate, HttpError, failure_of

@@ -7,9 +7,11 @@ import json
 import os
 import random
 import re
+import socket
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -460,9 +462,6 @@ def test_the_operator_reloads_keys(operated):
     assert operate(operated, "reload-keys") == (200, {"keys": 2})
 
 
-ADMIN = [route for route in ROUTES if route.access == "admin"]
-
-
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
 def test_the_admin_key_opens_what_is_the_operators_alone(route, operated, served):
     path = route.path.replace("{model}", "demo").replace("{request}", "x")
@@ -478,6 +477,39 @@ def test_the_admin_key_opens_what_is_the_operators_alone(route, operated, served
             assert operated.request(route.method, path, data, bearing(key))[0] == 401
         assert served.request(route.method, path, data, bearing("root"))[0] == 403  # it has no admin key
     operated.front.is_paused = False
+
+
+def test_damaged_requests_of_tenants_and_of_the_operator(engine, tmp_path):
+    """None is answered by an error of the server, and nothing of a key's limits is lost by any."""
+    choose = random.Random(0)
+    path = write(tmp_path / "keys", line("one", concurrent_requests=50, tokens_per_minute=10**6))
+    body = json.dumps({"prompt": "a", "max_tokens": 2, "priority": "normal", "cache_salt": "s"})
+    wholes = [
+        f"{route.method} {route.path.format(request='x', model='demo')} HTTP/1.1\r\nhost: localhost\r\n"
+        f"authorization: Bearer root\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+        for route in ROUTES
+        if route.access == "admin"
+    ]
+    wholes += [
+        f"POST {COMPLETION} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer one\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+    ] * 8
+    patience = {"head_timeout_s": 0.1, "body_timeout_s": 0.1}
+    with serving(engine, api_keys=path, admin_key="root", **patience) as served:
+        served.front.drain = lambda: None
+        statuses = Counter[bytes]()
+        for _ in range(250):
+            data, _ = damage_bytes(choose, choose.choice(wholes).encode())
+            with served.connect() as client, suppress(ConnectionError):
+                client.sendall(data)
+                client.shutdown(socket.SHUT_WR)
+                statuses.update(re.findall(rb"HTTP/1\.1 (\d+) ", client.recv(2**16)))
+            served.front.is_paused = False
+        assert statuses.keys() >= {b"200", b"400", b"401", b"404"}
+        assert b"500" not in statuses
+        usage = served.front.keys.find(b"one")
+        eventually(lambda: usage.num_open == 0)
+        usage.check()
 
 
 def test_metrics_on_a_port_of_their_own(engine):

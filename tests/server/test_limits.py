@@ -15,6 +15,7 @@ import pytest
 
 from paged import SamplingParams
 from paged.errors import RequestError
+from paged.server.access import windows
 from paged.server.access.key_file import parse_keys
 from paged.server.access.limits import Admission, KeyUsage, RateLimitError, num_new_tokens
 from paged.server.access.windows import WINDOW_S
@@ -72,7 +73,12 @@ class Open:
     reserved: dict[str, tuple[list[float], int]] = field(default_factory=dict)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.fixture(params=[0, 5, windows.MOST_EXPIRED], autouse=True)
+def _few_expired(request, monkeypatch):
+    monkeypatch.setattr(windows, "MOST_EXPIRED", request.param)
+
+
+@pytest.mark.parametrize("seed", range(10))
 def test_limits_are_those_of_a_model_that_adds_everything_up(seed):
     choose = random.Random(seed)
     clock = Clock()

@@ -17,7 +17,6 @@ from ...base.kinds import (
     JSONObject,
     Kind,
     ListOf,
-    Number,
     OneOf,
     Schema,
     Text,
@@ -36,6 +35,7 @@ from ...sampling_params import (
 )
 from ...structural_tag import FORM_FIELDS, TAG_FORMS, StructuralTag
 from ..limits import MAX_LOGIT_BIASES, MAX_N, MAX_NAME_LENGTH, MAX_STOP_STRINGS
+from .priority import PriorityKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +64,6 @@ class LogitBias(Kind):
         return f"object of at most {self.most:,} token ids and numbers {BIAS.limits}"
 
 
-# Names of priorities. A lower number goes first.
-PRIORITIES = {"high": -10.0, "normal": 0.0, "low": 10.0}
-
-
-class Priority(Kind):
-    """A number, or one of PRIORITIES, which is parsed to its number."""
-
-    types = (int, float, str)
-    _kinds = OneOf((Number(), Choice(tuple(PRIORITIES))))
-
-    def parse(self, name: str, value: Any) -> float:
-        found, _ = self._kinds.parts(name, value)
-        return PRIORITIES[found] if isinstance(found, str) else found
-
-    def schema(self) -> Schema:
-        return self._kinds.schema()
-
-    def __str__(self) -> str:
-        return str(self._kinds)
-
-
 _TEXT = Text(1)
 _WORDS = ListOf(_TEXT, longest=MAX_BAD_WORDS)
 # What bodies take otherwise than `SamplingParams`: lists, and less than an engine.
@@ -97,7 +76,7 @@ _OWN_KINDS: dict[str, Kind] = {
     "bad_words": _WORDS,
     "stop": OneOf((_TEXT, ListOf(_TEXT, longest=MAX_STOP_STRINGS))),
     "stop_token_ids": TokenIds(0, MAX_TOKEN_IDS),
-    "priority": Priority(),
+    "priority": PriorityKind(),
     "cache_salt": Text(1, MAX_NAME_LENGTH),
 }
 _KINDS = {**kinds_of(SamplingParams), **_OWN_KINDS}

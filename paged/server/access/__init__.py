@@ -1,1 +1,1 @@
-"""Access: who may use a route, as which tenant, and how much of the server."""
+"""Access: the keys of tenants, and how much of the server each may use."""

@@ -16,11 +16,11 @@ from typing import Any
 from ...base.fields import Field, FieldTable
 from ...base.kinds import Integer, Kind, ListOf, Number, Schema, Text
 from ...errors import ConfigError, PagedError, RequestError
-from ...protocol.fields.sampling import Priority
+from ...protocol.fields.priority import PriorityKind
 from ...protocol.limits import MAX_NAME_LENGTH
 
 MAX_FILE_BYTES = 2**26
-KEY_BYTES = 32  # random ones of a new key
+NEW_KEY_BYTES = 32  # random ones of a new key
 KEY_PREFIX = "paged-"  # of new keys: scanners of repositories find what has one
 _DIGEST = re.compile("[0-9a-f]{64}")
 # The key of a file that others may read could be tried out; one that others may write lets them in.
@@ -75,13 +75,13 @@ class PriorityRange(Kind):
     types = (list,)
 
     def parse(self, name: str, value: Any) -> tuple[float, float]:
-        first, last = ListOf(Priority(), 2, 2).parts(name, value)[0]
+        first, last = ListOf(PriorityKind(), 2, 2).parts(name, value)[0]
         if first > last:
             raise RequestError(f"{name} must be {self}")
         return float(first), float(last)
 
     def schema(self) -> Schema:
-        return ListOf(Priority(), 2, 2).schema()
+        return ListOf(PriorityKind(), 2, 2).schema()
 
     def __str__(self) -> str:
         return 'the most and the least urgent priority, such as ["normal", "low"] or [-5, 5]'
@@ -245,7 +245,7 @@ def _check_together(path: str, entries: Iterable[KeyEntry]) -> None:
 
 def new_key() -> str:
     """Return a new random key."""
-    return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+    return KEY_PREFIX + secrets.token_urlsafe(NEW_KEY_BYTES)
 
 
 def digest_of(key: bytes) -> bytes:

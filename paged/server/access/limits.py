@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...errors import QueueFullError, RequestError
 from ...sampling_params import SamplingParams
@@ -90,12 +90,11 @@ class KeyUsage:
         if request is not None and not is_counted:
             self._requests.change(request, 0, self._clock())
 
-    def settle(self, reserved: Use, num_used: int) -> None:
+    def settle(self, reserved: Use, num_reserved: int, num_used: int) -> None:
         """Replace reserved tokens by those that were used. More than reserved count from now on."""
         now = self._clock()
-        excess = num_used - reserved.amount
-        if excess > 0:
-            self._tokens.add(excess, now)
+        if num_used > num_reserved:
+            self._tokens.add(num_used - num_reserved, now)
         else:
             self._tokens.change(reserved, num_used, now)
 
@@ -124,9 +123,9 @@ class KeyUsage:
         self._tokens.check()
 
 
-@dataclass(slots=True)
-class _Reserved:
+class _Reserved(NamedTuple):
     num_prompt_tokens: int
+    num_tokens: int
     use: Use
 
 
@@ -144,9 +143,10 @@ class Admission:
 
         Raises RateLimitError, or RequestError for more than a minute's tokens.
         """
-        use = self._usage.reserve(num_prompt_tokens + num_new_tokens)
+        num_tokens = num_prompt_tokens + num_new_tokens
+        use = self._usage.reserve(num_tokens)
         if use is not None:
-            self._reserved[request_id] = _Reserved(num_prompt_tokens, use)
+            self._reserved[request_id] = _Reserved(num_prompt_tokens, num_tokens, use)
 
     def close(self, num_generated: Mapping[str, int], *, was_refused: bool, is_counted: bool) -> None:
         """Give back what was not used.
@@ -162,7 +162,7 @@ class Admission:
             num_used = reserved.num_prompt_tokens + num_generated.get(request_id, 0)
             if was_refused and request_id not in num_generated:
                 num_used = 0
-            self._usage.settle(reserved.use, num_used)
+            self._usage.settle(reserved.use, reserved.num_tokens, num_used)
         self._usage.end(self._request, is_counted=is_counted)
 
 

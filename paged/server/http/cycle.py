@@ -142,16 +142,19 @@ class Cycle:
 
     def _head(self, status: int, headers: Iterable[Header]) -> bytes:
         lines = [STATUS_LINES[status]]
-        for name, value in (*self._default_headers, *headers):
-            if _NOT_IN_HEADER.search(value):
-                raise ValueError(f"a header of the response has control characters: {name!r}")
-            match name.lower():
+        sent = [*self._default_headers, *headers]
+        if _NOT_IN_HEADER.search(b"".join([value for _, value in sent])):  # all at once, which is quick
+            wrong = [name for name, value in sent if _NOT_IN_HEADER.search(value)]
+            raise ValueError(f"headers of the response have control characters: {wrong}")
+        for given, value in sent:
+            name = given.lower()
+            match name:
                 case b"connection":
                     self.closes = self.closes or value.lower() == b"close"
                     continue
                 case b"content-length":
                     self._num_left = int(value)
-            lines.append(name.lower() + b": " + value + b"\r\n")
+            lines.append(b"%b: %b\r\n" % (name, value))
         # Without its rest, what follows on the connection cannot be read.
         self.closes = self.closes or not self.is_read
         has_body = self._scope["method"] != "HEAD" and status not in _WITHOUT_BODY

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hmac
 from collections.abc import Sequence
 
-from ...protocol.endpoints import Access
-from ..http.failures import HttpError
-from .key_file import digest_of
-from .keys import Keys
-from .limits import KeyUsage
+from ..protocol.endpoints import Access
+from .access.key_file import digest_of
+from .access.keys import Keys
+from .access.limits import KeyUsage
+from .http.failures import HttpError
 
 NO_KEY = "this server needs a key; send it in the header authorization: Bearer KEY"
 
