@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from .gguf.directory import config_of
+from .gguf.metadata import Metadata
+from .weights.gguf_file import HEADERS_ALONE, GgufFile, open_gguf
 from .weights.safetensors_file import HEADER_CEILING, HEADER_ONLY
 from .weights.weight_files import find_weight_files
 
@@ -29,19 +35,13 @@ def fetch_headers(repository: str, revision: str | None) -> Path:
     """
     from huggingface_hub import HfFileSystem, hf_hub_download
 
-    if ":" in repository:
-        raise CheckpointError(
-            f"{repository}: of a GGUF file on the hub the header alone is not fetched: download it, and "
-            "give the path of the file"
-        )
     cached = Path(hf_hub_download(repository, "config.json", revision=revision)).parent
     if _has_weights(cached):
         return cached
     hub = HfFileSystem()
     entries: list[Any] = hub.ls(repository, revision=revision)
     names = [Path(entry["name"]).name for entry in entries if entry["type"] == "file"]
-    directory = Path(tempfile.mkdtemp(prefix="paged-headers-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    directory = _new_directory()
     for name in names:
         if name in _JSON or ".safetensors.index" in name:
             shutil.copyfile(hf_hub_download(repository, name, revision=revision), directory / name)
@@ -51,6 +51,55 @@ def fetch_headers(repository: str, revision: str | None) -> Path:
         with hub.open(f"{repository}/{file.name}", revision=revision, block_size=_CHUNK) as remote:
             write_header(remote, file)
     return directory
+
+
+def fetch_gguf_headers(repository: str, revision: str | None, names: Sequence[str]) -> Path:
+    """Return a directory with the config and the headers of a model in GGUF files on the hub.
+
+    names: of its file, or of all its parts.
+    """
+    from huggingface_hub import HfFileSystem
+
+    hub = HfFileSystem()
+    with ExitStack() as stack:
+        sources = [
+            stack.enter_context(hub.open(f"{repository}/{name}", revision=revision, block_size=_CHUNK))
+            for name in names
+        ]
+        return write_gguf_headers(dict(zip((Path(name).name for name in names), sources, strict=True)))
+
+
+def write_gguf_headers(sources: Mapping[str, Any]) -> Path:
+    """Make a directory with config.json and GGUF files that have the headers and sizes of open ones.
+
+    sources: by the names of the files, the first part first.
+    """
+    directory = _new_directory()
+    for name, source in sources.items():
+        with (directory / name).open("wb") as local:
+            local.truncate(source.seek(0, os.SEEK_END))
+    first = directory / next(iter(sources))
+    with open_gguf(first, lambda path: _CopiedGguf(path, sources[path.name])) as gguf:
+        config = config_of(gguf, Metadata(first, gguf.metadata))
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / HEADERS_ALONE).touch()
+    return directory
+
+
+class _CopiedGguf(GgufFile):
+    """A GGUF file of which every byte that is read is copied from another one first."""
+
+    def __init__(self, path: Path, source: Any) -> None:
+        self._source = source
+        super().__init__(path)
+
+    def read_into(self, memory: memoryview, start: int) -> None:
+        """Fill memory with the bytes of the file from `start` on."""
+        self._source.seek(start)
+        with self.path.open("r+b") as local:
+            local.seek(start)
+            local.write(self._source.read(len(memory)))
+        super().read_into(memory, start)
 
 
 def write_header(source: Any, file: Path) -> None:
@@ -68,6 +117,13 @@ def write_header(source: Any, file: Path) -> None:
     with file.open("wb") as local:
         local.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
         local.truncate(_LENGTH_BYTES + len(text) + size)
+
+
+def _new_directory() -> Path:
+    """Make a directory for this run."""
+    directory = Path(tempfile.mkdtemp(prefix="paged-headers-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
 
 
 def _has_weights(directory: Path) -> bool:

@@ -60,9 +60,22 @@ def resolve_headers(model: str, revision: str | None = None) -> Path:
     """
     if (found := _local(model, revision)) is not None:
         return found
-    from .headers import fetch_headers
+    from .headers import fetch_gguf_headers, fetch_headers
 
-    return _fetched(model, lambda: str(fetch_headers(model, revision)))
+    if ":" not in model:
+        return _fetched(model, lambda: str(fetch_headers(model, revision)))
+
+    def fetch() -> str:
+        from huggingface_hub import try_to_load_from_cache
+
+        repository, names = _gguf_parts(model, revision)
+        cached = [try_to_load_from_cache(repository, name, revision=revision) for name in names]
+        paths = [path for path in cached if isinstance(path, str)]
+        if len(paths) == len(names):
+            return str(_of_gguf(Path(paths[0])))
+        return str(fetch_gguf_headers(repository, revision, names))
+
+    return _fetched(model, fetch)
 
 
 def _local(model: str, revision: str | None) -> Path | None:
@@ -116,18 +129,23 @@ def _listed(names: Iterable[str]) -> str:
 
 def _fetched_gguf(model: str, revision: str | None) -> Path:
     """Return the directory of a GGUF file that is fetched from the hub: the one of a quantisation."""
-    repository, _, quantisation = model.partition(":")
 
     def fetch() -> str:
         from huggingface_hub import hf_hub_download
 
-        names = _gguf_names(repository, revision)
-        name = _of_quantisation(model, quantisation, names)
-        parts = [str(part) for part in part_paths(Path(name), exists=names.__contains__)]
-        first, *_ = [hf_hub_download(repository, part, revision=revision) for part in parts]
+        repository, names = _gguf_parts(model, revision)
+        first, *_ = [hf_hub_download(repository, name, revision=revision) for name in names]
         return first
 
     return _of_gguf(_fetched(model, fetch))
+
+
+def _gguf_parts(model: str, revision: str | None) -> tuple[str, list[str]]:
+    """Return the repository of a model in GGUF files on the hub, and the names of its file or parts."""
+    repository, _, quantisation = model.partition(":")
+    names = _gguf_names(repository, revision)
+    name = _of_quantisation(model, quantisation, names)
+    return repository, [str(part) for part in part_paths(Path(name), exists=names.__contains__)]
 
 
 def _require_no_gguf(model: str, revision: str | None) -> None:

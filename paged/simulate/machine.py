@@ -112,50 +112,54 @@ def _attention(footprint: Footprint, dtype: torch.dtype) -> tuple[float, float]:
     """Return the seconds for each token whose K and V are read, and each pair of a query and a key."""
     sizes = footprint.sizes
     model = sizes.model
-    per_block = sizes.block_bytes * len(model.layer_groups)
-    most = max(_ROWS, _MOST_BYTES // per_block * sizes.block_size)
-    length = min(most, 4 * _ROWS) // sizes.block_size * sizes.block_size
-    num_blocks = length // sizes.block_size
+    token_bytes = sizes.block_bytes * len(model.layer_groups) // sizes.block_size
+    length = max(_ROWS, 2 * sizes.block_size)
+    # Of as many sequences as leave no cache what it will need again.
+    num_seqs = max(1, _MOST_BYTES // (token_bytes * length))
+    num_blocks = num_seqs * length // sizes.block_size
     cache = KVCache(model, num_blocks, sizes.block_size, getattr(torch, sizes.kv_dtype), footprint.device)
     for tensor in cache.tensors.values():
         tensor.view(torch.uint8).zero_()
-    table = torch.arange(num_blocks, dtype=torch.int32, device=footprint.device)[None]
+    tables = torch.arange(num_blocks, dtype=torch.int32, device=footprint.device).view(num_seqs, -1)
 
-    def attend(num_queries: int, length: int, num_layers: int) -> Callable[[], object]:
-        """Return what attends from the last queries of a sequence in the first layers."""
-        lengths, ends = (
-            torch.tensor(x, dtype=torch.int32, device=footprint.device) for x in ([length], [0, num_queries])
-        )
-
+    def attend(num_seqs: int, num_queries: int, length: int, num_layers: int) -> Callable[[], object]:
+        """Return what attends from the last queries of sequences in the first layers."""
+        lengths = torch.full((num_seqs,), length, dtype=torch.int32, device=footprint.device)
+        ends = num_queries * torch.arange(num_seqs + 1, dtype=torch.int32, device=footprint.device)
         plans: dict[object, AttentionPlan] = {}
 
         def in_layer(index: int) -> Tensor:
             spec = model.layers[index].attention
             key, value, key_scales, value_scales = cache.layer(index)
             query = torch.zeros(
-                num_queries, spec.num_heads, spec.kv.key_dim, dtype=dtype, device=footprint.device
+                num_seqs * num_queries,
+                spec.num_heads,
+                spec.kv.key_dim,
+                dtype=dtype,
+                device=footprint.device,
             )
             options = AttentionOptions(
                 spec.scale, num_queries, num_queries, key_scales=key_scales, value_scales=value_scales
             )
             key_of = spec.kv, spec.num_heads
-            inputs = query, key, value, table, lengths, ends, options
+            inputs = query, key, value, tables[:num_seqs], lengths, ends, options
             if key_of not in plans:  # once for all steps, as an engine does for all layers
                 plans[key_of] = footprint.kernels.plan_attention(*inputs)
             return footprint.kernels.paged_attention(*inputs, plans[key_of])
 
         return lambda: [in_layer(index) for index in range(num_layers)]
 
-    def seconds(num_queries: int, length: int, num_layers: int) -> float:
-        return _best(attend(num_queries, length, num_layers), footprint.device)
+    def seconds(*work: int) -> float:
+        return _best(attend(*work), footprint.device)
 
     count = model.num_layers
-    context_s = (seconds(1, length, count) - seconds(1, sizes.block_size, count)) / (
-        length - sizes.block_size
-    )
+    num_read = num_seqs * (length - sizes.block_size)
+    context_s = seconds(num_seqs, 1, length, count) - seconds(num_seqs, 1, sizes.block_size, count)
     few = min(_LAYERS, count)
     pairs = _ROWS * (_ROWS + 1) / 2
-    pair_s = count / few * (seconds(_ROWS, _ROWS, few) - seconds(1, sizes.block_size, few)) / pairs
+    pair_s = seconds(1, _ROWS, _ROWS, few) - seconds(1, 1, sizes.block_size, few)
+    context_s /= num_read
+    pair_s *= count / few / pairs
     return max(0.0, context_s), max(0.0, pair_s)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ from torch import Tensor, nn
 
 from paged import CheckpointError, ConfigError, EngineConfig
 from paged.model.headers import write_header
-from paged.model.weights import samples
+from paged.model.hub import resolve_headers
+from paged.model.weights import gguf_file, samples
 from paged.runner import footprint as footprints
 from paged.simulate.cost import DATA_SHEETS
 from paged.simulate.plan import make_plan
@@ -156,6 +159,37 @@ def test_only_headers_are_read(tmp_path):
     assert alone.num_bytes == pytest.approx(whole.num_bytes, rel=0.01)
     with pytest.raises(CheckpointError, match=r"has a header alone, so that .* cannot be read"):
         new_engine(directory)
+
+
+def test_of_gguf_files_on_the_hub_only_headers_are_read(tmp_path, monkeypatch):
+    """And small tensors that the config is made of; the plan is that of the whole file."""
+    path = gguf(tmp_path)
+    monkeypatch.setattr(gguf_file, "_CHUNK", 4096)
+    remote = Counting(path.read_bytes())
+    monkeypatch.setattr("huggingface_hub.HfFileSystem", lambda: SimpleNamespace(open=lambda *_, **__: remote))
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
+    siblings = [SimpleNamespace(rfilename="m-Q4_K_M.gguf")]
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=siblings)
+    )
+    directory = resolve_headers("owner/name:Q4_K_M")
+    assert remote.num_read < path.stat().st_size / 10
+    assert (directory / "m-Q4_K_M.gguf").stat().st_size == path.stat().st_size
+    alone, whole = (planned(model, dtype="float32", num_blocks=4) for model in (directory, path))
+    assert alone.num_bytes == whole.num_bytes
+    with pytest.raises(CheckpointError, match=r"has a header alone, so that .* cannot be read"):
+        new_engine(directory)
+
+
+class Counting(io.BytesIO):
+    """A file that counts the bytes which are read."""
+
+    num_read = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        found = super().read(size)
+        self.num_read += len(found)
+        return found
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, mib: float, **options: Any) -> Any:

@@ -97,9 +97,8 @@ def _name_of(gguf: Gguf) -> str:
     return digest.hexdigest()[:32]
 
 
-def _files_of(gguf: Gguf) -> dict[str, Any]:
-    """Return the contents of the JSON files by name."""
-    metadata = Metadata(gguf.files[0].path, gguf.metadata)
+def config_of(gguf: Gguf, metadata: Metadata) -> dict[str, Any]:
+    """Return the contents of config.json. Raises CheckpointError and UnsupportedModelError."""
     config = make_config(gguf, metadata)
     try:
         model = from_hf(config)
@@ -107,6 +106,13 @@ def _files_of(gguf: Gguf) -> dict[str, Any]:
         raise type(error)(f"{metadata.path}: the config that its metadata make: {error}") from None
     if model.exceeds_float16 and config["dtype"] == "float16":
         config["dtype"] = "bfloat16"
+    return config
+
+
+def _files_of(gguf: Gguf) -> dict[str, Any]:
+    """Return the contents of the JSON files by name."""
+    metadata = Metadata(gguf.files[0].path, gguf.metadata)
+    config = config_of(gguf, metadata)
     files = {"config.json": config}
     if metadata.text("tokenizer.ggml.model", "no_vocab") != "no_vocab":
         try:

@@ -10,7 +10,7 @@ import math
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,8 @@ from ...errors import CheckpointError, UnsupportedModelError
 from ..gguf_names import part_paths
 from .open_file import FileTensor, OpenFile
 
+# A file beside GGUF files that have no data: see `model.headers`.
+HEADERS_ALONE = "paged.headers_alone"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _HEADER_CEILING = 64 * 2**20  # bytes of metadata and tensor infos: objects of Python take ten times as much
@@ -164,6 +166,7 @@ class GgufFile(OpenFile):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
+        self.has_data = not path.with_name(HEADERS_ALONE).exists()
         try:
             header = _Header(self)
             header.check_beginning()
@@ -403,11 +406,11 @@ class Gguf(NamedTuple):
 
 
 @contextmanager
-def open_gguf(path: Path) -> Iterator[Gguf]:
+def open_gguf(path: Path, open_file: Callable[[Path], GgufFile] = GgufFile) -> Iterator[Gguf]:
     """Open the files of a model. path: of the file, or of any of its parts."""
     paths = part_paths(path)
     with ExitStack() as stack:
-        files = [stack.enter_context(GgufFile(each)) for each in paths]
+        files = [stack.enter_context(open_file(each)) for each in paths]
         tensors: dict[str, GgufTensor] = {}
         for number, file in enumerate(files):
             _check_part(file, number, len(files))
