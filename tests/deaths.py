@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import string
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -39,6 +40,8 @@ VARIANTS = [
     replace(SEEDED, stop_token_ids=[10, 12], detokenize=False, logprobs=1),
     replace(SEEDED, timeout_s=600.0, ignore_eos=True, max_tokens=90),
 ]
+# Each character may begin one, so that the newest one is always held back.
+HOLDING_BACK = [f"{character}\0" for character in string.printable]
 PROMPTS = ["def f(", "import os\n", "class A:\n    ", "x = [1, 2, 3]\n" * 12, "# café\n"]
 
 
@@ -67,8 +70,14 @@ def requests(rng: random.Random, num: int) -> list[tuple[str, SamplingParams]]:
     found = []
     for i in range(num):
         params = replace(VARIANTS[i % len(VARIANTS)], seed=rng.randrange(1000))
-        kind = RequestOutputKind(rng.choice([DELTA, DELTA, CUMULATIVE, FINAL_ONLY]))
-        found.append((rng.choice(PROMPTS), replace(params, output_kind=kind)))
+        more: dict[str, Any] = {"output_kind": rng.choice([DELTA, DELTA, CUMULATIVE, FINAL_ONLY])}
+        if rng.random() < 0.4 and params.detokenize:
+            more["stop"] = [*params.stop, *HOLDING_BACK]
+        if rng.random() < 0.3:
+            more["prompt_logprobs"] = 1
+        if rng.random() < 0.3:
+            more["logprobs"] = 1
+        found.append((rng.choice(PROMPTS), replace(params, **more)))
     return found
 
 

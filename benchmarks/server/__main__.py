@@ -12,6 +12,8 @@ budgets    the same client against `paged serve` alone, with the most of --clien
            tokens in a step (--max-num-batched-tokens)
 aggressors a victim's completions of 8 tokens over HTTP, alone and beside clients that ask for much at once;
            for how long they held the front end's event loop, and the longest step. Nothing is pinned.
+service    how long streams pause when their engine process is killed or stopped, and how long going on takes
+           beside the prefill of as many prompts
 
 Front end, client and engine are processes of their own: the front end has the last core, the client another
 one; beside an engine, which has all the others, front end and client share it. First it is checked that
@@ -27,7 +29,7 @@ from benchmarks.common import checkpoint, print_json, print_table
 from benchmarks.server import front_end_alone, with_engine
 from benchmarks.server.cores import Cores
 
-SECTIONS = ("front-end", "engine", "vllm", "budgets", "aggressors")
+SECTIONS = ("front-end", "engine", "vllm", "budgets", "aggressors", "service")
 
 
 def main() -> None:
@@ -97,6 +99,18 @@ def main() -> None:
         print()
         print_table(rows)
         result["aggressors"] = rows
+    if "service" in sections:
+        from benchmarks.server import service
+
+        few = {"num_streams": 4 if args.quick else 16}
+        rows = service.measure("demo", max_tokens=300 if args.quick else 1500, **few)
+        print()
+        print_table(rows)
+        num_streams, num_tokens = (4, 100) if args.quick else (args.num_streams, 1000)
+        row = service.measure_catch_up("demo", num_streams=num_streams, num_tokens=num_tokens)
+        print()
+        print_table([row])
+        result |= {"service": rows, "catch_up": row}
     print_json(result)
 
 
