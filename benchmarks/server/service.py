@@ -129,17 +129,32 @@ def _row(
     }
 
 
-def _catch_up_after(server: ServerProcess, num_streams: int, prompt: list[int], max_tokens: int) -> float:
-    """Return the seconds from the end of an engine's replacement to the last stream's next token."""
-    with streams(server.port, num_streams, max_tokens, prompt) as readers:
-        moment = time.monotonic()
-        engines_of(server)[0].kill()
-        while _is_ready(server.port):
-            time.sleep(0.002)
-        while not _is_ready(server.port):
-            time.sleep(0.01)
-        ready_at = time.monotonic()
-    return max(reader.pause_after(moment)[1] for reader in readers) - ready_at
+def measure_catch_up(model: str, *, num_streams: int, num_tokens: int) -> dict[str, Any]:
+    """Compare how long all streams take to go on, once a new engine serves, with how long they took to begin.
+
+    No prefix is cached, so that each computes its own prompt, and what came after it. Those that go on first
+    get further tokens meanwhile, as those that began first did.
+    """
+    flags = ["--device", "cpu", "--num-threads", 1, "--no-enable-prefix-caching"]
+    with paged_serve(model, *flags) as server:
+        begun = time.monotonic()
+        with streams(server.port, num_streams, 300, [*range(20, 20 + num_tokens)]) as readers:
+            moment = time.monotonic()
+            engines_of(server)[0].kill()
+            while _is_ready(server.port):
+                time.sleep(0.002)
+            while not _is_ready(server.port):
+                time.sleep(0.01)
+            ready_at = time.monotonic()
+    begin_s = max(reader.times[0] for reader in readers) - begun
+    catch_up_s = max(reader.pause_after(moment)[1] for reader in readers) - ready_at
+    return {
+        "streams": num_streams,
+        "tokens each": num_tokens,
+        "all begin s": begin_s,
+        "all go on s": catch_up_s,
+        "ratio": catch_up_s / begin_s,
+    }
 
 
 def _is_ready(port: int) -> bool:
@@ -148,25 +163,3 @@ def _is_ready(port: int) -> bool:
             return True
     except urllib.error.HTTPError:
         return False
-
-
-def measure_catch_up(model: str, *, num_streams: int, num_tokens: int) -> dict[str, Any]:
-    """Compare how long all streams take to go on after a death with the prefill of as many prompts.
-
-    No prefix is cached, so that each stream computes its own prompt again.
-    """
-    flags = ["--device", "cpu", "--num-threads", 1, "--no-enable-prefix-caching", "--max-waiting", 4096]
-    with paged_serve(model, *flags) as server:
-        begun = time.monotonic()
-        readers = [Reader(server.port, 1, [10 + i, *range(20, 19 + num_tokens)]) for i in range(num_streams)]
-        for reader in readers:
-            reader.join()
-        prefill_s = time.monotonic() - begun
-        catch_up_s = _catch_up_after(server, num_streams, [*range(20, 20 + num_tokens)], 300)
-    return {
-        "streams": num_streams,
-        "tokens each": num_tokens,
-        "prefill s": prefill_s,
-        "catch-up s": catch_up_s,
-        "ratio": catch_up_s / prefill_s,
-    }
