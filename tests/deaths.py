@@ -1,22 +1,32 @@
-"""Random deaths of engines, at random frames: python -m tests.deaths [ROUNDS] [--requests N] [--seed S]
+"""Random deaths of engines, at random frames:
+
+    python -m tests.deaths [ROUNDS] [--requests N] [--seed S]
+    python -m tests.deaths --processes 100      # real processes, killed and stopped so often
 
 Each round sends requests of all kinds to a client of one or two engines that end again and again: killed in
 the middle of a frame, by a step that raises, or hanging. All requests must end with the tokens, the text, the
-log-probabilities and the reasons of a run without deaths. CI runs a few small rounds.
+log-probabilities and the reasons of a run without deaths, and nothing is left over. CI runs small rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
+import signal
+import string
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+import psutil
+import pytest
+
 from paged import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from paged import StructuredOutputsParams as Structured
+from paged.server import supervised_engine
 from paged.server.engine_client import EngineClient
 from tests.support.mortal_engines import MortalEngines
 
@@ -39,6 +49,8 @@ VARIANTS = [
     replace(SEEDED, stop_token_ids=[10, 12], detokenize=False, logprobs=1),
     replace(SEEDED, timeout_s=600.0, ignore_eos=True, max_tokens=90),
 ]
+# Each character may begin one, so that the newest one is always held back.
+HOLDING_BACK = [f"{character}\0" for character in string.printable]
 PROMPTS = ["def f(", "import os\n", "class A:\n    ", "x = [1, 2, 3]\n" * 12, "# café\n"]
 
 
@@ -67,8 +79,14 @@ def requests(rng: random.Random, num: int) -> list[tuple[str, SamplingParams]]:
     found = []
     for i in range(num):
         params = replace(VARIANTS[i % len(VARIANTS)], seed=rng.randrange(1000))
-        kind = RequestOutputKind(rng.choice([DELTA, DELTA, CUMULATIVE, FINAL_ONLY]))
-        found.append((rng.choice(PROMPTS), replace(params, output_kind=kind)))
+        more: dict[str, Any] = {"output_kind": rng.choice([DELTA, DELTA, CUMULATIVE, FINAL_ONLY])}
+        if rng.random() < 0.4 and params.detokenize:
+            more["stop"] = [*params.stop, *HOLDING_BACK]
+        if rng.random() < 0.3:
+            more["prompt_logprobs"] = 1
+        if rng.random() < 0.3:
+            more["logprobs"] = 1
+        found.append((rng.choice(PROMPTS), replace(params, **more)))
     return found
 
 
@@ -148,6 +166,48 @@ def run_round(engines: list[LLMEngine], seed: int, num_requests: int, mean_frame
     return len(mortal.lives) - len(engines)
 
 
+async def _end_processes(client: EngineClient, rng: random.Random, num: int) -> None:
+    """Kill or stop engine processes so often, each while none computes a request alone."""
+    supervisor = client._supervisor
+    while num:
+        await asyncio.sleep(rng.uniform(0.1, 0.8))
+        replica = rng.choice(supervisor.replicas)
+        if replica.is_up and replica.connection.requests and supervisor._alone is None:
+            process = replica.connection._process
+            os.kill(process.pid, rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
+            num -= 1
+            while replica.connection._process is process:
+                await asyncio.sleep(0.01)
+
+
+def run_processes(engine: LLMEngine, num_deaths: int, num_requests: int, seed: int) -> None:
+    """Run requests on two processes that end so often, and look for what is left over."""
+    rng = random.Random(seed)
+    me = psutil.Process()
+    before = me.num_fds(), len(me.children())
+
+    async def main() -> None:
+        options = {**OPTIONS, "device": "auto"}
+        async with EngineClient("demo", replicas=2, max_restarts=10**6, **options) as client:
+            ending = asyncio.create_task(_end_processes(client, rng, num_deaths))
+            num_rounds = 0
+            while not ending.done():
+                asked = requests(rng, num_requests)
+                prompts, params = zip(*asked, strict=True)
+                expected = await asyncio.to_thread(engine.generate, [*prompts], [*params], use_tqdm=False)
+                await check(client, asked, expected, rng.randrange(1000))
+                num_rounds += 1
+            await ending
+            assert (await client.stats()).num_restarts == num_deaths
+            print(f"{num_deaths} deaths within {num_rounds * num_requests} requests")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervised_engine, "HANG_S", 4.0)
+        asyncio.run(main())
+    after = me.num_fds(), len(me.children())
+    assert after == before, f"{before} files and processes became {after}"
+
+
 def main() -> None:
     """Run rounds, and print how often engines ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -155,7 +215,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--frames", type=int, default=60, help="that a life has on average")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, metavar="DEATHS", help="of real processes")
     args = parser.parse_args()
+    if args.processes is not None:
+        run_processes(LLMEngine("demo", **OPTIONS), args.processes, args.requests, args.seed)
+        return
     engines = [LLMEngine("demo", **OPTIONS) for _ in range(2)]
     num = 0
     started = time.monotonic()

@@ -12,6 +12,8 @@ budgets    the same client against `paged serve` alone, with the most of --clien
            tokens in a step (--max-num-batched-tokens)
 aggressors a victim's completions of 8 tokens over HTTP, alone and beside clients that ask for much at once;
            for how long they held the front end's event loop, and the longest step. Nothing is pinned.
+service    how long streams pause when their engine process is killed or stopped, and how long going on takes
+           beside the prefill of as many prompts
 
 service    the front end alone, without and with a file of 1,000 keys and limits, in turns
 
@@ -102,11 +104,23 @@ def main() -> None:
     if "service" in sections:
         from benchmarks.server import service
 
+<<<<<<< HEAD
         share = 0.02 if args.quick else 1.0
         row = service.measure("demo", cores, 1 if args.quick else args.rounds, share=share)
         print()
         print_table([row])
         result["service"] = row
+=======
+        few = {"num_streams": 4 if args.quick else 16}
+        rows = service.measure("demo", max_tokens=300 if args.quick else 1500, **few)
+        print()
+        print_table(rows)
+        num_streams, num_tokens = (4, 100) if args.quick else (args.num_streams, 1000)
+        row = service.measure_catch_up("demo", num_streams=num_streams, num_tokens=num_tokens)
+        print()
+        print_table([row])
+        result |= {"service": rows, "catch_up": row}
+>>>>>>> drain
     print_json(result)
 
 

@@ -53,7 +53,7 @@ class ServerProcess:
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        self._process.wait(60)
+        self._process.wait(120)  # it may drain
         self._log.close()
 
     def _wait(self, port: int | None) -> int:

@@ -1,96 +1,165 @@
-"""Section service: what keys and limits cost for a request, in the front end's processor time."""
+"""What streams notice when an engine process is killed or stopped, and what going on costs."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
-import tempfile
+import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
-from benchmarks.server.cores import Cores
-from benchmarks.server.front_end import FrontEndProcess
-from benchmarks.server.front_end_alone import cases
-from benchmarks.server.load import LoadProcess
-from paged.server.access.key_file import digest_of, line_of
-from paged.server.access.keys import Keys, keys_of, priority_of, salt_of
-from paged.server.gate import Gate
+import psutil
 
-NUM_KEYS = 1000
-KEY = "paged-the-key-of-the-benchmark"
-LIMITS = {"requests_per_minute": 10**7, "tokens_per_minute": 10**10, "concurrent_requests": 1000}
-HEADER = f"Bearer {KEY}"
+from benchmarks.server.served import ServerProcess, paged_serve
+
+PROMPT = "def add(a, b):"
+ENGINE_PROCESS = "paged.server.engine_process"
+STOPPED_AFTER_S = 10.0  # by then the first server runs, and its engine is stopped
+
+
+class Reader(threading.Thread):
+    """Reads a stream, and notes when its events came."""
+
+    def __init__(self, port: int, max_tokens: int, prompt: Any = PROMPT) -> None:
+        super().__init__(daemon=True)
+        body = {
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        self._request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        self.times: list[float] = []
+        self.text = ""
+        self.error_at: float | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Read to the end of the stream, or to its error."""
+        with urllib.request.urlopen(self._request) as response:
+            for line in response:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    self.error_at = time.monotonic()
+                    return
+                self.times.append(time.monotonic())
+                self.text += event["choices"][0]["text"]
+
+    def pause_after(self, moment: float) -> tuple[float, float]:
+        """Return the longest time without an event that ended after a moment, and when it ended.
+
+        An error ends the stream; then the pause began at the moment.
+        """
+        if self.error_at is not None:
+            return self.error_at - moment, self.error_at
+        gaps = pairwise(self.times)
+        return max((end - start, end) for start, end in gaps if end > moment)
 
 
 @contextmanager
-def key_file() -> Iterator[str]:
-    """Yield the path of a file of NUM_KEYS keys with limits."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = os.path.join(directory, "keys")
-        with open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
-            for i in range(NUM_KEYS):
-                print(line_of(KEY if i == NUM_KEYS // 2 else f"key {i}", tenant=f"t{i}", **LIMITS), file=file)
-        yield path
+def streams(port: int, num: int, max_tokens: int, prompt: Any = PROMPT) -> Iterator[list[Reader]]:
+    """Yield readers of so many streams, all of which have begun. Wait for their ends."""
+    readers = [Reader(port, max_tokens, prompt) for _ in range(num)]
+    while not all(len(reader.times) > 1 for reader in readers):
+        time.sleep(0.01)
+    yield readers
+    for reader in readers:
+        reader.join()
 
 
-def measure(model: str, cores: Cores, rounds: int, *, share: float = 1.0) -> dict[str, Any]:
-    """Return the processor time of a completion without and with keys, in turns, and of keys alone.
+def engines_of(server: ServerProcess) -> list[psutil.Process]:
+    """Return the engine processes of a server, by their numbers."""
+    children = psutil.Process(server.pid).children()
+    return sorted((each for each in children if ENGINE_PROCESS in each.cmdline()), key=lambda each: each.pid)
 
-    share: of the requests of a round.
-    """
-    case = cases(model)[0]
-    num = max(case.num_connections, int(case.num_requests * share))
-    case = replace(case, num_requests=num)
-    with (
-        key_file() as path,
-        FrontEndProcess(model, cores.front_end) as plain,
-        FrontEndProcess(model, cores.front_end, keys=path) as keyed,
-        LoadProcess(cores.load) as client,
-    ):
-        cpu_us: dict[FrontEndProcess, list[float]] = {plain: [], keyed: []}
-        for number in range(rounds + 1):
-            for front, found in cpu_us.items():
-                load = replace(case.load(front.port), authorization=HEADER)
-                before = front.cpu_seconds()
-                case.check(client.run(load))
-                if number:  # the first warms up
-                    found.append((front.cpu_seconds() - before) / num * 1e6)
-        alone = statistics.median(alone_us(path) for _ in range(rounds))
-    without, with_keys = (statistics.median(found) for found in cpu_us.values())
+
+def measure(model: str, *, num_streams: int, max_tokens: int) -> list[dict[str, Any]]:
+    """Kill or stop the first engine amid streams, and compare their texts with those of a run without."""
+    terms = (model, num_streams, max_tokens)
+    with ThreadPoolExecutor(1) as pool:
+        # It is stopped, and computes nothing, while the others are measured.
+        stopped = pool.submit(_row, *terms, "stopped, --no-resume", signal.SIGSTOP, "--no-resume")
+        time.sleep(STOPPED_AFTER_S)
+        rows = [
+            _row(*terms, "killed", signal.SIGKILL),
+            _row(*terms, "killed, two replicas", signal.SIGKILL, "--replicas", 2),
+            _row(*terms, "killed, --no-resume", signal.SIGKILL, "--no-resume"),
+        ]
+        return [*rows, stopped.result()]
+
+
+def _row(
+    model: str, num_streams: int, max_tokens: int, name: str, number: signal.Signals, *flags: object
+) -> dict[str, Any]:
+    begun = time.monotonic()
+    with paged_serve(model, "--device", "cpu", "--num-threads", 1, *flags) as server:
+        start_s = time.monotonic() - begun
+        with streams(server.port, 1, max_tokens) as (undisturbed,):
+            pass
+        with streams(server.port, num_streams, max_tokens) as readers:
+            moment = time.monotonic()
+            os.kill(engines_of(server)[0].pid, number)
+    waits = [reader.pause_after(moment)[0] for reader in readers]
+    failed = [reader for reader in readers if reader.error_at is not None]
+    assert bool(failed) is ("--no-resume" in flags)
+    for reader in readers:
+        assert reader in failed or reader.text == undisturbed.text, "a stream is another one"
     return {
-        "keys in the file": NUM_KEYS,
-        "µs of a completion without": without,
-        "µs with keys and limits": with_keys,
-        "µs of keys and limits alone": alone,
-        "wanted µs": 20,
+        "engine": name,
+        "start s": start_s,
+        "streams": num_streams,
+        "errors": len(failed),
+        "median pause s": statistics.median(waits),
+        "longest pause s": max(waits),
     }
 
 
-def alone_us(path: str, num: int = 20_000) -> float:
-    """Return the processor time of all that keys and limits do for a request."""
-    keys = keys_of(path, scheduling_policy="fcfs", default_reservation=None)
-    assert isinstance(keys, Keys)
-    gate = Gate((), keys, None)
-    usage = keys.find(KEY.encode())
-    assert usage is not None
-    assert usage.entry.sha256 == digest_of(KEY.encode())
-    started = time.process_time()
-    for i in range(num):
-        found = gate.check("keys", HEADER)
-        assert found is not None
-        priority_of(found.entry, None)
-        salt_of(found.entry, None)
-        admission = found.admit()
-        name = str(i)
-        admission.reserve(name, 100, 16)
-        found.headers()
-        admission.close({name: 16}, was_refused=False, is_counted=True)
-    seconds = time.process_time() - started
-    headers = {header.decode(): value.decode() for header, value in usage.headers()}
-    used = LIMITS["tokens_per_minute"] - int(headers["x-ratelimit-remaining-tokens"])
-    assert used == num * 116, json.dumps(headers)
-    return seconds / num * 1e6
+def measure_catch_up(model: str, *, num_streams: int, num_tokens: int) -> dict[str, Any]:
+    """Compare how long all streams take to go on, once a new engine serves, with how long they took to begin.
+
+    No prefix is cached, so that each computes its own prompt, and what came after it. Those that go on first
+    get further tokens meanwhile, as those that began first did.
+    """
+    flags = ["--device", "cpu", "--num-threads", 1, "--no-enable-prefix-caching"]
+    with paged_serve(model, *flags) as server:
+        begun = time.monotonic()
+        with streams(server.port, num_streams, 300, [*range(20, 20 + num_tokens)]) as readers:
+            moment = time.monotonic()
+            engines_of(server)[0].kill()
+            while _is_ready(server.port):
+                time.sleep(0.002)
+            while not _is_ready(server.port):
+                time.sleep(0.01)
+            ready_at = time.monotonic()
+    begin_s = max(reader.times[0] for reader in readers) - begun
+    catch_up_s = max(reader.pause_after(moment)[1] for reader in readers) - ready_at
+    return {
+        "streams": num_streams,
+        "tokens each": num_tokens,
+        "all begin s": begin_s,
+        "all go on s": catch_up_s,
+        "ratio": catch_up_s / begin_s,
+    }
+
+
+def _is_ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready"):
+            return True
+    except urllib.error.HTTPError:
+        return False

@@ -89,6 +89,7 @@ class RequestFactory:
                 sample.sampling.grammar = prepared.grammar.copy()
         if resumed is not None:
             for sample, output in zip(samples, resumed, strict=True):
+                self._check_given(sample, output.token_ids)
                 self._go_on(sample, output)
         elif len(spec.generated_token_ids):
             self._resume(samples, spec.generated_token_ids)
@@ -102,17 +103,14 @@ class RequestFactory:
 
     def _resume(self, samples: list[Request], generated: Sequence[int]) -> None:
         """Let the only sample go on after tokens that the user gives."""
-        (sample, *others), num, name = samples, len(generated), "generated_token_ids"
+        sample, *others = samples
+        name = "generated_token_ids"
         if others or sample.inputs.wants_logprobs:
             given = "logprobs" if not others else "best_of" if sample.inputs.params.best_of else "n"
             raise RequestError(
                 f"{name} does not go with {given}: one output goes on, without log-probabilities", param=name
             )
-        self.prompts.check_vocabulary(name, generated)
-        if num >= (most := sample.inputs.max_total_tokens - sample.num_prompt_tokens):
-            raise RequestError(
-                f"{name} has {num} tokens, which leaves nothing to generate of at most {most}", param=name
-            )
+        self._check_given(sample, generated)
         least = sample.inputs.params.min_tokens
         for i, token_id in enumerate(generated):
             if token_id in sample.stop_ids and i >= least:
@@ -124,6 +122,15 @@ class RequestFactory:
                 f"{name} does not go with prompt_logprobs where prompt and output have {sample.num_tokens} "
                 f"tokens: from {sample.inputs.long_from} on, longrope rotates the prompt otherwise",
                 param=name,
+            )
+
+    def _check_given(self, sample: Request, generated: Sequence[int]) -> None:
+        name = "generated_token_ids"
+        num = len(generated)
+        self.prompts.check_vocabulary(name, generated)
+        if num >= (most := sample.inputs.max_total_tokens - sample.num_prompt_tokens):
+            raise RequestError(
+                f"{name} has {num} tokens, which leaves nothing to generate of at most {most}", param=name
             )
 
     @staticmethod

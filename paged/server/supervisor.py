@@ -172,7 +172,10 @@ class Supervisor:
 
     def _fail(self, request: SentRequest, error: PagedError) -> None:
         self.on_end(request)
-        request.inbox.fail(error)
+        # One for each reader: those that raise the same error would add to its traceback.
+        own = type(error)(str(error))
+        own.__cause__ = error.__cause__
+        request.inbox.fail(own)
 
     def _dispatch(self) -> None:
         """Send waiting requests to the processes that can have them."""

@@ -32,6 +32,13 @@ BUGS = {
             "self._cumulative = 0.0",
         ),
         (
+            "log-probabilities",
+            "those of the prompt are reported twice",
+            SENT,
+            "params = msgspec.structs.replace(params, prompt_logprobs=msgspec.UNSET)",
+            "pass",
+        ),
+        (
             "text",
             "what was held back is lost",
             "text/outputs",
@@ -39,15 +46,6 @@ BUGS = {
             "self._num_characters_shown = len(self.transcript._text)",
         ),
         ("times", "those of two clocks are mixed", SENT, "if first is None or self._is_first:", "if True:"),
-    ],
-    f"{ROUND}[0]": [
-        (
-            "log-probabilities",
-            "those of the prompt are reported twice",
-            SENT,
-            "params = msgspec.structs.replace(params, prompt_logprobs=msgspec.UNSET)",
-            "pass",
-        ),
     ],
     f"{DEATHS}::test_what_can_happen_while_an_engine_is_replaced": [
         ("deadline", "it counts from the resumption", SENT, "if self.has_waited and", "if False and"),
