@@ -207,7 +207,7 @@ class DraftLengths:
 
     def _plan_next_guess(self, won: float, plain: float) -> None:
         """Guess in the next step, or later if guesses have won nothing for long."""
-        if won > 0:
+        if self._last == DRAFTS and won > 0:
             self._num_misses = 0
         elif self._guessing:
             self._num_misses += 1

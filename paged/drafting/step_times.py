@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 # The rows of steps with drafts. Few, as a step is recorded anew for each number of rows.
 SIZES = (
-    *(1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256),
-    *(320, 384, 512, 640, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
+    *(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512),
+    *(768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
 )
 KNOWN_AT = 3  # measurements
 MOST_KEPT = 15  # measurements, the newest

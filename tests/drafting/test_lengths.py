@@ -146,3 +146,14 @@ def test_losses_stay_below_one_percent(seed):
     num_steps = 10_000
     speed = world.run(num_steps, rng.choice((1, 3, 16)))
     assert speed > 1 / (1.01 + ALLOWANCE / num_steps)
+
+
+def test_the_ledger_ends_losses_that_medians_do_not_show():
+    num_calls = Counter[int]()
+
+    def seconds(num_requests: int, rows: int) -> float:
+        num_calls[rows] += 1
+        return 30.0 if rows > num_requests and num_calls[rows] % 3 == 0 else 1.0
+
+    num_steps = 5000
+    assert World(seconds, lambda _: 1.0).run(num_steps, 1) > 1 / (1.01 + ALLOWANCE / num_steps)
