@@ -11,7 +11,7 @@ from ..requests.request import Request
 from .drafter import Draft
 
 # Between them confidences count as equal: shares below 1, and tokens of a match above.
-BOUNDS = (0.25, 0.5, 0.75, 0.9, 1.5, 2.5, 3.5, 5.5, 11.5, 23.5)
+CONFIDENCES = (0.25, 0.5, 0.75, 0.9, 1.5, 2.5, 3.5, 5.5, 11.5, 23.5)
 PRIOR = 0.0  # of a first token: nothing is verified before drafts were seen to be right
 STRENGTH = 2.0  # how many observations a prior counts as
 MOST_SEEN = 64  # drafts, then all observations count half
@@ -104,7 +104,7 @@ class Acceptance:
         self._watched = []
 
     def _of(self, draft: Draft) -> _Places:
-        place = bisect_right(BOUNDS, draft.confidence)
+        place = bisect_right(CONFIDENCES, draft.confidence)
         places = self._places.get(place)
         if places is None:
             places = self._places[place] = _Places(self._most)

@@ -23,7 +23,7 @@ SEARCHING = 0.006  # the same where none were found
 MEASURED = 16  # of so many plain steps in a row one is measured, as that takes time itself
 MOST_DOUBLINGS = 8
 
-OTHER, PLAIN, DRAFTS = range(3)  # kinds of steps
+OTHER, PLAIN_DECODE, DRAFTS = range(3)  # kinds of steps
 
 
 class Ledger:
@@ -89,7 +89,7 @@ class DraftLengths:
         if self._step >= self._guess_at:
             self.is_idle = False
             return True
-        self.is_idle = self._last == PLAIN and not self._num_since_plain and self._step % MEASURED > 0
+        self.is_idle = self._last == PLAIN_DECODE and not self._num_since_plain and self._step % MEASURED > 0
         return False
 
     def wants_guesses(self, num_requests: int, context: int) -> bool:
@@ -183,7 +183,7 @@ class DraftLengths:
         rows: the tokens that it computed.
         """
         has_drafts = rows > num_requests
-        is_steady = self._last == PLAIN
+        is_steady = self._last == PLAIN_DECODE
         plain = self.times.mean_plain(num_requests, context)
         won = -self._guessing
         if plain is not None and (has_drafts or self._last == DRAFTS):
@@ -196,7 +196,7 @@ class DraftLengths:
             self._num_since_plain = 0
         if has_drafts or is_steady:
             self.times.record(num_requests, rows, context, seconds)
-        self._last = DRAFTS if has_drafts else PLAIN
+        self._last = DRAFTS if has_drafts else PLAIN_DECODE
         if plain is not None:
             self.ledger.add(won, seconds, plain)
             self._plan_next_guess(won, plain)
