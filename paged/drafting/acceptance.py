@@ -72,13 +72,16 @@ class Acceptance:
 
     def chances(self, draft: Draft) -> list[float]:
         """Return the probability that a draft's first token is right, that the first two are, and so on."""
+        return self.longest_chances(draft)[: len(draft.tokens)]
+
+    def longest_chances(self, draft: Draft) -> list[float]:
+        """Return the same for a draft of as many tokens as there may be."""
         places = self._of(draft)
         if places.is_stale:
             (prior,) = self._first.shares(PRIOR)
             places.chances = [*accumulate(places.shares(prior), mul)]
             places.num_new = 0
-        num = len(draft.tokens)
-        return places.chances if num == self._most else places.chances[:num]
+        return places.chances
 
     def watch(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> None:
         """Remember drafts of the requests' next tokens, to `learn` what they were worth."""
