@@ -35,6 +35,7 @@ from paged.blocks.manager import BlockManager
 from paged.blocks.pool import BlockPool
 from paged.blocks.prefix_chain import sha256_block
 from paged.drafting.drafter import Draft
+from paged.drafting.lengths import DraftLengths
 from paged.errors import QueueFullError
 from paged.requests.request import LONG, NO_MASK, SLOW_READER, Request, RequestInputs, RequestStatus
 from paged.runner.plan import IN_SEAT, ComputedPart, Planner, StepPlan
@@ -214,7 +215,11 @@ class World:
         self.right_share = self.drafting.choice((0.0, 0.5, 0.9, 1.0))  # of guessed tokens
         if self.drafting.random() < 0.5:
             most = self.drafting.choice((1, 2, 4, 9))
-            self.scheduler.drafts = Drafts(self, most, 4, self.drafting.choice((3, budget)))
+            max_rows = self.drafting.choice((3, budget))
+            lengths = None
+            if self.drafting.random() < 0.3:
+                lengths = DraftLengths(most, lambda rows: 1 + rows / 24, lambda: self.now)
+            self.scheduler.drafts = Drafts(self, most, 4, max_rows, lengths)
 
     def propose(self, requests: list[Request], limits: list[int]) -> list[Draft]:
         """Guess tokens, right, wrong or partly right: a world is its own drafter."""

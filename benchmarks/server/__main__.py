@@ -14,8 +14,7 @@ aggressors a victim's completions of 8 tokens over HTTP, alone and beside client
            for how long they held the front end's event loop, and the longest step. Nothing is pinned.
 service    how long streams pause when their engine process is killed or stopped, and how long going on takes
            beside the prefill of as many prompts
-
-service    the front end alone, without and with a file of 1,000 keys and limits, in turns
+keys       the front end alone, without and with a file of 1,000 keys and limits, in turns
 
 Front end, client and engine are processes of their own: the front end has the last core, the client another
 one; beside an engine, which has all the others, front end and client share it. First it is checked that
@@ -31,7 +30,7 @@ from benchmarks.common import checkpoint, print_json, print_table
 from benchmarks.server import front_end_alone, with_engine
 from benchmarks.server.cores import Cores
 
-SECTIONS = ("front-end", "engine", "vllm", "budgets", "aggressors", "service")
+SECTIONS = ("front-end", "engine", "vllm", "budgets", "aggressors", "service", "keys")
 
 
 def main() -> None:
@@ -101,16 +100,17 @@ def main() -> None:
         print()
         print_table(rows)
         result["aggressors"] = rows
+    if "keys" in sections:
+        from benchmarks.server import keys
+
+        share = 0.02 if args.quick else 1.0
+        row = keys.measure("demo", cores, 1 if args.quick else args.rounds, share=share)
+        print()
+        print_table([row])
+        result["keys"] = row
     if "service" in sections:
         from benchmarks.server import service
 
-<<<<<<< HEAD
-        share = 0.02 if args.quick else 1.0
-        row = service.measure("demo", cores, 1 if args.quick else args.rounds, share=share)
-        print()
-        print_table([row])
-        result["service"] = row
-=======
         few = {"num_streams": 4 if args.quick else 16}
         rows = service.measure("demo", max_tokens=300 if args.quick else 1500, **few)
         print()
@@ -120,7 +120,6 @@ def main() -> None:
         print()
         print_table([row])
         result |= {"service": rows, "catch_up": row}
->>>>>>> drain
     print_json(result)
 
 

@@ -11,7 +11,7 @@ from ..requests.request import Request
 from .drafter import Draft
 
 # Between them confidences count as equal: shares below 1, and tokens of a match above.
-BOUNDS = (0.25, 0.5, 0.75, 0.9, 1.5, 2.5, 3.5, 5.5, 11.5, 23.5)
+CONFIDENCES = (0.25, 0.5, 0.75, 0.9, 1.5, 2.5, 3.5, 5.5, 11.5, 23.5)
 PRIOR = 0.0  # of a first token: nothing is verified before drafts were seen to be right
 STRENGTH = 2.0  # how many observations a prior counts as
 MOST_SEEN = 64  # drafts, then all observations count half
@@ -72,13 +72,16 @@ class Acceptance:
 
     def chances(self, draft: Draft) -> list[float]:
         """Return the probability that a draft's first token is right, that the first two are, and so on."""
+        return self.longest_chances(draft)[: len(draft.tokens)]
+
+    def longest_chances(self, draft: Draft) -> list[float]:
+        """Return the same for a draft of as many tokens as there may be."""
         places = self._of(draft)
         if places.is_stale:
             (prior,) = self._first.shares(PRIOR)
             places.chances = [*accumulate(places.shares(prior), mul)]
             places.num_new = 0
-        num = len(draft.tokens)
-        return places.chances if num == self._most else places.chances[:num]
+        return places.chances
 
     def watch(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> None:
         """Remember drafts of the requests' next tokens, to `learn` what they were worth."""
@@ -104,7 +107,7 @@ class Acceptance:
         self._watched = []
 
     def _of(self, draft: Draft) -> _Places:
-        place = bisect_right(BOUNDS, draft.confidence)
+        place = bisect_right(CONFIDENCES, draft.confidence)
         places = self._places.get(place)
         if places is None:
             places = self._places[place] = _Places(self._most)

@@ -22,8 +22,10 @@ PROBING = 0.003  # the share of time that guesses may take then
 SEARCHING = 0.006  # the same where none were found
 MEASURED = 16  # of so many plain steps in a row one is measured, as that takes time itself
 MOST_DOUBLINGS = 8
+SLOW = 0.2  # of a plain step: guesses that take longer get a limit
+LIMIT_EVERY = 8  # guesses
 
-OTHER, PLAIN, DRAFTS = range(3)  # kinds of steps
+OTHER, PLAIN_DECODE, DRAFTS = range(3)  # kinds of steps
 
 
 class Ledger:
@@ -62,6 +64,7 @@ class DraftLengths:
     seed: see `StepTimes`.
     clock: returns seconds.
 
+    limit: the most tokens of a draft that are worth proposing; below `most` where a drafter is slow.
     is_idle: whether nothing is to be learnt of the step, unless it is no decode: `end_step` may be left out.
     """
 
@@ -69,7 +72,9 @@ class DraftLengths:
         self.acceptance = Acceptance(most)
         self.times = StepTimes(most, seed)
         self.ledger = Ledger()
+        self.limit = most
         self.is_idle = False
+        self._most = most
         self._clock = clock
         self._step = 0
         self._num_misses = 0  # guesses in a row that won nothing
@@ -80,6 +85,7 @@ class DraftLengths:
         self._started = 0.0  # when the step's guesses began
         self._guessing = 0.0  # the seconds that they took; 0 if there were none
         self._has_found = False  # whether there were any
+        self._num_guesses = 0
         self._usual_guessing = 0.0  # the same in most steps: a new request takes more
 
     def begin_step(self) -> bool:
@@ -89,7 +95,7 @@ class DraftLengths:
         if self._step >= self._guess_at:
             self.is_idle = False
             return True
-        self.is_idle = self._last == PLAIN and not self._num_since_plain and self._step % MEASURED > 0
+        self.is_idle = self._last == PLAIN_DECODE and not self._num_since_plain and self._step % MEASURED > 0
         return False
 
     def wants_guesses(self, num_requests: int, context: int) -> bool:
@@ -118,7 +124,27 @@ class DraftLengths:
         self._guessing = self._clock() - self._started
         usual = self._usual_guessing or self._guessing
         self._usual_guessing = usual + (min(self._guessing, 2 * usual) - usual) / 8
+        plain = self.times.plain(num_requests, context)
+        self._num_guesses += 1
+        is_slow = plain is not None and self._usual_guessing > SLOW * plain
+        if is_slow and self._has_found and self._num_guesses % LIMIT_EVERY == 0:
+            self._choose_limit(drafts, num_requests, context, left)
         return counts
+
+    def _choose_limit(self, drafts: Sequence[Draft], num_requests: int, context: int, left: int) -> None:
+        """Choose the length of the next drafts of a drafter that guesses a token after the other."""
+        chances = [self.acceptance.longest_chances(draft) for draft in drafts]
+        of_token = self._usual_guessing / (1 + self.limit)
+        best_rate = 0.0
+        for limit in range(1, self._most + 1):
+            ranked = sorted(chain.from_iterable(each[:limit] for each in chances), reverse=True)
+            guessing = of_token * (1 + limit)
+            rate = self._best(ranked[:left], num_requests, context, guessing)[1]
+            if rate > best_rate:
+                best_rate = rate
+                best = limit
+        self.limit = best
+        self._usual_guessing = of_token * (1 + best)
 
     def _counts(self, drafts: Sequence[Draft], num_requests: int, context: int, left: int) -> list[int]:
         """Return how many tokens of each draft to verify: the likeliest ones."""
@@ -127,7 +153,7 @@ class DraftLengths:
             return [0] * len(drafts)
         chances = [self.acceptance.chances(draft) for draft in drafts]
         ranked = sorted(chain.from_iterable(chances), reverse=True)
-        num = self._best_number(ranked[:left], num_requests, context)
+        num, _ = self._best(ranked[:left], num_requests, context, self._usual_guessing)
         if not num:
             return [0] * len(drafts)
         least = ranked[num - 1]
@@ -147,10 +173,13 @@ class DraftLengths:
                 surplus -= 1
         return counts
 
-    def _best_number(self, ranked: Sequence[float], num_requests: int, context: int) -> int:
-        """Return how many drafts make tokens come fastest.
+    def _best(
+        self, ranked: Sequence[float], num_requests: int, context: int, guessing: float
+    ) -> tuple[int, float]:
+        """Return how many drafts make tokens come fastest, and how many tokens come then in a second.
 
         ranked: the probability of each draft token to be accepted, the highest first.
+        guessing: the seconds of the drafter.
         """
         plain = self.times.plain(num_requests, context)
         assert plain is not None, "guesses are made once a plain step was measured"
@@ -164,18 +193,18 @@ class DraftLengths:
             if num > len(ranked):
                 break
             expected = gains[num]
-            likely = max(plain, seconds)  # a step of more rows is not faster
+            likely = max(plain, seconds) + guessing  # a step of more rows is not faster
             if (is_known or may_try) and expected > best_rate * likely:
                 best = num
                 best_rate = expected / likely
             fastest = max(fastest, seconds if is_known else MOST_BELOW * seconds)
-            if not is_known and expected > tried_rate * fastest:
+            if not is_known and expected > tried_rate * (fastest + guessing):
                 tried = num
-                tried_rate = expected / fastest
+                tried_rate = expected / (fastest + guessing)
         if tried and may_try and self._step >= self._try_at and tried_rate > MARGIN * best_rate:
             self._try_at = self._step + TRY_EVERY
-            return tried
-        return best
+            return tried, tried_rate
+        return best, best_rate
 
     def end_step(self, num_requests: int, context: int, rows: int, seconds: float, num_accepted: int) -> None:
         """Learn from a decode step.
@@ -183,7 +212,7 @@ class DraftLengths:
         rows: the tokens that it computed.
         """
         has_drafts = rows > num_requests
-        is_steady = self._last == PLAIN
+        is_steady = self._last == PLAIN_DECODE
         plain = self.times.mean_plain(num_requests, context)
         won = -self._guessing
         if plain is not None and (has_drafts or self._last == DRAFTS):
@@ -192,11 +221,10 @@ class DraftLengths:
         if has_drafts:
             self._num_since_plain += 1
         elif is_steady:
-            seconds -= self._guessing
             self._num_since_plain = 0
         if has_drafts or is_steady:
-            self.times.record(num_requests, rows, context, seconds)
-        self._last = DRAFTS if has_drafts else PLAIN
+            self.times.record(num_requests, rows, context, seconds - self._guessing)
+        self._last = DRAFTS if has_drafts else PLAIN_DECODE
         if plain is not None:
             self.ledger.add(won, seconds, plain)
             self._plan_next_guess(won, plain)
@@ -207,7 +235,7 @@ class DraftLengths:
 
     def _plan_next_guess(self, won: float, plain: float) -> None:
         """Guess in the next step, or later if guesses have won nothing for long."""
-        if won > 0:
+        if self._last == DRAFTS and won > 0:
             self._num_misses = 0
         elif self._guessing:
             self._num_misses += 1

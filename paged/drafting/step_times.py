@@ -8,19 +8,19 @@ from typing import NamedTuple
 
 # The rows of steps with drafts. Few, as a step is recorded anew for each number of rows.
 SIZES = (
-    *(1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256),
-    *(320, 384, 512, 640, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
+    *(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512),
+    *(768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
 )
 KNOWN_AT = 3  # measurements
-MOST_KEPT = 15  # measurements, the newest
+MOST_MEASURED = 15  # measurements, the newest
 NEWEST = 1 / 64  # the least weight of a measurement in a mean
 OUTDATED = 2048  # steps after which a time is to be measured again
 CURVE_KEPT = 16  # steps that a curve is used for, as it takes longer to make than a guess
 SHORTEST = 1e-9  # seconds: a clock may stand still
 CONTEXT_UNIT = 256  # tokens; contexts differ if they are above another power of two of it
 
-Key = tuple[int, int, int]  # class of requests, rows or PLAIN, class of the mean context
-PLAIN = 0
+Key = tuple[int, int, int]  # class of requests, rows or NO_DRAFTS, class of the mean context
+NO_DRAFTS = 0
 
 
 class _Time:
@@ -38,10 +38,10 @@ class _Time:
     def add(self, factor: float, now: int) -> None:
         """Add a measurement."""
         newest = self._newest
-        if len(newest) < MOST_KEPT:
+        if len(newest) < MOST_MEASURED:
             newest.append(factor)
         else:
-            newest[self.num % MOST_KEPT] = factor
+            newest[self.num % MOST_MEASURED] = factor
         self.num += 1
         self.measured_at = now
         self.median = sorted(newest)[(len(newest) - 1) // 2]
@@ -75,12 +75,12 @@ class StepTimes:
 
     def plain(self, num_requests: int, context: int) -> float | None:
         """Return the median seconds of steps without drafts, None if no such step was measured."""
-        time = self._near((bisect_left(SIZES, num_requests), PLAIN, _context_class(context)))
+        time = self._near((bisect_left(SIZES, num_requests), NO_DRAFTS, _context_class(context)))
         return None if time is None else time.median * self._seed(num_requests)
 
     def mean_plain(self, num_requests: int, context: int) -> float | None:
         """Return the mean, which has the steps in it that were slow for other reasons, too."""
-        time = self._near((bisect_left(SIZES, num_requests), PLAIN, _context_class(context)))
+        time = self._near((bisect_left(SIZES, num_requests), NO_DRAFTS, _context_class(context)))
         return None if time is None else time.mean * self._seed(num_requests)
 
     def drafting(self, num_requests: int, context: int) -> list[DraftingTime]:
@@ -106,19 +106,19 @@ class StepTimes:
             for beside in (at - distance, at + distance):
                 if time is None and size < beside < len(SIZES):
                     time = self._times.get((size, SIZES[beside], context))
-        time = time or self._near((size, PLAIN, context))
+        time = time or self._near((size, NO_DRAFTS, context))
         assert time is not None, "no plain step was measured"
         return DraftingTime(rows, time.median * self._seed(rows), False)
 
     def record(self, num_requests: int, rows: int, context: int, seconds: float) -> None:
         """Add a measured step."""
         self._num_recorded += 1
-        place = PLAIN if rows == num_requests else rows
+        place = NO_DRAFTS if rows == num_requests else rows
         key = bisect_left(SIZES, num_requests), place, _context_class(context)
         factor = max(seconds, SHORTEST) / self._seed(rows)
         time = self._times.get(key)
         if time is None:
-            if place != PLAIN:  # it may have been recorded, which takes far longer than the step
+            if place != NO_DRAFTS:  # it may have been recorded, which takes far longer than the step
                 at = bisect_left(SIZES, rows)
                 factor = min(factor, self._drafting(num_requests, key[2], at).seconds / self._seed(rows))
             time = self._times[key] = _Time()

@@ -58,7 +58,7 @@ class Drafts:
         if lengths is not None and not (schedule.is_decode and lengths.begin_step()):
             return
         left = min(budget, self._max_rows - len(schedule.sampled))
-        most = min(self._most, max_chunk - 1, left)
+        most = min(self._most if lengths is None else lengths.limit, max_chunk - 1, left)
         if most < 1 or self._drafter is None:
             return
         shape = len(schedule.requests), _context(schedule)

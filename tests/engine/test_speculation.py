@@ -369,20 +369,28 @@ def _whole(outputs: list[CompletionOutput], kind: RequestOutputKind) -> tuple[li
 
 
 def test_options_reach_the_drafter_and_statistics_count():
-    engine = demo(speculative_config='{"method": "suffix", "num_speculative_tokens": 3}')
+    config = '{"method": "suffix", "num_speculative_tokens": 3, "adaptive": false}'
+    engine = demo(speculative_config=config)
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    engine.generate([CODE, CODE], params, use_tqdm=False)
+    outputs = engine.generate([CODE, CODE], params, use_tqdm=False)
     stats = engine.stats()
-    assert stats.num_drafts > 0
+    assert stats.num_drafts == sum(output.metrics.num_drafts for output in outputs) > 0
+    assert stats.num_accepted_tokens == sum(output.metrics.num_accepted_tokens for output in outputs)
+    assert stats.num_draft_tokens == sum(output.metrics.num_draft_tokens for output in outputs)
     assert len(stats.num_accepted_at) == 3
     assert sum(stats.num_accepted_at) == stats.num_accepted_tokens <= stats.num_draft_tokens
     assert stats.num_generated_tokens == 60
+    assert stats.mean_acceptance_length == 1 + stats.num_accepted_tokens / stats.num_drafts
     # What ended is guessed for the next request of the same kind.
     steps = stats.num_steps
     engine.generate([CODE], params, use_tqdm=False)
     assert engine.stats().num_steps - steps < 15
     total = type(stats).total([stats, replace(stats, num_accepted_at=(1,))])
     assert total.num_accepted_at == (stats.num_accepted_at[0] + 1, *stats.num_accepted_at[1:])
+    assert stats.draft_seconds_won == 0.0
+    adaptive = demo(speculative_config={"method": "suffix"})
+    adaptive.generate([CODE * 3], replace(params, max_tokens=90), use_tqdm=False)
+    assert adaptive.stats().draft_seconds_won != 0.0
 
 
 @pytest.mark.parametrize(
@@ -393,6 +401,7 @@ def test_options_reach_the_drafter_and_statistics_count():
             "speculative_config['method'] must be one of ngram, suffix, grammar; got 'eagle'",
         ),
         ({}, "speculative_config['method'] is missing; it must be one of ngram, suffix, grammar"),
+        ({"method": "ngram", "adaptive": 1}, "speculative_config['adaptive'] must be"),
         (
             {"method": "ngram", "model": "x"},
             "speculative_config['model'] is unknown; known keys are method, num",
