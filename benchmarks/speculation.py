@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common import checkpoint, print_json, print_table
-from paged import LLMEngine, SamplingParams
+from paged import LLMEngine, SamplingParams, StructuredOutputsParams
 from paged.drafting.drafter import Draft, Drafter
 from paged.drafting.drafters import new_drafter
 from paged.drafting.lengths import DraftLengths
@@ -44,9 +44,26 @@ CLASS = """class Account:
 RECORDS = "".join(
     f'{{"id": {i}, "name": "user{i}", "active": true, "roles": ["reader"]}},\n' for i in range(9)
 )
+# What is forced are the keys; where blanks may be, and the values, the model chooses.
+SCHEMA = {
+    "type": "array",
+    "minItems": 9,
+    "items": {
+        "type": "object",
+        "properties": {
+            "id": {"type": "integer"},
+            "name": {"type": "string", "maxLength": 9},
+            "active": {"type": "boolean"},
+            "roles": {"type": "array", "items": {"enum": ["reader", "writer"]}, "minItems": 1, "maxItems": 2},
+        },
+        "required": ["id", "name", "active", "roles"],
+        "additionalProperties": False,
+    },
+}
 PROMPTS = {
     "copying": f"{CLASS}\n\n{CLASS}\n\nclass Account:\n    def __init__(self,",
     "JSON": f"users = [\n{RECORDS}",
+    "JSON of a schema": "# One user in JSON, with id, name, active and roles, then eight others.\nusers = ",
     "editing": f"{CLASS}\n\n{CLASS.replace('Account', 'Wallet')}\n\n{CLASS.replace('Account', 'Purse')[:60]}",
 }
 
@@ -73,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="demo", help="demo, tinyllama-1.1b, llama-15m or a directory")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--method", default="suffix", help="ngram or suffix")
+    parser.add_argument("--method", default="suffix", help="ngram, suffix or grammar")
     parser.add_argument("--accepted", type=float, help="the share of right drafts of a replay")
     parser.add_argument("--drafts", type=int, default=8, help="num_speculative_tokens")
     parser.add_argument("--fixed", action="store_true", help="verify all drafts: adaptive=False")
@@ -81,6 +98,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512, help="tokens of a random prompt, with --accepted")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", nargs="+", choices=PROMPTS, default=[*PROMPTS], help="of the demo")
     args = parser.parse_args()
     has_tokenizer = args.accepted is None
     engine = LLMEngine(
@@ -91,7 +109,7 @@ def main() -> None:
     )
     print(engine.describe())
     rng = random.Random(0)
-    prompts: dict[str, Any] = PROMPTS
+    prompts: dict[str, Any] = {kind: PROMPTS[kind] for kind in args.prompts}
     if not has_tokenizer:
         prompts = {"random": [rng.randrange(engine.model_config.vocab_size) for _ in range(args.context)]}
     rows = [row(engine, kind, prompts[kind], num, args) for kind in prompts for num in args.requests]
@@ -104,7 +122,10 @@ def row(
     engine: LLMEngine, kind: str, prompt: Any, num_requests: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Compare runs with drafts and without."""
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=args.max_tokens)
+    grammar = StructuredOutputsParams(json=SCHEMA) if kind == "JSON of a schema" else None
+    params = SamplingParams(
+        temperature=0.0, ignore_eos=True, max_tokens=args.max_tokens, structured_outputs=grammar
+    )
     prompts = [prompt] * num_requests
     expected, _ = run(engine, prompts, params, None)
     lengths = None
@@ -125,7 +146,7 @@ def row(
     pairs = pairs[1:]  # the first records steps
     num_drafts = after.num_draft_tokens - before.num_draft_tokens
     num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
-    num_decoded = num_requests * (args.max_tokens - 1)
+    num_decoded = sum(map(len, expected.values())) - num_requests
     return {
         "prompt": kind,
         "requests": num_requests,
