@@ -10,8 +10,10 @@ from typing import Any, Literal, Self
 from .base.validation import check_int, shown
 from .errors import ConfigError
 
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "draft_model")
+QUANTIZATIONS = ("int8", "int4")
 LOOKUP_MAX = 5
+LOOKUP_MIN = 2
 _MOST = {"num_speculative_tokens": 64, "prompt_lookup_max": 64, "prompt_lookup_min": 64}
 _FORM = '{"method": "ngram", "num_speculative_tokens": 4}'
 
@@ -21,19 +23,27 @@ class SpeculativeConfig:
     """How the next tokens of requests are guessed, with vLLM's keys.
 
     method: "ngram" guesses what followed the last tokens where they occurred before in the request; "suffix"
-        looks in its siblings too, and in outputs that ended before, of the same tenant and cache_salt.
+        looks in its siblings too, and in outputs that ended before, of the same tenant and cache_salt;
+        "draft_model" has a second, smaller model draw them. It is the default where `model` is given.
     num_speculative_tokens: most guesses for a request in a step.
     prompt_lookup_max: most tokens of a match that "ngram" compares; of equally long ones the newest counts.
         None takes 5, or prompt_lookup_min if that is more.
     prompt_lookup_min: fewest tokens of a match.
+    model: the draft model, as EngineConfig names one. It must have the tokenizer of the engine's model.
+    revision: branch, tag or commit of the draft model on the hub.
+    quantization: quantize the draft model's weights while loading, to "int8" or "int4"; None takes them as
+        they are.
 
     Raises ConfigError naming the key, its value and what is allowed.
     """
 
-    method: Literal["ngram", "suffix"]
+    method: Literal["ngram", "suffix", "draft_model"]
     num_speculative_tokens: int = 4
     prompt_lookup_max: int | None = None
-    prompt_lookup_min: int = 2
+    prompt_lookup_min: int = LOOKUP_MIN
+    model: str | None = None
+    revision: str | None = None
+    quantization: Literal["int8", "int4"] | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -41,13 +51,32 @@ class SpeculativeConfig:
         for name, most in _MOST.items():
             if (value := getattr(self, name)) is not None:
                 check_int(ConfigError, f"speculative_config[{name!r}]", value, 1, most)
+        self._check_model()
         longest = self.prompt_lookup_max
+        if self.method == "draft_model" and (longest is not None or self.prompt_lookup_min != LOOKUP_MIN):
+            key = "prompt_lookup_min" if longest is None else "prompt_lookup_max"
+            raise _error(key, "goes with methods 'ngram' and 'suffix': 'draft_model' looks nothing up")
         if longest is not None and self.method == "suffix":
             raise _error("prompt_lookup_max", "goes with method 'ngram': 'suffix' takes the longest match")
         if longest is not None and self.prompt_lookup_min > longest:
             raise _error(
                 "prompt_lookup_min", f"is {self.prompt_lookup_min}, more than prompt_lookup_max {longest}"
             )
+
+    def _check_model(self) -> None:
+        for key in ("model", "revision", "quantization"):
+            value = getattr(self, key)
+            if value is None:
+                continue
+            if self.method != "draft_model":
+                raise _error(key, f"goes with method 'draft_model', not {self.method!r}")
+            if not isinstance(value, str) or not value:
+                raise _error(key, f"must be a string, got {shown(value)}")
+        if self.method == "draft_model" and self.model is None:
+            raise _error("model", "is missing: 'draft_model' needs a directory, a GGUF file or a hub id")
+        if self.quantization not in (None, *QUANTIZATIONS):
+            what = f"must be one of {', '.join(QUANTIZATIONS)}; got {shown(self.quantization)}"
+            raise _error("quantization", what)
 
     @property
     def longest_match(self) -> int:
@@ -70,6 +99,8 @@ class SpeculativeConfig:
         if unknown := [key for key in given if key not in keys]:
             raise _error(unknown[0], f"is unknown; known keys are {', '.join(keys)}")
         options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        if "model" in options:
+            options.setdefault("method", "draft_model")
         if "method" not in options:
             raise _error("method", f"is missing; it must be one of {', '.join(METHODS)}")
         return cls(**options)

@@ -29,6 +29,7 @@ from ..text.prompt_parser import PromptParser
 from . import prefixes
 from .beam_search import BeamSearch, BeamSearchOutput
 from .core import EngineCore
+from .draft_model import find_draft_model
 from .embedding import EmbeddingRequestOutput, EmbeddingSpec, Pooling, check_pooling
 from .generation import (
     Progress,
@@ -71,8 +72,9 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.config = config = EngineConfig(model, **options)
         self.directory = directory = resolve(config.model, config.revision)
         self.model_config = read_config(directory)
-        self.runner = runner = ModelRunner(config, self.model_config, directory)
         self.text = text = ModelText(config, directory, self.model_config)
+        draft = find_draft_model(config, self.model_config, text.tokenizer)
+        self.runner = runner = ModelRunner(config, self.model_config, directory, draft)
         self.tokenizer = text.tokenizer
         self.sampling_defaults = text.sampling_defaults
         self.eos_token_ids = text.eos_token_ids
@@ -84,7 +86,9 @@ class LLMEngine(metaclass=ExplainsMissing):
         cache = runner.kv_cache
         self.max_model_len = sizes.max_model_len
         self.block_manager = sizes.new_block_manager(cache.num_blocks, cache.num_host_blocks)
-        self.scheduler = sizes.new_scheduler(self.block_manager)
+        if runner.draft_model is not None:
+            runner.draft_model.manager = self.block_manager
+        self.scheduler = sizes.new_scheduler(self.block_manager, draft_model=runner.draft_model)
         factory = RequestFactory(
             text,
             self.block_manager,

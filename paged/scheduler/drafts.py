@@ -33,13 +33,18 @@ class Drafts:
     most: drafts of a request in a step.
     vocab_size: of the model; proposed tokens are below.
     max_rows: from how many rows a step may sample.
+    in_blocks: whether the drafter is a model with K and V in the blocks of the requests. Then drafts have
+        blocks before they are proposed, and a step that moves blocks has none: it moves them later.
     """
 
-    def __init__(self, drafter: Drafter, most: int, vocab_size: int, max_rows: int) -> None:
+    def __init__(
+        self, drafter: Drafter, most: int, vocab_size: int, max_rows: int, *, in_blocks: bool = False
+    ) -> None:
         self._drafter: Drafter | None = drafter
         self._most = most
         self._vocab_size = vocab_size
         self._max_rows = max_rows
+        self._in_blocks = in_blocks
         self._pauses: dict[Request, _Pause] = {}
 
     def extend(
@@ -55,7 +60,7 @@ class Drafts:
         budget: the tokens that the step has left.
         num_spare_blocks: returns how many blocks drafts may take.
         """
-        if self._drafter is None:
+        if self._drafter is None or (self._in_blocks and schedule.moves_blocks):
             return
         left = min(budget, self._max_rows - len(schedule.sampled))
         most = min(self._most, max_chunk - 1, left)
@@ -66,6 +71,11 @@ class Drafts:
             for row in range(schedule.num_decode_tokens)
             if (limit := self._limit(schedule.requests[row], most)) > 0
         }
+        if self._in_blocks:
+            limits = {
+                row: _grow(schedule.requests[row], limit, schedule, manager, num_spare_blocks)
+                for row, limit in limits.items()
+            }
         proposed = self._proposed([schedule.requests[row] for row in limits], [*limits.values()])
         found = [(row, draft) for row, draft in zip(limits, proposed, strict=False) if draft.tokens]
         if sum(len(draft.tokens) for _, draft in found) > left:
@@ -77,6 +87,11 @@ class Drafts:
             if num:
                 drafts[row] = draft.tokens[:num]
                 left -= num
+        if self._in_blocks:
+            for row in limits:
+                request = schedule.requests[row]
+                num = len(drafts.get(row, ()))
+                manager.truncate(request.blocks, request.num_computed_tokens + 1 + num)
         if drafts:
             schedule.add_drafts(drafts)
 
