@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -126,9 +127,13 @@ class ModelRunner:
 
     @property
     def weight_bytes(self) -> dict[str, int]:
-        """The bytes of the weights in their files, by what their format is called."""
-        stored = self.model.stored_weights
-        return {} if stored is None else {title or "floats": n for title, n in stored.num_bytes.items()}
+        """The bytes of the weights of all models in their files, by what their format is called."""
+        models = [self.model] if self.draft_model is None else [self.model, self.draft_model.model]
+        total = Counter[str]()
+        for model in models:
+            if model.stored_weights is not None:
+                total += model.stored_weights.num_bytes
+        return {title or "floats": n for title, n in total.items()}
 
     def execute(self, schedule: Schedule) -> StepOutput:
         """Run one step. Return a token for each of schedule.sampled_requests."""
