@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -71,11 +71,24 @@ def with_draft(sizes: Sizes, device: torch.device, draft: DraftCheckpoint) -> Si
 
 
 @dataclass(slots=True)
+class _Known:
+    """What is kept of a request.
+
+    drawing: a request that is drawn for like this one.
+    num_tokens, guesses: its tokens when it was last guessed for, and the guesses that were computed.
+    """
+
+    drawing: Request
+    num_tokens: int = 0
+    guesses: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class _Row:
     """A request of a pass.
 
     place: in what was asked for.
-    drawing: a request that is drawn for like this one.
+    drawing: as of what is kept of it.
     start: how many tokens the draft model has computed.
     count: how many it computes now; if these are all, guesses follow.
     num: how many guesses are drawn; 0 if `count` tokens are not all.
@@ -124,7 +137,7 @@ class DraftModel:
         self._transfers = Transfers(device, num_buffers=most + 1)
         self._batches = new_batches(sizes, self.config, self.model, device)
         self._sampler = Sampler(self.model.kernels, vocab_size, device)
-        self._drawing: dict[Request, Request] = {}
+        self._known: dict[Request, _Known] = {}
 
     def prepare(self, num_blocks: int) -> None:
         """Prepare for requests in so many blocks."""
@@ -135,8 +148,8 @@ class DraftModel:
         """Return a guess for each request: none while its tokens are not all computed, or it is too long."""
         if self.manager is None:
             raise UsageError("the draft model has no blocks yet")
-        if len(self._drawing) > len(requests):
-            self._drawing = {r: own for r, own in self._drawing.items() if r.finish_reason is None}
+        if len(self._known) > len(requests):
+            self._known = {r: known for r, known in self._known.items() if r.finish_reason is None}
         rows = self._rows(requests, limits)
         drafts = [Draft([]) for _ in requests]
         if not rows:
@@ -149,10 +162,12 @@ class DraftModel:
             self._sampler.forget()
             raise
         for row in rows:
-            num_tokens = row.start + row.count
-            self.manager.record_drafted(row.request.blocks, num_tokens, max(0, row.num - 1))
-            if row.num:
-                drafts[row.place] = Draft(guesses[row.place])
+            tokens = guesses[row.place]
+            known = self._known[row.request]
+            known.num_tokens = row.start + row.count
+            known.guesses = tokens[:-1]  # the last one is not computed
+            self.manager.record_drafted(row.request.blocks, known.num_tokens, len(known.guesses))
+            drafts[row.place] = Draft(tokens)
         return drafts
 
     def rehearse(self, schedule: Schedule, kv_cache: KVCache | None) -> None:
@@ -185,23 +200,19 @@ class DraftModel:
             blocks = request.blocks
             num_tokens = request.num_tokens
             num = min(limit, self.sizes.max_model_len - num_tokens + 1)
-            if num < 1 or not left or blocks.num_dropped[self._group]:
+            if num < 1 or not left:
                 continue
-            count = min(num_tokens - blocks.num_drafted, left)
+            known = self._known.get(request)
+            if known is None:
+                known = self._known[request] = _Known(_drawn_like(request))
+            start = min(blocks.num_drafted, _num_right(request, known))
+            count = min(num_tokens - start, left)
             left -= count
-            if blocks.num_drafted + count < num_tokens:
+            if start + count < num_tokens:
                 num = 0
-            drawing = self._drawn_like(request)
-            rows.append(_Row(place, request, drawing, blocks.num_drafted, count, num))
+            rows.append(_Row(place, request, known.drawing, start, count, num))
         rows.sort(key=lambda row: -row.num)
         return rows
-
-    def _drawn_like(self, request: Request) -> Request:
-        """Return what `_drawn_like` made of a request when it came."""
-        drawing = self._drawing.get(request)
-        if drawing is None:
-            drawing = self._drawing[request] = _drawn_like(request)
-        return drawing
 
     def _run(self, rows: list[_Row]) -> dict[int, list[int]]:
         """Compute the rows, and draw guesses one after the other. Return them by place."""
@@ -302,6 +313,14 @@ class DraftModel:
         if self.config.rope.type == "dynamic":
             return [row.request.num_prompt_tokens for row in rows]
         return [] if self.config.long_context is None else [row.request.num_tokens for row in rows]
+
+
+def _num_right(request: Request, known: _Known) -> int:
+    """Return up to which token the request has those that were computed. Others may have been verified."""
+    end = known.num_tokens + len(known.guesses)
+    tokens = request.token_ids[known.num_tokens : end]
+    wrong = (i for i, (ours, guess) in enumerate(zip(tokens, known.guesses, strict=False)) if ours != guess)
+    return known.num_tokens + next(wrong, len(tokens)) if known.guesses else request.num_tokens
 
 
 def _drawn_like(request: Request) -> Request:
