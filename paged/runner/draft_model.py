@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,6 +33,7 @@ from .sizes import Sizes, draft_sizes
 if TYPE_CHECKING:
     from .step_graphs import StepGraphs
 
+MOST_ROWS = 64  # of logits in a pass that computes several tokens of a request
 # The parameters by which a guess is drawn as the token is: those that depend on no earlier token.
 DRAWN_BY = (
     *("temperature", "top_p", "top_k", "min_p", "typical_p", "top_n_sigma"),
@@ -221,7 +223,7 @@ class DraftModel:
         for number in range(max(1, rows[0].num)):
             drawing = [row for row in drawing if row.num > number]
             part = self._first_part(rows, drawing) if number == 0 else self._next_part(drawing, number)
-            tokens = self._pass(part, drawing)
+            tokens = self._pass(part, drawing, number)
             if tokens is not None:
                 drawn.append(tokens)
         guesses: dict[int, list[int]] = {row.place: [] for row in rows}
@@ -237,14 +239,24 @@ class DraftModel:
                         guesses[row.place].append(next(numbers))
         return guesses
 
-    def _pass(self, part: ComputedPart, drawing: list[_Row]) -> Tensor | None:
-        """Run the model once. Return the token that is drawn for each row, on the device."""
+    def _pass(self, part: ComputedPart, drawing: list[_Row], number: int) -> Tensor | None:
+        """Run the model once. Return guess `number` of each row, on the device."""
         assert self.kv_cache is not None, "the draft model has no cache yet"
         upload = self._transfers.new_upload()
         step = self._batches.put(part, upload)
-        draw = self._sampler.prepare([row.drawing for row in drawing], part.positions, upload)
+        last = None
+        if len(part.sampled) > len(drawing):  # each row's last token
+            last = upload.put([end - 1 for end in accumulate(part.counts)], torch.int64)
+
+        def positions() -> list[int]:
+            return [row.start + row.count + number for row in drawing]
+
+        draw = self._sampler.prepare([row.drawing for row in drawing], positions, upload)
         upload.send()
         logits, best, _ = compute(self.model, self.graphs, self._batches.batch(step), self.kv_cache)
+        if last is not None:
+            logits = self.model.kernels.take_rows(logits, last.tensor)
+            best = best and (best[0][last.tensor], best[1][last.tensor])
         if drawing and logits.shape[1] != self._vocab_size:
             logits = self._fitted(logits)
             best = None
@@ -275,6 +287,10 @@ class DraftModel:
             sampled=[*range(len(drawing))],
             sampled_seats=[row.request.seat for row in drawing],
         )
+        if len(drawing) == len(rows) and sum(part.counts) <= min(MOST_ROWS, self.sizes.max_sampled_rows):
+            # As if a token were drawn after each one: such a pass is recorded with its logits.
+            part.num_drafting = len(rows)
+            part.sampled = [at for at, count in enumerate(part.counts) for _ in range(count)]
         for at, row in enumerate(rows):
             request = row.request
             end = row.start + row.count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,11 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paged import ConfigError, EngineConfig, LLMEngine, PagedError, SamplingParams
-from paged.drafting.drafter import Draft
+from paged.drafting.drafter import Draft, Drafter
 from paged.model.config import DEMO
 from paged.model.weights.loading import Loader
 from paged.requests.request import Request
-from paged.runner.draft_model import DraftModel
 from paged.runner.footprint import Memory
 from tests.engine.test_speculation import CODE, demo, outputs_of, text_requests, token_requests
 from tests.support.checkpoints import checkpoint, edit_json, new_engine
@@ -83,34 +83,66 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.8, seed=7, top_p=0.95, max_tokens=40, ignore_eos=True)
 
 
-def test_guesses_are_what_the_draft_model_generates_alone(monkeypatch):
-    """Its tokens, and so the share that is accepted, follow from both models' logits alone."""
-    proposed: list[tuple[SamplingParams, list[int], list[int]]] = []
-    propose = DraftModel.propose
+class Sometimes:
+    """Has the draft model guess, and then takes other tokens for some requests: those that will be drawn."""
 
-    def watched(self: DraftModel, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
-        drafts = propose(self, requests, limits)
-        for request, draft in zip(requests, drafts, strict=True):
-            proposed.append((request.inputs.params, request.token_ids.copy(), draft.tokens))
+    def __init__(self, model: Drafter, answers: dict[float, list[int]], share: float) -> None:
+        self._model = model
+        self.answers = answers
+        self._share = share
+        self._rng = random.Random(0)
+        self.guesses: list[tuple[SamplingParams, list[int], list[int]]] = []
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
+        drafts = self._model.propose(requests, limits)
+        for i, request in enumerate(requests):
+            params = request.inputs.params
+            self.guesses.append((params, request.token_ids.copy(), drafts[i].tokens))
+            if self._rng.random() < self._share:
+                answer = self.answers[params.temperature]
+                drafts[i] = Draft(answer[request.num_tokens :][: limits[i]])
         return drafts
 
-    monkeypatch.setattr(DraftModel, "propose", watched)
-    engine = demo(**itself(quantization="int4"))
-    outputs = engine.generate([CODE, CODE + "x"], [GREEDY, DRAWN], use_tqdm=False)
-    answers = {id(o): [*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs}
-    whole = dict(zip([GREEDY.temperature, DRAWN.temperature], answers.values(), strict=True))
-    alone = demo(quantization="int4")
+
+def watched(engine: LLMEngine, requests: tuple[list[Any], list[SamplingParams]], share: float) -> Sometimes:
+    """Run requests without and with guesses, a share of which are those that will be drawn."""
+    drafts = engine.scheduler.drafts
+    engine.scheduler.drafts = None
+    plain = engine.generate(*requests, use_tqdm=False)
+    answers = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in plain]
+    by_temperature = dict(zip([p.temperature for p in requests[1]], answers, strict=True))
+    drafts._drafter = found = Sometimes(drafts._drafter, by_temperature, share)
+    engine.scheduler.drafts = drafts
+    outputs = engine.generate(*requests, use_tqdm=False)
+    assert [o.outputs for o in outputs] == [o.outputs for o in plain]
+    return found
+
+
+def require_equal(found: Sometimes, alone: LLMEngine) -> int:
+    """Compare guesses with what the draft model generates alone. Return how many would be accepted."""
     num_accepted = 0
-    for params, tokens, guesses in proposed:
-        limited = replace(params, max_tokens=len(guesses))
-        (found,) = alone.generate([tokens], limited, use_tqdm=False)
-        assert [*found.outputs[0].token_ids] == guesses
-        right = whole[params.temperature][len(tokens) :]
-        num_accepted += next((i for i, g in enumerate(guesses) if right[i] != g), len(guesses))
+    for params, tokens, guesses in found.guesses:
+        (own,) = alone.generate([tokens], replace(params, max_tokens=len(guesses)), use_tqdm=False)
+        assert [*own.outputs[0].token_ids] == guesses
+        right = found.answers[params.temperature][len(tokens) :]
+        num_accepted += next((i for i, guess in enumerate(guesses) if right[i] != guess), len(guesses))
+    return num_accepted
+
+
+def test_the_share_of_accepted_guesses_follows_from_both_models_logits():
+    engine = demo(**itself(quantization="int4"))
+    found = watched(engine, ([CODE, CODE + "x"], [GREEDY, DRAWN]), 0.0)
+    num_accepted = require_equal(found, demo(quantization="int4"))
     stats = engine.stats()
-    assert stats.num_draft_tokens == sum(len(guesses) for _, _, guesses in proposed)
+    assert stats.num_draft_tokens == sum(len(guesses) for _, _, guesses in found.guesses)
     assert stats.num_accepted_tokens == num_accepted
     assert 0.3 < num_accepted / stats.num_draft_tokens < 1
+
+
+def test_guesses_do_not_depend_on_those_that_others_made():
+    engine = random_model("llama", "qwen2")
+    found = watched(engine, ([[5, 6, 7] * 5, [*range(40)]], [GREEDY, DRAWN]), 0.5)
+    require_equal(found, new_engine(checkpoint("qwen2")))
 
 
 def computed_by(engine: LLMEngine) -> list[int]:

@@ -248,11 +248,11 @@ def test_options_reach_the_drafter_and_statistics_count():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "eagle"}, "speculative_config['method'] must be one of ngram, suffix; got 'eagle'"),
-        ({}, "speculative_config['method'] is missing; it must be one of ngram, suffix"),
+        ({"method": "eagle"}, "speculative_config['method'] must be one of ngram, suffix, draft_model; got"),
+        ({}, "speculative_config['method'] is missing; it must be one of ngram, suffix, draft_model"),
         (
-            {"method": "ngram", "model": "x"},
-            "speculative_config['model'] is unknown; known keys are method, num",
+            {"method": "ngram", "models": "x"},
+            "speculative_config['models'] is unknown; known keys are method, num",
         ),
         (
             {"method": "ngram", "num_speculative_tokens": 0},
