@@ -27,6 +27,7 @@ from ..sampling.sampler import Draw, Sampler
 from ..sampling.seats import SamplingSeats
 from ..sampling.structured_outputs import GrammarMasks
 from ..scheduler.schedule import Schedule, StepOutput
+from ..speculative_config import SpeculativeConfig
 from .draft_model import DraftCheckpoint, DraftModel, with_draft
 from .footprint import Footprint, Memory, require_room, shortage
 from .load import load_model
@@ -214,9 +215,9 @@ class ModelRunner:
         self.sampler = self._new_sampler()
 
     def _new_draft_model(self) -> DraftModel | None:
-        if self.sizes.draft is None:
+        speculation = SpeculativeConfig.of(self.config.speculative_config)
+        if self.sizes.draft is None or speculation is None:
             return None
-        speculation = self.config.speculative_config
         return DraftModel(
             self.sizes.draft,
             self.device,
