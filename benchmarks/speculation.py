@@ -2,6 +2,8 @@
 
     python -m benchmarks.speculation                                     # the demo: copying, JSON, editing
     python -m benchmarks.speculation --model tinyllama-1.1b --accepted 0.8 --requests 1 4
+    python -m benchmarks.speculation --draft demo --quantization int4           # the demo drafts for itself
+    python -m benchmarks.speculation --model tinyllama-1.1b --draft llama-15m   # what a draft model costs
 
 With --accepted the drafter knows the outputs, and each of its tokens is right with that probability: for
 shapes with random weights, and for always wrong drafts with 0. All outputs are compared. What an engine
@@ -91,6 +93,8 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help="demo, tinyllama-1.1b, llama-15m or a directory")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--method", default="suffix", help="ngram, suffix or grammar")
+    parser.add_argument("--draft", help="a draft model, instead of a method")
+    parser.add_argument("--quantization", help="of the draft model: int8 or int4")
     parser.add_argument("--accepted", type=float, help="the share of right drafts of a replay")
     parser.add_argument("--drafts", type=int, default=8, help="num_speculative_tokens")
     parser.add_argument("--fixed", action="store_true", help="verify all drafts: adaptive=False")
@@ -100,28 +104,43 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", nargs="+", choices=PROMPTS, default=[*PROMPTS], help="of the demo")
     args = parser.parse_args()
-    has_tokenizer = args.accepted is None
+    has_tokenizer = args.accepted is None and args.model == "demo"
+    speculation = None
+    if args.draft is not None:
+        speculation = {
+            "model": checkpoint(args.draft),
+            "num_speculative_tokens": args.drafts,
+            "quantization": args.quantization,
+        }
     engine = LLMEngine(
         checkpoint(args.model),
         dtype=args.dtype,
         num_blocks=1 + max(args.requests) * -(-(args.context + args.max_tokens) // 16),
         skip_tokenizer_init=not has_tokenizer,
+        speculative_config=speculation,
     )
+    of_model = engine.scheduler.drafts
     print(engine.describe())
     rng = random.Random(0)
     prompts: dict[str, Any] = {kind: PROMPTS[kind] for kind in args.prompts}
     if not has_tokenizer:
         prompts = {"random": [rng.randrange(engine.model_config.vocab_size) for _ in range(args.context)]}
-    rows = [row(engine, kind, prompts[kind], num, args) for kind in prompts for num in args.requests]
+    cells = [(kind, num) for kind in prompts for num in args.requests]
+    rows = [row(engine, kind, prompts[kind], num, args, of_model) for kind, num in cells]
     print(file=sys.stderr)
     print_table(rows)
     print_json({"benchmark": "speculation", "rows": rows, **vars(args)})
 
 
 def row(
-    engine: LLMEngine, kind: str, prompt: Any, num_requests: int, args: argparse.Namespace
+    engine: LLMEngine,
+    kind: str,
+    prompt: Any,
+    num_requests: int,
+    args: argparse.Namespace,
+    of_model: Drafts | None,
 ) -> dict[str, Any]:
-    """Compare runs with drafts and without."""
+    """Compare runs with drafts and without. of_model: those of a draft model, if there is one."""
     grammar = StructuredOutputsParams(json=SCHEMA) if kind == "JSON of a schema" else None
     params = SamplingParams(
         temperature=0.0, ignore_eos=True, max_tokens=args.max_tokens, structured_outputs=grammar
@@ -138,7 +157,8 @@ def row(
         if args.accepted is not None:
             drafter = Replay(expected, args.accepted)
         before = engine.stats()
-        found, with_drafts = run(engine, prompts, params, Drafts(drafter, args.drafts, 2**31, 512, lengths))
+        drafts = of_model or Drafts(drafter, args.drafts, 2**31, 512, lengths)
+        found, with_drafts = run(engine, prompts, params, drafts)
         assert found == expected, "drafts changed an output"
         after = engine.stats()
         _, without = run(engine, prompts, params, None)

@@ -100,8 +100,8 @@ class EngineConfig:
     deterministic: batch-invariant: a request's result is bitwise equal in any batch. Needs a CPU with numba,
         where it holds even without this option, except in bfloat16 on ARM.
     speculative_config: how to guess tokens, which steps verify beside the next one, without a change of any
-        output: {"method": "ngram", "num_speculative_tokens": 4} or {"method": "suffix"}, a dict or its JSON;
-        see `SpeculativeConfig`. None guesses none.
+        output: {"method": "ngram", "num_speculative_tokens": 4}, {"method": "suffix"} or, for a draft model,
+        {"model": "owner/name"}, a dict or its JSON; see `SpeculativeConfig`. None guesses none.
     enforce_eager: record no steps. By default a CPU with numba records small steps and replays them.
     seed: from which the seeds of requests without one are derived.
     skip_tokenizer_init: load no tokenizer: prompts must be token ids, and outputs have no text.

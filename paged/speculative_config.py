@@ -10,9 +10,9 @@ from typing import Any, Literal, Self
 from .base.validation import check_bool, check_int, shown
 from .errors import ConfigError
 
-METHODS = ("ngram", "suffix", "grammar")
-LOOKUP_MIN = 2
+METHODS = ("ngram", "suffix", "grammar", "draft_model")
 LOOKUP_MAX = 5
+LOOKUP_MIN = 2
 _MOST = {"num_speculative_tokens": 64, "prompt_lookup_max": 64, "prompt_lookup_min": 64}
 _FORM = '{"method": "ngram", "num_speculative_tokens": 4}'
 
@@ -24,21 +24,29 @@ class SpeculativeConfig:
     method: "ngram" guesses what followed the last tokens where they occurred before in the request; "suffix"
         looks in its siblings too, and in outputs that ended before, of the same tenant and cache_salt. Both
         guess the tokens that structured_outputs force, where there are some; "grammar" guesses these only.
+        "draft_model" has a second, smaller model draw them. It is the default where `model` is given.
     num_speculative_tokens: most guesses for a request in a step.
     adaptive: whether steps take only as many guesses as make tokens come faster, by measured times and
         acceptance; False takes all that are made.
     prompt_lookup_max: most tokens of a match that "ngram" compares; of equally long ones the newest counts.
         None takes 5, or prompt_lookup_min if that is more.
     prompt_lookup_min: fewest tokens of a match.
+    model: the draft model, as EngineConfig names one. It must have the tokenizer of the engine's model.
+    revision: branch, tag or commit of the draft model on the hub.
+    quantization: quantize the draft model's weights while loading, to "int8" or "int4"; None takes them as
+        they are.
 
     Raises ConfigError naming the key, its value and what is allowed.
     """
 
-    method: Literal["ngram", "suffix", "grammar"]
+    method: Literal["ngram", "suffix", "grammar", "draft_model"]
     num_speculative_tokens: int = 8
     adaptive: bool = True
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int = LOOKUP_MIN
+    model: str | None = None
+    revision: str | None = None
+    quantization: Literal["int8", "int4"] | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -47,17 +55,33 @@ class SpeculativeConfig:
             if (value := getattr(self, name)) is not None:
                 check_int(ConfigError, f"speculative_config[{name!r}]", value, 1, most)
         check_bool(ConfigError, "speculative_config['adaptive']", self.adaptive)
+        self._check_model()
+        self._check_lookup()
+
+    def _check_lookup(self) -> None:
         longest = self.prompt_lookup_max
-        if longest is not None and self.method != "ngram":
+        shortest = self.prompt_lookup_min
+        if self.method in ("grammar", "draft_model") and (longest is not None or shortest != LOOKUP_MIN):
+            key = "prompt_lookup_min" if longest is None else "prompt_lookup_max"
+            raise _error(key, f"goes with methods 'ngram' and 'suffix': {self.method!r} looks nothing up")
+        if longest is not None and self.method == "suffix":
             raise _error("prompt_lookup_max", "goes with method 'ngram': 'suffix' takes the longest match")
-        if self.method == "grammar" and self.prompt_lookup_min != LOOKUP_MIN:
-            raise _error(
-                "prompt_lookup_min", "goes with methods 'ngram' and 'suffix': 'grammar' looks nothing up"
-            )
-        if longest is not None and self.prompt_lookup_min > longest:
-            raise _error(
-                "prompt_lookup_min", f"is {self.prompt_lookup_min}, more than prompt_lookup_max {longest}"
-            )
+        if longest is not None and shortest > longest:
+            raise _error("prompt_lookup_min", f"is {shortest}, more than prompt_lookup_max {longest}")
+
+    def _check_model(self) -> None:
+        for key in ("model", "revision", "quantization"):
+            value = getattr(self, key)
+            if value is None:
+                continue
+            if self.method != "draft_model":
+                raise _error(key, f"goes with method 'draft_model', not {self.method!r}")
+            if not isinstance(value, str) or not value:
+                raise _error(key, f"must be a string, got {shown(value)}")
+        if self.method == "draft_model" and self.model is None:
+            raise _error("model", "is missing: 'draft_model' needs a directory, a GGUF file or a hub id")
+        if self.quantization not in (None, "int8", "int4"):
+            raise _error("quantization", f"must be one of int8, int4; got {shown(self.quantization)}")
 
     @property
     def longest_match(self) -> int:
@@ -80,6 +104,8 @@ class SpeculativeConfig:
         if unknown := [key for key in given if key not in keys]:
             raise _error(unknown[0], f"is unknown; known keys are {', '.join(keys)}")
         options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        if "model" in options:
+            options.setdefault("method", "draft_model")
         if "method" not in options:
             raise _error("method", f"is missing; it must be one of {', '.join(METHODS)}")
         return cls(**options)

@@ -53,6 +53,7 @@ MUTANTS = {
     "blocks/pool": [
         ("free gives back what others hold", "if count == 1:", "if count >= 1:"),
         ("free skips the decref", "refcounts[block] = count - 1", "refcounts[block] = count"),
+        ("new blocks have the draft model's K and V", "self.drafted.difference_update(blocks)", "pass"),
         ("share skips the incref", "self._refcounts[block] += 1", "pass"),
         ("allocation is not all or nothing", "if n > len(self._free) + self.num_cached:", "if n > 99:"),
         ("the salt is not compared", "if not blocks and self._namespaces", "if False and self._namespaces"),
@@ -106,6 +107,21 @@ MUTANTS = {
         ("a forked chain is the same", "self.digests.copy()", "self.digests"),
     ],
     "blocks/manager": [
+        (
+            "a wrong guess counts as computed",
+            "seq.num_drafted = min(seq.num_drafted, num_tokens)",
+            "pass",
+        ),
+        (
+            "every cached block has the draft model's K and V",
+            "seq.num_drafted = self._num_drafted(hits[self.widest])",
+            "seq.num_drafted = num_blocks * self.block_size",
+        ),
+        (
+            "blocks swapped in have the draft model's K and V",
+            "seq.num_drafted = min(seq.num_drafted, known)",
+            "pass",
+        ),
         ("match serves the last token", "most = (len(token_ids) - 1) //", "most = len(token_ids) //"),
         (
             "registers a token early",
@@ -197,6 +213,16 @@ MUTANTS = {
             "if True:",
         ),
         ("drafts cross long_from", "inputs.long_from - num_tokens - 1", "inputs.long_from - num_tokens"),
+        (
+            "a draft model runs before blocks are moved",
+            "(self._in_blocks and schedule.moves_blocks)",
+            "False",
+        ),
+        (
+            "a draft model's blocks are kept",
+            "manager.truncate(request.blocks, request.num_computed_tokens + 1 + num)",
+            "pass",
+        ),
         ("the budget is spent twice", "                left -= num\n", "                pass\n"),
         (
             "drafts are not cut at what a grammar refuses",

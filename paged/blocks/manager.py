@@ -18,6 +18,11 @@ REGISTER_EVERY = 4
 Copy = tuple[BlockId, BlockId]  # from, to
 
 
+def widest_of(windows: Sequence[int | None]) -> int:
+    """Return the layer group that keeps the most tokens, by the sliding windows of the groups."""
+    return max(range(len(windows)), key=lambda group: windows[group] or NEVER)
+
+
 class BlockManager:
     """Block tables of sequences: their growth, sharing, swapping and release.
 
@@ -46,6 +51,8 @@ class BlockManager:
         self._hash_block = hash_block
         # The tokens of one step and the window before them, wherever block boundaries lie.
         spans = [w and w - 1 + max_step_tokens for w in self.windows]
+        # A draft model has its K and V in the blocks of this group.
+        self.widest = widest_of(self.windows)
         self._most_blocks = [NEVER if s is None else -(-(s - 1) // block_size) + 1 for s in spans]
         self._sequences: set[SequenceBlocks] = set()
         self._pins: dict[str, list[list[BlockId]]] = {}
@@ -149,6 +156,7 @@ class BlockManager:
             seq.tables[group] = array("i", bytes(4 * first)) + array("i", blocks[first:])
             seq.num_dropped[group] = first
         self._resume_registering(seq, hits)
+        seq.num_drafted = self._num_drafted(hits[self.widest])
         seq.capacity = num_blocks * self.block_size
         return num_blocks * self.block_size
 
@@ -219,6 +227,7 @@ class BlockManager:
         copy.last = seq.last.copy()
         copy.num_registered = seq.num_registered
         copy.register_at = seq.register_at
+        copy.num_drafted = seq.num_drafted
         for group in range(len(self.windows)):
             self.pool.share(seq.live(group))
         copy.capacity = seq.capacity
@@ -231,7 +240,11 @@ class BlockManager:
         seq.capacity = min(seq.capacity, num_computed - num_computed % self.block_size)
 
     def truncate(self, seq: SequenceBlocks, num_tokens: int) -> None:
-        """Free the blocks behind the first num_tokens: no other sequence and no cache has them."""
+        """Free the blocks behind the first num_tokens: no other sequence and no cache has them.
+
+        What a draft model has computed behind these tokens was a guess.
+        """
+        seq.num_drafted = min(seq.num_drafted, num_tokens)
         most = self.blocks_for(num_tokens)
         if len(seq.tables[0]) <= most:
             return
@@ -241,6 +254,14 @@ class BlockManager:
             self.pool.free(gone)
             del table[most:]
         seq.capacity = min(seq.capacity, most * self.block_size)
+
+    def record_drafted(self, seq: SequenceBlocks, num_tokens: int, num_guesses: int = 0) -> None:
+        """Record that the first num_tokens of a sequence, and guesses behind them, have K and V of the draft
+        model.
+        """
+        first = min(seq.num_drafted, num_tokens) // self.block_size
+        self.pool.drafted.update(seq.tables[self.widest][first : num_tokens // self.block_size])
+        seq.num_drafted = num_tokens + num_guesses
 
     def release(self, seq: SequenceBlocks) -> None:
         """Free all blocks of a sequence, on the device and on the host."""
@@ -268,7 +289,9 @@ class BlockManager:
         for dropped, blocks in zip(seq.num_dropped, kept, strict=True):
             saved.append((dropped, host[: len(blocks)]))
             del host[: len(blocks)]
+        num_drafted = seq.num_drafted
         self._free_tables(seq)
+        seq.num_drafted = num_drafted
         seq.host = saved
         return True
 
@@ -300,6 +323,9 @@ class BlockManager:
             self.host_pool.free(saved)
         seq.host = None
         self._resume_registering(seq, hits)
+        known = self._num_drafted(hits[self.widest])
+        if known < len(hits[self.widest]) * self.block_size:  # others have computed the rest
+            seq.num_drafted = min(seq.num_drafted, known)
         seq.capacity = self.blocks_for(num_computed) * self.block_size
         return True
 
@@ -376,6 +402,12 @@ class BlockManager:
         if seq.chain is not None:
             seq.register_at = (seq.num_registered + REGISTER_EVERY) * self.block_size
 
+    def _num_drafted(self, blocks: Sequence[BlockId]) -> int:
+        """Return how many tokens the first of these blocks hold that have K and V of the draft model."""
+        drafted = self.pool.drafted
+        missing = (i for i, block in enumerate(blocks) if block not in drafted)
+        return next(missing, len(blocks)) * self.block_size
+
     def _first_visible(self, group: int, start: int) -> int:
         """Return the index of the first block visible from position `start`."""
         window = self.windows[group]
@@ -416,6 +448,7 @@ class BlockManager:
             for table, dropped in zip(seq.tables, seq.num_dropped, strict=True):
                 assert dropped <= len(table), "more blocks dropped than the table has"
                 assert seq.capacity <= len(table) * self.block_size, "capacity beyond the blocks held"
+                assert seq.num_drafted <= len(table) * self.block_size, "drafted beyond the blocks held"
                 held += table[dropped:]
         references = pool.references()
         if sorted(held) != references:

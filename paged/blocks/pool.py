@@ -61,6 +61,8 @@ class BlockPool:
         self._deferred: dict[int, list[BlockId]] = {}  # by the number of the step that must end first
         self._deferred_until: dict[BlockId, int] = {}
         self._kept: set[BlockId] = set()
+        # The blocks that hold K and V of the draft model for all of their tokens.
+        self.drafted: set[BlockId] = set()
 
     # Counts
 
@@ -115,6 +117,8 @@ class BlockPool:
                 blocks.append(evicted)
         for block in blocks:
             refcounts[block] = 1
+        if self.drafted:
+            self.drafted.difference_update(blocks)
         return blocks
 
     def share(self, blocks: Iterable[BlockId]) -> None:

@@ -15,6 +15,8 @@ class SequenceBlocks:
 
     capacity: number of tokens up to which `grow` need not be called.
     register_at: number of tokens from which on `register` should be called while it decodes.
+    num_drafted: number of leading tokens whose blocks hold K and V of the draft model too, the guesses behind
+        the sequence's own tokens included.
     """
 
     __slots__ = (
@@ -22,6 +24,7 @@ class SequenceBlocks:
         "chain",
         "host",
         "last",
+        "num_drafted",
         "num_dropped",
         "num_registered",
         "register_at",
@@ -42,6 +45,7 @@ class SequenceBlocks:
         self.last: list[tuple[BlockId, int]] = [(-1, 0)] * num_groups  # the last of them, and its serial
         self.capacity = 0
         self.register_at = NEVER
+        self.num_drafted = 0
 
     @property
     def num_blocks(self) -> int:

@@ -24,6 +24,7 @@ PLANNED = [
     *("revision", "dtype", "quantization", "kv_cache_dtype", "attention_backend", "num_threads"),
     *("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks"),
     *("gpu_memory_utilization", "cpu_memory_utilization", "long_prefill_token_threshold", "deterministic"),
+    "speculative_config",
 ]
 _DEVICE = f"""auto, cpu, cuda or cuda:N of this machine, which is measured for a second, or the data
 sheet of {", ".join(DATA_SHEETS)}. [default: auto]"""
@@ -84,6 +85,7 @@ def _memory(made: EnginePlan) -> Iterator[list[str]]:
     per_token = f"{sizes.kv_bytes_per_token / 1024:,.4g} KiB per token in {sizes.kv_dtype}"
     parts = {
         **{f"weights: {part}": size for part, size in footprint.model.by_part.items()},
+        "weights of the draft model": 0 if footprint.draft is None else footprint.draft.num_bytes,
         f"activations of {sizes.max_num_batched_tokens:,} tokens": footprint.activation_bytes,
         f"states of {sizes.config.max_num_seqs:,} sequences": footprint.state_bytes,
         "rope tables": footprint.rope_bytes,

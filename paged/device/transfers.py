@@ -64,12 +64,15 @@ class Transfers:
     """An engine's uploads and downloads, through pinned buffers that steps take in turns.
 
     in_place: whether the device reads the host's memory, so that nothing is copied; by default, on a CPU.
+    num_buffers: uploads, and downloads, that may be under way at once.
     """
 
-    def __init__(self, device: torch.device, *, in_place: bool | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, in_place: bool | None = None, num_buffers: int = NUM_BUFFERS
+    ) -> None:
         self.device = device
-        self._uploads = _Ring()
-        self._downloads = _Ring()
+        self._uploads = _Ring(num_buffers)
+        self._downloads = _Ring(num_buffers)
         self._in_place: tuple[Upload, Download] | None = None  # which keep nothing: the same for every step
         if device.type == "cpu" if in_place is None else in_place:
             self._in_place = Upload(device, None), Download(device, None)
@@ -228,8 +231,8 @@ class _Buffer:
 class _Ring:
     """Buffers that are taken in turns."""
 
-    def __init__(self) -> None:
-        self._buffers = [_Buffer() for _ in range(NUM_BUFFERS)]
+    def __init__(self, num_buffers: int) -> None:
+        self._buffers = [_Buffer() for _ in range(num_buffers)]
         self._next = 0
 
     def take(self, size: int) -> _Buffer:

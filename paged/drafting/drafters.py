@@ -9,8 +9,11 @@ from .ngram import NgramDrafter
 from .suffix import SuffixDrafter
 
 
-def new_drafter(config: SpeculativeConfig) -> Drafter:
-    """Make the drafter that the config names."""
+def new_drafter(config: SpeculativeConfig, draft_model: Drafter | None = None) -> Drafter:
+    """Make the drafter that the config names, or return the one that runs its draft model."""
+    if config.method == "draft_model":
+        assert draft_model is not None, "a draft model was not loaded"
+        return draft_model
     if config.method == "grammar":
         return GrammarDrafter()
     if config.method == "suffix":

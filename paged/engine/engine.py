@@ -30,6 +30,7 @@ from ..text.prompt_parser import PromptParser
 from . import prefixes
 from .beam_search import BeamSearch, BeamSearchOutput
 from .core import EngineCore
+from .draft_model import find_draft_model
 from .embedding import EmbeddingRequestOutput, EmbeddingSpec, Pooling, check_pooling
 from .generation import (
     Progress,
@@ -72,8 +73,9 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.config = config = EngineConfig(model, **options)
         self.directory = directory = resolve(config.model, config.revision)
         self.model_config = read_config(directory)
-        self.runner = runner = ModelRunner(config, self.model_config, directory)
         self.text = text = ModelText(config, directory, self.model_config)
+        draft = find_draft_model(config, self.model_config, text.tokenizer)
+        self.runner = runner = ModelRunner(config, self.model_config, directory, draft)
         self.tokenizer = text.tokenizer
         self.sampling_defaults = text.sampling_defaults
         self.eos_token_ids = text.eos_token_ids
@@ -85,7 +87,9 @@ class LLMEngine(metaclass=ExplainsMissing):
         cache = runner.kv_cache
         self.max_model_len = sizes.max_model_len
         self.block_manager = sizes.new_block_manager(cache.num_blocks, cache.num_host_blocks)
-        self.scheduler = sizes.new_scheduler(self.block_manager)
+        if runner.draft_model is not None:
+            runner.draft_model.manager = self.block_manager
+        self.scheduler = sizes.new_scheduler(self.block_manager, draft_model=runner.draft_model)
         factory = RequestFactory(
             text,
             self.block_manager,
@@ -132,7 +136,10 @@ class LLMEngine(metaclass=ExplainsMissing):
     def describe(self) -> str:
         """Return a line about the model and its KV cache."""
         runner = self.runner
-        return f"{self.model_config.architecture} in {runner.describe()}; {runner.kv_cache.describe()}"
+        draft = runner.draft_model
+        drafts = "" if draft is None else f"; drafts by {draft.config.architecture}"
+        model = self.model_config.architecture
+        return f"{model} in {runner.describe()}{drafts}; {runner.kv_cache.describe()}"
 
     def stats(self) -> EngineStats:
         """Return current counts of requests, blocks and tokens, and totals so far."""
@@ -563,7 +570,10 @@ class LLMEngine(metaclass=ExplainsMissing):
         """
         self._require_prefix_cache()
         parsed = None if prompt is None else self.core.factory.prompts.parse(prompt)
-        return prefixes.save(path, self.block_manager, self.runner.kv_cache, self.fingerprint, parsed)
+        cache = self.runner.kv_cache
+        return prefixes.save(
+            path, self.block_manager, cache, self.fingerprint, parsed, self._draft_fingerprint
+        )
 
     def load_prefix(self, path: str | Path) -> int:
         """Load blocks that `save_prefix` wrote until no block is free. Return how many.
@@ -572,13 +582,22 @@ class LLMEngine(metaclass=ExplainsMissing):
         if there is no prefix cache.
         """
         self._require_prefix_cache()
-        return prefixes.load(path, self.block_manager, self.runner.kv_cache, self.fingerprint)
+        cache = self.runner.kv_cache
+        return prefixes.load(path, self.block_manager, cache, self.fingerprint, self._draft_fingerprint)
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of what KV depends on besides the tokens: the model, its weights and the dtypes."""
         dtypes = (self.runner.dtype, self.config.quantization, self.runner.kv_dtype)
         return prefixes.fingerprint(self.directory, self.model_config, *dtypes)
+
+    @cached_property
+    def _draft_fingerprint(self) -> str | None:
+        sizes = self.runner.sizes.draft
+        if sizes is None:
+            return None
+        dtypes = (self.runner.dtype, sizes.config.quantization, self.runner.kv_dtype)
+        return prefixes.fingerprint(Path(sizes.config.model), sizes.model, *dtypes)
 
     def _require_prefix_cache(self) -> None:
         if not self.config.enable_prefix_caching:

@@ -1,6 +1,7 @@
 """Cached prefixes that a user keeps: pinned in memory, or saved to a safetensors file and loaded again.
 
-A file holds blocks, their tokens, and the predecessor of each.
+A file holds blocks, their tokens, and the predecessor of each. K and V of a draft model are loaded where that
+is the same.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .core import EngineCore
 from .generation import RequestSource, generate_in_order
 
 FORMAT = "paged-prefix-2"
+DRAFT = "draft_"  # begins the names of a draft model's tensors
 Entry = tuple[bytes, int, int, bytes]  # a saved block: tokens, index of its predecessor, group, namespace
 
 
@@ -93,6 +95,7 @@ def save(
     kv_cache: KVCache,
     fingerprint: str,
     prompt: ParsedPrompt | None,
+    draft_fingerprint: str | None = None,
 ) -> int:
     """Write all cached blocks, or those of a prompt, to a file. Return how many.
 
@@ -121,6 +124,12 @@ def save(
         "predecessors": torch.tensor([index[pool.predecessor(b)] for b in blocks]),
         "groups": torch.tensor([group for _, group in known]),
     }
+    if kv_cache.draft is not None:
+        drafted = torch.tensor([block in pool.drafted for block in blocks])
+        for name, tensor in kv_cache.draft.tensors.items():
+            tensors[DRAFT + name] = tensor[:, blocks].cpu().contiguous()
+            tensors[DRAFT + name][:, ~drafted] = 0  # of whatever was there before
+        tensors["drafted"] = drafted
     namespaces = {i: pool.namespace(b).hex() for i, b in enumerate(blocks) if pool.namespace(b)}
     metadata = {
         "format": FORMAT,
@@ -128,6 +137,8 @@ def save(
         "block_size": str(pool.block_size),
         "namespaces": json.dumps(namespaces),
     }
+    if draft_fingerprint is not None:
+        metadata["draft_fingerprint"] = draft_fingerprint
     try:
         unfinished = path.with_name(path.name + ".part")
         save_file(tensors, unfinished, metadata)
@@ -137,7 +148,13 @@ def save(
     return len(blocks)
 
 
-def load(path: str | Path, manager: BlockManager, kv_cache: KVCache, fingerprint: str) -> int:
+def load(
+    path: str | Path,
+    manager: BlockManager,
+    kv_cache: KVCache,
+    fingerprint: str,
+    draft_fingerprint: str | None = None,
+) -> int:
     """Put the blocks of a file into the cache until no block is free. Return how many.
 
     Raises CheckpointError if the file is damaged or made for another engine; nothing is loaded then.
@@ -151,10 +168,20 @@ def load(path: str | Path, manager: BlockManager, kv_cache: KVCache, fingerprint
             raise CheckpointError(
                 f"{path} was saved for {what}: its {name} is {metadata.get(name)!r}, this engine's {value!r}"
             )
-    return _put(_entries(path, tensors, metadata, kv_cache), tensors, manager.pool, kv_cache)
+    entries = _entries(path, tensors, metadata, kv_cache)
+    drafted = None
+    if kv_cache.draft is not None and metadata.get("draft_fingerprint") == draft_fingerprint:
+        drafted = _drafted(path, tensors, kv_cache.draft, len(entries))
+    return _put(entries, tensors, drafted, manager.pool, kv_cache)
 
 
-def _put(entries: list[Entry], saved: dict[str, Tensor], pool: BlockPool, kv_cache: KVCache) -> int:
+def _put(
+    entries: list[Entry],
+    saved: dict[str, Tensor],
+    drafted: list[bool] | None,
+    pool: BlockPool,
+    kv_cache: KVCache,
+) -> int:
     """Copy entries that are not cached yet into free blocks, until none is free. Return how many."""
     loaded: list[BlockId] = []
     known: list[BlockId | None] = []
@@ -173,6 +200,10 @@ def _put(entries: list[Entry], saved: dict[str, Tensor], pool: BlockPool, kv_cac
             # Filled before it can be found: the copy may fail or be interrupted.
             for name, tensor in kv_cache.tensors.items():
                 tensor[:, allocated[0]] = saved[name][:, i]
+            if drafted is not None and kv_cache.draft is not None and drafted[i]:
+                for name, tensor in kv_cache.draft.tensors.items():
+                    tensor[:, allocated[0]] = saved[DRAFT + name][:, i]
+                pool.drafted.update(allocated)
             serial = 0 if parent is None else pool.serial(parent)
             known.append(pool.adopt(allocated[0], short_digest(digests[i]), tokens, serial, namespace, group))
             if known[-1] != allocated[0]:
@@ -203,13 +234,10 @@ def _entries(
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     num_blocks = token_ids.shape[:1].numel()
+    is_sound = _have_blocks(saved, kv_cache, num_blocks)
     predecessors, groups = (tensor.tolist() for tensor in numbers)
     sound = (
-        all(
-            saved[name].dtype == tensor.dtype
-            and saved[name].shape == (tensor.shape[0], num_blocks, tensor.shape[2])
-            for name, tensor in kv_cache.tensors.items()
-        )
+        is_sound
         and list(token_ids.shape) == [num_blocks, kv_cache.block_size]
         and token_ids.dtype == torch.int32
         and all(t.shape == (num_blocks,) and t.dtype == torch.int64 for t in numbers)
@@ -222,6 +250,28 @@ def _entries(
     tokens = [array("i", row).tobytes() for row in token_ids.tolist()]
     salts = [namespaces.get(i, b"") for i in range(num_blocks)]
     return list(zip(tokens, predecessors, groups, salts, strict=True))
+
+
+def _drafted(path: Path, tensors: dict[str, Tensor], cache: KVCache, num_blocks: int) -> list[bool]:
+    """Return which blocks of a file have K and V of the draft model. Raises CheckpointError."""
+    saved = {name: tensors.get(DRAFT + name, torch.empty(0)) for name in cache.tensors}
+    drafted = tensors.get("drafted", torch.empty(0))
+    is_sound = drafted.dtype == torch.bool and drafted.shape == (num_blocks,)
+    if not (is_sound and _have_blocks(saved, cache, num_blocks)):
+        raise CheckpointError(
+            f"{path} is damaged: its tensors of the draft model do not agree with this cache"
+        )
+    found: list[bool] = drafted.tolist()
+    return found
+
+
+def _have_blocks(saved: dict[str, Tensor], cache: KVCache, num_blocks: int) -> bool:
+    """Return whether tensors of a file are so many blocks of this cache."""
+    return all(
+        saved[name].dtype == tensor.dtype
+        and saved[name].shape == (tensor.shape[0], num_blocks, tensor.shape[2])
+        for name, tensor in cache.tensors.items()
+    )
 
 
 def _check_path(path: Any) -> Path:

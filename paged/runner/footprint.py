@@ -20,7 +20,7 @@ from ..model.weights.samples import SampledWeight, WeightSampler
 from ..model.weights.weight_files import find_weight_files
 from .load import new_kernels, open_model
 from .memory import free_on_cpu, largest_step, max_partial_bytes
-from .sizes import ELEMENT_BYTES, GIB, Sizes
+from .sizes import ELEMENT_BYTES, GIB, Sizes, draft_sizes
 
 # The parts of a model by the beginning of a module's name, or of its place in a layer.
 _PARTS = {
@@ -119,6 +119,7 @@ class Footprint:
     directory: Path
     kernels: Kernels
     model: ModelSizes
+    draft: ModelSizes | None = None
 
     @classmethod
     def of(
@@ -126,11 +127,17 @@ class Footprint:
     ) -> Self:
         """Return the footprint of the checkpoint in this directory. Raises what `load_model` does."""
         model = model_sizes(sizes, device, directory, kernels)
-        return cls(sizes, memory, device, directory, kernels, model)
+        draft = None
+        if sizes.draft is not None:
+            draft = model_sizes(sizes.draft, device, Path(sizes.draft.config.model), kernels)
+        return cls(sizes, memory, device, directory, kernels, model, draft)
 
     def with_options(self, **options: Any) -> Self:
         """Return the footprint with other options of the engine. Raises ConfigError for those it refuses."""
         sizes = replace(self.sizes, config=replace(self.sizes.config, **options))
+        if sizes.draft is not None:
+            draft = sizes.draft
+            sizes = replace(sizes, draft=draft_sizes(sizes, draft.model, Path(draft.config.model)))
         if "quantization" in options:
             return self.of(sizes, self.memory, self.device, self.directory, self.kernels)
         return replace(self, sizes=sizes)
@@ -146,20 +153,14 @@ class Footprint:
 
         With the partial results of split decodes, which that step may not have.
         """
-        sizes = self.sizes
-        model = sizes.model
-        lengths = largest_step(sizes)
-        element = ELEMENT_BYTES[sizes.dtype]
-        widest = 0
-        for layer in model.layers:
-            attention = layer.attention
-            qkv = attention.num_heads * attention.kv.key_dim + sum(attention.kv.part_sizes)
-            inner = layer.feed_forward.size * (3 if layer.feed_forward.gated else 1)
-            widest = max(widest, 4 * model.hidden_size + 2 * qkv + inner)
-        angles = 4 * sum(head_dim for _, head_dim in model.ropes)
-        layers = sum(lengths) * (widest * element + angles)
-        logits = len(lengths) * model.vocab_size * 4 * 2
-        return max(layers, logits) + max_partial_bytes(sizes, self.kernels)
+        own = _activation_bytes(self.sizes, self.kernels)
+        draft = self.sizes.draft
+        return own if draft is None else max(own, _activation_bytes(draft, self.kernels))
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of all weights."""
+        return self.model.num_bytes + (0 if self.draft is None else self.draft.num_bytes)
 
     @property
     def state_bytes(self) -> int:
@@ -167,14 +168,16 @@ class Footprint:
         if not self.on_gpu:
             return 0
         sizes = self.sizes
-        entries = -(-sizes.max_model_len // sizes.block_size) * len(sizes.model.layer_groups)
+        entries = -(-sizes.max_model_len // sizes.block_size) * len(sizes.layout.groups)
+        if sizes.draft is not None:
+            entries += -(-sizes.draft.max_model_len // sizes.block_size)
         return sizes.config.max_num_seqs * (4 * entries + _HISTORY_BYTES * sizes.model.vocab_size)
 
     @property
     def kv_room(self) -> int:
         """The bytes that are left for KV and rope tables; less than 0 if the weights alone do not fit."""
         config = self.sizes.config
-        left = self.memory.free - self.model.num_bytes
+        left = self.memory.free - self.weight_bytes
         if not self.on_gpu:
             return int(left * config.cpu_memory_utilization)
         kept = self.memory.total - int(self.memory.total * config.gpu_memory_utilization)
@@ -183,7 +186,7 @@ class Footprint:
     @property
     def rope_bytes(self) -> int:
         """The bytes of rope tables."""
-        return self.sizes.rope_table_bytes(self.sizes.num_tabulated_positions(max(1, self.num_blocks)))
+        return self.sizes.all_rope_bytes(max(1, self.num_blocks))
 
     @cached_property
     def num_blocks(self) -> int:
@@ -198,7 +201,7 @@ class Footprint:
     @property
     def num_bytes(self) -> int:
         """The bytes of everything together."""
-        own = self.model.num_bytes + self.activation_bytes + self.state_bytes
+        own = self.weight_bytes + self.activation_bytes + self.state_bytes
         return own + self.rope_bytes + self.kv_bytes
 
     @property
@@ -223,6 +226,7 @@ class Footprint:
     def __str__(self) -> str:
         parts = {
             "weights": self.model.num_bytes,
+            "draft model": 0 if self.draft is None else self.draft.num_bytes,
             "activations": self.activation_bytes,
             "states of requests": self.state_bytes,
             "KV cache": self.kv_bytes,
@@ -232,6 +236,23 @@ class Footprint:
             f"{listed} of {self.memory.free / GIB:,.2f} GiB that are free; KV of a token takes "
             f"{self.sizes.kv_bytes_per_token / 1024:,.4g} KiB"
         )
+
+
+def _activation_bytes(sizes: Sizes, kernels: Kernels) -> int:
+    """Return the bytes of activations of a model's largest step, as of `Footprint.activation_bytes`."""
+    model = sizes.model
+    lengths = largest_step(sizes)
+    element = ELEMENT_BYTES[sizes.dtype]
+    widest = 0
+    for layer in model.layers:
+        attention = layer.attention
+        qkv = attention.num_heads * attention.kv.key_dim + sum(attention.kv.part_sizes)
+        inner = layer.feed_forward.size * (3 if layer.feed_forward.gated else 1)
+        widest = max(widest, 4 * model.hidden_size + 2 * qkv + inner)
+    angles = 4 * sum(head_dim for _, head_dim in model.ropes)
+    layers = sum(lengths) * (widest * element + angles)
+    logits = len(lengths) * model.vocab_size * 4 * 2
+    return max(layers, logits) + max_partial_bytes(sizes, kernels)
 
 
 def ways_to_fit(footprint: Footprint) -> list[str]:
@@ -291,9 +312,14 @@ def require_room(sizes: Sizes, device: torch.device, directory: Path) -> None:
     Files that take less than half of what is free are not looked into.
     """
     memory = Memory.of(device)
-    if 2 * sum(file.stat().st_size for file in find_weight_files(directory)) < memory.free:
+    files = find_weight_files(directory)
+    of_draft = ""
+    if sizes.draft is not None:
+        files = [*files, *find_weight_files(Path(sizes.draft.config.model))]
+        of_draft = f", those of the draft model {sizes.draft.config.model} included"
+    if 2 * sum(file.stat().st_size for file in files) < memory.free:
         return
     kernels = new_kernels(sizes, device, checked=False)
     footprint = Footprint.of(sizes, memory, device, directory, kernels)
-    if footprint.model.num_bytes > memory.free:
-        raise ConfigError(f"no memory for the weights on {device}: {shortage(footprint)}")
+    if footprint.weight_bytes > memory.free:
+        raise ConfigError(f"no memory for the weights on {device}{of_draft}: {shortage(footprint)}")

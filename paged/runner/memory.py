@@ -37,7 +37,7 @@ def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, ru
         free = kv_bytes_on_gpu(sizes.config, device, peak) - max_partial_bytes(sizes, kernels)
     num_blocks = sizes.blocks_in(free)
     if not num_blocks:
-        least = sizes.block_bytes * len(sizes.model.layer_groups)
+        least = sizes.block_bytes * len(sizes.layout.groups)
         raise ConfigError(
             f"no memory for a KV cache: {free / 2**20:,.0f} MiB are left, a block in each layer group "
             f"takes {least / 2**20:,.2f} MiB; raise {'cpu' if device.type == 'cpu' else 'gpu'}"
@@ -73,7 +73,7 @@ def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) ->
     Raises ConfigError if there is no memory for it.
     """
     lengths = largest_step(sizes)
-    num_blocks = len(sizes.model.layer_groups) * sum(-(-n // sizes.block_size) for n in lengths)
+    num_blocks = len(sizes.layout.groups) * sum(-(-n // sizes.block_size) for n in lengths)
     scheduler = Scheduler(
         sizes.new_block_manager(num_blocks),
         max_num_seqs=len(lengths),
@@ -108,7 +108,12 @@ def new_kv_cache(sizes: Sizes, device: torch.device, num_blocks: int, num_host_b
     """Allocate a KV cache. Raises ConfigError if memory is short."""
     dtype: torch.dtype = getattr(torch, sizes.kv_dtype)
     try:
-        return KVCache(sizes.model, num_blocks, sizes.block_size, dtype, device, num_host_blocks)
+        draft = None
+        if sizes.draft is not None:
+            own = sizes.draft
+            common = num_blocks, sizes.block_size, dtype, device, num_host_blocks
+            draft = KVCache(own.model, *common, layout=own.layout)
+        return KVCache(sizes.model, num_blocks, sizes.block_size, dtype, device, num_host_blocks, draft=draft)
     except RuntimeError as error:  # torch has no narrower one for a CPU
         size = sizes.block_bytes / 2**30
         host = f" with {num_host_blocks * size:,.1f} GiB on the host" if num_host_blocks else ""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..blocks.manager import widest_of
 from ..config import EngineConfig
 from ..device.devices import resolve_device, resolve_dtype, sum_in_float32, target_of
 from ..device.threads import set_threads
 from ..device.transfers import Download, Sent, Transfers
 from ..errors import ConfigError
-from ..kernels.checks import TrustedContents, in_debug_mode
+from ..kernels.checks import TrustedContents
 from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
 from ..model.config import ModelConfig
@@ -25,19 +27,17 @@ from ..sampling.sampler import Draw, Sampler
 from ..sampling.seats import SamplingSeats
 from ..sampling.structured_outputs import GrammarMasks
 from ..scheduler.schedule import Schedule, StepOutput
-from .batches.batches import Batches
-from .batches.host import HostBatches
-from .footprint import Footprint, Memory, model_sizes, require_room, shortage
+from ..speculative_config import SpeculativeConfig
+from .draft_model import DraftCheckpoint, DraftModel, with_draft
+from .footprint import Footprint, Memory, require_room, shortage
 from .load import load_model
 from .memory import new_kv_cache, num_blocks_that_fit
+from .passes import compute, new_batches, new_graphs
 from .plan import Planner, StepPlan
 from .sizes import Sizes
 
 if TYPE_CHECKING:
     from .step_graphs import StepGraphs  # needs numba
-
-
-logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -46,7 +46,13 @@ class ModelRunner:
     Raises ConfigError where the options do not fit this machine.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, directory: Path) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        directory: Path,
+        draft: DraftCheckpoint | None = None,
+    ) -> None:
         self.config = config
         self.device = resolve_device(config.device)
         on_gpu = self.device.type == "cuda"
@@ -57,13 +63,17 @@ class ModelRunner:
         if not on_gpu or config.num_threads is not None:
             self.num_threads = set_threads(self, config.num_threads)
         dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
-        self.sizes = Sizes(config, model_config, self.device.type, dtype, target_of(self.device))
+        sizes = Sizes(config, model_config, self.device.type, dtype, target_of(self.device))
+        if draft is not None:
+            sizes = with_draft(sizes, self.device, draft)
+        self.sizes = sizes
         model_config = self.model_config = model_config.for_context(self.sizes.max_model_len)
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.kv_dtype: torch.dtype = getattr(torch, self.sizes.kv_dtype)
         require_room(self.sizes, self.device, directory)
         self.model = load_model(self.sizes, model_config, self.device, directory)
         kernels = self.model.kernels
+        self.draft_model = self._new_draft_model()
         self.graphs: StepGraphs | None = None
         self.transfers = Transfers(self.device)
         self.planner = Planner(
@@ -72,7 +82,7 @@ class ModelRunner:
             with_prompt_lens=model_config.rope.type == "dynamic",
             with_lens=model_config.long_context is not None,
         )
-        self.batches = self._new_batches()
+        self.batches = new_batches(self.sizes, model_config, self.model, self.device)
         self.sampling_seats = SamplingSeats()
         self.sampler = self._new_sampler()
         self.reporter = Reporter(self.model.logits, model_config.vocab_size, kernels)
@@ -84,8 +94,11 @@ class ModelRunner:
                 self.sizes, self.device, kernels, self.run_in_other_cache
             )
             self.model.prepare(self.sizes.num_tabulated_positions(num_blocks))
-            self.graphs = self._new_graphs()
+            self.graphs = new_graphs(self.sizes, self.model)
             self.kv_cache = new_kv_cache(self.sizes, self.device, num_blocks, self.sizes.num_host_blocks)
+        if self.draft_model is not None:
+            self.draft_model.prepare(num_blocks)
+            self.draft_model.kv_cache = self.kv_cache.draft
 
     @contextmanager
     def _explaining_shortage(self, directory: Path) -> Iterator[None]:
@@ -93,9 +106,10 @@ class ModelRunner:
         try:
             yield
         except ConfigError as error:
-            held = model_sizes(self.sizes, self.device, directory, self.model.kernels)
-            memory = Memory.of(self.device, held.num_bytes)
-            footprint = Footprint(self.sizes, memory, self.device, directory, self.model.kernels, held)
+            kernels = self.model.kernels
+            footprint = Footprint.of(self.sizes, Memory.of(self.device), self.device, directory, kernels)
+            memory = Memory.of(self.device, footprint.weight_bytes)
+            footprint = replace(footprint, memory=memory)
             raise ConfigError(f"{error}; {shortage(footprint)}") from error
 
     def describe(self) -> str:
@@ -114,9 +128,13 @@ class ModelRunner:
 
     @property
     def weight_bytes(self) -> dict[str, int]:
-        """The bytes of the weights in their files, by what their format is called."""
-        stored = self.model.stored_weights
-        return {} if stored is None else {title or "floats": n for title, n in stored.num_bytes.items()}
+        """The bytes of the weights of all models in their files, by what their format is called."""
+        models = [self.model] if self.draft_model is None else [self.model, self.draft_model.model]
+        total = Counter[str]()
+        for model in models:
+            if model.stored_weights is not None:
+                total += model.stored_weights.num_bytes
+        return {title or "floats": n for title, n in total.items()}
 
     def execute(self, schedule: Schedule) -> StepOutput:
         """Run one step. Return a token for each of schedule.sampled_requests."""
@@ -185,73 +203,34 @@ class ModelRunner:
         Returns the logits to sample from; each row's greedy token and its logit, if a recorded step has
         computed them; and the hidden states that reports ask for, if any.
         """
-        if self.graphs is None:
-            hidden = self.model.forward(batch, self.kv_cache)
-        elif batch.is_decode and batch.num_tokens <= self.graphs.max_decodes:
-            logits, tokens, highest = self.graphs.run(self._next_logits, batch, self.kv_cache)
-            return logits, (tokens, highest), None
-        else:  # record only the part whose shapes do not depend on the number of output rows
-            state = self.graphs.run(self.model.compute_kv, batch, self.kv_cache)
-            hidden = self.model.attend_last(state, batch, self.kv_cache)
-        num_logits = batch.num_logits
-        logits = self.model.logits(hidden[:num_logits]) if num_logits else hidden
-        return logits, None, hidden[num_logits:] if batch.num_output_rows > num_logits else None
-
-    def _new_batches(self) -> Batches[Any]:
-        model = self.model_config
-        options: dict[str, Any] = {
-            "num_groups": len(model.layer_groups),
-            "max_num_seqs": self.config.max_num_seqs,
-            "with_rope_lens": model.rope.type == "dynamic",
-            "long_context": model.long_context,
-        }
-        unpack_step = self.model.kernels.unpack_step
-        if unpack_step is None:
-            return HostBatches(self.sizes.block_size, self.device, **options)
-        from .batches.seats import SeatedBatches
-
-        return SeatedBatches(
-            unpack_step,
-            self.sizes.block_size,
-            self.device,
-            max_model_len=self.sizes.max_model_len,
-            **options,
-        )
-
-    def _new_graphs(self) -> StepGraphs | None:
-        """Return where steps are recorded; None if they are not, and say so where one would expect it."""
-        # A recorded step skips the checks of debug mode.
-        step_recorder = self.model.kernels.step_recorder
-        if step_recorder is None or self.config.enforce_eager or in_debug_mode():
-            return None
-        if obstacle := self.model.obstacle_to_recording:
-            logger.warning(
-                "steps are not recorded, because %s: those of few tokens take up to five times as long",
-                obstacle,
-            )
-            return None
-        from .step_graphs import StepGraphs
-
-        model = self.model_config
-        shapes = [model.kv_shapes[group.layers[0]] for group in model.layer_groups]
-        return StepGraphs(step_recorder(model.num_heads, [shape.num_kv_heads for shape in shapes]))
+        return compute(self.model, self.graphs, batch, self.kv_cache)
 
     def run_in_other_cache(self, schedule: Schedule, kv_cache: KVCache) -> None:
-        """Run one step in this KV cache, and keep none of the memory that it took."""
+        """Run one step of both models in this KV cache, and keep none of the memory that it took."""
         self.kv_cache = kv_cache
         self.execute(schedule)
+        if self.draft_model is not None:
+            self.draft_model.rehearse(schedule, kv_cache.draft)
+            self.draft_model.kv_cache = None
         del self.kv_cache
         self.sampler = self._new_sampler()
+
+    def _new_draft_model(self) -> DraftModel | None:
+        speculation = SpeculativeConfig.of(self.config.speculative_config)
+        if self.sizes.draft is None or speculation is None:
+            return None
+        return DraftModel(
+            self.sizes.draft,
+            self.device,
+            most=speculation.num_speculative_tokens,
+            vocab_size=self.model_config.vocab_size,
+            group=widest_of([group.window for group in self.sizes.layout.groups]),
+        )
 
     def _new_sampler(self) -> Sampler:
         return Sampler(
             self.model.kernels, self.model_config.vocab_size, self.device, self.config.max_num_seqs
         )
-
-    def _next_logits(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
-        """Return the logits of a decode batch, and each row's greedy token and its logit."""
-        logits = self.model.logits(self.model.forward(batch, kv_cache))
-        return logits, *self.model.kernels.greedy(logits)
 
     def _move_blocks(self, out: Sent | None, back: Sent | None, copies: Sent | None) -> None:
         """Swap blocks out, swap others in, and copy blocks, by pairs that were sent."""

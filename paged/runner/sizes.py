@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from ..blocks.manager import BlockManager
 from ..config import EngineConfig
+from ..drafting.drafter import Drafter
 from ..drafting.drafters import new_drafter
 from ..drafting.lengths import DraftLengths
 from ..errors import ConfigError, UnsupportedModelError
@@ -64,6 +66,8 @@ class Sizes:
     dtype: of activations.
     target: what kernels are compiled for on a GPU, "sm_90" for example.
     host_bytes_per_s: that swapping was measured to reach; None takes an estimate.
+    draft: those of the model that drafts tokens, whose K and V lie in the same blocks; see `draft_sizes`.
+    is_draft: whether these are of such a model, all of whose layers have one block table.
 
     Raises ConfigError for an option that contradicts the model, the device or the dtype, and
     UnsupportedModelError for a dtype that no kernel computes in.
@@ -75,13 +79,15 @@ class Sizes:
     dtype: str
     target: str = ""
     host_bytes_per_s: float | None = None
+    draft: Sizes | None = None
+    is_draft: bool = False
 
     def __post_init__(self) -> None:
         config = self.config
         longest = self.model.max_context
         if self.max_model_len > longest:
             raise ConfigError(f"max_model_len {self.max_model_len} is more than the {longest} of the model")
-        num_groups = len(self.model.layer_groups)
+        num_groups = len(self.layout.groups)
         if config.num_blocks is not None and config.num_blocks < num_groups:
             raise ConfigError(
                 f"num_blocks {config.num_blocks} holds no token: one takes a block in each of the model's "
@@ -142,23 +148,29 @@ class Sizes:
         return self.dtype if name == "auto" else FP8_NAMES.get(name, name)
 
     @property
+    def layout(self) -> CacheLayout:
+        """Where the K and V of each layer lie in a block."""
+        lay_out = CacheLayout.of_draft if self.is_draft else CacheLayout.of
+        return lay_out(self.model, self.block_size)
+
+    @property
     def block_bytes(self) -> int:
-        """The bytes of one block in all layers of its group, with scales."""
+        """The bytes of one block in all layers of its group, with scales, and in those of a draft model."""
         is_quantized = self.kv_dtype in QUANTIZED_ELEMENT_BYTES
         element = (ELEMENT_BYTES | QUANTIZED_ELEMENT_BYTES)[self.kv_dtype]
-        layout = CacheLayout.of(self.model, self.block_size)
-        return layout.block_bytes(element, SCALE_BYTES if is_quantized else 0)
+        own = self.layout.block_bytes(element, SCALE_BYTES if is_quantized else 0)
+        return own + (0 if self.draft is None else self.draft.block_bytes)
 
     @property
     def kv_bytes_per_token(self) -> float:
         """The bytes of one token's K and V in all layers."""
-        return self.block_bytes * len(self.model.layer_groups) / self.block_size
+        return self.block_bytes * len(self.layout.groups) / self.block_size
 
     @property
     def max_useful_blocks(self) -> int:
         """The blocks of max_num_seqs requests of full length."""
         blocks = -(-self.max_model_len // self.block_size)
-        return self.config.max_num_seqs * blocks * len(self.model.layer_groups)
+        return self.config.max_num_seqs * blocks * len(self.layout.groups)
 
     def blocks_in(self, room: int) -> int:
         """Return how many blocks fit in so many bytes, with the rope tables; at most `max_useful_blocks`.
@@ -167,9 +179,14 @@ class Sizes:
         """
         size = self.block_bytes
         # The tables are no larger than for this many blocks, although fewer remain.
-        room -= self.rope_table_bytes(self.num_tabulated_positions(max(1, room // size)))
+        room -= self.all_rope_bytes(max(1, room // size))
         num_blocks = max(0, room // size)
-        return min(num_blocks, self.max_useful_blocks) if num_blocks >= len(self.model.layer_groups) else 0
+        return min(num_blocks, self.max_useful_blocks) if num_blocks >= len(self.layout.groups) else 0
+
+    def all_rope_bytes(self, num_blocks: int) -> int:
+        """Return the bytes of the rope tables for so many blocks, those of a draft model included."""
+        own = self.rope_table_bytes(self.num_tabulated_positions(num_blocks))
+        return own + (0 if self.draft is None else self.draft.all_rope_bytes(num_blocks))
 
     def num_tabulated_positions(self, num_blocks: int) -> int:
         """Return how many positions the rope table covers: those that a sequence in so many blocks reaches.
@@ -230,16 +247,22 @@ class Sizes:
         return BlockManager(
             num_blocks,
             self.block_size,
-            windows=[group.window for group in self.model.layer_groups],
+            windows=[group.window for group in self.layout.groups],
             max_step_tokens=self.max_step_tokens,
             num_host_blocks=num_host_blocks,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
 
     def new_scheduler(
-        self, manager: BlockManager, clock: Callable[[], float] = time.perf_counter
+        self,
+        manager: BlockManager,
+        clock: Callable[[], float] = time.perf_counter,
+        draft_model: Drafter | None = None,
     ) -> Scheduler:
-        """Make a scheduler that allocates from this block manager."""
+        """Make a scheduler that allocates from this block manager.
+
+        draft_model: the drafter of a speculative_config with a model.
+        """
         config = self.config
         scheduler = Scheduler(
             manager,
@@ -264,6 +287,47 @@ class Sizes:
             most = speculation.num_speculative_tokens
             lengths = DraftLengths(most, self.relative_step_time, clock) if speculation.adaptive else None
             scheduler.drafts = Drafts(
-                new_drafter(speculation), most, self.model.vocab_size, self.max_sampled_rows, lengths
+                new_drafter(speculation, draft_model),
+                most,
+                self.model.vocab_size,
+                self.max_sampled_rows,
+                lengths,
+                in_blocks=draft_model is not None,
             )
         return scheduler
+
+
+def draft_sizes(sizes: Sizes, model: ModelConfig, directory: Path) -> Sizes:
+    """Return the sizes of a model that drafts for the one of `sizes`, with the same blocks and dtypes.
+
+    directory: where its checkpoint is.
+
+    It drafts for requests up to its own context, and while their K and V are all kept: up to the widest
+    window, if all layers of the other model have one. Where its longrope does not change its factors at the
+    same length as the other model's, up to there.
+    """
+    speculation = SpeculativeConfig.of(sizes.config.speculative_config)
+    assert speculation is not None, "a draft model comes from a speculative_config"
+    windows = [group.window for group in sizes.layout.groups]
+    widest = sizes.max_model_len if None in windows else max(window or 0 for window in windows)
+    longest = min(sizes.max_model_len, model.max_context, widest)
+    long = model.for_context(longest).long_context
+    if long is not None:
+        own = sizes.model.for_context(sizes.max_model_len).long_context
+        if own is None or own.num_tokens != long.num_tokens:
+            longest = min(longest, long.num_tokens - 1)
+    config = replace(
+        sizes.config,
+        model=str(directory),
+        revision=None,
+        quantization=speculation.quantization,
+        speculative_config=None,
+        scheduling_policy="fcfs",
+        tenant_weights=None,
+        block_size=sizes.block_size,
+        max_model_len=longest,
+        num_blocks=None,
+        swap_space=None,
+        preemption_mode="recompute",
+    )
+    return Sizes(config, model, sizes.device, sizes.dtype, sizes.target, is_draft=True)

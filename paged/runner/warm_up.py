@@ -31,12 +31,19 @@ def warm_up(runner: ModelRunner) -> int:
     if not kernels.compiles_at_launch:
         return 0
     with tqdm(desc="Compiling kernels", unit="kernel", delay=1.0) as bar, kernels.listening(bar.update):
-        runner.execute(_end_of_a_prompt(runner, runner.sizes.max_step_tokens, EVERY_WAY_TO_SAMPLE[0]))
+        _run(runner, _end_of_a_prompt(runner, runner.sizes.max_step_tokens, EVERY_WAY_TO_SAMPLE[0]))
         for params in EVERY_WAY_TO_SAMPLE:
-            runner.execute(_end_of_a_prompt(runner, 1, params))
+            _run(runner, _end_of_a_prompt(runner, 1, params))
         if num_blocks > 1:
             runner.execute(Schedule(copies=[(0, num_blocks - 1)]))
         return int(bar.n)
+
+
+def _run(runner: ModelRunner, schedule: Schedule) -> None:
+    """Run a step, and the same tokens through the draft model if there is one."""
+    runner.execute(schedule)
+    if runner.draft_model is not None:
+        runner.draft_model.rehearse(schedule, runner.kv_cache.draft)
 
 
 def _end_of_a_prompt(runner: ModelRunner, max_new_tokens: int, params: SamplingParams) -> Schedule:

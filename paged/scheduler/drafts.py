@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from ..blocks.manager import BlockManager
 from ..drafting.drafter import Draft, Drafter
@@ -23,6 +24,8 @@ class Drafts:
     vocab_size: of the model; proposed tokens are below.
     max_rows: from how many rows a step may sample.
     lengths: chooses how many of the proposed tokens are verified; None: all that there is room for.
+    in_blocks: whether the drafter is a model with K and V in the blocks of the requests. Then drafts have
+        blocks before they are proposed, and a step that moves blocks has none: it moves them later.
     """
 
     def __init__(
@@ -32,12 +35,15 @@ class Drafts:
         vocab_size: int,
         max_rows: int,
         lengths: DraftLengths | None = None,
+        *,
+        in_blocks: bool = False,
     ) -> None:
         self._drafter: Drafter | None = drafter
         self._most = most
         self._vocab_size = vocab_size
         self._max_rows = max_rows
         self.lengths = lengths
+        self._in_blocks = in_blocks
         self._num_accepted = 0  # of the step that is updated
 
     def extend(
@@ -57,9 +63,11 @@ class Drafts:
         # A step with prompts gets none: they would come later, and such a step computes many rows anyway.
         if lengths is not None and not (schedule.is_decode and lengths.begin_step()):
             return
+        if self._drafter is None or (self._in_blocks and schedule.moves_blocks):
+            return
         left = min(budget, self._max_rows - len(schedule.sampled))
         most = min(self._most if lengths is None else lengths.limit, max_chunk - 1, left)
-        if most < 1 or self._drafter is None:
+        if most < 1:
             return
         shape = len(schedule.requests), _context(schedule)
         if lengths is not None and not lengths.wants_guesses(*shape):
@@ -69,23 +77,41 @@ class Drafts:
             for row in range(schedule.num_decode_tokens)
             if (limit := most_drafts(schedule.requests[row], most)) > 0
         }
+        grow = partial(_grow, schedule=schedule, manager=manager, num_spare_blocks=num_spare_blocks)
+        if self._in_blocks:
+            limits = {row: grow(schedule.requests[row], limit) for row, limit in limits.items()}
+        drafts = {}
+        for row, draft in self._chosen(schedule, limits, shape, left):
+            num = grow(schedule.requests[row], min(len(draft.tokens), left))
+            if num:
+                drafts[row] = draft.tokens[:num]
+                left -= num
+        if self._in_blocks:
+            for row in limits:
+                request = schedule.requests[row]
+                num = len(drafts.get(row, ()))
+                manager.truncate(request.blocks, request.num_computed_tokens + 1 + num)
+        if drafts:
+            schedule.add_drafts(drafts)
+
+    def _chosen(
+        self, schedule: Schedule, limits: Mapping[int, int], shape: tuple[int, int], left: int
+    ) -> list[tuple[int, Draft]]:
+        """Return the drafts to verify by row, the likeliest first if there is no room for all.
+
+        limits: how many each row may get.
+        shape: see `DraftLengths.choose`.
+        left: how many all may get.
+        """
         asked = [schedule.requests[row] for row in limits]
         proposed = [*map(_allowed, asked, self._proposed(asked, [*limits.values()]))]
-        if lengths is not None and proposed:
-            counts = lengths.choose(asked, proposed, *shape, left)
+        if self.lengths is not None and proposed:
+            counts = self.lengths.choose(asked, proposed, *shape, left)
             proposed = [Draft(d.tokens[:num], d.confidence) for d, num in zip(proposed, counts, strict=True)]
         found = [(row, draft) for row, draft in zip(limits, proposed, strict=False) if draft.tokens]
         if sum(len(draft.tokens) for _, draft in found) > left:
             found.sort(key=lambda each: -each[1].confidence)
-        drafts = {}
-        for row, draft in found:
-            request = schedule.requests[row]
-            num = _grow(request, min(len(draft.tokens), left), schedule, manager, num_spare_blocks)
-            if num:
-                drafts[row] = draft.tokens[:num]
-                left -= num
-        if drafts:
-            schedule.add_drafts(drafts)
+        return found
 
     @property
     def seconds_won(self) -> float:
@@ -166,7 +192,12 @@ def _allowed(request: Request, draft: Draft) -> Draft:
 
 
 def _grow(
-    request: Request, num: int, schedule: Schedule, manager: BlockManager, num_spare_blocks: Callable[[], int]
+    request: Request,
+    num: int,
+    *,
+    schedule: Schedule,
+    manager: BlockManager,
+    num_spare_blocks: Callable[[], int],
 ) -> int:
     """Allocate blocks for a request's drafts. Return how many of them have one."""
     blocks = request.blocks

@@ -102,6 +102,11 @@ class Schedule:
         return self.num_decode_tokens == len(self.requests) == len(self.sampled)
 
     @property
+    def moves_blocks(self) -> bool:
+        """Whether blocks are copied or swapped."""
+        return bool(self.copies or self.swap_in or self.swap_out)
+
+    @property
     def has_prompts(self) -> bool:
         """Whether any request computes tokens of its prompt, or computes tokens again."""
         return self.num_decode_tokens + len(self.drafts) < len(self.requests)

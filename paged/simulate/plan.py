@@ -6,7 +6,7 @@ the figures of a data sheet, or with those that this machine is measured to reac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,11 @@ from ..errors import ConfigError
 from ..model.config import ModelConfig
 from ..model.hf_config import read_config
 from ..model.hub import resolve_headers
+from ..runner.draft_model import naming_draft_model
 from ..runner.footprint import GPU_OVERHEAD, Footprint, Memory, ways_to_fit
 from ..runner.load import check_kernels, new_kernels
-from ..runner.sizes import GIB, Sizes
+from ..runner.sizes import GIB, Sizes, draft_sizes
+from ..speculative_config import SpeculativeConfig
 from .cost import DATA_SHEETS, Coefficients, DataSheet, Roofline, decode_work, prompt_work, window_shares
 from .fleet import FleetConfig
 from .machine import Measured, measure
@@ -150,6 +152,7 @@ class EnginePlan:
             "format": self.format,
             "weights_bytes": dict(footprint.model.by_part),
             "weights_total_bytes": footprint.model.num_bytes,
+            "draft_model_bytes": 0 if footprint.draft is None else footprint.draft.num_bytes,
             "file_bytes": footprint.model.in_files.num_bytes.total(),
             "activations_bytes": footprint.activation_bytes,
             "states_bytes": footprint.state_bytes,
@@ -204,6 +207,11 @@ def _footprint(config: EngineConfig, place: PlannedDevice, directory: Path) -> F
     if place.sheet is not None and sizes.kv_dtype == "float8_e4m3fn" and not place.sheet.has_e4m3:
         asked = f"kv_cache_dtype {config.kv_cache_dtype!r}"
         raise ConfigError(f"{asked} is not supported on {place.name}; take 'int8'")
+    speculation = SpeculativeConfig.of(config.speculative_config)
+    if speculation is not None and speculation.model is not None:
+        with naming_draft_model():
+            of_draft = resolve_headers(speculation.model, speculation.revision)
+            sizes = replace(sizes, draft=draft_sizes(sizes, read_config(of_draft), of_draft))
     kernels = new_kernels(sizes, device, checked=False)
     if place.sheet is None:
         check_kernels(sizes, device, kernels)

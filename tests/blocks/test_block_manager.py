@@ -459,3 +459,55 @@ def test_blocks_released_during_a_step_wait_for_its_end():
     manager.end_step()
     assert (manager.pool.num_available, manager.host_pool.num_free) == (4, 2)
     manager.check()
+
+
+# K and V of a draft model
+
+
+def test_a_sequence_knows_how_many_of_its_tokens_a_draft_model_has_computed():
+    manager, tokens = BlockManager(6, 4, num_host_blocks=6), [*range(14)]
+    seq = started(manager, tokens, 13)
+    manager.record_drafted(seq, 9, 2)  # and two guesses
+    assert seq.num_drafted == 11
+    manager.truncate(seq, 10)
+    assert (seq.num_drafted, manager.fork(seq, 9).num_drafted) == (10, 10)
+    assert manager.pool.drafted == {*seq.tables[0][:2]}  # full of tokens that are no guesses
+    manager.check()
+
+
+def test_cached_blocks_carry_what_a_draft_model_has_computed_until_they_are_used_again():
+    manager, tokens = BlockManager(6, 4, num_host_blocks=6), [*range(14)]
+    seq, out, back = started(manager, tokens, 13), list[Copy](), list[Copy]()
+    manager.record_drafted(seq, 13)
+    assert manager.swap_out(seq, 13, out)
+    other = started(manager, tokens)
+    assert other.num_drafted == 12
+    manager.release(other)
+    # The last cached block is evicted, and the next sequence computes it without the draft model.
+    taken = manager.pool.allocate(4)
+    manager.pool.free(taken)
+    other = started(manager, tokens)
+    last = started(manager, tokens)
+    assert (other.num_drafted, last.num_drafted) == (8, 8)
+    manager.release(last)
+    assert manager.swap_in(seq, 13, back)
+    assert len(back) == 1
+    assert seq.num_drafted == 8
+    manager.release(seq)
+    assert seq.num_drafted == 0
+    manager.check()
+
+
+def test_swapping_keeps_what_a_draft_model_has_computed():
+    manager, tokens = BlockManager(4, 4, num_host_blocks=4, enable_prefix_caching=False), [*range(14)]
+    seq = started(manager, tokens, 13)
+    manager.record_drafted(seq, 13)
+    assert manager.swap_out(seq, 13, [])
+    assert manager.swap_in(seq, 13, [])
+    assert seq.num_drafted == 13
+    assert not manager.pool.drafted
+
+
+@pytest.mark.parametrize(("windows", "widest"), [([None], 0), ([8, None, 4], 1), ([4, 8], 1)])
+def test_a_draft_model_takes_the_blocks_of_the_widest_window(windows, widest):
+    assert BlockManager(4, 4, windows=windows).widest == widest

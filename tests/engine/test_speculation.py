@@ -398,13 +398,16 @@ def test_options_reach_the_drafter_and_statistics_count():
     [
         (
             {"method": "eagle"},
-            "speculative_config['method'] must be one of ngram, suffix, grammar; got 'eagle'",
+            "speculative_config['method'] must be one of ngram, suffix, grammar, draft_model; got 'eagle'",
         ),
-        ({}, "speculative_config['method'] is missing; it must be one of ngram, suffix, grammar"),
+        (
+            {},
+            "speculative_config['method'] is missing; it must be one of ngram, suffix, grammar, draft_model",
+        ),
         ({"method": "ngram", "adaptive": 1}, "speculative_config['adaptive'] must be"),
         (
-            {"method": "ngram", "model": "x"},
-            "speculative_config['model'] is unknown; known keys are method, num",
+            {"method": "ngram", "models": "x"},
+            "speculative_config['models'] is unknown; known keys are method, num",
         ),
         (
             {"method": "ngram", "num_speculative_tokens": 0},

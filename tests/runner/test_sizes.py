@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from paged import ConfigError, EngineConfig
 from paged.kernels.gpu.attention.config import choose_config
 from paged.kernels.gpu.attention.descriptors import loads_by_descriptors
 from paged.model.spec import KVShape
-from paged.runner.sizes import Sizes
+from paged.runner.sizes import Sizes, draft_sizes
 from paged.simulate.fleet import Fleet, FleetConfig
 from paged.simulate.model import read_model
 from tests.support.checkpoints import checkpoint, edit_json, new_engine
@@ -124,3 +125,29 @@ def test_a_token_needs_a_block_in_each_layer_group():
         ConfigError, match=r"num_blocks 4 holds no token: .* each of the model's 5 layer groups"
     ):
         Sizes(EngineConfig(model="x", num_blocks=4), model, "cpu", "float32")
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "longest"),
+    [
+        ("llama", "llama", 500),  # what the engine serves
+        ("qwen2-mixed", "phi3-longrope", 64),  # behind it, all its K and V would be others
+        ("phi3-longrope", "phi3-longrope", 500),  # the engine computes them anew
+        ("mistral", "llama", 24),  # behind it, the engine drops blocks
+        ("qwen2-mixed", "mistral", 500),  # blocks of layers without a window
+    ],
+)
+def test_a_draft_model_drafts_for_as_long_as_it_can(model, draft, longest):
+    of_model = read_model(str(checkpoint(model)))
+    config = EngineConfig(
+        "x", max_model_len=min(500, of_model.max_context), speculative_config={"model": "y"}
+    )
+    found = Sizes(config, of_model, "cpu", "float32")
+    of_draft = read_model(str(checkpoint(draft)))
+    short = replace(of_draft, max_position_embeddings=48)  # its own context
+    assert draft_sizes(found, short, Path("y")).max_model_len == min(48, longest)
+    drafting = draft_sizes(found, of_draft, Path("y"))
+    assert drafting.max_model_len == longest
+    both = replace(found, draft=drafting)
+    assert both.block_bytes == found.block_bytes + drafting.block_bytes
+    assert both.blocks_in(2**20) < found.blocks_in(2**20)

@@ -56,6 +56,34 @@ def test_the_surest_drafts_come_first_and_move_behind_plain_decodes():
     finish(scheduler)
 
 
+def test_a_draft_model_has_blocks_for_as_long_as_it_guesses():
+    """It writes into them: none that it does not keep, and none that the step moves later."""
+    seen = []
+
+    class OfModel(Guesses):
+        def propose(self, requests, limits):
+            seen.extend((requests[0].blocks.capacity - requests[0].num_tokens, limits[0]) for _ in requests)
+            return [draft._replace(tokens=draft.tokens[:1]) for draft in super().propose(requests, limits)]
+
+    scheduler = drafting(most=6, num_blocks=8, watermark=0.0)
+    scheduler.drafts = Drafts(OfModel(), 6, 1000, 64, in_blocks=True)
+    (request,) = added(scheduler, new_request("a", BLOCK_SIZE - 2, 30))
+    run_step(scheduler)
+    for _ in range(6):
+        schedule = scheduled(scheduler)
+        assert computed(schedule) == {"a": 2}
+        assert len(request.blocks.tables[0]) == scheduler.block_manager.blocks_for(request.num_tokens + 1)
+        updated(scheduler, schedule)
+    assert all(room >= limit == 6 for room, limit in seen)
+    seen.clear()
+    scheduler.fork(request, new_request("a", BLOCK_SIZE - 2, 30))
+    scheduler.running[1].token_ids[:] = request.token_ids
+    schedule = scheduled(scheduler)
+    assert schedule.copies
+    assert not seen
+    assert not schedule.drafts
+
+
 def test_few_rows_may_be_sampled():
     scheduler = drafting(max_rows=4)
     added(scheduler, new_request("a", 2, 20), new_request("b", 2, 20))

@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -449,29 +449,47 @@ def poison(engine: LLMEngine) -> None:
     """Fill all free slots with NaN, and every block that is allocated later."""
     runner, pool = engine.runner, engine.block_manager.pool
     tensors, allocate, move_blocks = runner.kv_cache.tensors.values(), pool.allocate, runner._move_blocks
+    # A draft model writes into new blocks before the step that moves blocks, but not if that moves any.
+    draft_model, of_draft = runner.draft_model, dict[str, Tensor]().values()
     fresh: list[int] = []
+    fresh_for_draft: list[int] = []
+
+    def poison_blocks(tensors: Iterable[Tensor], blocks: list[int]) -> None:
+        for tensor in tensors:
+            tensor[:, blocks] = POISON.get(tensor.dtype, math.nan)
+        blocks.clear()
 
     def allocate_and_record(n: int) -> Any:
         blocks = allocate(n)
         fresh.extend(blocks or ())
+        fresh_for_draft.extend(blocks or ())
         return blocks
 
     def poison_and_move(out: Sent | None, back: Sent | None, copies: Sent | None) -> None:
         # Blocks that are swapped out may already be allocated again.
         move_blocks(out, None, None)
-        for tensor in tensors:
-            tensor[:, fresh] = POISON.get(tensor.dtype, math.nan)
-        fresh.clear()
+        poison_blocks(tensors, fresh)
+        poison_blocks(of_draft, fresh_for_draft)
         move_blocks(None, back, copies)
 
     def load_and_keep(path: Path) -> int:
         fresh.clear()
+        fresh_for_draft.clear()
         try:
             return load_prefix(path)
         finally:
             fresh.clear()  # these are filled now
+            fresh_for_draft.clear()
 
-    for tensor in tensors:
+    def poison_and_propose(*args: Any) -> Any:
+        poison_blocks(of_draft, fresh_for_draft)
+        return propose(*args)
+
+    if draft_model is not None:
+        of_draft = draft_model.kv_cache.tensors.values()
+        propose = draft_model.propose
+        draft_model.propose = poison_and_propose  # type: ignore[method-assign]
+    for tensor in (*tensors, *of_draft):
         tensor.fill_(POISON.get(tensor.dtype, math.nan))
     load_prefix = engine.load_prefix
     engine.load_prefix = load_and_keep  # type: ignore[method-assign]

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from paged import BeamSearchParams, LLMEngine, SamplingParams, StructuredOutputsParams
 from paged.model.weights import loading
+from paged.runner.draft_model import DraftModel
 from paged.runner.model_runner import ModelRunner
 from paged.scheduler.schedule import Schedule
 from tests.support.checkpoints import CONFIGS, SHAPE, checkpoint
@@ -81,13 +82,15 @@ def checkpoint_of(model: str) -> str:
 def run_case(case: Case) -> list[Step]:
     """Run a case. Return its steps, and what was asked of the device between them, as "between".
 
-    The step by which memory is measured is "profile"; `kind_of` has the others.
+    The step by which memory is measured is "profile", the passes of a draft model before one are "guesses";
+    `kind_of` has the others.
     """
     steps: list[Step] = []
     model = checkpoint_of(case.model)
     with (
         fake_cuda(case.target) as cuda,
         mock.patch.object(ModelRunner, "execute", _recorded(cuda, steps)),
+        mock.patch.object(DraftModel, "propose", _recorded_guesses(cuda, steps)),
         # Whatever a fake device is asked, it answers yes: also whether values are wrong.
         mock.patch.object(loading, "check_values"),
     ):
@@ -116,6 +119,18 @@ def _recorded(cuda: FakeCuda, steps: list[Step]) -> Callable[..., Any]:
             steps.append((kind, cuda.take()))
         assert not output.errors, output.errors
         return output
+
+    return recorded
+
+
+def _recorded_guesses(cuda: FakeCuda, steps: list[Step]) -> Callable[..., Any]:
+    propose = DraftModel.propose
+
+    def recorded(self: DraftModel, *args: Any) -> Any:
+        steps.append(("between", cuda.take()))
+        drafts = propose(self, *args)
+        steps.append(("guesses", cuda.take()))
+        return drafts
 
     return recorded
 
@@ -261,7 +276,7 @@ OF_THE_HOST = {
 
 _SWAP = {**TINY, "preemption_mode": "swap", "swap_space": 0.01}
 _LONG = {"max_tokens": 24}
-_DRAFTS = {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}
+_DRAFTS = {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}}
 _EDITS = {
     name: value
     for case in ("presence_penalty", "repetition_penalty", "bad_words of several tokens", "min_tokens")
@@ -299,6 +314,12 @@ _USES = [
     Case("drafts of edited logits", _DRAFTS, _EDITS, counted=("drafts",)),
     Case("drafts with DRY", _DRAFTS, DRY, counted=("drafts",)),
     Case("drafts of a grammar", _DRAFTS, CHANGES["structured_outputs"], counted=("drafts",)),
+    Case(
+        "drafts of a model, 4 each",
+        {"speculative_config": {"model": "demo", "num_speculative_tokens": 4, "adaptive": False}},
+        {"max_tokens": 11},
+        counted=("guesses", "drafts"),
+    ),
     Case("preemption by recompute", TINY, _LONG, use=_under_pressure),
     Case("preemption by swap", _SWAP, _LONG, use=_under_pressure, counted=("swap out", "swap in")),
     Case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ class KVCache:
     tensors: "kv" and, if the cache is quantised, "scales_H" for each number H of KV heads:
         [num_planes, num_blocks, numbers of a block]. To move a block is to move it in all of them.
     host: the same tensors for blocks in host memory.
+    draft: the cache of a draft model in the same blocks: what moves a block moves its part, too.
     """
 
     def __init__(
@@ -43,11 +45,15 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         num_host_blocks: int = 0,
+        *,
+        layout: CacheLayout | None = None,
+        draft: KVCache | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_host_blocks = num_host_blocks
-        layout = CacheLayout.of(config, block_size)
+        self.draft = draft
+        layout = CacheLayout.of(config, block_size) if layout is None else layout
         self.num_groups = len(layout.groups)
         sizes = {"kv": (*layout.planes, dtype)}
         if dtype in QUANTIZED_DTYPES:
@@ -102,7 +108,7 @@ class KVCache:
         kernels: Kernels,
     ) -> None:
         """Copy blocks in all layers. No block may be both source and target."""
-        for tensor in self.tensors.values():
+        for tensor, _ in self._pairs():
             kernels.copy_blocks(_planes(tensor), pairs)
 
     def swap_out(
@@ -111,8 +117,8 @@ class KVCache:
         kernels: Kernels,
     ) -> None:
         """Copy blocks to host memory."""
-        for name, tensor in self.tensors.items():
-            kernels.copy_blocks(_planes(tensor), pairs, _planes(self.host[name]))
+        for tensor, host in self._pairs():
+            kernels.copy_blocks(_planes(tensor), pairs, _planes(host))
 
     def swap_in(
         self,
@@ -120,13 +126,19 @@ class KVCache:
         kernels: Kernels,
     ) -> None:
         """Copy blocks from host memory."""
-        for name, tensor in self.tensors.items():
-            kernels.copy_blocks(_planes(self.host[name]), pairs, _planes(tensor))
+        for tensor, host in self._pairs():
+            kernels.copy_blocks(_planes(host), pairs, _planes(tensor))
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield every tensor and its counterpart on the host, those of the draft model last."""
+        yield from zip(self.tensors.values(), self.host.values(), strict=True)
+        if self.draft is not None:
+            yield from self.draft._pairs()
 
     @property
     def num_bytes(self) -> int:
         """The size of all blocks on the device."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor, _ in self._pairs())
 
     def describe(self) -> str:
         """Return blocks, tokens and bytes of the cache in one line."""

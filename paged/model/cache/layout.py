@@ -27,7 +27,7 @@ class CacheLayout:
     bytes in every group, and shares none with another block.
     """
 
-    groups: tuple[LayerGroup, ...]
+    groups: tuple[LayerGroup, ...]  # by block table
     shapes: tuple[KVShape, ...]  # of each layer
     block_size: int
 
@@ -35,6 +35,14 @@ class CacheLayout:
     def of(cls, config: ModelConfig, block_size: int) -> CacheLayout:
         """Lay out the cache of a model."""
         return cls(config.layer_groups, config.kv_shapes, block_size)
+
+    @classmethod
+    def of_draft(cls, config: ModelConfig, block_size: int) -> CacheLayout:
+        """Lay out the cache of a draft model: all layers share one block table, that of another model's
+        sequences, and see what their windows let them.
+        """
+        layers = tuple(i for i, layer in enumerate(config.layers) if layer.attention.has_kv)
+        return cls((LayerGroup(None, layers),), config.kv_shapes, block_size)
 
     @cached_property
     def _parts(self) -> list[list[int]]:
@@ -65,8 +73,8 @@ class CacheLayout:
         """
         planes: dict[int, int] = {}
         for group in self.groups:
-            heads = self.shapes[group.layers[0]].num_kv_heads
-            planes[heads] = max(planes.get(heads, 0), len(group.layers) * 2)
+            for heads in {self.shapes[layer].num_kv_heads for layer in group.layers}:
+                planes[heads] = max(planes.get(heads, 0), len(group.layers) * 2)
         return planes
 
     @cached_property

@@ -1,0 +1,48 @@
+"""Find the draft model that a speculative_config names, and check that its tokens are those of the engine."""
+
+from __future__ import annotations
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..model.config import ModelConfig
+from ..model.hf_config import read_config
+from ..model.hub import resolve
+from ..runner.draft_model import DraftCheckpoint, naming_draft_model
+from ..speculative_config import SpeculativeConfig
+from ..text.tokenizer import Tokenizer
+
+
+def find_draft_model(
+    config: EngineConfig, target: ModelConfig, tokenizer: Tokenizer | None
+) -> DraftCheckpoint | None:
+    """Return the checkpoint of the draft model; None if there is none.
+
+    target, tokenizer: of the model that it drafts for. Without a tokenizer only the sizes of vocabularies
+        are compared.
+
+    Raises ConfigError for a model with other tokens, or one for embeddings, and CheckpointError or
+    UnsupportedModelError for one that cannot be read. No weights are read.
+    """
+    speculation = SpeculativeConfig.of(config.speculative_config)
+    if speculation is None or speculation.model is None:
+        return None
+    with naming_draft_model():
+        directory = resolve(speculation.model, speculation.revision)
+        draft = read_config(directory)
+        if (directory / "modules.json").exists():
+            raise ConfigError(
+                f"{speculation.model} is a model for embeddings, as its modules.json says; give one that "
+                "generates text"
+            )
+        if tokenizer is None:
+            if draft.vocab_size != target.vocab_size:
+                raise ConfigError(
+                    f"{speculation.model} has {draft.vocab_size} tokens, and {config.model} "
+                    f"{target.vocab_size}; give a model with the same tokenizer"
+                )
+        elif difference := tokenizer.difference_from(Tokenizer(directory)):
+            raise ConfigError(
+                f"{speculation.model} has another tokenizer than {config.model}: {difference}; give a model "
+                "with the same one"
+            )
+    return DraftCheckpoint(directory, draft)

@@ -1,0 +1,346 @@
+"""DraftModel: a second model that guesses the next tokens, with K and V in the blocks of the requests."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..blocks.manager import BlockManager
+from ..device.transfers import Transfers
+from ..drafting.drafter import Draft
+from ..errors import CheckpointError, ConfigError, UnsupportedModelError, UsageError
+from ..kernels.checks import TrustedContents
+from ..model.cache.kv_cache import KVCache
+from ..model.config import ModelConfig
+from ..requests.request import Request, RequestInputs, SamplingState
+from ..sampling.sampler import Sampler
+from ..sampling_params import SamplingParams
+from ..scheduler.schedule import Schedule
+from .load import check_kernels, load_model, new_kernels, open_model
+from .passes import compute, new_batches, new_graphs
+from .plan import IN_SEAT, ComputedPart, SeatChange
+from .sizes import Sizes, draft_sizes
+
+if TYPE_CHECKING:
+    from .step_graphs import StepGraphs
+
+MOST_ROWS = 64  # of logits in a pass that computes several tokens of a request
+# The parameters by which a guess is drawn as the token is: those that depend on no earlier token.
+DRAWN_BY = (
+    *("temperature", "top_p", "top_k", "min_p", "typical_p", "top_n_sigma"),
+    *("logit_bias", "allowed_token_ids"),
+)
+
+
+class DraftCheckpoint(NamedTuple):
+    """The checkpoint of a draft model."""
+
+    directory: Path
+    config: ModelConfig
+
+
+@contextmanager
+def naming_draft_model() -> Iterator[None]:
+    """Have the errors of a draft model say which option names it."""
+    try:
+        yield
+    except (ConfigError, CheckpointError, UnsupportedModelError) as error:
+        raise type(error)(f"speculative_config['model']: {error}") from error
+
+
+def with_draft(sizes: Sizes, device: torch.device, draft: DraftCheckpoint) -> Sizes:
+    """Return the sizes of an engine with those of its draft model.
+
+    Raises ConfigError, CheckpointError or UnsupportedModelError for one that could not be loaded. Only the
+    headers of its weights are read.
+    """
+    with naming_draft_model():
+        own = draft_sizes(sizes, draft.config, draft.directory)
+        kernels = new_kernels(own, device, checked=False)
+        check_kernels(own, device, kernels)
+        with open_model(own, draft.config, device, draft.directory, kernels):
+            pass
+    return replace(sizes, draft=own)
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is kept of a request.
+
+    drawing: a request that is drawn for like this one.
+    num_tokens, guesses: its tokens when it was last guessed for, and the guesses that were computed.
+    """
+
+    drawing: Request
+    num_tokens: int = 0
+    guesses: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Row:
+    """A request of a pass.
+
+    place: in what was asked for.
+    drawing: as of what is kept of it.
+    start: how many tokens the draft model has computed.
+    count: how many it computes now; if these are all, guesses follow.
+    num: how many guesses are drawn; 0 if `count` tokens are not all.
+    """
+
+    place: int
+    request: Request
+    drawing: Request
+    start: int
+    count: int
+    num: int
+
+
+class DraftModel:
+    """A `Drafter`: a smaller model with the same tokens, which is run on what the requests have.
+
+    It draws as the engine's model does: by the same seed and position, temperature and filters. So one with
+    the same logits guesses every token.
+
+    A token's K and V are computed when they are first needed, in chunks of at most the token budget of a
+    step; until all are there, the request gets no guesses. They lie in the blocks of the request: copies,
+    swaps and cached prefixes carry them, and `SequenceBlocks.num_drafted` says how many tokens have them.
+    Nothing waits between the passes.
+
+    kv_cache: its planes of the engine's cache. manager: that of the blocks. Set both before use.
+    """
+
+    def __init__(self, sizes: Sizes, device: torch.device, *, most: int, vocab_size: int, group: int) -> None:
+        """Load the model.
+
+        most: guesses for a request.
+        vocab_size: of the engine's model. That of the draft model may be padded to another size.
+        group: the layer group of the engine's model whose block tables it takes.
+        """
+        self.sizes = sizes
+        self.device = device
+        self.config = sizes.model.for_context(sizes.max_model_len)
+        with naming_draft_model():
+            self.model = load_model(sizes, self.config, device, Path(sizes.config.model))
+        self._on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        self.kv_cache: KVCache | None = None
+        self.manager: BlockManager | None = None
+        self.graphs: StepGraphs | None = None
+        self._vocab_size = vocab_size
+        self._group = group
+        self._transfers = Transfers(device, num_buffers=most + 1)
+        self._batches = new_batches(sizes, self.config, self.model, device)
+        self._sampler = Sampler(self.model.kernels, vocab_size, device)
+        self._known: dict[Request, _Known] = {}
+
+    def prepare(self, num_blocks: int) -> None:
+        """Prepare for requests in so many blocks."""
+        self.model.prepare(self.sizes.num_tabulated_positions(num_blocks))
+        self.graphs = new_graphs(self.sizes, self.model)
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
+        """Return a guess for each request: none while its tokens are not all computed, or it is too long."""
+        if self.manager is None:
+            raise UsageError("the draft model has no blocks yet")
+        if len(self._known) > len(requests):
+            self._known = {r: known for r, known in self._known.items() if r.finish_reason is None}
+        rows = self._rows(requests, limits)
+        drafts = [Draft([]) for _ in requests]
+        if not rows:
+            return drafts
+        try:
+            # The scheduler's blocks and slots are right, as its invariants say.
+            with self._on_device, TrustedContents():
+                guesses = self._run(rows)
+        except BaseException:
+            self._sampler.forget()
+            raise
+        for row in rows:
+            tokens = guesses[row.place]
+            known = self._known[row.request]
+            known.num_tokens = row.start + row.count
+            known.guesses = tokens[:-1]  # the last one is not computed
+            self.manager.record_drafted(row.request.blocks, known.num_tokens, len(known.guesses))
+            drafts[row.place] = Draft(tokens)
+        return drafts
+
+    def rehearse(self, schedule: Schedule, kv_cache: KVCache | None) -> None:
+        """Compute the tokens of a step in this cache, and draw a guess for each of its requests.
+
+        So that memory is measured and kernels are compiled.
+        """
+        rows = [
+            _Row(i, request, _drawn_like(request), start, num_new, 1)
+            for i, (request, start, num_new) in enumerate(
+                zip(
+                    schedule.requests,
+                    schedule.num_computed_tokens,
+                    schedule.num_new_tokens,
+                    strict=True,
+                )
+            )
+        ]
+        if rows:
+            self.kv_cache = kv_cache
+            with self._on_device, TrustedContents():
+                self._run(rows)
+        self._sampler.forget()
+
+    def _rows(self, requests: Sequence[Request], limits: Sequence[int]) -> list[_Row]:
+        """Return the requests to compute, those with most guesses first."""
+        rows = []
+        left = self.sizes.max_num_batched_tokens
+        for place, (request, limit) in enumerate(zip(requests, limits, strict=True)):
+            blocks = request.blocks
+            num_tokens = request.num_tokens
+            num = min(limit, self.sizes.max_model_len - num_tokens + 1)
+            if num < 1 or not left:
+                continue
+            known = self._known.get(request)
+            if known is None:
+                known = self._known[request] = _Known(_drawn_like(request))
+            start = min(blocks.num_drafted, _num_right(request, known))
+            count = min(num_tokens - start, left)
+            left -= count
+            if start + count < num_tokens:
+                num = 0
+            rows.append(_Row(place, request, known.drawing, start, count, num))
+        rows.sort(key=lambda row: -row.num)
+        return rows
+
+    def _run(self, rows: list[_Row]) -> dict[int, list[int]]:
+        """Compute the rows, and draw guesses one after the other. Return them by place."""
+        drawn = list[Tensor]()
+        drawing = rows
+        for number in range(max(1, rows[0].num)):
+            drawing = [row for row in drawing if row.num > number]
+            part = self._first_part(rows, drawing) if number == 0 else self._next_part(drawing, number)
+            tokens = self._pass(part, drawing, number)
+            if tokens is not None:
+                drawn.append(tokens)
+        guesses: dict[int, list[int]] = {row.place: [] for row in rows}
+        if drawn:
+            download = self._transfers.new_download()
+            received = download.get(torch.cat(drawn))
+            download.send()
+            download.wait()
+            numbers = iter(received.numbers.tolist())
+            for number in range(rows[0].num):
+                for row in rows:
+                    if row.num > number:
+                        guesses[row.place].append(next(numbers))
+        return guesses
+
+    def _pass(self, part: ComputedPart, drawing: list[_Row], number: int) -> Tensor | None:
+        """Run the model once. Return guess `number` of each row, on the device."""
+        assert self.kv_cache is not None, "the draft model has no cache yet"
+        upload = self._transfers.new_upload()
+        step = self._batches.put(part, upload)
+        last = None
+        if len(part.sampled) > len(drawing):  # each row's last token
+            last = upload.put([end - 1 for end in accumulate(part.counts)], torch.int64)
+
+        def positions() -> list[int]:
+            return [row.start + row.count + number for row in drawing]
+
+        draw = self._sampler.prepare([row.drawing for row in drawing], positions, upload)
+        upload.send()
+        logits, best, _ = compute(self.model, self.graphs, self._batches.batch(step), self.kv_cache)
+        if last is not None:
+            logits = self.model.kernels.take_rows(logits, last.tensor)
+            best = best and (best[0][last.tensor], best[1][last.tensor])
+        if drawing and logits.shape[1] != self._vocab_size:
+            logits = self._fitted(logits)
+            best = None
+        # Its results are not looked at, so that nothing is downloaded before the last pass.
+        tokens = draw.run(logits, self._transfers.new_download(), None, best)
+        if tokens is None:
+            return None
+        self._batches.record(step, tokens)
+        # A recorded step writes them where the last one did.
+        return tokens if self.graphs is None else tokens.clone()
+
+    def _fitted(self, logits: Tensor) -> Tensor:
+        """Cut off the logits of tokens that the engine's model lacks, or add those of which it has more."""
+        missing = self._vocab_size - logits.shape[1]
+        if missing > 0:
+            return pad(logits, (0, missing), value=-torch.inf)
+        return logits[:, :missing].contiguous()
+
+    def _first_part(self, rows: list[_Row], drawing: list[_Row]) -> ComputedPart:
+        """Plan the pass over the tokens that have no K and V yet, with all of the requests' blocks."""
+        requests = [row.request for row in rows]
+        part = ComputedPart(
+            seats=[request.seat for request in requests],
+            starts=[row.start for row in rows],
+            counts=[row.count for row in rows],
+            rope_lens=self._rope_lens(rows),
+            entries=[array("i")],
+            sampled=[*range(len(drawing))],
+            sampled_seats=[row.request.seat for row in drawing],
+        )
+        if len(drawing) == len(rows) and sum(part.counts) <= min(MOST_ROWS, self.sizes.max_sampled_rows):
+            # As if a token were drawn after each one: such a pass is recorded with its logits.
+            part.num_drafting = len(rows)
+            part.sampled = [at for at, count in enumerate(part.counts) for _ in range(count)]
+        for at, row in enumerate(rows):
+            request = row.request
+            end = row.start + row.count
+            table = self._table(row)[: -(-end // self.sizes.block_size)]
+            part.tokens.extend(request.token_ids[row.start : end])
+            part.entries[0].extend(table)
+            part.changes.append(SeatChange(at, request.seat, row.count, request.token_ids[-1], 0, len(table)))
+        return part
+
+    def _next_part(self, rows: list[_Row], number: int) -> ComputedPart:
+        """Plan the pass over guess `number`, from 1 on, of each row: the last one that was drawn."""
+        seats = [row.request.seat for row in rows]
+        starts = [row.start + row.count + number - 1 for row in rows]
+        part = ComputedPart(
+            num_decodes=len(rows),
+            seats=seats,
+            starts=starts,
+            counts=[1] * len(rows),
+            rope_lens=self._rope_lens(rows),
+            entries=[array("i")],
+            sampled=[*range(len(rows))],
+            sampled_seats=seats,
+        )
+        for at, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            index, offset = divmod(start, self.sizes.block_size)
+            if not offset:
+                part.entries[0].append(self._table(row)[index])
+                part.changes.append(SeatChange(at, row.request.seat, IN_SEAT, IN_SEAT, index, 1))
+        return part
+
+    def _table(self, row: _Row) -> array[int]:
+        return row.request.blocks.tables[self._group]
+
+    def _rope_lens(self, rows: list[_Row]) -> list[int]:
+        """Return the length of each row's prompt, or of its request, where the rotary embedding needs it."""
+        if self.config.rope.type == "dynamic":
+            return [row.request.num_prompt_tokens for row in rows]
+        return [] if self.config.long_context is None else [row.request.num_tokens for row in rows]
+
+
+def _num_right(request: Request, known: _Known) -> int:
+    """Return up to which token the request has those that were computed. Others may have been verified."""
+    end = known.num_tokens + len(known.guesses)
+    tokens = request.token_ids[known.num_tokens : end]
+    wrong = (i for i, (ours, guess) in enumerate(zip(tokens, known.guesses, strict=False)) if ours != guess)
+    return known.num_tokens + next(wrong, len(tokens)) if known.guesses else request.num_tokens
+
+
+def _drawn_like(request: Request) -> Request:
+    """Return a request for the sampler: with the seed and the parameters that need no history."""
+    params = SamplingParams(**{name: getattr(request.inputs.params, name) for name in DRAWN_BY})
+    inputs = RequestInputs(prompt_token_ids=[], params=params, max_total_tokens=1)
+    return Request(inputs, sampling=SamplingState(request.sampling.seed))

@@ -1,0 +1,91 @@
+"""One model's passes over batches: what makes the batches, records the steps and runs them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.checks import in_debug_mode
+from ..model.batch import Batch
+from ..model.cache.kv_cache import KVCache
+from ..model.config import ModelConfig
+from ..model.model import Model
+from .batches.batches import Batches
+from .batches.host import HostBatches
+from .sizes import Sizes
+
+if TYPE_CHECKING:
+    from .step_graphs import StepGraphs  # needs numba
+
+logger = logging.getLogger(__name__)
+
+
+def new_batches(sizes: Sizes, config: ModelConfig, model: Model, device: torch.device) -> Batches[Any]:
+    """Return what makes a model's batches.
+
+    config: that of the sizes, `for_context`.
+    """
+    options: dict[str, Any] = {
+        "num_groups": len(sizes.layout.groups),
+        "max_num_seqs": sizes.config.max_num_seqs,
+        "with_rope_lens": config.rope.type == "dynamic",
+        "long_context": config.long_context,
+    }
+    unpack_step = model.kernels.unpack_step
+    if unpack_step is None:
+        return HostBatches(sizes.block_size, device, **options)
+    from .batches.seats import SeatedBatches
+
+    return SeatedBatches(unpack_step, sizes.block_size, device, max_model_len=sizes.max_model_len, **options)
+
+
+def new_graphs(sizes: Sizes, model: Model) -> StepGraphs | None:
+    """Return where steps are recorded; None if they are not, and say so where one would expect it."""
+    # A recorded step skips the checks of debug mode.
+    step_recorder = model.kernels.step_recorder
+    if step_recorder is None or sizes.config.enforce_eager or in_debug_mode():
+        return None
+    num_kv_heads = [
+        {sizes.model.kv_shapes[layer].num_kv_heads for layer in group.layers} for group in sizes.layout.groups
+    ]
+    obstacle = model.obstacle_to_recording
+    if any(len(each) > 1 for each in num_kv_heads):
+        obstacle = "layers of a draft model with other numbers of KV heads share a block table"
+    if obstacle:
+        logger.warning(
+            "steps are not recorded, because %s: those of few tokens take up to five times as long",
+            obstacle,
+        )
+        return None
+    from .step_graphs import StepGraphs
+
+    return StepGraphs(step_recorder(sizes.model.num_heads, [next(iter(each)) for each in num_kv_heads]))
+
+
+def compute(
+    model: Model, graphs: StepGraphs | None, batch: Batch, kv_cache: KVCache
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
+    """Run a model on a batch.
+
+    Returns the logits to sample from; each row's greedy token and its logit, if a recorded step has computed
+    them; and the hidden states that reports ask for, if any.
+    """
+    if graphs is None:
+        hidden = model.forward(batch, kv_cache)
+    elif batch.is_decode and batch.num_tokens <= graphs.max_decodes:
+
+        def next_logits(batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
+            logits = model.logits(model.forward(batch, kv_cache))
+            return logits, *model.kernels.greedy(logits)
+
+        logits, tokens, highest = graphs.run(next_logits, batch, kv_cache)
+        return logits, (tokens, highest), None
+    else:  # record only the part whose shapes do not depend on the number of output rows
+        state = graphs.run(model.compute_kv, batch, kv_cache)
+        hidden = model.attend_last(state, batch, kv_cache)
+    num_logits = batch.num_logits
+    logits = model.logits(hidden[:num_logits]) if num_logits else hidden
+    return logits, None, hidden[num_logits:] if batch.num_output_rows > num_logits else None
