@@ -86,7 +86,7 @@ class DraftLengths:
         self._guessing = 0.0  # the seconds that they took; 0 if there were none
         self._has_found = False  # whether there were any
         self._num_guesses = 0
-        self._usual_guessing = 0.0  # the same in most steps: a new request takes more
+        self._usual: dict[int, float] = {}  # by the limit, the same in most steps: a new request takes more
 
     def begin_step(self) -> bool:
         """Begin a decode. Return whether drafts may pay in it, so that `wants_guesses` is to be called."""
@@ -122,29 +122,38 @@ class DraftLengths:
         counts = self._counts(drafts, num_requests, context, left)
         self.acceptance.watch(requests, drafts)
         self._guessing = self._clock() - self._started
-        usual = self._usual_guessing or self._guessing
-        self._usual_guessing = usual + (min(self._guessing, 2 * usual) - usual) / 8
-        plain = self.times.plain(num_requests, context)
         self._num_guesses += 1
-        is_slow = plain is not None and self._usual_guessing > SLOW * plain
-        if is_slow and self._has_found and self._num_guesses % LIMIT_EVERY == 0:
+        usual = self._usual.get(self.limit, self._guessing)
+        if self._num_guesses <= LIMIT_EVERY:
+            self._usual[self.limit] = min(usual, self._guessing)
+        else:
+            self._usual[self.limit] = usual + (min(self._guessing, 2 * usual) - usual) / 8
+        if self._has_found and self._num_guesses % LIMIT_EVERY == 0:
             self._choose_limit(drafts, num_requests, context, left)
         return counts
 
+    def _guessing_of(self, limit: int) -> float:
+        """Return the seconds of guesses of so many tokens, measured or as if each token took its time."""
+        known = self._usual.get(limit)
+        return self._usual.get(self.limit, 0.0) * (1 + limit) / (1 + self.limit) if known is None else known
+
     def _choose_limit(self, drafts: Sequence[Draft], num_requests: int, context: int, left: int) -> None:
-        """Choose the length of the next drafts of a drafter that guesses a token after the other."""
+        """Choose the length of the next drafts, where long ones take long to guess."""
+        plain = self.times.plain(num_requests, context)
+        if plain is None or self._guessing_of(self._most) <= SLOW * plain:
+            self.limit = self._most
+            return
         chances = [self.acceptance.longest_chances(draft) for draft in drafts]
-        of_token = self._usual_guessing / (1 + self.limit)
+        best = self._most
         best_rate = 0.0
         for limit in range(1, self._most + 1):
             ranked = sorted(chain.from_iterable(each[:limit] for each in chances), reverse=True)
-            guessing = of_token * (1 + limit)
+            guessing = self._guessing_of(limit)
             rate = self._best(ranked[:left], num_requests, context, guessing)[1]
             if rate > best_rate:
                 best_rate = rate
                 best = limit
         self.limit = best
-        self._usual_guessing = of_token * (1 + best)
 
     def _counts(self, drafts: Sequence[Draft], num_requests: int, context: int, left: int) -> list[int]:
         """Return how many tokens of each draft to verify: the likeliest ones."""
@@ -153,7 +162,7 @@ class DraftLengths:
             return [0] * len(drafts)
         chances = [self.acceptance.chances(draft) for draft in drafts]
         ranked = sorted(chain.from_iterable(chances), reverse=True)
-        num, _ = self._best(ranked[:left], num_requests, context, self._usual_guessing)
+        num, _ = self._best(ranked[:left], num_requests, context, self._guessing_of(self.limit))
         if not num:
             return [0] * len(drafts)
         least = ranked[num - 1]
@@ -242,5 +251,5 @@ class DraftLengths:
             doublings = min(self._num_misses - PATIENCE, MOST_DOUBLINGS)
             if doublings > 0:
                 share = PROBING if self._has_found else SEARCHING
-                rarest = int(self._usual_guessing / (share * plain))
+                rarest = int(self._guessing_of(self.limit) / (share * plain))
                 self._guess_at = self._step + min(2**doublings, rarest)
