@@ -1,4 +1,4 @@
-"""Section service: what keys and limits cost for a request, in the front end's processor time."""
+"""What keys and limits cost for a request, in the front end's processor time."""
 
 from __future__ import annotations
 
