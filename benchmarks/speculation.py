@@ -62,6 +62,7 @@ PROMPTS = {
     "copying": f"{CLASS}\n\n{CLASS}\n\nclass Account:\n    def __init__(self,",
     "JSON": f"users = [\n{RECORDS}",
     "JSON of a schema": "# One user in JSON, with id, name, active and roles, then eight others.\nusers = ",
+    "JSON of a schema, examples": f"users = [{RECORDS}]\n\nusers = ",
     "editing": f"{CLASS}\n\n{CLASS.replace('Account', 'Wallet')}\n\n{CLASS.replace('Account', 'Purse')[:60]}",
 }
 
@@ -119,7 +120,7 @@ def row(
     engine: LLMEngine, kind: str, prompt: Any, num_requests: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Compare runs with drafts and without."""
-    grammar = StructuredOutputsParams(json=SCHEMA) if kind == "JSON of a schema" else None
+    grammar = StructuredOutputsParams(json=SCHEMA) if "schema" in kind else None
     params = SamplingParams(
         temperature=0.0, ignore_eos=True, max_tokens=args.max_tokens, structured_outputs=grammar
     )
