@@ -66,6 +66,7 @@ PROMPTS = {
     "copying": f"{CLASS}\n\n{CLASS}\n\nclass Account:\n    def __init__(self,",
     "JSON": f"users = [\n{RECORDS}",
     "JSON of a schema": "# One user in JSON, with id, name, active and roles, then eight others.\nusers = ",
+    "JSON of a schema, examples": f"users = [{RECORDS}]\n\nusers = ",
     "editing": f"{CLASS}\n\n{CLASS.replace('Account', 'Wallet')}\n\n{CLASS.replace('Account', 'Purse')[:60]}",
 }
 
@@ -141,7 +142,7 @@ def row(
     of_model: Drafts | None,
 ) -> dict[str, Any]:
     """Compare runs with drafts and without. of_model: those of a draft model, if there is one."""
-    grammar = StructuredOutputsParams(json=SCHEMA) if kind == "JSON of a schema" else None
+    grammar = StructuredOutputsParams(json=SCHEMA) if "schema" in kind else None
     params = SamplingParams(
         temperature=0.0, ignore_eos=True, max_tokens=args.max_tokens, structured_outputs=grammar
     )
