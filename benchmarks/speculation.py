@@ -3,12 +3,13 @@
     python -m benchmarks.speculation                                     # the demo: copying, JSON, editing
     python -m benchmarks.speculation --model tinyllama-1.1b --accepted 0.8 --requests 1 4
     python -m benchmarks.speculation --draft demo --quantization int4           # the demo drafts for itself
-    python -m benchmarks.speculation --model tinyllama-1.1b --draft llama-15m   # what a draft model costs
+    python -m benchmarks.speculation --model tinyllama-1.1b --draft llama-15m --accepted 0.8
 
 With --accepted the drafter knows the outputs, and each of its tokens is right with that probability: for
-shapes with random weights, and for always wrong drafts with 0. All outputs are compared. What an engine
-learns of step times and acceptance is kept from round to round, found outputs are not. `speed` is the
-median of the paired times without drafts over those with them, of the decode alone: above 1 drafts pay.
+shapes with random weights, and for always wrong drafts with 0; a draft model is run, and its guesses are
+replaced. All outputs are compared. What an engine learns of step times and acceptance is kept from round to
+round, found outputs are not. `speed` is the median of the paired times without drafts over those with them,
+of the decode alone: above 1 drafts pay.
 """
 
 from __future__ import annotations
@@ -74,13 +75,18 @@ PROMPTS = {
 class Replay:
     """A drafter that knows the outputs; each of its tokens is right with a given probability."""
 
-    def __init__(self, answers: dict[str, list[int]], accepted: float) -> None:
+    def __init__(
+        self, answers: dict[str, list[int]], accepted: float, draft_model: Drafter | None = None
+    ) -> None:
+        self._draft_model = draft_model  # which is run for its time
         self._answers = answers
         self._accepted = accepted
         self._rng = random.Random(0)
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
         """Return the next tokens of each request, or others."""
+        if self._draft_model is not None:
+            self._draft_model.propose(requests, limits)
         return [self._guess(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
     def _guess(self, request: Request, limit: int) -> Draft:
@@ -112,6 +118,7 @@ def main() -> None:
             "model": checkpoint(args.draft),
             "num_speculative_tokens": args.drafts,
             "quantization": args.quantization,
+            "adaptive": not args.fixed,
         }
     engine = LLMEngine(
         checkpoint(args.model),
@@ -156,9 +163,12 @@ def row(
         print(f"\r{kind}, {num_requests} requests: {i} of {args.rounds} rounds ", end="", file=sys.stderr)
         drafter: Drafter = new_drafter(SpeculativeConfig(method=args.method))
         if args.accepted is not None:
-            drafter = Replay(expected, args.accepted)
+            drafter = Replay(expected, args.accepted, engine.runner.draft_model)
         before = engine.stats()
-        drafts = of_model or Drafts(drafter, args.drafts, 2**31, 512, lengths)
+        in_blocks = of_model is not None
+        drafts = Drafts(drafter, args.drafts, 2**31, 512, lengths, in_blocks=in_blocks)
+        if of_model is not None and args.accepted is None:
+            drafts = of_model
         found, with_drafts = run(engine, prompts, params, drafts)
         assert found == expected, "drafts changed an output"
         after = engine.stats()

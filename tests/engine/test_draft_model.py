@@ -20,6 +20,7 @@ from paged.model.config import DEMO
 from paged.model.weights.loading import Loader
 from paged.requests.request import Request
 from paged.runner.footprint import Memory
+from paged.simulate.plan import make_plan
 from tests.engine.test_speculation import CODE, demo, outputs_of, text_requests, token_requests
 from tests.support.checkpoints import checkpoint, edit_json, new_engine
 
@@ -274,6 +275,10 @@ def test_memory_of_the_draft_model_is_accounted_for():
     assert sizes.block_bytes == 2 * alone.runner.sizes.block_bytes
     assert engine.runner.kv_cache.num_bytes == 512 * sizes.block_bytes
     assert "drafts by LlamaForCausalLM" in engine.describe()
+    planned = make_plan(EngineConfig("demo", device="H100", **itself(quantization="int4"))).footprint
+    assert planned.sizes.block_bytes == sizes.block_bytes
+    assert 0 < planned.draft.num_bytes < planned.model.num_bytes
+    assert planned.weight_bytes == planned.model.num_bytes + planned.draft.num_bytes
 
 
 @pytest.mark.parametrize(
