@@ -28,7 +28,7 @@ from paged import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from paged import StructuredOutputsParams as Structured
 from paged.server import supervised_engine
 from paged.server.engine_client import EngineClient
-from tests.support.mortal_engines import MortalEngines
+from tests.support.mortal_engines import LEAVING, MortalEngines
 
 OPTIONS: dict[str, Any] = {"num_blocks": 512, "num_threads": 1, "max_num_seqs": 64, "device": "cpu"}
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
@@ -110,7 +110,8 @@ async def check(
 ) -> None:
     """Compare all outputs with those of a run without deaths, and look for what is left over."""
     rng = random.Random(seed)
-    leaving = [client.generate("x", replace(SEEDED, max_tokens=500, ignore_eos=True)) for _ in range(3)]
+    endless = replace(SEEDED, max_tokens=500, ignore_eos=True)
+    leaving = [client.generate("x", endless, f"{LEAVING} {i}") for i in range(3)]
     readers = [asyncio.create_task(read(stream, 0.0)) for stream in leaving]
     delays = [rng.choice([0.0, 0.0, 0.01]) for _ in asked]
     jobs = [read(client.generate(*each), delay) for each, delay in zip(asked, delays, strict=True)]

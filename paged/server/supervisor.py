@@ -180,8 +180,8 @@ class Supervisor:
     def _dispatch(self) -> None:
         """Send waiting requests to the processes that can have them."""
         suspects = [request for request in self._waiting if request.is_suspect]
-        quarantine = self._quarantine() if suspects else None
-        if quarantine is not None and not quarantine.connection.requests:
+        quarantine = self._quarantine() if suspects and self._alone is None else None
+        if quarantine is not None:
             self._set_alone(suspects[0])
             self._resume(suspects[0], quarantine)
         for request in [*self._waiting]:
@@ -200,11 +200,9 @@ class Supervisor:
             request.is_alone = True
 
     def _quarantine(self) -> SupervisedEngine | None:
-        """Return the engine that computes suspects alone: one that has nothing else."""
-        for replica in self.replicas:
-            if replica.is_up and (not replica.connection.requests or not self._is_open(replica)):
-                return replica
-        return None
+        """Return an engine for a suspect: one that has nothing else."""
+        empty = (each for each in self.replicas if each.is_fit and not each.connection.requests)
+        return next(empty, None)
 
     def _place_of(self, request: SentRequest) -> SupervisedEngine | None:
         """Return the engine for a waiting request, where one can have it; for a fork that of its parent."""
@@ -350,6 +348,7 @@ class Supervisor:
                 replica.connection.heard_at = replica.connection.moved_at = now
             elif replica.is_up and (why := replica.why_hung(self._terms.step_timeout)) is not None:
                 replica.connection.kill(why)
+        self._dispatch()  # a process may have become fit
         if not self._is_closed and self._loop is not None:
             self._loop.call_later(LOOK_S, _look, weakref.ref(self))
 

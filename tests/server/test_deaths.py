@@ -29,6 +29,7 @@ from paged.commands.serve import _serve
 from paged.routing.router import PrefixAware
 from paged.server import connection, frames
 from paged.server.engine_client import EngineClient
+from paged.server.http.failures import failure_of
 from paged.server.http.listener import bind_all
 from paged.server.options import ServeOptions
 from tests.deaths import OPTIONS, read, run_round
@@ -151,8 +152,10 @@ def test_a_request_that_ends_each_process_ends_three(engines):
                         held = [*each.connection.requests.values()]
                         assert len(held) == 1 or not any(request.is_alone for request in held)
                     await asyncio.sleep(0)
-                with pytest.raises(RequestKillsEngineError, match="3 engine processes ended"):
+                with pytest.raises(RequestKillsEngineError, match="3 engine processes ended") as refused:
                     await poison
+                failure = failure_of(refused.value, 1, "x")
+                assert (failure.status, failure.headers) == (500, ((b"x-should-retry", b"false"),))
                 for outputs in await asyncio.gather(*readers):
                     assert outputs[-1].outputs == whole.outputs
                 assert (await client.stats()).num_restarts == 3

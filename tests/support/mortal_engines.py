@@ -24,7 +24,8 @@ from paged.server.preparations import Preparations
 
 CAUSES = ("killed", "raised", "hung")
 HEARTBEAT_S = 0.05
-HANG_S = 0.6
+HUNG_S = 0.2
+LEAVING = "leaves"  # begins the ids of requests whose readers leave
 
 
 class _NoGarbage:
@@ -131,16 +132,21 @@ class _MortalConnection(EngineConnection):
         life.limit -= 1
         cut = life.draw(len(data)) if life.limit < 0 else len(data)
         super().data_received(data[:cut])
-        # Whatever ends while a request is alone, that request is taken for the cause.
+        # Whatever ends while a request is alone, that request is taken for the cause. A process with requests
+        # that stay gets none before its end is noticed.
         is_alone = any(request.is_alone for request in self.requests.values())
-        if life.limit >= 0 or is_alone or not self.requests or self.dead is not None:
+        stay = [each for each in self.requests.values() if not each.request_id.startswith(LEAVING)]
+        if life.limit >= 0 or is_alone or not stay or self.dead is not None:
             super().data_received(data[cut:])
             return
         life.cause = life.draw_cause()
         if life.cause == "raised":
             self._die(caused("a step that fails", RuntimeError("it fails")))
-        if life.cause != "hung":  # else it says nothing, until it is killed
+        if life.cause != "hung":
             life.kill()
+        else:  # it says nothing, until it is killed
+            assert self.loop is not None
+            self.loop.call_later(HUNG_S, self.kill, "hangs")
 
 
 class MortalEngines:
@@ -172,15 +178,13 @@ class MortalEngines:
 
     @contextmanager
     def installed(self) -> Iterator[MortalEngines]:
-        """Let clients begin lives in place of processes, and notice soon what hangs."""
+        """Let clients begin lives in place of processes."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(connection, "launch", self.launch)
             patch.setattr(supervised_engine, "EngineConnection", _MortalConnection)
             patch.setattr(engine_process, "Garbage", _NoGarbage)
             patch.setattr(engine_process, "HEARTBEAT_S", HEARTBEAT_S)
             patch.setattr(engine_process, "WHOLE_S", 0.02)
-            patch.setattr(supervised_engine, "HANG_S", HANG_S)
-            patch.setattr(supervisor, "LOOK_S", HEARTBEAT_S)
             patch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
             yield self
 
