@@ -13,7 +13,7 @@ from ..device.transfers import Sent, Upload
 from .seats import DraftRow, Sampled
 
 MIN_SLOTS = 4
-NO_DRAFT = -1  # no token equals it
+NOT_A_DRAFT = -1  # no token equals it
 UNKNOWN = -1
 
 
@@ -22,7 +22,7 @@ class DraftCounts(NamedTuple):
 
     places: places of the drafts in the flat counts, row by row.
     firsts: of all rows: the number of the request's own row.
-    next_drafts: of all rows: the draft that the drawn token is to equal; NO_DRAFT behind the last one.
+    next_drafts: of all rows: the draft that the drawn token is to equal; NOT_A_DRAFT behind the last one.
     """
 
     slots: Sent  # of these rows
@@ -138,7 +138,7 @@ class TokenHistory:
                 next_drafts[-1] = row.seat.drafts[row.num_drafts - 1]
             else:
                 firsts.append(i)
-            next_drafts.append(NO_DRAFT)
+            next_drafts.append(NOT_A_DRAFT)
         numbers = ([slot for _, slot in behind], [slots[row.seat] for row, _ in behind], places, firsts)
         return DraftCounts(*(upload.put(each, torch.int64) for each in (*numbers, next_drafts)))
 

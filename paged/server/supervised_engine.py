@@ -15,7 +15,7 @@ from ..scheduler.stats import EngineStats
 from . import frames
 from .connection import EngineConnection, Owner
 
-WINDOW_S = 600.0  # in which restarts are counted
+RESTART_WINDOW_S = 600.0  # in which restarts are counted
 HANG_S = 30.0  # without heartbeats, after which a process is replaced
 MOST_START_RATIO = 3.0  # of the times that a later start and the first one may take
 LEAST_START_S = 60.0  # that a later start may take
@@ -80,8 +80,8 @@ class SupervisedEngine:
         self._down_since = time.monotonic()
 
     def may_restart(self, most: int) -> bool:
-        """Return whether fewer than `most` restarts were within WINDOW_S."""
-        while self._restarts and time.monotonic() - self._restarts[0] > WINDOW_S:
+        """Return whether fewer than `most` restarts were within RESTART_WINDOW_S."""
+        while self._restarts and time.monotonic() - self._restarts[0] > RESTART_WINDOW_S:
             self._restarts.popleft()
         return len(self._restarts) < most
 
