@@ -8,10 +8,10 @@ from itertools import accumulate
 from operator import mul
 
 from ..requests.request import Request
-from .drafter import Draft
+from .drafter import CERTAIN, Draft
 
 # Between them confidences count as equal: shares below 1, and tokens of a match above.
-CONFIDENCES = (0.25, 0.5, 0.75, 0.9, 1.5, 2.5, 3.5, 5.5, 11.5, 23.5)
+CONFIDENCES = (0.25, 0.5, 0.75, 0.9, 1.5, 2.5, 3.5, 5.5, 11.5, 23.5, CERTAIN)
 PRIOR = 0.0  # of a first token: nothing is verified before drafts were seen to be right
 STRENGTH = 2.0  # how many observations a prior counts as
 MOST_SEEN = 64  # drafts, then all observations count half
@@ -67,7 +67,7 @@ class Acceptance:
     def __init__(self, most: int) -> None:
         self._most = most
         self._places: dict[int, _Places] = {}
-        self._first = _Places(1)  # the first tokens of all drafts
+        self._first = _Places(1)  # the first tokens of all drafts that may be wrong
         self._watched: list[tuple[Request, int, Draft]] = []
 
     def chances(self, draft: Draft) -> list[float]:
@@ -78,7 +78,7 @@ class Acceptance:
         """Return the same for a draft of as many tokens as there may be."""
         places = self._of(draft)
         if places.is_stale:
-            (prior,) = self._first.shares(PRIOR)
+            prior = 1.0 if draft.confidence == CERTAIN else self._first.shares(PRIOR)[0]
             places.chances = [*accumulate(places.shares(prior), mul)]
             places.num_new = 0
         return places.chances
@@ -103,7 +103,8 @@ class Acceptance:
                         break
                     num_right += 1
                 self._of(draft).add(len(came), num_right)
-                self._first.add(1, min(num_right, 1))
+                if draft.confidence != CERTAIN:
+                    self._first.add(1, min(num_right, 1))
         self._watched = []
 
     def _of(self, draft: Draft) -> _Places:

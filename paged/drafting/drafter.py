@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from ..requests.request import Request
 
+CERTAIN = math.inf
+
 
 class Draft(NamedTuple):
     """A guess of a request's next tokens, in order; none is a guess, too.
 
-    confidence: those of the highest are verified first where a step has no room for all.
+    confidence: those of the highest are verified first where a step has no room for all; CERTAIN if no other
+        token may come.
     """
 
     tokens: list[int]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from ..requests.request import Request
-from .drafter import Draft, Drafter
+from .drafter import CERTAIN, Draft, Drafter
 
 
 class GrammarDrafter:
@@ -34,4 +33,4 @@ class GrammarDrafter:
         forced = request.sampling.grammar.forced(request)[:limit]
         if guess.tokens[: len(forced)] == forced:
             return guess
-        return Draft(forced, math.inf)
+        return Draft(forced, CERTAIN)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from paged.drafting.drafter import Draft
+from paged.drafting.acceptance import Acceptance
+from paged.drafting.drafter import CERTAIN, Draft
 from paged.drafting.lengths import ALLOWANCE, DraftLengths
 from paged.drafting.step_times import SIZES
 
@@ -120,6 +121,18 @@ def test_lengths_follow_acceptance():
     world.run(1000, 4)
     world.rows.clear()
     assert world.run(500, 4) > 0.9 * best_speed(staircase, 0.9, 4)
+
+
+def test_a_certain_draft_is_verified_at_once_and_says_nothing_of_others():
+    acceptance = Acceptance(MOST)
+    request: Any = SimpleNamespace(token_ids=[])
+    certain = Draft([1, 1, 1], CERTAIN)
+    for _ in range(20):
+        assert acceptance.chances(certain) == [1.0] * 3
+        acceptance.watch([request], [certain])
+        request.token_ids += [1, 1, 1]
+        acceptance.learn()
+    assert acceptance.chances(Draft([1], 3.0)) == [0.0]
 
 
 def hostile(seed: int) -> Seconds:
