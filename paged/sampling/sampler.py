@@ -139,7 +139,6 @@ class Draw:
             return None
         is_edited = batch.edits is not None or grammar_masks is not None
         highest: Tensor | None
-        edited: Tensor | None
         if batch.parameters is None and not (is_edited or batch.asked):
             tokens, highest = best or kernels.greedy(logits)
         else:
