@@ -18,6 +18,9 @@ from ..sampling_params import SamplingParams
 from . import frames
 from .inbox import Inbox
 
+# Of `RequestMetrics`: what each process counts anew.
+COUNTS_OF_REQUEST = ("num_preemptions", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
+
 Beginning = frames.Generate | frames.Embed | frames.ScoreTokens  # an order that begins a request
 
 
@@ -99,7 +102,7 @@ class _Times:
             _moved(first.first_scheduled_time, told.first_scheduled_time, later),
             _moved(first.first_token_time, told.first_token_time, later),
             _moved(None, told.finished_time, later),
-            first.num_preemptions + told.num_preemptions,
+            **{name: getattr(first, name) + getattr(told, name) for name in COUNTS_OF_REQUEST},
         )
 
 
