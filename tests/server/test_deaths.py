@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import itertools
 import json
 import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -190,17 +192,26 @@ def test_totals_go_on_from_process_to_process(engines):
     assert (whole.num_free_blocks, whole.num_blocks) == (new.num_free_blocks, new.num_blocks)
 
 
-def test_counts_of_a_request_go_on_from_process_to_process():
-    """Its preemptions and drafts are those of all processes; its times are on the clock of the first one."""
+@pytest.mark.parametrize("num_silent", [0, 2])
+def test_times_and_counts_of_a_request_go_on_from_process_to_process(num_silent, monkeypatch):
+    """Counts are those of all processes, times on the clock of the first one that told some."""
+    sent_at = itertools.count(100, 7)
+    monkeypatch.setattr(time, "monotonic", lambda: next(sent_at))
     times = _Times()
-    first = RequestMetrics(1.0, 2.0, 3.0, None, 1, 2, 8, 5)
-    times.on_send()
-    assert times.of_first(first) is first
+    for _ in range(num_silent + 1):
+        times.on_send()
+    first = times.of_first(RequestMetrics(21.0, 22.0, 23.0, None, 1, 2, 8, 5))
+    arrival = 21.0 - 7 * num_silent
+    assert (first.arrival_time, first.first_scheduled_time, first.first_token_time) == (arrival, 22.0, 23.0)
     times.on_send()
     whole = times.of_first(RequestMetrics(50.0, 51.0, 52.0, 53.0, 10, 20, 80, 50))
-    assert (whole.arrival_time, whole.first_scheduled_time, whole.first_token_time) == (1.0, 2.0, 3.0)
-    counts = {f.name: getattr(whole, f.name) for f in fields(whole) if f.name.startswith("num_")}
-    assert [*counts.values()] == [11, 22, 88, 55], counts
+    assert replace(whole, finished_time=None, **_counts(first)) == first
+    assert whole.finished_time == 21.0 + 7 + 3
+    assert [*_counts(whole).values()] == [11, 22, 88, 55]
+
+
+def _counts(metrics: RequestMetrics) -> dict[str, Any]:
+    return {f.name: getattr(metrics, f.name) for f in fields(metrics) if f.name.startswith("num_")}
 
 
 @pytest.mark.parametrize(
