@@ -77,7 +77,7 @@ class SpeculativeConfig:
             if self.method != "draft_model":
                 raise _error(key, f"goes with method 'draft_model', not {self.method!r}")
             if not isinstance(value, str) or not value:
-                raise _error(key, f"must be a string, got {shown(value)}")
+                raise _error(key, f"must be a non-empty string, got {shown(value)}")
         if self.method == "draft_model" and self.model is None:
             raise _error("model", "is missing: 'draft_model' needs a directory, a GGUF file or a hub id")
         if self.quantization not in (None, "int8", "int4"):

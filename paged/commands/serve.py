@@ -127,7 +127,7 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
     from ..server.telemetry.request_log import RequestLog, announce, set_up_logging
 
     if options.api_keys is not None:
-        # Until the keys can be read again; engine processes, which are not asked to, go on ignoring it.
+        # Until the keys can be read again.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     allow_many_connections()
     set_up_logging(options.log_format)

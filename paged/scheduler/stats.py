@@ -11,14 +11,14 @@ from typing import Any
 from .histogram import HistogramCounts
 from .scheduler import Scheduler
 
-# What only grows, and what is derived from that.
-GROWING_FIELDS = frozenset(
+# What goes on when another engine takes the place of an earlier one.
+TOTAL_FIELDS = frozenset(
     (
         *("prefix_hit_rate", "num_recompute_preemptions", "num_swap_preemptions", "num_steps"),
         *("num_prefill_tokens", "num_decode_tokens", "num_cached_tokens", "num_queried_tokens"),
         *("num_prompt_tokens", "num_generated_tokens", "num_drafts", "num_draft_tokens"),
-        *("num_accepted_tokens", "num_accepted_at", "step_seconds", "step_tokens"),
-        *("num_restarts", "num_resumed"),
+        *("num_accepted_tokens", "num_accepted_at", "draft_seconds_won"),
+        *("step_seconds", "step_tokens", "num_restarts", "num_resumed"),
     )
 )
 
@@ -82,7 +82,7 @@ class EngineStats:
     def after(self, earlier: EngineStats) -> EngineStats:
         """Return the stats of an engine in the place of an earlier one, whose totals go on."""
         whole = EngineStats.total([earlier, self])
-        totals: dict[str, Any] = {name: getattr(whole, name) for name in GROWING_FIELDS}
+        totals: dict[str, Any] = {name: getattr(whole, name) for name in TOTAL_FIELDS}
         return replace(self, **totals)
 
     @property

@@ -411,7 +411,8 @@ def take_share(start: frames.Start) -> None:
 
 def main() -> None:
     """Serve the front end at the other end of the socket whose descriptor is the argument."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the front end
+    for number in (signal.SIGINT, signal.SIGHUP):  # they come to the whole group, and are for the front end
+        signal.signal(number, signal.SIG_IGN)
     log = log_to_stderr()
     log_uncaught_errors()
     connection = socket.socket(fileno=int(sys.argv[1]))

@@ -6,7 +6,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -17,6 +17,9 @@ from ..requests.request import RequestMetrics, RequestOutput
 from ..sampling_params import SamplingParams
 from . import frames
 from .inbox import Inbox
+
+# Of `RequestMetrics`: what each process counts anew.
+COUNTS_OF_REQUEST = ("num_preemptions", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 Beginning = frames.Generate | frames.Embed | frames.ScoreTokens  # an order that begins a request
 
@@ -74,14 +77,17 @@ class _Times:
     """
 
     def __init__(self) -> None:
-        self._sent_at = time.monotonic()  # to the process that has it
-        self._first: RequestMetrics | None = None  # as the first process told them last
-        self._first_sent_at = self._sent_at
+        self._began_at: float | None = None  # when the first process got it, which may have told nothing
+        self._sent_at = 0.0  # to the process that has it
+        self._first: RequestMetrics | None = None  # as the first process that told some told them last
+        self._first_sent_at = 0.0
         self._is_first = True
 
     def on_send(self) -> None:
         """Record that a process gets the request."""
         self._sent_at = time.monotonic()
+        if self._began_at is None:
+            self._began_at = self._sent_at
         if self._first is None:
             self._first_sent_at = self._sent_at
         else:
@@ -89,17 +95,19 @@ class _Times:
 
     def of_first(self, told: RequestMetrics) -> RequestMetrics:
         """Return what the present process told, on the clock of the first one."""
+        assert self._began_at is not None, "no process has it"
         first = self._first
         if first is None or self._is_first:
-            self._first = told
-            return told
-        later = first.arrival_time - told.arrival_time + self._sent_at - self._first_sent_at
+            earlier = self._first_sent_at - self._began_at
+            self._first = replace(told, arrival_time=told.arrival_time - earlier) if earlier else told
+            return self._first
+        later = first.arrival_time - told.arrival_time + self._sent_at - self._began_at
         return RequestMetrics(
             first.arrival_time,
             _moved(first.first_scheduled_time, told.first_scheduled_time, later),
             _moved(first.first_token_time, told.first_token_time, later),
             _moved(None, told.finished_time, later),
-            first.num_preemptions + told.num_preemptions,
+            **{name: getattr(first, name) + getattr(told, name) for name in COUNTS_OF_REQUEST},
         )
 
 

@@ -289,7 +289,7 @@ def test_memory_of_the_draft_model_is_accounted_for():
             "['model'] is missing: 'draft_model' needs a directory",
         ),
         ({"method": "ngram", "model": "demo"}, "['model'] goes with method 'draft_model', not 'ngram'"),
-        ({"model": 3}, "['model'] must be a string, got 3"),
+        ({"model": 3}, "['model'] must be a non-empty string, got 3"),
         ({"model": "demo", "quantization": "int3"}, "['quantization'] must be one of int8, int4; got 'int3'"),
         ({"model": "demo", "prompt_lookup_max": 4}, "['prompt_lookup_max'] goes with methods 'ngram' and"),
     ],

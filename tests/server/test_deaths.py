@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import itertools
 import json
 import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -26,12 +28,14 @@ from paged import (
     SamplingParams,
 )
 from paged.commands.serve import _serve
+from paged.requests.request import RequestMetrics
 from paged.routing.router import PrefixAware
 from paged.server import connection, frames
 from paged.server.engine_client import EngineClient
 from paged.server.http.failures import failure_of
 from paged.server.http.listener import bind_all
 from paged.server.options import ServeOptions
+from paged.server.sent_request import _Times
 from tests.deaths import OPTIONS, read, run_round
 from tests.support.mortal_engines import MortalEngines, MortalProcess
 
@@ -41,7 +45,9 @@ ENDLESS = replace(LONG, max_tokens=2000)
 
 @pytest.fixture(scope="module")
 def engines() -> list[LLMEngine]:
-    return [LLMEngine("demo", **OPTIONS) for _ in range(2)]
+    """Return two engines, of which the second guesses tokens: a request may go from one to the other."""
+    guessing = {"speculative_config": {"method": "suffix", "adaptive": False}}
+    return [LLMEngine("demo", **OPTIONS), LLMEngine("demo", **OPTIONS, **guessing)]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -174,13 +180,38 @@ def test_a_router_forgets_a_replica():
 
 def test_totals_go_on_from_process_to_process(engines):
     """All that /metrics counts of an engine, whatever the new process has computed."""
-    earlier = replace(engines[0].stats(), num_restarts=1)
+    earlier = replace(
+        engines[0].stats(), num_restarts=1, num_drafts=3, num_accepted_at=(2, 1), draft_seconds_won=-0.5
+    )
     new = LLMEngine("demo", **OPTIONS).stats()
     whole = new.after(earlier)
-    for name in ("num_steps", "num_generated_tokens", "step_tokens", "num_prompt_tokens"):
+    of_drafts = ("num_drafts", "num_accepted_at", "draft_seconds_won")
+    for name in ("num_steps", "num_generated_tokens", "step_tokens", "num_prompt_tokens", *of_drafts):
         assert getattr(whole, name) == getattr(earlier, name)
     assert whole.num_restarts == 1
     assert (whole.num_free_blocks, whole.num_blocks) == (new.num_free_blocks, new.num_blocks)
+
+
+@pytest.mark.parametrize("num_silent", [0, 2])
+def test_times_and_counts_of_a_request_go_on_from_process_to_process(num_silent, monkeypatch):
+    """Counts are those of all processes, times on the clock of the first one that told some."""
+    sent_at = itertools.count(100, 7)
+    monkeypatch.setattr(time, "monotonic", lambda: next(sent_at))
+    times = _Times()
+    for _ in range(num_silent + 1):
+        times.on_send()
+    first = times.of_first(RequestMetrics(21.0, 22.0, 23.0, None, 1, 2, 8, 5))
+    arrival = 21.0 - 7 * num_silent
+    assert (first.arrival_time, first.first_scheduled_time, first.first_token_time) == (arrival, 22.0, 23.0)
+    times.on_send()
+    whole = times.of_first(RequestMetrics(50.0, 51.0, 52.0, 53.0, 10, 20, 80, 50))
+    assert replace(whole, finished_time=None, **_counts(first)) == first
+    assert whole.finished_time == 21.0 + 7 + 3
+    assert [*_counts(whole).values()] == [11, 22, 88, 55]
+
+
+def _counts(metrics: RequestMetrics) -> dict[str, Any]:
+    return {f.name: getattr(metrics, f.name) for f in fields(metrics) if f.name.startswith("num_")}
 
 
 @pytest.mark.parametrize(

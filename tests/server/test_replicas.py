@@ -101,6 +101,17 @@ def test_a_process_that_hangs_gets_no_requests_and_is_replaced(pair, monkeypatch
     assert second.poll() == -signal.SIGKILL
 
 
+def test_signals_for_the_front_end_end_no_engine(pair):
+    """Ctrl-C, and SIGHUP, by which keys are read again, may come to the whole group of processes."""
+    num_restarts = pair.stats().num_restarts
+    for process in processes(pair.front.engine):
+        for number in (signal.SIGINT, signal.SIGHUP):
+            os.kill(process.pid, number)
+    pair.post("/v1/embeddings", input=[[8], [9], [10]])
+    assert [process.poll() for process in processes(pair.front.engine)] == [None, None]
+    assert pair.stats().num_restarts == num_restarts
+
+
 def test_a_killed_process_is_replaced_and_its_streams_go_on(pair, caplog):
     """The counts of the metrics never fall, and an engine that is replaced fails neither probe."""
     body = {"prompt": "def f(", "temperature": 0, "max_tokens": 1000, "ignore_eos": True}
