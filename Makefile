@@ -1,5 +1,5 @@
-# make demo | test | lint | simulation | mutants | test-real | test-triton-3.6 | test-newest-server | clients | haproxy | peers | clean.
-# Each makes its own virtual environment first, in .venv.
+# make demo | test | lint | simulation | mutants | test-real | test-triton-3.6 | test-newest-server | clients | haproxy |
+# peers | clean. Each makes its own virtual environment first, in .venv.
 # Another Python: make test PYTHON=python3.12. Arguments for pytest: make test ARGS="-k scheduler".
 PYTHON ?= python3
 VENV := .venv

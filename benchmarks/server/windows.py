@@ -22,7 +22,7 @@ NUM_TOKENS = 16  # of a prompt, and of an output
 
 
 def measure(model: str, *, num_at_once: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """Measure each load with each window, in turns.
+    """Measure each load with each window, in turns. Figures are medians over the rounds.
 
     num_at_once: requests by which the engine's capacity is measured. seconds: of arrivals.
     """
@@ -35,10 +35,11 @@ def measure(model: str, *, num_at_once: int, seconds: float, rounds: int) -> lis
         for load in LOADS:
             rate = load * capacity
             found: dict[int, list[dict[str, float]]] = {window: [] for window in WINDOWS_MS}
-            for _ in range(rounds):
+            for number in range(rounds):
                 arrivals = [*accumulate(rng.expovariate(rate) for _ in range(max(2, int(rate * seconds))))]
-                for window, runs in found.items():
-                    runs.append(asyncio.run(_run(server, rng, arrivals, window / 1e3)))
+                first = number % len(WINDOWS_MS)
+                for window in WINDOWS_MS[first:] + WINDOWS_MS[:first]:
+                    found[window].append(asyncio.run(_run(server, rng, arrivals, window / 1e3)))
             rows += [
                 {"requests/s": rate, "of capacity": load, "window ms": window, **median_of(runs)}
                 for window, runs in found.items()
