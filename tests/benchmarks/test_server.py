@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from benchmarks.server.cores import Cores
+from benchmarks.server.windows import releases
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,3 +42,11 @@ def test_the_quick_form_measures_all_of_it():
 def test_processes_have_cores_of_their_own(monkeypatch, usable, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: usable)
     assert Cores.here() == expected
+
+
+@pytest.mark.parametrize(
+    ("window_s", "expected"),
+    [(0, [0, 1, 4, 5, 9]), (2, [2, 2, 6, 6, 11]), (5, [5, 5, 5, 10, 10])],
+)
+def test_a_window_opens_with_the_first_request_that_waits(window_s, expected):
+    assert releases([0, 1, 4, 5, 9], window_s) == expected
