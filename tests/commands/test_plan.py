@@ -128,4 +128,3 @@ def test_hub_id_that_cannot_be_fetched(run, monkeypatch):
 
     monkeypatch.setattr(hub, "hf_hub_download", fail)
     assert run.refused("plan", "nowhere").endswith(" could be fetched from the hub: 404: no such model")
-    assert "owner/name:Q4_K_M: of a GGUF file on the hub" in run.refused("plan", "owner/name:Q4_K_M")

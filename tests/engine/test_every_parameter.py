@@ -15,7 +15,8 @@ from tests.support.parameter_changes import BASE, CHANGES, PROMPT
 
 @pytest.fixture(scope="module")
 def engine() -> LLMEngine:
-    options = {"scheduling_policy": "priority", "max_num_seqs": 4, "speculative_config": {"method": "ngram"}}
+    speculation = {"method": "ngram", "adaptive": False}
+    options = {"scheduling_policy": "priority", "max_num_seqs": 4, "speculative_config": speculation}
     return new_engine("demo", skip_tokenizer_init=False, **options)
 
 

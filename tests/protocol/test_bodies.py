@@ -312,7 +312,7 @@ def test_errors_of_an_engine_name_the_field_with_the_prompt():
 
 def test_ranges_of_sampling_parameters_stand_once():
     """Bodies and the help of flags have those of `SamplingParams`, and say the same of a wrong value."""
-    own = {"n", "best_of"}  # a body takes fewer samples than an engine
+    own = {"n", "best_of", "priority"}  # a body takes fewer samples than an engine, and names of priorities
     num_bounds = 0
     for name, kind in kinds_of(SamplingParams).items():
         assert (SAMPLING_KINDS[name] is kind) != (name in own)

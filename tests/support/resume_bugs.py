@@ -84,8 +84,8 @@ BUGS = {
             "queue",
             "it refuses what was accepted",
             "scheduler/scheduler",
-            "if is_full and not request.inputs.is_resumed:",
-            "if is_full:",
+            "refusal = None if request.inputs.is_resumed else self.refusal(request)",
+            "refusal = self.refusal(request)",
         ),
     ],
     "tests/scheduler/test_policies.py::test_a_resumed_prompt_is_charged_once": [
