@@ -145,6 +145,7 @@ class Draw:
             raw = batch.raw_rows(logits, changed=grammar_masks is not None)
             of_model = best or (kernels.greedy(logits) if is_edited else None)
             may_ban_all = batch.may_ban_all or grammar_masks is not None
+            edited: Tensor | None
             chosen = None
             if grammar_masks is not None and batch.edits is None:
                 assert of_model is not None, "masks are edits"
