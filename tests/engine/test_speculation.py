@@ -24,6 +24,7 @@ from paged.drafting.drafter import Draft, Drafter
 from paged.drafting.drafters import new_drafter
 from paged.drafting.lengths import DraftLengths
 from paged.requests.request import CompletionOutput, Request
+from paged.sampling import grammar_jobs
 from paged.scheduler.drafts import Drafts
 from paged.speculative_config import SpeculativeConfig
 from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts
@@ -264,7 +265,9 @@ def outputs_of(
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_no_bit_of_an_output_changes(name):
+def test_no_bit_of_an_output_changes(name, monkeypatch):
+    # Else a busy machine ends runs where a mask is late, and right drafts are not all accepted.
+    monkeypatch.setattr(grammar_jobs, "SLOW_S", 60.0)
     engine = ENGINES[name]()
     requests = token_requests()
     if engine.tokenizer is not None:

@@ -50,10 +50,10 @@ def engines() -> list[LLMEngine]:
     return [LLMEngine("demo", **OPTIONS), LLMEngine("demo", **OPTIONS, **guessing)]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_outputs_are_those_of_a_run_without_deaths(engines, seed):
+def test_outputs_are_those_of_a_run_without_deaths(engines):
     """Seeds are the rounds of `python -m tests.deaths`, with fewer requests."""
-    assert run_round(engines[: 1 + seed % 2], seed, num_requests=30, mean_frames=25) > 0
+    rounds = [run_round(engines[: 1 + seed % 2], seed, num_requests=30, mean_frames=25) for seed in range(4)]
+    assert sum(rounds) > 4
 
 
 @contextlib.contextmanager
