@@ -158,11 +158,16 @@ class SupervisedEngine:
 
     async def ask(self) -> EngineStats:
         """Return the current stats, those of before if it is replaced meanwhile."""
+        connection = self.connection
         if self.is_up:
             try:
-                return self._counted(await self.connection.ask())
+                stats = await connection.ask()
             except EngineDeadError:
                 self.check()
+            else:
+                # Totals of a process that has ended since are among the earlier ones.
+                if self.is_up and connection is self.connection:
+                    return self._counted(stats)
         return self.stats
 
     @property
