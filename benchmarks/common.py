@@ -106,6 +106,7 @@ TINY = {
     "eos_token_id": 1,
 }
 SHAPES |= {
+    "tinyllama-1.1b-8k": {**SHAPES["tinyllama-1.1b"], "max_position_embeddings": 8192},  # for long contexts
     "gemma3-tiny": {**SHAPES["gemma3-1b"], **TINY, "num_hidden_layers": 6},  # the last has full attention
     "phi3-tiny": {**SHAPES["phi3-1b"], **TINY, "num_hidden_layers": 2, "num_key_value_heads": 4},
 }

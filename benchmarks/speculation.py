@@ -4,12 +4,14 @@
     python -m benchmarks.speculation --model tinyllama-1.1b --accepted 0.8 --requests 1 4
     python -m benchmarks.speculation --draft demo --quantization int4           # the demo drafts for itself
     python -m benchmarks.speculation --model tinyllama-1.1b --draft llama-15m --accepted 0.8
+    python -m benchmarks.speculation --step-times --model tinyllama-1.1b-8k --context 4096 --requests 1
 
 With --accepted the drafter knows the outputs, and each of its tokens is right with that probability: for
 shapes with random weights, and for always wrong drafts with 0; a draft model is run, and its guesses are
 replaced. All outputs are compared. What an engine learns of step times and acceptance is kept from round to
 round, found outputs are not. `speed` is the median of the paired times without drafts over those with them,
-of the decode alone: above 1 drafts pay.
+of the decode alone: above 1 drafts pay. With --step-times, how much longer steps take that compute several
+tokens of each request than those that compute one.
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ PROMPTS = {
     "JSON of a schema, examples": f"users = [{RECORDS}]\n\nusers = ",
     "editing": f"{CLASS}\n\n{CLASS.replace('Account', 'Wallet')}\n\n{CLASS.replace('Account', 'Purse')[:60]}",
 }
+NUM_TOKENS = (1, 2, 4, 8)  # of each request in a step
 
 
 class Replay:
@@ -110,8 +113,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", nargs="+", choices=PROMPTS, default=[*PROMPTS], help="of the demo")
+    parser.add_argument("--step-times", action="store_true", help="of steps by their tokens of each request")
     args = parser.parse_args()
-    has_tokenizer = args.accepted is None and args.model == "demo"
+    has_tokenizer = args.accepted is None and args.model == "demo" and not args.step_times
     speculation = None
     if args.draft is not None:
         speculation = {
@@ -129,10 +133,15 @@ def main() -> None:
     )
     of_model = engine.scheduler.drafts
     print(engine.describe())
+    if args.step_times:
+        rows = [step_times(engine, num, args) for num in args.requests]
+        print_table(rows)
+        print_json({"benchmark": "speculation", "rows": rows, **vars(args)})
+        return
     rng = random.Random(0)
     prompts: dict[str, Any] = {kind: PROMPTS[kind] for kind in args.prompts}
     if not has_tokenizer:
-        prompts = {"random": [rng.randrange(engine.model_config.vocab_size) for _ in range(args.context)]}
+        prompts = {"random": random_prompt(engine, args.context, rng)}
     cells = [(kind, num) for kind in prompts for num in args.requests]
     rows = [row(engine, kind, prompts[kind], num, args, of_model) for kind, num in cells]
     print(file=sys.stderr)
@@ -173,7 +182,7 @@ def row(
         assert found == expected, "drafts changed an output"
         after = engine.stats()
         _, without = run(engine, prompts, params, None)
-        pairs.append((without, with_drafts))
+        pairs.append((sum(without), sum(with_drafts)))
     pairs = pairs[1:]  # the first records steps
     num_drafts = after.num_draft_tokens - before.num_draft_tokens
     num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
@@ -189,20 +198,48 @@ def row(
     }
 
 
+def random_prompt(engine: LLMEngine, num_tokens: int, rng: random.Random) -> list[int]:
+    """Make a prompt of random tokens."""
+    return [rng.randrange(engine.model_config.vocab_size) for _ in range(num_tokens)]
+
+
+def step_times(engine: LLMEngine, num_requests: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Time steps of some tokens of each request over plain ones, whose time is given in milliseconds.
+
+    In turns, on the same requests: their drafts are always wrong.
+    """
+    rng = random.Random(0)
+    prompts = [random_prompt(engine, args.context, rng) for _ in range(num_requests)]
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=args.max_tokens)
+    expected, _ = run(engine, prompts, params, None)
+    seconds: dict[int, list[float]] = {num: [] for num in NUM_TOKENS}
+    for _ in range(args.rounds):
+        for num, found in seconds.items():
+            drafts = Drafts(Replay(expected, 0.0), num - 1, 2**31, 512) if num > 1 else None
+            outputs, times = run(engine, prompts, params, drafts)
+            assert outputs == expected, "drafts changed an output"
+            # The first steps may be recorded, and the last ones have room for fewer drafts.
+            found += times[2 : -max(NUM_TOKENS)]
+    medians = {num: statistics.median(found) for num, found in seconds.items()}
+    factors = {f"{num} tokens": medians[num] / medians[1] for num in NUM_TOKENS[1:]}
+    return {"requests": num_requests, "context": args.context, "ms": 1e3 * medians[1], **factors}
+
+
 def run(
     engine: LLMEngine, prompts: list[Any], params: SamplingParams, drafts: Drafts | None
-) -> tuple[dict[str, list[int]], float]:
-    """Run requests. Return their tokens, and the seconds from when all have their first token."""
+) -> tuple[dict[str, list[int]], list[float]]:
+    """Run requests. Return their tokens, and the seconds of each step once all have their first token."""
     engine.scheduler.drafts = None
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params)
     while engine.scheduler.num_waiting or any(r.num_output_tokens < 1 for r in engine.scheduler.running):
         engine.core.step()
     engine.scheduler.drafts = drafts
-    started = time.perf_counter()
+    seconds = []
     while engine.scheduler.has_unfinished():
+        started = time.perf_counter()
         engine.core.step()
-    seconds = time.perf_counter() - started
+        seconds.append(time.perf_counter() - started)
     outputs = engine.step()
     return {output.request_id: [*output.outputs[0].token_ids] for output in outputs}, seconds
 

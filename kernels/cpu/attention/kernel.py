@@ -19,7 +19,7 @@ from . import amx_attention, decode
 from .block_table import copy_scales, write_addresses
 from .prompt import attend_in_scratch
 from .softmax import TILE, KeyTile, Prefetch, merge_softmax, reset, rows_from, write_output
-from .units import BY_FLOATS, BY_TILES, SPLIT_KEYS, lay_out, read_unit
+from .units import BY_FLOATS, BY_TILES, MAX_DECODE, SPLIT_KEYS, lay_out, read_unit
 
 _ADDRESSES = (
     "units",  # i64[num_units, 8]: seq; first and end of tokens, KV heads and splits; first row in parts or -1
@@ -101,8 +101,13 @@ def _store_results(args, unit, state):
 
 @function
 def _next_tile(args, unit, start, addresses):
-    """Write the addresses of the tile that starts there, and return how a unit prefetches it."""
-    count = max(0, min(TILE, min(unit.end_key, unit.end_split * SPLIT_KEYS) - start))
+    """Write the addresses of the tile that starts there, and return how a unit prefetches it.
+
+    Prompts prefetch nothing: their rows keep the CPU busy, not memory.
+    """
+    count = 0
+    if unit.num_tokens <= MAX_DECODE:
+        count = max(0, min(TILE, min(unit.end_key, unit.end_split * SPLIT_KEYS) - start))
     write_addresses(args, unit.seq, KeyTile(start, 0, count, False), addresses)
     share = (count + unit.num_rows - 1) // unit.num_rows
     size = unit.num_heads * item_size(args.cache_kind)
@@ -118,9 +123,8 @@ def _attend(args, number, scratch_memory):
     scratch, total, partial = lay_out(args, unit, scratch_memory)
     amx_in_place = unit.arithmetic == BY_TILES and unit.in_place
     if amx_in_place:
-        first = _next_tile(
-            args, unit, max(unit.first_split * SPLIT_KEYS, unit.first_key // TILE * TILE), scratch.keys
-        )
+        start = max(unit.first_split * SPLIT_KEYS, unit.first_key // TILE * TILE)
+        first = _next_tile(args, unit, start, scratch.next_addresses)
         fetch_rows(first.addresses, first.key_offset, first.key_bytes, 0, first.num_tokens)
         fetch_rows(first.addresses + 8 * TILE, first.value_offset, first.value_bytes, 0, first.num_tokens)
     _load_queries(args, unit, scratch.queries)
@@ -141,13 +145,14 @@ def _attend(args, number, scratch_memory):
             write_addresses(args, unit.seq, tile, scratch.addresses)
             if args.key_scales:
                 copy_scales(args, unit, tile, state.scales)
-            if not unit.in_place:
-                configured = attend_in_scratch(args, unit, scratch, state, tile, configured)
-            elif amx_in_place:
-                prefetch = _next_tile(args, unit, start + TILE, scratch.keys)
+            if unit.in_place and not amx_in_place:  # it prefetches by itself
+                decode.attend_in_place(args, unit, scratch, state, tile)
+                continue
+            prefetch = _next_tile(args, unit, start + TILE, scratch.next_addresses)
+            if amx_in_place:
                 amx_attention.attend_in_place(args, unit, scratch, state, tile, prefetch)
             else:
-                decode.attend_in_place(args, unit, scratch, state, tile)
+                configured = attend_in_scratch(args, unit, scratch, state, tile, configured, prefetch)
         if split > first_split:
             for row in range(unit.num_rows):
                 to = rows_from(total, row, scratch.scores)

@@ -25,13 +25,12 @@ from ..products.amx import HAS_TILES
 from ..simd.numbers import KINDS
 from ..simd.vectors import padded
 from .kernel import ATTEND, MERGE
-from .units import SPLIT_KEYS, scratch_size
+from .units import MAX_DECODE, SPLIT_KEYS, scratch_size
 
 UNITS_PER_THREAD = 2  # at least, so that threads end at about the same time
 # of a unit of a prompt, for each KV head
 MAX_ROWS = 512
 LEAST_ROWS = 64
-MAX_DECODE = 4  # new tokens of a sequence up to which KV heads share a unit
 
 
 class Plan(NamedTuple):
@@ -173,9 +172,9 @@ def plan_units(
 ) -> Plan:
     """Divide a step into units of similar size, the longest first. The division does not change any bit.
 
-    A decode is one unit with all its heads, so that memory is read in order. If that is too much work for one
-    thread, its KV heads become units, and then its splits of SPLIT_KEYS keys. A prompt has a unit for each KV
-    head and tile of query tokens.
+    A decode, of up to MAX_DECODE tokens, is one unit with all its heads, so that memory is read in order. If
+    that is too much work for one thread, its KV heads become units, and then its splits of SPLIT_KEYS keys. A
+    prompt has a unit for each KV head and tile of query tokens.
     """
     query_lens = np.diff(cu_seqlens_q)
     work = seq_lens.astype(np.int64) * query_lens

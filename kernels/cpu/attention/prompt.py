@@ -51,7 +51,7 @@ def _transpose_keys(keys, tile_keys, stride, depth, count):
 
 
 @function
-def _attend_block(args, unit, state, queries, keys, values, value_stride, first, rows, tile):
+def _attend_block(args, unit, state, queries, keys, values, value_stride, first, rows, tile, prefetch):
     """Attend from some rows of a unit, from `first` on, to one head's keys of a tile."""
     scores = state.scores
     vectors = state.num_vectors
@@ -62,7 +62,7 @@ def _attend_block(args, unit, state, queries, keys, values, value_stride, first,
         multiply_tiles(
             rows, width // LANES, scores, TILE_BYTES, 1, queries, q_stride, keys, TILE_BYTES, steps
         )  # fmt: skip
-        softmax_step(args, unit, state, first, rows, tile, width, True, None)
+        softmax_step(args, unit, state, first, rows, tile, width, True, prefetch)
         add_values(state.outputs, vectors, scores, values, value_stride, rows, tile)
         return
     in_pairs = unit.arithmetic == BY_PAIRS
@@ -73,7 +73,7 @@ def _attend_block(args, unit, state, queries, keys, values, value_stride, first,
         multiply_add_pairs(*product)
     else:
         multiply_add(*product)
-    softmax_step(args, unit, state, first, rows, tile, width, in_pairs, None)
+    softmax_step(args, unit, state, first, rows, tile, width, in_pairs, prefetch)
     skip = tile.skip
     end = tile.end
     if in_pairs:
@@ -91,7 +91,7 @@ def _attend_block(args, unit, state, queries, keys, values, value_stride, first,
 
 
 @function
-def attend_in_scratch(args, unit, scratch, state, tile, configured):
+def attend_in_scratch(args, unit, scratch, state, tile, configured, prefetch):
     """Attend from a unit's rows to a key tile. Return how many rows AMX is configured for now."""
     group = args.num_heads // args.num_kv_heads
     rows = unit.head_rows
@@ -116,6 +116,6 @@ def attend_in_scratch(args, unit, scratch, state, tile, configured):
             _attend_block(
                 args, unit, rows_from(state, row, scratch.scores), scratch.queries + row * 4 * depth,
                 scratch.keys, scratch.tile_values + 4 * width * head, scratch.value_stride, row, some,
-                KeyTile(tile.start, tile.skip, seen, tile.is_masked),
+                KeyTile(tile.start, tile.skip, seen, tile.is_masked), prefetch,
             )  # fmt: skip
     return configured

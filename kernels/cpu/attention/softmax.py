@@ -218,7 +218,7 @@ def _softmax_group(args, unit, state, first, rows, tile, width, in_pairs, prefet
     later = first % unit.head_rows // group
     number = first % group
     for i in range(rows):
-        if prefetch is not None:
+        if prefetch is not None and prefetch.num_tokens:
             _prefetch_share(prefetch, first + i, prefetch.addresses, prefetch.key_offset, prefetch.key_bytes)
         row = state.scores + i * TILE_BYTES
         begin = 0
@@ -260,7 +260,7 @@ def _softmax_group(args, unit, state, first, rows, tile, width, in_pairs, prefet
             _scale_row(state.outputs + i * state.num_vectors * VECTOR_BYTES, state.num_vectors, share)
 
     for i in range(rows):
-        if prefetch is not None:
+        if prefetch is not None and prefetch.num_tokens:
             addresses = prefetch.addresses + 8 * TILE
             _prefetch_share(prefetch, first + i, addresses, prefetch.value_offset, prefetch.value_bytes)
         row = state.scores + i * TILE_BYTES

@@ -11,6 +11,7 @@ from .amx_attention import KEYS, in_place_bytes
 from .softmax import TILE, TILE_BYTES, WORK_VECTORS, State
 
 SPLIT_KEYS = 1024  # keys that one softmax goes over; longer contexts are split and merged (split-KV)
+MAX_DECODE = 8  # new tokens of a sequence that is computed as a decode: mostly it waits for memory
 AMX_BLOCK = 2 * TILE_ROWS  # query rows that AMX multiplies by a key tile at once
 MAX_IN_PLACE_ROWS = 8  # of a KV head: with more, copying K and V into scratch memory pays
 # Multiply-adds of float32, of pairs of bfloat16 (AVX512-BF16), of tiles of such pairs (AMX).
@@ -50,9 +51,10 @@ class Scratch(NamedTuple):
     key_stride: int
     tile_values: int
     value_stride: int
-    keys: int  # of one head, transposed; by AMX in place, addresses of the next tile
+    keys: int  # of one head, transposed
     scores: int
     addresses: int  # of K in the cache for the tile's tokens, then of V
+    next_addresses: int  # of the next tile
     more_addresses: int  # of K: of tokens to prefetch, or by AMX of every 16th token
     queries: int
     tile_config: int  # of AMX
@@ -64,7 +66,7 @@ def scratch_size(
     """Return the bytes for any unit of up to max_rows rows and max_heads KV heads. tiles: by AMX too."""
     width: int = padded.py_func(value_dim)
     score_rows = max(AMX_BLOCK, max_rows) + TILE_ROWS
-    words = TILE * (max_heads * (head_dim + width + 2) + 2 * 16 + head_dim + score_rows + 2 * 2)
+    words = TILE * (max_heads * (head_dim + width + 2) + 2 * 16 + head_dim + score_rows + 4 * 2)
     size: int = 4 * (words + 2 * LANES + WORK_VECTORS * LANES + max_rows * (head_dim + 2 * width + 4))
     return size + (in_place_bytes(min(max_rows, num_heads), head_dim) if tiles else 0)
 
@@ -144,7 +146,8 @@ def lay_out(args, unit, scratch):
     keys = tile_values + TILE * value_stride
     scores = keys + depth * TILE_BYTES
     addresses = scores + (max(AMX_BLOCK, num_rows) + TILE_ROWS) * TILE_BYTES
-    more_addresses = addresses + 16 * TILE
+    next_addresses = addresses + 16 * TILE
+    more_addresses = next_addresses + 16 * TILE
     queries = more_addresses + 8 * LANES
     outputs = queries + num_rows * 4 * depth
     states = outputs + 2 * num_rows * 4 * width
@@ -157,7 +160,7 @@ def lay_out(args, unit, scratch):
         width // LANES, scales, work,
     )  # fmt: skip
     memory = Scratch(
-        tile_keys, key_stride, tile_values, value_stride, keys, scores, addresses, more_addresses, queries,
-        tile_config,
+        tile_keys, key_stride, tile_values, value_stride, keys, scores, addresses, next_addresses,
+        more_addresses, queries, tile_config,
     )  # fmt: skip
     return memory, total, partial
