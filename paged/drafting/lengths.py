@@ -23,7 +23,9 @@ SEARCHING = 0.006  # the same where none were found
 MEASURED = 16  # of so many plain steps in a row one is measured, as that takes time itself
 MOST_DOUBLINGS = 8
 SLOW = 0.2  # of a plain step: guesses that take longer get a limit
+FIRST_LIMIT = 2  # the guess that chooses the first limit
 LIMIT_EVERY = 8  # guesses
+WEIGHT = 2  # guesses that one counts as which takes a plain step and wins nothing
 
 OTHER, PLAIN_DECODE, DRAFTS = range(3)  # kinds of steps
 
@@ -72,7 +74,7 @@ class DraftLengths:
         self.acceptance = Acceptance(most)
         self.times = StepTimes(most, seed)
         self.ledger = Ledger()
-        self.limit = most
+        self.limit = 1  # until it is known how long guesses take
         self.is_idle = False
         self._most = most
         self._clock = clock
@@ -128,7 +130,7 @@ class DraftLengths:
             self._usual[self.limit] = min(usual, self._guessing)
         else:
             self._usual[self.limit] = usual + (min(self._guessing, 2 * usual) - usual) / 8
-        if self._has_found and self._num_guesses % LIMIT_EVERY == 0:
+        if self._num_guesses == FIRST_LIMIT or (self._has_found and self._num_guesses % LIMIT_EVERY == 0):
             self._choose_limit(drafts, num_requests, context, left)
         return counts
 
@@ -247,7 +249,7 @@ class DraftLengths:
         if self._last == DRAFTS and won > 0:
             self._num_misses = 0
         elif self._guessing:
-            self._num_misses += 1
+            self._num_misses += max(1, int(WEIGHT * self._guessing / plain))
             doublings = min(self._num_misses - PATIENCE, MOST_DOUBLINGS)
             if doublings > 0:
                 share = PROBING if self._has_found else SEARCHING

@@ -183,3 +183,9 @@ def test_a_slow_drafter_guesses_no_more_than_pays(share, of_token):
         for rows in (2, 3, 4, 6, 8)
     )
     assert world.run(1000, 1) > 0.92 * max(1.0, best)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.95])
+def test_a_drafter_as_slow_as_the_model_is_soon_left_alone(share):
+    """Its first guesses are short, and count more than those of a fast one."""
+    assert World(staircase, lambda _: share, of_token=1.0).run(100, 1) > 0.8
