@@ -22,9 +22,9 @@ class SpeculativeConfig:
     """How the next tokens of requests are guessed, with vLLM's keys.
 
     method: "ngram" guesses what followed the last tokens where they occurred before in the request; "suffix"
-        looks in its siblings too, and in outputs that ended before, of the same tenant and cache_salt. Both
-        guess the tokens that structured_outputs force, where there are some; "grammar" guesses these only.
-        "draft_model" has a second, smaller model draw them. It is the default where `model` is given.
+        looks in its siblings too, and in outputs that ended before, of the same tenant and cache_salt;
+        "draft_model", the default where `model` is given, has a second, smaller model draw them. All guess
+        the tokens that structured_outputs force, where there are some; "grammar" guesses these only.
     num_speculative_tokens: most guesses for a request in a step.
     adaptive: whether steps take only as many guesses as make tokens come faster, by measured times and
         acceptance; False takes all that are made.

@@ -10,10 +10,13 @@ from .suffix import SuffixDrafter
 
 
 def new_drafter(config: SpeculativeConfig, draft_model: Drafter | None = None) -> Drafter:
-    """Make the drafter that the config names, or return the one that runs its draft model."""
+    """Make the drafter that the config names.
+
+    draft_model: runs that of the config, if it has one.
+    """
     if config.method == "draft_model":
         assert draft_model is not None, "a draft model was not loaded"
-        return draft_model
+        return GrammarDrafter(draft_model)
     if config.method == "grammar":
         return GrammarDrafter()
     if config.method == "suffix":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..requests.request import Request
 from .drafter import Draft
@@ -35,7 +35,6 @@ class SuffixDrafter:
         """Return a guess for each request; none where its last tokens are new."""
         if len(self._indices) != len(requests):
             self._shelve_ended()
-        siblings: dict[int, list[TokenIndex]] = {}  # by their inputs, which they share
         indices = []
         for request in requests:
             index = self._indices.get(request)
@@ -43,38 +42,48 @@ class SuffixDrafter:
                 index = self._indices[request] = TokenIndex(request.token_ids, self._shortest)
             index.update()
             indices.append(index)
-            siblings.setdefault(id(request.inputs), []).append(index)
+        siblings = _siblings(requests, indices)
+        if not siblings and not self._shelves:
+            return [
+                self._propose(request, limit, index)
+                for request, limit, index in zip(requests, limits, indices, strict=True)
+            ]
         return [
-            self._propose(request, limit, index, siblings[id(request.inputs)])
+            self._propose(request, limit, index, self._others(request, index, siblings))
             for request, limit, index in zip(requests, limits, indices, strict=True)
         ]
 
-    def _propose(self, request: Request, limit: int, own: TokenIndex, siblings: list[TokenIndex]) -> Draft:
+    def _propose(
+        self, request: Request, limit: int, own: TokenIndex, others: Sequence[TokenIndex] = ()
+    ) -> Draft:
+        """Return the continuation of the longest match in a request's own text, or in one of the others."""
         token_ids = request.token_ids
         found = own
-        best = own.find(token_ids, LONGEST)
-        if best.length < LONGEST and (len(siblings) > 1 or self._shelves):
-            for index in self._others(request, own, siblings):
-                occurrence = index.find(token_ids, LONGEST)
-                if occurrence.length > best.length:
-                    best = occurrence
-                    found = index
-                    if best.length >= LONGEST:
-                        break
-        if not best.length:
+        end, length = own.find(token_ids, LONGEST)
+        for index in others:
+            if length >= LONGEST:
+                break
+            other_end, other_length = index.find(token_ids, LONGEST)
+            if other_length > length:
+                end = other_end
+                length = other_length
+                found = index
+        if not length:
             return NO_DRAFT
-        tokens = found.following(best.end, limit)
+        tokens = found.following(end, limit)
         if SEPARATOR in tokens:
             tokens = tokens[: tokens.index(SEPARATOR)]
-        return Draft(tokens, best.length)
+        return Draft(tokens, length)
 
-    def _others(self, request: Request, own: TokenIndex, siblings: list[TokenIndex]) -> Iterator[TokenIndex]:
-        """Yield where to look besides the request itself."""
-        if len(siblings) > 1:
-            yield from [index for index in siblings[: MOST_SIBLINGS + 1] if index is not own]
+    def _others(
+        self, request: Request, own: TokenIndex, siblings: Mapping[int, list[TokenIndex]]
+    ) -> Sequence[TokenIndex]:
+        """Return where to look besides the request itself."""
         shelf = self._shelves.get(_scope(request))
-        if shelf is not None:
-            yield shelf
+        others = [] if shelf is None else [shelf]
+        if siblings:
+            others[:0] = [i for i in siblings[id(request.inputs)][: MOST_SIBLINGS + 1] if i is not own]
+        return others
 
     def _shelve_ended(self) -> None:
         """Keep the outputs that have ended, and forget their requests."""
@@ -95,6 +104,15 @@ class SuffixDrafter:
         self._shelves[scope] = shelf
         if len(self._shelves) > MOST_SHELVES:
             del self._shelves[next(iter(self._shelves))]
+
+
+def _siblings(requests: Sequence[Request], indices: Iterable[TokenIndex]) -> dict[int, list[TokenIndex]]:
+    """Return the texts of requests by the inputs that they share; nothing if none has a sibling."""
+    siblings: dict[int, list[TokenIndex]] = {}
+    if len({id(request.inputs) for request in requests}) < len(requests):
+        for request, index in zip(requests, indices, strict=True):
+            siblings.setdefault(id(request.inputs), []).append(index)
+    return siblings
 
 
 def _scope(request: Request) -> Scope:

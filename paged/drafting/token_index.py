@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
 
 MOST_LOOKS = 4  # earlier occurrences of the shortest match that are compared, the newest first
-
-
-class Occurrence(NamedTuple):
-    """Where a text occurred before: the place that follows it, and how many tokens match before that."""
-
-    end: int
-    length: int
-
-
-NOWHERE = Occurrence(0, 0)
 
 
 class TokenIndex:
@@ -52,8 +41,10 @@ class TokenIndex:
                 newest[key] = place
                 place += 1
 
-    def find(self, tokens: Sequence[int], longest: int) -> Occurrence:
-        """Return the longest of the newest occurrences of the end of `tokens`; NOWHERE if there is none.
+    def find(self, tokens: Sequence[int], longest: int) -> tuple[int, int]:
+        """Return the longest of the newest earlier occurrences of the end of `tokens`.
+
+        It is the place that follows the occurrence, and how many tokens match before that: 0, 0 if none does.
 
         longest: matches are not compared further.
         """
@@ -61,20 +52,20 @@ class TokenIndex:
         size = len(tokens)
         place = self._newest.get(tuple(tokens[size - n :]), 0)
         if not place:
-            return NOWHERE
+            return 0, 0
         known = self.tokens
-        end = tokens[max(0, size - longest) :]
         best = 0
         best_length = n - 1
         for _ in range(MOST_LOOKS):
-            most = min(len(end), place)
-            # Compared from the token on that would make the match longer than the best one.
-            if most > best_length and known[place - best_length - 1] == end[-best_length - 1]:
-                if known[place - most : place] == end[len(end) - most :]:
+            # Compared from the token on that would make the match longer than the best one. Here and there
+            # nothing precedes the first token, and an index of -1 finds the last one: `most` rules that out.
+            if known[place - best_length - 1] == tokens[size - best_length - 1]:
+                most = min(longest, size, place)
+                if known[place - most : place] == tokens[size - most :]:
                     length = most
                 else:
                     length = n
-                    while known[place - length - 1] == end[-length - 1]:
+                    while known[place - length - 1] == tokens[size - length - 1]:
                         length += 1
                 if length > best_length:
                     best = place
@@ -84,7 +75,7 @@ class TokenIndex:
             place = self._before[place - n]
             if not place:
                 break
-        return Occurrence(best, best_length)
+        return best, best_length
 
     def following(self, place: int, num: int) -> list[int]:
         """Return the num tokens that follow a place. Behind the end, the text since the place repeats."""

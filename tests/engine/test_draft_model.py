@@ -14,7 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paged import ConfigError, EngineConfig, LLMEngine, PagedError, SamplingParams
+from paged import (
+    ConfigError,
+    EngineConfig,
+    LLMEngine,
+    PagedError,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from paged.drafting.drafter import Draft, Drafter
 from paged.model.config import DEMO
 from paged.model.weights.loading import Loader
@@ -143,6 +150,17 @@ def test_the_share_of_accepted_guesses_follows_from_both_models_logits():
     assert stats.num_draft_tokens == sum(len(guesses) for _, _, guesses in found.guesses)
     assert stats.num_accepted_tokens == num_accepted
     assert 0.3 < num_accepted / stats.num_draft_tokens < 1
+
+
+def test_what_a_grammar_forces_comes_before_the_models_guesses():
+    engine = demo(**itself())
+    text = "zebra-42: quokkas, 17 axolotls"
+    params = replace(GREEDY, ignore_eos=False, structured_outputs=StructuredOutputsParams(regex=text))
+    (output,) = engine.generate([CODE], params, use_tqdm=False)
+    assert output.outputs[0].text == text
+    metrics = output.metrics
+    assert metrics.num_accepted_tokens == metrics.num_draft_tokens
+    assert metrics.num_accepted_tokens > 0.6 * len(output.outputs[0].token_ids)
 
 
 def test_guesses_do_not_depend_on_those_that_others_made():
