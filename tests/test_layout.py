@@ -64,7 +64,7 @@ SOURCES = sorted((ROOT / "paged").rglob("*.py"))
 KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 PRODUCT = SOURCES + KERNELS
 EVERY_FILE = PRODUCT + [
-    file for folder in ("tests", "benchmarks") for file in sorted((ROOT / folder).rglob("*.py"))
+    file for folder in ("tests", "benchmarks", "examples") for file in sorted((ROOT / folder).rglob("*.py"))
 ]
 
 
