@@ -14,6 +14,7 @@ import msgspec
 from ..engine.async_base import AsyncEngine
 from ..errors import PagedError
 from ..scheduler.picture import EnginePicture, PicturedRequest
+from .http.failures import HttpError
 
 PERIOD_S = 0.25  # between two pictures of an engine
 MOST_SHARE = 0.005  # of an engine's time that the making of pictures may take
@@ -41,7 +42,9 @@ class Gallery:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Have pictures made within this context."""
+        """Have pictures made within this context. Raises HttpError if MOST_WATCHERS watch already."""
+        if self.num_watchers >= MOST_WATCHERS:
+            raise HttpError(429, f"{MOST_WATCHERS} others watch already; try again later")
         self.num_watchers += 1
         if self.num_watchers == 1:
             loop = asyncio.get_running_loop()

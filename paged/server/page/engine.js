@@ -34,7 +34,11 @@ export function watch() {
       for await (const { scope, engines } of events(response)) {
         heard();
         setState("live", "live");
-        draw(views, engines, scope);
+        try {
+          draw(views, engines, scope);
+        } catch (error) {
+          console.error(error); // the next picture may be drawn
+        }
       }
       return "reconnecting";
     } catch (error) {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...protocol.endpoints import Endpoint
 from ..front_end import FrontEnd
-from ..gallery import MOST_WATCHERS, PERIOD_S
+from ..gallery import PERIOD_S
 from ..http.exchange import Exchange, until_disconnect
 from ..http.failures import Header, HttpError
 from ..http.streams import StreamedResponse
@@ -58,8 +58,6 @@ class WatchRoute:
         if not front.options.page:
             raise _no_page(exchange)
         gallery = front.gallery
-        if gallery.num_watchers >= MOST_WATCHERS:
-            raise HttpError(429, f"{MOST_WATCHERS} others watch already; try again later")
         tenant = None if exchange.key is None else exchange.key.entry.tenant
         response = StreamedResponse(exchange)
         front.keep_alive.on_write(response)
