@@ -21,6 +21,7 @@ PAGES = [
         "paged/demo/*.md",
         "benchmarks/*.md",
         "examples/*.md",
+        "deploy/*.md",
     )
     for page in sorted(ROOT.glob(pattern))
 ]

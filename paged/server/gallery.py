@@ -21,7 +21,7 @@ MOST_SHARE = 0.005  # of an engine's time that the making of pictures may take
 MOST_WATCHERS = 64
 
 # What a picture has of the whole engine, of which a tenant is told no more than sizes.
-_OF_ENGINE = tuple(field.name for field in fields(EnginePicture) if field.name not in ("seconds", "requests"))
+_OF_ENGINE = tuple(field.name for field in fields(EnginePicture) if field.name != "requests")
 _OF_TENANT = ("time", "block_size")
 
 

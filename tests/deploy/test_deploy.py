@@ -69,7 +69,7 @@ def test_every_metric_of_alerts_and_dashboard_exists():
         found = set(METRIC.findall(expression))
         assert found, expression
         assert found <= known, expression
-    (adapter,) = yaml.safe_load((DEPLOY / "kubernetes" / "adapter-rules.yaml").read_text())["rules"]["custom"]
+    (adapter,) = yaml.safe_load((DEPLOY / "prometheus-adapter.yaml").read_text())["rules"]["custom"]
     assert set(METRIC.findall(str(adapter))) <= known
     (metric,) = manifests()["autoscaling.yaml"]["spec"]["metrics"]
     assert metric["pods"]["metric"]["name"] == adapter["name"]["as"]

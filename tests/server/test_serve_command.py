@@ -224,7 +224,7 @@ def test_an_address_that_others_reach_needs_keys(run):
 
 
 def test_a_server_and_its_end(tmp_path):
-    """It says its address, also to systemd, serves with the tokens of its engine, and ends with 0 on a signal.
+    """It says its address, also to systemd, serves with tokens of its engine, and ends with 0 on a signal.
 
     From then on nothing reads its log, which made it hang as soon as the pipe was full. No process that it
     starts has its key. Every line is JSON, also those of its engine process.

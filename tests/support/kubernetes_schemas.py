@@ -25,8 +25,7 @@ UNUSED = False
 
 def manifests() -> dict[str, dict[str, Any]]:
     """Return the objects for Kubernetes by the names of their files."""
-    found = {file.name: yaml.safe_load(file.read_text()) for file in sorted(MANIFESTS.glob("*.yaml"))}
-    return {name: value for name, value in found.items() if "kind" in value}  # the others are for tools
+    return {file.name: yaml.safe_load(file.read_text()) for file in sorted(MANIFESTS.glob("*.yaml"))}
 
 
 def _published(name: str) -> Any:
