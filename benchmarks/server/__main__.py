@@ -18,7 +18,7 @@ service    how long streams pause when their engine process is killed or stopped
 windows    whether waiting for more requests before a step would help: arrivals that the sender groups into
            windows of some milliseconds, at several rates
 keys       the front end alone, without and with a file of 1,000 keys and limits, in turns
-page       the steps of 64 and 256 requests, in turns without and with the page open in two browsers
+page       steps of 64 and of 256 requests, in turns without and with the page open in two browsers
 
 Front end, client and engine are processes of their own: the front end has the last core, the client another
 one; beside an engine, which has all the others, front end and client share it. First it is checked that
@@ -115,10 +115,10 @@ def main() -> None:
     if "page" in sections:
         from benchmarks.server import page
 
-        rounds, seconds = (1, 0.5) if args.quick else (args.rounds, 2.0)
+        rounds = 1 if args.quick else args.rounds
         rows = [
-            page.measure("demo", rounds, num_requests=num, seconds=seconds)
-            for num in ([16] if args.quick else [64, 256])
+            page.measure("demo", rounds, num_requests=num, max_tokens=max_tokens)
+            for num, max_tokens in ([(16, 200)] if args.quick else [(64, 300), (256, 100)])
         ]
         print()
         print_table(rows)

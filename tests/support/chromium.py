@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -108,14 +107,15 @@ class Page:
             time.sleep(0.05)
         return value
 
-    def screenshot(self, file: Path, width: int, height: int, *, dark: bool = False) -> None:
-        """Write a picture of the page, a PNG."""
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
+    def resize(self, width: int, height: int) -> None:
+        """Let the page have this size in pixels."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         time.sleep(0.6)  # the next picture of the engine is drawn in the new size
-        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+
+    def screenshot(self) -> bytes:
+        """Return a picture of the page, a PNG."""
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
 
 @contextmanager
