@@ -117,7 +117,7 @@ def main() -> None:
 
         rounds = 1 if args.quick else args.rounds
         rows = [
-            page.measure("demo", rounds, num_requests=num, max_tokens=max_tokens)
+            page.measure("demo", cores, rounds, num_requests=num, max_tokens=max_tokens)
             for num, max_tokens in ([(16, 200)] if args.quick else [(64, 300), (256, 100)])
         ]
         print()

@@ -11,6 +11,7 @@ import urllib.request
 from contextlib import ExitStack
 from typing import Any
 
+from benchmarks.server.cores import Cores, on_core, pin
 from benchmarks.server.served import paged_serve
 
 NUM_WATCHERS = 2
@@ -72,11 +73,14 @@ def seconds_of(port: int, num_requests: int, max_tokens: int) -> float:
     return time.monotonic() - began
 
 
-def measure(model: str, rounds: int, *, num_requests: int, max_tokens: int) -> dict[str, Any]:
+def measure(model: str, cores: Cores, rounds: int, *, num_requests: int, max_tokens: int) -> dict[str, Any]:
     """Return the time of a step without and with watchers, in turns, and the ratio."""
     times: dict[int, list[float]] = {0: [], NUM_WATCHERS: []}
     share = []
-    with paged_serve(model, "--max-num-seqs", num_requests) as server:
+    flags = ("--max-num-seqs", num_requests)
+    with paged_serve(model, *flags, cores=cores.engine) as server, on_core(cores.beside_engine()):
+        if cores.front_end is not None:
+            pin(server.pid, (cores.front_end,))
         seconds_of(server.port, num_requests, max_tokens)  # warms up
         for _ in range(rounds):
             for num, found in times.items():

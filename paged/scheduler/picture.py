@@ -22,13 +22,14 @@ RequestState = Literal["running", "held", "waiting"]
 class PicturedRequest(NamedTuple):
     """A sample as a step begins.
 
+    sample: its number among the samples of its prompt.
     num_new_tokens: that the step computes of it.
     num_blocks: that it has in the layer group which keeps most.
     blocks: the ids of these as int32, in order; the first ones, where all requests have too many.
     """
 
     request_id: str
-    index: int
+    sample: int
     tenant: str
     state: RequestState
     num_prompt_tokens: int

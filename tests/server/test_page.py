@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import itertools
 import json
@@ -13,14 +14,19 @@ from typing import Any
 
 import pytest
 
+from paged.errors import EngineDeadError
 from paged.protocol.endpoints import PAGE_FILES
+from paged.scheduler.picture import EnginePicture
+from paged.scheduler.schedule import Schedule
 from paged.server import gallery
 from tests.server.test_keys import bearing, line, write
 from tests.support.chromium import chromium_page, find_chromium
+from tests.support.scheduler_cases import new_scheduler
 from tests.support.served import Served, eventually, serving
 
 PROMPT = "import os\nimport sys\n" * 24
 SECRET = "classified"
+MOST_EVENTS = 40  # that are read: in ten seconds
 RUNNING = {"model": "demo", "max_tokens": 1500, "ignore_eos": True}
 
 
@@ -34,7 +40,8 @@ def watching(served: Served, headers: dict[str, str] | None = None) -> Iterator[
     assert response.headers["content-type"].startswith("text/event-stream")
     lines = iter(response.readline, b"")
     try:
-        yield (json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: "))
+        events = (json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: "))
+        yield itertools.islice(events, MOST_EVENTS)
     finally:
         response.close()
         connection.close()
@@ -91,6 +98,8 @@ def test_a_picture_shows_shared_blocks_and_no_text(served_by_either):
             by_id = {each["request_id"][:2]: each for each in engine["requests"]}
             if by_id.keys() == {"r0", "r1"} and all(each["blocks"] for each in by_id.values()):
                 break
+        else:
+            pytest.fail("the requests are in no picture")
     first, second = (by_id[name]["blocks"] for name in ("r0", "r1"))
     num_shared = len({*first} & {*second})
     assert num_shared == by_id["r1"]["num_cached_tokens"] // engine["block_size"] > 5
@@ -164,6 +173,27 @@ def test_pictures_are_made_for_watchers_alone_and_seldom(engine, monkeypatch):
         assert all(later - earlier >= gallery.PERIOD_S for earlier, later in itertools.pairwise(taken))
         time.sleep(2 * gallery.PERIOD_S)
         assert len(taken) == num
+
+
+def test_an_engine_that_hangs_or_is_gone_hides_no_other():
+    class Engines:
+        async def picture(self, replica: int) -> EnginePicture:
+            if replica == 1:
+                raise EngineDeadError("it is being replaced")
+            if replica == 2:
+                await asyncio.sleep(60)
+            return EnginePicture.of(new_scheduler(), Schedule())
+
+    async def watch() -> dict[str, Any]:
+        found = gallery.Gallery(Engines(), 3)
+        with found.watching():
+            for _ in range(2):
+                await found.wait()
+            return json.loads(found.view(None))
+
+    first, *others = asyncio.run(watch())["engines"]
+    assert first["num_blocks"] == 16
+    assert others == [None, None]
 
 
 def test_the_end_of_the_server_ends_the_stream(engine):

@@ -158,7 +158,7 @@ function candidates({ token, logprob, top_logprobs: top }) {
   for (const each of shown) {
     const row = node("tr", each.token === token ? "chosen" : "");
     const name = node("td");
-    name.append(node("code", "", JSON.stringify(each.token).slice(1, -1) || "(nothing)"));
+    name.append(node("code", "", JSON.stringify(each.token).slice(1, -1).replaceAll(" ", "␣") || "(nothing)"));
     row.append(name, node("td", "", `${(100 * Math.exp(each.logprob)).toFixed(1)} %`), node("td", "", each.logprob.toFixed(2)));
     table.append(row);
   }

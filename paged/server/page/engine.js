@@ -221,7 +221,7 @@ class EngineView {
   drawRequests(picture, requests, shared) {
     const shown = requests.slice(0, MOST_ROWS);
     const rows = shown.map((request) => {
-      const name = `${request.request_id} ${request.index}`;
+      const name = `${request.request_id} ${request.sample}`;
       const row = this.rows.get(name) ?? new Row();
       const own = this.colorOf(request);
       row.set(nameOf(request), described(request), own, request.state);
@@ -258,7 +258,7 @@ function sharedBlocks(requests) {
   const of = new Map();
   for (const [block, who] of holders) {
     if (who.length < 2) continue;
-    const name = who.map((each) => `${each.request_id} ${each.index}`).join("|");
+    const name = who.map((each) => `${each.request_id} ${each.sample}`).join("|");
     // Grey, and no request's colour: the lighter, the later it is found.
     const light = isDark.matches ? 72 - 9 * (groups.size % 4) : 28 + 9 * (groups.size % 4);
     const group = groups.get(name) ?? { name, requests: who, blocks: [], color: `hsl(230 14% ${light}%)` };
@@ -272,7 +272,7 @@ function sharedBlocks(requests) {
 
 function nameOf(request) {
   const name = request.request_id.length > 22 ? `${request.request_id.slice(0, 20)}…` : request.request_id;
-  const sample = request.index ? ` sample ${request.index}` : "";
+  const sample = request.sample ? ` sample ${request.sample}` : "";
   return request.tenant ? `${request.tenant}: ${name}${sample}` : name + sample;
 }
 
