@@ -123,7 +123,7 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
     from ..server.engine_client import EngineClient
     from ..server.front_end import FrontEnd
     from ..server.http.listener import Server, allow_many_connections, port_url, url_of
-    from ..server.readiness import READY, notify
+    from ..server.readiness import NOTIFY_READY, notify
     from ..server.telemetry.records import Observer
     from ..server.telemetry.request_log import RequestLog, announce, set_up_logging
 
@@ -156,7 +156,7 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
 
         def on_start() -> None:
             announce(address)
-            notify(READY)
+            notify(NOTIFY_READY)
 
         server = Server(
             new_app(front),

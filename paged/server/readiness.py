@@ -6,8 +6,8 @@ import os
 import socket
 from contextlib import suppress
 
-READY = b"READY=1"
-STOPPING = b"STOPPING=1"
+NOTIFY_READY = b"READY=1"
+NOTIFY_STOPPING = b"STOPPING=1"
 
 
 def notify(state: bytes) -> None:

@@ -13,13 +13,13 @@ from ..http.exchange import Exchange, until_disconnect
 from ..http.failures import Header, HttpError
 from ..http.streams import StreamedResponse
 
-FILES = Path(__file__).parents[1]
+PAGE_FOLDER = Path(__file__).parents[1]
 NO_PAGE = (
     b"paged serves OpenAI's API at /v1, described at /openapi.json; --no-page leaves the page out here\n"
 )
-LOOK_S = 1.0  # between two looks whether the server ends, where no picture comes
+CLOSED_LOOK_S = 1.0  # between two looks whether the server ends, where no picture comes
 # Nothing is loaded from elsewhere, no text becomes code, and no other site shows the page in a frame.
-HEADERS: tuple[Header, ...] = (
+PAGE_HEADERS: tuple[Header, ...] = (
     (
         b"content-security-policy",
         b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -36,11 +36,11 @@ class PageRoute:
 
     def __init__(self, endpoint: Endpoint, file: str, front: FrontEnd) -> None:
         self._endpoint = endpoint
-        self._body = (FILES / file).read_bytes() if front.options.page else None
+        self._body = (PAGE_FOLDER / file).read_bytes() if front.options.page else None
 
     async def __call__(self, exchange: Exchange) -> None:
         if self._body is not None:
-            await exchange.respond(200, self._body, f"{self._endpoint.media}; charset=utf-8", HEADERS)
+            await exchange.respond(200, self._body, f"{self._endpoint.media}; charset=utf-8", PAGE_HEADERS)
         elif self._endpoint.path == "/":
             await exchange.respond(200, NO_PAGE, "text/plain; charset=utf-8")
         else:
@@ -66,7 +66,7 @@ class WatchRoute:
                 with gallery.watching():
                     while not front.is_closed:
                         with suppress(TimeoutError):
-                            async with asyncio.timeout(LOOK_S):
+                            async with asyncio.timeout(CLOSED_LOOK_S):
                                 await gallery.wait()
                             await response.write(b"data: " + gallery.view(tenant) + b"\n\n")
                             front.keep_alive.on_write(response)
