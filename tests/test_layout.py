@@ -64,7 +64,7 @@ SOURCES = sorted((ROOT / "paged").rglob("*.py"))
 KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 PRODUCT = SOURCES + KERNELS
 EVERY_FILE = PRODUCT + [
-    file for folder in ("tests", "benchmarks") for file in sorted((ROOT / folder).rglob("*.py"))
+    file for folder in ("tests", "benchmarks", "examples") for file in sorted((ROOT / folder).rglob("*.py"))
 ]
 
 
@@ -333,4 +333,5 @@ def test_wheel_holds_kernels_and_demo(tmp_path):
     wanted = {f"paged/{file.relative_to(ROOT)}" for file in KERNELS}
     wanted |= {"paged/py.typed", "paged/base/vllm.toml", "paged/commands/cli.py"}
     wanted |= {f"paged/demo/{file.name}" for file in (ROOT / "paged" / "demo").iterdir() if file.is_file()}
+    wanted |= {f"paged/server/page/{file.name}" for file in (ROOT / "paged" / "server" / "page").iterdir()}
     assert wanted <= held

@@ -18,6 +18,7 @@ service    how long streams pause when their engine process is killed or stopped
 windows    whether waiting for more requests before a step would help: arrivals that the sender groups into
            windows of some milliseconds, at several rates
 keys       the front end alone, without and with a file of 1,000 keys and limits, in turns
+page       steps of 64 and of 256 requests, in turns without and with the page open in two browsers
 
 Front end, client and engine are processes of their own: the front end has the last core, the client another
 one; beside an engine, which has all the others, front end and client share it. First it is checked that
@@ -33,7 +34,7 @@ from benchmarks.common import checkpoint, print_json, print_table
 from benchmarks.server import front_end_alone, with_engine
 from benchmarks.server.cores import Cores
 
-SECTIONS = ("front-end", "engine", "vllm", "budgets", "aggressors", "service", "windows", "keys")
+SECTIONS = ("front-end", "engine", "vllm", "budgets", "aggressors", "service", "windows", "keys", "page")
 
 
 def main() -> None:
@@ -111,6 +112,17 @@ def main() -> None:
         print()
         print_table([row])
         result["keys"] = row
+    if "page" in sections:
+        from benchmarks.server import page
+
+        rounds = 1 if args.quick else args.rounds
+        rows = [
+            page.measure("demo", cores, rounds, num_requests=num, max_tokens=max_tokens)
+            for num, max_tokens in ([(16, 200)] if args.quick else [(64, 300), (256, 100)])
+        ]
+        print()
+        print_table(rows)
+        result["page"] = rows
     if "service" in sections:
         from benchmarks.server import service
 

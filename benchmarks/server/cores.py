@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +42,20 @@ def cpu_seconds(pid: int) -> float:
     process = psutil.Process(pid)
     times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
     return sum(each.user + each.system for each in times)
+
+
+@contextmanager
+def on_core(core: int | None) -> Iterator[None]:
+    """Run this process on one core within the context; do nothing without any."""
+    if core is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    pin(os.getpid(), (core,))
+    try:
+        yield
+    finally:
+        pin(os.getpid(), tuple(before))
 
 
 def pin(pid: int, cores: tuple[int, ...]) -> None:

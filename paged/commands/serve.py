@@ -123,6 +123,7 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
     from ..server.engine_client import EngineClient
     from ..server.front_end import FrontEnd
     from ..server.http.listener import Server, allow_many_connections, port_url, url_of
+    from ..server.readiness import NOTIFY_READY, notify
     from ..server.telemetry.records import Observer
     from ..server.telemetry.request_log import RequestLog, announce, set_up_logging
 
@@ -152,10 +153,15 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
         address = f"{', '.join(front.names)} is served at {url_of(options, listeners.main)}"
         if listeners.metrics is not None:
             address = f"metrics are at {port_url(options, listeners.metrics)}/metrics; {address}"
+
+        def on_start() -> None:
+            announce(address)
+            notify(NOTIFY_READY)
+
         server = Server(
             new_app(front),
             options,
-            on_start=lambda: announce(address),
+            on_start=on_start,
             on_refusal=front.observers.refused,
             metrics_app=new_metrics_app(front),
         )

@@ -27,6 +27,7 @@ from ..errors import (
 from ..requests.prompts import Prompt
 from ..requests.request import TIMEOUT_MESSAGE, RequestOutput
 from ..sampling_params import SamplingParams
+from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from ..text.chat_template import TEMPLATE_OPTIONS, Message
 from ..text.prompt_parser import ParsedPrompt, PromptParser
@@ -79,6 +80,9 @@ class EngineReplica(Protocol):
 
     async def ask(self) -> EngineStats:
         """Return the current stats. Raises EngineDeadError."""
+
+    async def picture(self) -> EnginePicture:
+        """Return a picture of its next step, or of its rest. Raises EngineDeadError."""
 
 
 E = TypeVar("E", bound=EngineReplica)
@@ -334,6 +338,16 @@ class AsyncEngine(ABC, Generic[E]):
     @abstractmethod
     async def stats_by_engine(self) -> list[EngineStats]:
         """Return the stats of each engine, in another process those of at most a second ago."""
+
+    async def picture(self, replica: int) -> EnginePicture:
+        """Return a picture of an engine's next step, or of its rest.
+
+        replica: its number, from 0.
+
+        Raises EngineDeadError if it has stopped, or is replaced meanwhile.
+        """
+        await self._attach()
+        return await self._engines[replica].picture()
 
     @property
     def queued_tokens(self) -> list[int]:

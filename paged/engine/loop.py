@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from ..errors import EngineDeadError
 from ..requests.request import Outbox, Request, RequestGroup
+from ..scheduler.picture import EnginePicture
 from ..scheduler.schedule import Schedule
 from .async_base import next_publish_time
 from .engine import LLMEngine
@@ -65,6 +66,7 @@ class EngineLoop:
         self._is_stopping = False
         self.is_waiting = False  # for calls, as there is nothing to compute
         self._is_blocked = False  # whether the last step had nothing to compute
+        self._lookers: list[Future[EnginePicture]] = []  # who wait for a picture of the next step
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[LLMEngine], Any]]] = SimpleQueue()
 
     # From any thread
@@ -94,6 +96,22 @@ class EngineLoop:
             return function(engine)
 
         return self.submit(called)
+
+    def look(self) -> Future[EnginePicture]:
+        """Return the future picture of the next step, or of an engine at rest. Raises EngineDeadError."""
+        looker: Future[EnginePicture] = Future()
+
+        def begin(engine: LLMEngine) -> None:
+            self._lookers.append(looker)
+            if not engine.core.has_work():
+                self._show(Schedule())
+
+        def follow(call: Future[None]) -> None:
+            if (error := call.exception()) is not None and not looker.done():
+                looker.set_exception(error)
+
+        self.submit(begin).add_done_callback(follow)
+        return looker
 
     def prepare(self, spec: RequestSpec) -> RequestSpec:
         """Do the slow part of making a request. It uses no state of the engine, so any thread may call it."""
@@ -196,10 +214,25 @@ class EngineLoop:
 
     def _on_schedule(self, schedule: Schedule) -> None:
         """Publish held-back tokens before a step that computes prompts, which may take long."""
+        if self._lookers:
+            self._show(schedule)
         self._is_blocked = schedule.is_empty
         self._has_prompts = schedule.has_prompts
         if self._has_prompts and self._unpublished:
             self._publish()
+
+    def _show(self, schedule: Schedule) -> None:
+        """Give all who wait for it a picture of what a step computes."""
+        lookers = self._lookers
+        self._lookers = []
+        try:
+            picture = EnginePicture.of(self.engine.scheduler, schedule)
+        except Exception as error:  # a step does not fail for a picture
+            _fail(lookers, error)
+            return
+        for looker in lookers:
+            if looker.set_running_or_notify_cancel():
+                looker.set_result(picture)
 
     def _publish(self) -> None:
         """Publish the tokens that were held back."""
@@ -222,6 +255,7 @@ class EngineLoop:
         else:
             self.dead = _stopped_by(cause)
         self._refuse_calls()
+        _fail(self._lookers, self.dead)
         groups = [*self.engine.core.groups.values()]
         for group in groups:
             if isinstance(group.outbox, Recipient):
@@ -239,6 +273,12 @@ class EngineLoop:
                 return
             if future.set_running_or_notify_cancel():
                 future.set_exception(copy_of(self.dead))
+
+
+def _fail(lookers: list[Future[EnginePicture]], error: Exception) -> None:
+    for looker in lookers:
+        if looker.set_running_or_notify_cancel():
+            looker.set_exception(copy_of(error) if isinstance(error, EngineDeadError) else error)
 
 
 def _stopped_by(cause: BaseException) -> EngineDeadError:

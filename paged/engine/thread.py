@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import EngineDeadError
 from ..requests.request import RequestGroup, RequestOutput
 from ..sampling_params import RequestOutputKind
+from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from .answer_memory import CANDIDATE_BYTES, PAUSE_BYTES, TOKEN_BYTES
 from .engine import LLMEngine
@@ -160,6 +161,10 @@ class EngineThread(EngineLoop):
     async def ask(self) -> EngineStats:
         """Return the current stats. Raises EngineDeadError."""
         return await asyncio.wrap_future(self.call(LLMEngine.stats))
+
+    async def picture(self) -> EnginePicture:
+        """Return the picture of the next step. Raises EngineDeadError."""
+        return await asyncio.wrap_future(self.look())
 
     def _notify(self) -> None:
         """Wake the readers that have new outputs, all of one event loop by one call."""

@@ -28,8 +28,8 @@ _LISTED: list[Endpoint] = []
 # Who may use a route. all: everyone, as a monitor or a load balancer may have no key. keys: who has a key of
 # the server. public: everyone, unless there are tenants (--api-keys): then who has a key. operator: the same,
 # but then who has the admin key, as it tells of all tenants.
-# admin: who has the admin key.
-Access = Literal["all", "keys", "public", "operator", "admin"]
+# admin: who has the admin key. watch: the same, and who has a key of the server, who sees what is the key's.
+Access = Literal["all", "keys", "public", "operator", "admin", "watch"]
 ADMIN_PREFIX = "/admin/"  # of the paths of that access, and of no others
 
 
@@ -58,7 +58,7 @@ class Endpoint:
     @property
     def needs_key(self) -> bool:
         """Whether a request needs a key of the server where it has any."""
-        return self.access in ("keys", "admin")
+        return self.access in ("keys", "admin", "watch")
 
     def __post_init__(self) -> None:
         where = f"{self.method} {self.path}"
@@ -160,6 +160,28 @@ GET_METRICS = Endpoint(
 GET_OPENAPI = Endpoint(
     method="GET", path="/openapi.json", summary="Return this description", answer="Any", access="public"
 )
+GET_WATCH = Endpoint(
+    method="GET",
+    path="/watch",
+    summary="Tell what the engines compute and whose their blocks are, up to four times a second",
+    answer=None,
+    media=_EVENTS,
+    access="watch",
+)
+# The page, by the path of each of its files.
+PAGE_FILES = {
+    Endpoint(
+        method="GET", path=path, summary=summary, answer=None, media=media, access="all"
+    ): path.removeprefix("/") or "page/index.html"
+    for path, media, summary in (
+        ("/", "text/html", "Return the page to chat with the model and to watch the engine"),
+        ("/page/style.css", "text/css", "Return the look of the page"),
+        ("/page/main.js", "text/javascript", "Return the script of the page"),
+        ("/page/api.js", "text/javascript", "Return the part of the script that calls the server"),
+        ("/page/chat.js", "text/javascript", "Return the part of the script that chats"),
+        ("/page/engine.js", "text/javascript", "Return the part of the script that draws the engine"),
+    )
+}
 GET_REQUESTS = Endpoint(
     method="GET",
     path="/admin/requests",

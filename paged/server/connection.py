@@ -18,6 +18,7 @@ from typing import Any, Protocol, cast
 
 from .. import errors
 from ..errors import EngineDeadError, PagedError
+from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from ..text.worker import ROOT
 from . import frames
@@ -105,7 +106,7 @@ class EngineConnection(asyncio.Protocol):
         self.requests: dict[int, SentRequest] = {}
         self._loads: dict[int, int] = {}
         self._asks = itertools.count(-1, -1)  # below the keys of requests
-        self._answers: dict[int, asyncio.Future[EngineStats]] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
         with suppress(BrokenPipeError):  # who waits for `Ready` is told why it has ended
             self._socket.sendall(frames.encode(start))
 
@@ -158,14 +159,22 @@ class EngineConnection(asyncio.Protocol):
 
     async def ask(self) -> EngineStats:
         """Return the current stats. Raises EngineDeadError."""
-        key = next(self._asks)
-        answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
-        self._answers[key] = answer
+        stats: EngineStats = await self._asked(frames.Ask(next(self._asks)))
+        return stats
+
+    async def look(self) -> EnginePicture:
+        """Return a picture of the next step, or of its rest. Raises EngineDeadError."""
+        picture: EnginePicture = await self._asked(frames.Look(next(self._asks)))
+        return picture
+
+    async def _asked(self, question: frames.Ask | frames.Look) -> Any:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._answers[question.key] = answer
         try:
-            self._send(frames.Ask(key))
+            self._send(question)
             return await answer
         finally:
-            del self._answers[key]
+            del self._answers[question.key]
 
     def abort(self, request: SentRequest) -> None:
         """Abort a request whose reader is gone, or which another process gets."""
@@ -285,8 +294,12 @@ class EngineConnection(asyncio.Protocol):
                 self._die(caused(f"{self.name} cannot make its engine: {report.message}", error_of(report)))
             case frames.Answer(key=key, stats=stats):
                 self._stats = stats
-                if (answer := self._answers.get(key)) is not None and not answer.done():
-                    answer.set_result(stats)
+                self._answer(key, stats)
+            case frames.Seen(key=key, picture=picture):
+                self._answer(key, picture)
+            case frames.Refused(key=int() as key) if (answer := self._answers.get(key)) is not None:
+                if not answer.done():
+                    answer.set_exception(error_of(report))
             case frames.Refused(key=int() as key):
                 if (request := self._finish(key)) is not None:
                     request.inbox.fail(error_of(report))
@@ -294,6 +307,10 @@ class EngineConnection(asyncio.Protocol):
                 self._die(caused(message, ProcessEndError(message)))
             case _:
                 raise AssertionError(report)
+
+    def _answer(self, key: int, found: EngineStats | EnginePicture) -> None:
+        if (answer := self._answers.get(key)) is not None and not answer.done():
+            answer.set_result(found)
 
     def _put(self, output: frames.Output) -> None:
         key = output.key

@@ -10,6 +10,7 @@ from typing import Self
 
 from .front_end import FrontEnd
 from .http.listener import Server
+from .readiness import NOTIFY_STOPPING, notify
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_S = 0.02  # between two looks at the requests in progress
@@ -48,6 +49,7 @@ class Drain:
     def begin(self) -> None:
         """Begin to end. The second call ends at once."""
         if self._draining is None:
+            notify(NOTIFY_STOPPING)
             self._front.is_draining = True
             self._draining = asyncio.get_running_loop().create_task(self._drain())
             return

@@ -29,6 +29,7 @@ from ..engine.scoring import ScoreOutput
 from ..errors import ConfigError, EngineDeadError, PagedError, QueueFullError
 from ..requests.request import Logprob, Request, RequestOutput
 from ..sampling_params import RequestOutputKind, SamplingParams
+from ..scheduler.picture import EnginePicture
 from ..text.prompt_parser import ParsedPrompt
 from . import frames
 from .interpreter import Garbage, switch_often
@@ -243,8 +244,19 @@ class EngineServer:
                 self._tell(LLMEngine.reset_prefix_cache)
             case frames.Ask():
                 self.loop.call(lambda engine: self.link.send(frames.Answer(order.key, engine.stats())))
+            case frames.Look():
+                self.loop.look().add_done_callback(lambda seen: self._show(order.key, seen))
             case frames.Start():
                 raise AssertionError("the engine is made already")
+
+    def _show(self, key: int, seen: Future[EnginePicture]) -> None:
+        """Send a picture, unless the engine has stopped, which the front end is told anyway."""
+        error = seen.exception()
+        if error is None:
+            self.link.send(frames.Seen(key, seen.result()))
+        elif not isinstance(error, EngineDeadError):
+            logger.error("there is no picture of the engine", exc_info=error)
+            self.link.send(frames.Refused(key, *described(error)))
 
     def _tell(self, function: Callable[[LLMEngine], object]) -> None:
         """Call a function of the engine between two steps, and log what it raises."""

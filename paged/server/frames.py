@@ -20,6 +20,7 @@ from ..engine.scoring import ScoreOutput, ScoreSpec
 from ..errors import RequestError
 from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, RequestMetrics
 from ..sampling_params import SamplingParams
+from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from .telemetry.log_lines import LogFormat
 
@@ -147,7 +148,26 @@ class Ask(Frame):
     key: int
 
 
-Order = Start | Generate | Fork | Embed | ScoreTokens | Abort | Pause | Resume | Weigh | ForgetPrefixes | Ask
+class Look(Frame):
+    """Answer with an `EnginePicture` of the next step, or of an engine at rest."""
+
+    key: int
+
+
+Order = (
+    Start
+    | Generate
+    | Fork
+    | Embed
+    | ScoreTokens
+    | Abort
+    | Pause
+    | Resume
+    | Weigh
+    | ForgetPrefixes
+    | Ask
+    | Look
+)
 
 # From the engine process
 
@@ -222,6 +242,13 @@ class Answer(Frame):
     stats: EngineStats
 
 
+class Seen(Frame):
+    """The answer to `Look`."""
+
+    key: int
+    picture: EnginePicture
+
+
 class Heartbeat(Frame):
     """Sent every second by a thread of its own, as a step may take longer.
 
@@ -241,7 +268,7 @@ class Dead(Frame):
     message: str
 
 
-Report = Ready | Refused | PromptPlaces | Outputs | Answer | Heartbeat | Dead
+Report = Ready | Refused | PromptPlaces | Outputs | Answer | Seen | Heartbeat | Dead
 
 
 def _plain(value: Any) -> Any:

@@ -24,6 +24,7 @@ from ..sampling_params import MAX_SEED, SamplingParams
 from .access.keys import keys_of, priorities_of, priority_of, salt_of
 from .access.limits import KeyUsage, RateLimitError, num_new_tokens
 from .connection import ProcessEndError
+from .gallery import Gallery
 from .gate import Gate
 from .http.body_budget import MAX_BODY_BYTES_IN_PROGRESS, BodyBudget
 from .http.exchange import Exchange
@@ -54,6 +55,7 @@ class FrontEnd:
     body_budget: of the bodies of requests in progress.
     response_budget: of the whole responses that are being sent.
     is_paused: whether the operator lets new requests be refused.
+    gallery: the pictures of the engines.
     drain: begins to end the server.
     keys: of the tenants; None if there are none.
     gate: which requests may use which routes.
@@ -91,6 +93,7 @@ class FrontEnd:
         )
         self.gate = Gate(options.api_key, self.keys, options.admin_key)
         self.is_paused = False
+        self.gallery = Gallery(engine, options.replicas)
         self.drain: Callable[[], None] = self.stop
         self._limits = Limits(
             max_logprobs=options.max_logprobs,

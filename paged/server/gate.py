@@ -36,7 +36,9 @@ class Gate:
         """
         if access == "admin" and not self._admin:
             raise _forbidden("this server has no admin key; start it with --admin-key")
-        has_keys = self._keys is not None or (access == "keys" and bool(self._digests))
+        is_for_keys = access in ("keys", "watch")
+        has_keys = self._keys is not None or (is_for_keys and bool(self._digests))
+        has_keys |= access == "watch" and bool(self._admin)  # what all requests do is not for all
         if access == "all" or not (has_keys or access == "admin"):
             return None
         kind, _, given = (authorization or "").partition(" ")

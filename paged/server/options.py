@@ -42,7 +42,12 @@ _OPTIONAL_TEXTS = (
 _TEXTS = ("host", "metrics_prefix")
 _LISTS = ("api_key", "served_model_name", "allowed_origins", "allowed_hosts")
 _TIMEOUTS = ("head_timeout_s", "body_timeout_s", "keep_alive_timeout_s", "slow_client_timeout_s")
-_SWITCHES = ("enable_auto_tool_choice", "trust_request_chat_template", "enable_prompt_tokens_details")
+_SWITCHES = (
+    "enable_auto_tool_choice",
+    "trust_request_chat_template",
+    "enable_prompt_tokens_details",
+    "page",
+)
 
 
 @partial(strict, error=ConfigError, name="paged serve")
@@ -102,6 +107,7 @@ class ServeOptions:
     metrics_prefix: of the names at /metrics; vllm makes them those of vLLM.
     log_format: of the line that each request writes to the log, "text" or "json".
     otlp_traces_endpoint: the URL of a collector to which a span of each request is sent.
+    page: serve a page at / to chat with the model and to watch the engine's blocks.
     resume: let the requests of an engine process that ends go on in another one; else they end with an error.
     max_restarts: how often a process is replaced within ten minutes, before the server ends with exit code 1.
     step_timeout: seconds after which a process whose step does not end is replaced.
@@ -146,6 +152,7 @@ class ServeOptions:
     metrics_prefix: str = "paged"
     log_format: Literal["text", "json"] = "text"
     otlp_traces_endpoint: str | None = None
+    page: bool = True
     resume: bool = DEFAULT_TERMS.resume
     max_restarts: int = DEFAULT_TERMS.max_restarts
     step_timeout: float = DEFAULT_TERMS.step_timeout

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ConfigError, EngineDeadError
+from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from . import frames
 from .connection import EngineConnection, Owner
@@ -169,6 +170,13 @@ class SupervisedEngine:
                 if self.is_up and connection is self.connection:
                     return self._counted(stats)
         return self.stats
+
+    async def picture(self) -> EnginePicture:
+        """Return the picture of its next step. Raises EngineDeadError, also while it is replaced."""
+        self.check()
+        if not self.is_up:
+            raise EngineDeadError(f"{self.connection.name} is being replaced")
+        return await self.connection.look()
 
     @property
     def stats(self) -> EngineStats:

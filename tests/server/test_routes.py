@@ -8,7 +8,7 @@ import pytest
 
 from paged.protocol import endpoints
 from paged.protocol.calls.tokens import TokenizeCall
-from paged.protocol.endpoints import ACCESS, ROUTES, Endpoint
+from paged.protocol.endpoints import ACCESS, PAGE_FILES, ROUTES, Endpoint
 from paged.protocol.openapi import openapi
 from paged.server.routes import table
 
@@ -28,11 +28,12 @@ def test_each_route_is_answered_described_and_has_a_label():
     ]
     for route in ROUTES:
         operation = described[route.path][route.method.lower()]
-        assert (operation.get("security") == []) == (ACCESS[route.path] not in ("keys", "admin"))
+        assert (operation.get("security") == []) == (ACCESS[route.path] not in ("keys", "admin", "watch"))
         assert ("401" in operation["responses"]) == route.needs_key
         assert ("requestBody" in operation) == (route.call is not None)
     assert {route.path for route in ROUTES if not route.needs_key} == {
-        *("/health", "/ready", "/version", "/metrics", "/openapi.json")
+        *("/health", "/ready", "/version", "/metrics", "/openapi.json"),
+        *(endpoint.path for endpoint in PAGE_FILES),
     }
 
 

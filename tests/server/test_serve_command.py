@@ -223,8 +223,8 @@ def test_an_address_that_others_reach_needs_keys(run):
     assert err == ""
 
 
-def test_a_server_and_its_end():
-    """It says its address, serves with the tokens of its engine, and ends with 0 on a signal.
+def test_a_server_and_its_end(tmp_path):
+    """It says its address, also to systemd, serves with tokens of its engine, and ends with 0 on a signal.
 
     From then on nothing reads its log, which made it hang as soon as the pipe was full. No process that it
     starts has its key. Every line is JSON, also those of its engine process.
@@ -232,9 +232,16 @@ def test_a_server_and_its_end():
     command = [sys.executable, "-m", "paged", "serve", "demo", "--device", "cpu", "--num-blocks", "64"]
     command += ["--log-format", "json"]
     environment = {**os.environ, "PAGED_PORT": "0", "OMP_NUM_THREADS": "1", "PAGED_API_KEY": "topsecret"}
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=environment, cwd=Path(__file__).parents[2]
-    ) as process:
+    systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    systemd.bind(str(tmp_path / "notify"))
+    systemd.settimeout(20)
+    environment["NOTIFY_SOCKET"] = str(tmp_path / "notify")
+    with (
+        systemd,
+        subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=environment, cwd=Path(__file__).parents[2]
+        ) as process,
+    ):
         try:
             fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)
             lines = []
@@ -242,6 +249,7 @@ def test_a_server_and_its_end():
                 assert line, lines
                 lines.append(json.loads(line)["event"])
             assert any(line.startswith("LlamaForCausalLM") for line in lines), lines
+            assert systemd.recv(100) == b"READY=1"
             url = json.loads(line)["event"].split()[-1]
             schema = {"type": "string", "maxLength": 9, "format": "strange"}  # of which the engine tells
             constraint = {"structured_outputs": {"json": schema}}
@@ -264,6 +272,7 @@ def test_a_server_and_its_end():
                 process.send_signal(signal.SIGTERM)
                 assert response.read().endswith(b"data: [DONE]\n\n")
             assert process.wait(20) == 0
+            assert systemd.recv(100) == b"STOPPING=1"
             assert not engine.is_running()
             rest = process.stderr.read()
             events = [*map(json.loads, rest.splitlines())]

@@ -96,6 +96,8 @@ class ResponseChecks:
         assert body["error"]["message"].strip(), "the error has no message"
 
     def _check_answer(self, response: Response, target: Target, operation: dict[str, Any]) -> None:
+        if response.media == "text/html":  # a damaged request line may name /, which is the page
+            return
         content = operation["responses"]["200"]["content"]
         assert response.media in content, f"content-type {response.media} is not declared"
         if response.media == "application/json":

@@ -19,6 +19,8 @@ from paged.server.front_end import FrontEnd
 from paged.server.http.listener import Listeners, Server, bind_all, new_event_loop
 from paged.server.options import ServeOptions
 
+EVENTS = "text/event-stream"
+
 
 @dataclass
 class Served:
@@ -57,14 +59,19 @@ class Served:
         body: Any = None,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, dict[str, str], bytes]:
-        """Return status, headers and body of a response. A body that is no bytes is sent as JSON."""
+        """Return status, headers and body of a response. A body that is no bytes is sent as JSON.
+
+        Of /watch, which has no end, nothing is read.
+        """
         given = {} if isinstance(body, bytes | None) else {"content-type": "application/json"}
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         try:
             connection.request(method, path, data, {**given, **(headers or {})})
             response = connection.getresponse()
-            return response.status, {k.lower(): v for k, v in response.getheaders()}, response.read()
+            is_endless = method == "GET" and response.getheader("content-type", "").startswith(EVENTS)
+            content = b"" if is_endless else response.read()
+            return response.status, {k.lower(): v for k, v in response.getheaders()}, content
         finally:
             connection.close()
 

@@ -45,7 +45,7 @@ def run(
         "--generation-database": "none",
         "--warnings": "off",
         # The same as /generate, and what needs an admin key.
-        "--exclude-path-regex": "^(/generate/batch|/admin/.*)$",
+        "--exclude-path-regex": "^(/generate/batch|/admin/.*|/watch)$",
     }
     words = [str(word) for option in options.items() for word in option]
     words += [word for path in excluded for word in ("--exclude-path", path)]

@@ -19,6 +19,7 @@ from .admin import (
     ResumeRoute,
 )
 from .generation import AnswerRoute, ResultRoute
+from .page import PageRoute, WatchRoute
 from .service import (
     HealthRoute,
     MetricsRoute,
@@ -54,6 +55,8 @@ HANDLERS: dict[Endpoint, Callable[[FrontEnd], Handler]] = {
     endpoints.GET_VERSION: VersionRoute,
     endpoints.GET_METRICS: MetricsRoute,
     endpoints.GET_OPENAPI: OpenAPIRoute,
+    endpoints.GET_WATCH: WatchRoute,
+    **{endpoint: partial(PageRoute, endpoint, file) for endpoint, file in endpoints.PAGE_FILES.items()},
     endpoints.GET_REQUESTS: RequestsRoute,
     endpoints.POST_END: EndRoute,
     endpoints.POST_PAUSE: PauseRoute,

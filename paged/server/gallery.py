@@ -1,0 +1,114 @@
+"""Gallery: pictures of the engines, made for those who watch, and only while any does."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from ..engine.async_base import AsyncEngine
+from ..errors import PagedError
+from ..scheduler.picture import EnginePicture, PicturedRequest
+from .http.failures import HttpError
+
+PERIOD_S = 0.25  # between two pictures of an engine
+MOST_SHARE = 0.005  # of an engine's time that the making of pictures may take
+MOST_WATCHERS = 64
+
+# What a picture has of the whole engine, of which a tenant is told no more than sizes.
+_OF_ENGINE = tuple(field.name for field in fields(EnginePicture) if field.name != "requests")
+_OF_TENANT = ("time", "block_size")
+
+
+class Gallery:
+    """The newest picture of each engine, and what is told of them to an operator or a tenant.
+
+    What an engine is asked follows from its answers: the next picture is not asked for before the last one
+    came, and later where its making took long.
+    """
+
+    def __init__(self, engine: AsyncEngine[Any], num_engines: int) -> None:
+        self._engine = engine
+        self._pictures: list[EnginePicture | None] = [None] * num_engines
+        self._views: dict[str | None, bytes] = {}  # of these pictures, by tenant
+        self._next: asyncio.Event | None = None  # of the next picture of any engine
+        self._making: list[asyncio.Task[None]] = []
+        self.num_watchers = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Have pictures made within this context. Raises HttpError if MOST_WATCHERS watch already."""
+        if self.num_watchers >= MOST_WATCHERS:
+            raise HttpError(429, f"{MOST_WATCHERS} others watch already; try again later")
+        self.num_watchers += 1
+        if self.num_watchers == 1:
+            loop = asyncio.get_running_loop()
+            self._next = asyncio.Event()
+            self._making = [loop.create_task(self._make(i)) for i in range(len(self._pictures))]
+        try:
+            yield
+        finally:
+            self.num_watchers -= 1
+            if not self.num_watchers:
+                for task in self._making:
+                    task.cancel()
+                self._pictures = [None] * len(self._pictures)
+                self._views.clear()
+
+    async def wait(self) -> None:
+        """Wait for a new picture of any engine."""
+        assert self._next is not None, "nothing is watched"
+        await self._next.wait()
+
+    def view(self, tenant: str | None) -> bytes:
+        """Return the newest pictures as JSON: of a tenant's requests alone, or all with None."""
+        view = self._views.get(tenant)
+        if view is None:
+            engines = [picture and _view_of(picture, tenant) for picture in self._pictures]
+            scope = "all" if tenant is None else "tenant"
+            view = self._views[tenant] = msgspec.json.encode({"scope": scope, "engines": engines})
+        return view
+
+    async def _make(self, replica: int) -> None:
+        while True:
+            pause_s = PERIOD_S
+            picture = None
+            try:
+                picture = await self._engine.picture(replica)
+                pause_s = max(PERIOD_S, picture.seconds / MOST_SHARE)
+            except (PagedError, RuntimeError):  # it is replaced, has stopped, or has logged what failed
+                pass
+            self._pictures[replica] = picture
+            self._views.clear()
+            assert self._next is not None
+            self._next.set()
+            self._next = asyncio.Event()
+            await asyncio.sleep(pause_s)
+
+
+def _view_of(picture: EnginePicture, tenant: str | None) -> dict[str, Any]:
+    if tenant is None:
+        view = {name: getattr(picture, name) for name in _OF_ENGINE}
+        return {**view, "requests": [_described(each, _ids_of(each)) for each in picture.requests]}
+    view = {name: getattr(picture, name) for name in _OF_TENANT}
+    own = [each for each in picture.requests if each.tenant == tenant]
+    # Numbers of its own: those of the engine tell how much others have.
+    numbers = dict[int, int]()
+    requests = []
+    for each in own:
+        blocks = [numbers.setdefault(block, len(numbers)) for block in _ids_of(each)]
+        requests.append(_described(each, blocks))
+    return {**view, "requests": requests}
+
+
+def _ids_of(request: PicturedRequest) -> list[int]:
+    return array("i", request.blocks).tolist()
+
+
+def _described(request: PicturedRequest, blocks: Sequence[int]) -> dict[str, Any]:
+    return {**request._asdict(), "blocks": blocks}

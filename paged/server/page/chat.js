@@ -1,0 +1,166 @@
+// A chat: streaming, parameters, and the log-probabilities of each token on hover.
+
+import { events, explain, keyOf, node, number, request } from "./api.js";
+
+const STORED = "paged.chat"; // so that a conversation goes on after a reload
+const NUM_TOP = 5;
+const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+
+const $ = (id) => document.getElementById(id);
+const list = $("messages");
+const input = $("input");
+let conversation = JSON.parse(sessionStorage.getItem(STORED) ?? "[]");
+let running = null; // aborts the answer that comes
+
+export function startChat(modelName, askForKeys) {
+  for (const message of conversation) show(message.role).text.textContent = message.content;
+  $("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const text = input.value.trim();
+    if (!text || running) return;
+    input.value = "";
+    answer(text, modelName(), askForKeys);
+  });
+  input.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    $("composer").requestSubmit();
+  });
+  $("stop").addEventListener("click", () => running?.abort());
+  $("clear").addEventListener("click", () => {
+    running?.abort();
+    list.replaceChildren();
+    conversation = [];
+    store();
+  });
+}
+
+function store() {
+  sessionStorage.setItem(STORED, JSON.stringify(conversation));
+}
+
+function show(role) {
+  const message = node("li", `message ${role}`);
+  const reasoning = node("div", "reasoning");
+  const text = node("div", "text");
+  const note = node("div", "note");
+  reasoning.hidden = true;
+  message.append(reasoning, text, note);
+  list.append(message);
+  list.scrollTop = list.scrollHeight;
+  return { reasoning, text, note };
+}
+
+function bodyOf(model) {
+  const system = $("system").value.trim();
+  const messages = system ? [{ role: "system", content: system }, ...conversation] : conversation;
+  const body = { model, messages, stream: true, stream_options: { include_usage: true } };
+  for (const name of NUMBERS) if ($(name).value !== "") body[name] = Number($(name).value);
+  if ($("logprobs").checked) Object.assign(body, { logprobs: true, top_logprobs: NUM_TOP });
+  return body;
+}
+
+async function answer(text, model, askForKeys) {
+  conversation.push({ role: "user", content: text });
+  show("user").text.textContent = text;
+  const shown = show("assistant");
+  const started = performance.now();
+  const tokens = new TokenText(shown.text);
+  running = new AbortController();
+  setBusy(true);
+  let firstAt = null;
+  let usage = null;
+  let reason = "";
+  try {
+    const id = `page-${Math.random().toString(36).slice(2, 8)}`;
+    const options = { key: keyOf("key"), body: bodyOf(model), signal: running.signal, id };
+    for await (const chunk of events(await request("v1/chat/completions", options))) {
+      if (chunk.error) throw new Error(chunk.error.message);
+      usage = chunk.usage ?? usage;
+      const choice = chunk.choices?.[0];
+      if (!choice) continue;
+      const { content, reasoning_content: reasoning } = choice.delta;
+      if (content || reasoning) firstAt ??= performance.now();
+      if (reasoning) {
+        shown.reasoning.hidden = false;
+        tokens.hasReasoning = true;
+        shown.reasoning.append(reasoning);
+      }
+      tokens.add(content ?? "", choice.logprobs?.content);
+      reason = choice.finish_reason ?? reason;
+      list.scrollTop = list.scrollHeight;
+    }
+  } catch (error) {
+    if (error.name === "AbortError") reason = "stopped";
+    else shown.note.append(node("div", "error", error.message));
+    if (error.needsKey) askForKeys();
+  } finally {
+    running = null;
+    setBusy(false);
+    tokens.finish();
+    if (tokens.content) conversation.push({ role: "assistant", content: tokens.content });
+    else conversation.pop(); // the question may be asked again
+    store();
+  }
+  const seconds = (performance.now() - (firstAt ?? started)) / 1000;
+  const parts = [];
+  if (firstAt !== null) parts.push(`first token after ${number(firstAt - started)} ms`);
+  if (usage) {
+    const rate = (usage.completion_tokens - 1) / seconds;
+    parts.push(`${number(usage.completion_tokens)} tokens`, `${number(Math.max(0, rate))} tokens/s`);
+  }
+  if (reason) parts.push(reason);
+  shown.note.prepend(parts.join(" · "));
+}
+
+function setBusy(isBusy) {
+  $("send").hidden = isBusy;
+  $("stop").hidden = !isBusy;
+}
+
+// The text of an answer: plain, or a span for each token, tinted by its probability.
+class TokenText {
+  constructor(element) {
+    this.element = element;
+    this.content = "";
+    this.hasReasoning = false; // whose tokens have log-probabilities, too
+    this.decoder = new TextDecoder(); // a character may be of several tokens
+  }
+
+  add(content, logprobs) {
+    this.content += content;
+    if (!logprobs || this.hasReasoning) {
+      this.element.append(content);
+      return;
+    }
+    for (const token of logprobs) this.element.append(this.span(token));
+  }
+
+  // Token texts may differ from the answer: it may end before a stop string, or without a tool call.
+  finish() {
+    if (this.element.textContent !== this.content) this.element.textContent = this.content;
+  }
+
+  span(token) {
+    const { bytes, logprob } = token;
+    const text = bytes ? this.decoder.decode(new Uint8Array(bytes), { stream: true }) : "";
+    const span = node("span", "token", text);
+    const doubt = 1 - Math.exp(logprob);
+    if (doubt > 0.05) span.style.backgroundColor = `hsl(28 95% 55% / ${(doubt * 0.3).toFixed(3)})`;
+    explain(span, () => candidates(token));
+    return span;
+  }
+}
+
+function candidates({ token, logprob, top_logprobs: top }) {
+  const table = node("table");
+  const shown = top.some((each) => each.token === token) ? top : [...top, { token, logprob }];
+  for (const each of shown) {
+    const row = node("tr", each.token === token ? "chosen" : "");
+    const name = node("td");
+    name.append(node("code", "", JSON.stringify(each.token).slice(1, -1).replaceAll(" ", "␣") || "(nothing)"));
+    row.append(name, node("td", "", `${(100 * Math.exp(each.logprob)).toFixed(1)} %`), node("td", "", each.logprob.toFixed(2)));
+    table.append(row);
+  }
+  return table;
+}

@@ -1,0 +1,229 @@
+"""deploy/: what operators copy is valid, and names only what exists."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from paged import EngineConfig
+from paged.protocol.endpoints import MONITORED
+from paged.scheduler.stats import EngineStats
+from paged.server.options import ServeOptions
+from paged.server.telemetry.families import METRIC_FAMILIES
+from paged.server.telemetry.metrics import ServerMetrics
+from tests.support.kubernetes_schemas import EXTRACT, manifests
+from tests.support.scheduler_cases import new_scheduler
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+METRIC = re.compile(r"\bpaged:\w+")
+SKIPPED = "needs {} of Debian's package {}; make check-deploy installs it"
+
+
+def checker(name: str, package: str) -> Any:
+    """Skip a test without a program."""
+    return pytest.mark.skipif(shutil.which(name) is None, reason=SKIPPED.format(name, package))
+
+
+def passes(*command: str | Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def exported() -> set[str]:
+    """Return the names of all samples at /metrics."""
+    metrics = ServerMetrics("m", EngineConfig("demo"), max_model_len=100, routes=["/health"])
+    text = metrics.render({0: EngineStats.of(new_scheduler())}).decode()
+    types = dict(re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE))
+    assert len(types) >= len(METRIC_FAMILIES)
+    suffixes = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge": ("",)}
+    return {f"{name}{suffix}" for name, kind in types.items() for suffix in suffixes[kind]}
+
+
+def rules() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
+    return group["rules"]
+
+
+def test_every_metric_of_alerts_and_dashboard_exists():
+    known = exported()
+    names = {
+        metric.removesuffix(suffix) for metric in known for suffix in ("_bucket", "_sum", "_count", "_total")
+    }
+    for rule in rules():
+        assert set(METRIC.findall(rule["expr"])) <= known, rule["alert"]
+        assert set(METRIC.findall(str(rule["annotations"]))) <= known | names, rule["alert"]
+    panels = json.loads((DEPLOY / "dashboard.json").read_text())["panels"]
+    expressions = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    assert len(expressions) > 30
+    for expression in expressions:
+        found = set(METRIC.findall(expression))
+        assert found, expression
+        assert found <= known, expression
+    (adapter,) = yaml.safe_load((DEPLOY / "prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    assert set(METRIC.findall(str(adapter))) <= known
+    (metric,) = manifests()["autoscaling.yaml"]["spec"]["metrics"]
+    assert metric["pods"]["metric"]["name"] == adapter["name"]["as"]
+
+
+def test_each_alert_is_tested_and_says_what_to_do():
+    tested = (DEPLOY / "alerts_test.yaml").read_text()
+    for rule in rules():
+        assert rule["annotations"].keys() == {"summary", "action"}
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert f"alertname: {rule['alert']}," in tested
+        assert f'alertname="{rule["alert"]}"' in tested
+
+
+def test_panels_of_the_dashboard_lie_beside_each_other():
+    dashboard = json.loads((DEPLOY / "dashboard.json").read_text())
+    places = set()
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & places, panel["title"]
+        places |= cells
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def options_of(words: list[str]) -> None:
+    """Assert that the flags among these words are options of `paged serve`."""
+    known = {name.replace("_", "-") for name in (*ServeOptions.__dataclass_fields__, "config")}
+    assert {word.removeprefix("--") for word in words if word.startswith("--")} <= known
+
+
+def drain_s(words: list[str]) -> float:
+    """Return how long the server may take to end."""
+    given = dict(itertools.pairwise(words))
+    return float(given["--drain-delay"]) + float(given["--drain-timeout"])
+
+
+@pytest.mark.parametrize("file", sorted(manifests()))
+def test_manifests_match_the_published_schemas(file):
+    """An extract of them; python -m tests.support.kubernetes_schemas makes it again once they use more."""
+    schema = json.loads(EXTRACT.read_text())["files"][file]
+    jsonschema.Draft202012Validator(schema).validate(manifests()[file])
+    wrong = {**manifests()[file], "spec": {**manifests()[file]["spec"], "selectr": {}}}
+    assert not jsonschema.Draft202012Validator(schema).is_valid(wrong)
+
+
+def test_the_deployment_fits_the_server():
+    found = manifests()
+    deployment = found["deployment.yaml"]["spec"]
+    pod = deployment["template"]["spec"]
+    (container,) = pod["containers"]
+    labels = deployment["template"]["metadata"]["labels"]
+    for selector in (
+        deployment["selector"]["matchLabels"],
+        found["service.yaml"]["spec"]["selector"],
+        found["poddisruptionbudget.yaml"]["spec"]["selector"]["matchLabels"],
+    ):
+        assert selector == labels
+    args = container["args"]
+    options_of(args)
+    given = dict(itertools.pairwise(args))
+    assert pod["terminationGracePeriodSeconds"] > drain_s(args)
+    assert float(given["--drain-delay"]) >= 2 * container["readinessProbe"]["periodSeconds"]
+    monitored = {endpoint.path for endpoint in MONITORED}
+    ports = {port["name"] for port in container["ports"]}
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        probe = container[kind]["httpGet"]
+        assert probe["path"] in monitored
+        assert probe["port"] in ports
+    assert found["service.yaml"]["spec"]["ports"][0]["targetPort"] in ports
+    assert deployment["template"]["metadata"]["annotations"]["prometheus.io/port"] == given["--metrics-port"]
+    assert (
+        found["autoscaling.yaml"]["spec"]["scaleTargetRef"]["name"]
+        == found["deployment.yaml"]["metadata"]["name"]
+    )
+
+
+def test_compose_mounts_what_is_there():
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    services = compose["services"]
+    named = set()
+    for service in services.values():
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            if source.startswith("."):
+                assert (DEPLOY / source).is_file(), source
+            else:
+                named.add(source)
+    assert named == compose["volumes"].keys()
+    build = services["paged"]["build"]
+    assert (DEPLOY / build["context"] / build["dockerfile"]).is_file()
+    (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    port = services["paged"]["environment"]["PAGED_METRICS_PORT"]
+    assert job["static_configs"] == [{"targets": [f"paged:{port}"]}]
+    assert f'up{{job="{job["job_name"]}"}}' in next(
+        rule["expr"] for rule in rules() if rule["alert"] == "PagedDown"
+    )
+    names = {
+        name.removeprefix("PAGED_").lower() for name in services["paged"]["environment"] if "PAGED" in name
+    }
+    assert names <= ServeOptions.__dataclass_fields__.keys()
+    dashboards = yaml.safe_load((DEPLOY / "grafana" / "dashboards.yaml").read_text())
+    (source,) = yaml.safe_load((DEPLOY / "grafana" / "datasource.yaml").read_text())["datasources"]
+    assert any(
+        dashboards["providers"][0]["options"]["path"] in volume for volume in services["grafana"]["volumes"]
+    )
+    assert source["url"] == "http://prometheus:9090"
+
+
+def test_the_image_is_made_of_what_is_there():
+    text = (DEPLOY / "Dockerfile").read_text()
+    root = DEPLOY.parent
+    allowed = [
+        line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line[0] == "!"
+    ]
+    copied = [
+        word for line in re.findall(r"^COPY (?!--)(.*) \S+$", text, re.MULTILINE) for word in line.split()
+    ]
+    assert sorted(copied) == sorted(allowed)
+    assert all((root / name).exists() for name in copied)
+    assert re.search(r"^USER \d+$", text, re.MULTILINE)  # a number, which runAsNonRoot can check
+    uid = re.search(r"--uid (\d+)", text)[1]
+    assert f"USER {uid}\n" in text
+    assert manifests()["deployment.yaml"]["spec"]["template"]["spec"]["securityContext"]["runAsUser"] == int(
+        uid
+    )
+    for name in re.findall(r"PAGED_(\w+)=", text):
+        assert name.lower() in ServeOptions.__dataclass_fields__
+    # torch comes first, from the index for CPUs, so that nothing later takes the build for CUDA.
+    assert text.index("${TORCH}") < text.index('".[cpu,server]"')
+
+
+def test_the_unit_waits_for_the_drain():
+    text = (DEPLOY / "paged.service").read_text()
+    command = re.search(r"^ExecStart=(.*)$", text, re.MULTILINE)[1].split()
+    options_of(command)
+    stop_s = float(re.search(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)[1])
+    assert stop_s > drain_s(command)
+    assert "Type=notify\n" in text
+
+
+@checker("systemd-analyze", "systemd")
+def test_systemd_takes_the_unit(tmp_path):
+    unit = tmp_path / "paged.service"
+    unit.write_text((DEPLOY / "paged.service").read_text().replace("/opt/paged/bin/paged", "/bin/true"))
+    assert passes("systemd-analyze", "verify", "--man=no", unit) == ""
+
+
+@checker("promtool", "prometheus")
+def test_prometheus_takes_the_rules():
+    passes("promtool", "check", "rules", DEPLOY / "alerts.yaml")
+    passes("promtool", "test", "rules", DEPLOY / "alerts_test.yaml")
+    passes("promtool", "check", "config", "--syntax-only", DEPLOY / "prometheus.yml")

@@ -1,0 +1,246 @@
+"""The page at /: its files, the event stream from which it draws the engines, and both in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import itertools
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from paged.errors import EngineDeadError
+from paged.protocol.endpoints import PAGE_FILES
+from paged.scheduler.picture import EnginePicture
+from paged.scheduler.schedule import Schedule
+from paged.server import gallery
+from tests.server.test_keys import bearing, line, write
+from tests.support.chromium import chromium_page, find_chromium
+from tests.support.scheduler_cases import new_scheduler
+from tests.support.served import Served, eventually, serving
+
+PROMPT = "import os\nimport sys\n" * 24
+SECRET = "classified"
+MOST_EVENTS = 40  # that are read: in ten seconds
+RUNNING = {"model": "demo", "max_tokens": 1500, "ignore_eos": True}
+
+
+@contextmanager
+def watching(served: Served, headers: dict[str, str] | None = None) -> Iterator[Iterator[dict[str, Any]]]:
+    """Yield the events of /watch."""
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
+    connection.request("GET", "/watch", headers=headers or {})
+    response = connection.getresponse()
+    assert response.status == 200, response.read()
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = iter(response.readline, b"")
+    try:
+        events = (json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: "))
+        yield itertools.islice(events, MOST_EVENTS)
+    finally:
+        response.close()
+        connection.close()
+
+
+@contextmanager
+def completions(served: Served, *requests: tuple[dict[str, Any], dict[str, str]]) -> Iterator[None]:
+    """Have completions run, each of a body and headers, until the context ends."""
+    connections = []
+    for body, headers in requests:
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
+        sent = {"content-type": "application/json", **headers}
+        connection.request("POST", "/v1/completions", json.dumps({**RUNNING, "stream": True, **body}), sent)
+        assert connection.getresponse().status == 200
+        connections.append(connection)
+    yield
+    for connection in connections:
+        connection.close()
+
+
+def test_files_need_no_key_and_load_nothing_from_elsewhere(engine, tmp_path):
+    keys = write(tmp_path / "keys", line("k"))
+    with serving(engine, api_keys=keys) as served:
+        for endpoint in PAGE_FILES:
+            status, headers, body = served.request("GET", endpoint.path)
+            assert (status, headers["content-type"]) == (200, f"{endpoint.media}; charset=utf-8")
+            assert "default-src 'none'" in headers["content-security-policy"]
+            text = body.decode()
+            assert "//" not in re.sub(r"(?m)^\s*//.*$|(?<=[;{] )// .*$", "", text), endpoint.path
+            assert not re.search(r"innerHTML|insertAdjacentHTML|eval\(|\sstyle=|\son\w+=", text), (
+                endpoint.path
+            )
+            for name in re.findall(r'(?:src|href)="(page/[^"]+)"|from "\./([^"]+)"', text):
+                assert f"/page/{''.join(name).removeprefix('page/')}" in {each.path for each in PAGE_FILES}
+        assert served.request("GET", "/watch")[0] == 401
+
+
+def test_without_the_page_there_is_a_line_about_the_api(engine):
+    with serving(engine, page=False) as served:
+        status, headers, body = served.request("GET", "/")
+        assert (status, headers["content-type"]) == (200, "text/plain; charset=utf-8")
+        assert re.fullmatch(rb"paged serves OpenAI's API at /v1[^\n]*--no-page[^\n]*\n", body)
+        for path in ("/watch", "/page/main.js"):
+            assert served.request("GET", path)[0] == 404
+
+
+def test_a_picture_shows_shared_blocks_and_no_text(served_by_either):
+    served = served_by_either
+    bodies = [({"prompt": f"{PROMPT}# {SECRET} {i}"}, {"x-request-id": f"r{i}"}) for i in range(2)]
+    with watching(served) as events, completions(served, *bodies):
+        for event in events:
+            assert SECRET not in json.dumps(event)
+            (engine,) = event["engines"]
+            by_id = {each["request_id"][:2]: each for each in engine["requests"]}
+            if by_id.keys() == {"r0", "r1"} and all(each["blocks"] for each in by_id.values()):
+                break
+        else:
+            pytest.fail("the requests are in no picture")
+    first, second = (by_id[name]["blocks"] for name in ("r0", "r1"))
+    num_shared = len({*first} & {*second})
+    assert num_shared == by_id["r1"]["num_cached_tokens"] // engine["block_size"] > 5
+    assert first[:num_shared] == second[:num_shared]
+    assert event["scope"] == "all"
+    assert engine["num_running"] == 2
+    eventually(lambda: not served.front.gallery.num_watchers)
+
+
+def test_who_watches_sees_what_is_theirs(engine, tmp_path):
+    keys = write(tmp_path / "keys", line("key-a", "a"), line("key-b", "b"))
+    with serving(engine, api_keys=keys, admin_key="root") as served:
+        bodies = [({"prompt": PROMPT}, bearing(f"key-{tenant}")) for tenant in "aab"]
+        with completions(served, *bodies):
+            for key, scope, tenants in (
+                ("root", "all", "aab"),
+                ("key-a", "tenant", "aa"),
+                ("key-b", "tenant", "b"),
+            ):
+                with watching(served, bearing(key)) as events:
+                    for event in events:
+                        (view,) = event["engines"]
+                        if len(view["requests"]) == len(tenants):
+                            break
+                assert event["scope"] == scope
+                assert sorted(each["tenant"] for each in view["requests"]) == [*tenants]
+                assert ("num_used_blocks" in view) == (scope == "all")
+                if key == "key-b":  # numbers of its own
+                    (own,) = view["requests"]
+                    assert own["blocks"] == [*range(own["num_blocks"])]
+        assert served.request("GET", "/watch", headers=bearing("other"))[0] == 401
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed", "refused"),
+    [
+        ({"api_key": "k"}, ["k"], [""]),
+        ({"admin_key": "r"}, ["r"], [""]),
+        ({"api_key": "k", "admin_key": "r"}, "kr", [""]),
+    ],
+    ids=str,
+)
+def test_a_server_with_any_key_shows_nothing_without_one(engine, options, allowed, refused):
+    with serving(engine, **options) as served:
+        for key in allowed:
+            with watching(served, bearing(key)) as events:
+                assert next(events)["scope"] == "all"
+        for key in refused:
+            assert served.request("GET", "/watch", headers=bearing(key))[0] == 401
+
+
+def test_pictures_are_made_for_watchers_alone_and_seldom(engine, monkeypatch):
+    taken: list[float] = []
+    picture = type(engine).picture
+
+    async def counted(self: Any, replica: int) -> Any:
+        taken.append(time.monotonic())
+        return await picture(self, replica)
+
+    monkeypatch.setattr(type(engine), "picture", counted)
+    monkeypatch.setattr(gallery, "MOST_WATCHERS", 2)
+    with serving(engine) as served:
+        served.post("/v1/completions", model="demo", prompt="a", max_tokens=20)
+        assert not taken
+        with watching(served) as one, watching(served) as other:
+            for _ in range(4):
+                assert next(one).keys() == next(other).keys()
+            assert served.request("GET", "/watch")[0] == 429
+        eventually(lambda: not served.front.gallery.num_watchers)
+        num = len(taken)
+        assert all(later - earlier >= gallery.PERIOD_S for earlier, later in itertools.pairwise(taken))
+        time.sleep(2 * gallery.PERIOD_S)
+        assert len(taken) == num
+
+
+def test_an_engine_that_hangs_or_is_gone_hides_no_other():
+    class Engines:
+        async def picture(self, replica: int) -> EnginePicture:
+            if replica == 1:
+                raise EngineDeadError("it is being replaced")
+            if replica == 2:
+                await asyncio.sleep(60)
+            return EnginePicture.of(new_scheduler(), Schedule())
+
+    async def watch() -> dict[str, Any]:
+        found = gallery.Gallery(Engines(), 3)
+        with found.watching():
+            for _ in range(2):
+                await found.wait()
+            return json.loads(found.view(None))
+
+    first, *others = asyncio.run(watch())["engines"]
+    assert first["num_blocks"] == 16
+    assert others == [None, None]
+
+
+def test_the_end_of_the_server_ends_the_stream(engine):
+    with serving(engine) as served, watching(served) as events:
+        next(events)
+        served.front.is_closed = True
+        assert [*events][3:] == []
+
+
+CHROMIUM = find_chromium()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium, or make check-deploy")
+def test_in_a_browser(engine, tmp_path):
+    assert CHROMIUM is not None
+    keys = write(tmp_path / "keys", line("key-a", "a"))
+    bodies = [({"prompt": f"{PROMPT}# {i}"}, {**bearing("key-a"), "x-request-id": f"r{i}"}) for i in range(2)]
+    with serving(engine, api_keys=keys, admin_key="root") as served, chromium_page(CHROMIUM) as page:
+        page.open(served.url)
+        page.wait("document.getElementById('keybox')?.open")  # it asks for the keys
+        page.run(
+            "document.getElementById('key').value = 'key-a', document.getElementById('admin').value = 'root'"
+        )
+        page.run("document.querySelector('#keybox button').click()")
+        page.wait("document.getElementById('state').textContent === 'live'")
+        # Who has no key is refused, which the console shows; nothing else may be there.
+        assert all("401" in error for error in page.errors)
+        page.errors.clear()
+        page.wait("document.querySelector('#model option')?.value === 'demo'")
+        page.run("document.getElementById('max_tokens').value = 24")
+        page.run("document.getElementById('input').value = 'Hi'")
+        page.run("document.getElementById('composer').requestSubmit()")
+        page.wait("document.querySelector('.assistant .note').textContent.includes('24 tokens')")
+        assert page.run("document.querySelectorAll('.assistant .token').length") == 24
+        hover = "new PointerEvent('pointermove', {bubbles: true, clientX: 5})"
+        page.run(f"document.querySelector('.token').dispatchEvent({hover})")
+        assert re.search(r"\d+\.\d %-?\d\.\d\d", page.run("document.getElementById('tip').textContent"))
+        for is_reloaded in (False, True):
+            if is_reloaded:
+                page.call("Page.reload")
+                page.wait(
+                    "document.querySelectorAll('.message').length === 2"
+                )  # the conversation is still there
+            with completions(served, *bodies):
+                shared = page.wait(
+                    "document.querySelector('.shared li[data-requests=\"2\"]')?.dataset.blocks"
+                )
+                assert int(shared) > 5
+            page.wait("document.querySelector('.requests .none') !== null")
+        assert page.errors == []
