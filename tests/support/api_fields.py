@@ -12,9 +12,21 @@ from paged.base.fields import Effect, Field, FieldTable
 from paged.base.strict_json import MAX_JSON_DEPTH
 from paged.protocol import limits
 from paged.protocol.endpoints import ENDPOINTS
-from paged.protocol.fields.common import ANSWER_FIELDS, BASE_FIELDS, STREAM_OPTIONS, TEMPLATE_FIELDS
+from paged.protocol.fields.common import (
+    ANSWER_FIELDS,
+    COMMON_FIELDS,
+    STREAM_OPTIONS,
+    TEMPLATE_FIELDS,
+    UNSTORED_FIELDS,
+)
 from paged.protocol.fields.messages import CALL_TABLE, CALLED_TABLE, MESSAGE_TABLE
-from paged.protocol.fields.sampling import CONSTRAINTS, RESPONSE_FORMAT, SAMPLING_FIELDS, SCHEMA_TABLE
+from paged.protocol.fields.sampling import (
+    CHOICE_FIELDS,
+    CONSTRAINTS,
+    RESPONSE_FORMAT,
+    SCHEMA_TABLE,
+    TOKEN_FIELDS,
+)
 from paged.protocol.fields.tools import ALLOWED_TABLE, CHOICE_TABLES, FUNCTION_TABLE, TOOL_TABLE
 from paged.structural_tag import STRUCTURE_TABLE, TAG_FORMATS
 from paged.text.prompt_parser import MAX_CONTINUED_TOKENS
@@ -141,8 +153,10 @@ def changes() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
 
 # The fields that several bodies share, and where the page says so.
 GROUPS: dict[str, Sequence[Field]] = {
-    "In every body": BASE_FIELDS,
-    "In the bodies that generate": SAMPLING_FIELDS,
+    "In every body": COMMON_FIELDS,
+    "In the bodies whose answers are not stored": UNSTORED_FIELDS,
+    "In the bodies that generate": TOKEN_FIELDS,
+    "In the bodies with choices or results": CHOICE_FIELDS,
     "In the bodies with choices": ANSWER_FIELDS,
     "In the bodies with a conversation": TEMPLATE_FIELDS,
 }

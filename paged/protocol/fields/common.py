@@ -20,7 +20,7 @@ ADD_SPECIAL_TOKENS = Field(
 # One prompt or several, each a text or token ids.
 PROMPTS = OneOf((Text(1), TokenIds(1), ListOf(Text(1), 1, MAX_PROMPTS), ListOf(TokenIds(1), 1, MAX_PROMPTS)))
 # In every body.
-BASE_FIELDS = [
+COMMON_FIELDS = [
     Field("model", Text(longest=MAX_NAME_LENGTH), "a name of the model; any model if it is not given"),
     Field(
         "user",
@@ -32,13 +32,14 @@ BASE_FIELDS = [
         PrintableText(1, MAX_REQUEST_ID_LENGTH),
         "the id of the request, from which those of responses are made",
     ),
-    *ignored("metadata", "nothing is stored"),
-    *ignored("store", "nothing is stored"),
     *ignored("safety_identifier", "user names the tenant"),
     *ignored("session_id", "requests with common prefixes share blocks by themselves"),
     *refused("mm_processor_kwargs media_io_kwargs", "this version takes text and token ids alone", {}),
     *refused("lora_request", "LoRA adapters are not supported yet"),
 ]
+UNSTORED_FIELDS = [*ignored("metadata store", "nothing is stored")]
+# In the bodies whose answers are not stored.
+BASE_FIELDS = [*COMMON_FIELDS, *UNSTORED_FIELDS]
 # In the bodies that generate in OpenAI's form.
 ANSWER_FIELDS = [
     Field("stream", Boolean(), "send the answer as server-sent events while it is generated"),

@@ -13,7 +13,7 @@ from ...engine.async_base import RequestStream
 from ...errors import PagedError, QueueFullError
 from ...protocol.answers.errors import failure_of
 from ...protocol.calls.call import AnswerCall, GenerationCall
-from ...protocol.calls.chat import ChatCall
+from ...protocol.calls.conversation_call import ConversationCall
 from ...protocol.calls.generate import GenerateCall
 from ...requests.request import RequestOutput
 from ...sampling_params import SamplingParams
@@ -120,7 +120,7 @@ async def _begin(
     identity = front.identity_of(exchange, call)
     terms = (front, exchange, call, identity)
     with front.preparing():
-        if isinstance(call, ChatCall):  # another process renders it
+        if isinstance(call, ConversationCall):  # another process renders it
             prompts, params = await front.in_pool(
                 front.engine.text.rendering, exchange, call, _requests, *terms
             )
