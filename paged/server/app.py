@@ -11,7 +11,15 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..protocol.endpoints import MONITORED, ROUTES, Access, Endpoint, access_of
+from ..protocol.endpoints import (
+    MONITORED,
+    ROUTES,
+    Access,
+    Endpoint,
+    access_of,
+    error_in_form_of,
+    is_of_messages,
+)
 from .front_end import FrontEnd
 from .http.exchange import ClientGone, Exchange, request_id_of
 from .http.failures import HttpError
@@ -35,7 +43,7 @@ def new_app(front: FrontEnd) -> ASGIApp:
     return _Cors(
         app,
         allow_origins=origins,
-        allow_methods=("GET", "POST"),
+        allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
         expose_headers=EXPOSED_HEADERS,
     )
@@ -95,7 +103,8 @@ class App:
             front.end(exchange, failure.status, error)
             if exchange.status is not None:  # too late for another response: the connection is closed
                 raise
-            await exchange.respond_json(failure.status, failure.body, failure.headers)
+            body = error_in_form_of(exchange.route, failure.status, failure.body, exchange.request_id)
+            await exchange.respond_json(failure.status, body, failure.headers)
         except BaseException as error:
             front.end(exchange, CLIENT_GONE, error)
             raise
@@ -118,7 +127,11 @@ class App:
         if self._is_open:
             return
         exchange.access = access_of(exchange.route)
-        exchange.key = self._front.gate.check(exchange.access, exchange.header("authorization"))
+        authorization = exchange.header("authorization")
+        if authorization is None and is_of_messages(exchange.route):
+            key = exchange.header("x-api-key")
+            authorization = None if key is None else f"Bearer {key}"
+        exchange.key = self._front.gate.check(exchange.access, authorization)
 
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         if scope["type"] == "http":  # no websocket, which the server refuses

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ...errors import PagedError
 from ...requests.prompts import Prompt
 from ...sampling_params import StructuredOutputsParams
 from ..answers.chats import ChatForm
@@ -41,38 +38,10 @@ def converse(values: Mapping[str, Any], limits: Limits) -> tuple[Conversation, T
     return conversation, plan
 
 
-class OwnNames:
-    """What a body names otherwise than a chat does: patterns of fields of chats, and what replaces them."""
-
-    def __init__(self, *names: tuple[str, str]) -> None:
-        self._names = [(re.compile(pattern), name) for pattern, name in names]
-
-    def of(self, text: str) -> str:
-        """Return a path or a message with the body's own names."""
-        for pattern, name in self._names:
-            text = pattern.sub(name, text)
-        return text
-
-    @contextmanager
-    def in_errors(self) -> Iterator[None]:
-        """Let an error from within have the body's own names."""
-        try:
-            yield
-        except PagedError as error:
-            if error.param is not None:
-                error.param = self.of(error.param)
-            error.args = (self.of(str(error)),)
-            raise
-
-
 class ConversationCall(AnswerCall):
-    """A body with a conversation, whose answer may hold reasoning and tool calls.
-
-    NAMES: what the body names otherwise than a chat does.
-    """
+    """A body with a conversation, whose answer may hold reasoning and tool calls."""
 
     DEFAULT_MAX_TOKENS = None  # up to the end of the context
-    NAMES: ClassVar[OwnNames] = OwnNames()
 
     def converse(self, values: Mapping[str, Any]) -> None:
         """Set the conversation, from fields of a chat's form. Raises RequestError naming the field."""
@@ -106,11 +75,6 @@ class ConversationCall(AnswerCall):
             given["skip_special_tokens"] = False
         return {**given, "structured_outputs": constraint}
 
-    def param_of(self, error: PagedError) -> str | None:
-        """Return the field of the body that an error is about, None if it is about none."""
-        param = super().param_of(error)
-        return None if param is None else self.NAMES.of(param)
-
     def field_of_constraint(self, part: str | None) -> str:
         """Return the field of the body from which a part of the engine's structured_outputs comes."""
         if self._constraint is None:
@@ -121,6 +85,11 @@ class ConversationCall(AnswerCall):
     def may_call_tools(self) -> bool:
         """Whether the answer may hold tool calls."""
         return bool(self._plan.tools)
+
+    def count_tokens(self, text: str) -> int:
+        """Return how many tokens a part of the answer has, after `prompts`."""
+        tokenizer = self.form_fields["decoding"].tokenizer
+        return 0 if tokenizer is None else len(tokenizer.encode(text, add_special_tokens=False))
 
     def new_form(self, **more: Any) -> ChatForm:
         """Return the form of the answer."""

@@ -55,8 +55,11 @@ ANSWER_FIELDS = [
     *ignored("prediction", "predicted outputs are not used to speed up decoding"),
     *ignored("moderation", "nothing is moderated"),
 ]
-_EFFORTS = Choice(("none", "minimal", "low", "medium", "high", "xhigh", "max"))
-# In the bodies with a conversation.
+EFFORTS = Choice(("none", "minimal", "low", "medium", "high", "xhigh", "max"))
+TEMPLATE_KWARGS = Field(
+    "chat_template_kwargs", JSONObject('{"enable_thinking": false}'), "variables for the template"
+)
+# In the bodies of chats.
 TEMPLATE_FIELDS = [
     Field("add_generation_prompt", Boolean(), "end the prompt with the header of an answer"),
     Field(
@@ -69,8 +72,8 @@ TEMPLATE_FIELDS = [
         Text(1),
         "a Jinja template or the name of one of the checkpoint's; only with --trust-request-chat-template",
     ),
-    Field("chat_template_kwargs", JSONObject('{"enable_thinking": false}'), "variables for the template"),
+    TEMPLATE_KWARGS,
     Field("documents", ListOf(JSONObject('{"title": ..., "text": ...}')), "documents for the template"),
-    Field("reasoning_effort", _EFFORTS, "a variable for the template"),
+    Field("reasoning_effort", EFFORTS, "a variable for the template"),
 ]
 ENCODING_FORMAT = Choice(("float", "base64"))
