@@ -77,6 +77,8 @@ class Endpoint:
         )
         assert (self.answer is None) == (self.media != JSON), f"{where}: JSON has a schema, all else none"
         assert self.answer in (None, *RESPONSES), f"{where}: no schema is named {self.answer!r}"
+        access_here = [route.access for route in _LISTED if route.path == self.path]
+        assert {*access_here} <= {self.access}, f"{where}: a path has one access for all methods"
         others = [(route.method, route.path) for route in _LISTED]
         assert (self.method, self.path) not in others, f"{where} is declared twice"
         _LISTED.append(self)

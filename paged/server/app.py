@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -66,13 +66,16 @@ class App:
         self._front = front
         self._is_open = is_open
         self._paths = ", ".join(dict.fromkeys(endpoint.path for endpoint in endpoints))
+        by_path = dict[str, list[Endpoint]]()
+        for endpoint in endpoints:
+            by_path.setdefault(endpoint.path, []).append(endpoint)
         routes = [
             Route(
-                re.sub(r"{(\w+)}", r"{\1:path}", endpoint.path),  # a name may contain slashes
-                _Endpoint(HANDLERS[endpoint](front), endpoint.access),
-                methods=[endpoint.method],
+                re.sub(r"{(model|request)}", r"{\1:path}", path),  # these names may contain slashes
+                _Path({each.method: HANDLERS[each](front) for each in of_path}, of_path[0].access),
+                methods=[each.method for each in of_path],
             )
-            for endpoint in endpoints
+            for path, of_path in by_path.items()
         ]
         self._router = Router(routes, redirect_slashes=False, default=self._not_found)
 
@@ -138,18 +141,18 @@ class App:
             raise HttpError(404, f"there is no {scope[EXCHANGE].route!r} here, but {self._paths}")
 
 
-class _Endpoint:
-    """A handler as the ASGI application of a route."""
+class _Path:
+    """The handlers of a path, by method, as the ASGI application of a route."""
 
-    def __init__(self, handler: Handler, access: Access) -> None:
-        self._handler = handler
+    def __init__(self, handlers: Mapping[str, Handler], access: Access) -> None:
+        self._handlers = handlers
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         exchange: Exchange = scope[EXCHANGE]
         # The key was checked for the path. Should the router ever read a path in another way, nothing opens.
         assert exchange.access in (None, self._access), "the key was checked for another route"
-        await self._handler(exchange)
+        await self._handlers["GET" if exchange.method == "HEAD" else exchange.method](exchange)
 
 
 class _Cors(CORSMiddleware):

@@ -34,7 +34,7 @@ def chat_of(values: Mapping[str, Any], limits: Limits) -> tuple[dict[str, Any], 
     Raises RequestError naming the field.
     """
     chat: dict[str, Any] = {"messages": _messages(values), **_output(values), **_template(values)}
-    left_out = []
+    left_out: list[str] = []
     if "tools" in values:
         tools, left_out = functions_of(values["tools"], "custom", ignores_builtin=limits.ignore_builtin_tools)
         chat["tools"] = [_tool(tool) for tool in tools]

@@ -115,8 +115,8 @@ class ResponseCall(ConversationCall):
 
     @staticmethod
     def response_id(identity: str) -> str:
-        """Return the id of the response."""
-        return f"resp_{identity}"
+        """Return the id of the response, which is a part of paths."""
+        return f"resp_{identity.replace('/', '_')}"
 
     def body(
         self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str

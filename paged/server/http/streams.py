@@ -52,7 +52,8 @@ def event(value: Any) -> bytes:
 
 def named_event(value: dict[str, Any]) -> bytes:
     """Return a value as a server-sent event that is named by its type."""
-    return b"event: " + value["type"].encode() + b"\n" + event(value)
+    name: str = value["type"]
+    return b"event: " + name.encode() + b"\n" + event(value)
 
 
 class KeepAlive:
