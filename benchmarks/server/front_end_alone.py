@@ -1,4 +1,4 @@
-"""Section front-end: completions, chats, events and idle streams over an engine that answers at once."""
+"""Section front-end: requests and events of each API, and idle streams, over an engine that answers at once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from benchmarks.server.load import Load, LoadProcess, Outcome
 from benchmarks.server.stub import TEXT
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 NUM_PROMPT_TOKENS, CHAT_BYTES, NUM_TOKENS, NUM_STREAM_TOKENS = 100, 2500, 16, 200
 
 
@@ -35,14 +36,34 @@ class Case:
     def check(self, outcome: Outcome) -> None:
         """Raise AssertionError unless the responses have what the engine gave."""
         if not self.counts_events:
-            (choice,) = json.loads(outcome.body)["choices"]
-            text = choice["text"] if self.path == COMPLETIONS else choice["message"]["content"]
+            text = _text_of(json.loads(outcome.body))
             assert text == TEXT * NUM_TOKENS, text
             return
-        assert outcome.num_events == self.num_requests * (NUM_STREAM_TOKENS + 1), outcome.num_events
+        # Those of the tokens, and a few around them.
+        num_others = outcome.num_events / self.num_requests - NUM_STREAM_TOKENS
+        assert 1 <= num_others < 10, outcome.num_events
         lines = [line[6:] for line in outcome.body.splitlines() if line.startswith("data: {")]
-        text = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+        text = "".join(_delta_of(json.loads(line)) for line in lines)
         assert text == TEXT * NUM_STREAM_TOKENS, text
+
+
+def _text_of(body: dict[str, Any]) -> str:
+    """Return the text of an answer in the form of any API."""
+    if "choices" in body:
+        (choice,) = body["choices"]
+        return str(choice["text"] if "text" in choice else choice["message"]["content"])
+    (item,) = body.get("output", [body])
+    return str(item["content"][0]["text"])
+
+
+def _delta_of(event: dict[str, Any]) -> str:
+    """Return the text of an event in the form of any API."""
+    if "choices" in event:
+        (choice,) = event["choices"]
+        return str(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
+    if not event["type"].endswith("delta") or "stop_reason" in event["delta"]:
+        return ""
+    return str(event["delta"]["text"] if isinstance(event["delta"], dict) else event["delta"])
 
 
 def cases(model: str) -> list[Case]:
@@ -51,11 +72,20 @@ def cases(model: str) -> list[Case]:
     words = "def add(first, second): return first + second; "
     text = (words * (CHAT_BYTES // len(words) + 1))[:CHAT_BYTES]
     chat = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": NUM_TOKENS}
+    response = {"model": model, "input": text, "max_output_tokens": NUM_TOKENS}
     stream = {"model": model, "prompt": [1, 2, 3], "max_tokens": NUM_STREAM_TOKENS, "stream": True}
+    short = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    short["max_tokens"] = NUM_STREAM_TOKENS
+    items = {"model": model, "input": "Hi", "max_output_tokens": NUM_STREAM_TOKENS, "stream": True}
     return [
         Case("completions", COMPLETIONS, {**tokens, "max_tokens": NUM_TOKENS}, 5000, 32, 1000),
         Case("chats", CHATS, chat, 1500, 32, 300),
+        Case("responses", RESPONSES, response, 1500, 32, 240),
+        Case("messages", MESSAGES, chat, 1500, 32, 240),
         Case("events", COMPLETIONS, stream, 512, 64, 20_000, counts_events=True),
+        Case("events of chats", CHATS, short, 512, 64, 16_000, counts_events=True),
+        Case("events of responses", RESPONSES, items, 512, 64, 16_000, counts_events=True),
+        Case("events of messages", MESSAGES, short, 512, 64, 16_000, counts_events=True),
     ]
 
 

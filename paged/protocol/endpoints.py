@@ -19,6 +19,9 @@ from .calls.generate import GenerateCall
 from .calls.tokens import DetokenizeCall, TokenizeCall
 from .calls.vectors import EmbeddingCall, ScoreCall
 from .limits import Limits
+from .messages.call import MessageCall, MessageCountCall
+from .messages.errors import message_error
+from .responses.call import ResponseCall
 
 JSON = "application/json"
 _LINES = "application/x-ndjson"
@@ -30,6 +33,7 @@ _LISTED: list[Endpoint] = []
 # but then who has the admin key, as it tells of all tenants.
 # admin: who has the admin key. watch: the same, and who has a key of the server, who sees what is the key's.
 Access = Literal["all", "keys", "public", "operator", "admin", "watch"]
+MESSAGES_PATH = "/v1/messages"
 ADMIN_PREFIX = "/admin/"  # of the paths of that access, and of no others
 
 
@@ -41,17 +45,19 @@ class Endpoint:
     answer: the name of the response's schema in RESPONSES; None if it is no JSON.
     call: what parses the body; None without a body.
     media: the content type of the answer. streamed: that of a stream, if there may be one.
+    error: the name of the schema of errors.
     access: who may use it, see `Access`.
     is_probe: whether it is answered on a connection beyond the limit, too, as a monitor asks it.
     """
 
-    method: Literal["GET", "POST"]
+    method: Literal["GET", "POST", "DELETE"]
     path: str
     summary: str
     answer: str | None
     call: type[Call] | None = None
     media: str = JSON
     streamed: str | None = None
+    error: str = "Error"
     access: Access = "keys"
     is_probe: bool = False
 
@@ -65,10 +71,14 @@ class Endpoint:
         assert self.path.startswith("/"), f"{where}: a path begins with a slash"
         is_admin = self.access == "admin"
         assert is_admin == self.path.startswith(ADMIN_PREFIX), f"{where}: {ADMIN_PREFIX} is for the admin key"
-        has_call = self.method == "POST" and not is_admin
-        assert has_call == (self.call is not None), f"{where}: POST has a call, GET and admin have none"
+        has_call = self.method == "POST" and not is_admin and "{" not in self.path
+        assert has_call == (self.call is not None), (
+            f"{where}: POST has a call, GET and admin have none, and neither has what names its object"
+        )
         assert (self.answer is None) == (self.media != JSON), f"{where}: JSON has a schema, all else none"
         assert self.answer in (None, *RESPONSES), f"{where}: no schema is named {self.answer!r}"
+        access_here = [route.access for route in _LISTED if route.path == self.path]
+        assert {*access_here} <= {self.access}, f"{where}: a path has one access for all methods"
         others = [(route.method, route.path) for route in _LISTED]
         assert (self.method, self.path) not in others, f"{where} is declared twice"
         _LISTED.append(self)
@@ -89,6 +99,49 @@ POST_COMPLETIONS = Endpoint(
     call=CompletionCall,
     answer="Completion",
     streamed=_EVENTS,
+)
+POST_RESPONSE = Endpoint(
+    method="POST",
+    path="/v1/responses",
+    summary="Answer the items of a conversation",
+    call=ResponseCall,
+    answer="Response",
+    streamed=_EVENTS,
+)
+GET_RESPONSE = Endpoint(
+    method="GET",
+    path="/v1/responses/{response}",
+    summary="Return a stored response",
+    answer="Response",
+)
+DELETE_RESPONSE = Endpoint(
+    method="DELETE",
+    path="/v1/responses/{response}",
+    summary="Forget a stored response",
+    answer="Any",
+)
+POST_CANCEL = Endpoint(
+    method="POST",
+    path="/v1/responses/{response}/cancel",
+    summary="End a response in progress",
+    answer="Response",
+)
+POST_MESSAGE = Endpoint(
+    method="POST",
+    path=MESSAGES_PATH,
+    summary="Answer the messages of a conversation",
+    call=MessageCall,
+    answer="Message",
+    error="MessageError",
+    streamed=_EVENTS,
+)
+POST_COUNT_TOKENS = Endpoint(
+    method="POST",
+    path=f"{MESSAGES_PATH}/count_tokens",
+    summary="Return how many tokens the messages have",
+    call=MessageCountCall,
+    answer="MessageTokens",
+    error="MessageError",
 )
 POST_EMBEDDINGS = Endpoint(
     method="POST",
@@ -220,6 +273,19 @@ DEFAULT_LIMITS = Limits()
 def access_of(path: str) -> Access:
     """Return who may use a path. Also one that is no route needs a key, so that all are alike without one."""
     return "admin" if path.startswith(ADMIN_PREFIX) else ACCESS.get(path, "keys")
+
+
+def is_of_messages(path: str) -> bool:
+    """Return whether a path is of Anthropic's API, whose keys and errors have another form."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+
+
+def error_in_form_of(path: str, status: int, body: dict[str, Any], request_id: str) -> dict[str, Any]:
+    """Return the body of an error response in the form of the API that a path belongs to.
+
+    body: in OpenAI's form.
+    """
+    return message_error(status, body, request_id) if is_of_messages(path) else body
 
 
 def parse_call(url: Any, body: Any, limits: Limits = DEFAULT_LIMITS) -> Call:

@@ -34,6 +34,7 @@ class Limits:
     chat_template: the template of bodies without one; None takes the checkpoint's.
     chat_template_kwargs: variables for the template; a body may replace them.
     chat_format: how the model writes tool calls and reasoning.
+    ignore_builtin_tools: whether tools that hosted APIs have built in are left out, not refused.
     """
 
     max_logprobs: int = 20
@@ -42,3 +43,4 @@ class Limits:
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     chat_format: ChatFormat = field(default_factory=ChatFormat)
+    ignore_builtin_tools: bool = False

@@ -55,11 +55,11 @@ def _operation(route: Endpoint) -> dict[str, Any]:
     for status in sorted(statuses):
         responses[str(status)] = {
             "description": HTTPStatus(status).phrase,
-            "content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}},
+            "content": {JSON: {"schema": {"$ref": f"#/components/schemas/{route.error}"}}},
         }
     operation: dict[str, Any] = {
         "summary": route.summary,
-        "operationId": _operation_id(route.path),
+        "operationId": _operation_id(route),
         "responses": responses,
     }
     if not route.needs_key:
@@ -74,8 +74,9 @@ def _operation(route: Endpoint) -> dict[str, Any]:
     return operation
 
 
-def _operation_id(path: str) -> str:
-    return re.sub(r"\W+", "_", path.strip("/}"))
+def _operation_id(route: Endpoint) -> str:
+    name = re.sub(r"\W+", "_", route.path.strip("/}"))
+    return f"delete_{name}" if route.method == "DELETE" else name
 
 
 def _content(route: Endpoint) -> dict[str, Any]:

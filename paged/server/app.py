@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -11,7 +11,15 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..protocol.endpoints import MONITORED, ROUTES, Access, Endpoint, access_of
+from ..protocol.endpoints import (
+    MONITORED,
+    ROUTES,
+    Access,
+    Endpoint,
+    access_of,
+    error_in_form_of,
+    is_of_messages,
+)
 from .front_end import FrontEnd
 from .http.exchange import ClientGone, Exchange, request_id_of
 from .http.failures import HttpError
@@ -35,7 +43,7 @@ def new_app(front: FrontEnd) -> ASGIApp:
     return _Cors(
         app,
         allow_origins=origins,
-        allow_methods=("GET", "POST"),
+        allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
         expose_headers=EXPOSED_HEADERS,
     )
@@ -58,13 +66,16 @@ class App:
         self._front = front
         self._is_open = is_open
         self._paths = ", ".join(dict.fromkeys(endpoint.path for endpoint in endpoints))
+        by_path = dict[str, list[Endpoint]]()
+        for endpoint in endpoints:
+            by_path.setdefault(endpoint.path, []).append(endpoint)
         routes = [
             Route(
-                re.sub(r"{(\w+)}", r"{\1:path}", endpoint.path),  # a name may contain slashes
-                _Endpoint(HANDLERS[endpoint](front), endpoint.access),
-                methods=[endpoint.method],
+                re.sub(r"{(model|request)}", r"{\1:path}", path),  # these names may contain slashes
+                _Path({each.method: HANDLERS[each](front) for each in of_path}, of_path[0].access),
+                methods=[each.method for each in of_path],
             )
-            for endpoint in endpoints
+            for path, of_path in by_path.items()
         ]
         self._router = Router(routes, redirect_slashes=False, default=self._not_found)
 
@@ -95,7 +106,8 @@ class App:
             front.end(exchange, failure.status, error)
             if exchange.status is not None:  # too late for another response: the connection is closed
                 raise
-            await exchange.respond_json(failure.status, failure.body, failure.headers)
+            body = error_in_form_of(exchange.route, failure.status, failure.body, exchange.request_id)
+            await exchange.respond_json(failure.status, body, failure.headers)
         except BaseException as error:
             front.end(exchange, CLIENT_GONE, error)
             raise
@@ -118,25 +130,29 @@ class App:
         if self._is_open:
             return
         exchange.access = access_of(exchange.route)
-        exchange.key = self._front.gate.check(exchange.access, exchange.header("authorization"))
+        authorization = exchange.header("authorization")
+        if authorization is None and is_of_messages(exchange.route):
+            key = exchange.header("x-api-key")
+            authorization = None if key is None else f"Bearer {key}"
+        exchange.key = self._front.gate.check(exchange.access, authorization)
 
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         if scope["type"] == "http":  # no websocket, which the server refuses
             raise HttpError(404, f"there is no {scope[EXCHANGE].route!r} here, but {self._paths}")
 
 
-class _Endpoint:
-    """A handler as the ASGI application of a route."""
+class _Path:
+    """The handlers of a path, by method, as the ASGI application of a route."""
 
-    def __init__(self, handler: Handler, access: Access) -> None:
-        self._handler = handler
+    def __init__(self, handlers: Mapping[str, Handler], access: Access) -> None:
+        self._handlers = handlers
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         exchange: Exchange = scope[EXCHANGE]
         # The key was checked for the path. Should the router ever read a path in another way, nothing opens.
         assert exchange.access in (None, self._access), "the key was checked for another route"
-        await self._handler(exchange)
+        await self._handlers["GET" if exchange.method == "HEAD" else exchange.method](exchange)
 
 
 class _Cors(CORSMiddleware):

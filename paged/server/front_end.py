@@ -32,6 +32,7 @@ from .http.failures import FailureResponse, FinishRate, HttpError, failure_of
 from .http.response_budget import ResponseBudget
 from .http.streams import KeepAlive
 from .options import ServeOptions
+from .responses import Responses
 from .telemetry.metrics import ServerMetrics
 from .telemetry.records import CLIENT_GONE, RATE_LIMIT, SLOW_CLIENT, Observer, Observers, RequestRecord
 from .telemetry.request_log import announce
@@ -62,6 +63,7 @@ class FrontEnd:
     is_draining: whether the server is about to end, so that it is not ready.
     is_closed: whether new requests are refused.
     is_stopping: whether the requests in progress end.
+    responses: those that are stored, and those in progress.
     num_accepted: requests that were accepted, and have no whole response yet.
 
     Raises ConfigError for a wrong keys file.
@@ -108,7 +110,9 @@ class FrontEnd:
                 reasoning_parser=options.reasoning_parser,
                 enable_auto_tool_choice=options.enable_auto_tool_choice,
             ),
+            ignore_builtin_tools=options.ignore_builtin_tools,
         )
+        self.responses = Responses(options.response_store)
         self.keep_alive = KeepAlive()
         self.body_budget = BodyBudget(max(MAX_BODY_BYTES_IN_PROGRESS, options.max_request_bytes))
         self.response_budget = ResponseBudget()

@@ -47,6 +47,7 @@ _SWITCHES = (
     "trust_request_chat_template",
     "enable_prompt_tokens_details",
     "page",
+    "ignore_builtin_tools",
 )
 
 
@@ -100,6 +101,10 @@ class ServeOptions:
         tool_call_parser.
     tool_call_parser: the form in which the model writes tool calls.
     reasoning_parser: the form in which the model marks its reasoning.
+    ignore_builtin_tools: leave tools out of requests that hosted APIs have built in, such as a web search;
+        else they are refused.
+    response_store: bytes of memory for responses that previous_response_id goes on from, of which the
+        oldest leave; 0 stores none.
     replicas: number of engine processes, each with its own GPU or share of the cores.
     router: which replica gets a request: "round-robin", "least-loaded" or "prefix-aware".
     stream_interval_s: longest time in seconds for which tokens of a stream are held back to be sent together,
@@ -146,6 +151,8 @@ class ServeOptions:
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    ignore_builtin_tools: bool = False
+    response_store: int = 0
     replicas: int = 1
     router: Literal["round-robin", "least-loaded", "prefix-aware"] = "prefix-aware"
     stream_interval_s: float = STREAM_INTERVAL_S
@@ -173,6 +180,7 @@ class ServeOptions:
             check_int(ConfigError, "metrics_port", self.metrics_port, 0, 65535)
             if self.metrics_port == self.port != 0 and self.uds is None:
                 raise ConfigError(f"metrics_port must be another one than port, got {self.port} for both")
+        check_int(ConfigError, "response_store", self.response_store, 0)
         check_int(ConfigError, "replicas", self.replicas, 1, 1024)
         check_interval(self.stream_interval_s)
         check_int(ConfigError, "max_request_bytes", self.max_request_bytes, 1024)

@@ -1,6 +1,7 @@
 """Every field of every body does what docs/api-fields.md says: something, nothing, or a refusal."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -8,15 +9,17 @@ from paged import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from paged.base.fields import Effect
 from paged.errors import PagedError
 from paged.protocol.calls.call import AnswerCall, GenerationCall
-from paged.protocol.calls.tokens import DetokenizeCall, TokenizeCall
+from paged.protocol.calls.tokens import TextCall
 from paged.protocol.calls.vectors import EmbeddingCall
 from paged.protocol.chat_output.chat_format import ChatFormat
 from paged.protocol.endpoints import ENDPOINTS, parse_call
 from paged.protocol.limits import Limits
-from tests.support.api_fields import BODIES, COMPLETIONS, PAGE, changes, page
+from tests.support.api_fields import BODIES, COMPLETIONS, COUNT, MESSAGES, PAGE, RESPONSES, changes, page
 
 FORMAT = ChatFormat.of(tool_call_parser="hermes", reasoning_parser="think", enable_auto_tool_choice=True)
 TRUSTING = Limits(trust_chat_template=True, max_logprobs=-1, chat_format=FORMAT)
+# A template that shows the variables which some bodies set by fields of their own.
+SHOWING = replace(TRUSTING, chat_template="{{ messages }}{{ reasoning_effort }}{{ enable_thinking }}{{ a }}")
 PLACES = [{5: Logprob(-1.0, 2, "a"), 6: Logprob(-0.5, 1, "b")}]
 ROWS = [(url, field) for url, call in ENDPOINTS.items() for field in call.table.fields]
 
@@ -53,12 +56,10 @@ class Spelled:
 def outcome(url, body, text):
     """Return what a body asks of the engine, and what becomes of an output; or why it is refused."""
     try:
-        call = parse_call(url, body, TRUSTING)
+        call = parse_call(url, body, SHOWING if url in (RESPONSES, MESSAGES, COUNT) else TRUSTING)
         private = {"values", "limits", "sampling", "form_fields", "conversation", "listed"}
         asked = {name: v for name, v in vars(call).items() if name not in private and name[0] != "_"}
-        if isinstance(call, TokenizeCall):
-            return asked, call.answer(Spelled(text), 2048)
-        if isinstance(call, DetokenizeCall):
+        if isinstance(call, TextCall):
             return asked, call.answer(Spelled(text), 2048)
         asked["prompts"] = call.prompts(text)
         if isinstance(call, EmbeddingCall):

@@ -12,21 +12,39 @@ from paged.base.fields import Effect, Field, FieldTable
 from paged.base.strict_json import MAX_JSON_DEPTH
 from paged.protocol import limits
 from paged.protocol.endpoints import ENDPOINTS
-from paged.protocol.fields.common import ANSWER_FIELDS, BASE_FIELDS, STREAM_OPTIONS, TEMPLATE_FIELDS
+from paged.protocol.fields.common import (
+    ANSWER_FIELDS,
+    COMMON_FIELDS,
+    STREAM_OPTIONS,
+    TEMPLATE_FIELDS,
+    UNSTORED_FIELDS,
+)
 from paged.protocol.fields.messages import CALL_TABLE, CALLED_TABLE, MESSAGE_TABLE
-from paged.protocol.fields.sampling import CONSTRAINTS, RESPONSE_FORMAT, SAMPLING_FIELDS, SCHEMA_TABLE
+from paged.protocol.fields.sampling import (
+    CHOICE_FIELDS,
+    CONSTRAINTS,
+    RESPONSE_FORMAT,
+    SCHEMA_TABLE,
+    TOKEN_FIELDS,
+)
 from paged.protocol.fields.tools import ALLOWED_TABLE, CHOICE_TABLES, FUNCTION_TABLE, TOOL_TABLE
+from paged.protocol.messages import fields as message_fields
+from paged.protocol.responses import fields as response_fields
 from paged.structural_tag import STRUCTURE_TABLE, TAG_FORMATS
 from paged.text.prompt_parser import MAX_CONTINUED_TOKENS
 
 PAGE = Path(__file__).parents[2] / "docs" / "api-fields.md"
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 SCORE, GENERATE = "/v1/score", "/generate"
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 HELLO = [{"role": "user", "content": "def f(x):"}]
 # A valid body of each endpoint.
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HELLO},
     COMPLETIONS: {"prompt": "x"},
+    RESPONSES: {"input": "x"},
+    MESSAGES: {"messages": HELLO, "max_tokens": 9},
+    COUNT: {"messages": HELLO},
     EMBEDDINGS: {"input": "x"},
     SCORE: {"prompt": "x", "continuations": ["y", "z"]},
     "/tokenize": {"prompt": "x"},
@@ -35,6 +53,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/generate/batch": {"prompts": ["x"]},
 }
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+RESPONSE_TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+MESSAGE_TOOLS = [{"name": "f", "input_schema": {"type": "object"}}]
 _SHORT = "{{ messages[0].content }}!"
 # For each honoured field: a value that changes the call, and the fields beside which it does.
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -108,6 +128,18 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "pooling": ("mean", {}),
     "normalize": (False, {}),
     "return_token_strs": (True, {}),
+    "instructions": ("Be brief.", {}),
+    "max_output_tokens": (5, {}),
+    "include": (["message.output_text.logprobs"], {}),
+    "text": ({"format": {"type": "json_object"}}, {}),
+    "reasoning": ({"effort": "low"}, {}),
+    "metadata": ({"a": "b"}, {}),
+    "store": (False, {}),
+    "previous_response_id": ("resp_1", {}),
+    "system": ("Be brief.", {}),
+    "stop_sequences": (["a"], {}),
+    "thinking": ({"type": "disabled"}, {}),
+    "output_config": ({"effort": "low"}, {}),
 }
 # The same where a body has another form of the field.
 OWN_CHANGES: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
@@ -116,6 +148,13 @@ OWN_CHANGES: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
     (GENERATE, "logprobs"): (1, {}),
     (CHAT, "add_special_tokens"): (True, {}),
     ("/detokenize", "skip_special_tokens"): (True, {}),
+    (RESPONSES, "tools"): (RESPONSE_TOOLS, {}),
+    (RESPONSES, "tool_choice"): ("required", {"tools": RESPONSE_TOOLS}),
+    (RESPONSES, "parallel_tool_calls"): (False, {"tools": RESPONSE_TOOLS}),
+    (RESPONSES, "stream_options"): ({"include_obfuscation": True}, {"stream": True}),
+    **{(url, "tools"): (MESSAGE_TOOLS, {}) for url in (MESSAGES, COUNT)},
+    **{(url, "tool_choice"): ({"type": "none"}, {"tools": MESSAGE_TOOLS}) for url in (MESSAGES, COUNT)},
+    (MESSAGES, "metadata"): ({"user_id": "u"}, {}),
 }
 # Other bodies that are valid, for fields that those in BODIES do not take.
 OTHER_BODIES: dict[str, dict[str, Any]] = {GENERATE: {"prompt": "x"}, "/tokenize": {"messages": HELLO}}
@@ -141,10 +180,12 @@ def changes() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
 
 # The fields that several bodies share, and where the page says so.
 GROUPS: dict[str, Sequence[Field]] = {
-    "In every body": BASE_FIELDS,
-    "In the bodies that generate": SAMPLING_FIELDS,
+    "In every body": COMMON_FIELDS,
+    "In the bodies whose answers are not stored": UNSTORED_FIELDS,
+    "In the bodies that generate": TOKEN_FIELDS,
+    "In the bodies with choices or results": CHOICE_FIELDS,
     "In the bodies with choices": ANSWER_FIELDS,
-    "In the bodies with a conversation": TEMPLATE_FIELDS,
+    "In the bodies of chats": TEMPLATE_FIELDS,
 }
 # The objects within bodies that have a table, by the title of their section.
 NESTED: dict[str, FieldTable] = {
@@ -161,6 +202,20 @@ NESTED: dict[str, FieldTable] = {
     "`tool_choice` of type function": CHOICE_TABLES["function"],
     "`tool_choice` of type allowed_tools": CHOICE_TABLES["allowed_tools"],
     "`tool_choice.allowed_tools`": ALLOWED_TABLE,
+    **{f"An item of type {kind} (/v1/responses)": table for kind, table in response_fields.ITEMS.items()},
+    "An entry of `tools` (/v1/responses)": response_fields.FUNCTION_TOOL,
+    "`text` (/v1/responses)": response_fields.TEXT_TABLE,
+    "`text.format` of type json_schema (/v1/responses)": response_fields.TEXT_FORMATS["json_schema"],
+    "`reasoning` (/v1/responses)": response_fields.REASONING_TABLE,
+    "`stream_options` (/v1/responses)": response_fields.STREAM_TABLE,
+    **{
+        f"A block of type {kind} (/v1/messages)": table
+        for kind, table in (message_fields.USER_BLOCKS | message_fields.ASSISTANT_BLOCKS).items()
+    },
+    "An entry of `tools` (/v1/messages)": message_fields.CUSTOM_TOOL,
+    "`tool_choice` of type tool (/v1/messages)": message_fields.TOOL_CHOICES["tool"],
+    "`thinking` of type enabled (/v1/messages)": message_fields.THINKING_KINDS["enabled"],
+    "`output_config` (/v1/messages)": message_fields.OUTPUT_TABLE,
 }
 _INTRO = f"""# Fields of request bodies
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import jsonschema
 
+from paged.protocol.endpoints import is_of_messages
+from tests.support.api_fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from tests.support.http_responses import Response, read_response
 from tests.support.server_cases import PROTOCOL_STATUSES, Target
 
@@ -18,8 +20,8 @@ SLOW_S = 0.5
 # The server has no keys, no limit of waiting requests, and nothing that may fail.
 NEVER = frozenset({401, 403, 429, 500, 503})
 RETRYABLE = frozenset({408, 429, 503})
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CHUNKS = {CHAT: "ChatCompletionChunk", COMPLETIONS: "Completion"}
+EVENTS = {RESPONSES: "ResponseEvent", MESSAGES: "MessageEvent"}  # which have their types as names
 PROMPTS = ("def f(x):", "import os\n", "class A:")
 # What is zero in an idle server.
 _LEFT = re.compile(
@@ -71,7 +73,7 @@ class ResponseChecks:
             if status < 400:
                 self._check_answer(response, target, operation)
             else:
-                self._check_error(response)
+                self._check_error(response, is_of_messages(target.path))
         except jsonschema.ValidationError as error:
             yield f"status {status}: {error.json_path}: {error.message[:300]}: {shown!r}"
         except (ValueError, AssertionError) as error:
@@ -82,8 +84,13 @@ class ResponseChecks:
         operation: dict[str, Any] = self._paths[target.path].get(method, {})
         return operation
 
-    def _check_error(self, response: Response) -> None:
-        self._check_error_body(strict_json(response.body))
+    def _check_error(self, response: Response, is_message: bool) -> None:
+        body = strict_json(response.body)
+        if is_message and "type" in body:  # a request whose head is wrong has no path
+            self._validators["MessageError"].validate(body)
+            assert body["error"]["message"].strip(), "the error has no message"
+        else:
+            self._check_error_body(body)
         assert response.headers["content-type"] == "application/json"
         retryable = response.status in RETRYABLE
         assert ("retry-after" in response.headers) == retryable
@@ -104,7 +111,11 @@ class ResponseChecks:
             name = content[response.media]["schema"]["$ref"].rpartition("/")[2]
             self._validators[name].validate(strict_json(response.body))
         elif response.media == "text/event-stream":
-            self._check_events(response.body.decode(), CHUNKS[target.path])
+            text = response.body.decode()
+            if target.path in EVENTS:
+                self._check_named_events(text, EVENTS[target.path])
+            else:
+                self._check_events(text, CHUNKS[target.path])
         elif response.media == "application/x-ndjson":
             *lines, rest = response.body.decode().split("\n")
             assert not rest, "the last line has no end"
@@ -123,6 +134,15 @@ class ResponseChecks:
             self._check_error_body(strict_json(last[6:]))
         for chunk in chunks:
             self._validators[schema].validate(strict_json(chunk[6:]))
+
+    def _check_named_events(self, text: str, schema: str) -> None:
+        *events, rest = text.split("\n\n")
+        assert not rest, "the last event has no end"
+        for event in events:
+            name, data = event.split("\n")
+            value = strict_json(data.removeprefix("data: "))
+            assert name == f"event: {value['type']}"
+            self._validators["MessageError" if name == "event: error" else schema].validate(value)
 
 
 async def request(port: int, method: str, path: str, body: Any = None) -> Response:

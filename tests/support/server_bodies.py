@@ -128,8 +128,9 @@ def valid_body(choose: random.Random, url: str) -> dict[str, Any]:
     """Return a valid body that generates few tokens."""
     body = copy.deepcopy(choose.choice(VALID[url]))
     table = ENDPOINTS[url].table
-    if table.honours("max_tokens"):
-        body["max_tokens"] = choose.randint(1, 6)
+    for name in ("max_tokens", "max_output_tokens"):
+        if table.honours(name):
+            body[name] = choose.randint(1, 6)
     if table.honours("stream") and choose.random() < 0.5:
         body["stream"] = True
     return body

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ...requests.request import CompletionOutput, RequestOutput
 from .places import Decoding, prompt_places
@@ -68,7 +68,11 @@ class Chunks(ABC):
 
     Send `start` with the first output, `add` of each output, and `finish` after the last. An output that
     failed (`failure_of`) is not added: its error is the last event.
+
+    NAMES_EVENTS: whether an event has its type as a name, and the last one is that of the answer's end.
     """
+
+    NAMES_EVENTS: ClassVar[bool] = False
 
     def __init__(self, head: Head, form: Form, usage: Usage) -> None:
         self.form = form
@@ -103,6 +107,13 @@ class Chunks(ABC):
         if not self.form.include_usage:
             return []
         return [{**self._head, "choices": [], "usage": self.usage.as_json()}]
+
+    def error(self, status: int, body: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        """Return the event that ends the stream with an error.
+
+        body: of the response that the error would be before the first event.
+        """
+        return body
 
     def before(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:  # noqa: ARG002
         """Return the chunks about the prompt of this index, which precede the chunks of its choices."""

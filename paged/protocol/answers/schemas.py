@@ -120,6 +120,40 @@ RESPONSES: dict[str, Schema] = {
         {**_HEAD, "choices": _list(_COMPLETION_CHOICE)},
         _USAGE_OR_NULL,  # null in the chunks of a stream
     ),
+    "Response": _object(
+        {
+            "id": STRING,
+            "object": {"const": "response"},
+            "created_at": INTEGER,
+            "model": STRING,
+            "status": STRING,
+            "error": _or_null(_object({"code": STRING, "message": STRING})),
+            "incomplete_details": _or_null(_object({"reason": STRING})),
+            "output": _list(_object({"type": STRING, "id": STRING, "status": STRING})),
+            "usage": _or_null(
+                _object({"input_tokens": INTEGER, "output_tokens": INTEGER, "total_tokens": INTEGER})
+            ),
+        }
+    ),
+    "ResponseEvent": _object({"type": STRING, "sequence_number": INTEGER}),
+    "Message": _object(
+        {
+            "id": STRING,
+            "type": {"const": "message"},
+            "role": STRING,
+            "model": STRING,
+            "content": _list(_object({"type": STRING})),
+            "stop_reason": _TEXT_OR_NULL,
+            "stop_sequence": _TEXT_OR_NULL,
+            "usage": _object({"input_tokens": INTEGER, "output_tokens": INTEGER}),
+        }
+    ),
+    "MessageEvent": _object({"type": STRING}),
+    "MessageTokens": _object({"input_tokens": INTEGER}),
+    "MessageError": _object(
+        {"type": {"const": "error"}, "error": _object({"type": STRING, "message": STRING})},
+        {"request_id": STRING},
+    ),
     "Embeddings": _object(
         {
             **_HEAD,

@@ -36,6 +36,16 @@ class Usage:
                 self._num_new += len(completion.token_ids)
 
     @property
+    def num_prompt(self) -> int:
+        """Number of tokens of the prompts."""
+        return self._num_prompt
+
+    @property
+    def num_cached(self) -> int | None:
+        """Number of tokens of the prompts that were in the prefix cache; None if it is not told."""
+        return self._num_cached if self._tells_cached else None
+
+    @property
     def num_new(self) -> int:
         """Number of generated tokens."""
         return self._num_new

@@ -29,11 +29,36 @@ if TYPE_CHECKING:
 _ENGINE_FIELDS = {"prompt": None, "prompt_token_ids": None, "tenant": "user"}
 
 
+class OwnNames:
+    """What a body names otherwise: patterns of fields of other bodies, and what replaces them."""
+
+    def __init__(self, *names: tuple[str, str]) -> None:
+        self._names = [(re.compile(pattern), name) for pattern, name in names]
+
+    def of(self, text: str) -> str:
+        """Return a path or a message with the body's own names."""
+        for pattern, name in self._names:
+            text = pattern.sub(name, text)
+        return text
+
+    @contextmanager
+    def in_errors(self) -> Iterator[None]:
+        """Let an error from within have the body's own names."""
+        try:
+            yield
+        except PagedError as error:
+            if error.param is not None:
+                error.param = self.of(error.param)
+            error.args = (self.of(str(error)),)
+            raise
+
+
 class Call(ABC):
     """A request body, validated as far as possible without a model.
 
     table: the fields of the body.
     PROMPT_FIELD: the field that holds the prompts.
+    NAMES: what the body names otherwise than others do.
     is_queued: whether it waits for an engine.
     values: the fields that the body gives, parsed.
     ignored: the names of those that have no effect here.
@@ -48,10 +73,11 @@ class Call(ABC):
 
     table: ClassVar[FieldTable]
     PROMPT_FIELD: ClassVar[str] = "prompt"
+    NAMES: ClassVar[OwnNames] = OwnNames()
     is_queued: ClassVar[bool] = True
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
-        self.values, without_effect = self.table.parse(body)
+        self.values, without_effect = self.read(body)
         self.ignored = tuple(without_effect)
         self.limits = limits
         values = self.values
@@ -62,6 +88,10 @@ class Call(ABC):
         self.request_id: str | None = values.get("request_id")
         self.priority: float | None = values.get("priority")
         self.timeout_s: float | None = values.get("timeout_s")
+
+    def read(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Return the fields of the body, by the names that all calls share, and those without effect."""
+        return self.table.parse(body)
 
     def give_to(self, tenant: str, salt: str) -> None:
         """Set the tenant, and the salt of the prefix cache in place of the body's own."""
@@ -75,7 +105,7 @@ class Call(ABC):
         name = re.split(r"[.\[]", error.param, maxsplit=1)[0]
         if name in _ENGINE_FIELDS:
             return self.PROMPT_FIELD if _ENGINE_FIELDS[name] is None else _ENGINE_FIELDS[name]
-        return error.param
+        return self.NAMES.of(error.param)
 
     @contextmanager
     def naming_field(self, default: str | None = None) -> Iterator[None]:
@@ -118,7 +148,8 @@ class GenerationCall(Call):
         # The field that the engine's structured_outputs come from, for errors.
         self.constraint_field = "response_format" if "response_format" in values else "structured_outputs"
         self._has_structures = "structures" in values.get("response_format", {})  # which become a format
-        constraint = constraint_of(values)
+        with self.NAMES.in_errors():
+            constraint = constraint_of(values)
         if constraint is not None:
             self.sampling["structured_outputs"] = constraint
 
@@ -131,7 +162,9 @@ class GenerationCall(Call):
         """Return the field of the body that an error is about, None if it is about none."""
         param = super().param_of(error)
         name, _, part = (param or "").partition(".")
-        return self.field_of_constraint(part or None) if name == "structured_outputs" else param
+        return (
+            self.NAMES.of(self.field_of_constraint(part or None)) if name == "structured_outputs" else param
+        )
 
     def field_of_constraint(self, part: str | None) -> str:
         """Return the field of the body from which a part of the engine's structured_outputs comes.

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...base.fields import Field, FieldTable, ignored, refused
 from ...base.kinds import Boolean, Integer
 from ...errors import PagedError, RequestError
-from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
-from ...sampling_params import StructuredOutputsParams
 from ..answers.chats import ChatChunks, ChatForm, chat_body
 from ..answers.chunks import Head
-from ..chat_output.parts import OutputParser
-from ..chat_output.plan import ToolPlan
 from ..fields.common import ADD_SPECIAL_TOKENS, ANSWER_FIELDS, BASE_FIELDS, TEMPLATE_FIELDS
 from ..fields.messages import MESSAGES
 from ..fields.sampling import SAMPLING_FIELDS, check_most_logprobs
 from ..fields.tools import TOOL_FIELDS
 from ..limits import MAX_TOP_LOGPROBS, Limits
-from .call import AnswerCall
-from .conversation import Conversation
-
-if TYPE_CHECKING:
-    from ...engine.model_text import ModelText
+from .conversation_call import ConversationCall
 
 CHAT_TABLE = FieldTable(
     "/v1/chat/completions",
@@ -62,12 +54,11 @@ CHAT_TABLE = FieldTable(
 )
 
 
-class ChatCall(AnswerCall):
+class ChatCall(ConversationCall):
     """A body of /v1/chat/completions."""
 
     table = CHAT_TABLE
     PROMPT_FIELD = "messages"
-    DEFAULT_MAX_TOKENS = None  # up to the end of the context
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         super().__init__(body, limits)
@@ -86,59 +77,13 @@ class ChatCall(AnswerCall):
             check_most_logprobs("top_logprobs", sampling["logprobs"], limits.max_logprobs)
         elif values.get("top_logprobs", 0):
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-        self.conversation = Conversation(values, limits)
-        self._plan = ToolPlan.of(
-            limits.chat_format,
-            tools=values.get("tools"),
-            tool_choice=values.get("tool_choice"),
-            parallel_tool_calls=values.get("parallel_tool_calls", True),
-            continues_answer=values.get("continue_final_message", False),
-        )
-        self.conversation.tools = self._plan.template_tools
-        self.conversation.tool_format = self._plan.format
-        if self._plan.tools and "structured_outputs" not in sampling:
-            self.constraint_field = "tools"
-        self._prompt: str | None = None
-        self._constraint: StructuredOutputsParams | None = None  # the plan's, if it is not the body's own
-
-    def prompts(self, text: ModelText) -> Sequence[Prompt]:
-        """Return the rendered conversation."""
-        with self.naming_field("messages"):
-            prompt = self.conversation.prompt(text)
-        self._prompt = prompt["prompt"]
-        skips = not self._plan.parses or self._plan.skip_special_tokens
-        self.decode_with(text.tokenizer, skip_special_tokens=skips)
-        return [prompt]
-
-    def given_params(self) -> dict[str, Any]:
-        """Return the arguments of SamplingParams that the body gives, after `prompts`."""
-        plan = self._plan
-        given = super().given_params()
-        if not plan.parses:
-            return given
-        assert self._prompt is not None, "prompts() was not called"
-        wanted = given.get("structured_outputs")
-        constraint = plan.structured_outputs(self._prompt, wanted)
-        self._constraint = None if constraint is wanted else constraint
-        if not plan.skip_special_tokens:  # the parser reads them
-            given["skip_special_tokens"] = False
-        return {**given, "structured_outputs": constraint}
+        self.converse(values)
 
     def param_of(self, error: PagedError) -> str | None:
         """Return the field of the body that an error is about, None if it is about none."""
         param = super().param_of(error)
         is_newer = param == "max_tokens" and "max_completion_tokens" in self.values
         return "max_completion_tokens" if is_newer else param
-
-    def field_of_constraint(self, part: str | None) -> str:
-        """Return the field of the body from which a part of the engine's structured_outputs comes."""
-        if self._constraint is None:
-            return super().field_of_constraint(part)
-        return self.constraint_field
-
-    def _new_parser(self) -> OutputParser:
-        assert self._prompt is not None, "prompts() was not called"
-        return self._plan.new_parser(self._prompt)
 
     def body(
         self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str
@@ -156,11 +101,7 @@ class ChatCall(AnswerCall):
 
     @property
     def _form(self) -> ChatForm:
-        return ChatForm(
-            **self.form_fields,
-            num_top=self.sampling.get("logprobs", 0),
-            role=self.conversation.answer_role,
+        return self.new_form(
             prompt_text=self.values.get("return_prompt_text", False),
-            new_parser=self._new_parser if self._plan.parses else None,
             include_reasoning=self.values.get("include_reasoning", True),
         )

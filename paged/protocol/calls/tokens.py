@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +43,25 @@ DETOKENIZE_TABLE = FieldTable(
 )
 
 
-class TokenizeCall(Call):
+class TextCall(Call):
+    """A body that only the tokenizer and the chat template answer."""
+
+    is_queued = False
+
+    @abstractmethod
+    def answer(self, text: ModelText, max_model_len: int) -> dict[str, Any]:
+        """Return the response body. Raises RequestError. It may take long."""
+
+    @property
+    def renders(self) -> bool:
+        """Whether the chat template answers it, too."""
+        return "messages" in self.values
+
+
+class TokenizeCall(TextCall):
     """A body of /tokenize."""
 
     table = TOKENIZE_TABLE
-    is_queued = False
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         super().__init__(body, limits)
@@ -63,19 +78,13 @@ class TokenizeCall(Call):
         """Return the response body. Raises RequestError. It may take long for a long text."""
         tokenizer = _tokenizer(text)
         if "prompt" in self.values:
-            prompt = self.values["prompt"]
-            add = self.values.get("add_special_tokens", True)
+            name = "prompt"
+            prompt = {"add_special_tokens": True, **self.values}
         else:
-            with self.naming_field("messages"):
-                rendered = self.conversation.prompt(text)
-            prompt = rendered["prompt"]
-            add = rendered["add_special_tokens"]
-        name = "prompt" if "prompt" in self.values else "messages"
-        most = MAX_CONTEXTS * max_model_len
-        with self.naming_field(name):
-            _check_length(name, tokenizer.least_tokens(prompt, most), max_model_len, at_least="at least ")
-            tokens = tokenizer.encode(prompt, add_special_tokens=add)
-            _check_length(name, len(tokens), max_model_len)
+            name = "messages"
+            with self.naming_field(name):
+                prompt = self.conversation.prompt(text)
+        tokens = tokens_of(self, text, name, prompt, max_model_len)
         strings = None
         if self.values.get("return_token_strs", False):
             strings = [tokenizer.token_text(token_id, first=i == 0) for i, token_id in enumerate(tokens)]
@@ -87,11 +96,10 @@ class TokenizeCall(Call):
         }
 
 
-class DetokenizeCall(Call):
+class DetokenizeCall(TextCall):
     """A body of /detokenize."""
 
     table = DETOKENIZE_TABLE
-    is_queued = False
 
     def answer(self, text: ModelText, max_model_len: int) -> dict[str, Any]:
         """Return the response body. Raises RequestError. It may take long for many tokens."""
@@ -106,6 +114,20 @@ class DetokenizeCall(Call):
             )
         skip = self.values.get("skip_special_tokens", False)
         return {"prompt": tokenizer.decode(tokens, skip_special_tokens=skip)}
+
+
+def tokens_of(
+    call: Call, text: ModelText, name: str, prompt: Mapping[str, Any], max_model_len: int
+) -> list[int]:
+    """Return the tokens of a prompt. Raises RequestError naming the field if they are far too many."""
+    tokenizer = _tokenizer(text)
+    most = MAX_CONTEXTS * max_model_len
+    with call.naming_field(name):
+        least = tokenizer.least_tokens(prompt["prompt"], most)
+        _check_length(name, least, max_model_len, at_least="at least ")
+        tokens = tokenizer.encode(prompt["prompt"], add_special_tokens=prompt["add_special_tokens"])
+        _check_length(name, len(tokens), max_model_len)
+    return tokens
 
 
 def _check_length(name: str, num_tokens: int, max_model_len: int, at_least: str = "") -> None:

@@ -20,7 +20,7 @@ ADD_SPECIAL_TOKENS = Field(
 # One prompt or several, each a text or token ids.
 PROMPTS = OneOf((Text(1), TokenIds(1), ListOf(Text(1), 1, MAX_PROMPTS), ListOf(TokenIds(1), 1, MAX_PROMPTS)))
 # In every body.
-BASE_FIELDS = [
+COMMON_FIELDS = [
     Field("model", Text(longest=MAX_NAME_LENGTH), "a name of the model; any model if it is not given"),
     Field(
         "user",
@@ -32,13 +32,14 @@ BASE_FIELDS = [
         PrintableText(1, MAX_REQUEST_ID_LENGTH),
         "the id of the request, from which those of responses are made",
     ),
-    *ignored("metadata", "nothing is stored"),
-    *ignored("store", "nothing is stored"),
     *ignored("safety_identifier", "user names the tenant"),
     *ignored("session_id", "requests with common prefixes share blocks by themselves"),
     *refused("mm_processor_kwargs media_io_kwargs", "this version takes text and token ids alone", {}),
     *refused("lora_request", "LoRA adapters are not supported yet"),
 ]
+UNSTORED_FIELDS = [*ignored("metadata store", "nothing is stored")]
+# In the bodies whose answers are not stored.
+BASE_FIELDS = [*COMMON_FIELDS, *UNSTORED_FIELDS]
 # In the bodies that generate in OpenAI's form.
 ANSWER_FIELDS = [
     Field("stream", Boolean(), "send the answer as server-sent events while it is generated"),
@@ -54,8 +55,11 @@ ANSWER_FIELDS = [
     *ignored("prediction", "predicted outputs are not used to speed up decoding"),
     *ignored("moderation", "nothing is moderated"),
 ]
-_EFFORTS = Choice(("none", "minimal", "low", "medium", "high", "xhigh", "max"))
-# In the bodies with a conversation.
+EFFORTS = Choice(("none", "minimal", "low", "medium", "high", "xhigh", "max"))
+TEMPLATE_KWARGS = Field(
+    "chat_template_kwargs", JSONObject('{"enable_thinking": false}'), "variables for the template"
+)
+# In the bodies of chats.
 TEMPLATE_FIELDS = [
     Field("add_generation_prompt", Boolean(), "end the prompt with the header of an answer"),
     Field(
@@ -68,8 +72,8 @@ TEMPLATE_FIELDS = [
         Text(1),
         "a Jinja template or the name of one of the checkpoint's; only with --trust-request-chat-template",
     ),
-    Field("chat_template_kwargs", JSONObject('{"enable_thinking": false}'), "variables for the template"),
+    TEMPLATE_KWARGS,
     Field("documents", ListOf(JSONObject('{"title": ..., "text": ...}')), "documents for the template"),
-    Field("reasoning_effort", _EFFORTS, "a variable for the template"),
+    Field("reasoning_effort", EFFORTS, "a variable for the template"),
 ]
 ENCODING_FORMAT = Choice(("float", "base64"))

@@ -152,21 +152,12 @@ RESPONSE_FORMAT = Tagged(
 )
 _MEANINGS = {"prompt_logprobs": "log-probabilities of the prompt's tokens and of this many most likely ones"}
 GUIDED = "its place is structured_outputs: {{{}}}"
-# In every body that generates; of these two each body has its own form.
-SAMPLING_FIELDS = [
-    *(
-        sampling_field(name, _MEANINGS.get(name, ""))
-        for name in SAMPLING_KINDS
-        if name not in ("logprobs", "detokenize")
-    ),
+# Of these, bodies have their own forms, or none.
+_OF_SOME = ("n", "best_of", "max_tokens", "stop", "prompt_logprobs", "logprobs", "detokenize")
+# In every body that generates.
+TOKEN_FIELDS = [
+    *(sampling_field(name) for name in SAMPLING_KINDS if name not in _OF_SOME),
     Field("structured_outputs", ObjectOf(CONSTRAINTS), _TEXTS["structured_outputs"]),
-    Field(
-        "response_format",
-        RESPONSE_FORMAT,
-        'the form of the answer: {"type": "text"}, {"type": "json_object"}, {"type": "json_schema", '
-        '"json_schema": {"schema": ...}} or {"type": "structural_tag", ...}; a constraint on '
-        "the output, which is translated to structured_outputs",
-    ),
     *refused("logits_processors", "functions cannot be given in JSON; see logit_bias and bad_words", []),
     *refused("output_kind", "stream says whether there are deltas"),
     *refused("guided_json", GUIDED.format('"json": ...')),
@@ -187,7 +178,21 @@ SAMPLING_FIELDS = [
     *refused("kv_transfer_params ec_transfer_params", "KV is not transferred between engines yet"),
     *refused("extra_body", "its fields belong into the body itself; clients put them there", {}),
 ]
-SAMPLING_FIELDS += _refused_by_vllm(neutral_of("SamplingParams"), {field.name for field in SAMPLING_FIELDS})
+TOKEN_FIELDS += _refused_by_vllm(
+    neutral_of("SamplingParams"), {*_OF_SOME, *(field.name for field in TOKEN_FIELDS)}
+)
+# In the bodies with choices or results.
+CHOICE_FIELDS = [
+    *(sampling_field(name, _MEANINGS.get(name, "")) for name in _OF_SOME[:-2]),
+    Field(
+        "response_format",
+        RESPONSE_FORMAT,
+        'the form of the answer: {"type": "text"}, {"type": "json_object"}, {"type": "json_schema", '
+        '"json_schema": {"schema": ...}} or {"type": "structural_tag", ...}; a constraint on '
+        "the output, which is translated to structured_outputs",
+    ),
+]
+SAMPLING_FIELDS = [*CHOICE_FIELDS, *TOKEN_FIELDS]
 
 
 def constraint_of(values: dict[str, Any]) -> StructuredOutputsParams | None:

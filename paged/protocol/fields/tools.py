@@ -15,7 +15,7 @@ from ..chat_output.tools import MAX_FUNCTION_NAME, MAX_TOOLS
 _NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_FUNCTION_NAME}}}")
 
 
-class _FunctionName(Text):
+class FunctionName(Text):
     """The name of a function."""
 
     def parse(self, name: str, value: Any) -> str:
@@ -33,7 +33,7 @@ class _FunctionName(Text):
         return f"1 to {MAX_FUNCTION_NAME} letters, digits, underscores or hyphens"
 
 
-class _ArgumentsSchema(JSONObject):
+class ArgumentsSchema(JSONObject):
     """The JSON schema of a function's arguments."""
 
     def parse(self, name: str, value: Any) -> Mapping[str, Any]:
@@ -48,14 +48,14 @@ class _ArgumentsSchema(JSONObject):
         return "JSON schema of type object"
 
 
-_NAME_FIELD = Field("name", _FunctionName(), "the name of the function", required=True)
+_NAME_FIELD = Field("name", FunctionName(), "the name of the function", required=True)
 _TYPE_FIELD = Field("type", Choice(("function",)), "what the tool is", required=True)
 FUNCTION_TABLE = FieldTable(
     "a function",
     [
         _NAME_FIELD,
         Field("description", Text(), "what it does, for the model"),
-        Field("parameters", _ArgumentsSchema(), "the schema of its arguments; by default it has none"),
+        Field("parameters", ArgumentsSchema(), "the schema of its arguments; by default it has none"),
         Field("strict", Boolean(), "demand arguments that match the schema also where the model chooses"),
     ],
 )

@@ -50,6 +50,12 @@ def event(value: Any) -> bytes:
     return b"data: " + encode_json(value) + b"\n\n"
 
 
+def named_event(value: dict[str, Any]) -> bytes:
+    """Return a value as a server-sent event that is named by its type."""
+    name: str = value["type"]
+    return b"event: " + name.encode() + b"\n" + event(value)
+
+
 class KeepAlive:
     """Sends a blank line to each event stream that has been idle for `interval_s`, from one timer for all."""
 

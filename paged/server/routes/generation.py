@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from ...engine.async_base import RequestStream
 from ...errors import PagedError, QueueFullError
 from ...protocol.answers.errors import failure_of
 from ...protocol.calls.call import AnswerCall, GenerationCall
-from ...protocol.calls.chat import ChatCall
+from ...protocol.calls.conversation_call import ConversationCall
 from ...protocol.calls.generate import GenerateCall
 from ...requests.request import RequestOutput
 from ...sampling_params import SamplingParams
@@ -30,30 +30,59 @@ BYTES_OF_PART = 16  # of a body, which may be echoed: about as much work as a to
 
 
 class AnswerRoute:
-    """Chats and completions, whole or streamed."""
+    """Answers to one request, whole or streamed."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
         self._path = path
         self._front = front
 
+    def take(self, exchange: Exchange, call: AnswerCall) -> None:
+        """Complete a call with what the server knows, before all else. Raises HttpError."""
+
+    def answering(
+        self,
+        exchange: Exchange,  # noqa: ARG002
+        call: AnswerCall,  # noqa: ARG002
+        identity: str,  # noqa: ARG002
+        created: int,  # noqa: ARG002
+    ) -> AbstractContextManager[None]:
+        """Return a context that lasts as long as the engine works at a call."""
+        return nullcontext()
+
     async def __call__(self, exchange: Exchange) -> None:
         """Answer a request. A prompt that fails is an error of the whole request."""
         front = self._front
         call = await front.read_call(exchange, self._path, AnswerCall)  # type: ignore[type-abstract]
+        self.take(exchange, call)
         async with until_disconnect(exchange):
             streams, identity, on_output = await _begin(front, exchange, call)
             async with _placing(exchange, streams):
                 created = int(time.time())
-                model = front.names[0]
-                if call.stream:
-                    framing = Events(call, call.chunks(identity, created, model))
-                    await send_stream(front, exchange, MergedOutcomes(streams, on_output), framing)
-                    return
-                outputs = await _finished_outputs(call, streams, on_output)
-                num_parts = exchange.num_body_bytes // BYTES_OF_PART + num_parts_of(outputs)
-                body = await encode_answer(partial(call.body, outputs, identity, created, model), num_parts)
-                del outputs  # what they hold does not count any more
-            await exchange.respond(200, body)
+                with self.answering(exchange, call, identity, created):
+                    terms = identity, created, front.names[0]
+                    body = await self._answered(exchange, call, streams, terms, on_output)
+            if body is not None:
+                await exchange.respond(200, body)
+
+    async def _answered(
+        self,
+        exchange: Exchange,
+        call: AnswerCall,
+        streams: Sequence[RequestStream],
+        terms: tuple[str, int, str],
+        on_output: OnOutput,
+    ) -> bytes | None:
+        """Return the whole response, or send it as a stream.
+
+        terms: its identity, when it was created, and the name of the model.
+        """
+        if call.stream:
+            framing = Events(call, call.chunks(*terms))
+            await send_stream(self._front, exchange, MergedOutcomes(streams, on_output), framing)
+            return None
+        outputs = await _finished_outputs(call, streams, on_output)
+        num_parts = exchange.num_body_bytes // BYTES_OF_PART + num_parts_of(outputs)
+        return await encode_answer(partial(call.body, outputs, *terms), num_parts)
 
 
 class ResultRoute:
@@ -120,7 +149,7 @@ async def _begin(
     identity = front.identity_of(exchange, call)
     terms = (front, exchange, call, identity)
     with front.preparing():
-        if isinstance(call, ChatCall):  # another process renders it
+        if isinstance(call, ConversationCall):  # another process renders it
             prompts, params = await front.in_pool(
                 front.engine.text.rendering, exchange, call, _requests, *terms
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...errors import PagedError
@@ -13,8 +13,8 @@ from ...protocol.calls.call import AnswerCall
 from ...protocol.calls.generate import GenerateCall
 from ..front_end import FrontEnd
 from ..http.exchange import EVENTS, JSON_LINES, PARTS_AT_ONCE, Exchange, beside_loop, encode_json
-from ..http.failures import HttpError
-from ..http.streams import DONE, StreamedResponse, event
+from ..http.failures import FailureResponse, HttpError
+from ..http.streams import DONE, StreamedResponse, event, named_event
 from .readers import MergedOutcomes, Outcome
 
 
@@ -35,18 +35,23 @@ class Framing(ABC):
         """Return the last part of a stream, which follows the part with the last output."""
 
     @abstractmethod
-    def error(self, body: dict[str, Any]) -> bytes:
+    def error(self, failure: FailureResponse) -> bytes:
         """Return the last part of a stream that fails."""
 
 
 class Events(Framing):
-    """Chunks as server-sent events, then [DONE]. An output that failed ends the stream."""
+    """Chunks as server-sent events: named ones, or plain ones and then [DONE].
+
+    An output that failed ends the stream.
+    """
 
     content_type = EVENTS
 
     def __init__(self, call: AnswerCall, chunks: Chunks) -> None:
         self._call = call
         self._chunks = chunks
+        self._event: Callable[[dict[str, Any]], bytes] = named_event if chunks.NAMES_EVENTS else event
+        self._done = b"" if chunks.NAMES_EVENTS else DONE
         self._has_begun = False
 
     def part(self, outcomes: Sequence[tuple[int, Outcome]]) -> bytes:
@@ -62,15 +67,15 @@ class Events(Framing):
                 self._has_begun = True
                 values += self._chunks.start(index, outcome)
             values += self._chunks.add(index, outcome)
-        return b"".join(map(event, values))
+        return b"".join(map(self._event, values))
 
     def end(self) -> bytes:
         """Return the last events."""
-        return b"".join(map(event, self._chunks.finish())) + DONE
+        return b"".join(map(self._event, self._chunks.finish())) + self._done
 
-    def error(self, body: dict[str, Any]) -> bytes:
+    def error(self, failure: FailureResponse) -> bytes:
         """Return the event of an error."""
-        return event(body)
+        return self._event(self._chunks.error(failure.status, failure.body))
 
 
 class Lines(Framing):
@@ -96,9 +101,9 @@ class Lines(Framing):
         """Return nothing: the last line is that of the last result."""
         return b""
 
-    def error(self, body: dict[str, Any]) -> bytes:
+    def error(self, failure: FailureResponse) -> bytes:
         """Return the line of an error."""
-        return encode_json(body) + b"\n"
+        return encode_json(failure.body) + b"\n"
 
 
 async def send_stream(
@@ -130,7 +135,7 @@ async def send_stream(
             raise
         exchange.error = error
         failure = await front.failure_of(error, exchange.request_id)
-        await response.write(framing.error(failure.body), more=False)
+        await response.write(framing.error(failure), more=False)
     finally:
         if keep_alive is not None:
             keep_alive.remove(response)

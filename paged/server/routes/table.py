@@ -20,6 +20,7 @@ from .admin import (
 )
 from .generation import AnswerRoute, ResultRoute
 from .page import PageRoute, WatchRoute
+from .responses import CancelRoute, DeleteResponseRoute, ResponseRoute, ResponsesRoute
 from .service import (
     HealthRoute,
     MetricsRoute,
@@ -29,7 +30,7 @@ from .service import (
     ReadyRoute,
     VersionRoute,
 )
-from .tokens import DetokenizeRoute, TokenizeRoute
+from .tokens import TextRoute
 from .vectors import EmbeddingRoute, ScoreRoute
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -39,15 +40,21 @@ Handler = Callable[[Exchange], Awaitable[None]]
 _OF_BODIES: dict[Endpoint, Callable[[str, FrontEnd], Handler]] = {
     endpoints.POST_CHAT: AnswerRoute,
     endpoints.POST_COMPLETIONS: AnswerRoute,
+    endpoints.POST_RESPONSE: ResponsesRoute,
+    endpoints.POST_MESSAGE: AnswerRoute,
+    endpoints.POST_COUNT_TOKENS: TextRoute,
     endpoints.POST_EMBEDDINGS: EmbeddingRoute,
     endpoints.POST_SCORE: ScoreRoute,
-    endpoints.POST_TOKENIZE: TokenizeRoute,
-    endpoints.POST_DETOKENIZE: DetokenizeRoute,
+    endpoints.POST_TOKENIZE: TextRoute,
+    endpoints.POST_DETOKENIZE: TextRoute,
     endpoints.POST_GENERATE: ResultRoute,
     endpoints.POST_GENERATE_BATCH: ResultRoute,
 }
 HANDLERS: dict[Endpoint, Callable[[FrontEnd], Handler]] = {
     **{endpoint: partial(handler, endpoint.path) for endpoint, handler in _OF_BODIES.items()},
+    endpoints.GET_RESPONSE: ResponseRoute,
+    endpoints.DELETE_RESPONSE: DeleteResponseRoute,
+    endpoints.POST_CANCEL: CancelRoute,
     endpoints.GET_MODELS: ModelsRoute,
     endpoints.GET_MODEL: ModelRoute,
     endpoints.GET_HEALTH: HealthRoute,

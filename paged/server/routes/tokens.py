@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine.async_base import AsyncEngine
-from ...protocol.calls.tokens import DetokenizeCall, TokenizeCall
+from ...protocol.calls.tokens import TextCall
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange, encode_in_pieces
 
 
-class TokenizeRoute:
-    """The tokens of a text or a conversation."""
+class TextRoute:
+    """What only the tokenizer and the chat template tell: the tokens of a text, or the text of tokens."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
         self._path = path
@@ -21,29 +21,12 @@ class TokenizeRoute:
         """Answer a request."""
         front = self._front
         text = front.engine.text
-        call = await front.read_call(exchange, self._path, TokenizeCall)
+        call = await front.read_call(exchange, self._path, TextCall)  # type: ignore[type-abstract]
         with front.preparing():
-            pool = text.rendering if "messages" in call.values else text.tokenizing
+            pool = text.rendering if call.renders else text.tokenizing
             answer = await front.in_pool(pool, exchange, call, _answer, call, front.engine)
         await exchange.respond(200, answer)
 
 
-class DetokenizeRoute:
-    """The text of tokens."""
-
-    def __init__(self, path: str, front: FrontEnd) -> None:
-        self._path = path
-        self._front = front
-
-    async def __call__(self, exchange: Exchange) -> None:
-        """Answer a request."""
-        front = self._front
-        text = front.engine.text
-        call = await front.read_call(exchange, self._path, DetokenizeCall)
-        with front.preparing():
-            answer = await front.in_pool(text.tokenizing, exchange, call, _answer, call, front.engine)
-        await exchange.respond(200, answer)
-
-
-def _answer(call: TokenizeCall | DetokenizeCall, engine: AsyncEngine[Any]) -> bytes:
+def _answer(call: TextCall, engine: AsyncEngine[Any]) -> bytes:
     return encode_in_pieces(call.answer(engine.text, engine.max_model_len))

@@ -1,0 +1,66 @@
+"""TypedEvents: the events of an answer whose parts are items or blocks, each event with a type."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from ...requests.request import CompletionOutput, RequestOutput
+from ..chat_output.parts import OutputParser, Part
+from ..chat_output.plan import PlainText
+from .chats import ChatForm
+from .chunks import Chunks, Head
+from .usage import Usage
+
+
+class TypedEvents(Chunks):
+    """The events of the one answer to a conversation. What they build is the whole answer.
+
+    completion: the last output, with the finish_reason; None before it.
+    count_tokens: returns how many tokens a text has.
+    """
+
+    NAMES_EVENTS: ClassVar[bool] = True
+    form: ChatForm
+
+    def __init__(self, head: Head, form: ChatForm, count_tokens: Callable[[str], int]) -> None:
+        super().__init__(head, form, Usage(tells_cached=form.cached_tokens))
+        self.head = head
+        self.completion: CompletionOutput | None = None
+        self.count_tokens = count_tokens
+        self._parser: OutputParser | None = None
+
+    def chunks_of(self, choice: int, completion: CompletionOutput) -> list[dict[str, Any]]:  # noqa: ARG002
+        """Return the events of a delta."""
+        if self._parser is None:
+            self._parser = PlainText() if self.form.new_parser is None else self.form.new_parser()
+        self.see(completion)
+        parts = self._parser.feed(completion.text)
+        if completion.finish_reason is not None:
+            parts += self._parser.finish()
+            self.completion = completion
+        return [event for part in self.form.shown(parts) for event in self.take(part)]
+
+    def see(self, completion: CompletionOutput) -> None:
+        """Take what belongs to a delta besides its text."""
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """Whether there is a call, and the arguments of all calls are whole."""
+        return self._parser is not None and self._parser.has_whole_calls
+
+    @abstractmethod
+    def take(self, part: Part) -> list[dict[str, Any]]:
+        """Return the events of a part."""
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """Return the whole answer, after `finish`."""
+
+    def whole_of(self, output: RequestOutput) -> dict[str, Any]:
+        """Return the whole answer that a finished output makes."""
+        self.start(0, output)
+        self.add(0, output)
+        self.finish()
+        return self.whole()

@@ -1,0 +1,74 @@
+"""Tools that a hosted API has built in, such as a web search: known by name, and never called here."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ...base.fields import FieldTable
+from ...base.kinds import Kind, Schema
+from ...base.validation import shown
+from ...errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionOrBuiltin(Kind):
+    """A function in the form of a table, or a built-in tool, of which only the type is kept.
+
+    own_type: of functions.
+    is_optional: whether a function may come without its type.
+    builtin: matches the types of built-in tools.
+    """
+
+    types: ClassVar[tuple[type, ...]] = (dict,)
+    table: FieldTable
+    own_type: str
+    is_optional: bool
+    builtin: re.Pattern[str]
+
+    def parts(self, name: str, value: Any) -> tuple[dict[str, Any], list[str]]:
+        kind = value.get("type") if isinstance(value, Mapping) else ""
+        if kind == self.own_type or (kind is None and self.is_optional):
+            return self.table.parse(value, f"{name}.")
+        if isinstance(kind, str) and self.builtin.fullmatch(kind):
+            return {"type": kind}, []
+        raise RequestError(f"{name} must be {self}, got {shown(value)}", param=name)
+
+    def schema(self) -> Schema:
+        builtin = {"type": {"type": "string", "pattern": f"^({self.builtin.pattern})$"}}
+        function = self.table.schema()
+        return {"anyOf": [function, {"type": "object", "properties": builtin, "required": ["type"]}]}
+
+    def __str__(self) -> str:
+        return f'object whose type is "{self.own_type}", or the name of a built-in tool'
+
+
+def functions_of(
+    tools: Sequence[dict[str, Any]], own_type: str, *, ignores_builtin: bool
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the functions among the tools of a body, and the names of those that are left out.
+
+    Raises RequestError for a built-in tool, unless these are left out.
+    """
+    functions = []
+    left_out = dict[str, str]()
+    for i, tool in enumerate(tools):
+        kind = tool.get("type", own_type)
+        if kind == own_type:
+            functions.append(tool)
+        elif ignores_builtin:
+            left_out[f"tools[{i}]"] = kind
+        else:
+            raise RequestError(
+                f"tools[{i}] is the built-in tool {kind!r}, which this server does not have: leave it out, "
+                "or let --ignore-builtin-tools leave out all of them",
+                param=f"tools[{i}].type",
+            )
+    if left_out:
+        logger.info("built-in tools of a request were left out: %s", ", ".join(left_out.values()))
+    return functions, [*left_out]

@@ -1,0 +1,134 @@
+"""Bodies of Anthropic's Messages in the form of a chat's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ...errors import RequestError
+from ..calls.call import OwnNames
+from ..fields.builtin_tools import functions_of
+from ..limits import Limits
+
+Message = dict[str, Any]
+Block = Mapping[str, Any]
+# What these bodies name otherwise than a chat does.
+MESSAGES_NAMES = OwnNames(
+    (r"\bresponse_format\.json_schema\.schema\b", "output_config.format.schema"),
+    (r"\bresponse_format\b", "output_config.format"),
+    (r"\btools\[(\d+)\]\.function\.parameters\b", r"tools[\1].input_schema"),
+    (r"\btools\[(\d+)\]\.function\.", r"tools[\1]."),
+    (r"\btool_choice\.function\.name\b", "tool_choice.name"),
+    (r"^stop\b", "stop_sequences"),
+    (r"^user$", "metadata.user_id"),
+)
+_MODES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_of(values: Mapping[str, Any], limits: Limits) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields of a chat that has the same prompt, and the names of tools that are left out.
+
+    values: the fields of the body, parsed.
+
+    Raises RequestError naming the field.
+    """
+    chat: dict[str, Any] = {"messages": _messages(values), **_output(values), **_template(values)}
+    left_out: list[str] = []
+    if "tools" in values:
+        tools, left_out = functions_of(values["tools"], "custom", ignores_builtin=limits.ignore_builtin_tools)
+        chat["tools"] = [_tool(tool) for tool in tools]
+    choice = values.get("tool_choice")
+    if choice is not None:
+        named = {"type": "function", "function": {"name": choice.get("name")}}
+        chat["tool_choice"] = _MODES.get(choice["type"], named)
+        chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use", False)
+    if values["messages"][-1]["role"] == "assistant":
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    return chat, left_out
+
+
+def _output(values: Mapping[str, Any]) -> dict[str, Any]:
+    config = values.get("output_config", {})
+    fields = {"reasoning_effort": config["effort"]} if "effort" in config else {}
+    if "format" in config:
+        schema = {"schema": config["format"]["schema"]}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
+
+
+def _template(values: Mapping[str, Any]) -> dict[str, Any]:
+    thinking = values.get("thinking")
+    asked = {} if thinking is None else {"enable_thinking": thinking["type"] != "disabled"}
+    return {"chat_template_kwargs": {**asked, **values.get("chat_template_kwargs", {})}}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+
+
+def _messages(values: Mapping[str, Any]) -> list[Message]:
+    """Return the messages of a chat. Raises RequestError for a result without its call."""
+    messages: list[Message] = []
+    if "system" in values:
+        messages.append({"role": "system", "content": _joined(values["system"])})
+    open_calls: set[str] = set()
+    for i, message in enumerate(values["messages"]):
+        content = message["content"]
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if message["role"] == "assistant":
+            made = _assistant(blocks)
+            open_calls = {call["id"] for call in made.get("tool_calls", ())}
+            messages.append(made)
+        elif message["role"] == "user":
+            messages += _user(f"messages[{i}].content", blocks, open_calls)
+        else:
+            messages.append({"role": "system", "content": _joined(content)})
+    return messages
+
+
+def _user(name: str, blocks: Sequence[Block], open_calls: set[str]) -> Iterator[Message]:
+    """Yield the results of the calls before, and what the user says.
+
+    open_calls: the ids of calls without a result, of which those with one are removed.
+    """
+    texts: list[Block] = []
+    for i, block in enumerate(blocks):
+        if block["type"] == "text":
+            texts.append({"type": "text", "text": block["text"]})
+            continue
+        call_id = block["tool_use_id"]
+        if call_id not in open_calls:
+            where = f"{name}[{i}].tool_use_id"
+            raise RequestError(
+                f"{where} {call_id!r} is no tool_use of the assistant's message before it that has no result",
+                param=where,
+            )
+        open_calls.remove(call_id)
+        yield {"role": "tool", "tool_call_id": call_id, "content": _joined(block.get("content", ""))}
+    if texts or not blocks:
+        is_one = len(texts) == 1
+        yield {"role": "user", "content": texts[0]["text"] if is_one else texts}
+
+
+def _assistant(blocks: Sequence[Block]) -> Message:
+    message: Message = {"role": "assistant"}
+    for block in blocks:
+        match block["type"]:
+            case "text":
+                message["content"] = message.get("content", "") + block["text"]
+            case "thinking":
+                message["reasoning"] = message.get("reasoning", "") + block["thinking"]
+            case "tool_use":
+                arguments = json.dumps(block["input"], ensure_ascii=False)
+                function = {"name": block["name"], "arguments": arguments}
+                call = {"id": block["id"], "type": "function", "function": function}
+                message.setdefault("tool_calls", []).append(call)
+    if "reasoning" in message:
+        message["reasoning_content"] = message["reasoning"]
+    return message if len(message) > 1 else {**message, "content": ""}
+
+
+def _joined(content: str | Sequence[Block]) -> str:
+    return content if isinstance(content, str) else "\n\n".join(block["text"] for block in content)

@@ -1,0 +1,1 @@
+"""OpenAI's Responses: bodies, the conversations that their items are, and the events of answers."""

@@ -1,0 +1,195 @@
+"""ResponseCall: a body of /v1/responses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...errors import RequestError
+from ...requests.prompts import Prompt
+from ...requests.request import RequestOutput
+from ...sampling_params import SamplingParams
+from ..answers.chunks import Head
+from ..calls.call import OwnNames
+from ..calls.conversation_call import ConversationCall
+from ..fields.builtin_tools import functions_of
+from ..fields.sampling import check_most_logprobs
+from ..limits import Limits
+from .events import ResponseEvents
+from .fields import RESPONSE_TABLE, TEXT_LOGPROBS
+from .items import Message, messages_of, turn_of, with_instructions
+
+if TYPE_CHECKING:
+    from ...engine.model_text import ModelText
+
+Keep = Callable[[dict[str, Any], Sequence[Message]], None]
+
+
+class ResponseCall(ConversationCall):
+    """A body of /v1/responses.
+
+    previous_response_id: the stored response that it goes on from; then `go_on` comes before all else.
+    wants_store: whether the response is to be stored, if it can be.
+    keep: stores the response and the conversation with it; None if nothing is stored.
+    is_cancelled: whether the client has cancelled the response.
+    """
+
+    table = RESPONSE_TABLE
+    PROMPT_FIELD = "input"
+    NAMES = OwnNames(
+        (r"^messages(\[.*)?$", "input"),
+        (r"^max_tokens$", "max_output_tokens"),
+        (r"^logprobs$", "top_logprobs"),
+        (r"\bresponse_format\.json_schema\.schema\b", "text.format.schema"),
+        (r"\bresponse_format\b", "text.format"),
+        (r"\btools\[(\d+)\]\.function\.", r"tools[\1]."),
+        (r"\btool_choice\.function\.name\b", "tool_choice.name"),
+        (r"\btool_choice\.allowed_tools\.tools\[(\d+)\](\.function)?", r"tool_choice.tools[\1]"),
+    )
+
+    def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
+        super().__init__(body, limits)
+        values = self.values
+        if "logprobs" in values:
+            check_most_logprobs("top_logprobs", values["logprobs"], limits.max_logprobs)
+        tools, left_out = functions_of(
+            values.get("tools", ()), "function", ignores_builtin=limits.ignore_builtin_tools
+        )
+        self.ignored += tuple(left_out)
+        self._tools = tools
+        self.previous_response_id: str | None = values.get("previous_response_id")
+        self.wants_store: bool = values.get("store", True)
+        self.keep: Keep | None = None
+        self.is_cancelled = False
+        self._params: SamplingParams | None = None
+        self._messages: list[Message] | None = None
+        if self.previous_response_id is None:
+            self.go_on(())
+
+    def read(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Return the fields of the body, by the names that all calls share, and those without effect."""
+        values, ignored = super().read(body)
+        self._format: dict[str, Any] = {"type": "text"}
+        if "max_output_tokens" in values:
+            values["max_tokens"] = values["max_output_tokens"]
+        if values.get("top_logprobs", 0) or TEXT_LOGPROBS in values.get("include", ()):
+            values["logprobs"] = values.get("top_logprobs", 0)
+        if "effort" in values.get("reasoning", {}):
+            values["reasoning_effort"] = values["reasoning"]["effort"]
+        form = values.get("text", {}).get("format")
+        if form is not None:
+            is_schema = form["type"] == "json_schema"
+            inner = {"json_schema": {"schema": form["schema"]}} if is_schema else {}
+            values["response_format"] = {**form, **inner}
+            self._format = {**body["text"]["format"]}  # as it is given: its name is returned
+        # Items repeat what outputs have: a name for all.
+        return values, [*dict.fromkeys(re.sub(r"\[\d+\]", "[]", name) for name in ignored)]
+
+    def go_on(self, earlier: Sequence[Message]) -> None:
+        """Set the conversation, which goes on from an earlier one. Raises RequestError naming the field."""
+        values = self.values
+        self._messages = messages_of(values["input"], earlier)
+        messages = with_instructions(self._messages, values.get("instructions"))
+        if not messages:
+            raise RequestError("input is empty, and there are no instructions", param="input")
+        self.converse({**values, "messages": messages, **_chosen(values, self._tools)})
+        if "logprobs" in self.sampling and self.may_call_tools:
+            raise RequestError(
+                "top_logprobs and include have no log-probabilities of answers that may call tools: leave "
+                "the tools out, or give tool_choice: none",
+                param="top_logprobs" if "top_logprobs" in values else "include",
+            )
+
+    def prompts(self, text: ModelText) -> Sequence[Prompt]:
+        """Return the rendered conversation."""
+        if self._messages is None:
+            earlier = self.previous_response_id
+            raise RequestError(f"there is no response {earlier!r} here", param="previous_response_id")
+        return super().prompts(text)
+
+    def params(self, text: ModelText, *, stream: bool | None = None) -> SamplingParams:
+        """Return the parameters, with the defaults of the model, after `prompts`. Raises RequestError."""
+        self._params = super().params(text, stream=stream)
+        return self._params
+
+    @staticmethod
+    def response_id(identity: str) -> str:
+        """Return the id of the response, which is a part of paths."""
+        return f"resp_{identity.replace('/', '_')}"
+
+    def body(
+        self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str
+    ) -> dict[str, Any]:
+        """Return the response."""
+        (output,) = outputs
+        return self.chunks(identity, created, model).whole_of(output)
+
+    def chunks(self, identity: str, created: int, model: str) -> ResponseEvents:
+        """Return what makes the events of a response."""
+        head = _Head(self.response_id(identity), "response", created, model)
+        return ResponseEvents(
+            head,
+            self.new_form(),
+            self.count_tokens,
+            terms=self._terms(),
+            on_end=self._on_end,
+            is_cancelled=lambda: self.is_cancelled,
+        )
+
+    def _on_end(self, response: dict[str, Any]) -> None:
+        if self.keep is not None and self._messages is not None:
+            self.keep(response, [*self._messages, *turn_of(response["output"])])
+
+    def _terms(self) -> dict[str, Any]:
+        """Return the fields of the response that repeat what was asked for."""
+        values = self.values
+        params = self._params
+        return {
+            "background": False,
+            "instructions": values.get("instructions"),
+            "max_output_tokens": values.get("max_output_tokens"),
+            "metadata": values.get("metadata", {}),
+            "parallel_tool_calls": values.get("parallel_tool_calls", True),
+            "previous_response_id": self.previous_response_id,
+            "reasoning": {"effort": values.get("reasoning", {}).get("effort"), "summary": None},
+            "store": self.keep is not None,
+            "temperature": None if params is None else params.temperature,
+            "text": {"format": self._format},
+            "tool_choice": values.get("tool_choice", "auto"),
+            "tools": [{"parameters": None, "strict": False, **tool} for tool in self._tools],
+            "top_logprobs": values.get("top_logprobs", 0),
+            "top_p": None if params is None else params.top_p,
+            "truncation": "disabled",
+            "user": values.get("user"),
+        }
+
+
+class _Head(Head):
+    """The first fields of a response."""
+
+    __slots__ = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields of a body."""
+        return {"id": self.id, "object": self.object, "created_at": self.created, "model": self.model}
+
+
+def _chosen(values: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the tools and the choice among them, in the form of a chat's."""
+    chat: dict[str, Any] = {"tools": [{"type": "function", "function": _function(tool)} for tool in tools]}
+    choice = values.get("tool_choice")
+    if isinstance(choice, Mapping):
+        chat["tool_choice"] = _choice(choice)
+    return chat
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in tool.items() if name != "type"}
+
+
+def _choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+    if choice["type"] == "function":
+        return {"type": "function", "function": {"name": choice["name"]}}
+    named = [{"type": "function", "function": {"name": tool["name"]}} for tool in choice["tools"]]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": named}}

@@ -1,0 +1,225 @@
+"""ResponseEvents: the events of a response of OpenAI's Responses API, and the response that they build."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...requests.request import CompletionOutput
+from ..answers.chats import ChatForm
+from ..answers.chunks import Head
+from ..answers.errors import FAILED, TOO_MANY
+from ..answers.typed_events import TypedEvents
+from ..chat_output.parts import ContentDelta, Part, ReasoningDelta, ToolArgumentsDelta, ToolCallStart
+
+Event = dict[str, Any]
+Item = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _OpenItem:
+    """An item whose text grows. fields: those that do not change; texts: what it has so far."""
+
+    fields: Item
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        return str(self.fields["type"])
+
+    def as_json(self, status: str) -> Item:
+        """Return the item as it is, or without content if it is only announced."""
+        is_begun = status != "in_progress"
+        if self.kind == "function_call":
+            return {**self.fields, "arguments": "".join(self.texts), "status": status}
+        return {**self.fields, "content": [self.part()] if is_begun else [], "status": status}
+
+    def part(self) -> dict[str, Any]:
+        """Return the one part of its content."""
+        text = "".join(self.texts)
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*self.logprobs]}
+
+
+class ResponseEvents(TypedEvents):
+    """The events of a response, in OpenAI's order, and the response that they build.
+
+    terms: the fields of the response that repeat what was asked for.
+    on_end: is called with the whole response.
+    is_cancelled: tells whether the client cancelled the response.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        form: ChatForm,
+        count_tokens: Callable[[str], int],
+        *,
+        terms: Mapping[str, Any],
+        on_end: Callable[[dict[str, Any]], None],
+        is_cancelled: Callable[[], bool],
+    ) -> None:
+        super().__init__(head, form, count_tokens)
+        self._terms = terms
+        self._on_end = on_end
+        self._is_cancelled = is_cancelled
+        self._num_events = 0
+        self._items: list[Item] = []
+        self._open: _OpenItem | None = None
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is in no event yet
+        self._whole: dict[str, Any] = {}
+
+    def opening(self) -> list[Event]:
+        """Return the events before all output."""
+        return [
+            self._event(f"response.{name}", response=self.response("in_progress"))
+            for name in ("created", "in_progress")
+        ]
+
+    def see(self, completion: CompletionOutput) -> None:
+        """Take the log-probabilities of a delta."""
+        if (found := self.form.logprobs_of(completion)) is not None:
+            self._logprobs += map(_with_bytes, found["content"])
+
+    def take(self, part: Part) -> list[Event]:
+        """Return the events of a part."""
+        match part:
+            case ContentDelta(text):
+                return self._add_text("message", text)
+            case ReasoningDelta(text):
+                return self._add_text("reasoning", text)
+            case ToolCallStart(_, call_id, name):
+                return self._begin({"type": "function_call", "id": "fc", "call_id": call_id, "name": name})
+            case ToolArgumentsDelta(_, text):
+                assert self._open is not None, "arguments follow the beginning of their call"
+                self._open.texts.append(text)
+                return [self._of_open("response.function_call_arguments.delta", delta=text)]
+
+    def finish(self) -> list[Event]:
+        """Return the events after all output."""
+        assert self.completion is not None, "the answer has not ended"
+        is_cut = self.completion.finish_reason == "length"
+        status = "incomplete" if is_cut else "completed"
+        events = [] if self._items or self._open is not None else self._begin_text("message")
+        if self._logprobs and self._open is not None and self._open.kind == "message":
+            events += self._add_text("message", "")
+        events += self._end_open(status)
+        self._whole = self.response(status)
+        self._on_end(self._whole)
+        return [*events, self._event(f"response.{status}", response=self._whole)]
+
+    def error(self, status: int, body: dict[str, Any]) -> Event:
+        """Return the event of a response that fails, or was cancelled."""
+        if self._is_cancelled():
+            return self._event("response.failed", response=self.response("cancelled"))
+        code = "server_error" if status >= FAILED else "invalid_prompt"
+        code = "rate_limit_exceeded" if status == TOO_MANY else code
+        error = {"code": code, "message": body["error"]["message"]}
+        return self._event("response.failed", response={**self.response("failed"), "error": error})
+
+    def whole(self) -> dict[str, Any]:
+        """Return the whole response, after `finish`."""
+        return self._whole
+
+    def response(self, status: str) -> dict[str, Any]:
+        """Return the response with the items that have ended."""
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            **self.head.as_json(),
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "error": None,
+            "incomplete_details": cut,
+            "output": [*self._items],
+            "usage": self._usage() if status in ("completed", "incomplete") else None,
+            **self._terms,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self.usage
+        reasoning = (part["text"] for i in self._items if i["type"] == "reasoning" for part in i["content"])
+        return {
+            "input_tokens": usage.num_prompt,
+            "input_tokens_details": {"cached_tokens": usage.num_cached or 0, "cache_write_tokens": 0},
+            "output_tokens": usage.num_new,
+            "output_tokens_details": {"reasoning_tokens": sum(map(self.count_tokens, reasoning))},
+            "total_tokens": usage.num_prompt + usage.num_new,
+        }
+
+    def _add_text(self, kind: str, text: str) -> list[Event]:
+        """Return the events of more text of an item of a kind."""
+        is_open = self._open is not None and self._open.kind == kind
+        events = [] if is_open else self._begin_text(kind)
+        assert self._open is not None
+        self._open.texts.append(text)
+        if kind == "reasoning":
+            return [*events, self._of_open("response.reasoning_text.delta", content_index=0, delta=text)]
+        logprobs = self._logprobs
+        self._logprobs = []
+        self._open.logprobs += logprobs
+        name = "response.output_text.delta"
+        return [*events, self._of_open(name, content_index=0, delta=text, logprobs=logprobs)]
+
+    def _begin_text(self, kind: str) -> list[Event]:
+        fields = {"type": kind, "id": "msg", "role": "assistant"}
+        events = self._begin(fields if kind == "message" else {"type": kind, "id": "rs", "summary": []})
+        assert self._open is not None
+        return [
+            *events,
+            self._of_open("response.content_part.added", content_index=0, part=self._open.part()),
+        ]
+
+    def _begin(self, fields: Item) -> list[Event]:
+        """Begin an item, whose id begins with that in the fields. Return the events."""
+        events = self._end_open("completed")
+        identity = self.head.id.removeprefix("resp_")
+        item = self._open = _OpenItem({**fields, "id": f"{fields['id']}_{identity}_{len(self._items)}"})
+        added = {"output_index": len(self._items), "item": item.as_json("in_progress")}
+        return [*events, self._event("response.output_item.added", **added)]
+
+    def _end_open(self, status: str) -> list[Event]:
+        """End the open item, if there is one. Return the events."""
+        item = self._open
+        if item is None:
+            return []
+        text = "".join(item.texts)
+        if item.kind == "function_call":
+            events = [self._of_open("response.function_call_arguments.done", arguments=text)]
+        else:
+            is_text = item.kind == "message"
+            name = f"response.{'output' if is_text else 'reasoning'}_text.done"
+            more = {"logprobs": [*item.logprobs]} if is_text else {}
+            events = [
+                self._of_open(name, content_index=0, text=text, **more),
+                self._of_open("response.content_part.done", content_index=0, part=item.part()),
+            ]
+        done = item.as_json(status)
+        events.append(self._event("response.output_item.done", output_index=len(self._items), item=done))
+        self._items.append(done)
+        self._open = None
+        return events
+
+    def _of_open(self, name: str, **fields: Any) -> Event:
+        """Return an event of the open item."""
+        assert self._open is not None
+        return self._event(name, item_id=self._open.fields["id"], output_index=len(self._items), **fields)
+
+    def _event(self, name: str, **fields: Any) -> Event:
+        event = {"type": name, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        return event
+
+
+def _with_bytes(place: dict[str, Any]) -> dict[str, Any]:
+    """Return the log-probabilities of a token with the bytes of its text, also where they are not known."""
+    top = [_known(each) for each in place["top_logprobs"]]
+    return {**_known(place), "top_logprobs": top}
+
+
+def _known(candidate: dict[str, Any]) -> dict[str, Any]:
+    known = candidate["bytes"]
+    return candidate if known is not None else {**candidate, "bytes": [*candidate["token"].encode()]}

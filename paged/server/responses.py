@@ -1,0 +1,108 @@
+"""Responses: those that are stored and those in progress, each known to its owner alone."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..protocol.responses.call import ResponseCall
+from .telemetry.records import RequestRecord
+
+
+class ResponseKey(NamedTuple):
+    """Which response. owner: the tenant whose key made it; "" where keys are no tenants'."""
+
+    owner: str
+    response_id: str
+
+
+class StoredResponse(NamedTuple):
+    """A response and the conversation that ends with it, as JSON."""
+
+    body: bytes
+    messages: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes."""
+        return len(self.body) + len(self.messages)
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseInProgress:
+    """A response that an engine works at.
+
+    identity: which its id is made of.
+    created: seconds since 1970.
+    """
+
+    call: ResponseCall
+    record: RequestRecord
+    identity: str
+    created: int
+
+
+class Responses:
+    """The stored responses, of which the least recently used leave, and those in progress.
+
+    max_bytes: of all stored ones; 0 stores none.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._stored: OrderedDict[ResponseKey, StoredResponse] = OrderedDict()
+        self._in_progress: dict[ResponseKey, ResponseInProgress] = {}
+        self._lock = threading.Lock()  # large answers are made, and so stored, in another thread
+
+    def store(self, key: ResponseKey, body: dict[str, Any], messages: Sequence[dict[str, Any]]) -> None:
+        """Store a response, and let others leave for it."""
+        made = StoredResponse(*(json.dumps(value).encode() for value in (body, [*messages])))
+        with self._lock:
+            self._remove(key)
+            self._stored[key] = made
+            self.num_bytes += made.size
+            while self.num_bytes > self.max_bytes:
+                self._remove(next(iter(self._stored)))
+
+    def find(self, key: ResponseKey) -> StoredResponse | None:
+        """Return a stored response; None if there is none."""
+        with self._lock:
+            found = self._stored.get(key)
+            if found is not None:
+                self._stored.move_to_end(key)
+            return found
+
+    def forget(self, key: ResponseKey) -> bool:
+        """Remove a stored response. Return whether there was one."""
+        with self._lock:
+            return self._remove(key)
+
+    def _remove(self, key: ResponseKey) -> bool:
+        gone = self._stored.pop(key, None)
+        self.num_bytes -= 0 if gone is None else gone.size
+        return gone is not None
+
+    @contextmanager
+    def in_progress(self, key: ResponseKey, response: ResponseInProgress) -> Iterator[None]:
+        """Let a response be cancelled as long as the context lasts."""
+        self._in_progress[key] = response
+        try:
+            yield
+        finally:
+            if self._in_progress.get(key) is response:  # clients may give the same id twice
+                del self._in_progress[key]
+
+    def find_in_progress(self, key: ResponseKey) -> ResponseInProgress | None:
+        """Return a response in progress; None if there is none."""
+        return self._in_progress.get(key)
+
+    def check(self) -> None:
+        """Every stored byte is counted, and they are no more than allowed."""
+        assert self.num_bytes == sum(stored.size for stored in self._stored.values())
+        assert 0 <= self.num_bytes <= self.max_bytes

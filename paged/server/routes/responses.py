@@ -1,0 +1,114 @@
+"""OpenAI's Responses: answers, and those that are stored or in progress."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from ...protocol.calls.call import AnswerCall
+from ...protocol.endpoints import DELETE_RESPONSE, GET_RESPONSE, POST_CANCEL, POST_RESPONSE
+from ...protocol.responses.call import ResponseCall
+from ..front_end import FrontEnd
+from ..http.exchange import Exchange
+from ..http.failures import HttpError
+from ..responses import ResponseInProgress, ResponseKey
+from .generation import AnswerRoute
+
+
+def _key(exchange: Exchange, response_id: str) -> ResponseKey:
+    owner = "" if exchange.key is None else exchange.key.entry.tenant
+    return ResponseKey(owner, response_id)
+
+
+def _no_response(front: FrontEnd, response_id: str, param: str | None = None) -> HttpError:
+    stores = front.responses.max_bytes
+    why = "it may have left the memory of --response-store" if stores else "this server stores none"
+    return HttpError(404, f"there is no response {response_id!r} here: {why}", param=param, code="not_found")
+
+
+class ResponsesRoute(AnswerRoute):
+    """Responses, whole or streamed, which may go on from a stored one."""
+
+    def __init__(self, path: str, front: FrontEnd) -> None:
+        super().__init__(path, front)
+        self._front = front
+
+    def take(self, exchange: Exchange, call: AnswerCall) -> None:
+        """Complete a call with the conversation of an earlier response. Raises HttpError if there is none."""
+        assert isinstance(call, ResponseCall)
+        earlier = call.previous_response_id
+        if earlier is None:
+            return
+        found = self._front.responses.find(_key(exchange, earlier))
+        if found is None:
+            raise _no_response(self._front, earlier, "previous_response_id")
+        call.go_on(json.loads(found.messages))
+
+    def answering(
+        self, exchange: Exchange, call: AnswerCall, identity: str, created: int
+    ) -> AbstractContextManager[None]:
+        """Return a context in which a response can be cancelled."""
+        assert isinstance(call, ResponseCall)
+        assert exchange.record is not None, "_begin() has opened it"
+        responses = self._front.responses
+        key = _key(exchange, call.response_id(identity))
+        if call.wants_store and responses.max_bytes:
+            call.keep = partial(responses.store, key)
+        return responses.in_progress(key, ResponseInProgress(call, exchange.record, identity, created))
+
+
+class ResponseRoute:
+    """A stored response."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        response_id = exchange.route.removeprefix(f"{POST_RESPONSE.path}/")
+        exchange.route = GET_RESPONSE.path  # for the metrics
+        found = self._front.responses.find(_key(exchange, response_id))
+        if found is None:
+            raise _no_response(self._front, response_id)
+        await exchange.respond(200, found.body)
+
+
+class DeleteResponseRoute:
+    """Forgets a stored response."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        response_id = exchange.route.removeprefix(f"{POST_RESPONSE.path}/")
+        exchange.route = DELETE_RESPONSE.path
+        if not self._front.responses.forget(_key(exchange, response_id)):
+            raise _no_response(self._front, response_id)
+        body: dict[str, Any] = {"id": response_id, "object": "response", "deleted": True}
+        await exchange.respond_json(200, body)
+
+
+class CancelRoute:
+    """Ends a response in progress. One that has ended, and is stored, is returned as it is."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        front = self._front
+        response_id = exchange.route.removeprefix(f"{POST_RESPONSE.path}/").removesuffix("/cancel")
+        exchange.route = POST_CANCEL.path
+        key = _key(exchange, response_id)
+        response = front.responses.find_in_progress(key)
+        if response is not None:
+            response.call.is_cancelled = True
+            response.record.is_ended = True
+            await front.engine.abort(response.record.engine_ids)
+            events = response.call.chunks(response.identity, response.created, front.names[0])
+            await exchange.respond_json(200, events.response("cancelled"))
+            return
+        found = front.responses.find(key)
+        if found is None:
+            raise _no_response(front, response_id)
+        await exchange.respond(200, found.body)

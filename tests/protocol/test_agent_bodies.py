@@ -1,0 +1,114 @@
+"""Bodies of /v1/responses and /v1/messages: what is wrong with them is named by their own fields."""
+
+import re
+
+import pytest
+
+from paged.errors import PagedError
+from paged.protocol.chat_output.chat_format import ChatFormat
+from paged.protocol.endpoints import error_in_form_of, parse_call
+from paged.protocol.limits import Limits
+from paged.protocol.messages.events import whole_members
+from paged.protocol.responses.items import messages_of, with_instructions
+from tests.support.api_fields import BODIES, MESSAGE_TOOLS, MESSAGES, RESPONSE_TOOLS, RESPONSES
+
+LIMITS = Limits(chat_format=ChatFormat.of(tool_call_parser="hermes", enable_auto_tool_choice=True))
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+USE = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
+USER = {"role": "user", "content": "x"}
+WRONG = [
+    (RESPONSES, {"input": [OUTPUT]}, "input[0].call_id", "is no function_call before it"),
+    (RESPONSES, {"input": [CALL, OUTPUT, OUTPUT]}, "input[2].call_id", "has an output already"),
+    (RESPONSES, {"input": [CALL, CALL]}, "input[1].call_id", "that of an earlier call"),
+    (RESPONSES, {"input": [{"type": "web_search_call"}]}, "input[0]", "one of message, function_call"),
+    (RESPONSES, {"input": []}, "input", "empty"),
+    (
+        RESPONSES,
+        {"input": [{**USER, "content": [{"type": "input_image"}]}]},
+        "input[0].content[0]",
+        "input_image",
+    ),
+    (RESPONSES, {"input": [{**USER, "mood": 1}]}, "input[0].mood", "unknown argument"),
+    (RESPONSES, {"inputs": 1}, "inputs", "did you mean 'input'"),
+    (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'.*--ignore-builtin-tools"),
+    (RESPONSES, {"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type", "'custom'"),
+    (RESPONSES, {"tools": RESPONSE_TOOLS * 2}, "tools[1].name", r"tools\[1\]\.name is that of another tool"),
+    (
+        RESPONSES,
+        {"tools": RESPONSE_TOOLS, "tool_choice": {"type": "function", "name": "g"}},
+        "tool_choice.name",
+        "not one of",
+    ),
+    (RESPONSES, {"tools": RESPONSE_TOOLS, "top_logprobs": 1}, "top_logprobs", "may call tools"),
+    (RESPONSES, {"background": True}, "background", "not supported"),
+    (RESPONSES, {"max_tokens": 5}, "max_tokens", "max_output_tokens"),
+    (RESPONSES, {"include": ["nonsense"]}, "include", "must be one of"),
+    (MESSAGES, {"max_tokens": None}, "max_tokens", "max_tokens is missing"),
+    (
+        MESSAGES,
+        {"messages": [{"role": "user", "content": [RESULT]}]},
+        "messages[0].content[0].tool_use_id",
+        "is no tool_use",
+    ),
+    (
+        MESSAGES,
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": [USE]},
+                USER,
+                {"role": "user", "content": [RESULT] * 2},
+            ]
+        },
+        "messages[3].content[1].tool_use_id",
+        "'c' is no tool_use",
+    ),
+    (MESSAGES, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0]", "user, assistant, system"),
+    (
+        MESSAGES,
+        {"messages": [{"role": "user", "content": [USE]}]},
+        "messages[0].content[0]",
+        "text, tool_result",
+    ),
+    (MESSAGES, {"tools": MESSAGE_TOOLS * 2}, "tools[1].name", r"tools\[1\]\.name"),
+    (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type", "built-in tool"),
+]
+
+
+@pytest.mark.parametrize(
+    ("url", "fields", "param", "message"), WRONG, ids=[f"{u}-{p}" for u, _, p, _ in WRONG]
+)
+def test_the_wrong_field_is_named(url, fields, param, message):
+    with pytest.raises(PagedError, match=message) as caught:
+        parse_call(url, {**BODIES[url], **fields}, LIMITS)
+    assert caught.value.param.startswith(param)
+    error = {"message": str(caught.value), "param": caught.value.param}
+    shown = error_in_form_of(url, 400, {"error": error}, "r")
+    assert url == RESPONSES or re.match(f".*{re.escape(param)}", shown["error"]["message"])
+
+
+def test_items_of_an_answer_are_one_message():
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}], "summary": []}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Well."}]}
+    made = messages_of([{"type": "message", **USER}, thought, said, CALL, OUTPUT, thought, said])
+    asked, answer, result, last = made
+    assert (asked, result["role"], result["tool_call_id"]) == (USER, "tool", "c")
+    assert (answer["content"], answer["reasoning"], answer["tool_calls"][0]["id"]) == ("Well.", "Hm.", "c")
+    assert last.keys() == {"role", "content", "reasoning", "reasoning_content"}
+    begins = [{"type": "message", "role": role, "content": role} for role in ("developer", "system")]
+    system, user = with_instructions(messages_of([*begins, {"type": "message", **USER}]), "Be brief.")
+    assert system == {"role": "system", "content": "Be brief.\n\ndeveloper\n\nsystem"}
+    assert user == USER
+
+
+def test_what_is_whole_of_arguments_that_are_cut():
+    text = '{"a": [1, {"b": "}"}], "c": "d\\"", "e": 12, "f": nul'
+    whole = {"a": [1, {"b": "}"}], "c": 'd"', "e": 12}
+    for end in range(len(text) + 1):
+        made = whole_members(text[:end])
+        assert made == dict([*whole.items()][: len(made)])
+    assert made == whole
+    assert whole_members('{"e": 12') == {}
+    assert whole_members('{"e": 12}') == {"e": 12}
