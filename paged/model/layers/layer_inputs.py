@@ -45,14 +45,18 @@ class PerLayerEmbeddings(nn.Module):
 
 
 class PerLayerGate(nn.Module):
-    """residual += norm(W gelu(G residual) * x), where x is what a layer gets of each token."""
+    """residual += norm(W gelu(G residual) * x), where x is what a layer gets of each token.
 
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
+    first_layer: the first one of which `forward` gets inputs.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, first_layer: int = 0) -> None:
         super().__init__()
         assert config.layer_inputs is not None
         self.kernels = kernels
         size = config.layer_inputs.size
-        self.columns = slice(layer * size, (layer + 1) * size)
+        place = layer - first_layer
+        self.columns = slice(place * size, (place + 1) * size)
         name = f"{LAYERS}{layer}"
         gate = StoredRows({f"{name}.per_layer_input_gate": size})
         self.per_layer_input_gate = Linear(config.hidden_size, gate, bias=False)
@@ -64,6 +68,6 @@ class PerLayerGate(nn.Module):
         )
 
     def forward(self, inputs: Tensor, residual: Tensor) -> None:
-        """Update the residual [num_tokens, hidden_size] in place. inputs: of all layers."""
+        """Update the residual [num_tokens, hidden_size] in place. inputs: of these layers."""
         gated = self.kernels.gelu_and_mul(self.per_layer_input_gate(residual), inputs[:, self.columns])
         self.post_per_layer_input_norm.into(self.per_layer_projection(gated), residual, add=True)
