@@ -117,12 +117,17 @@ class Graph:
                 for name in task.pointers
             ]
         )
-        addresses = self._flat[self._pointers]
-        self._inputs = [self._pointers[addresses == tensor.data_ptr()] for tensor in inputs]
+        self._inputs = [self._pointers_into(tensor) for tensor in inputs]
         self._num_threads = num_threads
         self._outputs = tuple(outputs)
         scratch = _whole_lines(int(self._table[:, column("scratch_size")].max()) * num_threads)
         self._lay_out(recorder.allocated, scratch)
+
+    def _pointers_into(self, tensor: Tensor) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+        """Return which pointers point into a tensor, and how far from its start."""
+        offsets = self._flat[self._pointers] - tensor.data_ptr()
+        found = (offsets >= 0) & (offsets < tensor.nbytes)
+        return self._pointers[found], offsets[found]
 
     def _lay_out(self, allocated: Sequence[Tensor], start: int) -> None:
         """Place the tensors from `start` on; those that are not needed at the same time share memory."""
@@ -185,8 +190,8 @@ class Graph:
 
     def use_inputs(self, inputs: Sequence[Tensor]) -> None:
         """Read these inputs from now on."""
-        for where, tensor in zip(self._inputs, inputs, strict=True):
-            self._flat[where] = tensor.data_ptr()
+        for (where, offsets), tensor in zip(self._inputs, inputs, strict=True):
+            self._flat[where] = tensor.data_ptr() + offsets
 
     def replay(self) -> tuple[Tensor, ...]:
         """Launch everything. Return the outputs, which the next replay overwrites."""
