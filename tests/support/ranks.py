@@ -134,7 +134,7 @@ class ThreadTransport:
 
 @contextmanager
 def ranked_engines(num_stages: int, num_shards: int = 1, **world: Any) -> Iterator[list[World]]:
-    """Inside, engines that are made on this thread have ranks. Yields their worlds; their ranks end behind."""
+    """Inside, new engines have ranks, which end behind it. Yields their worlds."""
     worlds: list[World] = []
     drivers: list[DriverRunner] = []
 
