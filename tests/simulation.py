@@ -287,6 +287,7 @@ class World:
         self.writer = MessageWriter(self.block_size, self.depth)
         self.followers = [Follower(self) for _ in range(num_followers)]
         self.haste = ranked.random()  # how likely a follower computes its next step at once
+        self.wait_share = 0.2  # of steps whose end waits for the followers
         self.ranked = ranked
         # What arrives of a message, for tests.
         self.deliver: Callable[[bytes], list[bytes]] = lambda message: [message]
@@ -650,7 +651,7 @@ class World:
     def finish_step(self) -> None:
         """Read what the oldest step in flight reads, and give its tokens to the scheduler."""
         schedule, reads, drawn_seats, tables = self.in_flight.popleft()
-        if self.ranked.random() < 0.2:
+        if self.ranked.random() < self.wait_share:
             self.wait_for_followers()
         truths = []
         for (request, end, drafts), own_tables in zip(reads, tables, strict=True):
