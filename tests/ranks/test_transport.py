@@ -58,8 +58,11 @@ def test_traffic_in_both_directions_does_not_block():
         for _ in range(6):
             transports[rank].send(large[rank], 1 - rank)
         received = [transports[rank].receive((2**18,), torch.float32, 1 - rank) for _ in range(6)]
-        gathered = ShardGroup(transports[rank], rank, range(2)).gather(large[rank].view(4, -1))
+        group = ShardGroup(transports[rank], rank, range(2))
+        gathered = group.gather(large[rank].view(4, -1))
         assert gathered.shape == (4, 2**17)
+        collected = group.collect(large[rank].view(4, -1))
+        assert collected is None if rank else torch.equal(collected, gathered)
         return [float(each.mean()) for each in received] + gathered[0, :: 2**16].tolist()
 
     with ThreadPoolExecutor(2) as pool:
