@@ -73,7 +73,7 @@ class RankProcess:
         store: Any,
         *,
         host: str,
-        plan_timeout_s: float | None,
+        message_timeout_s: float | None,
         group: int = 0,
         agreed: tuple[int, int] | None = None,
     ) -> FollowerRunner:
@@ -87,7 +87,11 @@ class RankProcess:
         model_config = read_config(self.directory)
         layout = RankLayout.of(self.config, model_config)
         transport = GlooTransport(
-            layout, self.rank, timeout_s=self.config.rank_timeout_s, host=host, plan_timeout_s=plan_timeout_s
+            layout.num_ranks,
+            self.rank,
+            timeout_s=self.config.rank_timeout_s,
+            host=host,
+            message_timeout_s=message_timeout_s,
         )
         self._transport = transport
         self.membership = membership = Membership(
@@ -106,7 +110,7 @@ class RankProcess:
         )
         self.heartbeat.loaded()
         if agreed is None:
-            membership.tell_figures(runner.kv_bytes, cpu_features())
+            membership.tell_figures(runner.kv_cache.num_bytes, cpu_features())
         return runner
 
     def run(self, runner: FollowerRunner) -> None:
@@ -165,7 +169,7 @@ def _follow(own: RankProcess, channel: Channel, groups: SimpleQueue[int], start:
     agreed = start["agreed"] and tuple(start["agreed"])
     store = local_store(own.private, own.config.num_ranks)
     try:
-        runner = own.load(store, host=LOOPBACK, plan_timeout_s=None, group=start["group"], agreed=agreed)
+        runner = own.load(store, host=LOOPBACK, message_timeout_s=None, group=start["group"], agreed=agreed)
         while True:
             try:
                 own.run(runner)
@@ -247,7 +251,7 @@ def _follow_torchrun(config: EngineConfig, torchrun: Torchrun, private: Path) ->
             local_index=torchrun.local_rank,
             num_local=torchrun.num_local,
         )
-        runner = own.load(store, host=torchrun.own_address(), plan_timeout_s=config.rank_timeout_s)
+        runner = own.load(store, host=torchrun.own_address(), message_timeout_s=config.rank_timeout_s)
         own.run(runner)
     except Exception as error:
         post_failure(store, torchrun.rank, error)

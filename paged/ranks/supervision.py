@@ -19,6 +19,7 @@ from .facts import plain_options
 from .heartbeat import DIRECTORY_PREFIX, Heartbeat
 from .layout import RankLayout
 from .local_rank import END_S, LocalRank
+from .meeting import post_failure
 from .membership import Membership, RankFigures, local_store, name_of, torchrun_store
 from .place import LOOPBACK, Torchrun
 from .transport import GlooTransport
@@ -59,7 +60,7 @@ class Ranks:
         else:
             self._store = torchrun_store(torchrun)
             host = torchrun.own_address()
-        self.transport = GlooTransport(layout, 0, timeout_s=config.rank_timeout_s, host=host)
+        self.transport = GlooTransport(layout.num_ranks, 0, timeout_s=config.rank_timeout_s, host=host)
         self.membership = Membership(layout, 0, self._store, self.transport, check=self.check)
         self.heartbeat = Heartbeat(self._private, 0, config.rank_timeout_s)
         self._sent_at = time.monotonic()
@@ -205,17 +206,20 @@ class Ranks:
                 self._sent_at = time.monotonic()
                 self.heartbeat.beat()
                 with suppress(RankError):  # the next step will raise it, too
-                    self.transport.send_idle()
+                    self.transport.send_message(b"")
+
+    def fail(self, error: BaseException) -> None:
+        """End all ranks, as this one cannot load or meet them. Those of torchrun raise the error, too."""
+        with suppress(RuntimeError):  # the store is gone
+            post_failure(self._store, 0, error)
+        self.close()
 
     def close(self) -> None:
-        """End all ranks, and remove their files."""
+        """End the processes that were started here, and remove their files."""
         if self._is_closed:
             return
         self._is_closed = True
         self._changed.set()
-        if self._torchrun is not None:
-            with suppress(RankError):
-                self.transport.end()
         self.transport.close()
         for local in self._local.values():
             local.close()
