@@ -15,6 +15,7 @@ COME_S = 120.0  # in which each rank must come
 _FIRST_PAUSE_S = 0.002  # between two looks into the store; it doubles
 _MOST_PAUSE_S = 0.05
 _FAILED = "failed"
+ENDED = "ended"  # what a rank tells at its end
 
 
 class Store(Protocol):
@@ -53,8 +54,12 @@ class Meeting:
 
         Raises RankError naming the ranks that have told none after timeout_s, and the error of `fail`.
         """
-        self._store.set(f"{topic}/{self._rank}", json.dumps(value))
+        self.tell(topic, value)
         return self.collect(topic, timeout_s)
+
+    def tell(self, topic: str, value: Any) -> None:
+        """Tell all ranks a value, without waiting for theirs."""
+        self._store.set(f"{topic}/{self._rank}", json.dumps(value))
 
     def collect(self, topic: str, timeout_s: float | None = None) -> list[Any]:
         """Return the value of each rank; see `gather`."""

@@ -26,6 +26,7 @@ from ..errors import PagedError, RankError
 from .channel import Channel, Message
 from .heartbeat import DIRECTORY_PREFIX, Heartbeat
 from .layout import RankLayout
+from .meeting import ENDED, post_failure
 from .place import LOOPBACK, Torchrun, bind_to_share, share_of
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ class RankProcess:
     config: the driver's, not divided.
     local_index, num_local: among the ranks of this machine.
     directory: of the checkpoint. private: where the heartbeat file is.
-    state: "loads", "computes", or "lost" when it waits for a new group.
     """
 
     def __init__(
@@ -63,10 +63,20 @@ class RankProcess:
         self.private = private
         self.local_index = local_index
         self.num_local = num_local
-        self.state = "loads"
+        self._state = "loads"
         self.heartbeat = Heartbeat(private, rank, config.rank_timeout_s)
         self.membership: Membership | None = None
         self._transport: GlooTransport | None = None
+
+    @property
+    def state(self) -> str:
+        """What it does: it "loads", "computes", "waits" for another rank, "fails", or is "lost" without one."""
+        is_waiting = self._transport is not None and self._transport.is_waiting
+        return "waits" if is_waiting and self._state == "computes" else self._state
+
+    def set_state(self, state: str) -> None:
+        """Say what it does from now on."""
+        self._state = state
 
     def load(
         self,
@@ -115,12 +125,17 @@ class RankProcess:
 
     def run(self, runner: FollowerRunner) -> None:
         """Compute steps until the driver ends the plans. Raises RankError if another rank is lost."""
-        self.state = "computes"
+        self.set_state("computes")
         try:
             runner.run(self.heartbeat.beat)
         finally:
             assert self._transport is not None
             self._transport.close()  # so that those that wait for this rank learn of it
+
+    def end(self) -> None:
+        """Tell the driver, which waits for that, that this rank has come to the end of its messages."""
+        assert self.membership is not None
+        self.membership.meeting.tell(ENDED, None)
 
     def rejoin(self, runner: FollowerRunner, group: int) -> None:
         """Connect to the ranks of a new group, and forget what was computed in the last one."""
@@ -163,7 +178,6 @@ def follow_parent(descriptor: int) -> int:
 
 def _follow(own: RankProcess, channel: Channel, groups: SimpleQueue[int], start: Message) -> int:
     """Load and compute until the plans end. Return the exit code."""
-    from .meeting import post_failure
     from .membership import local_store
 
     agreed = start["agreed"] and tuple(start["agreed"])
@@ -175,10 +189,10 @@ def _follow(own: RankProcess, channel: Channel, groups: SimpleQueue[int], start:
                 own.run(runner)
                 return 0
             except RankError:
-                own.state = "lost"
+                own.set_state("lost")
             own.rejoin(runner, groups.get())
     except Exception as error:
-        own.state = "fails"
+        own.set_state("fails")
         if agreed is None:  # later ones are told by the socket alone: others may go on without this process
             post_failure(store, own.rank, error)
         if not isinstance(error, PagedError):
@@ -238,7 +252,6 @@ def follow_torchrun(options: Mapping[str, Any]) -> int:
 
 def _follow_torchrun(config: EngineConfig, torchrun: Torchrun, private: Path) -> int:
     from ..model.hub import resolve
-    from .meeting import post_failure
     from .membership import torchrun_store
 
     store = torchrun_store(torchrun)
@@ -253,6 +266,7 @@ def _follow_torchrun(config: EngineConfig, torchrun: Torchrun, private: Path) ->
         )
         runner = own.load(store, host=torchrun.own_address(), message_timeout_s=config.rank_timeout_s)
         own.run(runner)
+        own.end()
     except Exception as error:
         post_failure(store, torchrun.rank, error)
         raise

@@ -33,8 +33,8 @@ def new_executor(
 
     if draft is not None:
         raise ConfigError(
-            f"speculative_config with a draft model is for one process, and there are {config.num_ranks} of the "
-            "model; method 'ngram', 'suffix' or 'grammar' goes with several"
+            f"speculative_config with a draft model is for one process, and there are {config.num_ranks} of "
+            "the model; method 'ngram', 'suffix' or 'grammar' goes with several"
         )
     layout = RankLayout.of(config, model_config)
     ranks = Ranks(config, layout, directory)
@@ -42,7 +42,15 @@ def new_executor(
         membership = ranks.membership
         membership.agree(facts_of(config, directory))
         own = share_of(config, ranks.local_index, ranks.num_local)
-        runner = DriverRunner(own, model_config, directory, layout=layout, ranks=ranks)
+        runner = DriverRunner(
+            own,
+            model_config,
+            directory,
+            layout=layout,
+            transport=ranks.transport,
+            peers=membership,
+            supervision=ranks,
+        )
         ranks.begin(membership.tell_figures(runner.kv_cache.num_bytes, cpu_features()))
     except BaseException as error:
         ranks.fail(error)

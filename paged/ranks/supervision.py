@@ -8,6 +8,7 @@ import socket
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from .facts import plain_options
 from .heartbeat import DIRECTORY_PREFIX, Heartbeat
 from .layout import RankLayout
 from .local_rank import END_S, LocalRank
-from .meeting import post_failure
+from .meeting import ENDED, post_failure
 from .membership import Membership, RankFigures, local_store, name_of, torchrun_store
 from .place import LOOPBACK, Torchrun
 from .transport import GlooTransport
@@ -39,7 +40,6 @@ class Ranks:
     directory: of the checkpoint.
     transport, membership: this process's own connection to the others.
     num_restarts: how many processes were replaced so far.
-    on_loss: called, from another thread, when a process ends while no step runs.
     """
 
     def __init__(self, config: EngineConfig, layout: RankLayout, directory: Path) -> None:
@@ -52,7 +52,7 @@ class Ranks:
         self._changed = threading.Event()
         self._is_closed = False
         self.num_restarts = 0
-        self.on_loss: Callable[[], object] = lambda: None
+        self._on_loss: Callable[[], Callable[[], object] | None] = lambda: None
         self.figures: Sequence[RankFigures] = ()
         if torchrun is None:
             self._store: Any = local_store(self._private, layout.num_ranks)
@@ -98,6 +98,10 @@ class Ranks:
         self.figures = figures
         self.heartbeat.loaded()
         self._watcher.start()
+
+    def watch(self, on_loss: Callable[[], object]) -> None:
+        """Call a method, from another thread, when a process ends. Its object may be collected before."""
+        self._on_loss = weakref.WeakMethod(on_loss)
 
     # While steps run
 
@@ -201,7 +205,8 @@ class Ranks:
                 return
             if self._changed.is_set():
                 self._changed.clear()
-                self.on_loss()
+                if (on_loss := self._on_loss()) is not None:
+                    on_loss()
             elif time.monotonic() - self._sent_at >= pause_s:
                 self._sent_at = time.monotonic()
                 self.heartbeat.beat()
@@ -214,12 +219,19 @@ class Ranks:
             post_failure(self._store, 0, error)
         self.close()
 
-    def close(self) -> None:
-        """End the processes that were started here, and remove their files."""
+    def close(self, end: Callable[[], None] = lambda: None) -> None:
+        """End the processes that were started here, and remove their files.
+
+        end: sends the message that ends those of torchrun.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         self._changed.set()
+        if self._torchrun is not None:
+            with suppress(RankError, RuntimeError):  # some have ended, or the store is gone
+                end()
+                self.membership.meeting.gather(ENDED, None, END_S)
         self.transport.close()
         for local in self._local.values():
             local.close()

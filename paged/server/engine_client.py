@@ -291,7 +291,8 @@ def _terms_of_ranks(config: EngineConfig, terms: RestartTerms, replicas: int) ->
     if config.rank_timeout_s >= terms.step_timeout:
         raise ConfigError(
             f"rank_timeout_s {config.rank_timeout_s:g} must be less than step_timeout "
-            f"{terms.step_timeout:g}: a process of the model that hangs is found before the whole engine is replaced"
+            f"{terms.step_timeout:g}: a process of the model that hangs is found before the whole engine is "
+            "replaced"
         )
     if Torchrun.of(config) is None:
         return terms
