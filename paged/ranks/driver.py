@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..blocks.pool import BlockId
 from ..config import EngineConfig
+from ..errors import EngineDeadError, RankError, dead_engine
 from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
 from ..model.cache.layout import CacheLayout
@@ -31,10 +33,33 @@ from .transport import Transport
 CPU = torch.device("cpu")
 
 
+class Supervision(Protocol):
+    """What watches the processes of the other ranks, and replaces them."""
+
+    num_restarts: int  # how many processes were replaced
+
+    def on_step(self, number: int) -> None:
+        """Take note of a message to all ranks."""
+
+    def check(self) -> None:
+        """Raise RankError if a process has ended."""
+
+    def recover(self, error: BaseException) -> RankError | None:
+        """Make a new group after a step has raised. Return why none can be made."""
+
+    def watch(self, on_loss: Callable[[], object]) -> None:
+        """Call a function, from another thread, when a process has ended."""
+
+    def close(self, end: Callable[[], None]) -> None:
+        """End the processes. end: has those end that were not started here."""
+
+
 class DriverRunner(ModelRunner):
     """The `Executor` of several ranks. It computes the last stage, or a shard of that, and samples.
 
     A step is launched by a message to all ranks. This rank's part is computed when its results are taken.
+
+    supervision: None: what ends the other ranks ends this one, too.
     """
 
     def __init__(
@@ -46,7 +71,11 @@ class DriverRunner(ModelRunner):
         layout: RankLayout,
         transport: Transport,
         peers: Peers,
+        supervision: Supervision | None = None,
     ) -> None:
+        self._supervision = supervision
+        self._exchange_s = 0.0  # of earlier groups
+        self._stage = Stage(layout, 0, model_config, torch.float32, transport)
         self.layout = layout
         self._transport = transport
         self._launched: deque[RankedStep] = deque()  # those whose part here is not computed yet
@@ -61,19 +90,22 @@ class DriverRunner(ModelRunner):
     def reset(self) -> None:
         """Begin with a new group of ranks: nothing is in flight, and no message was sent."""
         self._launched.clear()
+        self._exchange_s = self.exchange_s
         self._writer = MessageWriter(self.sizes.block_size, self.num_in_flight)
         self._stage = Stage(self.layout, 0, self.model_config, self.dtype, self._transport)
 
     @property
     def exchange_s(self) -> float:
         """The seconds that were spent waiting for other stages."""
-        return self._stage.seconds
+        return self._exchange_s + self._stage.seconds
 
     def launch(self, plan: StepPlan) -> RankedStep:
         """Send a step to all ranks."""
         # The seats are those of now: the next plan may change them.
         rows = self.rows_of(plan)
         self._transport.send_message(self._writer.step(plan.computed))
+        if self._supervision is not None:
+            self._supervision.on_step(self._writer.number)
         step = RankedStep(self, plan, rows, self._writer.number)
         self._stage.expect(step.number, sum(plan.computed.counts))
         self._launched.append(step)
@@ -95,6 +127,42 @@ class DriverRunner(ModelRunner):
         """Give up the steps in flight: their results are not taken."""
         super().discard()
         self._launched.clear()
+
+    # The processes of the other ranks
+
+    def check(self) -> None:
+        """Raise RankError if one has ended."""
+        if self._supervision is not None:
+            self._supervision.check()
+
+    def recover(self, error: BaseException) -> EngineDeadError | None:
+        """Meet the other ranks anew after a step has raised. Return why no step can run any more, if so."""
+        if (dead := super().recover(error)) is not None:
+            return dead
+        if self._supervision is not None:
+            failure = self._supervision.recover(error)
+        else:
+            failure = error if isinstance(error, RankError) else None
+        if failure is not None:
+            return dead_engine(str(failure), failure)
+        self.reset()
+        return None
+
+    def watch(self, on_loss: Callable[[], object]) -> None:
+        """Call a function, from another thread, when `check` may raise."""
+        if self._supervision is not None:
+            self._supervision.watch(on_loss)
+
+    def close(self) -> None:
+        """End the other ranks."""
+        if self._supervision is not None:
+            self._supervision.close(self.end)
+
+    @property
+    def rank_stats(self) -> tuple[int, float]:
+        """How many processes were replaced, and the seconds that steps waited for others."""
+        num_restarts = 0 if self._supervision is None else self._supervision.num_restarts
+        return num_restarts, self.exchange_s
 
     def end(self) -> None:
         """Have the other ranks end."""

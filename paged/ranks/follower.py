@@ -65,22 +65,22 @@ class FollowerRunner(PartRunner):
         """The seconds that were spent waiting for other stages."""
         return self._stage.seconds
 
-    def run(self, on_message: Callable[[int], None] = lambda _: None) -> None:
+    def run(self, on_message: Callable[[int | None], None] = lambda _: None) -> None:
         """Do what the driver's messages say, until one says that it is over.
 
-        on_message: called with the number of each, before anything is computed.
+        on_message: called with the number of each, before anything is computed; None: the driver is idle.
         """
         for _ in count():
-            message = self._next_message()
+            message = self._next_message(on_message)
             on_message(message.number)
             if message.kind is Kind.END:
                 return
             self._do(message)
 
-    def _next_message(self) -> Message:
-        while True:
-            if data := self._transport.receive_message():  # or it says that the driver is there
-                return self._reader.read(data)
+    def _next_message(self, on_message: Callable[[int | None], None] = lambda _: None) -> Message:
+        while not (data := self._transport.receive_message()):
+            on_message(None)
+        return self._reader.read(data)
 
     def _do(self, message: Message) -> None:
         with self._on_device, TrustedContents():

@@ -84,6 +84,8 @@ class GlooTransport:
     host: the address to bind to; None: gloo's own choice, the one that the host's name stands for.
     message_timeout_s: how long a message may take; None: for ever.
 
+    is_waiting: whether it waits for another rank now.
+
     Errors are RankErrors. After one, the group is unusable.
     """
 
@@ -105,6 +107,7 @@ class GlooTransport:
             self._message_timeout = timedelta(seconds=message_timeout_s)
         self._lock = threading.Lock()  # of messages
         self._group: Any = None
+        self.is_waiting = False
         # What is being sent, with its memory. Work that is done is found out by waiting for it.
         self._sending: deque[tuple[Any, Tensor]] = deque()
 
@@ -125,9 +128,9 @@ class GlooTransport:
         """End the group. From any thread: whatever waits raises RankError."""
         group = self._group
         self._group = None
-        self._sending.clear()
         if group is not None:
             group.abort()
+        self._sending.clear()
 
     def send_message(self, data: bytes) -> None:
         """Send a message of the driver to all other ranks. From any thread."""
@@ -168,8 +171,10 @@ class GlooTransport:
         return memory
 
     def _receive_into(self, memory: Tensor, rank: int, tag: int, timeout: timedelta) -> None:
+        self.is_waiting = True
         with _as_rank_error(f"rank {rank} sends nothing"):
             self._open_group().recv([memory], rank, tag).wait(timeout)
+        self.is_waiting = False
 
     def _post(self, memory: Tensor, rank: int, tag: int) -> None:
         with _as_rank_error(f"rank {rank} receives nothing"):

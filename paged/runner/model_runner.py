@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from ..blocks.manager import widest_of
 from ..config import EngineConfig
+from ..device.devices import failure_of
 from ..device.transfers import Download
+from ..errors import EngineDeadError, dead_engine
 from ..kernels.checks import TrustedContents
 from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
@@ -172,6 +174,32 @@ class ModelRunner(PartRunner):
     def discard(self) -> None:
         """Give up the steps in flight: their results are not taken."""
         self.sampler.forget()
+
+    # What concerns other processes of the model, of which there are none
+
+    def check(self) -> None:
+        """Do nothing."""
+
+    def recover(self, error: BaseException) -> EngineDeadError | None:
+        """Return why no step can run any more after one has raised: the GPU has failed."""
+        # Ctrl-C must not wait for a GPU that may never answer.
+        if not isinstance(error, Exception) or (failure := failure_of(self.device)) is None:
+            return None
+        reason = str(failure).partition("\n")[0]
+        return dead_engine(
+            f"{self.device} has failed: {reason}; it can only be used again in a new process", error
+        )
+
+    def watch(self, on_loss: Callable[[], object]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    @property
+    def rank_stats(self) -> tuple[int, float]:
+        """How many processes were replaced, and the seconds that steps waited for others: 0."""
+        return 0, 0.0
 
     def run_in_other_cache(self, schedule: Schedule, kv_cache: KVCache) -> None:
         """Run one step of both models in this KV cache, and keep none of the memory that it took."""
