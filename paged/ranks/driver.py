@@ -139,11 +139,10 @@ class DriverRunner(ModelRunner):
         """Meet the other ranks anew after a step has raised. Return why no step can run any more, if so."""
         if (dead := super().recover(error)) is not None:
             return dead
-        if self._supervision is not None:
-            failure = self._supervision.recover(error)
-        else:
-            failure = error if isinstance(error, RankError) else None
-        if failure is not None:
+        if self._supervision is None:
+            # The group goes on, and the streams of steps that were given up are dropped as they come.
+            return dead_engine(str(error), error) if isinstance(error, RankError) else None
+        if (failure := self._supervision.recover(error)) is not None:
             return dead_engine(str(failure), failure)
         self.reset()
         return None
