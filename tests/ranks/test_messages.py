@@ -12,7 +12,6 @@ from paged.ranks.messages import Kind, MessageReader, MessageWriter
 from paged.runner.plan import ComputedPart, Planner
 from paged.scheduler.schedule import Schedule
 from tests.support import scheduler_cases as cases
-from tests.support.batches import whole
 
 DEPTH = 3
 
@@ -85,7 +84,7 @@ def test_a_decode_of_64_sequences_takes_less_than_a_kilobyte():
 def test_a_message_that_is_lost_or_doubled_is_refused():
     scheduler = cases.new_scheduler()
     cases.added(scheduler, cases.new_request("a", 3, 9))
-    part = new_planner().plan(whole(cases.scheduled(scheduler))).computed
+    part = new_planner().plan(cases.scheduled(scheduler)).computed
     writer, reader = MessageWriter(cases.BLOCK_SIZE, 1), MessageReader(cases.BLOCK_SIZE, 1, 1)
     first, second, third = (writer.step(part) for _ in range(3))
     reader.read(first)
