@@ -233,7 +233,7 @@ def main() -> None:
     """Compare, or be the first stage of a comparison."""
     if sys.argv[1:2] == ["--follow"]:
         directory, delay_s, options = sys.argv[2:]
-        follow(Path(directory), float(delay_s), eval(options))
+        follow(Path(directory), float(delay_s), json.loads(options))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="llama-15m")
