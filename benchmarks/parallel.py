@@ -163,7 +163,7 @@ def two_stages(delay_s: float, options: dict[str, Any]) -> Iterator[tuple[LLMEng
             yield engine, times
             made[0].end()
             follower.wait(TIMEOUT_S)
-            times += eval((directory / "began").read_text())
+            times += json.loads((directory / "began").read_text())
         finally:
             follower.kill()
 
