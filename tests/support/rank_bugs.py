@@ -50,9 +50,15 @@ BUGS = {
             "layers get the inputs of others",
             "model/layers/layer_inputs",
             "place = layer - first_layer",
-            "place = layer",
+            "place = 0",
         ),
-        ("stages", "inputs of earlier layers are sent", STREAM, "inputs[:, -self.inputs :]", "inputs"),
+        (
+            "stages",
+            "inputs of earlier layers are sent",
+            STREAM,
+            "inputs[:, -self.inputs :]",
+            "inputs[:, : self.inputs]",
+        ),
     ],
     logits("demo in int8"): [
         (
