@@ -16,6 +16,7 @@ from ..kernels.backend import Kernels
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
 from .config import LAYERS, ModelConfig
+from .exchanges import collect_logits
 from .layers.attention import Attention
 from .layers.layer_inputs import PerLayerEmbeddings, PerLayerGate
 from .layers.linear import Embedding, Linear
@@ -23,6 +24,7 @@ from .layers.mlp import new_feed_forward
 from .layers.norms import LayerNorm, RMSNorm, new_norm
 from .layers.rotary import RotaryEmbedding
 from .layers.token_rows import TokenRows
+from .part import ModelPart, Shard
 from .weights.loading import Loadable, Loader, StoredWeights
 from .weights.stored import StoredRows
 
@@ -40,7 +42,7 @@ class DecoderLayer(Loadable):
     before_mlp: RMSNorm | LayerNorm | None
     after_mlp: RMSNorm | None
 
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
         super().__init__(StoredRows({f"{LAYERS}{layer}": 1}))  # of the scalar
         spec = config.layers[layer]
         self.kernels = kernels
@@ -50,9 +52,9 @@ class DecoderLayer(Loadable):
                 kind = config.residual_norm if place.startswith("before") else config.norm
                 norm = new_norm(kind, config.hidden_size, kernels, f"{LAYERS}{layer}.{name}")
             self.register_module(place, norm)
-        self.attention = Attention(config, layer, kernels)
-        self.mlp = new_feed_forward(config, layer, kernels)
-        self.input = PerLayerGate(config, layer, kernels) if config.layer_inputs else None
+        self.attention = Attention(config, layer, kernels, shard)
+        self.mlp = new_feed_forward(config, layer, kernels, shard)
+        self.input = PerLayerGate(config, layer, kernels, shard) if config.layer_inputs else None
         # Multiplies the residual after the layer.
         self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False) if spec.scaled else None
         self.factor = 1.0
@@ -104,8 +106,8 @@ class DecoderLayer(Loadable):
 class ParallelLayer(DecoderLayer):
     """x + attention(norm(x)) + mlp(norm(x)), with a norm of its own for each sublayer."""
 
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
-        super().__init__(config, layer, kernels)
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
+        super().__init__(config, layer, kernels, shard)
         others = self.after_attention, self.after_mlp, self.layer_scalar
         assert all(other is None for other in others), "a parallel layer normalises inputs, and no more"
 
@@ -130,28 +132,34 @@ def add_and_norm(hidden: Tensor | None, residual: Tensor, norm: RMSNorm | LayerN
 
 
 class Decoder(nn.Module):
-    """Embedding, decoder layers, final norm and output head, over one ragged batch."""
+    """Embedding, decoder layers, final norm and output head, over one ragged batch.
 
-    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
+    part: what this process computes; None: all.
+    """
+
+    def __init__(self, config: ModelConfig, kernels: Kernels, part: ModelPart | None = None) -> None:
         super().__init__()
+        self.part = ModelPart.whole(config.num_layers) if part is None else part
+        shard = self.part.shard
         self.config = config
         self.kernels = kernels
         self.stored_weights: StoredWeights | None = None
         # The largest weights are loaded first, while there is most memory for what converts them.
         table = StoredRows({"model.embed_tokens": config.vocab_size})
-        self.embedding = Embedding(table, config.hidden_size, "embedding")
-        self.head = Linear(
-            config.hidden_size, StoredRows({"lm_head": config.vocab_size}), bias=False, role="head"
-        )
+        self.embedding = Embedding(table, config.hidden_size, "embedding", kernels, shard)
+        stored_head = StoredRows({"lm_head": config.vocab_size})
+        if not shard.is_whole:
+            stored_head = stored_head.take(shard.tokens(config.vocab_size))
+        self.head = Linear(config.hidden_size, stored_head, bias=False, role="head")
         self.positions = None
         if config.learned_positions:
             table = StoredRows({"model.embed_positions": config.max_position_embeddings})
-            self.positions = Embedding(table, config.hidden_size, "table")
-        self.inputs = PerLayerEmbeddings(config, kernels) if config.layer_inputs else None
+            self.positions = Embedding(table, config.hidden_size, "table", kernels)
+        self.inputs = PerLayerEmbeddings(config, kernels, shard) if config.layer_inputs else None
         tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in config.ropes)
         self.rotary = cast(Sequence[RotaryEmbedding], tables)
         layers = nn.ModuleList(
-            (ParallelLayer if spec.parallel else DecoderLayer)(config, i, kernels)
+            (ParallelLayer if spec.parallel else DecoderLayer)(config, i, kernels, shard)
             for i, spec in enumerate(config.layers)
         )
         self.layers = cast(Sequence[DecoderLayer], layers)
@@ -215,8 +223,9 @@ class Decoder(nn.Module):
         return add_and_norm(hidden, residual, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden_size], from `forward` -> f32[n, vocab_size]
-        """Apply the output head."""
-        logits: Tensor = self.head(hidden).float()
+        """Apply the output head. Only the first shard has all logits; what others return is of no use."""
+        own: Tensor = self.head(hidden)
+        logits = collect_logits(own, self.part.shard, self.config.vocab_size).float()
         if self.config.logits_divisor != 1.0 or self.config.logits_softcap is not None:
             self.kernels.scale_and_cap(logits, 1 / self.config.logits_divisor, self.config.logits_softcap)
         return logits
