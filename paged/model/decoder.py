@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from .layers.mlp import new_feed_forward
 from .layers.norms import LayerNorm, RMSNorm, new_norm
 from .layers.rotary import RotaryEmbedding
 from .layers.token_rows import TokenRows
-from .part import ModelPart, Shard
+from .part import ModelPart
 from .weights.loading import Loadable, Loader, StoredWeights
 from .weights.stored import StoredRows
 
@@ -42,7 +42,7 @@ class DecoderLayer(Loadable):
     before_mlp: RMSNorm | LayerNorm | None
     after_mlp: RMSNorm | None
 
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, part: ModelPart) -> None:
         super().__init__(StoredRows({f"{LAYERS}{layer}": 1}))  # of the scalar
         spec = config.layers[layer]
         self.kernels = kernels
@@ -52,9 +52,9 @@ class DecoderLayer(Loadable):
                 kind = config.residual_norm if place.startswith("before") else config.norm
                 norm = new_norm(kind, config.hidden_size, kernels, f"{LAYERS}{layer}.{name}")
             self.register_module(place, norm)
-        self.attention = Attention(config, layer, kernels, shard)
-        self.mlp = new_feed_forward(config, layer, kernels, shard)
-        self.input = PerLayerGate(config, layer, kernels, shard) if config.layer_inputs else None
+        self.attention = Attention(config, layer, kernels, part.shard)
+        self.mlp = new_feed_forward(config, layer, kernels, part.shard)
+        self.input = PerLayerGate(config, layer, kernels, part) if config.layer_inputs else None
         # Multiplies the residual after the layer.
         self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False) if spec.scaled else None
         self.factor = 1.0
@@ -106,8 +106,8 @@ class DecoderLayer(Loadable):
 class ParallelLayer(DecoderLayer):
     """x + attention(norm(x)) + mlp(norm(x)), with a norm of its own for each sublayer."""
 
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
-        super().__init__(config, layer, kernels, shard)
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, part: ModelPart) -> None:
+        super().__init__(config, layer, kernels, part)
         others = self.after_attention, self.after_mlp, self.layer_scalar
         assert all(other is None for other in others), "a parallel layer normalises inputs, and no more"
 
@@ -131,74 +131,124 @@ def add_and_norm(hidden: Tensor | None, residual: Tensor, norm: RMSNorm | LayerN
     return out
 
 
+class Stream(NamedTuple):
+    """What flows from layer to layer, and from one part of a model to the next: a row for each token.
+
+    residual: updated in place by the layers.
+    hidden: what is left to add to it; None: nothing.
+    inputs: of the layers that follow, see PerLayerEmbeddings; None: the model has none.
+    """
+
+    residual: Tensor
+    hidden: Tensor | None = None
+    inputs: Tensor | None = None
+
+
 class Decoder(nn.Module):
     """Embedding, decoder layers, final norm and output head, over one ragged batch.
 
-    part: what this process computes; None: all.
+    part: what of the model this process computes; None: all.
     """
 
     def __init__(self, config: ModelConfig, kernels: Kernels, part: ModelPart | None = None) -> None:
         super().__init__()
-        self.part = ModelPart.whole(config.num_layers) if part is None else part
-        shard = self.part.shard
         self.config = config
         self.kernels = kernels
+        self.part = part = ModelPart.whole(config.num_layers) if part is None else part
         self.stored_weights: StoredWeights | None = None
+        self.dtype = torch.get_default_dtype()
+        self.embedding: Embedding | None = None
+        self.head: Linear | None = None
+        self.positions: Embedding | None = None
+        self.inputs: PerLayerEmbeddings | None = None
+        self.norm: RMSNorm | LayerNorm | None = None
         # The largest weights are loaded first, while there is most memory for what converts them.
-        table = StoredRows({"model.embed_tokens": config.vocab_size})
-        self.embedding = Embedding(table, config.hidden_size, "embedding", kernels, shard)
-        stored_head = StoredRows({"lm_head": config.vocab_size})
-        if not shard.is_whole:
-            stored_head = stored_head.take(shard.tokens(config.vocab_size))
-        self.head = Linear(config.hidden_size, stored_head, bias=False, role="head")
-        self.positions = None
-        if config.learned_positions:
+        if part.is_first or (part.is_last and config.tie_word_embeddings):
+            table = StoredRows({"model.embed_tokens": config.vocab_size})
+            self.embedding = Embedding(table, config.hidden_size, "embedding", kernels, part.shard)
+        if part.is_last:
+            head = StoredRows({"lm_head": config.vocab_size})
+            if not part.shard.is_whole:
+                head = head.take(part.shard.tokens(config.vocab_size))
+            self.head = Linear(config.hidden_size, head, bias=False, role="head")
+        if part.is_first and config.learned_positions:
             table = StoredRows({"model.embed_positions": config.max_position_embeddings})
             self.positions = Embedding(table, config.hidden_size, "table", kernels)
-        self.inputs = PerLayerEmbeddings(config, kernels, shard) if config.layer_inputs else None
+        if part.is_first and config.layer_inputs:
+            self.inputs = PerLayerEmbeddings(config, kernels, part.shard)
         tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in config.ropes)
         self.rotary = cast(Sequence[RotaryEmbedding], tables)
         layers = nn.ModuleList(
-            (ParallelLayer if spec.parallel else DecoderLayer)(config, i, kernels, shard)
-            for i, spec in enumerate(config.layers)
+            (ParallelLayer if config.layers[i].parallel else DecoderLayer)(config, i, kernels, part)
+            for i in part.layers
         )
         self.layers = cast(Sequence[DecoderLayer], layers)
         # Later layers read earlier layers' K and V, so they run for output rows only.
-        self.last_kv = max(i for i, spec in enumerate(config.layers) if spec.attention.has_kv)
-        self.norm = new_norm(config.residual_norm, config.hidden_size, kernels, "model.norm")
+        last_kv = max(i for i, spec in enumerate(config.layers) if spec.attention.has_kv)
+        self.last_kv = last_kv - part.layers.start  # within `layers`, if it is the last part
+        if part.is_last:
+            assert self.last_kv >= 0, "a part has layers whose K and V another one has"
+            self.norm = new_norm(config.residual_norm, config.hidden_size, kernels, "model.norm")
         # The residual is kept divided by the multiplier of what is added to it: see residual_eps.
-        multiplier = torch.tensor(
-            config.embedding_multiplier, dtype=self.embedding.weight.dtype, device="cpu"
-        )
+        multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype, device="cpu")
         self.embedding_factor = float(multiplier) / config.residual_multiplier
-        if config.tie_word_embeddings:
+        if self.head is not None and config.tie_word_embeddings:
             del self.head.weight  # the head shares the embedding's form
 
-    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Tensor:
         """Compute the batch's new tokens, and write their K and V into the cache.
+
+        stream: from the part before; None: this is the first.
 
         Returns [num_output_rows, hidden_size]: the hidden states of `batch.output_rows` after the final norm.
         """
-        return self.attend_last(self.compute_kv(batch, kv_cache), batch, kv_cache)
+        return self.attend_last(self.compute_kv(batch, kv_cache, stream), batch, kv_cache)
 
-    def compute_kv(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
+    def compute_part(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Stream:
+        """Run all layers of a part that is not the last. Return what the next part goes on with."""
+        stream, rows = self._begin(batch, stream)
+        hidden = self._run_layers(len(self.layers), stream, rows, batch, kv_cache)
+        inputs = stream.inputs
+        if inputs is not None:
+            assert self.config.layer_inputs is not None, "the model has no inputs of layers"
+            inputs = inputs[:, len(self.layers) * self.config.layer_inputs.size :]
+        return Stream(stream.residual, hidden, inputs)
+
+    def compute_kv(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> tuple[Tensor, ...]:
         """Run the model up to the last K and V, which is all that later tokens need.
 
         Returns the queries of the last layer with K and V of its own [num_tokens, num_heads, head_dim], the
         residual [num_tokens, hidden_size], and the inputs of layers, if there are any.
         """
-        residual: Tensor = self.embedding(batch.token_ids)
-        if self.embedding_factor != 1.0:
-            self.kernels.scale_and_cap(residual, self.embedding_factor)
-        inputs = self.inputs(batch.token_ids, residual) if self.inputs is not None else None
-        rows = TokenRows([rotary(batch) for rotary in self.rotary], inputs)
-        # Added to the embeddings by the first norm.
-        hidden: Tensor | None = None if self.positions is None else self.positions(batch.positions)
-        for layer in islice(self.layers, self.last_kv):
-            query = layer.project(hidden, residual, rows, batch, kv_cache)
-            hidden = layer.attend(query, residual, rows, batch.queries, kv_cache)
+        stream, rows = self._begin(batch, stream)
+        residual, _, inputs = stream
+        hidden = self._run_layers(self.last_kv, stream, rows, batch, kv_cache)
         query = self.layers[self.last_kv].project(hidden, residual, rows, batch, kv_cache)
         return (query, residual) if inputs is None else (query, residual, inputs)
+
+    def _begin(self, batch: Batch, stream: Stream | None) -> tuple[Stream, TokenRows]:
+        """Return the stream at the first layer, by default that of the tokens, and what layers get of each."""
+        if stream is None:
+            assert self.embedding is not None, "only the first part makes a stream of tokens"
+            residual: Tensor = self.embedding(batch.token_ids)
+            if self.embedding_factor != 1.0:
+                self.kernels.scale_and_cap(residual, self.embedding_factor)
+            inputs = self.inputs(batch.token_ids, residual) if self.inputs is not None else None
+            stream = Stream(residual, None, inputs)
+        rows = TokenRows([rotary(batch) for rotary in self.rotary], stream.inputs)
+        if self.positions is not None:  # added to the embeddings by the first norm
+            stream = stream._replace(hidden=self.positions(batch.positions))
+        return stream, rows
+
+    def _run_layers(
+        self, num_layers: int, stream: Stream, rows: TokenRows, batch: Batch, kv_cache: KVCache
+    ) -> Tensor | None:
+        """Run the first layers. Return what is left to add to the residual."""
+        residual, hidden, _ = stream
+        for layer in islice(self.layers, num_layers):
+            query = layer.project(hidden, residual, rows, batch, kv_cache)
+            hidden = layer.attend(query, residual, rows, batch.queries, kv_cache)
+        return hidden
 
     def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:
         """Run what remains after `compute_kv`, for `batch.output_rows` only: few tokens of most prompts."""
@@ -220,10 +270,12 @@ class Decoder(nn.Module):
         for layer in readers:
             query = layer.project(hidden, residual, rows, batch, kv_cache)
             hidden = layer.attend(query, residual, rows, queries, kv_cache)
+        assert self.norm is not None, "only the last part has the final norm"
         return add_and_norm(hidden, residual, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden_size], from `forward` -> f32[n, vocab_size]
         """Apply the output head. Only the first shard has all logits; what others return is of no use."""
+        assert self.head is not None, "only the last part has a head"
         own: Tensor = self.head(hidden)
         logits = collect_logits(own, self.part.shard, self.config.vocab_size).float()
         if self.config.logits_divisor != 1.0 or self.config.logits_softcap is not None:
@@ -249,7 +301,7 @@ class Decoder(nn.Module):
             module.load(loader)
         for layer in self.layers:
             layer.finish_loading()
-        if self.config.tie_word_embeddings:
+        if self.head is not None and self.embedding is not None and self.config.tie_word_embeddings:
             self.head.form = self.embedding.form
 
     def prepare(self, num_positions: int) -> None:
@@ -265,5 +317,5 @@ class Decoder(nn.Module):
             return "torch computes the angles of its rotary embedding in each step"
         linear = [module for module in self.modules() if isinstance(module, Linear)]
         if not all(module.form.is_recordable for module in linear):
-            return f"torch computes a part of its linear layers in {self.norm.weight.dtype}"
+            return f"torch computes a part of its linear layers in {self.dtype}"
         return None

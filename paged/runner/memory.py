@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -108,12 +109,12 @@ def new_kv_cache(sizes: Sizes, device: torch.device, num_blocks: int, num_host_b
     """Allocate a KV cache. Raises ConfigError if memory is short."""
     dtype: torch.dtype = getattr(torch, sizes.kv_dtype)
     try:
-        draft = None
+        options: dict[str, Any] = {"layout": sizes.layout}
         if sizes.draft is not None:
             own = sizes.draft
             common = num_blocks, sizes.block_size, dtype, device, num_host_blocks
-            draft = KVCache(own.model, *common, layout=own.layout)
-        return KVCache(sizes.model, num_blocks, sizes.block_size, dtype, device, num_host_blocks, draft=draft)
+            options["draft"] = KVCache(own.model, *common, layout=own.layout)
+        return KVCache(sizes.model, num_blocks, sizes.block_size, dtype, device, num_host_blocks, **options)
     except RuntimeError as error:  # torch has no narrower one for a CPU
         size = sizes.block_bytes / 2**30
         host = f" with {num_host_blocks * size:,.1f} GiB on the host" if num_host_blocks else ""
@@ -133,10 +134,9 @@ def largest_step(sizes: Sizes) -> list[int]:
 
 def max_partial_bytes(sizes: Sizes, kernels: Kernels) -> int:
     """Return the most bytes that partial results of split decodes take; the measured step has few."""
-    model = sizes.model
     max_rows = 2 * sizes.config.max_num_seqs  # the last layers may attend twice for a sequence
-    widest = max(shape.value_dim for shape in model.kv_shapes)
-    return kernels.partial_bytes(max_rows, sizes.max_model_len, model.num_heads, widest)
+    widest = max(shape.value_dim for shape in sizes.model.kv_shapes)
+    return kernels.partial_bytes(max_rows, sizes.max_model_len, sizes.num_heads, widest)
 
 
 def _cgroup_free_bytes() -> float:

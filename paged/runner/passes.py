@@ -48,8 +48,9 @@ def new_graphs(sizes: Sizes, model: Model) -> StepGraphs | None:
     step_recorder = model.kernels.step_recorder
     if step_recorder is None or sizes.config.enforce_eager or in_debug_mode():
         return None
+    layout = sizes.layout
     num_kv_heads = [
-        {sizes.model.kv_shapes[layer].num_kv_heads for layer in group.layers} for group in sizes.layout.groups
+        {layout.shapes[layer].num_kv_heads for layer in group.layers} for group in layout.groups
     ]
     obstacle = model.obstacle_to_recording
     if any(len(each) > 1 for each in num_kv_heads):
@@ -62,7 +63,7 @@ def new_graphs(sizes: Sizes, model: Model) -> StepGraphs | None:
         return None
     from .step_graphs import StepGraphs
 
-    return StepGraphs(step_recorder(sizes.model.num_heads, [next(iter(each)) for each in num_kv_heads]))
+    return StepGraphs(step_recorder(sizes.num_heads, [next(iter(each)) for each in num_kv_heads]))
 
 
 def compute(

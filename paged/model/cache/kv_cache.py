@@ -68,13 +68,13 @@ class KVCache:
             self.tensors[name] = torch.empty((num_planes, num_blocks, size), dtype=kind, device=device)
             self.host[name] = torch.empty((num_planes, num_host_blocks, size), dtype=kind, pin_memory=pinned)
         caches: dict[int, LayerCache] = {}
-        groups: dict[int, int] = {}
-        for number, group in enumerate(layout.groups):
-            for index, layer in enumerate(group.layers):
-                caches[layer] = self._view(config.kv_shapes[layer], layout.places[layer], index)
-                groups[layer] = number
+        groups = {layer: number for number, group in enumerate(layout.groups) for layer in group.layers}
+        for layers in layout.layers:
+            for index, layer in enumerate(layers):
+                caches[layer] = self._view(layout.shapes[layer], layout.places[layer], index)
         self.group_of = [groups[source] for source in config.kv_sources]
-        self._layers = [caches[source] for source in config.kv_sources]
+        sources = enumerate(config.kv_sources)
+        self._layers = {layer: caches[source] for layer, source in sources if source in caches}
 
     def _view(self, shape: KVShape, places: list[Place], index: int) -> LayerCache:
         """Return views of one layer's part. index: of the layer in its group."""

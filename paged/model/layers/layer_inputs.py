@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ...kernels.backend import Kernels
 from ..config import LAYERS, ModelConfig
 from ..exchanges import gather
-from ..part import Shard
+from ..part import ModelPart, Shard
 from ..weights.stored import StoredRows
 from .linear import Embedding, Linear
 from .norms import RMSNorm
@@ -50,16 +50,20 @@ class PerLayerEmbeddings(nn.Module):
 
 
 class PerLayerGate(nn.Module):
-    """residual += norm(W gelu(G residual) * x), where x is what a layer gets of each token."""
+    """residual += norm(W gelu(G residual) * x), where x is what a layer gets of each token.
 
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
+    part: of the model, whose first layer is the first one of which `forward` gets inputs.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, part: ModelPart) -> None:
         super().__init__()
         assert config.layer_inputs is not None
         self.kernels = kernels
-        self.shard = shard
+        self.shard = shard = part.shard
         size = config.layer_inputs.size
         own = shard.share(size)
-        self.columns = slice(layer * size + own.start, layer * size + own.stop)
+        start = (layer - part.layers.start) * size + own.start
+        self.columns = slice(start, start + len(own))
         name = f"{LAYERS}{layer}"
         gate = StoredRows({f"{name}.per_layer_input_gate": size})
         projection = StoredRows({f"{name}.per_layer_projection": config.hidden_size})
@@ -74,7 +78,7 @@ class PerLayerGate(nn.Module):
         )
 
     def forward(self, inputs: Tensor, residual: Tensor) -> None:
-        """Update the residual [num_tokens, hidden_size] in place. inputs: of all layers."""
+        """Update the residual [num_tokens, hidden_size] in place. inputs: of these layers."""
         gated = self.kernels.gelu_and_mul(self.per_layer_input_gate(residual), inputs[:, self.columns])
         projected = gather(self.per_layer_projection(gather(gated, self.shard)), self.shard)
         self.post_per_layer_input_norm.into(projected, residual, add=True)
