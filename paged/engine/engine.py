@@ -83,13 +83,15 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.num_kernels = warm_up(runner)
         if self.num_kernels:
             logger.info("%d kernels in %.1f s", self.num_kernels, time.perf_counter() - started)
-        sizes = replace(runner.sizes, host_bytes_per_s=measure_swap_rate(runner))
+        sizes = replace(runner.sizes, part=None, host_bytes_per_s=measure_swap_rate(runner))
         cache = runner.kv_cache
         self.max_model_len = sizes.max_model_len
         self.block_manager = sizes.new_block_manager(cache.num_blocks, cache.num_host_blocks)
         if runner.draft_model is not None:
             runner.draft_model.manager = self.block_manager
-        self.scheduler = sizes.new_scheduler(self.block_manager, draft_model=runner.draft_model)
+        self.scheduler = sizes.new_scheduler(
+            self.block_manager, draft_model=runner.draft_model, num_in_flight=runner.num_in_flight
+        )
         factory = RequestFactory(
             text,
             self.block_manager,
@@ -570,9 +572,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         """
         self._require_prefix_cache()
         parsed = None if prompt is None else self.core.factory.prompts.parse(prompt)
-        cache = self.runner.kv_cache
         return prefixes.save(
-            path, self.block_manager, cache, self.fingerprint, parsed, self._draft_fingerprint
+            path, self.block_manager, self.runner, self.fingerprint, parsed, self._draft_fingerprint
         )
 
     def load_prefix(self, path: str | Path) -> int:
@@ -582,8 +583,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         if there is no prefix cache.
         """
         self._require_prefix_cache()
-        cache = self.runner.kv_cache
-        return prefixes.load(path, self.block_manager, cache, self.fingerprint, self._draft_fingerprint)
+        return prefixes.load(path, self.block_manager, self.runner, self.fingerprint, self._draft_fingerprint)
 
     @cached_property
     def fingerprint(self) -> str:

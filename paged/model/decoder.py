@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from .layers.norms import LayerNorm, RMSNorm, new_norm
 from .layers.rotary import RotaryEmbedding
 from .layers.token_rows import TokenRows
 from .part import ModelPart
+from .stream import Stream
 from .weights.loading import Loadable, Loader, StoredWeights
 from .weights.stored import StoredRows
 
@@ -131,19 +132,6 @@ def add_and_norm(hidden: Tensor | None, residual: Tensor, norm: RMSNorm | LayerN
     return out
 
 
-class Stream(NamedTuple):
-    """What flows from layer to layer, and from one part of a model to the next: a row for each token.
-
-    residual: updated in place by the layers.
-    hidden: what is left to add to it; None: nothing.
-    inputs: of the layers that follow, see PerLayerEmbeddings; None: the model has none.
-    """
-
-    residual: Tensor
-    hidden: Tensor | None = None
-    inputs: Tensor | None = None
-
-
 class Decoder(nn.Module):
     """Embedding, decoder layers, final norm and output head, over one ragged batch.
 
@@ -205,14 +193,13 @@ class Decoder(nn.Module):
         return self.attend_last(self.compute_kv(batch, kv_cache, stream), batch, kv_cache)
 
     def compute_part(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Stream:
-        """Run all layers of a part that is not the last. Return what the next part goes on with."""
+        """Run all layers of a part that is not the last.
+
+        Returns what the next part goes on with, and the inputs of these layers besides those of the next.
+        """
         stream, rows = self._begin(batch, stream)
         hidden = self._run_layers(len(self.layers), stream, rows, batch, kv_cache)
-        inputs = stream.inputs
-        if inputs is not None:
-            assert self.config.layer_inputs is not None, "the model has no inputs of layers"
-            inputs = inputs[:, len(self.layers) * self.config.layer_inputs.size :]
-        return Stream(stream.residual, hidden, inputs)
+        return stream._replace(hidden=hidden)
 
     def compute_kv(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> tuple[Tensor, ...]:
         """Run the model up to the last K and V, which is all that later tokens need.
@@ -227,7 +214,7 @@ class Decoder(nn.Module):
         return (query, residual) if inputs is None else (query, residual, inputs)
 
     def _begin(self, batch: Batch, stream: Stream | None) -> tuple[Stream, TokenRows]:
-        """Return the stream at the first layer, by default that of the tokens, and what layers get of each."""
+        """Return the stream at the first layer, by default that of the tokens, and what layers get of it."""
         if stream is None:
             assert self.embedding is not None, "only the first part makes a stream of tokens"
             residual: Tensor = self.embedding(batch.token_ids)

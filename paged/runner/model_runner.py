@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ..blocks.manager import widest_of
 from ..config import EngineConfig
-from ..device.devices import resolve_device, resolve_dtype, sum_in_float32, target_of
-from ..device.threads import set_threads
-from ..device.transfers import Download, Sent, Transfers
-from ..errors import ConfigError
+from ..device.transfers import Download
 from ..kernels.checks import TrustedContents
 from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
 from ..model.config import ModelConfig
 from ..sampling.reporter import Reporter, StepReports
 from ..sampling.sampler import Draw, Sampler
-from ..sampling.seats import SamplingSeats
+from ..sampling.seats import DraftRow, SamplingSeat, SamplingSeats
 from ..sampling.structured_outputs import GrammarMasks
 from ..scheduler.schedule import Schedule, StepOutput
 from ..speculative_config import SpeculativeConfig
-from .draft_model import DraftCheckpoint, DraftModel, with_draft
-from .footprint import Footprint, Memory, require_room, shortage
-from .load import load_model
-from .memory import new_kv_cache, num_blocks_that_fit
-from .passes import compute, new_batches, new_graphs
+from .draft_model import DraftCheckpoint, DraftModel
+from .part_runner import PartRunner
+from .passes import compute
 from .plan import Planner, StepPlan
-from .sizes import Sizes
-
-if TYPE_CHECKING:
-    from .step_graphs import StepGraphs  # needs numba
 
 
-class ModelRunner:
-    """Owner of all device memory: the weights, and the KV cache, which takes what they leave.
+class ModelRunner(PartRunner):
+    """The `Executor` of one process: a whole model, its KV cache and its sampler.
 
     Raises ConfigError where the options do not fit this machine.
     """
@@ -53,64 +40,30 @@ class ModelRunner:
         directory: Path,
         draft: DraftCheckpoint | None = None,
     ) -> None:
-        self.config = config
-        self.device = resolve_device(config.device)
-        on_gpu = self.device.type == "cuda"
-        self._on_device = torch.cuda.device(self.device) if on_gpu else nullcontext()
-        self.num_threads: int | None = None  # on a GPU: torch's own default
-        if on_gpu:
-            sum_in_float32()
-        if not on_gpu or config.num_threads is not None:
-            self.num_threads = set_threads(self, config.num_threads)
-        dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
-        sizes = Sizes(config, model_config, self.device.type, dtype, target_of(self.device))
-        if draft is not None:
-            sizes = with_draft(sizes, self.device, draft)
-        self.sizes = sizes
-        model_config = self.model_config = model_config.for_context(self.sizes.max_model_len)
-        self.dtype: torch.dtype = getattr(torch, dtype)
-        self.kv_dtype: torch.dtype = getattr(torch, self.sizes.kv_dtype)
-        require_room(self.sizes, self.device, directory)
-        self.model = load_model(self.sizes, model_config, self.device, directory)
-        kernels = self.model.kernels
+        super().__init__(config, model_config, directory, draft)
+        self._sample_here()
+        self.allocate(directory, self.run_in_other_cache)
+        if self.draft_model is not None:
+            self.draft_model.prepare(self.kv_cache.num_blocks)
+            self.draft_model.kv_cache = self.kv_cache.draft
+
+    def _sample_here(self) -> None:
+        """Make what plans steps and samples, for a part with the head."""
+        config = self.config
+        model_config = self.model_config
         self.draft_model = self._new_draft_model()
-        self.graphs: StepGraphs | None = None
-        self.transfers = Transfers(self.device)
         self.planner = Planner(
             self.sizes.block_size,
             len(model_config.layer_groups),
             with_prompt_lens=model_config.rope.type == "dynamic",
             with_lens=model_config.long_context is not None,
         )
-        self.batches = new_batches(self.sizes, model_config, self.model, self.device)
         self.sampling_seats = SamplingSeats()
         self.sampler = self._new_sampler()
-        self.reporter = Reporter(self.model.logits, model_config.vocab_size, kernels)
-        if on_gpu:
+        self.reporter = Reporter(self.model.logits, model_config.vocab_size, self.model.kernels)
+        if self.device.type == "cuda":
             # No more logits at once than in the step by which memory was measured.
             self.reporter.max_rows = min(self.reporter.max_rows, config.max_num_seqs)
-        with self._explaining_shortage(directory):
-            num_blocks = config.num_blocks or num_blocks_that_fit(
-                self.sizes, self.device, kernels, self.run_in_other_cache
-            )
-            self.model.prepare(self.sizes.num_tabulated_positions(num_blocks))
-            self.graphs = new_graphs(self.sizes, self.model)
-            self.kv_cache = new_kv_cache(self.sizes, self.device, num_blocks, self.sizes.num_host_blocks)
-        if self.draft_model is not None:
-            self.draft_model.prepare(num_blocks)
-            self.draft_model.kv_cache = self.kv_cache.draft
-
-    @contextmanager
-    def _explaining_shortage(self, directory: Path) -> Iterator[None]:
-        """Add the figures of the engine, and what would fit, to the error of one that does not."""
-        try:
-            yield
-        except ConfigError as error:
-            kernels = self.model.kernels
-            footprint = Footprint.of(self.sizes, Memory.of(self.device), self.device, directory, kernels)
-            memory = Memory.of(self.device, footprint.weight_bytes)
-            footprint = replace(footprint, memory=memory)
-            raise ConfigError(f"{error}; {shortage(footprint)}") from error
 
     def describe(self) -> str:
         """Return dtype, device, threads and attention backend as one phrase."""
@@ -163,34 +116,39 @@ class ModelRunner:
                 raise
 
     def _launch(self, plan: StepPlan) -> Pending:
+        return self._run(plan, self._rows_of(plan))
+
+    def _rows_of(self, plan: StepPlan) -> list[SamplingSeat | DraftRow]:
+        """Give the sampler the new tokens of a step. Return what it knows of each row that is sampled."""
+        computed = plan.computed
+        seats = self.sampling_seats
+        for tokens_of_seat in plan.sampled.new_tokens:
+            seats.add_tokens(*tokens_of_seat)
+        return (seats.with_drafts if computed.num_drafting else seats.at)(computed.sampled_seats)
+
+    def _run(self, plan: StepPlan, rows: Sequence[SamplingSeat | DraftRow]) -> Pending:
+        """Compute a step and sample from these rows."""
         computed = plan.computed
         upload = self.transfers.new_upload()
         download = self.transfers.new_download()
-        out, back, copies = (
-            upload.put(pairs, torch.int64) if pairs else None
-            for pairs in (computed.swap_out, computed.swap_in, computed.copies)
-        )
+        moves = self.send_moves(computed, upload)
         if not computed.seats:
             upload.send()
-            self._move_blocks(out, back, copies)
+            self._move_blocks(*moves)
             return Pending(self)
         # Everything is put into the upload before it is sent.
         step = self.batches.put(computed, upload)
-        for tokens_of_seat in plan.sampled.new_tokens:
-            self.sampling_seats.add_tokens(*tokens_of_seat)
-        seats = self.sampling_seats
-        rows = (seats.with_drafts if computed.num_drafting else seats.at)(computed.sampled_seats)
         draw = self.sampler.prepare(rows, computed.positions, upload)
         reports = None
         if computed.asked:
             reports = self.reporter.prepare(computed.asked, plan.sampled.reports, upload)
         upload.send()
-        self._move_blocks(out, back, copies)
+        self._move_blocks(*moves)
         batch = self.batches.batch(step)
         masks = draw.start_masks()
         logits, best, hidden = self.compute(batch)
         tokens = draw.run(logits, download, masks, best)
-        if tokens is not None:
+        if tokens is not None and not self.planner.with_last_tokens:
             self.batches.record(step, tokens)
         if reports is not None and hidden is not None:
             reports.run(hidden, download)
@@ -204,6 +162,9 @@ class ModelRunner:
         computed them; and the hidden states that reports ask for, if any.
         """
         return compute(self.model, self.graphs, batch, self.kv_cache)
+
+    def discard(self) -> None:
+        """Give up the steps in flight: their results are not taken."""
 
     def run_in_other_cache(self, schedule: Schedule, kv_cache: KVCache) -> None:
         """Run one step of both models in this KV cache, and keep none of the memory that it took."""
@@ -231,17 +192,6 @@ class ModelRunner:
         return Sampler(
             self.model.kernels, self.model_config.vocab_size, self.device, self.config.max_num_seqs
         )
-
-    def _move_blocks(self, out: Sent | None, back: Sent | None, copies: Sent | None) -> None:
-        """Swap blocks out, swap others in, and copy blocks, by pairs that were sent."""
-        kernels = self.model.kernels
-        cache = self.kv_cache
-        if out is not None:
-            cache.swap_out(out.tensor, kernels)
-        if back is not None:
-            cache.swap_in(back.tensor, kernels)
-        if copies is not None:
-            cache.copy_blocks(copies.tensor, kernels)
 
 
 class Pending:

@@ -272,10 +272,12 @@ class Sizes:
         manager: BlockManager,
         clock: Callable[[], float] = time.perf_counter,
         draft_model: Drafter | None = None,
+        num_in_flight: int = 1,
     ) -> Scheduler:
         """Make a scheduler that allocates from this block manager.
 
         draft_model: the drafter of a speculative_config with a model.
+        num_in_flight: how many steps are to be in flight at once.
         """
         config = self.config
         scheduler = Scheduler(
@@ -293,6 +295,7 @@ class Sizes:
             max_waiting=config.max_waiting,
             max_preemptions=config.max_preemptions,
             swap_pays=self.swap_pays if manager.host_pool.num_blocks else None,
+            num_in_flight=num_in_flight,
             clock=clock,
         )
         scheduler.max_queued_tokens = config.max_queued_tokens

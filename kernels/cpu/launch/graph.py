@@ -139,15 +139,14 @@ class Graph:
                 for name in task.pointers
             ]
         )
-        addresses = self._flat[self._pointers]
-        self._inputs = [self._pointers[addresses == tensor.data_ptr()] for tensor in inputs]
+        self._inputs = [self._pointers_into(tensor) for tensor in inputs]
         self._num_threads = num_threads
         self._outputs = tuple(outputs)
         scratch = _whole_lines(int(self._table[:, column("scratch_size")].max()) * num_threads)
         self._lay_out(recorder.allocated, scratch)
         self._calls = [_RecordedCall(call, list(tensors)) for call, tensors in recorder.calls]
         if self._calls:
-            self._find_tensors(call_rows, [tensor.data_ptr() for tensor in inputs])
+            self._find_tensors(call_rows, inputs)
 
     def _runs_between(self, call_rows: list[int]) -> list[tuple[int, int, int]]:
         """Return the address, the number and the bytes of the rows before each call and behind the last."""
@@ -159,7 +158,7 @@ class Graph:
             for start, end in zip(starts, ends, strict=True)
         ]
 
-    def _find_tensors(self, call_rows: list[int], inputs: list[int]) -> None:
+    def _find_tensors(self, call_rows: list[int], inputs: Sequence[Tensor]) -> None:
         """Find where each call's tensors will be: in the memory of the step, or among its inputs."""
         offsets = dict(zip(self._inside.tolist(), self._offsets.tolist(), strict=True))
         for call, row in zip(self._calls, call_rows, strict=True):
@@ -167,8 +166,17 @@ class Graph:
                 place = row * self._table.shape[1] + column(CALL.pointers[number], CALL)
                 if place in offsets:
                     call.offsets[number] = offsets[place]
-                elif tensor.data_ptr() in inputs:
-                    call.inputs[number] = inputs.index(tensor.data_ptr())
+                    continue
+                for own, given in enumerate(inputs):
+                    if given.data_ptr() <= tensor.data_ptr() < given.data_ptr() + given.nbytes:
+                        assert given.shape == tensor.shape, "a call gets whole inputs"
+                        call.inputs[number] = own
+
+    def _pointers_into(self, tensor: Tensor) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+        """Return which pointers point into a tensor, and how far from its start."""
+        offsets = self._flat[self._pointers] - tensor.data_ptr()
+        found = (offsets >= 0) & (offsets < tensor.nbytes)
+        return self._pointers[found], offsets[found]
 
     def _lay_out(self, allocated: Sequence[Tensor], start: int) -> None:
         """Place the tensors from `start` on; those that are not needed at the same time share memory."""
@@ -234,8 +242,8 @@ class Graph:
 
     def use_inputs(self, inputs: Sequence[Tensor]) -> None:
         """Read these inputs from now on."""
-        for where, tensor in zip(self._inputs, inputs, strict=True):
-            self._flat[where] = tensor.data_ptr()
+        for (where, offsets), tensor in zip(self._inputs, inputs, strict=True):
+            self._flat[where] = tensor.data_ptr() + offsets
         for call in self._calls:
             for number, own in call.inputs.items():
                 call.tensors[number] = inputs[own]

@@ -14,6 +14,8 @@ from ..config import ModelConfig
 from ..spec import KVShape
 from .layout import CacheLayout, Place
 
+DRAFT = "draft_"  # begins the names of a draft model's tensors
+
 
 class LayerCache(NamedTuple):
     """One layer's part of the cache."""
@@ -134,6 +136,12 @@ class KVCache:
         yield from zip(self.tensors.values(), self.host.values(), strict=True)
         if self.draft is not None:
             yield from self.draft._pairs()
+
+    @property
+    def all_tensors(self) -> dict[str, Tensor]:
+        """The tensors, and those of the draft model under names of their own."""
+        of_draft = {} if self.draft is None else self.draft.tensors
+        return self.tensors | {DRAFT + name: tensor for name, tensor in of_draft.items()}
 
     @property
     def num_bytes(self) -> int:

@@ -1,0 +1,57 @@
+"""Executor: what an engine asks of whatever computes its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..blocks.pool import BlockId
+from ..scheduler.schedule import Schedule, StepOutput
+from .plan import StepPlan
+
+
+class PendingStep(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepOutput:
+        """Wait for the step. Return a token for each of the plan's sampled rows."""
+
+
+class Executor(Protocol):
+    """Computes steps. `ModelRunner` is that of one process, `DriverRunner` that of several.
+
+    num_in_flight: how many steps it computes at once: so many are launched before the results of the first
+        are taken. Results are taken in order.
+    device: of this process.
+    """
+
+    num_in_flight: int
+    device: torch.device
+
+    def plan(self, schedule: Schedule) -> StepPlan:
+        """Make the plan of a step. Only here requests are read."""
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Begin a step, in the order of the plans, without waiting for it."""
+
+    def execute(self, schedule: Schedule) -> StepOutput:
+        """Run one step at once, while none is in flight."""
+
+    def discard(self) -> None:
+        """Give up the steps in flight: their results are not taken."""
+
+    def describe(self) -> str:
+        """Return dtype, device, threads and attention backend as one phrase."""
+
+    @property
+    def weight_bytes(self) -> dict[str, int]:
+        """The bytes of the weights in their files, by what their format is called."""
+
+    def read_blocks(self, blocks: Sequence[BlockId]) -> dict[str, Tensor]:
+        """Return a copy of blocks on the host: [num_planes, num_blocks, size] by the names of `KVCache`."""
+
+    def write_block(self, block: BlockId, contents: Mapping[str, Tensor]) -> None:
+        """Write into a block what `read_blocks` has returned of one; tensors that are left out stay."""

@@ -1,0 +1,133 @@
+"""PartRunner: a part of a model and its KV cache on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..blocks.pool import BlockId
+from ..config import EngineConfig
+from ..device.devices import resolve_device, resolve_dtype, sum_in_float32, target_of
+from ..device.threads import set_threads
+from ..device.transfers import Sent, Transfers, Upload
+from ..errors import ConfigError
+from ..model.config import ModelConfig
+from ..model.part import ModelPart
+from .draft_model import DraftCheckpoint, with_draft
+from .footprint import Footprint, Memory, require_room, shortage
+from .load import load_model
+from .memory import RunStep, new_kv_cache, num_blocks_that_fit
+from .passes import new_batches, new_graphs
+from .plan import ComputedPart
+from .sizes import Sizes
+
+if TYPE_CHECKING:
+    from .step_graphs import StepGraphs  # needs numba
+
+# Returns how many blocks all processes of a model have, of how many one could have: on device and host.
+Agree = Callable[[int, int], tuple[int, int]]
+
+
+class PartRunner:
+    """Owner of all device memory of a process: the weights, and the KV cache, which takes what they leave.
+
+    part: what it computes of the model; None: all.
+    num_in_flight: the most steps in flight.
+
+    Raises ConfigError where the options do not fit this machine.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        directory: Path,
+        draft: DraftCheckpoint | None = None,
+        part: ModelPart | None = None,
+        num_in_flight: int = 1,
+    ) -> None:
+        self.config = config
+        self.device = resolve_device(config.device)
+        on_gpu = self.device.type == "cuda"
+        self._on_device = torch.cuda.device(self.device) if on_gpu else nullcontext()
+        self.num_threads: int | None = None  # on a GPU: torch's own default
+        if on_gpu:
+            sum_in_float32()
+        if not on_gpu or config.num_threads is not None:
+            self.num_threads = set_threads(self, config.num_threads)
+        dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
+        sizes = Sizes(config, model_config, self.device.type, dtype, target_of(self.device), part=part)
+        if draft is not None:
+            sizes = with_draft(sizes, self.device, draft)
+        self.sizes = sizes
+        model_config = self.model_config = model_config.for_context(self.sizes.max_model_len)
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.kv_dtype: torch.dtype = getattr(torch, self.sizes.kv_dtype)
+        require_room(self.sizes, self.device, directory)
+        self.model = load_model(self.sizes, model_config, self.device, directory)
+        self.graphs: StepGraphs | None = None
+        self.num_in_flight = num_in_flight
+        self.transfers = Transfers(self.device)
+        self.batches = new_batches(self.sizes, model_config, self.model, self.device, num_in_flight)
+
+    def allocate(self, directory: Path, run_step: RunStep, agree: Agree | None = None) -> None:
+        """Allocate the KV cache, and prepare for requests that fit in it.
+
+        run_step: see `num_blocks_that_fit`.
+        agree: None: there are no other processes.
+        """
+        kernels = self.model.kernels
+        with self._explaining_shortage(directory):
+            num_blocks = self.config.num_blocks or num_blocks_that_fit(
+                self.sizes, self.device, kernels, run_step
+            )
+            num_host_blocks = self.sizes.num_host_blocks
+            if agree is not None:
+                num_blocks, num_host_blocks = agree(num_blocks, num_host_blocks)
+            self.model.prepare(self.sizes.num_tabulated_positions(num_blocks))
+            self.graphs = new_graphs(self.sizes, self.model)
+            self.kv_cache = new_kv_cache(self.sizes, self.device, num_blocks, num_host_blocks)
+
+    @contextmanager
+    def _explaining_shortage(self, directory: Path) -> Iterator[None]:
+        """Add the figures of the engine, and what would fit, to the error of one that does not."""
+        try:
+            yield
+        except ConfigError as error:
+            kernels = self.model.kernels
+            footprint = Footprint.of(self.sizes, Memory.of(self.device), self.device, directory, kernels)
+            memory = Memory.of(self.device, footprint.weight_bytes)
+            footprint = replace(footprint, memory=memory)
+            raise ConfigError(f"{error}; {shortage(footprint)}") from error
+
+    def send_moves(self, plan: ComputedPart, upload: Upload) -> tuple[Sent | None, Sent | None, Sent | None]:
+        """Add the pairs of blocks that a step moves to the upload, for `_move_blocks`."""
+        moves = (plan.swap_out, plan.swap_in, plan.copies)
+        out, back, copies = (upload.put(pairs, torch.int64) if pairs else None for pairs in moves)
+        return out, back, copies
+
+    def _move_blocks(self, out: Sent | None, back: Sent | None, copies: Sent | None) -> None:
+        """Swap blocks out, swap others in, and copy blocks, by pairs that were sent."""
+        kernels = self.model.kernels
+        cache = self.kv_cache
+        if out is not None:
+            cache.swap_out(out.tensor, kernels)
+        if back is not None:
+            cache.swap_in(back.tensor, kernels)
+        if copies is not None:
+            cache.copy_blocks(copies.tensor, kernels)
+
+    def read_blocks(self, blocks: Sequence[BlockId]) -> dict[str, Tensor]:
+        """Return a copy of blocks on the host, by the names of the cache's tensors."""
+        return {name: tensor[:, blocks].cpu() for name, tensor in self.kv_cache.all_tensors.items()}
+
+    def write_block(self, block: BlockId, contents: Mapping[str, Tensor]) -> None:
+        """Write into a block what `read_blocks` has returned of one; tensors that are left out stay."""
+        for name, content in contents.items():
+            self.kv_cache.all_tensors[name][:, block] = content
