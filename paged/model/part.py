@@ -107,34 +107,33 @@ class ModelPart:
         return self.layers.stop == self.num_layers
 
 
-def shard_counts(config: ModelConfig) -> list[int]:
-    """Return into how many shards the layers of a model can be divided."""
-    return [count for count in range(1, config.num_heads + 1) if not _undivided(config, count)]
-
-
 def check_shards(config: ModelConfig, count: int) -> None:
     """Raise ConfigError, which lists what is possible, unless a model can be divided into so many shards."""
-    if left := _undivided(config, count):
-        possible = ", ".join(map(str, shard_counts(config)))
-        raise ConfigError(
-            f"tensor_parallel_size {count} does not divide {' and '.join(left)} of {config.architecture}; "
-            f"take one of {possible}"
-        )
+    obstacle = _obstacle(config, count)
+    if obstacle is not None:
+        fitting = [n for n in range(2, config.num_heads + 1) if _obstacle(config, n) is None]
+        listed = f"these numbers do: {', '.join(map(str, fitting))}" if fitting else "no number of shards does"
+        raise ConfigError(f"tensor_parallel_size {count} does not divide {obstacle}; {listed}")
 
 
-def _undivided(config: ModelConfig, count: int) -> list[str]:
-    """Return which sizes of a model so many shards do not divide."""
-    sizes = {f"the hidden size {config.hidden_size}": config.hidden_size % count}
-    if config.vocab_size < count**2:  # the last shard might have no token
-        sizes[f"the vocabulary of {config.vocab_size}"] = 1
-    if config.layer_inputs is not None:
-        sizes[f"the {config.layer_inputs.size} inputs of a layer"] = config.layer_inputs.size % count
+def _obstacle(config: ModelConfig, count: int) -> str | None:
+    """Return what of a model so many shards do not divide, if anything.
+
+    They need not divide the vocabulary: see `Shard.tokens`.
+    """
     for layer in config.layers:
+        num_heads = layer.attention.num_heads
         num_kv_heads = layer.attention.kv.num_kv_heads
-        larger, smaller = max(count, num_kv_heads), min(count, num_kv_heads)
-        sizes |= {
-            f"the {layer.attention.num_heads} heads": layer.attention.num_heads % count,
-            f"the {num_kv_heads} KV heads": larger % smaller,
-            f"the inner size {layer.feed_forward.size}": layer.feed_forward.size % count,
-        }
-    return [size for size, rest in sizes.items() if rest]
+        if num_heads % count:
+            return f"the {num_heads} query heads"
+        if max(count, num_kv_heads) % min(count, num_kv_heads):
+            return f"the {num_kv_heads} KV heads"
+        if layer.feed_forward.size % count:
+            return f"inner size {layer.feed_forward.size}"
+    if config.hidden_size % count:
+        return f"hidden_size {config.hidden_size}"
+    if config.layer_inputs is not None and config.layer_inputs.size % count:
+        return f"the {config.layer_inputs.size} inputs of a layer"
+    if config.vocab_size < count**2:
+        return f"vocab_size {config.vocab_size}"  # the last shard might have no token
+    return None
