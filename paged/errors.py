@@ -97,6 +97,15 @@ class UsageError(PagedError):
     """A call in the wrong state, such as freeing a block twice."""
 
 
+def dead_engine(reason: str, cause: BaseException) -> EngineDeadError:
+    """Return the error of an engine whose steps cannot run any more, for this reason."""
+    error = EngineDeadError(
+        f"{reason}. engine.unfinished() returns the requests so far, for another engine to go on with"
+    )
+    error.__cause__ = cause
+    return error
+
+
 @contextmanager
 def about(param: str) -> Iterator[None]:
     """Let an error from within name a parameter as what it is about, unless it names one itself."""

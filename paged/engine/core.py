@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 
 from ..base.interrupts import HeldInterrupts
-from ..device.devices import failure_of
-from ..errors import EngineDeadError, RequestError
+from ..errors import EngineDeadError, RankError, RequestError
 from ..requests.request import SLOW_READER, Outbox, Request, RequestGroup, RequestStatus
 from ..runner.executor import Executor, PendingStep
 from ..sampling_params import SamplingParams
@@ -195,15 +194,18 @@ class EngineCore:
                 self.runner.discard()
             self._waits.begin([sample for group in self._with_grammars for sample in group.samples])
             self._finished |= dict.fromkeys(group for group in self.groups.values() if group.finished)
-            # Ctrl-C must not wait for a GPU that may never answer.
-            if isinstance(error, Exception) and (failure := failure_of(self.runner.device)) is not None:
-                reason = str(failure).partition("\n")[0]
-                self.dead = EngineDeadError(
-                    f"{self.runner.device} has failed: {reason}; it can only be used again in a new process. "
-                    "engine.unfinished() returns the requests so far, for another engine to go on with"
-                )
-                raise self.dead from error
+            self.dead = self.runner.recover(error)
+            if self.dead is not None and isinstance(error, Exception):
+                raise self.dead from self.dead.__cause__
+            if self.dead is None and isinstance(error, RankError):
+                return  # all is computed anew
             raise
+
+    def check(self) -> None:
+        """Notice processes of the model that have ended while no step ran. Raises EngineDeadError."""
+        if self.dead is None:
+            with self._recovery():
+                self.runner.check()
 
     def _update(self, schedule: Schedule, output: StepOutput) -> list[Request]:
         """Record the results of a step. Return the requests that got a token or an error."""

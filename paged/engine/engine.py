@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,9 +18,9 @@ from ..config import EngineConfig, check_policy
 from ..errors import ConfigError, RequestError, UsageError
 from ..model.hf_config import read_config
 from ..model.hub import resolve
+from ..ranks.start import new_executor
 from ..requests.prompts import Prompt
 from ..requests.request import RequestOutput
-from ..runner.model_runner import ModelRunner
 from ..runner.swap_rate import measure_swap_rate
 from ..runner.warm_up import warm_up
 from ..sampling_params import DEFAULT_MAX_TOKENS, BeamSearchParams, SamplingParams
@@ -75,7 +76,9 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.model_config = read_config(directory)
         self.text = text = ModelText(config, directory, self.model_config)
         draft = find_draft_model(config, self.model_config, text.tokenizer)
-        self.runner = runner = ModelRunner(config, self.model_config, directory, draft)
+        self.runner = runner = new_executor(config, self.model_config, directory, draft)
+        if config.num_ranks > 1:  # also when this object is collected, and before the interpreter exits
+            weakref.finalize(self, runner.close)
         self.tokenizer = text.tokenizer
         self.sampling_defaults = text.sampling_defaults
         self.eos_token_ids = text.eos_token_ids
@@ -145,7 +148,7 @@ class LLMEngine(metaclass=ExplainsMissing):
 
     def stats(self) -> EngineStats:
         """Return current counts of requests, blocks and tokens, and totals so far."""
-        return EngineStats.of(self.scheduler, self.runner.weight_bytes)
+        return EngineStats.of(self.scheduler, self.runner.weight_bytes, self.runner.rank_stats)
 
     @property
     def prompts(self) -> PromptParser:

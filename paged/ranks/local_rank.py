@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from queue import Empty, SimpleQueue
+from collections.abc import Callable
 
 from ..text.worker import ROOT
 from .channel import Channel, Message
@@ -23,10 +23,11 @@ class LocalRank:
 
     name: of the rank in messages: what it holds, and where.
     failure: the kind and message of the exception that ended it, if it has told one.
-    is_lost: whether it has said that it has lost another rank, and waits for a new group.
+    state: what it does, as it has answered since it was asked; None if it has not.
+    on_end: called, from another thread, when it closes its socket.
     """
 
-    def __init__(self, rank: int, name: str, start: Message) -> None:
+    def __init__(self, rank: int, name: str, start: Message, on_end: Callable[[], object]) -> None:
         self.rank = rank
         ours, theirs = socket.socketpair()
         path = [ROOT, *filter(None, sys.path)]  # so that it finds what this process finds
@@ -42,7 +43,8 @@ class LocalRank:
         self.name = f"{name}, process {self.pid}"
         self.failure: tuple[str, str] | None = None
         self._channel = Channel(ours)
-        self._states: SimpleQueue[Message] = SimpleQueue()
+        self.state: str | None = None
+        self._on_end = on_end
         self._channel.send(start)
         self._reader = threading.Thread(target=self._read, name=f"paged-rank-{rank}", daemon=True)
         self._reader.start()
@@ -52,7 +54,8 @@ class LocalRank:
             if "failed" in message:
                 self.failure = tuple(message["failed"])
             else:
-                self._states.put(message)
+                self.state = message["state"]
+        self._on_end()
 
     @property
     def has_ended(self) -> bool:
@@ -75,15 +78,9 @@ class LocalRank:
             return f"ended: {kind}: {message}"
         return f"ended with exit code {code}"
 
-    def ask_state(self, timeout_s: float) -> Message | None:
-        """Return what the process does, None if it does not answer in time."""
-        while not self._states.empty():  # an answer that came late
-            self._states.get()
+    def ask_state(self) -> None:
+        """Have the process say what it does, which `state` is soon."""
         self._channel.send({"order": "report"})
-        try:
-            return self._states.get(timeout=timeout_s)
-        except Empty:
-            return None
 
     def regroup(self, group: int) -> None:
         """Have the process join a new group, and forget what it computed in the last one."""

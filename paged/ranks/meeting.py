@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
@@ -14,6 +15,7 @@ COME_S = 120.0  # in which each rank must come
 _FIRST_PAUSE_S = 0.002  # between two looks into the store; it doubles
 _MOST_PAUSE_S = 0.05
 _FAILED = "failed"
+ENDED = "ended"  # what a rank tells at its end
 
 
 class Store(Protocol):
@@ -52,8 +54,12 @@ class Meeting:
 
         Raises RankError naming the ranks that have told none after timeout_s, and the error of `fail`.
         """
-        self._store.set(f"{topic}/{self._rank}", json.dumps(value))
+        self.tell(topic, value)
         return self.collect(topic, timeout_s)
+
+    def tell(self, topic: str, value: Any) -> None:
+        """Tell all ranks a value, without waiting for theirs."""
+        self._store.set(f"{topic}/{self._rank}", json.dumps(value))
 
     def collect(self, topic: str, timeout_s: float | None = None) -> list[Any]:
         """Return the value of each rank; see `gather`."""
@@ -72,16 +78,9 @@ class Meeting:
             pause_s = min(_MOST_PAUSE_S, 2 * pause_s)
         return [json.loads(self._store.get(key)) for key in keys]
 
-    def post(self, error: BaseException) -> None:
-        """Tell all ranks of an error, unless another one was first."""
-        kind = type(error).__name__ if isinstance(error, PagedError) else "RankError"
-        text = str(error) if isinstance(error, PagedError) else f"{type(error).__name__}: {error}"
-        named = text if isinstance(error, RankError) else f"{self._names[self._rank]}: {text}"
-        self._store.compare_set(_FAILED, "", json.dumps([kind, named]))
-
     def fail(self, error: BaseException) -> NoReturn:
         """Have all ranks raise an error: this one, or the one that was first."""
-        self.post(error)
+        post_failure(self._store, self._rank, error)
         self._raise_failure()
         raise AssertionError("an error was posted")
 
@@ -96,6 +95,15 @@ class Meeting:
     def _raise_failure(self) -> None:
         if (error := self.failure()) is not None:
             raise error
+
+
+def post_failure(store: Store, rank: int, error: BaseException) -> None:
+    """Have all ranks that wait, or will, raise this error of a rank, unless another one was first."""
+    kind = type(error).__name__ if isinstance(error, PagedError) else "RankError"
+    text = str(error) if isinstance(error, PagedError) else f"{type(error).__name__}: {error}"
+    if not isinstance(error, RankError):
+        text = f"rank {rank} on {socket.gethostname()}: {text}"
+    store.compare_set(_FAILED, "", json.dumps([kind, text]))
 
 
 def require_equal(facts: Sequence[dict[str, Any]], names: Sequence[str]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..blocks.pool import BlockId
+from ..errors import EngineDeadError
 from ..scheduler.schedule import Schedule, StepOutput
 from .plan import StepPlan
 
@@ -42,6 +43,25 @@ class Executor(Protocol):
 
     def discard(self) -> None:
         """Give up the steps in flight: their results are not taken."""
+
+    def check(self) -> None:
+        """Raise RankError if a process of the model has ended, as one may while no step runs."""
+
+    def recover(self, error: BaseException) -> EngineDeadError | None:
+        """Prepare for the next step after one has raised. Return why none can run any more, if so.
+
+        After a RankError from which it recovers, the step is as if it had not begun.
+        """
+
+    def watch(self, on_loss: Callable[[], object]) -> None:
+        """Call a function, from another thread, when `check` may raise."""
+
+    def close(self) -> None:
+        """End the other processes of the model."""
+
+    @property
+    def rank_stats(self) -> tuple[int, float]:
+        """How many processes of the model were replaced, and the seconds that steps waited for others."""
 
     def describe(self) -> str:
         """Return dtype, device, threads and attention backend as one phrase."""

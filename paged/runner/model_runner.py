@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from ..blocks.manager import widest_of
 from ..config import EngineConfig
+from ..device.devices import failure_of
 from ..device.transfers import Download
+from ..errors import EngineDeadError, dead_engine
 from ..kernels.checks import TrustedContents
 from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
 from ..model.config import ModelConfig
+from ..model.part import ModelPart
 from ..sampling.reporter import Reporter, StepReports
 from ..sampling.sampler import Draw, Sampler
 from ..sampling.seats import DraftRow, SamplingSeat, SamplingSeats
@@ -22,7 +25,8 @@ from ..sampling.structured_outputs import GrammarMasks
 from ..scheduler.schedule import Schedule, StepOutput
 from ..speculative_config import SpeculativeConfig
 from .draft_model import DraftCheckpoint, DraftModel
-from .part_runner import PartRunner
+from .executor import PendingStep
+from .part_runner import PartRunner, Peers
 from .passes import compute
 from .plan import Planner, StepPlan
 
@@ -39,8 +43,11 @@ class ModelRunner(PartRunner):
         model_config: ModelConfig,
         directory: Path,
         draft: DraftCheckpoint | None = None,
+        part: ModelPart | None = None,
+        num_in_flight: int = 1,
+        peers: Peers | None = None,
     ) -> None:
-        super().__init__(config, model_config, directory, draft)
+        super().__init__(config, model_config, directory, draft, part, num_in_flight, peers)
         self._sample_here()
         self.allocate(directory, self.run_in_other_cache)
         if self.draft_model is not None:
@@ -57,6 +64,7 @@ class ModelRunner(PartRunner):
             len(model_config.layer_groups),
             with_prompt_lens=model_config.rope.type == "dynamic",
             with_lens=model_config.long_context is not None,
+            with_last_tokens=self.sizes.part is not None,
         )
         self.sampling_seats = SamplingSeats()
         self.sampler = self._new_sampler()
@@ -103,22 +111,11 @@ class ModelRunner(PartRunner):
             self.sampling_seats.change(schedule.vacated, schedule.newcomers)
         return self.planner.plan(schedule)
 
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """Have the device compute a step, without waiting for it."""
-        # Without inference_mode: no parameter requires a gradient, so it would only cost its 40 µs.
-        # Triton launches on torch's current GPU, which may be another one.
-        # The scheduler's blocks and slots are right, as its invariants say.
-        with self._on_device, TrustedContents():
-            try:
-                return self._launch(plan)
-            except BaseException:
-                self.sampler.forget()
-                raise
+        return self.run(plan, self.rows_of(plan))
 
-    def _launch(self, plan: StepPlan) -> Pending:
-        return self._run(plan, self._rows_of(plan))
-
-    def _rows_of(self, plan: StepPlan) -> list[SamplingSeat | DraftRow]:
+    def rows_of(self, plan: StepPlan) -> list[SamplingSeat | DraftRow]:
         """Give the sampler the new tokens of a step. Return what it knows of each row that is sampled."""
         computed = plan.computed
         seats = self.sampling_seats
@@ -126,8 +123,19 @@ class ModelRunner(PartRunner):
             seats.add_tokens(*tokens_of_seat)
         return (seats.with_drafts if computed.num_drafting else seats.at)(computed.sampled_seats)
 
-    def _run(self, plan: StepPlan, rows: Sequence[SamplingSeat | DraftRow]) -> Pending:
+    def run(self, plan: StepPlan, rows: Sequence[SamplingSeat | DraftRow]) -> Pending:
         """Compute a step and sample from these rows."""
+        # Without inference_mode: no parameter requires a gradient, so it would only cost its 40 µs.
+        # Triton launches on torch's current GPU, which may be another one.
+        # The scheduler's blocks and slots are right, as its invariants say.
+        with self._on_device, TrustedContents():
+            try:
+                return self._run(plan, rows)
+            except BaseException:
+                self.sampler.forget()
+                raise
+
+    def _run(self, plan: StepPlan, rows: Sequence[SamplingSeat | DraftRow]) -> Pending:
         computed = plan.computed
         upload = self.transfers.new_upload()
         download = self.transfers.new_download()
@@ -165,6 +173,33 @@ class ModelRunner(PartRunner):
 
     def discard(self) -> None:
         """Give up the steps in flight: their results are not taken."""
+        self.sampler.forget()
+
+    # What concerns other processes of the model, of which there are none
+
+    def check(self) -> None:
+        """Do nothing."""
+
+    def recover(self, error: BaseException) -> EngineDeadError | None:
+        """Return why no step can run any more after one has raised: the GPU has failed."""
+        # Ctrl-C must not wait for a GPU that may never answer.
+        if not isinstance(error, Exception) or (failure := failure_of(self.device)) is None:
+            return None
+        reason = str(failure).partition("\n")[0]
+        return dead_engine(
+            f"{self.device} has failed: {reason}; it can only be used again in a new process", error
+        )
+
+    def watch(self, on_loss: Callable[[], object]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    @property
+    def rank_stats(self) -> tuple[int, float]:
+        """How many processes were replaced, and the seconds that steps waited for others: 0."""
+        return 0, 0.0
 
     def run_in_other_cache(self, schedule: Schedule, kv_cache: KVCache) -> None:
         """Run one step of both models in this KV cache, and keep none of the memory that it took."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -30,8 +30,15 @@ from .sizes import Sizes
 if TYPE_CHECKING:
     from .step_graphs import StepGraphs  # needs numba
 
-# Returns how many blocks all processes of a model have, of how many one could have: on device and host.
-Agree = Callable[[int, int], tuple[int, int]]
+
+class Peers(Protocol):
+    """The other processes of a model, as one of them starts."""
+
+    def loaded(self, weight_bytes: int) -> None:
+        """Wait until all have loaded their weights. weight_bytes: in this one's memory."""
+
+    def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
+        """Return how many blocks all have, on the device and on the host, of how many this one could have."""
 
 
 class PartRunner:
@@ -39,6 +46,7 @@ class PartRunner:
 
     part: what it computes of the model; None: all.
     num_in_flight: the most steps in flight.
+    peers: those that compute the other parts, if there are any.
 
     Raises ConfigError where the options do not fit this machine.
     """
@@ -51,6 +59,7 @@ class PartRunner:
         draft: DraftCheckpoint | None = None,
         part: ModelPart | None = None,
         num_in_flight: int = 1,
+        peers: Peers | None = None,
     ) -> None:
         self.config = config
         self.device = resolve_device(config.device)
@@ -75,12 +84,24 @@ class PartRunner:
         self.num_in_flight = num_in_flight
         self.transfers = Transfers(self.device)
         self.batches = new_batches(self.sizes, model_config, self.model, self.device, num_in_flight)
+        self._peers = peers
+        if peers is not None:
+            peers.loaded(self.weight_bytes_here)
 
-    def allocate(self, directory: Path, run_step: RunStep, agree: Agree | None = None) -> None:
+    @property
+    def weight_bytes_here(self) -> int:
+        """The bytes of the weights in the memory of this process."""
+        return self.model.stored_weights.num_bytes.total() if self.model.stored_weights else 0
+
+    @property
+    def kv_bytes_here(self) -> int:
+        """The bytes of the KV cache of this process."""
+        return self.kv_cache.num_bytes
+
+    def allocate(self, directory: Path, run_step: RunStep) -> None:
         """Allocate the KV cache, and prepare for requests that fit in it.
 
         run_step: see `num_blocks_that_fit`.
-        agree: None: there are no other processes.
         """
         kernels = self.model.kernels
         with self._explaining_shortage(directory):
@@ -88,8 +109,8 @@ class PartRunner:
                 self.sizes, self.device, kernels, run_step
             )
             num_host_blocks = self.sizes.num_host_blocks
-            if agree is not None:
-                num_blocks, num_host_blocks = agree(num_blocks, num_host_blocks)
+            if self._peers is not None:
+                num_blocks, num_host_blocks = self._peers.least(num_blocks, num_host_blocks)
             self.model.prepare(self.sizes.num_tabulated_positions(num_blocks))
             self.graphs = new_graphs(self.sizes, self.model)
             self.kv_cache = new_kv_cache(self.sizes, self.device, num_blocks, num_host_blocks)

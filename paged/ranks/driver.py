@@ -1,0 +1,246 @@
+"""DriverRunner: the executor of a model over several ranks, and the rank that samples."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..blocks.pool import BlockId
+from ..config import EngineConfig
+from ..errors import EngineDeadError, RankError, dead_engine
+from ..model.batch import Batch
+from ..model.cache.kv_cache import KVCache
+from ..model.cache.layout import CacheLayout
+from ..model.config import ModelConfig
+from ..model.part import ModelPart
+from ..runner.memory import RunStep
+from ..runner.model_runner import ModelRunner, Pending
+from ..runner.part_runner import Peers
+from ..runner.passes import compute
+from ..runner.plan import StepPlan
+from ..sampling.seats import DraftRow, SamplingSeat
+from ..scheduler.schedule import StepOutput
+from .layout import RankLayout
+from .messages import MessageWriter
+from .stage import Stage, part_of
+from .transport import Transport
+
+CPU = torch.device("cpu")
+
+
+class Supervision(Protocol):
+    """What watches the processes of the other ranks, and replaces them."""
+
+    num_restarts: int  # how many processes were replaced
+
+    def on_step(self, number: int) -> None:
+        """Take note of a message to all ranks."""
+
+    def check(self) -> None:
+        """Raise RankError if a process has ended."""
+
+    def recover(self, error: BaseException) -> RankError | None:
+        """Make a new group after a step has raised. Return why none can be made."""
+
+    def watch(self, on_loss: Callable[[], object]) -> None:
+        """Call a function, from another thread, when a process has ended."""
+
+    def close(self, end: Callable[[], None]) -> None:
+        """End the processes. end: has those end that were not started here."""
+
+
+class DriverRunner(ModelRunner):
+    """The `Executor` of several ranks. It computes the last stage, or a shard of that, and samples.
+
+    A step is launched by a message to all ranks. This rank's part is computed when its results are taken.
+
+    supervision: None: what ends the other ranks ends this one, too.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        directory: Path,
+        *,
+        layout: RankLayout,
+        transport: Transport,
+        peers: Peers,
+        supervision: Supervision | None = None,
+    ) -> None:
+        self._supervision = supervision
+        self._exchange_s = 0.0  # of earlier groups
+        self._stage = Stage(layout, 0, model_config, torch.float32, transport)
+        self.layout = layout
+        self._transport = transport
+        self._launched: deque[RankedStep] = deque()  # those whose part here is not computed yet
+        part = part_of(layout, 0, model_config.num_layers, transport)
+        super().__init__(config, model_config, directory, None, part, layout.num_stages, peers)
+
+    def allocate(self, directory: Path, run_step: RunStep) -> None:
+        """Allocate the KV cache, as large as the smallest that a rank could have."""
+        self.reset()
+        super().allocate(directory, run_step)
+
+    def reset(self) -> None:
+        """Begin with a new group of ranks: nothing is in flight, and no message was sent."""
+        self._launched.clear()
+        self._exchange_s = self.exchange_s
+        self._writer = MessageWriter(self.sizes.block_size, self.num_in_flight)
+        self._stage = Stage(self.layout, 0, self.model_config, self.dtype, self._transport)
+
+    @property
+    def exchange_s(self) -> float:
+        """The seconds that were spent waiting for other stages."""
+        return self._exchange_s + self._stage.seconds
+
+    def launch(self, plan: StepPlan) -> RankedStep:
+        """Send a step to all ranks."""
+        # The seats are those of now: the next plan may change them.
+        rows = self.rows_of(plan)
+        self._transport.send_message(self._writer.step(plan.computed))
+        if self._supervision is not None:
+            self._supervision.on_step(self._writer.number)
+        step = RankedStep(self, plan, rows, self._writer.number)
+        self._stage.expect(step.number, sum(plan.computed.counts))
+        self._launched.append(step)
+        return step
+
+    def compute_until(self, last: RankedStep | None = None) -> None:
+        """Compute this rank's part of the steps up to this one, by default of all."""
+        while self._launched and (last is None or last.pending is None):
+            step = self._launched.popleft()
+            self._number = step.number
+            step.pending = self.run(step.plan, step.rows)
+
+    def compute(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
+        """Run the last part of the model on a batch; see `ModelRunner.compute`."""
+        stream = self._stage.receive(self._number, self.device)
+        return compute(self.model, self.graphs, batch, self.kv_cache, stream)
+
+    def discard(self) -> None:
+        """Give up the steps in flight: their results are not taken."""
+        super().discard()
+        self._launched.clear()
+
+    # The processes of the other ranks
+
+    def check(self) -> None:
+        """Raise RankError if one has ended."""
+        if self._supervision is not None:
+            self._supervision.check()
+
+    def recover(self, error: BaseException) -> EngineDeadError | None:
+        """Meet the other ranks anew after a step has raised. Return why no step can run any more, if so."""
+        if (dead := super().recover(error)) is not None:
+            return dead
+        if self._supervision is not None:
+            failure = self._supervision.recover(error)
+        else:
+            failure = error if isinstance(error, RankError) else None
+        if failure is not None:
+            return dead_engine(str(failure), failure)
+        self.reset()
+        return None
+
+    def watch(self, on_loss: Callable[[], object]) -> None:
+        """Call a function, from another thread, when `check` may raise."""
+        if self._supervision is not None:
+            self._supervision.watch(on_loss)
+
+    def close(self) -> None:
+        """End the other ranks."""
+        if self._supervision is not None:
+            self._supervision.close(self.end)
+
+    @property
+    def rank_stats(self) -> tuple[int, float]:
+        """How many processes were replaced, and the seconds that steps waited for others."""
+        num_restarts = 0 if self._supervision is None else self._supervision.num_restarts
+        return num_restarts, self.exchange_s
+
+    def end(self) -> None:
+        """Have the other ranks end."""
+        self._transport.send_message(self._writer.end())
+
+    # Blocks, as a cache of the whole model has them
+
+    def read_blocks(self, blocks: Sequence[BlockId]) -> dict[str, Tensor]:
+        """Return a copy of blocks on the host, gathered from all ranks."""
+        whole = self._new_cache(None, len(blocks))
+        for tensor in whole.tensors.values():
+            tensor.zero_()  # layer groups leave some of it unused
+        if not blocks:
+            return whole.tensors
+        self.compute_until()
+        self._transport.send_message(self._writer.read_blocks(blocks))
+        for rank in range(self.layout.num_ranks):
+            part = self._part_of(rank)
+            own = self._new_cache(part, len(blocks))
+            here = {} if rank else super().read_blocks(blocks)
+            for name, tensor in own.tensors.items():
+                found = self._transport.receive(tensor.shape, tensor.dtype, rank) if rank else here[name]
+                tensor.copy_(found)
+            for theirs, mine in self._pairs(whole, own, part):
+                theirs.copy_(mine)
+        return whole.tensors
+
+    def write_block(self, block: BlockId, contents: Mapping[str, Tensor]) -> None:
+        """Write into a block what `read_blocks` has returned of one, on all ranks."""
+        self.compute_until()
+        whole = self._new_cache(None, 1)
+        for name, tensor in whole.tensors.items():
+            tensor[:, 0] = contents[name]
+        self._transport.send_message(self._writer.write_block(block))
+        for rank in range(self.layout.num_ranks):
+            part = self._part_of(rank)
+            own = self._new_cache(part, 1)
+            for theirs, mine in self._pairs(whole, own, part):
+                mine.copy_(theirs)
+            if not rank:
+                super().write_block(block, {name: tensor[:, 0] for name, tensor in own.tensors.items()})
+            for tensor in own.tensors.values() if rank else ():
+                self._transport.send(tensor, rank)
+
+    def _part_of(self, rank: int) -> ModelPart:
+        return part_of(self.layout, rank, self.model_config.num_layers, self._transport)
+
+    def _new_cache(self, part: ModelPart | None, num_blocks: int) -> KVCache:
+        """Return a cache of so many blocks on the host, of a part or of the whole model."""
+        size = self.sizes.block_size
+        layout = CacheLayout.of(self.model_config, size, part)
+        return KVCache(self.model_config, num_blocks, size, self.kv_dtype, CPU, layout=layout)
+
+    def _pairs(self, whole: KVCache, own: KVCache, part: ModelPart) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what a part has of each layer in a cache of the whole model, and in its own."""
+        shard = part.shard
+        for layer in part.layers:
+            for theirs, mine in zip(whole.layer(layer), own.layer(layer), strict=True):
+                if theirs is not None and mine is not None:
+                    heads = 2 if mine.dim() == 4 else 1  # the dimension, of K and V or of scales
+                    first = shard.index * theirs.shape[heads] // shard.count
+                    yield theirs.narrow(heads, first, mine.shape[heads]), mine
+
+
+class RankedStep:
+    """A step that all ranks were sent. rows: what the sampler knows of each row that is sampled."""
+
+    def __init__(
+        self, runner: DriverRunner, plan: StepPlan, rows: Sequence[SamplingSeat | DraftRow], number: int
+    ) -> None:
+        self._runner = runner
+        self.plan = plan
+        self.rows = rows
+        self.number = number
+        self.pending: Pending | None = None
+
+    def result(self) -> StepOutput:
+        """Compute the last part of the step, and of those before. Return its tokens."""
+        self._runner.compute_until(self)
+        assert self.pending is not None, "the step was given up"
+        return self.pending.result()
