@@ -50,6 +50,9 @@ class Supervision(Protocol):
     def watch(self, on_loss: Callable[[], object]) -> None:
         """Call a function, from another thread, when a process has ended."""
 
+    def describe(self) -> str:
+        """Return what each rank holds."""
+
     def close(self, end: Callable[[], None]) -> None:
         """End the processes. end: has those end that were not started here."""
 
@@ -139,11 +142,10 @@ class DriverRunner(ModelRunner):
         """Meet the other ranks anew after a step has raised. Return why no step can run any more, if so."""
         if (dead := super().recover(error)) is not None:
             return dead
-        if self._supervision is not None:
-            failure = self._supervision.recover(error)
-        else:
-            failure = error if isinstance(error, RankError) else None
-        if failure is not None:
+        if self._supervision is None:
+            # The group goes on, and the streams of steps that were given up are dropped as they come.
+            return dead_engine(str(error), error) if isinstance(error, RankError) else None
+        if (failure := self._supervision.recover(error)) is not None:
             return dead_engine(str(failure), failure)
         self.reset()
         return None
@@ -157,6 +159,11 @@ class DriverRunner(ModelRunner):
         """End the other ranks."""
         if self._supervision is not None:
             self._supervision.close(self.end)
+
+    def describe(self) -> str:
+        """Return dtype, device, threads and attention backend, and what each rank holds, the driver first."""
+        held = "" if self._supervision is None else f"; {self._supervision.describe()}"
+        return super().describe() + held
 
     @property
     def rank_stats(self) -> tuple[int, float]:

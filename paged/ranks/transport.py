@@ -64,6 +64,14 @@ class ShardGroup:
         ]
         return torch.cat(parts, dim)
 
+    def collect(self, tensor: Tensor) -> Tensor | None:
+        """Return the columns of all shards at the first one, None at the others."""
+        if self._rank != self._ranks[0]:
+            self._transport.send(tensor, self._ranks[0])
+            return None
+        others = [self._received(tensor, rank).to(tensor.device) for rank in self._ranks[1:]]
+        return torch.cat([tensor, *others], -1)
+
     def _received(self, like: Tensor, rank: int) -> Tensor:
         return self._transport.receive(like.shape, like.dtype, rank)
 

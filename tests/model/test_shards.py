@@ -101,7 +101,9 @@ def _assert_blocks_are_equal(engine, sharded: ShardedModel) -> None:
         return {name: tensor[:, blocks] for name, tensor in cache.tensors.items()}
 
     parts = [(sizes.part, taken(cache)) for sizes, cache in zip(sharded.sizes, sharded.caches, strict=True)]
-    expected = join_blocks(config, block_size, [(ModelPart.whole(config.num_layers), taken(engine.runner.kv_cache))])
+    expected = join_blocks(
+        config, block_size, [(ModelPart.whole(config.num_layers), taken(engine.runner.kv_cache))]
+    )
     joined = join_blocks(config, block_size, parts)
     for name, tensor in expected.items():
         assert_same(joined[name], tensor)

@@ -87,7 +87,9 @@ class ShardedModel:
             loads = []
             for sizes in self.sizes:
                 model, loader = files.enter_context(
-                    open_model(sizes, runner.model_config, runner.device, engine.directory, runner.model.kernels)
+                    open_model(
+                        sizes, runner.model_config, runner.device, engine.directory, runner.model.kernels
+                    )
                 )
                 self.models.append(model)
                 loads.append((model, loader))
