@@ -16,6 +16,7 @@ from ..kernels.backend import Kernels
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
 from .config import LAYERS, ModelConfig
+from .exchanges import collect_logits
 from .layers.attention import Attention
 from .layers.layer_inputs import PerLayerEmbeddings, PerLayerGate
 from .layers.linear import Embedding, Linear
@@ -42,7 +43,7 @@ class DecoderLayer(Loadable):
     before_mlp: RMSNorm | LayerNorm | None
     after_mlp: RMSNorm | None
 
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, first_layer: int = 0) -> None:
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, part: ModelPart) -> None:
         super().__init__(StoredRows({f"{LAYERS}{layer}": 1}))  # of the scalar
         spec = config.layers[layer]
         self.kernels = kernels
@@ -52,9 +53,9 @@ class DecoderLayer(Loadable):
                 kind = config.residual_norm if place.startswith("before") else config.norm
                 norm = new_norm(kind, config.hidden_size, kernels, f"{LAYERS}{layer}.{name}")
             self.register_module(place, norm)
-        self.attention = Attention(config, layer, kernels)
-        self.mlp = new_feed_forward(config, layer, kernels)
-        self.input = PerLayerGate(config, layer, kernels, first_layer) if config.layer_inputs else None
+        self.attention = Attention(config, layer, kernels, part.shard)
+        self.mlp = new_feed_forward(config, layer, kernels, part.shard)
+        self.input = PerLayerGate(config, layer, kernels, part) if config.layer_inputs else None
         # Multiplies the residual after the layer.
         self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False) if spec.scaled else None
         self.factor = 1.0
@@ -106,8 +107,8 @@ class DecoderLayer(Loadable):
 class ParallelLayer(DecoderLayer):
     """x + attention(norm(x)) + mlp(norm(x)), with a norm of its own for each sublayer."""
 
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, first_layer: int = 0) -> None:
-        super().__init__(config, layer, kernels, first_layer)
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, part: ModelPart) -> None:
+        super().__init__(config, layer, kernels, part)
         others = self.after_attention, self.after_mlp, self.layer_scalar
         assert all(other is None for other in others), "a parallel layer normalises inputs, and no more"
 
@@ -152,21 +153,21 @@ class Decoder(nn.Module):
         # The largest weights are loaded first, while there is most memory for what converts them.
         if part.is_first or (part.is_last and config.tie_word_embeddings):
             table = StoredRows({"model.embed_tokens": config.vocab_size})
-            self.embedding = Embedding(table, config.hidden_size, "embedding")
+            self.embedding = Embedding(table, config.hidden_size, "embedding", kernels, part.shard)
         if part.is_last:
             head = StoredRows({"lm_head": config.vocab_size})
+            if not part.shard.is_whole:
+                head = head.take(part.shard.tokens(config.vocab_size))
             self.head = Linear(config.hidden_size, head, bias=False, role="head")
         if part.is_first and config.learned_positions:
             table = StoredRows({"model.embed_positions": config.max_position_embeddings})
-            self.positions = Embedding(table, config.hidden_size, "table")
+            self.positions = Embedding(table, config.hidden_size, "table", kernels)
         if part.is_first and config.layer_inputs:
-            self.inputs = PerLayerEmbeddings(config, kernels)
+            self.inputs = PerLayerEmbeddings(config, kernels, part.shard)
         tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in config.ropes)
         self.rotary = cast(Sequence[RotaryEmbedding], tables)
         layers = nn.ModuleList(
-            (ParallelLayer if config.layers[i].parallel else DecoderLayer)(
-                config, i, kernels, part.layers.start
-            )
+            (ParallelLayer if config.layers[i].parallel else DecoderLayer)(config, i, kernels, part)
             for i in part.layers
         )
         self.layers = cast(Sequence[DecoderLayer], layers)
@@ -260,9 +261,10 @@ class Decoder(nn.Module):
         return add_and_norm(hidden, residual, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden_size], from `forward` -> f32[n, vocab_size]
-        """Apply the output head."""
+        """Apply the output head. Only the first shard has all logits; what others return is of no use."""
         assert self.head is not None, "only the last part has a head"
-        logits: Tensor = self.head(hidden).float()
+        own: Tensor = self.head(hidden)
+        logits = collect_logits(own, self.part.shard, self.config.vocab_size).float()
         if self.config.logits_divisor != 1.0 or self.config.logits_softcap is not None:
             self.kernels.scale_and_cap(logits, 1 / self.config.logits_divisor, self.config.logits_softcap)
         return logits

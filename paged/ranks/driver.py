@@ -50,6 +50,9 @@ class Supervision(Protocol):
     def watch(self, on_loss: Callable[[], object]) -> None:
         """Call a function, from another thread, when a process has ended."""
 
+    def describe(self) -> str:
+        """Return what each rank holds."""
+
     def close(self, end: Callable[[], None]) -> None:
         """End the processes. end: has those end that were not started here."""
 
@@ -161,6 +164,11 @@ class DriverRunner(ModelRunner):
         """End the other ranks."""
         if self._supervision is not None:
             self._supervision.close(self.end)
+
+    def describe(self) -> str:
+        """Return dtype, device, threads and attention backend, and what each rank holds, the driver first."""
+        held = "" if self._supervision is None else f"; {self._supervision.describe()}"
+        return super().describe() + held
 
     @property
     def rank_stats(self) -> tuple[int, float]:

@@ -12,6 +12,7 @@ from typing import Self
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..model.config import ModelConfig
+from ..model.part import check_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,34 +107,6 @@ def cut_layers(costs: Sequence[int], num_stages: int, joined: Iterable[tuple[int
         best = found
     starts = best[num_layers][1]
     return tuple(range(a, b) for a, b in zip(starts, (*starts[1:], num_layers), strict=True))
-
-
-def check_shards(model: ModelConfig, num_shards: int) -> None:
-    """Raise ConfigError, which lists what is possible, unless a model can be divided into so many shards."""
-    if num_shards == 1:
-        return
-    obstacle = _obstacle(model, num_shards)
-    if obstacle is not None:
-        fitting = [n for n in range(2, model.num_heads + 1) if _obstacle(model, n) is None]
-        listed = (
-            f"these numbers do: {', '.join(map(str, fitting))}" if fitting else "no number of shards does"
-        )
-        raise ConfigError(f"tensor_parallel_size {num_shards} does not divide {obstacle}; {listed}")
-
-
-def _obstacle(model: ModelConfig, num_shards: int) -> str | None:
-    """Return what of the model so many shards do not divide, if anything."""
-    sizes = {"hidden_size": {model.hidden_size}, "vocab_size": {model.vocab_size}}
-    sizes["query heads"] = {layer.attention.num_heads for layer in model.layers}
-    sizes["inner size"] = {layer.feed_forward.size for layer in model.layers}
-    for name, values in sizes.items():
-        for value in sorted(values):
-            if value % num_shards:
-                return f"the {value} {name}" if name == "query heads" else f"{name} {value}"
-    for heads in sorted({shape.num_kv_heads for shape in model.kv_shapes}):
-        if heads % num_shards and num_shards % heads:
-            return f"the {heads} KV heads"
-    return None
 
 
 def _layer_costs(model: ModelConfig) -> list[int]:

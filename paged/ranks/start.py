@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from ..config import EngineConfig
@@ -10,8 +9,6 @@ from ..errors import ConfigError
 from ..model.config import ModelConfig
 from ..runner.draft_model import DraftCheckpoint
 from ..runner.model_runner import ModelRunner
-
-logger = logging.getLogger(__name__)
 
 
 def new_executor(
@@ -55,5 +52,4 @@ def new_executor(
     except BaseException as error:
         ranks.fail(error)
         raise
-    logger.info(ranks.describe())
     return runner

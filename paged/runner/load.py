@@ -116,6 +116,7 @@ def open_model(
             tied=model_config.tie_word_embeddings,
             in_panels=weights_in_panels(config, kernels, device, dtype),
             has_coded_linear=kernels.has_coded_linear,
+            shard=sizes.shard,
         )
         with torch.device("meta"), _default_dtype(dtype):
             whole = Decoder(model_config, kernels)

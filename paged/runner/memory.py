@@ -133,10 +133,9 @@ def largest_step(sizes: Sizes) -> list[int]:
 
 def max_partial_bytes(sizes: Sizes, kernels: Kernels) -> int:
     """Return the most bytes that partial results of split decodes take; the measured step has few."""
-    model = sizes.model
     max_rows = 2 * sizes.config.max_num_seqs  # the last layers may attend twice for a sequence
-    widest = max(shape.value_dim for shape in model.kv_shapes)
-    return kernels.partial_bytes(max_rows, sizes.max_model_len, model.num_heads, widest)
+    widest = max(shape.value_dim for shape in sizes.model.kv_shapes)
+    return kernels.partial_bytes(max_rows, sizes.max_model_len, sizes.num_heads, widest)
 
 
 def _cgroup_free_bytes() -> float:

@@ -52,9 +52,8 @@ def new_graphs(sizes: Sizes, model: Model) -> StepGraphs | None:
     step_recorder = model.kernels.step_recorder
     if step_recorder is None or sizes.config.enforce_eager or in_debug_mode():
         return None
-    num_kv_heads = [
-        {sizes.model.kv_shapes[layer].num_kv_heads for layer in group.layers} for group in sizes.layout.groups
-    ]
+    layout = sizes.layout
+    num_kv_heads = [{layout.shapes[layer].num_kv_heads for layer in group.layers} for group in layout.groups]
     obstacle = model.obstacle_to_recording
     if any(len(each) > 1 for each in num_kv_heads):
         obstacle = "layers of a draft model with other numbers of KV heads share a block table"
@@ -66,7 +65,7 @@ def new_graphs(sizes: Sizes, model: Model) -> StepGraphs | None:
         return None
     from .step_graphs import StepGraphs
 
-    return StepGraphs(step_recorder(sizes.model.num_heads, [next(iter(each)) for each in num_kv_heads]))
+    return StepGraphs(step_recorder(sizes.num_heads, [next(iter(each)) for each in num_kv_heads]))
 
 
 def compute(

@@ -19,7 +19,7 @@ from ..drafting.lengths import DraftLengths
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.cache.layout import CacheLayout
 from ..model.config import ModelConfig
-from ..model.part import ModelPart
+from ..model.part import UNDIVIDED, ModelPart, Shard
 from ..scheduler.drafts import Drafts
 from ..scheduler.policies import new_policy
 from ..scheduler.scheduler import Scheduler
@@ -149,6 +149,16 @@ class Sizes:
         """The dtype of K and V in the cache, as torch names it."""
         name = self.config.kv_cache_dtype
         return self.dtype if name == "auto" else FP8_NAMES.get(name, name)
+
+    @property
+    def shard(self) -> Shard:
+        """The share of each layer that this process computes."""
+        return UNDIVIDED if self.part is None else self.part.shard
+
+    @property
+    def num_heads(self) -> int:
+        """The most query heads of a layer in this process."""
+        return len(self.shard.share(self.model.num_heads))
 
     @property
     def layout(self) -> CacheLayout:

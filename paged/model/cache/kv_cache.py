@@ -73,7 +73,7 @@ class KVCache:
         groups = {layer: number for number, group in enumerate(layout.groups) for layer in group.layers}
         for layers in layout.layers:
             for index, layer in enumerate(layers):
-                caches[layer] = self._view(config.kv_shapes[layer], layout.places[layer], index)
+                caches[layer] = self._view(layout.shapes[layer], layout.places[layer], index)
         self.group_of = [groups[source] for source in config.kv_sources]
         sources = enumerate(config.kv_sources)
         self._layers = {layer: caches[source] for layer, source in sources if source in caches}

@@ -35,8 +35,14 @@ class CacheLayout:
 
     @classmethod
     def of(cls, config: ModelConfig, block_size: int, part: ModelPart | None = None) -> CacheLayout:
-        """Lay out the cache of a model, or of a part, whose block tables are those of the whole model."""
-        return cls(config.layer_groups, config.kv_shapes, block_size, part)
+        """Lay out the cache of a model, or of a part, whose block tables are those of the whole model.
+
+        A shard keeps its heads, in blocks that hold as many tokens as those of one process.
+        """
+        shapes = config.kv_shapes
+        if part is not None:
+            shapes = tuple(map(part.shard.kv_shape, shapes))
+        return cls(config.layer_groups, shapes, block_size, part)
 
     @classmethod
     def of_draft(cls, config: ModelConfig, block_size: int) -> CacheLayout:

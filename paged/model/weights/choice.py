@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..part import UNDIVIDED, Shard
 from .coded import CodedWeight, Weight
 from .coded_forms import CodedProduct
 from .forms import Float32Product, JoinedForm, PackedWeight, PlainWeight, Role, WeightForm, can_pack
@@ -61,11 +62,12 @@ def choose_forms(
     tied: bool,
     in_panels: bool,
     has_coded_linear: bool = False,
+    shard: Shard = UNDIVIDED,
 ) -> Forms:
     """Choose the forms for float weights of this dtype on this device.
 
     in_panels: multiply by the CPU backend's own kernels rather than torch's. has_coded_linear: the backend
-        has kernels for weights in codes.
+        has kernels for weights in codes. shard: of each weight, for forms that depend on all its numbers.
 
     A quantised model has its output head in int8, which costs next to nothing in perplexity, and with it a
     tied embedding. An embedding that is not tied stays in floating point, as it is only looked up. In a model
@@ -89,12 +91,12 @@ def choose_forms(
     if in_panels:
         from .panels import PANEL_FORMS, CodedForms, Table
 
-        layer = PANEL_FORMS[quantization]
+        layer = partial(PANEL_FORMS[quantization], shard=shard)
         int8 = PANEL_FORMS["int8"]
         gated = partial(layer, gated=True)
-        head = partial(PANEL_FORMS[quantization and "int8"], out_dtype=torch.float32)
-        table = Table
-        of_codes = CodedForms(dtype)
+        head = partial(PANEL_FORMS[quantization and "int8"], out_dtype=torch.float32, shard=shard)
+        table = partial(Table, shard=shard)
+        of_codes = CodedForms(dtype, shard)
     elif quantization is not None and has_coded_linear:
         layer = gated = partial(quantized_form, quantization, role="layer")
         int8 = partial(quantized_form, "int8", role="layer")

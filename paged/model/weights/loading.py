@@ -163,7 +163,10 @@ class Loader:
     def read(self, rows: StoredRows, name: str, layout: Layout, title: str = "") -> Tensor:
         """Read the rows of a parameter."""
         tensors = [(self.sources[f"{part}.{name}"], count) for part, count in rows.parts.items()]
-        self.num_bytes[title] += sum(tensor.num_bytes for tensor, _ in tensors)
+        parts_read = map(rows.part_read, rows.parts)
+        self.num_bytes[title] += round(
+            sum(tensor.num_bytes * read for (tensor, _), read in zip(tensors, parts_read, strict=True))
+        )
         values = read_rows(tensors, rows.index, layout, self.device)
         if layout.check is not None:
             check_values([tensor for tensor, _ in tensors], values, layout.check)

@@ -28,6 +28,8 @@ from ...kernels.panels import (
     take_rows,
     widen_rows,
 )
+from ..exchanges import all_agree
+from ..part import UNDIVIDED, Shard
 from .coded import CodedWeight
 from .forms import PlainWeight, Role, TableForm
 from .quantization import INT4_TABLE, Int4Weight, Int8Weight, int4_codes
@@ -38,15 +40,16 @@ _NUMBERS_AT_A_TIME = 2**22  # that are converted: they take little memory
 ROWS_AT_A_TIME = 256  # of a comparison: it takes little memory, and ends early for most weights that differ
 
 
-def narrowed(weight: Tensor) -> Tensor:
+def narrowed(weight: Tensor, shard: Shard = UNDIVIDED) -> Tensor:
     """Convert a float32 weight to bfloat16 or float16, if that loses nothing, as in most checkpoints.
 
     Reading it takes half the time, and products are bitwise equal, except by AMX, which adds up in another
-    order.
+    order. So the whole weight decides, of which this may be a shard.
     """
     if weight.dtype == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
-            if all(_are_equal(rows, rows.to(dtype)) for rows in torch.split(weight, ROWS_AT_A_TIME)):
+            is_same = all(_are_equal(rows, rows.to(dtype)) for rows in torch.split(weight, ROWS_AT_A_TIME))
+            if all_agree(shard, is_same):
                 return weight.to(dtype)
     return weight
 
@@ -59,8 +62,8 @@ def _are_equal(wide: Tensor, narrow: Tensor) -> bool:
 class Table(PlainWeight):
     """A weight that is only looked up, never multiplied."""
 
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__(narrowed(weight).contiguous())
+    def __init__(self, weight: Tensor, shard: Shard = UNDIVIDED) -> None:
+        super().__init__(narrowed(weight, shard).contiguous())
         self.is_narrowed = self.weight.dtype != weight.dtype
 
     def rows(self, indices: Tensor) -> Tensor:
@@ -72,10 +75,18 @@ class PanelWeight(TableForm):
     """A weight in its dtype, or `narrowed`, large ones in bf12; accumulators are float32.
 
     out_dtype: of its products, by default that of x. gated: the weight [2 * n, in_features] holds gates and
-    ups; its products are the n numbers silu(gate) * up.
+    ups; its products are the n numbers silu(gate) * up. shard: which one the weight is of a larger one.
     """
 
-    def __init__(self, weight: Tensor, *, out_dtype: torch.dtype | None = None, gated: bool = False) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        *,
+        out_dtype: torch.dtype | None = None,
+        gated: bool = False,
+        shard: Shard = UNDIVIDED,
+    ) -> None:
+        self._shard = shard
         self.dtype = weight.dtype
         self._out_dtype = out_dtype
         self.gated = gated
@@ -83,8 +94,9 @@ class PanelWeight(TableForm):
         self._bias: Tensor | None = None
 
     def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
-        kept = narrowed(weight)
-        return pack_bf12(pack(kept, pairs=pairs and kept.dtype == torch.bfloat16, gated=gated))
+        kept = narrowed(weight, self._shard)
+        panels = pack(kept, pairs=pairs and kept.dtype == torch.bfloat16, gated=gated)
+        return pack_bf12(panels, num_shards=self._shard.count)
 
     @property
     def is_recordable(self) -> bool:
@@ -159,14 +171,18 @@ class PanelCodes(PanelWeight):
         return found if self.order is None else torch.empty_like(found).index_copy_(1, self.order, found)
 
 
-def keepable(weight: CodedWeight) -> CodedWeight | None:
-    """Return a weight with the same numbers in codes that PanelCodes keeps; None if there are none."""
+def keepable(weight: CodedWeight, shard: Shard = UNDIVIDED) -> CodedWeight | None:
+    """Return a weight with the same numbers in codes that PanelCodes keeps; None if there are none.
+
+    shard: which one it is of a larger weight, all of which is kept alike.
+    """
     group = group_of(weight.group)
     if group < LEAST_GROUP:
         return None
-    if is_exact(weight.stored, *weight.factors, table=weight.table):
+    if all_agree(shard, is_exact(weight.stored, *weight.factors, table=weight.table)):
         return weight
-    return _without_zero(weight)
+    folded = _without_zero(weight)
+    return folded if all_agree(shard, folded is not None) else None
 
 
 def _without_zero(weight: CodedWeight) -> CodedWeight | None:
@@ -202,16 +218,17 @@ def _out_dtype_of(role: Role) -> torch.dtype | None:
 class CodedForms:
     """The forms of a model's weights in codes: as they are if readers take them, else in floats.
 
-    dtype: of the model.
+    dtype: of the model. shard: which one each weight is of a larger one.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, shard: Shard = UNDIVIDED) -> None:
         self.dtype = dtype
+        self._shard = shard
         self._has_widened = False
 
     def __call__(self, weight: CodedWeight, role: Role) -> PanelWeight:
         """Make the form of a weight."""
-        kept = keepable(weight)
+        kept = keepable(weight, self._shard)
         if kept is not None:
             return PanelCodes(kept, role, dtype=self.dtype)
         if not self._has_widened:
@@ -226,7 +243,7 @@ class CodedForms:
         floats = torch.empty(weight.shape, dtype=self.dtype)
         for rows in _parts_of(weight):
             floats[rows] = weight.take(rows).floats()
-        return PanelWeight(floats, out_dtype=_out_dtype_of(role), gated=role == "gated")
+        return PanelWeight(floats, out_dtype=_out_dtype_of(role), gated=role == "gated", shard=self._shard)
 
 
 PANEL_FORMS: dict[str | None, type[PanelWeight]] = {
