@@ -20,7 +20,7 @@ from ..runner.plan import ComputedPart
 from ..sampling.reporter import Reporter
 from ..scheduler.schedule import Schedule
 from .layout import RankLayout
-from .messages import Kind, Message, MessageReader
+from .messages import Message, MessageKind, MessageReader
 from .stage import Stage, part_of
 from .transport import Transport
 
@@ -73,7 +73,7 @@ class FollowerRunner(PartRunner):
         for _ in count():
             message = self._next_message(on_message)
             on_message(message.number)
-            if message.kind is Kind.END:
+            if message.kind is MessageKind.END:
                 return
             self._do(message)
 
@@ -86,7 +86,7 @@ class FollowerRunner(PartRunner):
         with self._on_device, TrustedContents():
             if message.step is not None:
                 self._compute(message.step, message.number)
-            elif message.kind is Kind.READ_BLOCKS:
+            elif message.kind is MessageKind.READ_BLOCKS:
                 for tensor in self.read_blocks(message.blocks).values():
                     self._transport.send(tensor, DRIVER)
             else:

@@ -20,7 +20,7 @@ from ..runner.plan import IN_SEAT, ComputedPart, SeatChange
 _HEADER = struct.Struct("<Ii")  # the kind, and the number
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message is."""
 
     STEP = 1
@@ -34,7 +34,7 @@ class Kind(IntEnum):
 class Message:
     """A message that was read. step: what is computed; blocks: which are read, or the one that is written."""
 
-    kind: Kind
+    kind: MessageKind
     number: int
     step: ComputedPart | None = None
     blocks: Sequence[BlockId] = ()
@@ -70,22 +70,22 @@ class MessageWriter:
         again = self._repeated(part)
         self._decodes.remember(part)
         if again is None:
-            return self._written(Kind.STEP, part.to_bytes())
-        return self._written(Kind.REPEATED_STEP, again.tobytes())
+            return self._written(MessageKind.STEP, part.to_bytes())
+        return self._written(MessageKind.REPEATED_STEP, again.tobytes())
 
     def read_blocks(self, blocks: Sequence[BlockId]) -> bytes:
         """Have each rank send its part of these blocks."""
-        return self._written(Kind.READ_BLOCKS, array("i", blocks).tobytes())
+        return self._written(MessageKind.READ_BLOCKS, array("i", blocks).tobytes())
 
     def write_block(self, block: BlockId) -> bytes:
         """Have each rank write what it is sent into a block."""
-        return self._written(Kind.WRITE_BLOCK, array("i", [block]).tobytes())
+        return self._written(MessageKind.WRITE_BLOCK, array("i", [block]).tobytes())
 
     def end(self) -> bytes:
         """Have the ranks end."""
-        return self._written(Kind.END, b"")
+        return self._written(MessageKind.END, b"")
 
-    def _written(self, kind: Kind, content: bytes) -> bytes:
+    def _written(self, kind: MessageKind, content: bytes) -> bytes:
         self.number += 1
         return _HEADER.pack(kind, self.number) + content
 
@@ -128,13 +128,13 @@ class MessageReader:
         self._number += 1
         if number != self._number:
             raise RankError(f"message {number} of the driver came where message {self._number} was due")
-        kind = Kind(code)
+        kind = MessageKind(code)
         content = data[_HEADER.size :]
-        if kind in (Kind.READ_BLOCKS, Kind.WRITE_BLOCK):
+        if kind in (MessageKind.READ_BLOCKS, MessageKind.WRITE_BLOCK):
             return Message(kind, number, blocks=array("i", content).tolist())
-        if kind is Kind.END:
+        if kind is MessageKind.END:
             return Message(kind, number)
-        part = ComputedPart.from_bytes(content) if kind is Kind.STEP else self._repeated(content)
+        part = ComputedPart.from_bytes(content) if kind is MessageKind.STEP else self._repeated(content)
         self._decodes.remember(part)
         return Message(kind, number, part)
 

@@ -295,10 +295,10 @@ class Sizes:
             max_waiting=config.max_waiting,
             max_preemptions=config.max_preemptions,
             swap_pays=self.swap_pays if manager.host_pool.num_blocks else None,
-            num_in_flight=num_in_flight,
             clock=clock,
         )
         scheduler.max_queued_tokens = config.max_queued_tokens
+        scheduler.num_in_flight = num_in_flight
         speculation = SpeculativeConfig.of(config.speculative_config)
         if speculation is not None:
             most = speculation.num_speculative_tokens

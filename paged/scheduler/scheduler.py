@@ -52,7 +52,6 @@ class Scheduler:
     max_waiting: the most requests that wait; None sets no limit.
     swap_pays: whether swapping takes less time than recomputing that many tokens; None never swaps.
     held_for_s: how long a held request keeps its seat and its blocks although another one waits for some.
-    num_in_flight: how many steps are to be in flight at once. The decodes are divided among them.
     clock: returns seconds, for deadlines and metrics.
     """
 
@@ -70,7 +69,6 @@ class Scheduler:
         max_preemptions: int = 8,
         swap_pays: Callable[[int], bool] | None = None,
         held_for_s: float = 1.0,
-        num_in_flight: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.block_manager = block_manager
@@ -83,7 +81,8 @@ class Scheduler:
         self.max_waiting = max_waiting
         self.clock = clock
         self.held_for_s = held_for_s
-        self.num_in_flight = num_in_flight
+        # How many steps are to be in flight at once: the decodes are divided among them.
+        self.num_in_flight = 1
         self.counters = SchedulerCounters()
         self._queue = WaitingQueue(self.policy, block_manager, self.max_chunk, watermark)
         self._running = RunningSet(block_manager, max_num_seqs=max_num_seqs, max_chunk=self.max_chunk)

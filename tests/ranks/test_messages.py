@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from paged.errors import RankError
-from paged.ranks.messages import Kind, MessageReader, MessageWriter
+from paged.ranks.messages import MessageKind, MessageReader, MessageWriter
 from paged.runner.plan import ComputedPart, Planner
 from paged.scheduler.schedule import Schedule
 from tests.support import scheduler_cases as cases
@@ -35,7 +35,7 @@ def test_what_is_read_is_what_was_written(seed):
     )
     planner = new_planner(with_prompt_lens=seed % 3 == 1, with_lens=seed % 3 == 2)
     writer, reader = MessageWriter(cases.BLOCK_SIZE, DEPTH), MessageReader(cases.BLOCK_SIZE, DEPTH, 1)
-    kinds, in_flight = list[Kind](), list[Schedule]()
+    kinds, in_flight = list[MessageKind](), list[Schedule]()
     for step in range(150):
         if len(scheduler.running) < 6 and rng.random() < 0.3:
             cases.added(scheduler, cases.new_request(f"{step}", rng.randint(1, 20), rng.randint(1, 30)))
@@ -48,12 +48,12 @@ def test_what_is_read_is_what_was_written(seed):
             in_flight.append(schedule)
         if in_flight and (schedule.is_empty or len(in_flight) == DEPTH):
             cases.updated(scheduler, in_flight.pop(0))
-    assert kinds.count(Kind.REPEATED_STEP) > 20
-    assert kinds.count(Kind.STEP) > 5
+    assert kinds.count(MessageKind.REPEATED_STEP) > 20
+    assert kinds.count(MessageKind.STEP) > 5
     message = reader.read(writer.read_blocks([3, 5]))
-    assert (message.kind, message.blocks) == (Kind.READ_BLOCKS, [3, 5])
+    assert (message.kind, message.blocks) == (MessageKind.READ_BLOCKS, [3, 5])
     assert reader.read(writer.write_block(7)).blocks == [7]
-    assert reader.read(writer.end()).kind is Kind.END
+    assert reader.read(writer.end()).kind is MessageKind.END
 
 
 def test_a_decode_of_64_sequences_takes_less_than_a_kilobyte():
@@ -70,7 +70,7 @@ def test_a_decode_of_64_sequences_takes_less_than_a_kilobyte():
         part = planner.plan(schedule).computed
         in_flight.append(schedule)
         data = writer.step(part)
-        if data[0] == Kind.REPEATED_STEP:
+        if data[0] == MessageKind.REPEATED_STEP:
             assert len(part.seats) == 64
             sizes.append(len(data))
             most_grown = max(most_grown, len(part.changes))

@@ -92,8 +92,8 @@ def test_equals_batches_of_plans_that_tell_everything(windows, num_host_blocks, 
         max_num_batched_tokens=24,
         long_prefill_token_threshold=11,
         swap_pays=(lambda _: True) if num_host_blocks else None,
-        num_in_flight=depth,
     )
+    scheduler.num_in_flight = depth
     if num_right is not None:
         scheduler.drafts = Drafts(cases.Guesses(num_right), 3, 100, MAX_NUM_SEQS)
     num_groups = len(windows)

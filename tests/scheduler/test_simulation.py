@@ -5,7 +5,7 @@ from itertools import count
 import pytest
 
 from paged.errors import RankError
-from paged.ranks.messages import Kind
+from paged.ranks.messages import MessageKind
 from tests.simulation import World, run_world
 
 
@@ -43,7 +43,7 @@ def test_a_step_that_is_lost_or_late_or_doubled_or_wrong_is_caught(fault):
         def deliver(message, kept=kept, numbers=numbers):
             if kept:  # behind the next one
                 return [message, kept.pop()]
-            if message[0] != Kind.REPEATED_STEP or next(numbers) != AT:
+            if message[0] != MessageKind.REPEATED_STEP or next(numbers) != AT:
                 return [message]
             if fault == "late":
                 kept.append(message)
