@@ -64,6 +64,15 @@ class ShardGroup:
         ]
         return torch.cat(parts, dim)
 
+    def collect(self, tensor: Tensor) -> Tensor | None:
+        """Return the tensors of all shards, one after the other, at the first one; None at the others."""
+        first, *others = self._ranks
+        if self._rank != first:
+            self._transport.send(tensor, first)
+            return None
+        parts = [self._received(tensor, rank).to(tensor.device) for rank in others]
+        return torch.cat([tensor, *parts], dim=-1)
+
     def _received(self, like: Tensor, rank: int) -> Tensor:
         return self._transport.receive(like.shape, like.dtype, rank)
 

@@ -53,9 +53,7 @@ def new_graphs(sizes: Sizes, model: Model) -> StepGraphs | None:
     if step_recorder is None or sizes.config.enforce_eager or in_debug_mode():
         return None
     layout = sizes.layout
-    num_kv_heads = [
-        {layout.shapes[layer].num_kv_heads for layer in group.layers} for group in layout.groups
-    ]
+    num_kv_heads = [{layout.shapes[layer].num_kv_heads for layer in group.layers} for group in layout.groups]
     obstacle = model.obstacle_to_recording
     if any(len(each) > 1 for each in num_kv_heads):
         obstacle = "layers of a draft model with other numbers of KV heads share a block table"

@@ -243,9 +243,7 @@ class CodedForms:
         floats = torch.empty(weight.shape, dtype=self.dtype)
         for rows in _parts_of(weight):
             floats[rows] = weight.take(rows).floats()
-        return PanelWeight(
-            floats, out_dtype=_out_dtype_of(role), gated=role == "gated", shard=self._shard
-        )
+        return PanelWeight(floats, out_dtype=_out_dtype_of(role), gated=role == "gated", shard=self._shard)
 
 
 PANEL_FORMS: dict[str | None, type[PanelWeight]] = {
