@@ -14,6 +14,7 @@ from collections.abc import Callable
 from ..text.worker import ROOT
 from .channel import Channel, Message
 
+RANK_PROCESS = "paged.ranks"  # the module that it runs
 END_S = 5.0  # after which a process that was told to end is killed
 SOON_S = 0.5  # from the end of a process's socket to its own end
 
@@ -24,6 +25,7 @@ class LocalRank:
     name: of the rank in messages: what it holds, and where.
     failure: the kind and message of the exception that ended it, if it has told one.
     state: what it does, as it has answered since it was asked; None if it has not.
+    answered_at: when it last did, or was started, on the clock time.monotonic.
     on_end: called, from another thread, when it closes its socket.
     """
 
@@ -33,7 +35,7 @@ class LocalRank:
         path = [ROOT, *filter(None, sys.path)]  # so that it finds what this process finds
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "paged.ranks", "follow", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", RANK_PROCESS, "follow", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a library prints is no output of a command
                 pass_fds=[theirs.fileno()],
@@ -44,6 +46,7 @@ class LocalRank:
         self.failure: tuple[str, str] | None = None
         self._channel = Channel(ours)
         self.state: str | None = None
+        self.answered_at = time.monotonic()
         self._on_end = on_end
         self._channel.send(start)
         self._reader = threading.Thread(target=self._read, name=f"paged-rank-{rank}", daemon=True)
@@ -55,6 +58,7 @@ class LocalRank:
                 self.failure = tuple(message["failed"])
             else:
                 self.state = message["state"]
+                self.answered_at = time.monotonic()
         self._on_end()
 
     @property

@@ -70,7 +70,7 @@ class RankProcess:
 
     @property
     def state(self) -> str:
-        """What it does: it "loads", "computes", "waits" for another rank, "fails", or is "lost" without one."""
+        """What it does: it "loads", "computes", "waits" for others, "fails", or is "lost" without them."""
         is_waiting = self._transport is not None and self._transport.is_waiting
         return "waits" if is_waiting and self._state == "computes" else self._state
 
@@ -192,8 +192,9 @@ def _follow(own: RankProcess, channel: Channel, groups: SimpleQueue[int], start:
                 own.set_state("lost")
             own.rejoin(runner, groups.get())
     except Exception as error:
+        is_starting = own.state == "loads" and agreed is None
         own.set_state("fails")
-        if agreed is None:  # later ones are told by the socket alone: others may go on without this process
+        if is_starting:  # later the socket alone tells: others may go on without this process
             post_failure(store, own.rank, error)
         if not isinstance(error, PagedError):
             logger.exception("rank %d has failed", own.rank)

@@ -28,6 +28,8 @@ from .transport import GlooTransport
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 1.0  # in which a rank that does not hang says what it does
+LOADING_S = 30.0  # in which a rank that loads answers: an import may hold the interpreter for seconds
+_WELL = {"loads", "waits", "lost"}  # the states in which a rank is not to blame for one that waits
 _LOOK_S = 0.01  # between two looks at processes that may be about to end
 IDLE_SHARE = 3  # idle messages come so often within rank_timeout_s
 
@@ -61,9 +63,9 @@ class Ranks:
             self._store = torchrun_store(torchrun)
             host = torchrun.own_address()
         self.transport = GlooTransport(layout.num_ranks, 0, timeout_s=config.rank_timeout_s, host=host)
-        self.membership = Membership(layout, 0, self._store, self.transport, check=self.check)
+        self.membership = Membership(layout, 0, self._store, self.transport, check=self._check_answers)
         self.heartbeat = Heartbeat(self._private, 0, config.rank_timeout_s)
-        self._sent_at = time.monotonic()
+        self._sent_at = self._asked_at = time.monotonic()
         if torchrun is None:
             for rank in range(1, layout.num_ranks):
                 self._start(rank)
@@ -115,6 +117,23 @@ class Ranks:
         for local in self._local.values():
             if local.has_ended:
                 raise RankError(f"{local.name}, {local.how_it_ended()}")
+
+    def _check_answers(self) -> None:
+        """Raise RankError if a process that was started here has ended or hangs, while this one waits."""
+        self.check()
+        now = time.monotonic()
+        if now - self._asked_at < ANSWER_S:
+            return
+        is_first = now - self._asked_at > 2 * ANSWER_S  # of a wait: no answer was asked for
+        self._asked_at = now
+        for local in self._local.values():
+            if is_first:
+                local.answered_at = now
+            elif now - local.answered_at > max(LOADING_S, self._config.rank_timeout_s):
+                raise RankError(
+                    f"{local.name}, has not answered for {now - local.answered_at:.0f} s: it hangs"
+                )
+            local.ask_state()
 
     def recover(self, error: BaseException) -> RankError | None:
         """Make a new group after a step has raised. Return why no step can run any more, None if one can.
@@ -171,16 +190,14 @@ class Ranks:
             time.sleep(_LOOK_S)
             ended = {rank for rank, local in self._local.items() if local.has_ended}
             states = {rank: local.state for rank, local in self._local.items() if rank not in ended}
-            is_settled = "fails" not in states.values() and (ended or {*states.values()} <= {"lost", "waits"})
+            is_settled = "fails" not in states.values() and (ended or {*states.values()} <= _WELL)
             if is_settled or time.monotonic() > until:
                 break
         if ended:
             return {rank: f"{self._local[rank].name}, {self._local[rank].how_it_ended()}" for rank in ended}
         stuck = f"has not answered within {self._config.rank_timeout_s:g} s: it hangs"
         return {
-            rank: f"{self._local[rank].name}, {stuck}"
-            for rank, state in states.items()
-            if state not in ("lost", "waits")
+            rank: f"{self._local[rank].name}, {stuck}" for rank, state in states.items() if state not in _WELL
         }
 
     def _regroup(self, replaced: Sequence[int] | dict[int, str]) -> None:
