@@ -110,7 +110,7 @@ class EngineCore:
     def _end_oldest(
         self, schedule: Schedule, on_schedule: Callable[[Schedule], None] | None
     ) -> list[Request]:
-        """Launch this step, and others until as many are in flight as can be. Record the oldest one's results.
+        """Launch this step, and others until enough are in flight. Record the results of the oldest one.
 
         Returns the requests that got a token or an error.
         """

@@ -19,7 +19,7 @@ from ..model.cache.shares import cut_blocks, empty_blocks, join_blocks
 from ..model.config import ModelConfig
 from ..model.part import ModelPart
 from ..runner.memory import RunStep
-from ..runner.model_runner import ModelRunner, Pending
+from ..runner.model_runner import ModelRunner
 from ..runner.part_runner import Peers
 from ..runner.passes import compute
 from ..runner.plan import StepPlan
@@ -91,6 +91,7 @@ class DriverRunner(ModelRunner):
         """Begin with a new group of ranks: nothing is in flight, and no message was sent."""
         self._launched.clear()
         self._exchange_s = self.exchange_s
+        self._samplers = [self.new_sampler() for _ in range(self.num_in_flight)]
         self._writer = MessageWriter(self.sizes.block_size, self.num_in_flight)
         self._stage = Stage(self.layout, 0, self.model_config, self.dtype, self._transport)
 
@@ -113,10 +114,13 @@ class DriverRunner(ModelRunner):
 
     def compute_until(self, last: RankedStep | None = None) -> None:
         """Compute this rank's part of the steps up to this one, by default of all."""
-        while self._launched and (last is None or last.pending is None):
+        while self._launched and (last is None or last.output is None):
             step = self._launched.popleft()
             self._number = step.number
-            step.pending = self.run(step.plan, step.rows)
+            # What one knows of the requests of a step holds for those of the step after the others in flight.
+            self.sampler = self._samplers[step.number % self.num_in_flight]
+            # At once, as the next step overwrites it.
+            step.output = self.run(step.plan, step.rows).result()
 
     def compute(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
         """Run the last part of the model on a batch; see `ModelRunner.compute`."""
@@ -125,7 +129,8 @@ class DriverRunner(ModelRunner):
 
     def discard(self) -> None:
         """Give up the steps in flight: their results are not taken."""
-        super().discard()
+        for sampler in self._samplers:
+            sampler.forget()
         self._launched.clear()
 
     # The processes of the other ranks
@@ -139,11 +144,10 @@ class DriverRunner(ModelRunner):
         """Meet the other ranks anew after a step has raised. Return why no step can run any more, if so."""
         if (dead := super().recover(error)) is not None:
             return dead
-        if self._supervision is not None:
-            failure = self._supervision.recover(error)
-        else:
-            failure = error if isinstance(error, RankError) else None
-        if failure is not None:
+        if self._supervision is None:
+            # The group goes on, and the streams of steps that were given up are dropped as they come.
+            return dead_engine(str(error), error) if isinstance(error, RankError) else None
+        if (failure := self._supervision.recover(error)) is not None:
             return dead_engine(str(failure), failure)
         self.reset()
         return None
@@ -218,10 +222,10 @@ class RankedStep:
         self.plan = plan
         self.rows = rows
         self.number = number
-        self.pending: Pending | None = None
+        self.output: StepOutput | None = None
 
     def result(self) -> StepOutput:
         """Compute the last part of the step, and of those before. Return its tokens."""
         self._runner.compute_until(self)
-        assert self.pending is not None, "the step was given up"
-        return self.pending.result()
+        assert self.output is not None, "the step was given up"
+        return self.output

@@ -90,21 +90,21 @@ class MessageWriter:
         return _HEADER.pack(kind, self.number) + content
 
     def _repeated(self, part: ComputedPart) -> array[int] | None:
-        """Return what has changed since an earlier decode of the same seats; None if this is more than that."""
+        """Return what has changed since an earlier decode of these seats; None if there is more to tell."""
         moves = part.swap_out or part.swap_in or part.copies
         if moves or len(part.last_tokens) != len(part.seats) or not part.repeats(part.seats):
             return None
-        for back, last in enumerate(reversed(self._decodes.parts)):
-            if last.seats == part.seats:
-                break
-        else:
+        parts = self._decodes.parts
+        at = next((at for at, each in enumerate(parts) if each.seats == part.seats), None)
+        if at is None:
             return None
+        last = parts[at]
         longer = part.rope_lens[0] - last.rope_lens[0] if part.rope_lens else 0
         rows = [change.row for change in part.changes]
         again = _again(last, longer, part.last_tokens, rows, part.entries, self._block_size)
         if (part.starts, part.rope_lens, part.changes) != (again.starts, again.rope_lens, again.changes):
             return None
-        numbers = array("i", [back, longer, len(rows), *rows])
+        numbers = array("i", [at, longer, len(rows), *rows])
         for sent in (*part.entries, part.last_tokens):
             numbers += sent
         return numbers
@@ -140,11 +140,11 @@ class MessageReader:
 
     def _repeated(self, content: bytes) -> ComputedPart:
         numbers = array("i", content)
-        back, longer, num_changes = numbers[:3]
+        at, longer, num_changes = numbers[:3]
         # The rows, the entries of each layer group, and behind them the tokens.
         ends = [3 + num_changes * i for i in range(2 + self._num_groups)]
         rows, *entries = (numbers[start:end] for start, end in pairwise(ends))
-        last = self._decodes.parts[-1 - back]
+        last = self._decodes.parts[at]
         return _again(last, longer, numbers[ends[-1] :], rows.tolist(), entries, self._block_size)
 
 

@@ -27,6 +27,7 @@ _FOR_EVER = timedelta(days=365)
 # Tags: a message may overtake the tensors of an earlier step.
 _TENSORS = 0
 _MESSAGES = 1
+_MOST_SENDING = {_TENSORS: 3, _MESSAGES: 16}  # for each rank; tensors may be large
 
 
 class Transport(Protocol):
@@ -65,13 +66,12 @@ class ShardGroup:
         return torch.cat(parts, dim)
 
     def collect(self, tensor: Tensor) -> Tensor | None:
-        """Return the tensors of all shards, one after the other, at the first one; None at the others."""
-        first, *others = self._ranks
-        if self._rank != first:
-            self._transport.send(tensor, first)
+        """Return the columns of all shards at the first one, None at the others."""
+        if self._rank != self._ranks[0]:
+            self._transport.send(tensor, self._ranks[0])
             return None
-        parts = [self._received(tensor, rank).to(tensor.device) for rank in others]
-        return torch.cat([tensor, *parts], dim=-1)
+        others = [self._received(tensor, rank).to(tensor.device) for rank in self._ranks[1:]]
+        return torch.cat([tensor, *others], -1)
 
     def _received(self, like: Tensor, rank: int) -> Tensor:
         return self._transport.receive(like.shape, like.dtype, rank)
@@ -109,8 +109,8 @@ class GlooTransport:
         self._lock = threading.Lock()  # of messages
         self._group: Any = None
         self.is_waiting = False
-        # What is being sent, with its memory. Work that is done is found out by waiting for it.
-        self._sending: deque[tuple[Any, Tensor]] = deque()
+        # What is being sent by tag, with its memory. Work that is done is found out by waiting for it.
+        self._sending: dict[int, deque[tuple[Any, Tensor]]] = {_TENSORS: deque(), _MESSAGES: deque()}
 
     def regroup(self, store: Any) -> None:
         """Meet the other ranks in a store, in place of the group before."""
@@ -131,7 +131,8 @@ class GlooTransport:
         self._group = None
         if group is not None:
             group.abort()
-        self._sending.clear()
+        for sending in self._sending.values():
+            sending.clear()
 
     def send_message(self, data: bytes) -> None:
         """Send a message of the driver to all other ranks. From any thread."""
@@ -179,10 +180,11 @@ class GlooTransport:
 
     def _post(self, memory: Tensor, rank: int, tag: int) -> None:
         with _as_rank_error(f"rank {rank} receives nothing"):
-            self._sending.append((self._open_group().send([memory], rank, tag), memory))
-            # More than are under way at once: the oldest has long arrived.
-            while len(self._sending) > 16 * self._num_ranks:
-                self._sending.popleft()[0].wait(self._timeout)
+            sending = self._sending[tag]
+            sending.append((self._open_group().send([memory], rank, tag), memory))
+            # More than the steps in flight have under way: the oldest has arrived long ago.
+            while len(sending) > _MOST_SENDING[tag] * self._num_ranks:
+                sending.popleft()[0].wait(self._timeout)
 
     def _open_group(self) -> Any:
         group = self._group

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -108,13 +107,13 @@ def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) ->
 def new_kv_cache(sizes: Sizes, device: torch.device, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
     """Allocate a KV cache. Raises ConfigError if memory is short."""
     dtype: torch.dtype = getattr(torch, sizes.kv_dtype)
+    common = num_blocks, sizes.block_size, dtype, device, num_host_blocks
     try:
-        options: dict[str, Any] = {"layout": sizes.layout}
+        draft = None
         if sizes.draft is not None:
             own = sizes.draft
-            common = num_blocks, sizes.block_size, dtype, device, num_host_blocks
-            options["draft"] = KVCache(own.model, *common, layout=own.layout)
-        return KVCache(sizes.model, num_blocks, sizes.block_size, dtype, device, num_host_blocks, **options)
+            draft = KVCache(own.model, *common, layout=own.layout)
+        return KVCache(sizes.model, *common, layout=sizes.layout, draft=draft)
     except RuntimeError as error:  # torch has no narrower one for a CPU
         size = sizes.block_bytes / 2**30
         host = f" with {num_host_blocks * size:,.1f} GiB on the host" if num_host_blocks else ""

@@ -67,7 +67,7 @@ class ModelRunner(PartRunner):
             with_last_tokens=self.sizes.part is not None,
         )
         self.sampling_seats = SamplingSeats()
-        self.sampler = self._new_sampler()
+        self.sampler = self.new_sampler()
         self.reporter = Reporter(self.model.logits, model_config.vocab_size, self.model.kernels)
         if self.device.type == "cuda":
             # No more logits at once than in the step by which memory was measured.
@@ -209,7 +209,7 @@ class ModelRunner(PartRunner):
             self.draft_model.rehearse(schedule, kv_cache.draft)
             self.draft_model.kv_cache = None
         del self.kv_cache
-        self.sampler = self._new_sampler()
+        self.sampler = self.new_sampler()
 
     def _new_draft_model(self) -> DraftModel | None:
         speculation = SpeculativeConfig.of(self.config.speculative_config)
@@ -223,7 +223,8 @@ class ModelRunner(PartRunner):
             group=widest_of([group.window for group in self.sizes.layout.groups]),
         )
 
-    def _new_sampler(self) -> Sampler:
+    def new_sampler(self) -> Sampler:
+        """Return a sampler that knows of no request."""
         return Sampler(
             self.model.kernels, self.model_config.vocab_size, self.device, self.config.max_num_seqs
         )

@@ -134,7 +134,7 @@ class ThreadTransport:
 
 @contextmanager
 def ranked_engines(num_stages: int, num_shards: int = 1, **world: Any) -> Iterator[list[World]]:
-    """Inside, engines that are made on this thread have ranks. Yields their worlds; their ranks end behind."""
+    """Inside, new engines have ranks, which end behind it. Yields their worlds."""
     worlds: list[World] = []
     drivers: list[DriverRunner] = []
 
@@ -159,7 +159,7 @@ def ranked_engines(num_stages: int, num_shards: int = 1, **world: Any) -> Iterat
         drivers.append(DriverRunner(config, model_config, directory, layout=layout, transport=own, peers=own))
         return drivers[-1]
 
-    with mock.patch.object(engine_module, "ModelRunner", new_driver):
+    with mock.patch.object(engine_module, "new_executor", new_driver):
         try:
             yield worlds
             for driver, ranks in zip(drivers, worlds, strict=True):
