@@ -119,11 +119,12 @@ def save(
     if not known:
         raise RequestError("no full block of this prompt is cached" if prompt else "no block is cached")
     blocks = [block for block, _ in known]
+    groups = [group for _, group in known]
     tensors = {
-        **{name: tensor.contiguous() for name, tensor in executor.read_blocks(blocks).items()},
+        **{name: tensor.contiguous() for name, tensor in executor.read_blocks(blocks, groups).items()},
         "token_ids": torch.tensor([array("i", pool.tokens(b)).tolist() for b in blocks], dtype=torch.int32),
         "predecessors": torch.tensor([index[pool.predecessor(b)] for b in blocks]),
-        "groups": torch.tensor([group for _, group in known]),
+        "groups": torch.tensor(groups),
     }
     if of_draft := [name for name in tensors if name.startswith(DRAFT)]:
         drafted = torch.tensor([block in pool.drafted for block in blocks])
@@ -169,7 +170,7 @@ def load(
                 f"{path} was saved for {what}: its {name} is {metadata.get(name)!r}, this engine's {value!r}"
             )
     # Of no block: they tell what a block is.
-    formats = executor.read_blocks([])
+    formats = executor.read_blocks([], [])
     own = {name: tensor for name, tensor in formats.items() if not name.startswith(DRAFT)}
     entries = _entries(path, tensors, metadata, own, manager)
     saved = {name: tensors[name] for name in own}
@@ -211,7 +212,7 @@ def _put(
             contents = {name: each[:, i] for name, each in saved.items()}
             if not is_drafted:
                 contents = {name: each for name, each in contents.items() if not name.startswith(DRAFT)}
-            executor.write_block(allocated[0], contents)
+            executor.write_block(allocated[0], group, contents)
             if is_drafted:
                 pool.drafted.update(allocated)
             serial = 0 if parent is None else pool.serial(parent)

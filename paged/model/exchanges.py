@@ -1,4 +1,4 @@
-"""What the shards of a layer exchange. Nothing is added up: each number comes from the one that computed it."""
+"""What the shards of a layer exchange. Nothing is added up: each number comes from where it was computed."""
 
 from __future__ import annotations
 

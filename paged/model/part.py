@@ -112,9 +112,9 @@ def check_shards(config: ModelConfig, count: int) -> None:
     obstacle = _obstacle(config, count)
     if obstacle is not None:
         fitting = [n for n in range(2, config.num_heads + 1) if _obstacle(config, n) is None]
-        listed = (
-            f"these numbers do: {', '.join(map(str, fitting))}" if fitting else "no number of shards does"
-        )
+        listed = "no number of shards does"
+        if fitting:
+            listed = f"these numbers do: {', '.join(map(str, fitting))}"
         raise ConfigError(f"tensor_parallel_size {count} does not divide {obstacle}; {listed}")
 
 

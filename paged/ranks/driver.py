@@ -15,7 +15,7 @@ from ..config import EngineConfig
 from ..errors import EngineDeadError, RankError, dead_engine
 from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
-from ..model.cache.layout import CacheLayout
+from ..model.cache.shares import cut_blocks, empty_blocks, join_blocks
 from ..model.config import ModelConfig
 from ..model.part import ModelPart
 from ..runner.memory import RunStep
@@ -182,41 +182,34 @@ class DriverRunner(ModelRunner):
 
     # Blocks, as a cache of the whole model has them
 
-    def read_blocks(self, blocks: Sequence[BlockId]) -> dict[str, Tensor]:
+    def read_blocks(self, blocks: Sequence[BlockId], groups: Sequence[int]) -> dict[str, Tensor]:
         """Return a copy of blocks on the host, gathered from all ranks."""
-        whole = self._new_cache(None, len(blocks))
-        for tensor in whole.tensors.values():
-            tensor.zero_()  # layer groups leave some of it unused
         if not blocks:
-            return whole.tensors
+            return self._new_cache(None, 0).tensors
         self.compute_until()
         self._transport.send_message(self._writer.read_blocks(blocks))
-        for rank in range(self.layout.num_ranks):
-            part = self._part_of(rank)
-            own = self._new_cache(part, len(blocks))
-            here = {} if rank else super().read_blocks(blocks)
-            for name, tensor in own.tensors.items():
-                found = self._transport.receive(tensor.shape, tensor.dtype, rank) if rank else here[name]
-                tensor.copy_(found)
-            for theirs, mine in self._pairs(whole, own, part):
-                theirs.copy_(mine)
-        return whole.tensors
 
-    def write_block(self, block: BlockId, contents: Mapping[str, Tensor]) -> None:
+        def parts() -> Iterator[tuple[ModelPart, dict[str, Tensor]]]:
+            for rank in range(self.layout.num_ranks):
+                part = self._part_of(rank)
+                own = super(DriverRunner, self).read_blocks(blocks, groups) if not rank else {}
+                for name, tensor in self._new_cache(part, len(blocks)).tensors.items() if rank else ():
+                    own[name] = self._transport.receive(tensor.shape, tensor.dtype, rank)
+                yield part, own
+
+        return join_blocks(self.model_config, self.sizes.block_size, groups, parts())
+
+    def write_block(self, block: BlockId, group: int, contents: Mapping[str, Tensor]) -> None:
         """Write into a block what `read_blocks` has returned of one, on all ranks."""
         self.compute_until()
-        whole = self._new_cache(None, 1)
-        for name, tensor in whole.tensors.items():
-            tensor[:, 0] = contents[name]
+        whole = {name: tensor[:, None] for name, tensor in contents.items()}
         self._transport.send_message(self._writer.write_block(block))
         for rank in range(self.layout.num_ranks):
             part = self._part_of(rank)
-            own = self._new_cache(part, 1)
-            for theirs, mine in self._pairs(whole, own, part):
-                mine.copy_(theirs)
+            own = cut_blocks(self.model_config, self.sizes.block_size, [group], part, whole)
             if not rank:
-                super().write_block(block, {name: tensor[:, 0] for name, tensor in own.tensors.items()})
-            for tensor in own.tensors.values() if rank else ():
+                super().write_block(block, group, {name: tensor[:, 0] for name, tensor in own.items()})
+            for tensor in own.values() if rank else ():
                 self._transport.send(tensor, rank)
 
     def _part_of(self, rank: int) -> ModelPart:
@@ -224,19 +217,7 @@ class DriverRunner(ModelRunner):
 
     def _new_cache(self, part: ModelPart | None, num_blocks: int) -> KVCache:
         """Return a cache of so many blocks on the host, of a part or of the whole model."""
-        size = self.sizes.block_size
-        layout = CacheLayout.of(self.model_config, size, part)
-        return KVCache(self.model_config, num_blocks, size, self.kv_dtype, CPU, layout=layout)
-
-    def _pairs(self, whole: KVCache, own: KVCache, part: ModelPart) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what a part has of each layer in a cache of the whole model, and in its own."""
-        shard = part.shard
-        for layer in part.layers:
-            for theirs, mine in zip(whole.layer(layer), own.layer(layer), strict=True):
-                if theirs is not None and mine is not None:
-                    heads = 2 if mine.dim() == 4 else 1  # the dimension, of K and V or of scales
-                    first = shard.index * theirs.shape[heads] // shard.count
-                    yield theirs.narrow(heads, first, mine.shape[heads]), mine
+        return empty_blocks(self.model_config, self.sizes.block_size, num_blocks, self.kv_dtype, part)
 
 
 class RankedStep:

@@ -20,7 +20,7 @@ from ..runner.plan import ComputedPart
 from ..sampling.reporter import Reporter
 from ..scheduler.schedule import Schedule
 from .layout import RankLayout
-from .messages import Message, MessageKind, MessageReader
+from .messages import MessageKind, Message, MessageReader
 from .stage import Stage, part_of
 from .transport import Transport
 
@@ -87,7 +87,7 @@ class FollowerRunner(PartRunner):
             if message.step is not None:
                 self._compute(message.step, message.number)
             elif message.kind is MessageKind.READ_BLOCKS:
-                for tensor in self.read_blocks(message.blocks).values():
+                for tensor in self.read_blocks(message.blocks, ()).values():
                     self._transport.send(tensor, DRIVER)
             else:
                 self._receive_block(*message.blocks)
@@ -117,9 +117,9 @@ class FollowerRunner(PartRunner):
 
     def _receive_block(self, block: BlockId) -> None:
         contents = dict[str, Tensor]()
-        for name, tensor in self.read_blocks([block]).items():
+        for name, tensor in self.read_blocks([block], ()).items():
             contents[name] = self._transport.receive(tensor.shape, tensor.dtype, DRIVER)[:, 0]
-        self.write_block(block, contents)
+        self.write_block(block, 0, contents)  # of any group
 
     def _run_in_other_cache(self, _: Schedule, kv_cache: KVCache) -> None:
         """Run the step by which the driver, too, measures memory."""

@@ -70,8 +70,11 @@ class Executor(Protocol):
     def weight_bytes(self) -> dict[str, int]:
         """The bytes of the weights in their files, by what their format is called."""
 
-    def read_blocks(self, blocks: Sequence[BlockId]) -> dict[str, Tensor]:
-        """Return a copy of blocks on the host: [num_planes, num_blocks, size] by the names of `KVCache`."""
+    def read_blocks(self, blocks: Sequence[BlockId], groups: Sequence[int]) -> dict[str, Tensor]:
+        """Return a copy of blocks on the host: [num_planes, num_blocks, size] by the names of `KVCache`.
 
-    def write_block(self, block: BlockId, contents: Mapping[str, Tensor]) -> None:
+        groups: the layer group of each block.
+        """
+
+    def write_block(self, block: BlockId, group: int, contents: Mapping[str, Tensor]) -> None:
         """Write into a block what `read_blocks` has returned of one; tensors that are left out stay."""

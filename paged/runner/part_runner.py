@@ -144,11 +144,11 @@ class PartRunner:
         if copies is not None:
             cache.copy_blocks(copies.tensor, kernels)
 
-    def read_blocks(self, blocks: Sequence[BlockId]) -> dict[str, Tensor]:
+    def read_blocks(self, blocks: Sequence[BlockId], groups: Sequence[int]) -> dict[str, Tensor]:  # noqa: ARG002
         """Return a copy of blocks on the host, by the names of the cache's tensors."""
         return {name: tensor[:, blocks].cpu() for name, tensor in self.kv_cache.all_tensors.items()}
 
-    def write_block(self, block: BlockId, contents: Mapping[str, Tensor]) -> None:
+    def write_block(self, block: BlockId, group: int, contents: Mapping[str, Tensor]) -> None:  # noqa: ARG002
         """Write into a block what `read_blocks` has returned of one; tensors that are left out stay."""
         for name, content in contents.items():
             self.kv_cache.all_tensors[name][:, block] = content

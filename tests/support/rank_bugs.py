@@ -49,8 +49,8 @@ BUGS = {
             "stages",
             "layers get the inputs of others",
             "model/layers/layer_inputs",
-            "place = layer - first_layer",
-            "place = 0",
+            "start = (layer - part.layers.start) * size + own.start",
+            "start = own.start",
         ),
         (
             "stages",

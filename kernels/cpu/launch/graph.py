@@ -11,7 +11,7 @@ and goes on behind it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -144,7 +144,7 @@ class Graph:
         self._outputs = tuple(outputs)
         scratch = _whole_lines(int(self._table[:, column("scratch_size")].max()) * num_threads)
         self._lay_out(recorder.allocated, scratch)
-        self._calls = [_RecordedCall(call, list(tensors)) for call, tensors in recorder.calls]
+        self._calls = [_RecordedCall(do, list(tensors), {}, {}) for do, tensors in recorder.calls]
         if self._calls:
             self._find_tensors(call_rows, inputs)
 
@@ -161,16 +161,16 @@ class Graph:
     def _find_tensors(self, call_rows: list[int], inputs: Sequence[Tensor]) -> None:
         """Find where each call's tensors will be: in the memory of the step, or among its inputs."""
         offsets = dict(zip(self._inside.tolist(), self._offsets.tolist(), strict=True))
-        for call, row in zip(self._calls, call_rows, strict=True):
-            for number, tensor in enumerate(call.tensors):
+        for recorded, row in zip(self._calls, call_rows, strict=True):
+            for number, tensor in enumerate(recorded.tensors):
                 place = row * self._table.shape[1] + column(CALL.pointers[number], CALL)
                 if place in offsets:
-                    call.offsets[number] = offsets[place]
+                    recorded.offsets[number] = offsets[place]
                     continue
                 for own, given in enumerate(inputs):
                     if given.data_ptr() <= tensor.data_ptr() < given.data_ptr() + given.nbytes:
                         assert given.shape == tensor.shape, "a call gets whole inputs"
-                        call.inputs[number] = own
+                        recorded.inputs[number] = own
 
     def _pointers_into(self, tensor: Tensor) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
         """Return which pointers point into a tensor, and how far from its start."""
@@ -224,9 +224,9 @@ class Graph:
             _placed(memory[at:], output)
             for at, output in zip(self._output_offsets, self._outputs, strict=True)
         )
-        for call in self._calls:
-            for number, at in call.offsets.items():
-                call.tensors[number] = _placed(memory[at:], call.tensors[number])
+        for recorded in self._calls:
+            for number, at in recorded.offsets.items():
+                recorded.tensors[number] = _placed(memory[at:], recorded.tensors[number])
 
     def launches_of(self, task: Task, **fields: int) -> NDArray[np.intp]:
         """Return the launches of a task whose fields have these values."""
@@ -244,18 +244,18 @@ class Graph:
         """Read these inputs from now on."""
         for (where, offsets), tensor in zip(self._inputs, inputs, strict=True):
             self._flat[where] = tensor.data_ptr() + offsets
-        for call in self._calls:
-            for number, own in call.inputs.items():
-                call.tensors[number] = inputs[own]
+        for recorded in self._calls:
+            for number, own in recorded.inputs.items():
+                recorded.tensors[number] = inputs[own]
 
     def replay(self) -> tuple[Tensor, ...]:
         """Launch everything. Return the outputs, which the next replay overwrites."""
         self._counters.fill(0)
-        for (address, *sizes), call in zip_longest(self._runs, self._calls):
+        for (address, *sizes), recorded in zip_longest(self._runs, self._calls):
             # The threads are asked for at each replay, as a forked process has others.
             GRAPH.run(self._num_threads, address, threads().address, *sizes)
-            if call is not None:
-                call.call(*call.tensors)
+            if recorded is not None:
+                recorded.call(*recorded.tensors)
         return self._outputs
 
 
@@ -268,8 +268,8 @@ class _RecordedCall:
 
     call: Callable[..., None]
     tensors: list[Tensor]
-    offsets: dict[int, int] = field(default_factory=dict)
-    inputs: dict[int, int] = field(default_factory=dict)
+    offsets: dict[int, int]
+    inputs: dict[int, int]
 
 
 def _placed(memory: Tensor, like: Tensor) -> Tensor:

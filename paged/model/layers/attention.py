@@ -139,11 +139,10 @@ class Attention(Loadable):
             return
 
         def exchange(qkv: Tensor) -> None:
-            own = torch.split(
-                qkv[:, : sum(self.split_sizes[: len(norms)])], self.split_sizes[: len(norms)], 1
-            )
-            gathered = group_of(self.shard).gather(torch.cat(own, dim=1)).view(len(qkv), self.shard.count, -1)
-            whole = torch.split(gathered, self.split_sizes[: len(norms)], dim=2)
+            own = torch.split(qkv, self.split_sizes, dim=1)[: len(norms)]
+            gathered = group_of(self.shard).gather(torch.cat(own, dim=1))
+            by_shard = gathered.view(len(qkv), self.shard.count, -1)
+            whole = torch.split(by_shard, self.split_sizes[: len(norms)], dim=2)
             for part, norm, of_shards, first in zip(own, norms, whole, self._first_heads, strict=False):
                 # Several shards may have the same KV head.
                 num_copies = of_shards.shape[1] * of_shards.shape[2] // len(norm.weight)

@@ -92,9 +92,8 @@ class WeightSampler:
                     if num_rows:
                         sample = self._sample(stored, num_rows, parts, role, "bias" in own, is_precise)
                         weights.append(SampledWeight(sample, num_rows))
-        file_bytes[""] += sum(
-            self._bytes_read(module.stored, part, name) for part in module.stored.parts for name in own
-        )
+        rows = module.stored
+        file_bytes[""] += sum(self._bytes_read(rows, part, name) for part in rows.parts for name in own)
         return SampledModule(tuple(weights), sum(each.nbytes for each in own.values()), file_bytes)
 
     def _file_bytes(self, stored: StoredWeight, parts: Mapping[str, StoredPart]) -> int:
