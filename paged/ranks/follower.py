@@ -20,7 +20,7 @@ from ..runner.plan import ComputedPart
 from ..sampling.reporter import Reporter
 from ..scheduler.schedule import Schedule
 from .layout import RankLayout
-from .messages import MessageKind, Message, MessageReader
+from .messages import Message, MessageKind, MessageReader
 from .stage import Stage, part_of
 from .transport import Transport
 
