@@ -85,12 +85,30 @@ def used(engine: LLMEngine) -> Any:
     return [(o.outputs[0].token_ids, o.prompt_logprobs, o.outputs[0].logprobs) for o in outputs]
 
 
+# Stages of two shards each.
+SHARDED: dict[str, tuple[int, dict[str, Any]]] = {
+    "llama, 4 layers": (2, {}),
+    "gemma4": (2, {"kv_cache_dtype": "int8"}),
+    "olmo2": (1, {}),
+    "demo": (2, {"dtype": "bfloat16"}),
+}
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_logits_are_those_of_one_process(model):
-    num_stages, options = MODELS[model]
+    _compare(model, *MODELS[model])
+
+
+@pytest.mark.parametrize("model", SHARDED)
+def test_stages_of_shards_compute_the_same(model):
+    _compare(model, *SHARDED[model], num_shards=2)
+
+
+def _compare(model: str, num_stages: int, options: dict[str, Any], num_shards: int = 1) -> None:
+    """Compare logits, and tokens with steps in flight, with those of one process."""
     with recorded_logits() as expected:
         wanted = used(engine := new_engine(model, **options))
-    with ranked_engines(num_stages) as (worlds), recorded_logits() as found:
+    with ranked_engines(num_stages, num_shards) as worlds, recorded_logits() as found:
         ranked = new_engine(model, **options)
         # One step at a time first, so that the batches are the same.
         ranked.runner.num_in_flight = ranked.scheduler.num_in_flight = 1
@@ -100,10 +118,9 @@ def test_logits_are_those_of_one_process(model):
         ranked.reset_prefix_cache()
         ranked.runner.num_in_flight = ranked.scheduler.num_in_flight = num_stages
         assert used(ranked) == wanted
-    assert worlds[0].num_ranks == num_stages
+    assert worlds[0].num_ranks == num_stages * num_shards
     if len(engine.runner.model_config.layer_groups) == 1:  # else a block is as large as its largest group
         assert ranked.runner.kv_bytes_here < engine.runner.kv_bytes_here
-    assert len([*ranked.runner.model.layers]) < len([*engine.runner.model.layers])
 
 
 def in_pairs(engine: LLMEngine) -> Any:
