@@ -203,6 +203,31 @@ def test_a_saved_prefix_loads_at_any_size(tmp_path):
     assert [output.outputs[0].token_ids] == tokens
 
 
+def test_a_prefix_is_saved_while_steps_are_in_flight(tmp_path):
+    """Blocks are known before they are written: a step is computed first, and its results are kept."""
+    model, options = "llama, 4 layers", {"block_size": 8}
+    plain = new_engine(model, **options)
+    prompts = [[i, *range(40, 62)] for i in range(4)]
+    expected = generated(plain, prompts, greedy(9))
+    with ranked_engines(2):
+        engine = new_engine(model, **options)
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, greedy(9))
+        tokens, saved = {}, []
+        while engine.has_unfinished_requests():
+            tokens |= {o.request_id: o.outputs[0].token_ids for o in engine.step()}
+            if engine.core._in_flight:
+                saved.append(tmp_path / str(len(saved)))
+                engine.save_prefix(saved[-1])
+        assert [tokens[str(i)] for i in range(4)] == expected
+        assert len(saved) > 8
+    plain.reset_prefix_cache()
+    plain.load_prefix(saved[0])
+    outputs = plain.generate(prompts, greedy(9), use_tqdm=False)
+    assert max(output.num_cached_tokens for output in outputs) >= 16
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
 def test_a_step_that_fails_is_computed_again(monkeypatch):
     """The steps in flight are given up, and all requests are computed anew to the same tokens."""
     with ranked_engines(2):
