@@ -20,7 +20,7 @@ from ..runner.plan import ComputedPart
 from ..sampling.reporter import Reporter
 from ..scheduler.schedule import Schedule
 from .layout import RankLayout
-from .messages import MessageKind, Message, MessageReader
+from .messages import Message, MessageKind, MessageReader
 from .stage import Stage, part_of
 from .transport import Transport
 
@@ -59,11 +59,6 @@ class FollowerRunner(PartRunner):
             self.sizes.block_size, self.num_in_flight, len(self.model_config.layer_groups)
         )
         self._stage = Stage(self.layout, self._rank, self.model_config, self.dtype, self._transport)
-
-    @property
-    def exchange_s(self) -> float:
-        """The seconds that were spent waiting for other stages."""
-        return self._stage.seconds
 
     def run(self, on_message: Callable[[int | None], None] = lambda _: None) -> None:
         """Do what the driver's messages say, until one says that it is over.
