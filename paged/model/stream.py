@@ -60,5 +60,5 @@ class StreamShape(NamedTuple):
     def unpack(self, packed: Tensor) -> Stream:
         """Return the stream that was packed. It shares the memory."""
         num_tokens = len(packed) // sum(self)
-        parts = packed.split([num_tokens * columns for columns in self])
+        parts = packed.split_with_sizes([num_tokens * columns for columns in self])
         return self.stream(part.view(num_tokens, -1) for part in parts if len(part))

@@ -122,7 +122,7 @@ class GlooTransport:
     def regroup(self, store: Any) -> None:
         """Meet the other ranks in a store, in place of the group before."""
         self.close()
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
         options._devices = [
             ProcessGroupGloo.create_default_device()

@@ -115,13 +115,15 @@ class ModelRunner(PartRunner):
         """Have the device compute a step, without waiting for it."""
         return self.run(plan, self.rows_of(plan))
 
-    def rows_of(self, plan: StepPlan) -> list[SamplingSeat | DraftRow]:
+    def rows_of(self, plan: StepPlan) -> Sequence[SamplingSeat | DraftRow]:
         """Give the sampler the new tokens of a step. Return what it knows of each row that is sampled."""
         computed = plan.computed
         seats = self.sampling_seats
         for tokens_of_seat in plan.sampled.new_tokens:
             seats.add_tokens(*tokens_of_seat)
-        return (seats.with_drafts if computed.num_drafting else seats.at)(computed.sampled_seats)
+        if computed.num_drafting:
+            return seats.with_drafts(computed.sampled_seats)
+        return seats.at(computed.sampled_seats)
 
     def run(self, plan: StepPlan, rows: Sequence[SamplingSeat | DraftRow]) -> Pending:
         """Compute a step and sample from these rows."""

@@ -146,7 +146,12 @@ class PartRunner:
 
     def read_blocks(self, blocks: Sequence[BlockId], groups: Sequence[int]) -> dict[str, Tensor]:  # noqa: ARG002
         """Return a copy of blocks on the host, by the names of the cache's tensors."""
-        return {name: tensor[:, blocks].cpu() for name, tensor in self.kv_cache.all_tensors.items()}
+        tensors = self.kv_cache.all_tensors.items()
+        if not blocks:  # the device need not be asked
+            return {
+                name: torch.empty((len(each), 0, each.shape[2]), dtype=each.dtype) for name, each in tensors
+            }
+        return {name: tensor[:, blocks].cpu() for name, tensor in tensors}
 
     def write_block(self, block: BlockId, group: int, contents: Mapping[str, Tensor]) -> None:  # noqa: ARG002
         """Write into a block what `read_blocks` has returned of one; tensors that are left out stay."""

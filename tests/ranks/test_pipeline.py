@@ -85,12 +85,30 @@ def used(engine: LLMEngine) -> Any:
     return [(o.outputs[0].token_ids, o.prompt_logprobs, o.outputs[0].logprobs) for o in outputs]
 
 
+# Stages of two shards each.
+SHARDED: dict[str, tuple[int, dict[str, Any]]] = {
+    "llama, 4 layers": (2, {}),
+    "gemma4": (2, {"kv_cache_dtype": "int8"}),
+    "olmo2": (1, {}),
+    "demo": (2, {"dtype": "bfloat16"}),
+}
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_logits_are_those_of_one_process(model):
-    num_stages, options = MODELS[model]
+    _compare(model, *MODELS[model])
+
+
+@pytest.mark.parametrize("model", SHARDED)
+def test_stages_of_shards_compute_the_same(model):
+    _compare(model, *SHARDED[model], num_shards=2)
+
+
+def _compare(model: str, num_stages: int, options: dict[str, Any], num_shards: int = 1) -> None:
+    """Compare logits, and tokens with steps in flight, with those of one process."""
     with recorded_logits() as expected:
         wanted = used(engine := new_engine(model, **options))
-    with ranked_engines(num_stages) as (worlds), recorded_logits() as found:
+    with ranked_engines(num_stages, num_shards) as worlds, recorded_logits() as found:
         ranked = new_engine(model, **options)
         # One step at a time first, so that the batches are the same.
         ranked.runner.num_in_flight = ranked.scheduler.num_in_flight = 1
@@ -100,10 +118,9 @@ def test_logits_are_those_of_one_process(model):
         ranked.reset_prefix_cache()
         ranked.runner.num_in_flight = ranked.scheduler.num_in_flight = num_stages
         assert used(ranked) == wanted
-    assert worlds[0].num_ranks == num_stages
+    assert worlds[0].num_ranks == num_stages * num_shards
     if len(engine.runner.model_config.layer_groups) == 1:  # else a block is as large as its largest group
         assert ranked.runner.kv_bytes_here < engine.runner.kv_bytes_here
-    assert len([*ranked.runner.model.layers]) < len([*engine.runner.model.layers])
 
 
 def in_pairs(engine: LLMEngine) -> Any:
@@ -184,6 +201,31 @@ def test_a_saved_prefix_loads_at_any_size(tmp_path):
     (output,) = plain.generate([LONG], greedy(4), use_tqdm=False)
     assert output.num_cached_tokens > 16
     assert [output.outputs[0].token_ids] == tokens
+
+
+def test_a_prefix_is_saved_while_steps_are_in_flight(tmp_path):
+    """Blocks are known before they are written: a step is computed first, and its results are kept."""
+    model, options = "llama, 4 layers", {"block_size": 8}
+    plain = new_engine(model, **options)
+    prompts = [[i, *range(40, 62)] for i in range(4)]
+    expected = generated(plain, prompts, greedy(9))
+    with ranked_engines(2):
+        engine = new_engine(model, **options)
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, greedy(9))
+        tokens, saved = {}, []
+        while engine.has_unfinished_requests():
+            tokens |= {o.request_id: o.outputs[0].token_ids for o in engine.step()}
+            if engine.core._in_flight:
+                saved.append(tmp_path / str(len(saved)))
+                engine.save_prefix(saved[-1])
+        assert [tokens[str(i)] for i in range(4)] == expected
+        assert len(saved) > 8
+    plain.reset_prefix_cache()
+    plain.load_prefix(saved[0])
+    outputs = plain.generate(prompts, greedy(9), use_tqdm=False)
+    assert max(output.num_cached_tokens for output in outputs) >= 16
+    assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
 def test_a_step_that_fails_is_computed_again(monkeypatch):

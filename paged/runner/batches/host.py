@@ -202,7 +202,9 @@ class HostBatches:
         last.batch.queries.plans.clear()
         last.batch.age += 1
         # What was drawn is replaced by `record`, or no longer counts if the step fails.
-        last.token_ids[:] = plan.last_tokens or last.drawn
+        drawn = plan.last_tokens or last.drawn
+        assert drawn is not None, "a batch is advanced by tokens"
+        last.token_ids[:] = drawn
         for numbers in last.growing:
             numbers += 1
         start = 0
