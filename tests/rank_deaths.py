@@ -2,11 +2,14 @@
 
 python -m tests.rank_deaths                    # 200 deaths of real processes, about 20 minutes
 python -m tests.rank_deaths --num-deaths 20 --stages 3
+python -m tests.rank_deaths --server           # ranks of an engine process, and that process, end under streams
+python -m tests.rank_deaths --engines 20       # so many engines start at once
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -16,14 +19,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import psutil
 
 from paged import LLMEngine, SamplingParams
 from paged.ranks import local_rank
 from paged.ranks.heartbeat import DIRECTORY_PREFIX
 from paged.ranks.supervision import Ranks
+from paged.server.engine_client import EngineClient
 from tests.support import failing_rank
 
 WAYS = ("SIGKILL", "SIGSTOP", "exception", "memory")
@@ -128,13 +136,61 @@ def left_behind() -> list[str]:
     return [str(each) for each in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*")]
 
 
+async def run_server(num_deaths: int) -> None:
+    """End ranks of an engine process and that process in turn, under streams."""
+    params = SamplingParams(temperature=0.8, max_tokens=200, ignore_eos=True, detokenize=False)
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    options = {name: value for name, value in OPTIONS.items() if name != "skip_tokenizer_init"}
+    single = LLMEngine("demo", **options)
+    (expected,) = single.generate([prompt], replace(params, seed=1), use_tqdm=False)
+    ranked = {**options, "pipeline_parallel_size": 2, "rank_restarts": num_deaths}
+    async with EngineClient("demo", **ranked, max_restarts=2 * num_deaths) as client:
+        for death in range(num_deaths):
+            stream = client.generate(prompt, replace(params, seed=1))
+            outputs = [await anext(stream) for _ in range(3)]
+            engine = psutil.Process(client._supervisor.replicas[0].connection._process.pid)
+            (rank,) = engine.children()
+            os.kill((rank, engine)[death % 2].pid, signal.SIGKILL)
+            outputs += [output async for output in stream]
+            assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
+            assert await client.troubles() == []
+            if death % 2:
+                assert not psutil.pid_exists(rank.pid) or rank.status() == psutil.STATUS_ZOMBIE
+        stats = await client.stats()
+    print(f"{num_deaths} deaths: {stats.num_rank_restarts} ranks and {stats.num_restarts} engines replaced")
+
+
+def start_engines(count: int) -> None:
+    """Start engines of two ranks at once, each of which answers."""
+    options = {**OPTIONS, "pipeline_parallel_size": 2, "num_blocks": 32}
+    with ThreadPoolExecutor(count) as threads:
+        started = time.perf_counter()
+        engines = [*threads.map(lambda _: LLMEngine("demo", **options), range(count))]
+        seconds = time.perf_counter() - started
+    answers = set()
+    for engine in engines:
+        add_requests(engine, 0)
+        answers.add(str(sorted(finish(engine).items())))
+        engine.runner.close()
+    assert len(answers) == 1
+    print(f"{count} engines of two ranks have started within {seconds:.1f} s, and answer alike")
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--num-deaths", type=int, default=200)
     parser.add_argument("--stages", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--server", action="store_true")
+    parser.add_argument("--engines", type=int)
     args = parser.parse_args()
+    if args.server:
+        asyncio.run(run_server(args.num_deaths))
+        return
+    if args.engines:
+        start_engines(args.engines)
+        return
     choose = random.Random(args.seed)
     before = left_behind()
     single = LLMEngine("demo", **OPTIONS)

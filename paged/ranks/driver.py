@@ -77,8 +77,6 @@ class DriverRunner(ModelRunner):
         supervision: Supervision | None = None,
     ) -> None:
         self._supervision = supervision
-        self._exchange_s = 0.0  # of earlier groups
-        self._stage = Stage(layout, 0, model_config, torch.float32, transport)
         self.layout = layout
         self._transport = transport
         self._launched: deque[RankedStep] = deque()  # those whose part here is not computed yet
@@ -93,15 +91,14 @@ class DriverRunner(ModelRunner):
     def reset(self) -> None:
         """Begin with a new group of ranks: nothing is in flight, and no message was sent."""
         self._launched.clear()
-        self._exchange_s = self.exchange_s
         self._samplers = [self.new_sampler() for _ in range(self.num_in_flight)]
         self._writer = MessageWriter(self.sizes.block_size, self.num_in_flight)
         self._stage = Stage(self.layout, 0, self.model_config, self.dtype, self._transport)
 
     @property
     def exchange_s(self) -> float:
-        """The seconds that were spent waiting for other stages."""
-        return self._exchange_s + self._stage.seconds
+        """The seconds that were spent waiting for other ranks."""
+        return self._transport.waited_s
 
     def launch(self, plan: StepPlan) -> RankedStep:
         """Send a step to all ranks."""

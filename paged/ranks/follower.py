@@ -60,11 +60,6 @@ class FollowerRunner(PartRunner):
         )
         self._stage = Stage(self.layout, self._rank, self.model_config, self.dtype, self._transport)
 
-    @property
-    def exchange_s(self) -> float:
-        """The seconds that were spent waiting for other stages."""
-        return self._stage.seconds
-
     def run(self, on_message: Callable[[int | None], None] = lambda _: None) -> None:
         """Do what the driver's messages say, until one says that it is over.
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed
+from torch.distributed import FileStore, PrefixStore, TCPStore
 
 from .layout import RankLayout
 from .meeting import COME_S, Meeting, Store, require_equal
@@ -79,7 +79,7 @@ class Membership:
     def join(self, timeout_s: float | None = None) -> None:
         """Connect to all ranks once they come to this group. Raises RankError if one has not in time."""
         self.meeting.gather(f"joined/{self.group}", None, timeout_s)
-        self._transport.regroup(torch.distributed.PrefixStore(f"group{self.group}", self._store))  # type: ignore[arg-type]
+        self._transport.regroup(PrefixStore(f"group{self.group}", self._store))
 
     def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
         """Return the numbers of blocks, on the device and on the host, that the smallest rank holds."""
@@ -106,16 +106,16 @@ def name_of(layout: RankLayout, rank: int, host: str | None = None) -> str:
     return f"rank {rank} ({stage}{f', on {host}' if host else ''})"
 
 
-def local_store(directory: Path, num_ranks: int) -> torch.distributed.Store:
+def local_store(directory: Path, num_ranks: int) -> FileStore:
     """Return the store of ranks on one machine: a file in their private directory, so no port."""
-    store = torch.distributed.FileStore(str(directory / "store"), num_ranks)
+    store = FileStore(str(directory / "store"), num_ranks)
     store.set_timeout(_STORE_TIMEOUT)
     return store
 
 
-def torchrun_store(torchrun: Torchrun) -> torch.distributed.Store:
+def torchrun_store(torchrun: Torchrun) -> PrefixStore:
     """Return the store of ranks that torchrun has started."""
-    store = torch.distributed.TCPStore(
+    store = TCPStore(
         torchrun.address,
         torchrun.port,
         torchrun.num_ranks,
@@ -124,4 +124,4 @@ def torchrun_store(torchrun: Torchrun) -> torch.distributed.Store:
         wait_for_workers=False,
     )
     # A process that torchrun starts anew finds the keys of the last attempt there.
-    return torch.distributed.PrefixStore(f"paged/{torchrun.attempt}", store)
+    return PrefixStore(f"paged/{torchrun.attempt}", store)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from ..config import EngineConfig
 from ..errors import ConfigError, RankError
@@ -130,18 +130,16 @@ def share_of(config: EngineConfig, index: int, count: int) -> EngineConfig:
 
     device = resolve_device(config.device)
     swap_space = SWAP_SPACE[device.type] if config.swap_space is None else config.swap_space
-    options: dict[str, object] = {"cpu_memory_utilization": config.cpu_memory_utilization / count}
+    options: dict[str, Any] = {"cpu_memory_utilization": config.cpu_memory_utilization / count}
     if config.preemption_mode != "recompute":
         options["swap_space"] = swap_space / count or None
     if device.type == "cuda":
         num_gpus = torch.cuda.device_count()
         if num_gpus < count:
             raise ConfigError(f"{count} processes of a model need as many GPUs; there are {num_gpus}")
-        options["device"] = f"cuda:{index}"
     elif config.num_threads is None:
         options["num_threads"] = threads_of_each(count)
-    changed = replace(config, **{name: value for name, value in options.items() if name != "device"})
-    # Checked as the option of a user, an index would be refused.
-    if "device" in options:
-        object.__setattr__(changed, "device", options["device"])
-    return changed
+    share = replace(config, **options)
+    if device.type == "cuda":  # checked as the option of a user, an index would be refused
+        object.__setattr__(share, "device", f"cuda:{index}")
+    return share

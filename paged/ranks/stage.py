@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 
 import torch
@@ -29,10 +28,7 @@ def part_of(layout: RankLayout, rank: int, num_layers: int, transport: Transport
 
 
 class Stage:
-    """Receives the streams of the stage before, and sends those of this one to the next.
-
-    seconds: that were spent waiting for streams.
-    """
+    """Receives the streams of the stage before, and sends those of this one to the next."""
 
     def __init__(
         self, layout: RankLayout, rank: int, config: ModelConfig, dtype: torch.dtype, transport: Transport
@@ -47,7 +43,6 @@ class Stage:
         self._shape = StreamShape.before(layers.start, config) if stage else None
         self._next_shape = None if self._next is None else StreamShape.before(layers.stop, config)
         self._due: deque[tuple[int, int]] = deque()  # the number and the tokens of steps whose streams come
-        self.seconds = 0.0
 
     def expect(self, number: int, num_tokens: int) -> None:
         """Note that a step begins, whose stream will come."""
@@ -58,7 +53,6 @@ class Stage:
         """Return the stream of a step; None in the first stage. Those of earlier steps were given up."""
         if self._before is None or self._shape is None:
             return None
-        started = time.perf_counter()
         packed: Tensor | None = None
         while packed is None:
             due, num_tokens = self._due.popleft()
@@ -69,7 +63,6 @@ class Stage:
                 raise RankError(f"the activations of step {sent} came where those of step {due} were due")
             if due == number:
                 packed = found[_HEADER:].view(self._dtype)
-        self.seconds += time.perf_counter() - started
         return self._shape.unpack(packed.to(device))
 
     def send(self, number: int, tensors: tuple[Tensor, ...]) -> None:

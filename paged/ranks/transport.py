@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,12 @@ _MOST_SENDING = {_TENSORS: 3, _MESSAGES: 16}  # for each rank; tensors may be la
 
 
 class Transport(Protocol):
-    """What one rank sends and receives."""
+    """What one rank sends and receives.
+
+    waited_s: the seconds that it has waited for tensors.
+    """
+
+    waited_s: float
 
     def send_message(self, data: bytes) -> None:
         """Send a message of the driver to all other ranks. From any thread."""
@@ -109,6 +115,7 @@ class GlooTransport:
         self._lock = threading.Lock()  # of messages
         self._group: Any = None
         self.is_waiting = False
+        self.waited_s = 0.0
         # What is being sent by tag, with its memory. Work that is done is found out by waiting for it.
         self._sending: dict[int, deque[tuple[Any, Tensor]]] = {_TENSORS: deque(), _MESSAGES: deque()}
 
@@ -163,8 +170,10 @@ class GlooTransport:
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Tensor:
         """Wait for a tensor of this shape, on the host."""
+        started = time.perf_counter()
         tensor = torch.empty(tuple(shape), dtype=dtype)
         self._receive_into(tensor.view(-1).view(torch.uint8), rank, _TENSORS, self._timeout)
+        self.waited_s += time.perf_counter() - started
         return tensor
 
     def _received(self, size: int, rank: int, tag: int, timeout: timedelta) -> Tensor:

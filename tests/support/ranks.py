@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -100,6 +101,7 @@ class ThreadTransport:
     def __init__(self, world: World, rank: int) -> None:
         self.world = world
         self.rank = rank
+        self.waited_s = 0.0
 
     def send_message(self, data: bytes) -> None:
         """Send a message of the driver to all other ranks."""
@@ -119,7 +121,9 @@ class ThreadTransport:
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Tensor:
         """Wait for a tensor of this shape."""
+        started = time.perf_counter()
         tensor: Tensor = self.world.receive(rank, self.rank, "tensor")
+        self.waited_s += time.perf_counter() - started
         assert (tensor.shape, tensor.dtype) == (torch.Size(shape), dtype), "another tensor came"
         return tensor
 
