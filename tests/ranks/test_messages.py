@@ -95,3 +95,17 @@ def test_a_message_that_is_lost_or_doubled_is_refused():
     with pytest.raises(RankError, match="message 1"):
         reader.read(first)
     assert second != third
+
+
+def test_a_decode_that_moves_blocks_is_told_as_a_whole():
+    scheduler = cases.new_scheduler()
+    cases.added(scheduler, cases.new_request("a", 3, 9))
+    planner, writer, reader = new_planner(), MessageWriter(8, 1), MessageReader(8, 1, 1)
+    moves = [], [], [], [(1, 2)]
+    for swap_out, kind in zip(moves, (1, 1, 2, 1), strict=True):
+        schedule = cases.scheduled(scheduler)
+        part = replace(planner.plan(schedule).computed, swap_out=swap_out)
+        message = reader.read(writer.step(part))
+        assert message.kind == kind
+        assert as_lists(message.step) == as_lists(part)
+        cases.updated(scheduler, schedule)

@@ -58,6 +58,8 @@ BUGS = {
     ],
     f"{WRITTEN}[0]": [
         ("messages", "positions are those of the last step", MESSAGES, "start + 1 for", "start for"),
+    ],
+    "tests/ranks/test_messages.py::test_a_decode_that_moves_blocks_is_told_as_a_whole": [
         ("messages", "moves of blocks are not told", MESSAGES, "if moves or len", "if len"),
     ],
     f"{WRITTEN}[2]": [
