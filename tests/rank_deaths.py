@@ -2,7 +2,7 @@
 
 python -m tests.rank_deaths                    # 200 deaths of real processes, about 20 minutes
 python -m tests.rank_deaths --num-deaths 20 --stages 3
-python -m tests.rank_deaths --server           # ranks of an engine process, and that process, end under streams
+python -m tests.rank_deaths --server           # ranks of an engine process, and that process, end in turn
 python -m tests.rank_deaths --engines 20       # so many engines start at once
 """
 

@@ -6,7 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from .. import errors
 from ..errors import PagedError, RankError
@@ -52,7 +52,7 @@ class Meeting:
     def gather(self, topic: str, value: Any, timeout_s: float | None = None) -> list[Any]:
         """Tell all ranks a value. Return that of each, once all have told theirs.
 
-        Raises RankError naming the ranks that have told none after timeout_s, and the error of `fail`.
+        Raises RankError naming the ranks that have told none after timeout_s, and that of `post_failure`.
         """
         self.tell(topic, value)
         return self.collect(topic, timeout_s)
@@ -73,16 +73,10 @@ class Meeting:
                 absent = [
                     name for name, key in zip(self._names, keys, strict=True) if not self._store.check([key])
                 ]
-                self.fail(RankError(f"{'; '.join(absent)}: has not come within {timeout_s:g} s"))
+                raise RankError(f"{'; '.join(absent)}: has not come within {timeout_s:g} s")
             time.sleep(pause_s)
             pause_s = min(_MOST_PAUSE_S, 2 * pause_s)
         return [json.loads(self._store.get(key)) for key in keys]
-
-    def fail(self, error: BaseException) -> NoReturn:
-        """Have all ranks raise an error: this one, or the one that was first."""
-        post_failure(self._store, self._rank, error)
-        self._raise_failure()
-        raise AssertionError("an error was posted")
 
     def failure(self) -> PagedError | None:
         """Return the error that a rank has told."""

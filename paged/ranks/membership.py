@@ -10,12 +10,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch.distributed import FileStore, PrefixStore, TCPStore
+import torch.distributed
 
+from ..errors import RankError
 from .layout import RankLayout
 from .meeting import COME_S, Meeting, Store, require_equal
 from .place import Torchrun
 
+_STORES: Any = torch.distributed  # which does not say that it exports them
 _STORE_TIMEOUT = timedelta(seconds=COME_S)
 
 
@@ -79,7 +81,7 @@ class Membership:
     def join(self, timeout_s: float | None = None) -> None:
         """Connect to all ranks once they come to this group. Raises RankError if one has not in time."""
         self.meeting.gather(f"joined/{self.group}", None, timeout_s)
-        self._transport.regroup(PrefixStore(f"group{self.group}", self._store))
+        self._transport.regroup(_STORES.PrefixStore(f"group{self.group}", self._store))
 
     def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
         """Return the numbers of blocks, on the device and on the host, that the smallest rank holds."""
@@ -106,22 +108,29 @@ def name_of(layout: RankLayout, rank: int, host: str | None = None) -> str:
     return f"rank {rank} ({stage}{f', on {host}' if host else ''})"
 
 
-def local_store(directory: Path, num_ranks: int) -> FileStore:
+def local_store(directory: Path, num_ranks: int) -> Store:
     """Return the store of ranks on one machine: a file in their private directory, so no port."""
-    store = FileStore(str(directory / "store"), num_ranks)
-    store.set_timeout(_STORE_TIMEOUT)
+    store: Store = _STORES.FileStore(str(directory / "store"), num_ranks)
     return store
 
 
-def torchrun_store(torchrun: Torchrun) -> PrefixStore:
-    """Return the store of ranks that torchrun has started."""
-    store = TCPStore(
-        torchrun.address,
-        torchrun.port,
-        torchrun.num_ranks,
-        is_master=torchrun.rank == 0 and not torchrun.hosts_store,
-        timeout=_STORE_TIMEOUT,
-        wait_for_workers=False,
-    )
+def torchrun_store(torchrun: Torchrun) -> Store:
+    """Return the store of ranks that torchrun has started. Raises RankError if it cannot be reached."""
+    try:
+        tcp_store = _STORES.TCPStore(
+            torchrun.address,
+            torchrun.port,
+            torchrun.num_ranks,
+            is_master=torchrun.rank == 0 and not torchrun.hosts_store,
+            timeout=_STORE_TIMEOUT,
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise RankError(
+            f"rank {torchrun.rank} has not met the others at {torchrun.address}:{torchrun.port} within "
+            f"{COME_S:g} s: {reason}"
+        ) from error
     # A process that torchrun starts anew finds the keys of the last attempt there.
-    return PrefixStore(f"paged/{torchrun.attempt}", store)
+    store: Store = _STORES.PrefixStore(f"paged/{torchrun.attempt}", tcp_store)
+    return store

@@ -132,7 +132,7 @@ def share_of(config: EngineConfig, index: int, count: int) -> EngineConfig:
     swap_space = SWAP_SPACE[device.type] if config.swap_space is None else config.swap_space
     options: dict[str, Any] = {"cpu_memory_utilization": config.cpu_memory_utilization / count}
     if config.preemption_mode != "recompute":
-        options["swap_space"] = swap_space / count or None
+        options["swap_space"] = swap_space / count
     if device.type == "cuda":
         num_gpus = torch.cuda.device_count()
         if num_gpus < count:

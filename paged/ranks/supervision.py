@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ..config import EngineConfig
 from ..errors import PagedError, RankError
@@ -49,19 +48,16 @@ class Ranks:
         self._layout = layout
         self._directory = directory
         self._torchrun = torchrun = Torchrun.of(config)
-        self._private = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
         self._local: dict[int, LocalRank] = {}
         self._changed = threading.Event()
         self._is_closed = False
         self.num_restarts = 0
         self._on_loss: Callable[[], Callable[[], object] | None] = lambda: None
         self.figures: Sequence[RankFigures] = ()
-        if torchrun is None:
-            self._store: Any = local_store(self._private, layout.num_ranks)
-            host = LOOPBACK
-        else:
-            self._store = torchrun_store(torchrun)
-            host = torchrun.own_address()
+        host = LOOPBACK if torchrun is None else torchrun.own_address()
+        tcp_store = None if torchrun is None else torchrun_store(torchrun)
+        self._private = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
+        self._store = tcp_store or local_store(self._private, layout.num_ranks)
         self.transport = GlooTransport(layout.num_ranks, 0, timeout_s=config.rank_timeout_s, host=host)
         self.membership = Membership(layout, 0, self._store, self.transport, check=self._check_answers)
         self.heartbeat = Heartbeat(self._private, 0, config.rank_timeout_s)
