@@ -1,5 +1,6 @@
 """Optional services of a backend for whole steps: record and replay a step, or unpack it on the device."""
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -13,8 +14,37 @@ FROM_SEAT = -1  # as FIRST_TOKEN: the only new token is the seat's last one, whi
 UnpackStep = Callable[..., tuple[Tensor, Tensor]]  # with the parameters of `gpu.unpack_step.unpack_step`
 
 
+MOST_CALL_TENSORS = 3
+NoteCall = Callable[[Callable[..., None], tuple[Tensor, ...]], None]
+
+
 class NotRecordableError(Exception):
     """A torch operation that computes, which a table of launches cannot replay."""
+
+
+class _Recording(threading.local):
+    note: NoteCall | None = None
+
+
+_recording = _Recording()
+
+
+def call_within_step(call: Callable[..., None], *tensors: Tensor) -> None:
+    """Call call(*tensors), which may do anything but keep them: an exchange with other processes, say.
+
+    In a step that is being recorded it is noted instead. Each replay calls it at this place among the
+    launches, with tensors like these in the memory of the step.
+    """
+    assert len(tensors) <= MOST_CALL_TENSORS, "a recorded call has a fixed number of places for tensors"
+    if _recording.note is None:
+        call(*tensors)
+    else:
+        _recording.note(call, tensors)
+
+
+def note_calls(note: NoteCall | None) -> None:
+    """Give the calls of this thread's `call_within_step` to `note` from now on; None: carry them out."""
+    _recording.note = note
 
 
 class AttentionSchedule(NamedTuple):

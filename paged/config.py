@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Literal
@@ -20,6 +20,7 @@ POLICIES = ("fcfs", "priority", "longest-prefix-match", "fair")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 MIN_BLOCK_SIZE = 8
 MAX_BLOCK_SIZE = 256
+MAX_RANKS = 1024
 # Options whose default is None in vLLM.
 _NONE_MEANS = {
     "max_num_seqs": 256,
@@ -97,6 +98,13 @@ class EngineConfig:
         that is not installed, torch.
     num_threads: CPU threads of operations, one setting for all engines of the process. None takes
         OMP_NUM_THREADS or torch.set_num_threads if used, else the cores that affinity and container allow.
+    pipeline_parallel_size: how many stages the layers are divided into, each in processes of its own; see
+        docs/parallel.md.
+    tensor_parallel_size: how many processes the weights of each layer are divided among, in each stage.
+    pipeline_layers: the number of layers of each stage, in their order; None divides them by their bytes.
+    rank_timeout_s: seconds after which a process that does not answer the others within a step is taken for
+        one that hangs; longer than the longest step.
+    rank_restarts: how often processes of the model that end are replaced, after which the engine is dead.
     deterministic: batch-invariant: a request's result is bitwise equal in any batch. Needs a CPU with numba,
         where it holds even without this option, except in bfloat16 on ARM.
     speculative_config: how to guess tokens, which steps verify beside the next one, without a change of any
@@ -139,6 +147,11 @@ class EngineConfig:
     swap_space: float | None = None
     attention_backend: Literal["auto", "triton", "numba", "torch"] = "auto"
     num_threads: int | None = None
+    pipeline_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    pipeline_layers: Sequence[int] | None = None
+    rank_timeout_s: float = 30.0
+    rank_restarts: int = 0
     deterministic: bool = False
     speculative_config: str | Any = None
     enforce_eager: bool = False
@@ -167,6 +180,12 @@ class EngineConfig:
         object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         self._check_sizes()
+        self._check_ranks()
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes hold a part of the model."""
+        return self.pipeline_parallel_size * self.tensor_parallel_size
 
     def _take_defaults(self) -> None:
         """Replace vLLM's spellings of a default, and other names of dtypes, by the usual ones."""
@@ -201,6 +220,32 @@ class EngineConfig:
                 raise ConfigError(
                     f"swap_space {self.swap_space:g} has no effect with preemption_mode 'recompute'; omit one"
                 )
+
+    def _check_ranks(self) -> None:
+        """Check what of the options about several processes can be checked without the model."""
+        for name in ("pipeline_parallel_size", "tensor_parallel_size"):
+            check_int(ConfigError, name, getattr(self, name), 1, MAX_RANKS)
+        check_int(ConfigError, "rank_restarts", self.rank_restarts, 0)
+        check_number(ConfigError, "rank_timeout_s", self.rank_timeout_s, 1.0)
+        num_stages = self.pipeline_parallel_size
+        sizes = self.pipeline_layers
+        if sizes is not None:
+            if not isinstance(sizes, Sequence) or isinstance(sizes, str):
+                raise ConfigError(
+                    f"pipeline_layers must be a list of ints such as [12, 10], got {shown(sizes)}"
+                )
+            for size in sizes:
+                check_int(ConfigError, "pipeline_layers", size, 1)
+            if len(sizes) != num_stages:
+                raise ConfigError(
+                    f"pipeline_layers must have a number for each of the {num_stages} stages of "
+                    f"pipeline_parallel_size, got {shown(sizes)}"
+                )
+        if self.num_ranks > 1 and ":" in self.device:
+            raise ConfigError(
+                f"device {self.device!r} is one device, and each of the {self.num_ranks} processes of the "
+                "model needs its own: give 'cuda'"
+            )
 
 
 def check_policy(policy: object, weights: object) -> None:

@@ -9,6 +9,7 @@ PagedError
 ├── UnsupportedModelError  a model, or a feature of its config, that is not implemented
 ├── CheckpointError        files that are missing, damaged, or disagree with their config
 ├── RequestKillsEngineError    an engine process ended three times while it computed the request
+├── RankError              a process of a model over several has ended or hangs, or they do not fit together
 ├── EngineDeadError        the async engine was shut down, a step of it raised, or a GPU failed for good
 └── UsageError             a call in the wrong state, such as freeing a block twice
 
@@ -88,8 +89,21 @@ class RequestKillsEngineError(PagedError):
     """An engine process ended three times while it computed the request, the last time nothing else."""
 
 
+class RankError(PagedError):
+    """A process of a model over several processes has ended or hangs, or they do not fit together."""
+
+
 class UsageError(PagedError):
     """A call in the wrong state, such as freeing a block twice."""
+
+
+def dead_engine(reason: str, cause: BaseException) -> EngineDeadError:
+    """Return the error of an engine whose steps cannot run any more, for this reason."""
+    error = EngineDeadError(
+        f"{reason}. engine.unfinished() returns the requests so far, for another engine to go on with"
+    )
+    error.__cause__ = cause
+    return error
 
 
 @contextmanager

@@ -62,7 +62,7 @@ MUTANTS = [
     Mutant(
         "pairs of blocks to copy stay on the CPU",
         "fork",
-        "runner/model_runner",
+        "runner/part_runner",
         "cache.copy_blocks(copies.tensor, kernels)",
         "cache.copy_blocks(torch.from_numpy(copies.numbers), kernels)",
     ),

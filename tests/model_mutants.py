@@ -30,10 +30,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401
 
 from tests.gpu_mutants import plant
 from tests.mutants import planted
-from tests.support import family_bugs, format_bugs, resume_bugs
+from tests.support import family_bugs, format_bugs, rank_bugs, resume_bugs
 
 SHARES = 16
-MUTANTS = [*family_bugs.MUTANTS, *format_bugs.MUTANTS, *resume_bugs.MUTANTS]
+MUTANTS = [*family_bugs.MUTANTS, *format_bugs.MUTANTS, *resume_bugs.MUTANTS, *rank_bugs.MUTANTS]
 
 
 class Failures:

@@ -33,6 +33,7 @@ TESTS = [
     "tests/scheduler/test_held.py",
     "tests/scheduler/test_policies.py",
     "tests/server/test_limits.py",
+    "tests/ranks/test_messages.py",
 ]
 SAMPLING_TESTS = ["tests/sampling/test_draft_rows.py"]
 WORLDS = """
@@ -231,7 +232,18 @@ MUTANTS = {
         ),
         ("sampled rows have no limit", "min(budget, self._max_rows - len(schedule.sampled))", "budget"),
     ],
+    "ranks/messages": [
+        ("a message that is lost goes unnoticed", "if number != self._number:", "if False:"),
+        ("decodes stay where they were", "start + 1 for start", "start for start"),
+        ("moves of blocks are not told", "if moves or len", "if len"),
+    ],
     "scheduler/scheduler": [
+        (
+            "the first step in flight takes all decodes",
+            "budget = min(budget, self._share_of_decodes())",
+            "pass",
+        ),
+        ("decodes that come later stay in one step", "share = min(", "share = max("),
         ("a tail is kept behind a stop", "if not request.ready:  # finished, or grown long", "if False:"),
         (
             "rejected drafts count as computed",

@@ -10,6 +10,9 @@ each slot a hash of the token and of the slot before, which it reads through the
 is a hash of all slots that it sees. So a block that is lost, shared wrongly, reused early or not copied
 changes what is read, and everything that is read is compared with the content of an endless memory. After
 each step every invariant is checked.
+
+Some worlds have several ranks: the others have the driver's messages alone, compute them later, and then hold
+what the first one holds.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, NamedTuple
@@ -37,6 +40,7 @@ from paged.blocks.prefix_chain import sha256_block
 from paged.drafting.drafter import Draft
 from paged.drafting.lengths import DraftLengths
 from paged.errors import QueueFullError
+from paged.ranks.messages import MessageReader, MessageWriter
 from paged.requests.request import LONG, NO_MASK, SLOW_READER, Request, RequestInputs, RequestStatus
 from paged.runner.plan import IN_SEAT, ComputedPart, Planner, StepPlan
 from paged.scheduler.drafts import Drafts, verified
@@ -49,6 +53,7 @@ STOP = 0
 HOLDS = 2**40  # makes another seed of the same world, so that the other choices stay what they were
 RUNS = 2**41
 DRAFTS = 2**42
+RANKS = 2**43
 UNWRITTEN = b"\xff"
 
 
@@ -142,6 +147,81 @@ class WatchedScheduler(Scheduler):
         return self._queue.need(request).num_computed_tokens < self.num_cached
 
 
+class Follower:
+    """Another rank of the made-up model: it knows what the driver's messages say, and computes them later."""
+
+    def __init__(self, world: World) -> None:
+        self.block_size = world.block_size
+        self.memory = [bytearray(block) for block in world.memory]
+        self.host = [bytearray(block) for block in world.host]
+        self.last_tokens = [0] * world.max_num_seqs
+        self.tables = [[array("i") for _ in world.windows] for _ in range(world.max_num_seqs)]
+        # Messages, and by row what the values of the slots of a request begin with.
+        self.inbox: deque[tuple[bytes, dict[int, int]]] = deque()
+        self.num_done = 0
+        self._reader = MessageReader(world.block_size, world.depth, len(world.windows))
+
+    def compute(self) -> None:
+        """Do what the next message says."""
+        message, seeds = self.inbox.popleft()
+        plan = self._reader.read(message).step
+        assert plan is not None, "a message without a step"
+        self.num_done += 1
+        move_blocks(plan, self.memory, self.host)
+        told = tell_seats(plan, self.last_tokens, self.tables)
+        for row, (seat, start, count) in enumerate(zip(plan.seats, plan.starts, plan.counts, strict=True)):
+            if row < plan.num_decodes:
+                self.last_tokens[seat] = plan.last_tokens[row]
+            tokens = told.get(row) or [self.last_tokens[seat]]
+            assert len(tokens) == count, "a follower has not got the tokens of the step"
+            for table in self.tables[seat]:
+                self._write(table, start, tokens, seeds.get(row, 0))
+
+    def _write(self, table: array[int], start: int, tokens: list[int], value: int) -> None:
+        """Write the slots of tokens after the one before. value: what comes before the first one of all."""
+        size = self.block_size
+        before, at = divmod(start - 1, size)
+        if start:
+            value = int.from_bytes(self.memory[table[before]][4 * at : 4 * at + 4], "little")
+        for position, token in enumerate(tokens, start):
+            value = slot_value(value, token)
+            block, at = divmod(position, size)
+            self.memory[table[block]][4 * at : 4 * at + 4] = value.to_bytes(4, "little")
+
+
+def move_blocks(plan: ComputedPart, memory: list[bytearray], host: list[bytearray]) -> None:
+    """Copy the blocks that a step moves."""
+    for pairs, source, target in (
+        (plan.swap_out, memory, host),
+        (plan.swap_in, host, memory),
+        (plan.copies, memory, memory),
+    ):
+        if not pairs:
+            continue
+        written = [b for _, b in pairs]
+        assert len(set(written)) == len(written), "a block is the target of two copies"
+        assert source is not target or not {a for a, _ in pairs} & set(written), "copies race"
+        for a, b in pairs:
+            target[b][:] = source[a]
+
+
+def tell_seats(
+    plan: ComputedPart, last_tokens: list[int], tables: list[list[array[int]]]
+) -> dict[int, list[int]]:
+    """Keep what a step tells its seats. Return the tokens that it sends, by row."""
+    told = {}
+    first_token = first_entry = 0
+    for row, seat, num_tokens, last_token, first, num_entries in plan.changes:
+        if num_tokens != IN_SEAT:
+            last_tokens[seat] = last_token
+            told[row] = plan.tokens[first_token : first_token + num_tokens].tolist()
+            first_token += num_tokens
+        for table, entries in zip(tables[seat], plan.entries, strict=True):
+            table[first:] = entries[first_entry : first_entry + num_entries]
+        first_entry += num_entries
+    return told
+
+
 class World:
     """One scheduler with its users; everything depends on the seed alone."""
 
@@ -187,6 +267,7 @@ class World:
             clock=lambda: self.now,
         )
         self.depth = rng.choice((1, 1, 1, 2, 3))  # steps in flight at once
+        self.scheduler.num_in_flight = self.depth
         self.arrivals, self.disturbance = rng.choice((0.1, 0.5, 1.5)), rng.choice((0.0, 0.05, 0.2))
         self.memory = [bytearray(UNWRITTEN * 4 * self.block_size) for _ in range(num_blocks)]
         self.host = [
@@ -196,11 +277,20 @@ class World:
         self.live: dict[str, tuple[Request, Truth]] = {}
         self.seated: dict[int, Request] = {}  # whose seats the device has been told of
         self.sends_bytes = seed % 4 == 0  # not always, since it takes a tenth of the time
-        self.planner = Planner(self.block_size, len(windows))
+        ranked = random.Random(seed ^ RANKS)
+        num_followers = ranked.choice((1, 2)) if seed % 8 == 3 else 0
+        self.planner = Planner(self.block_size, len(windows), with_last_tokens=num_followers > 0)
         # What the device keeps of each seat: its last token and its block tables.
         self.last_tokens = [0] * self.max_num_seqs
         self.tables = [[array("i") for _ in windows] for _ in range(self.max_num_seqs)]
         self.in_flight: deque[tuple[Schedule, list[Read], list[int], list[list[array[int]]]]] = deque()
+        self.writer = MessageWriter(self.block_size, self.depth)
+        self.followers = [Follower(self) for _ in range(num_followers)]
+        self.haste = ranked.random()  # how likely a follower computes its next step at once
+        self.wait_share = 0.2  # of steps whose end waits for the followers
+        self.ranked = ranked
+        # What arrives of a message, for tests.
+        self.deliver: Callable[[bytes], list[bytes]] = lambda message: [message]
         self.pins: list[str] = []
         self.num_requests = self.num_steps = 0
         self.longest = self.manager.longest_fit(40)
@@ -258,6 +348,7 @@ class World:
         self.finish_all(requests)
         while self.in_flight:
             self.finish_step()
+        self.wait_for_followers()
         for name in self.pins:
             self.manager.unpin(name)
         self.scheduler.check()
@@ -422,6 +513,26 @@ class World:
             self.finish_step()
         del old
 
+    def send(self, part: ComputedPart, requests: list[Request]) -> None:
+        """Send a step to the other ranks, which compute it now or later."""
+        if not self.followers:
+            return
+        message = self.writer.step(part)
+        seeds = {row: zlib.crc32(request.namespace) for row, request in enumerate(requests)}
+        for follower in self.followers:
+            follower.inbox.extend((arrived, seeds) for arrived in self.deliver(message))
+            while follower.inbox and self.ranked.random() < self.haste:
+                follower.compute()
+
+    def wait_for_followers(self) -> None:
+        """Have the other ranks compute what was sent. Assert that they hold what this one holds."""
+        for follower in self.followers:
+            while follower.inbox:
+                follower.compute()
+            assert follower.num_done == self.writer.number, "a message has not come"
+            assert follower.memory == self.memory, "a follower's block holds something else"
+            assert follower.host == self.host, "a follower's block on the host holds something else"
+
     def have_blocks_of_their_own(self, schedule: Schedule) -> bool:
         """Return whether any drafts of a step got blocks that their requests would not need without them."""
         first = schedule.num_decode_tokens
@@ -469,25 +580,15 @@ class World:
     def launch(self, schedule: Schedule) -> None:
         """Copy blocks and write new slots. They are read as late as possible, when the step ends."""
         made = self.planner.plan(schedule)
+        self.send(made.computed, schedule.requests)
         plan = (StepPlan.from_bytes(*made.to_bytes()) if self.sends_bytes else made).computed
         assert sum(plan.counts) == schedule.num_tokens <= self.budget
         assert len(set(map(id, schedule.requests))) == len(schedule.requests), "a request is twice in a step"
-        for pairs, source, target in (
-            (plan.swap_out, self.memory, self.host),
-            (plan.swap_in, self.host, self.memory),
-            (plan.copies, self.memory, self.memory),
-        ):
-            if not pairs:
-                continue
-            written = [b for _, b in pairs]
-            assert len(set(written)) == len(written), "a block is the target of two copies"
-            assert source is not target or not {a for a, _ in pairs} & set(written), "copies race"
-            for a, b in pairs:
-                target[b][:] = source[a]
+        move_blocks(plan, self.memory, self.host)
         ends = {}
         self.written: set[tuple[int, int]] = set()
         self.now_held = self.holders()
-        told = self.tell_seats(plan)
+        told = tell_seats(plan, self.last_tokens, self.tables)
         rows = zip(schedule.requests, plan.seats, plan.starts, plan.counts, strict=True)
         for row, (request, seat, start, n) in enumerate(rows):
             assert 0 < n <= self.max_chunk
@@ -510,20 +611,6 @@ class World:
         reads += [Read(schedule.requests[row], ends[seat], []) for seat, row in others.items()]
         tables = [[table[:] for table in self.tables[seat]] for seat in (*plan.sampled_seats, *others)]
         self.in_flight.append((schedule, reads, plan.sampled_seats, tables))
-
-    def tell_seats(self, plan: ComputedPart) -> dict[int, list[int]]:
-        """Keep what a step tells its seats. Return the tokens that it sends, by row."""
-        told = {}
-        first_token = first_entry = 0
-        for row, seat, num_tokens, last_token, first, num_entries in plan.changes:
-            if num_tokens != IN_SEAT:
-                self.last_tokens[seat] = last_token
-                told[row] = plan.tokens[first_token : first_token + num_tokens].tolist()
-                first_token += num_tokens
-            for table, entries in zip(self.tables[seat], plan.entries, strict=True):
-                table[first:] = entries[first_entry : first_entry + num_entries]
-            first_entry += num_entries
-        return told
 
     def check_seats(self, schedule: Schedule) -> None:
         """Assert that the device knows whose seats a step has, and no step in flight has those it takes."""
@@ -564,6 +651,8 @@ class World:
     def finish_step(self) -> None:
         """Read what the oldest step in flight reads, and give its tokens to the scheduler."""
         schedule, reads, drawn_seats, tables = self.in_flight.popleft()
+        if self.ranked.random() < self.wait_share:
+            self.wait_for_followers()
         truths = []
         for (request, end, drafts), own_tables in zip(reads, tables, strict=True):
             known = self.live.get(request.request_id)

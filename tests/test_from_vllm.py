@@ -102,9 +102,9 @@ def test_other_values_are_refused_by_name_and_reason(name):
 
 
 def test_a_value_of_another_type_is_not_neutral():
-    with pytest.raises(ConfigError, match="tensor_parallel_size=True"):
-        EngineConfig("demo", tensor_parallel_size=True)
-    with pytest.raises(ConfigError, match="data_parallel_size=2: this version runs in one process"):
+    with pytest.raises(ConfigError, match="data_parallel_size=True"):
+        EngineConfig("demo", data_parallel_size=True)
+    with pytest.raises(ConfigError, match="data_parallel_size=2: of the ways to use several devices"):
         LLM("demo", data_parallel_size=2)
 
 

@@ -30,6 +30,7 @@ LAYERS = [
     ["text"],
     ["sampling"],
     ["runner"],
+    ["ranks"],
     ["engine"],
     ["protocol", "routing"],
     ["simulate"],

@@ -144,7 +144,7 @@ def _engine_options(
     """Return the validated arguments of LLMEngine."""
     if output_json is not None:
         check_writable(output_json)
-    return common.engine_options(common.one_model(model, model_option), options)
+    return common.driver_options(common.one_model(model, model_option), options)
 
 
 def _params(output_len: int, n: int, disable_detokenize: bool) -> SamplingParams:

@@ -69,7 +69,7 @@ def chat(
     structured: dict[str, Any] = {"json_schema": json_schema, "json_object": json_object}
     structured |= {"regex": regex, "choice": choice, "grammar": grammar}
     check_interval(stream_interval_s)
-    engine_options = common.engine_options(common.one_model(model, model_option), options)
+    engine_options = common.driver_options(common.one_model(model, model_option), options)
     sampling = common.sampling_options(options | structured)
     _check_one_text(SamplingParams(**{"max_tokens": None, **sampling}))
     template: dict[str, Any] = {

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..errors import PagedError
+from ..errors import PagedError, RankError
 from .bench import bench
 from .chat import chat
-from .common import EXIT_USAGE, complain
+from .common import EXIT_FAILED, EXIT_USAGE, complain
 from .generate import generate
 from .headings import CommandGroup, GroupedCommand
 from .keys import keys
@@ -48,6 +48,9 @@ def main() -> None:
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         sys.exit(app(prog_name="paged", standalone_mode=False))
+    except RankError as error:
+        complain(str(error))
+        sys.exit(EXIT_FAILED)
     except PARSER_ERROR as error:
         where = error.ctx.command_path if error.ctx is not None else "paged"
         message = f"{error.format_message()} (see {where} --help)"

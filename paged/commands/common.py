@@ -88,6 +88,28 @@ def start(options: Mapping[str, Any]) -> LLMEngine:
     return engine
 
 
+def driver_options(
+    model: str | None, options: Mapping[str, Any], names: Iterable[str] = ENGINE[1]
+) -> dict[str, Any]:
+    """Return `engine_options` for a command that is to run here.
+
+    A process that torchrun has started for a rank but the first only computes, and ends here with rank 0.
+    """
+    result = engine_options(model, options, names)
+    follow(result)
+    return result
+
+
+def follow(options: Mapping[str, Any]) -> None:
+    """Compute for rank 0 and exit, if this is another one of torchrun's ranks. Raises RankError."""
+    from ..ranks.place import follows
+
+    if follows(EngineConfig(**options)):
+        from ..ranks.rank_process import follow_torchrun
+
+        sys.exit(follow_torchrun(options))
+
+
 def one_model(argument: str | None, option: str | None) -> str | None:
     """Return the model that a command is given, as an argument or as --model. Raises CliError for two."""
     if None not in (argument, option) and argument != option:

@@ -55,7 +55,7 @@ def generate(
     """Complete a prompt, streaming the text, or all prompts of a file."""
     structured: dict[str, Any] = {"json_schema": json_schema, "json_object": json_object}
     structured |= {"regex": regex, "choice": choice, "grammar": grammar}
-    engine_options = common.engine_options(model, options)
+    engine_options = common.driver_options(model, options)
     sampling = common.sampling_options(options | structured)
     if prompts is None:
         if live:

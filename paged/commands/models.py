@@ -31,7 +31,7 @@ def warmup(
     **options: Any,
 ) -> int:
     """Compile the kernels a model needs, so that engines start at once; they are kept on disk."""
-    given = common.engine_options(common.one_model(model, model_option), options)
+    given = common.driver_options(common.one_model(model, model_option), options)
     engine = common.start(given | {"skip_tokenizer_init": True})
     print(_compiled(engine.runner.model.kernels, engine.num_kernels))
     return 0

@@ -20,6 +20,8 @@ from .headings import heading_of
 
 # Added to the help of fields that are mappings: how the command line writes one.
 FORMS = {"logit_bias": " As ID=BIAS.", "tenant_weights": " As a=1,b=2."}
+# vLLM's short names of options.
+SHORT = {"pipeline_parallel_size": "-pp", "tensor_parallel_size": "-tp"}
 # What a docstring says of None, which cannot be typed: where it is the default, that is shown instead.
 _NONE_MEANS = re.compile(r"[;.] None \w+ (.*?)(?=\. |\.$|; )")
 
@@ -44,7 +46,8 @@ def option(owner: type[Any], name: str, *flags: str, default: str | None = None)
     if limits := field.metadata["kind"].limits if "kind" in field.metadata else "":
         text += f" [{limits}]"
     flag = name.replace("_", "-")
-    flags = flags or (f"--{flag}/--no-{flag}" if value is True else f"--{flag}",)
+    short = [SHORT[name]] if name in SHORT else []
+    flags = flags or (f"--{flag}/--no-{flag}" if value is True else f"--{flag}", *short)
     return typer.Option(
         *flags, help=text, show_default=default is None, rich_help_panel=heading_of(owner, name)
     )

@@ -45,7 +45,7 @@ def run_batch(
     from ..protocol.chat_output.chat_format import ChatFormat
     from .batch_run import BatchRun
 
-    engine_options = common.engine_options(model, options)
+    engine_options = common.driver_options(model, options)
     template = common.template_text(chat_template)
     parsers = common.given(options, PARSERS[1])
     total = count_lines(input_file)

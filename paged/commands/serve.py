@@ -54,6 +54,7 @@ def serve(
     settings.setdefault("max_waiting", MAX_WAITING)
     engine_options = common.engine_options(settings["model"], settings, SERVED_ENGINE[1])
     _take_weights(serve_options, engine_options)
+    common.follow(engine_options)
 
     from ..server.http.listener import bind_all, new_event_loop
 

@@ -74,6 +74,8 @@ def _parsed(variable: str, kind: Any, text: str) -> Any:
         except ValueError:
             wanted = "an int" if kind is int else "a number"
             raise ConfigError(f"{variable} must be {wanted}, got {shown(text)}") from None
+    if kind == list[int]:
+        return [_parsed(variable, int, part) for part in text.strip("[]").split(",")]
     if kind == list[str] and not text.startswith("["):
         return [part.strip() for part in text.split(",")]
     if kind == list[str]:

@@ -14,8 +14,6 @@ from ..base.from_vllm import SECRETS, Neutral, neutral_of, without_neutral
 from ..errors import ConfigError
 
 _SHORT = {
-    "-tp": "tensor_parallel_size",
-    "-pp": "pipeline_parallel_size",
     "-dp": "data_parallel_size",
     "-dcp": "decode_context_parallel_size",
     "-ep": "enable_expert_parallel",

@@ -51,6 +51,23 @@ def set_threads(engine: Any, wanted: int | None) -> int:
     return wanted
 
 
+def threads_of_each(num_processes: int) -> int:
+    """Return how many threads each of several processes on this machine gets, where none is asked for.
+
+    Raises ConfigError for more processes than cores.
+    """
+    now = torch.get_num_threads()
+    if _is_chosen(now):
+        return now
+    num_cores = usable_cores()
+    if num_cores < num_processes:
+        raise ConfigError(
+            f"{num_processes} processes of a model need as many CPU cores; there are {num_cores}; "
+            "num_threads=1 lets them share cores"
+        )
+    return num_cores // num_processes
+
+
 def usable_cores() -> int:
     """Return how many cores this process may use, by its affinity and its container's limit; at least 1.
 

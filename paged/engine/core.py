@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 
 from ..base.interrupts import HeldInterrupts
-from ..device.devices import failure_of
-from ..errors import EngineDeadError, RequestError
+from ..errors import EngineDeadError, RankError, RequestError
 from ..requests.request import SLOW_READER, Outbox, Request, RequestGroup, RequestStatus
-from ..runner.model_runner import ModelRunner
+from ..runner.executor import Executor, PendingStep
 from ..sampling_params import SamplingParams
 from ..scheduler.drafts import verified
 from ..scheduler.schedule import Schedule, StepOutput
@@ -37,7 +37,7 @@ class EngineCore:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Executor,
         scheduler: Scheduler,
         factory: RequestFactory,
         tokenizer: Tokenizer | None,
@@ -58,6 +58,7 @@ class EngineCore:
         self._undecoded: Set[RequestGroup] = frozenset()  # with candidates that are not decoded yet
         self._num_to_decode = 0  # how many candidates the step may decode
         self._ids = itertools.count()
+        self._in_flight: deque[tuple[Schedule, PendingStep]] = deque()  # steps that were launched
 
     # Steps
 
@@ -82,14 +83,11 @@ class EngineCore:
         advanced: list[Request] = []
         with HeldInterrupts():
             with self._recovery():
-                expired = self.scheduler.expire()
-                self._collect_finished(expired)
-                self._collect_finished(self._waits.settle())
-                schedule = self.scheduler.schedule()
-                is_blocked = schedule.is_empty and not self._finished
-                if on_schedule is not None:
-                    on_schedule(schedule)
-                if not schedule.is_empty:
+                schedule = self._schedule(on_schedule)
+                is_blocked = schedule.is_empty and not (self._finished or self._in_flight)
+                if self.runner.num_in_flight > 1:
+                    advanced = self._end_oldest(schedule, on_schedule)
+                elif not schedule.is_empty:
                     output = self.runner.execute(schedule)
                     advanced = self._update(schedule, output)
             self._decode_logprobs()
@@ -97,6 +95,36 @@ class EngineCore:
         if is_blocked:
             self._waits.wait()
         return advanced
+
+    def _schedule(self, on_schedule: Callable[[Schedule], None] | None) -> Schedule:
+        """End the requests that are over by now, and choose the next step."""
+        expired = self.scheduler.expire()
+        self._collect_finished(expired)
+        self._collect_finished(self._waits.settle())
+        schedule = self.scheduler.schedule()
+        # While a step is in flight, one with nothing to compute is none.
+        if on_schedule is not None and not (schedule.is_empty and self._in_flight):
+            on_schedule(schedule)
+        return schedule
+
+    def _end_oldest(
+        self, schedule: Schedule, on_schedule: Callable[[Schedule], None] | None
+    ) -> list[Request]:
+        """Launch this step, and others until enough are in flight. Record the results of the oldest one.
+
+        Returns the requests that got a token or an error.
+        """
+        while not schedule.is_empty:
+            self._in_flight.append((schedule, self.runner.launch(self.runner.plan(schedule))))
+            if len(self._in_flight) == self.runner.num_in_flight:
+                break
+            schedule = self._schedule(on_schedule)
+        if not self._in_flight:
+            return []
+        oldest, pending = self._in_flight[0]
+        output = pending.result()
+        self._in_flight.popleft()
+        return self._update(oldest, output)
 
     def publish(self, groups: Iterable[RequestGroup] = ()) -> None:
         """Put an output into the outbox of each finished request, and of each of `groups` that wants one.
@@ -162,17 +190,22 @@ class EngineCore:
                 self.scheduler.release_finished()
             finally:  # also after another Ctrl-C: a step in flight holds its requests
                 self.scheduler.cancel()
+                self._in_flight.clear()
+                self.runner.discard()
             self._waits.begin([sample for group in self._with_grammars for sample in group.samples])
             self._finished |= dict.fromkeys(group for group in self.groups.values() if group.finished)
-            # Ctrl-C must not wait for a GPU that may never answer.
-            if isinstance(error, Exception) and (failure := failure_of(self.runner.device)) is not None:
-                reason = str(failure).partition("\n")[0]
-                self.dead = EngineDeadError(
-                    f"{self.runner.device} has failed: {reason}; it can only be used again in a new process. "
-                    "engine.unfinished() returns the requests so far, for another engine to go on with"
-                )
-                raise self.dead from error
+            self.dead = self.runner.recover(error)
+            if self.dead is not None and isinstance(error, Exception):
+                raise self.dead from self.dead.__cause__
+            if self.dead is None and isinstance(error, RankError):
+                return  # all is computed anew
             raise
+
+    def check(self) -> None:
+        """Notice processes of the model that have ended while no step ran. Raises EngineDeadError."""
+        if self.dead is None:
+            with self._recovery():
+                self.runner.check()
 
     def _update(self, schedule: Schedule, output: StepOutput) -> list[Request]:
         """Record the results of a step. Return the requests that got a token or an error."""
@@ -355,11 +388,11 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Return whether there is anything to compute or to publish."""
-        return bool(self._finished) or self.scheduler.has_unfinished()
+        return bool(self._finished or self._in_flight) or self.scheduler.has_unfinished()
 
     def has_runnable(self) -> bool:
         """Return whether there is anything to publish, or to compute that is not held."""
-        return bool(self._finished) or self.scheduler.has_runnable()
+        return bool(self._finished or self._in_flight) or self.scheduler.has_runnable()
 
     def waits_for_masks(self) -> bool:
         """Return whether a step that computes nothing waits for masks, so that its caller need not."""

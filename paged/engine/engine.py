@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,9 +18,9 @@ from ..config import EngineConfig, check_policy
 from ..errors import ConfigError, RequestError, UsageError
 from ..model.hf_config import read_config
 from ..model.hub import resolve
+from ..ranks.start import new_executor
 from ..requests.prompts import Prompt
 from ..requests.request import RequestOutput
-from ..runner.model_runner import ModelRunner
 from ..runner.swap_rate import measure_swap_rate
 from ..runner.warm_up import warm_up
 from ..sampling_params import DEFAULT_MAX_TOKENS, BeamSearchParams, SamplingParams
@@ -75,7 +76,9 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.model_config = read_config(directory)
         self.text = text = ModelText(config, directory, self.model_config)
         draft = find_draft_model(config, self.model_config, text.tokenizer)
-        self.runner = runner = ModelRunner(config, self.model_config, directory, draft)
+        self.runner = runner = new_executor(config, self.model_config, directory, draft)
+        if config.num_ranks > 1:  # also when this object is collected, and before the interpreter exits
+            weakref.finalize(self, runner.close)
         self.tokenizer = text.tokenizer
         self.sampling_defaults = text.sampling_defaults
         self.eos_token_ids = text.eos_token_ids
@@ -83,13 +86,15 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.num_kernels = warm_up(runner)
         if self.num_kernels:
             logger.info("%d kernels in %.1f s", self.num_kernels, time.perf_counter() - started)
-        sizes = replace(runner.sizes, host_bytes_per_s=measure_swap_rate(runner))
+        sizes = replace(runner.sizes, part=None, host_bytes_per_s=measure_swap_rate(runner))
         cache = runner.kv_cache
         self.max_model_len = sizes.max_model_len
         self.block_manager = sizes.new_block_manager(cache.num_blocks, cache.num_host_blocks)
         if runner.draft_model is not None:
             runner.draft_model.manager = self.block_manager
-        self.scheduler = sizes.new_scheduler(self.block_manager, draft_model=runner.draft_model)
+        self.scheduler = sizes.new_scheduler(
+            self.block_manager, draft_model=runner.draft_model, num_in_flight=runner.num_in_flight
+        )
         factory = RequestFactory(
             text,
             self.block_manager,
@@ -143,7 +148,7 @@ class LLMEngine(metaclass=ExplainsMissing):
 
     def stats(self) -> EngineStats:
         """Return current counts of requests, blocks and tokens, and totals so far."""
-        return EngineStats.of(self.scheduler, self.runner.weight_bytes)
+        return EngineStats.of(self.scheduler, self.runner.weight_bytes, self.runner.rank_stats)
 
     @property
     def prompts(self) -> PromptParser:
@@ -570,9 +575,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         """
         self._require_prefix_cache()
         parsed = None if prompt is None else self.core.factory.prompts.parse(prompt)
-        cache = self.runner.kv_cache
         return prefixes.save(
-            path, self.block_manager, cache, self.fingerprint, parsed, self._draft_fingerprint
+            path, self.block_manager, self.runner, self.fingerprint, parsed, self._draft_fingerprint
         )
 
     def load_prefix(self, path: str | Path) -> int:
@@ -582,8 +586,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         if there is no prefix cache.
         """
         self._require_prefix_cache()
-        cache = self.runner.kv_cache
-        return prefixes.load(path, self.block_manager, cache, self.fingerprint, self._draft_fingerprint)
+        return prefixes.load(path, self.block_manager, self.runner, self.fingerprint, self._draft_fingerprint)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -155,9 +155,12 @@ class EngineLoop:
 
     def run(self) -> None:
         """Step the engine until `stop` is called or a step raises."""
+        self.engine.runner.watch(self._on_loss)
         try:
             while not self._is_stopping:
                 self._make_calls()
+                if self.engine.core.dead is not None and not self.engine.core.has_unpublished():
+                    raise self.engine.core.dead
                 if not self._is_stopping and self.engine.core.has_work():
                     self._step()
         except BaseException as error:
@@ -165,6 +168,11 @@ class EngineLoop:
             self._die(error)
         else:
             self._die(None)
+
+    def _on_loss(self) -> None:
+        """Notice that a process of the model has ended, also while there is nothing to compute."""
+        with suppress(EngineDeadError):
+            self.submit(lambda engine: engine.core.check())
 
     def _request_stop(self, _engine: LLMEngine) -> None:
         self._is_stopping = True

@@ -10,6 +10,7 @@ import hashlib
 import json
 import sys
 from array import array
+from collections.abc import Mapping
 from os import PathLike, fsencode
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,18 @@ from ..blocks.manager import BlockManager
 from ..blocks.pool import BlockId, BlockPool
 from ..blocks.prefix_chain import first_digest, sha256_block, short_digest
 from ..errors import CheckpointError, RequestError, UsageError
-from ..model.cache.kv_cache import KVCache
+from ..model.cache.kv_cache import DRAFT
 from ..model.config import ModelConfig
 from ..model.gguf_names import gguf_files
 from ..model.hf_config import check_file
 from ..requests.prompts import Prompt
+from ..runner.executor import Executor
 from ..sampling_params import SamplingParams
 from ..text.prompt_parser import ParsedPrompt
 from .core import EngineCore
 from .generation import RequestSource, generate_in_order
 
 FORMAT = "paged-prefix-2"
-DRAFT = "draft_"  # begins the names of a draft model's tensors
 Entry = tuple[bytes, int, int, bytes]  # a saved block: tokens, index of its predecessor, group, namespace
 
 
@@ -92,7 +93,7 @@ def fingerprint(
 def save(
     path: str | Path,
     manager: BlockManager,
-    kv_cache: KVCache,
+    executor: Executor,
     fingerprint: str,
     prompt: ParsedPrompt | None,
     draft_fingerprint: str | None = None,
@@ -118,17 +119,17 @@ def save(
     if not known:
         raise RequestError("no full block of this prompt is cached" if prompt else "no block is cached")
     blocks = [block for block, _ in known]
+    groups = [group for _, group in known]
     tensors = {
-        **{name: tensor[:, blocks].cpu().contiguous() for name, tensor in kv_cache.tensors.items()},
+        **{name: tensor.contiguous() for name, tensor in executor.read_blocks(blocks, groups).items()},
         "token_ids": torch.tensor([array("i", pool.tokens(b)).tolist() for b in blocks], dtype=torch.int32),
         "predecessors": torch.tensor([index[pool.predecessor(b)] for b in blocks]),
-        "groups": torch.tensor([group for _, group in known]),
+        "groups": torch.tensor(groups),
     }
-    if kv_cache.draft is not None:
+    if of_draft := [name for name in tensors if name.startswith(DRAFT)]:
         drafted = torch.tensor([block in pool.drafted for block in blocks])
-        for name, tensor in kv_cache.draft.tensors.items():
-            tensors[DRAFT + name] = tensor[:, blocks].cpu().contiguous()
-            tensors[DRAFT + name][:, ~drafted] = 0  # of whatever was there before
+        for name in of_draft:
+            tensors[name][:, ~drafted] = 0  # of whatever was there before
         tensors["drafted"] = drafted
     namespaces = {i: pool.namespace(b).hex() for i, b in enumerate(blocks) if pool.namespace(b)}
     metadata = {
@@ -151,7 +152,7 @@ def save(
 def load(
     path: str | Path,
     manager: BlockManager,
-    kv_cache: KVCache,
+    executor: Executor,
     fingerprint: str,
     draft_fingerprint: str | None = None,
 ) -> int:
@@ -168,21 +169,30 @@ def load(
             raise CheckpointError(
                 f"{path} was saved for {what}: its {name} is {metadata.get(name)!r}, this engine's {value!r}"
             )
-    entries = _entries(path, tensors, metadata, kv_cache)
-    drafted = None
-    if kv_cache.draft is not None and metadata.get("draft_fingerprint") == draft_fingerprint:
-        drafted = _drafted(path, tensors, kv_cache.draft, len(entries))
-    return _put(entries, tensors, drafted, manager.pool, kv_cache)
+    # Of no block: they tell what a block is.
+    formats = executor.read_blocks([], [])
+    own = {name: tensor for name, tensor in formats.items() if not name.startswith(DRAFT)}
+    entries = _entries(path, tensors, metadata, own, manager)
+    saved = {name: tensors[name] for name in own}
+    drafted: list[bool] = []
+    if len(formats) > len(own) and metadata.get("draft_fingerprint") == draft_fingerprint:
+        of_draft = {name: tensor for name, tensor in formats.items() if name not in own}
+        drafted = _drafted(path, tensors, of_draft, len(entries))
+        saved |= {name: tensors[name] for name in of_draft}
+    return _put(entries, saved, drafted, manager.pool, executor)
 
 
 def _put(
     entries: list[Entry],
     saved: dict[str, Tensor],
-    drafted: list[bool] | None,
+    drafted: list[bool],
     pool: BlockPool,
-    kv_cache: KVCache,
+    executor: Executor,
 ) -> int:
-    """Copy entries that are not cached yet into free blocks, until none is free. Return how many."""
+    """Copy entries that are not cached yet into free blocks, until none is free. Return how many.
+
+    drafted: which have K and V of the draft model; none if those are not loaded.
+    """
     loaded: list[BlockId] = []
     known: list[BlockId | None] = []
     digests: list[bytes] = []
@@ -198,11 +208,12 @@ def _put(
             assert allocated is not None, "a free block was not allocated"
             loaded += allocated
             # Filled before it can be found: the copy may fail or be interrupted.
-            for name, tensor in kv_cache.tensors.items():
-                tensor[:, allocated[0]] = saved[name][:, i]
-            if drafted is not None and kv_cache.draft is not None and drafted[i]:
-                for name, tensor in kv_cache.draft.tensors.items():
-                    tensor[:, allocated[0]] = saved[DRAFT + name][:, i]
+            is_drafted = bool(drafted) and drafted[i]
+            contents = {name: each[:, i] for name, each in saved.items()}
+            if not is_drafted:
+                contents = {name: each for name, each in contents.items() if not name.startswith(DRAFT)}
+            executor.write_block(allocated[0], group, contents)
+            if is_drafted:
                 pool.drafted.update(allocated)
             serial = 0 if parent is None else pool.serial(parent)
             known.append(pool.adopt(allocated[0], short_digest(digests[i]), tokens, serial, namespace, group))
@@ -224,25 +235,29 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _entries(
-    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], kv_cache: KVCache
+    path: Path,
+    tensors: dict[str, Tensor],
+    metadata: dict[str, str],
+    formats: Mapping[str, Tensor],
+    manager: BlockManager,
 ) -> list[Entry]:
-    """Return the checked entry of each block in the file."""
+    """Return the checked entry of each block in the file. formats: the tensors of no block."""
     try:
         token_ids, *numbers = (tensors[name] for name in ("token_ids", "predecessors", "groups"))
-        saved = {name: tensors[name] for name in kv_cache.tensors}
+        saved = {name: tensors[name] for name in formats}
         namespaces = {int(i): bytes.fromhex(text) for i, text in json.loads(metadata["namespaces"]).items()}
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     num_blocks = token_ids.shape[:1].numel()
-    is_sound = _have_blocks(saved, kv_cache, num_blocks)
+    is_sound = _have_blocks(saved, formats, num_blocks)
     predecessors, groups = (tensor.tolist() for tensor in numbers)
     sound = (
         is_sound
-        and list(token_ids.shape) == [num_blocks, kv_cache.block_size]
+        and list(token_ids.shape) == [num_blocks, manager.block_size]
         and token_ids.dtype == torch.int32
         and all(t.shape == (num_blocks,) and t.dtype == torch.int64 for t in numbers)
         and all(-1 <= previous < i for i, previous in enumerate(predecessors))
-        and all(0 <= group < kv_cache.num_groups for group in groups)
+        and all(0 <= group < len(manager.windows) for group in groups)
         and all(previous < 0 or groups[previous] == groups[i] for i, previous in enumerate(predecessors))
     )
     if not sound:
@@ -252,12 +267,14 @@ def _entries(
     return list(zip(tokens, predecessors, groups, salts, strict=True))
 
 
-def _drafted(path: Path, tensors: dict[str, Tensor], cache: KVCache, num_blocks: int) -> list[bool]:
+def _drafted(
+    path: Path, tensors: dict[str, Tensor], formats: Mapping[str, Tensor], num_blocks: int
+) -> list[bool]:
     """Return which blocks of a file have K and V of the draft model. Raises CheckpointError."""
-    saved = {name: tensors.get(DRAFT + name, torch.empty(0)) for name in cache.tensors}
+    saved = {name: tensors.get(name, torch.empty(0)) for name in formats}
     drafted = tensors.get("drafted", torch.empty(0))
     is_sound = drafted.dtype == torch.bool and drafted.shape == (num_blocks,)
-    if not (is_sound and _have_blocks(saved, cache, num_blocks)):
+    if not (is_sound and _have_blocks(saved, formats, num_blocks)):
         raise CheckpointError(
             f"{path} is damaged: its tensors of the draft model do not agree with this cache"
         )
@@ -265,12 +282,12 @@ def _drafted(path: Path, tensors: dict[str, Tensor], cache: KVCache, num_blocks:
     return found
 
 
-def _have_blocks(saved: dict[str, Tensor], cache: KVCache, num_blocks: int) -> bool:
-    """Return whether tensors of a file are so many blocks of this cache."""
+def _have_blocks(saved: Mapping[str, Tensor], formats: Mapping[str, Tensor], num_blocks: int) -> bool:
+    """Return whether tensors of a file are so many blocks of these formats."""
     return all(
         saved[name].dtype == tensor.dtype
         and saved[name].shape == (tensor.shape[0], num_blocks, tensor.shape[2])
-        for name, tensor in cache.tensors.items()
+        for name, tensor in formats.items()
     )
 
 

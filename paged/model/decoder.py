@@ -16,6 +16,7 @@ from ..kernels.backend import Kernels
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
 from .config import LAYERS, ModelConfig
+from .exchanges import collect_logits
 from .layers.attention import Attention
 from .layers.layer_inputs import PerLayerEmbeddings, PerLayerGate
 from .layers.linear import Embedding, Linear
@@ -23,6 +24,8 @@ from .layers.mlp import new_feed_forward
 from .layers.norms import LayerNorm, RMSNorm, new_norm
 from .layers.rotary import RotaryEmbedding
 from .layers.token_rows import TokenRows
+from .part import ModelPart
+from .stream import Stream
 from .weights.loading import Loadable, Loader, StoredWeights
 from .weights.stored import StoredRows
 
@@ -40,7 +43,7 @@ class DecoderLayer(Loadable):
     before_mlp: RMSNorm | LayerNorm | None
     after_mlp: RMSNorm | None
 
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, part: ModelPart) -> None:
         super().__init__(StoredRows({f"{LAYERS}{layer}": 1}))  # of the scalar
         spec = config.layers[layer]
         self.kernels = kernels
@@ -50,9 +53,9 @@ class DecoderLayer(Loadable):
                 kind = config.residual_norm if place.startswith("before") else config.norm
                 norm = new_norm(kind, config.hidden_size, kernels, f"{LAYERS}{layer}.{name}")
             self.register_module(place, norm)
-        self.attention = Attention(config, layer, kernels)
-        self.mlp = new_feed_forward(config, layer, kernels)
-        self.input = PerLayerGate(config, layer, kernels) if config.layer_inputs else None
+        self.attention = Attention(config, layer, kernels, part.shard)
+        self.mlp = new_feed_forward(config, layer, kernels, part.shard)
+        self.input = PerLayerGate(config, layer, kernels, part) if config.layer_inputs else None
         # Multiplies the residual after the layer.
         self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False) if spec.scaled else None
         self.factor = 1.0
@@ -104,8 +107,8 @@ class DecoderLayer(Loadable):
 class ParallelLayer(DecoderLayer):
     """x + attention(norm(x)) + mlp(norm(x)), with a norm of its own for each sublayer."""
 
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
-        super().__init__(config, layer, kernels)
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, part: ModelPart) -> None:
+        super().__init__(config, layer, kernels, part)
         others = self.after_attention, self.after_mlp, self.layer_scalar
         assert all(other is None for other in others), "a parallel layer normalises inputs, and no more"
 
@@ -130,67 +133,109 @@ def add_and_norm(hidden: Tensor | None, residual: Tensor, norm: RMSNorm | LayerN
 
 
 class Decoder(nn.Module):
-    """Embedding, decoder layers, final norm and output head, over one ragged batch."""
+    """Embedding, decoder layers, final norm and output head, over one ragged batch.
 
-    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
+    part: what of the model this process computes; None: all.
+    """
+
+    def __init__(self, config: ModelConfig, kernels: Kernels, part: ModelPart | None = None) -> None:
         super().__init__()
         self.config = config
         self.kernels = kernels
+        self.part = part = ModelPart.whole(config.num_layers) if part is None else part
         self.stored_weights: StoredWeights | None = None
+        self.dtype = torch.get_default_dtype()
+        self.embedding: Embedding | None = None
+        self.head: Linear | None = None
+        self.positions: Embedding | None = None
+        self.inputs: PerLayerEmbeddings | None = None
+        self.norm: RMSNorm | LayerNorm | None = None
         # The largest weights are loaded first, while there is most memory for what converts them.
-        table = StoredRows({"model.embed_tokens": config.vocab_size})
-        self.embedding = Embedding(table, config.hidden_size, "embedding")
-        self.head = Linear(
-            config.hidden_size, StoredRows({"lm_head": config.vocab_size}), bias=False, role="head"
-        )
-        self.positions = None
-        if config.learned_positions:
+        if part.is_first or (part.is_last and config.tie_word_embeddings):
+            table = StoredRows({"model.embed_tokens": config.vocab_size})
+            self.embedding = Embedding(table, config.hidden_size, "embedding", kernels, part.shard)
+        if part.is_last:
+            head = StoredRows({"lm_head": config.vocab_size})
+            if not part.shard.is_whole:
+                head = head.take(part.shard.tokens(config.vocab_size))
+            self.head = Linear(config.hidden_size, head, bias=False, role="head")
+        if part.is_first and config.learned_positions:
             table = StoredRows({"model.embed_positions": config.max_position_embeddings})
-            self.positions = Embedding(table, config.hidden_size, "table")
-        self.inputs = PerLayerEmbeddings(config, kernels) if config.layer_inputs else None
+            self.positions = Embedding(table, config.hidden_size, "table", kernels)
+        if part.is_first and config.layer_inputs:
+            self.inputs = PerLayerEmbeddings(config, kernels, part.shard)
         tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in config.ropes)
         self.rotary = cast(Sequence[RotaryEmbedding], tables)
         layers = nn.ModuleList(
-            (ParallelLayer if spec.parallel else DecoderLayer)(config, i, kernels)
-            for i, spec in enumerate(config.layers)
+            (ParallelLayer if config.layers[i].parallel else DecoderLayer)(config, i, kernels, part)
+            for i in part.layers
         )
         self.layers = cast(Sequence[DecoderLayer], layers)
         # Later layers read earlier layers' K and V, so they run for output rows only.
-        self.last_kv = max(i for i, spec in enumerate(config.layers) if spec.attention.has_kv)
-        self.norm = new_norm(config.residual_norm, config.hidden_size, kernels, "model.norm")
+        last_kv = max(i for i, spec in enumerate(config.layers) if spec.attention.has_kv)
+        self.last_kv = last_kv - part.layers.start  # within `layers`, if it is the last part
+        if part.is_last:
+            assert self.last_kv >= 0, "a part has layers whose K and V another one has"
+            self.norm = new_norm(config.residual_norm, config.hidden_size, kernels, "model.norm")
         # The residual is kept divided by the multiplier of what is added to it: see residual_eps.
-        multiplier = torch.tensor(
-            config.embedding_multiplier, dtype=self.embedding.weight.dtype, device="cpu"
-        )
+        multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype, device="cpu")
         self.embedding_factor = float(multiplier) / config.residual_multiplier
-        if config.tie_word_embeddings:
+        if self.head is not None and config.tie_word_embeddings:
             del self.head.weight  # the head shares the embedding's form
 
-    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Tensor:
         """Compute the batch's new tokens, and write their K and V into the cache.
+
+        stream: from the part before; None: this is the first.
 
         Returns [num_output_rows, hidden_size]: the hidden states of `batch.output_rows` after the final norm.
         """
-        return self.attend_last(self.compute_kv(batch, kv_cache), batch, kv_cache)
+        return self.attend_last(self.compute_kv(batch, kv_cache, stream), batch, kv_cache)
 
-    def compute_kv(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
+    def compute_part(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Stream:
+        """Run all layers of a part that is not the last.
+
+        Returns what the next part goes on with, and the inputs of these layers besides those of the next.
+        """
+        stream, rows = self._begin(batch, stream)
+        hidden = self._run_layers(len(self.layers), stream, rows, batch, kv_cache)
+        return stream._replace(hidden=hidden)
+
+    def compute_kv(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> tuple[Tensor, ...]:
         """Run the model up to the last K and V, which is all that later tokens need.
 
         Returns the queries of the last layer with K and V of its own [num_tokens, num_heads, head_dim], the
         residual [num_tokens, hidden_size], and the inputs of layers, if there are any.
         """
-        residual: Tensor = self.embedding(batch.token_ids)
-        if self.embedding_factor != 1.0:
-            self.kernels.scale_and_cap(residual, self.embedding_factor)
-        inputs = self.inputs(batch.token_ids, residual) if self.inputs is not None else None
-        rows = TokenRows([rotary(batch) for rotary in self.rotary], inputs)
-        # Added to the embeddings by the first norm.
-        hidden: Tensor | None = None if self.positions is None else self.positions(batch.positions)
-        for layer in islice(self.layers, self.last_kv):
-            query = layer.project(hidden, residual, rows, batch, kv_cache)
-            hidden = layer.attend(query, residual, rows, batch.queries, kv_cache)
+        stream, rows = self._begin(batch, stream)
+        residual, _, inputs = stream
+        hidden = self._run_layers(self.last_kv, stream, rows, batch, kv_cache)
         query = self.layers[self.last_kv].project(hidden, residual, rows, batch, kv_cache)
         return (query, residual) if inputs is None else (query, residual, inputs)
+
+    def _begin(self, batch: Batch, stream: Stream | None) -> tuple[Stream, TokenRows]:
+        """Return the stream at the first layer, by default that of the tokens, and what layers get of it."""
+        if stream is None:
+            assert self.embedding is not None, "only the first part makes a stream of tokens"
+            residual: Tensor = self.embedding(batch.token_ids)
+            if self.embedding_factor != 1.0:
+                self.kernels.scale_and_cap(residual, self.embedding_factor)
+            inputs = self.inputs(batch.token_ids, residual) if self.inputs is not None else None
+            stream = Stream(residual, None, inputs)
+        rows = TokenRows([rotary(batch) for rotary in self.rotary], stream.inputs)
+        if self.positions is not None:  # added to the embeddings by the first norm
+            stream = stream._replace(hidden=self.positions(batch.positions))
+        return stream, rows
+
+    def _run_layers(
+        self, num_layers: int, stream: Stream, rows: TokenRows, batch: Batch, kv_cache: KVCache
+    ) -> Tensor | None:
+        """Run the first layers. Return what is left to add to the residual."""
+        residual, hidden, _ = stream
+        for layer in islice(self.layers, num_layers):
+            query = layer.project(hidden, residual, rows, batch, kv_cache)
+            hidden = layer.attend(query, residual, rows, batch.queries, kv_cache)
+        return hidden
 
     def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:
         """Run what remains after `compute_kv`, for `batch.output_rows` only: few tokens of most prompts."""
@@ -212,11 +257,14 @@ class Decoder(nn.Module):
         for layer in readers:
             query = layer.project(hidden, residual, rows, batch, kv_cache)
             hidden = layer.attend(query, residual, rows, queries, kv_cache)
+        assert self.norm is not None, "only the last part has the final norm"
         return add_and_norm(hidden, residual, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden_size], from `forward` -> f32[n, vocab_size]
-        """Apply the output head."""
-        logits: Tensor = self.head(hidden).float()
+        """Apply the output head. Only the first shard has all logits; what others return is of no use."""
+        assert self.head is not None, "only the last part has a head"
+        own: Tensor = self.head(hidden)
+        logits = collect_logits(own, self.part.shard, self.config.vocab_size).float()
         if self.config.logits_divisor != 1.0 or self.config.logits_softcap is not None:
             self.kernels.scale_and_cap(logits, 1 / self.config.logits_divisor, self.config.logits_softcap)
         return logits
@@ -240,7 +288,7 @@ class Decoder(nn.Module):
             module.load(loader)
         for layer in self.layers:
             layer.finish_loading()
-        if self.config.tie_word_embeddings:
+        if self.head is not None and self.embedding is not None and self.config.tie_word_embeddings:
             self.head.form = self.embedding.form
 
     def prepare(self, num_positions: int) -> None:
@@ -256,5 +304,5 @@ class Decoder(nn.Module):
             return "torch computes the angles of its rotary embedding in each step"
         linear = [module for module in self.modules() if isinstance(module, Linear)]
         if not all(module.form.is_recordable for module in linear):
-            return f"torch computes a part of its linear layers in {self.norm.weight.dtype}"
+            return f"torch computes a part of its linear layers in {self.dtype}"
         return None

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..kernels.backend import Kernels
 from .batch import Batch
 from .cache.kv_cache import KVCache
+from .stream import Stream
 from .weights.loading import Loadable, Loader, StoredWeights
 
 
@@ -36,13 +37,18 @@ class Model(Protocol):
     def obstacle_to_recording(self) -> str | None:
         """What keeps the launches of a step from being recorded; None: they can be. Known after `prepare`."""
 
-    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Tensor:
         """Compute the batch's new tokens, and write their K and V into the cache.
+
+        stream: what the part before hands on; None: the model is whole.
 
         Returns [num_output_rows, hidden_size]: the final hidden states of `batch.output_rows`.
         """
 
-    def compute_kv(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
+    def compute_part(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Stream:
+        """Compute the new tokens in a part that is not the last. Return what it hands on."""
+
+    def compute_kv(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> tuple[Tensor, ...]:
         """Write the K and V of all layers. Return what `attend_last` needs, with a row for each token."""
 
     def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:

@@ -78,6 +78,8 @@ def model_sizes(sizes: Sizes, device: torch.device, directory: Path, kernels: Ke
 
     device: where the weights would be. It need not be here.
     """
+    if sizes.part is not None:  # other processes need not be there, nor plan the same
+        sizes = replace(sizes, part=sizes.part.apart)
     model_config = sizes.model.for_context(sizes.max_model_len)
     by_part = Counter[str]()
     in_files = Counter[str]()
@@ -248,7 +250,11 @@ def _activation_bytes(sizes: Sizes, kernels: Kernels) -> int:
         attention = layer.attention
         qkv = attention.num_heads * attention.kv.key_dim + sum(attention.kv.part_sizes)
         inner = layer.feed_forward.size * (3 if layer.feed_forward.gated else 1)
-        widest = max(widest, 4 * model.hidden_size + 2 * qkv + inner)
+        own = 4 * model.hidden_size + (2 * qkv + inner) // sizes.shard.count
+        gathered = 0
+        if not sizes.shard.is_whole:
+            gathered = attention.num_heads * attention.kv.value_dim + layer.feed_forward.size
+        widest = max(widest, own + gathered)
     angles = 4 * sum(head_dim for _, head_dim in model.ropes)
     layers = sum(lengths) * (widest * element + angles)
     logits = len(lengths) * model.vocab_size * 4 * 2

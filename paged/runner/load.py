@@ -116,13 +116,15 @@ def open_model(
             tied=model_config.tie_word_embeddings,
             in_panels=weights_in_panels(config, kernels, device, dtype),
             has_coded_linear=kernels.has_coded_linear,
+            num_shards=sizes.shard.count,
         )
         with torch.device("meta"), _default_dtype(dtype):
-            model = Decoder(model_config, kernels)
+            whole = Decoder(model_config, kernels)
+            model = whole if sizes.part is None else Decoder(model_config, kernels, sizes.part)
         if config.quantization == "int4":
-            require_whole_groups(model)
+            require_whole_groups(whole)
         # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
-        check_weights(model.loadables(), sources, names, directory, recognizers)
+        check_weights(whole.loadables(), sources, names, directory, recognizers)
         yield model, Loader(sources, forms, device, recognizers, kv_scales.by_layer)
 
 

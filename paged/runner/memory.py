@@ -107,13 +107,13 @@ def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) ->
 def new_kv_cache(sizes: Sizes, device: torch.device, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
     """Allocate a KV cache. Raises ConfigError if memory is short."""
     dtype: torch.dtype = getattr(torch, sizes.kv_dtype)
+    common = num_blocks, sizes.block_size, dtype, device, num_host_blocks
     try:
         draft = None
         if sizes.draft is not None:
             own = sizes.draft
-            common = num_blocks, sizes.block_size, dtype, device, num_host_blocks
             draft = KVCache(own.model, *common, layout=own.layout)
-        return KVCache(sizes.model, num_blocks, sizes.block_size, dtype, device, num_host_blocks, draft=draft)
+        return KVCache(sizes.model, *common, layout=sizes.layout, draft=draft)
     except RuntimeError as error:  # torch has no narrower one for a CPU
         size = sizes.block_bytes / 2**30
         host = f" with {num_host_blocks * size:,.1f} GiB on the host" if num_host_blocks else ""
@@ -133,10 +133,9 @@ def largest_step(sizes: Sizes) -> list[int]:
 
 def max_partial_bytes(sizes: Sizes, kernels: Kernels) -> int:
     """Return the most bytes that partial results of split decodes take; the measured step has few."""
-    model = sizes.model
     max_rows = 2 * sizes.config.max_num_seqs  # the last layers may attend twice for a sequence
-    widest = max(shape.value_dim for shape in model.kv_shapes)
-    return kernels.partial_bytes(max_rows, sizes.max_model_len, model.num_heads, widest)
+    widest = max(shape.value_dim for shape in sizes.model.kv_shapes)
+    return kernels.partial_bytes(max_rows, sizes.max_model_len, sizes.num_heads, widest)
 
 
 def _cgroup_free_bytes() -> float:

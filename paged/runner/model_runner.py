@@ -3,45 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ..blocks.manager import widest_of
 from ..config import EngineConfig
-from ..device.devices import resolve_device, resolve_dtype, sum_in_float32, target_of
-from ..device.threads import set_threads
-from ..device.transfers import Download, Sent, Transfers
-from ..errors import ConfigError
+from ..device.devices import failure_of
+from ..device.transfers import Download
+from ..errors import EngineDeadError, dead_engine
 from ..kernels.checks import TrustedContents
 from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
 from ..model.config import ModelConfig
+from ..model.part import ModelPart
 from ..sampling.reporter import Reporter, StepReports
 from ..sampling.sampler import Draw, Sampler
-from ..sampling.seats import SamplingSeats
+from ..sampling.seats import DraftRow, SamplingSeat, SamplingSeats
 from ..sampling.structured_outputs import GrammarMasks
 from ..scheduler.schedule import Schedule, StepOutput
 from ..speculative_config import SpeculativeConfig
-from .draft_model import DraftCheckpoint, DraftModel, with_draft
-from .footprint import Footprint, Memory, require_room, shortage
-from .load import load_model
-from .memory import new_kv_cache, num_blocks_that_fit
-from .passes import compute, new_batches, new_graphs
+from .draft_model import DraftCheckpoint, DraftModel
+from .executor import PendingStep
+from .part_runner import PartRunner, Peers
+from .passes import compute
 from .plan import Planner, StepPlan
-from .sizes import Sizes
-
-if TYPE_CHECKING:
-    from .step_graphs import StepGraphs  # needs numba
 
 
-class ModelRunner:
-    """Owner of all device memory: the weights, and the KV cache, which takes what they leave.
+class ModelRunner(PartRunner):
+    """The `Executor` of one process: a whole model, its KV cache and its sampler.
 
     Raises ConfigError where the options do not fit this machine.
     """
@@ -52,65 +43,35 @@ class ModelRunner:
         model_config: ModelConfig,
         directory: Path,
         draft: DraftCheckpoint | None = None,
+        part: ModelPart | None = None,
+        num_in_flight: int = 1,
+        peers: Peers | None = None,
     ) -> None:
-        self.config = config
-        self.device = resolve_device(config.device)
-        on_gpu = self.device.type == "cuda"
-        self._on_device = torch.cuda.device(self.device) if on_gpu else nullcontext()
-        self.num_threads: int | None = None  # on a GPU: torch's own default
-        if on_gpu:
-            sum_in_float32()
-        if not on_gpu or config.num_threads is not None:
-            self.num_threads = set_threads(self, config.num_threads)
-        dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
-        sizes = Sizes(config, model_config, self.device.type, dtype, target_of(self.device))
-        if draft is not None:
-            sizes = with_draft(sizes, self.device, draft)
-        self.sizes = sizes
-        model_config = self.model_config = model_config.for_context(self.sizes.max_model_len)
-        self.dtype: torch.dtype = getattr(torch, dtype)
-        self.kv_dtype: torch.dtype = getattr(torch, self.sizes.kv_dtype)
-        require_room(self.sizes, self.device, directory)
-        self.model = load_model(self.sizes, model_config, self.device, directory)
-        kernels = self.model.kernels
+        super().__init__(config, model_config, directory, draft, part, num_in_flight, peers)
+        self._sample_here()
+        self.allocate(directory, self.run_in_other_cache)
+        if self.draft_model is not None:
+            self.draft_model.prepare(self.kv_cache.num_blocks)
+            self.draft_model.kv_cache = self.kv_cache.draft
+
+    def _sample_here(self) -> None:
+        """Make what plans steps and samples, for a part with the head."""
+        config = self.config
+        model_config = self.model_config
         self.draft_model = self._new_draft_model()
-        self.graphs: StepGraphs | None = None
-        self.transfers = Transfers(self.device)
         self.planner = Planner(
             self.sizes.block_size,
             len(model_config.layer_groups),
             with_prompt_lens=model_config.rope.type == "dynamic",
             with_lens=model_config.long_context is not None,
+            with_last_tokens=self.sizes.part is not None,
         )
-        self.batches = new_batches(self.sizes, model_config, self.model, self.device)
         self.sampling_seats = SamplingSeats()
-        self.sampler = self._new_sampler()
-        self.reporter = Reporter(self.model.logits, model_config.vocab_size, kernels)
-        if on_gpu:
+        self.sampler = self.new_sampler()
+        self.reporter = Reporter(self.model.logits, model_config.vocab_size, self.model.kernels)
+        if self.device.type == "cuda":
             # No more logits at once than in the step by which memory was measured.
             self.reporter.max_rows = min(self.reporter.max_rows, config.max_num_seqs)
-        with self._explaining_shortage(directory):
-            num_blocks = config.num_blocks or num_blocks_that_fit(
-                self.sizes, self.device, kernels, self.run_in_other_cache
-            )
-            self.model.prepare(self.sizes.num_tabulated_positions(num_blocks))
-            self.graphs = new_graphs(self.sizes, self.model)
-            self.kv_cache = new_kv_cache(self.sizes, self.device, num_blocks, self.sizes.num_host_blocks)
-        if self.draft_model is not None:
-            self.draft_model.prepare(num_blocks)
-            self.draft_model.kv_cache = self.kv_cache.draft
-
-    @contextmanager
-    def _explaining_shortage(self, directory: Path) -> Iterator[None]:
-        """Add the figures of the engine, and what would fit, to the error of one that does not."""
-        try:
-            yield
-        except ConfigError as error:
-            kernels = self.model.kernels
-            footprint = Footprint.of(self.sizes, Memory.of(self.device), self.device, directory, kernels)
-            memory = Memory.of(self.device, footprint.weight_bytes)
-            footprint = replace(footprint, memory=memory)
-            raise ConfigError(f"{error}; {shortage(footprint)}") from error
 
     def describe(self) -> str:
         """Return dtype, device, threads and attention backend as one phrase."""
@@ -150,47 +111,54 @@ class ModelRunner:
             self.sampling_seats.change(schedule.vacated, schedule.newcomers)
         return self.planner.plan(schedule)
 
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """Have the device compute a step, without waiting for it."""
+        return self.run(plan, self.rows_of(plan))
+
+    def rows_of(self, plan: StepPlan) -> Sequence[SamplingSeat | DraftRow]:
+        """Give the sampler the new tokens of a step. Return what it knows of each row that is sampled."""
+        computed = plan.computed
+        seats = self.sampling_seats
+        for tokens_of_seat in plan.sampled.new_tokens:
+            seats.add_tokens(*tokens_of_seat)
+        if computed.num_drafting:
+            return seats.with_drafts(computed.sampled_seats)
+        return seats.at(computed.sampled_seats)
+
+    def run(self, plan: StepPlan, rows: Sequence[SamplingSeat | DraftRow]) -> Pending:
+        """Compute a step and sample from these rows."""
         # Without inference_mode: no parameter requires a gradient, so it would only cost its 40 µs.
         # Triton launches on torch's current GPU, which may be another one.
         # The scheduler's blocks and slots are right, as its invariants say.
         with self._on_device, TrustedContents():
             try:
-                return self._launch(plan)
+                return self._run(plan, rows)
             except BaseException:
                 self.sampler.forget()
                 raise
 
-    def _launch(self, plan: StepPlan) -> Pending:
+    def _run(self, plan: StepPlan, rows: Sequence[SamplingSeat | DraftRow]) -> Pending:
         computed = plan.computed
         upload = self.transfers.new_upload()
         download = self.transfers.new_download()
-        out, back, copies = (
-            upload.put(pairs, torch.int64) if pairs else None
-            for pairs in (computed.swap_out, computed.swap_in, computed.copies)
-        )
+        moves = self.send_moves(computed, upload)
         if not computed.seats:
             upload.send()
-            self._move_blocks(out, back, copies)
+            self._move_blocks(*moves)
             return Pending(self)
         # Everything is put into the upload before it is sent.
         step = self.batches.put(computed, upload)
-        for tokens_of_seat in plan.sampled.new_tokens:
-            self.sampling_seats.add_tokens(*tokens_of_seat)
-        seats = self.sampling_seats
-        rows = (seats.with_drafts if computed.num_drafting else seats.at)(computed.sampled_seats)
         draw = self.sampler.prepare(rows, computed.positions, upload)
         reports = None
         if computed.asked:
             reports = self.reporter.prepare(computed.asked, plan.sampled.reports, upload)
         upload.send()
-        self._move_blocks(out, back, copies)
+        self._move_blocks(*moves)
         batch = self.batches.batch(step)
         masks = draw.start_masks()
         logits, best, hidden = self.compute(batch)
         tokens = draw.run(logits, download, masks, best)
-        if tokens is not None:
+        if tokens is not None and not self.planner.with_last_tokens:
             self.batches.record(step, tokens)
         if reports is not None and hidden is not None:
             reports.run(hidden, download)
@@ -205,6 +173,36 @@ class ModelRunner:
         """
         return compute(self.model, self.graphs, batch, self.kv_cache)
 
+    def discard(self) -> None:
+        """Give up the steps in flight: their results are not taken."""
+        self.sampler.forget()
+
+    # What concerns other processes of the model, of which there are none
+
+    def check(self) -> None:
+        """Do nothing."""
+
+    def recover(self, error: BaseException) -> EngineDeadError | None:
+        """Return why no step can run any more after one has raised: the GPU has failed."""
+        # Ctrl-C must not wait for a GPU that may never answer.
+        if not isinstance(error, Exception) or (failure := failure_of(self.device)) is None:
+            return None
+        reason = str(failure).partition("\n")[0]
+        return dead_engine(
+            f"{self.device} has failed: {reason}; it can only be used again in a new process", error
+        )
+
+    def watch(self, on_loss: Callable[[], object]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    @property
+    def rank_stats(self) -> tuple[int, float]:
+        """How many processes were replaced, and the seconds that steps waited for others: 0."""
+        return 0, 0.0
+
     def run_in_other_cache(self, schedule: Schedule, kv_cache: KVCache) -> None:
         """Run one step of both models in this KV cache, and keep none of the memory that it took."""
         self.kv_cache = kv_cache
@@ -213,7 +211,7 @@ class ModelRunner:
             self.draft_model.rehearse(schedule, kv_cache.draft)
             self.draft_model.kv_cache = None
         del self.kv_cache
-        self.sampler = self._new_sampler()
+        self.sampler = self.new_sampler()
 
     def _new_draft_model(self) -> DraftModel | None:
         speculation = SpeculativeConfig.of(self.config.speculative_config)
@@ -227,21 +225,11 @@ class ModelRunner:
             group=widest_of([group.window for group in self.sizes.layout.groups]),
         )
 
-    def _new_sampler(self) -> Sampler:
+    def new_sampler(self) -> Sampler:
+        """Return a sampler that knows of no request."""
         return Sampler(
             self.model.kernels, self.model_config.vocab_size, self.device, self.config.max_num_seqs
         )
-
-    def _move_blocks(self, out: Sent | None, back: Sent | None, copies: Sent | None) -> None:
-        """Swap blocks out, swap others in, and copy blocks, by pairs that were sent."""
-        kernels = self.model.kernels
-        cache = self.kv_cache
-        if out is not None:
-            cache.swap_out(out.tensor, kernels)
-        if back is not None:
-            cache.swap_in(back.tensor, kernels)
-        if copies is not None:
-            cache.copy_blocks(copies.tensor, kernels)
 
 
 class Pending:

@@ -13,6 +13,7 @@ from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
 from ..model.config import ModelConfig
 from ..model.model import Model
+from ..model.stream import Stream, tensors_of
 from .batches.batches import Batches
 from .batches.host import HostBatches
 from .sizes import Sizes
@@ -23,10 +24,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def new_batches(sizes: Sizes, config: ModelConfig, model: Model, device: torch.device) -> Batches[Any]:
+def new_batches(
+    sizes: Sizes, config: ModelConfig, model: Model, device: torch.device, num_in_flight: int = 1
+) -> Batches[Any]:
     """Return what makes a model's batches.
 
     config: that of the sizes, `for_context`.
+    num_in_flight: the most steps that are in flight.
     """
     options: dict[str, Any] = {
         "num_groups": len(sizes.layout.groups),
@@ -36,7 +40,7 @@ def new_batches(sizes: Sizes, config: ModelConfig, model: Model, device: torch.d
     }
     unpack_step = model.kernels.unpack_step
     if unpack_step is None:
-        return HostBatches(sizes.block_size, device, **options)
+        return HostBatches(sizes.block_size, device, num_kept=num_in_flight, **options)
     from .batches.seats import SeatedBatches
 
     return SeatedBatches(unpack_step, sizes.block_size, device, max_model_len=sizes.max_model_len, **options)
@@ -48,9 +52,8 @@ def new_graphs(sizes: Sizes, model: Model) -> StepGraphs | None:
     step_recorder = model.kernels.step_recorder
     if step_recorder is None or sizes.config.enforce_eager or in_debug_mode():
         return None
-    num_kv_heads = [
-        {sizes.model.kv_shapes[layer].num_kv_heads for layer in group.layers} for group in sizes.layout.groups
-    ]
+    layout = sizes.layout
+    num_kv_heads = [{layout.shapes[layer].num_kv_heads for layer in group.layers} for group in layout.groups]
     obstacle = model.obstacle_to_recording
     if any(len(each) > 1 for each in num_kv_heads):
         obstacle = "layers of a draft model with other numbers of KV heads share a block table"
@@ -62,30 +65,53 @@ def new_graphs(sizes: Sizes, model: Model) -> StepGraphs | None:
         return None
     from .step_graphs import StepGraphs
 
-    return StepGraphs(step_recorder(sizes.model.num_heads, [next(iter(each)) for each in num_kv_heads]))
+    return StepGraphs(step_recorder(sizes.num_heads, [next(iter(each)) for each in num_kv_heads]))
 
 
 def compute(
-    model: Model, graphs: StepGraphs | None, batch: Batch, kv_cache: KVCache
+    model: Model, graphs: StepGraphs | None, batch: Batch, kv_cache: KVCache, stream: Stream | None = None
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
-    """Run a model on a batch.
+    """Run a model, or its last part, on a batch.
+
+    stream: from the part before, if there is one.
 
     Returns the logits to sample from; each row's greedy token and its logit, if a recorded step has computed
     them; and the hidden states that reports ask for, if any.
     """
+    given = tensors_of(stream)
     if graphs is None:
-        hidden = model.forward(batch, kv_cache)
+        hidden = model.forward(batch, kv_cache, stream)
     elif batch.is_decode and batch.num_tokens <= graphs.max_decodes:
 
         def next_logits(batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
-            logits = model.logits(model.forward(batch, kv_cache))
+            logits = model.logits(model.forward(batch, kv_cache, stream))
             return logits, *model.kernels.greedy(logits)
 
-        logits, tokens, highest = graphs.run(next_logits, batch, kv_cache)
+        logits, tokens, highest = graphs.run(next_logits, batch, kv_cache, given)
         return logits, (tokens, highest), None
     else:  # record only the part whose shapes do not depend on the number of output rows
-        state = graphs.run(model.compute_kv, batch, kv_cache)
+
+        def last_queries(batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
+            return model.compute_kv(batch, kv_cache, stream)
+
+        state = graphs.run(last_queries, batch, kv_cache, given)
         hidden = model.attend_last(state, batch, kv_cache)
     num_logits = batch.num_logits
     logits = model.logits(hidden[:num_logits]) if num_logits else hidden
     return logits, None, hidden[num_logits:] if batch.num_output_rows > num_logits else None
+
+
+def compute_part(
+    model: Model, graphs: StepGraphs | None, batch: Batch, kv_cache: KVCache, stream: Stream | None
+) -> tuple[Tensor, ...]:
+    """Run a part of a model that is not the last. Return the tensors of the stream behind it.
+
+    They may be in memory that the next step overwrites.
+    """
+
+    def tensors(batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
+        return tensors_of(model.compute_part(batch, kv_cache, stream))
+
+    if graphs is None:
+        return tensors(batch, kv_cache)
+    return graphs.run(tensors, batch, kv_cache, tensors_of(stream))

@@ -37,7 +37,8 @@ class ComputedPart:
     those that decode with drafts: each draws a token after each of its tokens.
 
     What a seat has already, its last token and its block tables, is not sent again: a decode whose block
-    tables have not grown is a seat, its start, and 1.
+    tables have not grown is a seat, its start, and 1. Where others than the process that draws compute it,
+    it has its last token, too.
 
     swap_out, swap_in, copies: as of a `Schedule`.
     starts, counts: how many tokens of each row are computed before the step, and in it.
@@ -46,6 +47,7 @@ class ComputedPart:
     sampled, sampled_seats: the row from whose last token each token is drawn, and the seat that gets it. With
         drafts they occur as often as the row has tokens.
     asked: the rows that reports on prompts ask for.
+    last_tokens: of the decodes without drafts; none where the seats have them.
     """
 
     swap_out: Sequence[Copy] = ()
@@ -63,6 +65,7 @@ class ComputedPart:
     sampled: list[int] = field(default_factory=list)
     sampled_seats: list[int] = field(default_factory=list)
     asked: Sequence[AskedRows] = ()
+    last_tokens: array[int] = field(default_factory=lambda: array("i"))
 
     @property
     def is_decode(self) -> bool:
@@ -99,7 +102,14 @@ class ComputedPart:
         tuples = (*pairs, self.asked, self.changes)
         flat = (chain.from_iterable(each) for each in tuples)
         return _write(
-            [[self.num_decodes, self.num_drafting], *map(list, flat), *rows, self.tokens, *self.entries]
+            [
+                [self.num_decodes, self.num_drafting],
+                *map(list, flat),
+                *rows,
+                self.last_tokens,
+                self.tokens,
+                *self.entries,
+            ]
         )
 
     @classmethod
@@ -111,7 +121,7 @@ class ComputedPart:
         asked = [AskedRows(*numbers) for numbers in _tuples(next(lists), len(AskedRows._fields))]
         changes = [SeatChange(*numbers) for numbers in _tuples(next(lists), len(SeatChange._fields))]
         seats, starts, counts, rope_lens, sampled, sampled_seats = (next(lists) for _ in range(6))
-        tokens, *entries = (array("i", numbers) for numbers in lists)
+        last_tokens, tokens, *entries = (array("i", numbers) for numbers in lists)
         return cls(
             swap_out=swap_out,
             swap_in=swap_in,
@@ -128,6 +138,7 @@ class ComputedPart:
             sampled=sampled,
             sampled_seats=sampled_seats,
             asked=asked,
+            last_tokens=last_tokens,
         )
 
 
@@ -199,15 +210,23 @@ class Planner:
     """Makes a plan of each schedule, in the order in which the steps are launched.
 
     with_prompt_lens, with_lens: whether rope needs the length of each row's prompt, or of its whole request.
+    with_last_tokens: whether a plan has the last tokens of decodes, for processes that do not draw them.
     """
 
     def __init__(
-        self, block_size: int, num_groups: int, *, with_prompt_lens: bool = False, with_lens: bool = False
+        self,
+        block_size: int,
+        num_groups: int,
+        *,
+        with_prompt_lens: bool = False,
+        with_lens: bool = False,
+        with_last_tokens: bool = False,
     ) -> None:
         self.block_size = block_size
         self.num_groups = num_groups
         self.with_prompt_lens = with_prompt_lens
         self.with_lens = with_lens
+        self.with_last_tokens = with_last_tokens
         self._editing = set[int]()  # the seats whose requests edit their logits
 
     def plan(self, schedule: Schedule) -> StepPlan:
@@ -228,6 +247,9 @@ class Planner:
         )
         if schedule.drafts:
             _draw_after_drafts(schedule, computed)
+        if self.with_last_tokens:
+            decodes = schedule.requests[: computed.num_decodes]
+            computed.last_tokens = array("i", [request.token_ids[-1] for request in decodes])
         if self.with_prompt_lens:
             computed.rope_lens = [request.num_prompt_tokens for request in schedule.requests]
         elif self.with_lens:
@@ -331,7 +353,7 @@ def _report_params(request: Request, rows: AskedRows) -> ReportParams:
 
 def _write(lists: Sequence[Sequence[int]]) -> bytes:
     """Write lists of integers: how many there are, how long each is, then their numbers."""
-    return array("q", [len(lists), *map(len, lists), *chain.from_iterable(lists)]).tobytes()
+    return array("i", [len(lists), *map(len, lists), *chain.from_iterable(lists)]).tobytes()
 
 
 def _tuples(numbers: Sequence[int], size: int) -> Iterator[Any]:
@@ -341,7 +363,7 @@ def _tuples(numbers: Sequence[int], size: int) -> Iterator[Any]:
 
 def _read(data: bytes) -> Iterator[list[int]]:
     """Yield the lists that `_write` has written."""
-    numbers = array("q", data)
+    numbers = array("i", data)
     num_lists = numbers[0]
     start = 1 + num_lists
     for size in numbers[1:start]:

@@ -19,6 +19,7 @@ from ..drafting.lengths import DraftLengths
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.cache.layout import CacheLayout
 from ..model.config import ModelConfig
+from ..model.part import UNDIVIDED, ModelPart, Shard
 from ..scheduler.drafts import Drafts
 from ..scheduler.policies import new_policy
 from ..scheduler.scheduler import Scheduler
@@ -68,6 +69,7 @@ class Sizes:
     host_bytes_per_s: that swapping was measured to reach; None takes an estimate.
     draft: those of the model that drafts tokens, whose K and V lie in the same blocks; see `draft_sizes`.
     is_draft: whether these are of such a model, all of whose layers have one block table.
+    part: what this process computes of the model, if others compute the rest; None: all.
 
     Raises ConfigError for an option that contradicts the model, the device or the dtype, and
     UnsupportedModelError for a dtype that no kernel computes in.
@@ -81,6 +83,7 @@ class Sizes:
     host_bytes_per_s: float | None = None
     draft: Sizes | None = None
     is_draft: bool = False
+    part: ModelPart | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -148,10 +151,21 @@ class Sizes:
         return self.dtype if name == "auto" else FP8_NAMES.get(name, name)
 
     @property
+    def shard(self) -> Shard:
+        """The share of each layer that this process computes."""
+        return UNDIVIDED if self.part is None else self.part.shard
+
+    @property
+    def num_heads(self) -> int:
+        """The most query heads of a layer in this process."""
+        return len(self.shard.share(self.model.num_heads))
+
+    @property
     def layout(self) -> CacheLayout:
         """Where the K and V of each layer lie in a block."""
-        lay_out = CacheLayout.of_draft if self.is_draft else CacheLayout.of
-        return lay_out(self.model, self.block_size)
+        if self.is_draft:
+            return CacheLayout.of_draft(self.model, self.block_size)
+        return CacheLayout.of(self.model, self.block_size, self.part)
 
     @property
     def block_bytes(self) -> int:
@@ -258,10 +272,12 @@ class Sizes:
         manager: BlockManager,
         clock: Callable[[], float] = time.perf_counter,
         draft_model: Drafter | None = None,
+        num_in_flight: int = 1,
     ) -> Scheduler:
         """Make a scheduler that allocates from this block manager.
 
         draft_model: the drafter of a speculative_config with a model.
+        num_in_flight: how many steps are to be in flight at once.
         """
         config = self.config
         scheduler = Scheduler(
@@ -282,6 +298,7 @@ class Sizes:
             clock=clock,
         )
         scheduler.max_queued_tokens = config.max_queued_tokens
+        scheduler.num_in_flight = num_in_flight
         speculation = SpeculativeConfig.of(config.speculative_config)
         if speculation is not None:
             most = speculation.num_speculative_tokens

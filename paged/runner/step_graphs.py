@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,22 +30,31 @@ class StepGraphs:
 
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
-        self._graphs: dict[tuple[object, ...], RecordedStep | None] = {}
+        self._graphs: dict[tuple[object, ...], _Recorded | None] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._last: _Last | None = None
         self._has_said_why = False
 
-    def run(self, compute: Compute, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
+    def run(
+        self, compute: Compute, batch: Batch, kv_cache: KVCache, given: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, ...]:
         """Return compute(batch, kv_cache), in memory that the next step overwrites.
 
         compute: its launches may depend only on the batch's `is_decode` and number of tokens, and on
             attention's plan for the lengths.
+        given: tensors besides the batch's that it reads or changes, and may return. Other steps get others.
         """
         if batch.num_tokens > MOST_TOKENS:
             return compute(batch, kv_cache)
         last = self._last
         where = (torch.get_num_threads(), *(tensor.data_ptr() for tensor in kv_cache.tensors.values()))
-        if last is not None and batch is last.batch and where == last.where and batch.age < last.end:
+        if (
+            last is not None
+            and not given
+            and batch is last.batch
+            and where == last.where
+            and batch.age < last.end
+        ):
             return last.step.replay()
         queries = batch.queries
         plan = self._recorder.plan(queries.seq_lens, queries.cu_seqlens_q)
@@ -53,24 +62,32 @@ class StepGraphs:
         if key in self._graphs:
             graph = self._graphs.pop(key)
         else:  # Record at first use: in a model of some size, one replay already saves more than this takes.
-            graph = self._record(compute, batch, kv_cache)
+            graph = self._record(compute, batch, kv_cache, given)
             if len(self._graphs) == MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
         self._graphs[key] = graph  # now the most recently used
         if graph is None:
             return compute(batch, kv_cache)
-        graph.use(plan, _inputs(batch), queries.block_tables)
-        self._last = _Last(batch, batch.age + plan.num_steps, where, graph)
-        return graph.replay()
+        graph.step.use(plan, [*_inputs(batch), *given], queries.block_tables)
+        self._last = _Last(batch, batch.age + plan.num_steps, where, graph.step)
+        made = iter(graph.step.replay())
+        return tuple(next(made) if place is None else given[place] for place in graph.places)
 
-    def _record(self, compute: Compute, batch: Batch, kv_cache: KVCache) -> RecordedStep | None:
+    def _record(
+        self, compute: Compute, batch: Batch, kv_cache: KVCache, given: Sequence[Tensor]
+    ) -> _Recorded | None:
         """Record a step, or return None if torch computes a part of it or memory is short."""
+        places: list[int | None] = []
+
+        def computed() -> tuple[Tensor, ...]:
+            found = compute(batch, kv_cache)
+            places.extend(next((i for i, own in enumerate(given) if own is each), None) for each in found)
+            return tuple(each for each, place in zip(found, places, strict=True) if place is None)
+
         try:
             # An interrupt between its parts would leave the recorder on, which refuses torch's operations.
             with HeldInterrupts():
-                graph = self._recorder.record(
-                    lambda: compute(batch, kv_cache), _inputs(batch), batch.queries.block_tables
-                )
+                graph = self._recorder.record(computed, [*_inputs(batch), *given], batch.queries.block_tables)
             if graph.num_bytes > len(self._memory):
                 self._graphs.clear()
                 self._memory = self._recorder.new_memory(2 * graph.num_bytes)
@@ -82,7 +99,14 @@ class StepGraphs:
                 )
             return None
         graph.use_memory(self._memory)
-        return graph
+        return _Recorded(graph, places)
+
+
+class _Recorded(NamedTuple):
+    """A recorded step. places: which of the given tensors each result is; None: the replay makes it."""
+
+    step: RecordedStep
+    places: list[int | None]
 
 
 class _Last(NamedTuple):

@@ -33,6 +33,17 @@ class Reporter:
         self.vocab_size = vocab_size
         self.max_rows = max(1, MAX_LOGITS // vocab_size)
 
+    def call_head(
+        self,
+        asked: Sequence[AskedRows],
+        hidden: Tensor,  # as of `StepReports.run`
+    ) -> None:
+        """Call the head as `StepReports.run` does, in a process that reports nothing."""
+        parts = hidden.split_with_sizes([rows.end - rows.start for rows in asked])
+        scored = [part for part, rows in zip(parts, asked, strict=True) if rows.is_scored]
+        for rows in torch.split(torch.cat(scored), self.max_rows) if scored else ():
+            self.head(rows)
+
     def prepare(
         self, asked: Sequence[AskedRows], params: Sequence[ReportParams], upload: Upload
     ) -> StepReports:

@@ -16,12 +16,14 @@ class AskedRows(NamedTuple):
     """The prompt positions [start, end) of requests[row] that a step computes and its report asks for.
 
     offset: the first one's place among the new tokens of the step.
+    is_scored: whether their logits are computed; or their hidden states are summed.
     """
 
     row: int
     start: int
     end: int
     offset: int
+    is_scored: bool = True
 
 
 class RowError(NamedTuple):
@@ -155,7 +157,8 @@ class Schedule:
                 end = min(report.end, first + num_new)
                 assert start >= first, "the prefix cache has skipped a row that is asked for"
                 if start < end:
-                    asked.append(AskedRows(i, start, end, offset + start - first))
+                    is_scored = report.num_top is not None
+                    asked.append(AskedRows(i, start, end, offset + start - first, is_scored))
             offset += num_new
         return asked
 

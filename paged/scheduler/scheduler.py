@@ -81,6 +81,8 @@ class Scheduler:
         self.max_waiting = max_waiting
         self.clock = clock
         self.held_for_s = held_for_s
+        # How many steps are to be in flight at once: the decodes are divided among them.
+        self.num_in_flight = 1
         self.counters = SchedulerCounters()
         self._queue = WaitingQueue(self.policy, block_manager, self.max_chunk, watermark)
         self._running = RunningSet(block_manager, max_num_seqs=max_num_seqs, max_chunk=self.max_chunk)
@@ -162,6 +164,8 @@ class Scheduler:
         prefills: list[Request] = []
         budget = self.max_num_batched_tokens
         running = self.running.copy()
+        if self.num_in_flight > 1:
+            budget = min(budget, self._share_of_decodes())
         scarce = len(self.running) > budget
         for request in running:
             if not request.ready or request.held:  # or in flight, or preempted just now
@@ -189,6 +193,23 @@ class Scheduler:
         schedule.seats = [request.seat for request in requests]
         schedule.sampled_seats = schedule.seats.copy()
         return prefills
+
+    def _share_of_decodes(self) -> int:
+        """Return how many decodes the next step takes at most, so that the steps in flight have equally many.
+
+        Else the first would take all of them, and the next ones had none until it ends.
+        """
+        num_ready = num_computed = 0
+        for request in self.running:
+            if request.held or request.siblings or not request.generates:
+                continue
+            if request.ready:
+                num_ready += request.num_tokens - request.num_computed_tokens == 1
+            else:
+                num_computed += 1
+        num_left = max(1, self.num_in_flight - self.block_manager.pool.num_steps_in_flight)
+        share = min(-(-num_ready // num_left), -(-(num_ready + num_computed) // self.num_in_flight))
+        return max(1, share)
 
     def _schedule_prompts(self, prefills: list[Request], schedule: Schedule) -> list[Request]:
         """Schedule chunks of prompts. Return the requests that need more tokens after the step."""

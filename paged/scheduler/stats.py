@@ -19,6 +19,7 @@ TOTAL_FIELDS = frozenset(
         *("num_prompt_tokens", "num_generated_tokens", "num_drafts", "num_draft_tokens"),
         *("num_accepted_tokens", "num_accepted_at", "draft_seconds_won"),
         *("step_seconds", "step_tokens", "num_restarts", "num_resumed"),
+        *("num_rank_restarts", "exchange_seconds"),
     )
 )
 
@@ -37,6 +38,8 @@ class EngineStats:
     step_seconds, step_tokens: of all steps, by the bounds SECONDS_OF_STEP and TOKENS_OF_STEP of `histogram`.
     num_restarts: how often the process of the engine was replaced.
     num_resumed: requests that went on after the process that had them had ended.
+    num_rank_restarts: how many processes of a model over several were replaced.
+    exchange_seconds: that steps waited for other processes of the model.
     weight_bytes: that the weights take in their files, by what their format is called.
     """
 
@@ -78,12 +81,19 @@ class EngineStats:
     weight_bytes: Mapping[str, int]
     num_restarts: int = 0
     num_resumed: int = 0
+    num_rank_restarts: int = 0
+    exchange_seconds: float = 0.0
 
     def after(self, earlier: EngineStats) -> EngineStats:
         """Return the stats of an engine in the place of an earlier one, whose totals go on."""
         whole = EngineStats.total([earlier, self])
         totals: dict[str, Any] = {name: getattr(whole, name) for name in TOTAL_FIELDS}
         return replace(self, **totals)
+
+    @property
+    def exchange_share(self) -> float:
+        """The share of the time of steps that they waited for other processes of the model."""
+        return self.exchange_seconds / max(self.step_seconds.total, self.exchange_seconds, 1e-9)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -118,8 +128,16 @@ class EngineStats:
         return cls(**{**totals, "block_size": first.block_size, "weight_bytes": weights})
 
     @classmethod
-    def of(cls, scheduler: Scheduler, weight_bytes: Mapping[str, int] | None = None) -> EngineStats:
-        """Collect the figures of a scheduler and its blocks."""
+    def of(
+        cls,
+        scheduler: Scheduler,
+        weight_bytes: Mapping[str, int] | None = None,
+        rank_stats: tuple[int, float] = (0, 0.0),
+    ) -> EngineStats:
+        """Collect the figures of a scheduler and its blocks.
+
+        rank_stats: num_rank_restarts and exchange_seconds.
+        """
         manager = scheduler.block_manager
         counters = scheduler.counters
         pool = manager.pool
@@ -160,6 +178,8 @@ class EngineStats:
             step_seconds=counters.step_seconds.snapshot(),
             step_tokens=counters.step_tokens.snapshot(),
             weight_bytes=weight_bytes or {},
+            num_rank_restarts=rank_stats[0],
+            exchange_seconds=rank_stats[1],
             block_size=manager.block_size,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,

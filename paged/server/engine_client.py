@@ -22,6 +22,7 @@ from ..engine.scoring import ScoreSpec
 from ..errors import ConfigError, RequestError
 from ..model.hf_config import read_config
 from ..model.hub import resolve
+from ..ranks.place import Torchrun
 from ..routing.router import new_router
 from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats
@@ -59,7 +60,8 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
     log_format: of the lines that the processes write to stderr, "text" or "json".
 
     resume: let requests go on when their process ends; without it they fail with EngineDeadError.
-    max_restarts: of one engine within ten minutes. After that all requests fail with EngineDeadError.
+    max_restarts: of one engine within ten minutes, those of rank_restarts included. After that all requests
+        fail with EngineDeadError.
     step_timeout: seconds after which a process whose step does not end is taken for one that hangs.
 
     Raises ConfigError, CheckpointError or UnsupportedModelError, as `LLMEngine` does, and EngineDeadError if
@@ -84,6 +86,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         check_int(ConfigError, "replicas", replicas, 1, 1024)
         self.config = config = EngineConfig(model, **options)
         new_router(router, 16)  # before anything starts
+        terms = _terms_of_ranks(config, terms, replicas)
         directory = resolve(config.model, config.revision)  # downloaded once, for all processes
         model_config = read_config(directory)
         sent = {"model": model, **_sendable_options(config, options, replicas)}
@@ -278,6 +281,26 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
 show_arguments_of(EngineConfig, EngineClient.__init__)
 
 
+def _terms_of_ranks(config: EngineConfig, terms: RestartTerms, replicas: int) -> RestartTerms:
+    """Return the terms for engines of a model over several processes.
+
+    Raises ConfigError for options that contradict each other, RankError for those that contradict torchrun.
+    """
+    if config.num_ranks == 1:
+        return terms
+    if config.rank_timeout_s >= terms.step_timeout:
+        raise ConfigError(
+            f"rank_timeout_s {config.rank_timeout_s:g} must be less than step_timeout "
+            f"{terms.step_timeout:g}: a process of the model that hangs is found before the whole engine is "
+            "replaced"
+        )
+    if Torchrun.of(config) is None:
+        return terms
+    if replicas > 1:
+        raise ConfigError(f"torchrun starts the processes of one engine, got replicas {replicas}")
+    return replace(terms, max_restarts=0)  # torchrun starts all anew
+
+
 def _sendable_options(config: EngineConfig, options: dict[str, Any], replicas: int) -> dict[str, Any]:
     """Return options of an engine as plain values. Raises ConfigError for what cannot be sent."""
     if not isinstance(config.scheduling_policy, str):
@@ -285,8 +308,9 @@ def _sendable_options(config: EngineConfig, options: dict[str, Any], replicas: i
         raise ConfigError(f"scheduling_policy of an engine in another process must be a name, got {policy}")
     # With device "auto" each process finds out, as does one on another system than Linux.
     is_shared = replicas > 1 and config.device == "cpu" and sys.platform == "linux"
-    if is_shared and replicas > (cores := len(os.sched_getaffinity(0))):
-        raise ConfigError(f"{replicas} replicas need as many CPU cores; there are {cores}")
+    num_processes = replicas * config.num_ranks
+    if is_shared and num_processes > (cores := len(os.sched_getaffinity(0))):
+        raise ConfigError(f"{replicas} replicas need {num_processes} CPU cores; there are {cores}")
     if replicas > 1 and ":" in config.device:
         raise ConfigError(f"{replicas} replicas have a GPU each; give device 'cuda', got {config.device!r}")
     sent = dict(options)

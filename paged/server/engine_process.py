@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from ..config import EngineConfig
 from ..engine.async_base import Deadline, is_compiled_quickly
 from ..engine.engine import LLMEngine
 from ..engine.loop import EngineLoop, Recipient
@@ -394,7 +395,7 @@ def check_affinity() -> None:
 
 
 def take_share(start: frames.Start) -> None:
-    """Restrict this process to its own GPU, or to its share of the cores.
+    """Restrict this process, and those of its model, to their own GPUs, or to their share of the cores.
 
     Raises ConfigError if there are fewer than processes.
     """
@@ -403,19 +404,25 @@ def take_share(start: frames.Start) -> None:
     import torch
 
     options = start.options
+    num_ranks = EngineConfig(**options).num_ranks
+    num_processes = start.num_replicas * num_ranks
     num_gpus = 0 if options.get("device") == "cpu" else torch.cuda.device_count()  # does not start CUDA
     if not num_gpus:
         check_affinity()
     cores = [] if num_gpus else sorted(os.sched_getaffinity(0))
     count, what = (num_gpus, "GPUs") if num_gpus else (len(cores), "CPU cores")
-    if count < start.num_replicas:
-        raise ConfigError(f"{start.num_replicas} replicas need as many {what}; there are {count}")
+    if count < num_processes:
+        of_each = f" of {num_ranks} processes each" if num_ranks > 1 else ""
+        raise ConfigError(
+            f"{start.num_replicas} replicas{of_each} need {num_processes} {what}; there are {count}"
+        )
     if num_gpus:
         # Read when CUDA or ROCm starts.
         name = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
         listed = os.environ.get(name) or os.environ.get("CUDA_VISIBLE_DEVICES", "")
         shown = [each for each in listed.split(",") if each]
-        os.environ[name] = (shown or [*map(str, range(num_gpus))])[start.replica]
+        gpus = shown or [*map(str, range(num_gpus))]
+        os.environ[name] = ",".join(gpus[start.replica * num_ranks : (start.replica + 1) * num_ranks])
         return
     size = len(cores) // start.num_replicas
     os.sched_setaffinity(0, cores[start.replica * size : (start.replica + 1) * size])

@@ -41,7 +41,8 @@ class SupervisedEngine:
         self.error: EngineDeadError | None = None
         self.num_resumed = 0
         self._num_restarts = 0
-        self._restarts: deque[float] = deque()  # times of the last ones
+        self._restarts: deque[float] = deque()  # times of the last ones, and of those of `count_ranks`
+        self._num_rank_restarts = 0  # of the newest process that are counted
         self._first: frames.Ready | None = None
         self._start_s = 0.0  # that the first start took
         self._down_since: float | None = None
@@ -76,6 +77,7 @@ class SupervisedEngine:
 
     def on_death(self) -> None:
         """Keep the totals of the process, which has ended."""
+        self.count_ranks()
         self._earlier = self._counted(self.connection.stats)
         self.is_up = False
         self._down_since = time.monotonic()
@@ -86,10 +88,17 @@ class SupervisedEngine:
             self._restarts.popleft()
         return len(self._restarts) < most
 
+    def count_ranks(self) -> None:
+        """Count the processes of the model that its process has replaced by itself as restarts, too."""
+        num = self.connection.stats.num_rank_restarts
+        self._restarts += [time.monotonic()] * (num - self._num_rank_restarts)
+        self._num_rank_restarts = num
+
     def begin_restart(self) -> EngineConnection:
         """Start another process in place of the one that has ended."""
         self._restarts.append(time.monotonic())
         self._num_restarts += 1
+        self._num_rank_restarts = 0
         self.connection = EngineConnection(self._start, self._owner)
         return self.connection
 

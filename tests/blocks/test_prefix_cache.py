@@ -288,23 +288,18 @@ def test_load_that_breaks_off_leaves_nothing_that_was_not_written(
     engine, saved, monkeypatch, num_written, expected
 ):
     engine.reset_prefix_cache()
-    tensors, writes = engine.runner.kv_cache.tensors, 0
-    kv = tensors["kv"].fill_(float("nan"))
+    engine.runner.kv_cache.tensors["kv"].fill_(float("nan"))
+    writes, write_block = 0, engine.runner.write_block
 
-    class Breaking:
-        """A tensor whose writes fail after a while."""
-
-        shape, dtype, device = kv.shape, kv.dtype, kv.device
-
-        def __setitem__(self, where: object, value: torch.Tensor) -> None:
-            nonlocal writes
-            writes += 1
-            if writes > num_written:
-                raise KeyboardInterrupt
-            kv[where] = value
+    def breaking(*args: object) -> None:
+        nonlocal writes
+        writes += 1
+        if writes > num_written:
+            raise KeyboardInterrupt
+        write_block(*args)
 
     with monkeypatch.context() as patch:
-        patch.setitem(tensors, "kv", Breaking())
+        patch.setattr(engine.runner, "write_block", breaking)
         with pytest.raises(KeyboardInterrupt):
             engine.load_prefix(saved)
     engine.scheduler.check()

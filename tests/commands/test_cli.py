@@ -238,12 +238,18 @@ def test_engine_flags_reach_the_engine(run, monkeypatch):
         "preemption_mode": "swap",
         "max_preemptions": 3,
         "swap_space": 0.5,
+        "pipeline_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "rank_timeout_s": 9.0,
+        "rank_restarts": 1,
         "seed": 3,
     }
     flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
     weights = ("--tenant-weights", "a=2,b=0.5", "--tenant-weights", "c=1")
-    run("generate", "x", *flags, *weights, "--no-enable-prefix-caching")
+    layers = ("--pipeline-layers", "12", "--pipeline-layers", "10")
+    run("generate", "x", *flags, *weights, *layers, "--no-enable-prefix-caching")
     extra = {"tenant_weights": {"a": 2.0, "b": 0.5, "c": 1.0}, "enable_prefix_caching": False}
+    extra["pipeline_layers"] = [12, 10]
     assert seen == [options | extra]
 
 

@@ -51,7 +51,7 @@ def test_every_option_is_accepted_at_a_value_that_changes_nothing(tmp_path):
     assert without_flag("x", ["--disable-log-stats", "m"], "--disable-log-stats") == ["m"]
     assert without_flag("x", ["--no-enable-lora", "m"], "--no-enable-lora") == ["m"]
     assert without_flag("x", ["--enable-chunked-prefill=true"], "--enable-chunked-prefill") == []
-    assert without_flag("x", ["-tp", "1", "-dp=1"], "-t") == ["-dp=1"]
+    assert without_flag("x", ["-dp", "1", "-ep=1"], "-d") == ["-ep=1"]
     assert without_flag("x", ["--nonsense", "1"], "--nonsense") is None
 
 
@@ -59,14 +59,14 @@ def test_every_option_is_accepted_at_a_value_that_changes_nothing(tmp_path):
     ("argv", "message"),
     [
         (
-            "serve demo --tensor-parallel-size 2",
-            "paged serve got --tensor-parallel-size 2: this version runs in",
+            "serve demo --data-parallel-size 2",
+            "paged serve got --data-parallel-size 2: of the ways to use",
         ),
         (
-            "serve demo --tensor-parallel-size=2",
-            "paged serve got --tensor-parallel-size 2: this version runs in",
+            "serve demo --data-parallel-size=2",
+            "paged serve got --data-parallel-size 2: of the ways to use",
         ),
-        ("serve demo -tp 4", "paged serve got -tp 4: this version runs in one process"),
+        ("serve demo -dp 4", "paged serve got -dp 4: of the ways to use several devices"),
         ("serve demo --api-server-count 2", "paged serve got --api-server-count 2: one process answers HTTP"),
         ("generate x --enable-lora", "paged generate got --enable-lora: LoRA adapters are not supported yet"),
         (
@@ -83,7 +83,7 @@ def test_every_option_is_accepted_at_a_value_that_changes_nothing(tmp_path):
             "chat --num-gpu-blocks-override 7",
             "paged chat got --num-gpu-blocks-override 7: its name is num_blocks",
         ),
-        ("warmup --tensor_parallel_size 2", "paged warmup got --tensor_parallel_size 2: this version"),
+        ("warmup --data_parallel_size 2", "paged warmup got --data_parallel_size 2: of the ways"),
         ("generate x -tp 1 --enable-lora", "paged generate got --enable-lora: LoRA"),
         ("generate x -tp 1 --nonsense", "No such option: --nonsense"),
     ],

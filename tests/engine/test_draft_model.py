@@ -281,7 +281,7 @@ def test_a_model_that_cannot_draft_is_refused_before_weights_are_read(tmp_path, 
 
 def test_a_model_that_does_not_fit_is_refused_by_name(monkeypatch):
     monkeypatch.setattr("paged.runner.footprint.Memory.of", lambda *_: Memory(10 * 2**20, 10 * 2**20))
-    monkeypatch.setattr("paged.runner.model_runner.load_model", None)
+    monkeypatch.setattr("paged.runner.part_runner.load_model", None)
     with pytest.raises(ConfigError, match=r"those of the draft model .*demo included: .*draft model 0.01"):
         demo(**itself())
 

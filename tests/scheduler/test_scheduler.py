@@ -65,6 +65,39 @@ def test_budget_of_decodes():
     assert run_step(scheduler) == {"c": 1}
 
 
+@pytest.mark.parametrize(
+    ("num_in_flight", "shares"), [(1, [16] * 4), (2, [8] * 6), (3, [6, 5, 5] * 3), (5, [4, 3, 3, 3, 3] * 2)]
+)
+def test_steps_in_flight_share_the_decodes(num_in_flight, shares):
+    """Of 16 decodes each step has its share: first of all of them, then of those whose step has ended."""
+    scheduler = new_scheduler(num_blocks=99, max_num_seqs=16, num_in_flight=num_in_flight)
+    added(scheduler, *(new_request(str(i), 1, 99) for i in range(16)))
+    updated(scheduler, scheduled(scheduler))
+    in_flight, found = [], []
+    for _ in shares:
+        in_flight.append(scheduled(scheduler))
+        found.append(in_flight[-1].num_decode_tokens)
+        if len(in_flight) == num_in_flight:
+            updated(scheduler, in_flight.pop(0))
+    assert found == shares
+
+
+def test_decodes_that_come_later_are_shared_too():
+    """One decodes alone, and then there are 16: they do not stay in one step."""
+    scheduler = new_scheduler(num_blocks=99, max_num_seqs=16, num_in_flight=2)
+    added(scheduler, new_request("first", 1, 99))
+    updated(scheduler, scheduled(scheduler))
+    alone = scheduled(scheduler)
+    added(scheduler, *(new_request(str(i), 1, 99) for i in range(15)))
+    in_flight = [alone, scheduled(scheduler)]
+    found = []
+    for _ in range(6):
+        updated(scheduler, in_flight.pop(0))
+        in_flight.append(scheduled(scheduler))
+        found.append(in_flight[-1].num_decode_tokens)
+    assert found[-4:] == [8, 8, 8, 8]
+
+
 def test_max_num_partial_prefills_bounds_unfinished_prompts():
     scheduler = new_scheduler(budget=16, long_prefill_token_threshold=4, max_num_partial_prefills=1)
     added(scheduler, new_request("a", 9, 2), new_request("b", 3, 2), new_request("c", 9, 2))

@@ -30,6 +30,7 @@ from paged import (
 from paged.commands.serve import _serve
 from paged.requests.request import RequestMetrics
 from paged.routing.router import PrefixAware
+from paged.runner.model_runner import ModelRunner
 from paged.server import connection, frames
 from paged.server.engine_client import EngineClient
 from paged.server.http.failures import failure_of
@@ -136,6 +137,28 @@ def test_an_engine_that_does_not_start_again_is_given_up(engines, monkeypatch):
                 assert (len(lives.lives), client.is_running, client.errored) == (3, False, True)
                 with pytest.raises(EngineDeadError):
                     await anext(client.generate("x", LONG))
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+@pytest.mark.parametrize("num_replaced", [1, 2])
+def test_processes_of_the_model_that_an_engine_has_replaced_count_as_restarts(
+    num_replaced, engines, monkeypatch
+):
+    monkeypatch.setattr(ModelRunner, "rank_stats", (num_replaced, 0.0))
+
+    async def main() -> None:
+        with mortal(engines[:1], max_restarts=2) as (client, lives):
+            async with client:
+                stream = client.generate("x", LONG)
+                await anext(stream)
+                end(lives)
+                if num_replaced == 2:
+                    with pytest.raises(EngineDeadError, match="has ended"):
+                        await read(stream, 0.0)
+                else:
+                    assert (await read(stream, 0.0))[-1].finished
+                    assert (await client.stats()).num_rank_restarts == 2  # of both processes together
 
     asyncio.run(asyncio.wait_for(main(), 30))
 

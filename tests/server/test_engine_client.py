@@ -25,6 +25,7 @@ from paged import (
     EngineDeadError,
     LLMEngine,
     QueueFullError,
+    RankError,
     RequestError,
     RequestKillsEngineError,
     RequestOutput,
@@ -399,7 +400,7 @@ def test_what_cannot_cross_is_refused(client):
         EngineClient("demo", router="random")
     with pytest.raises(ConfigError, match="give device 'cuda'"):
         EngineClient("demo", replicas=2, device="cuda:1")
-    with pytest.raises(ConfigError, match="64 replicas need as many"):
+    with pytest.raises(ConfigError, match="64 replicas need 64 CPU cores"):
         EngineClient("demo", replicas=64, device="cpu")
     with pytest.raises(ConfigError, match="max_model_len"):
         EngineClient("demo", max_model_len=10**6)  # only the engine finds this
@@ -581,7 +582,7 @@ def test_replicas_share_the_cores(monkeypatch):
     assert taken == [{2, 3}, {5, 7}]
     take_share(start_of(0, 1))
     assert len(taken) == 2
-    with pytest.raises(ConfigError, match="6 replicas need as many CPU cores; there are 5"):
+    with pytest.raises(ConfigError, match="6 replicas need 6 CPU cores; there are 5"):
         take_share(start_of(0, 6))
 
 
@@ -595,8 +596,27 @@ def test_replicas_have_a_gpu_each(shown, expected, monkeypatch):
         take_share(start_of(replica, 2))
         found.append(os.environ["CUDA_VISIBLE_DEVICES"])
     assert found == expected
-    with pytest.raises(ConfigError, match="3 replicas need as many GPUs; there are 2"):
+    with pytest.raises(ConfigError, match="3 replicas need 3 GPUs; there are 2"):
         take_share(start_of(0, 3))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,5,7")
+    take_share(start_of(1, 2, pipeline_parallel_size=2))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,7"
+    with pytest.raises(ConfigError, match="3 replicas of 2 processes each need 6 GPUs; there are 4"):
+        take_share(start_of(0, 3, pipeline_parallel_size=2))
+
+
+def test_options_about_processes_of_a_model_are_checked_before_anything_starts(monkeypatch):
+    ranked = {**OPTIONS, "pipeline_parallel_size": 2}
+    with pytest.raises(ConfigError, match="rank_timeout_s 300 must be less than step_timeout 300"):
+        EngineClient("demo", **ranked, rank_timeout_s=300.0)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(RankError, match="RANK is set and WORLD_SIZE is not"):
+        EngineClient("demo", **ranked)
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="torchrun starts the processes of one engine, got replicas 2"):
+        EngineClient("demo", **ranked, replicas=2)
 
 
 @pytest.mark.parametrize("kind", [AsyncLLMEngine, EngineClient])

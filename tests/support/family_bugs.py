@@ -131,7 +131,7 @@ BUGS = {
             "tie_word_embeddings",
             "tied embeddings are no head",
             DECODER,
-            "if self.config.tie_word_embeddings:",
+            "if self.head is not None and self.embedding is not None and self.config.tie_word_embeddings:",
             "if False:",
         ),
     ],

@@ -38,10 +38,13 @@ def new_scheduler(
     max_num_seqs: int = 8,
     budget: int = 64,
     num_host_blocks: int = 0,
+    num_in_flight: int = 1,
     **options: Any,
 ) -> Scheduler:
     manager = BlockManager(num_blocks, BLOCK_SIZE, num_host_blocks=num_host_blocks)
-    return Scheduler(manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **options)
+    scheduler = Scheduler(manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **options)
+    scheduler.num_in_flight = num_in_flight
+    return scheduler
 
 
 def added(scheduler: Scheduler, *requests: Request) -> list[Request]:

@@ -4,9 +4,15 @@ In a small step, Python and the start of the threads take as long as the kernels
 once. They go through a table of the records that the kernels were launched with: a thread that finds no unit
 left waits until the others have finished theirs, and goes on to the next kernel. A thread that the system
 delays holds up none of the others.
+
+A call of Python within a step, such as an exchange with other processes, has a row of the table too, so that
+what it reads and writes keeps its place until it is over. A replay goes through the rows before it, calls it,
+and goes on behind it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -16,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...steps import NotRecordableError
+from ...steps import MOST_CALL_TENSORS, NotRecordableError, note_calls
 from ..simd.memory import LINE, call, claim, get_long, seen
 from .tasks import Launch, Task, note_launches
 from .threads import changed, threads, wait_in_kernel
@@ -30,6 +36,9 @@ _COUNTERS = slice(_ENTERED // 8, _RECORD // 8 + 2)  # these and the record's own
 
 GRAPH = Task(("table", "threads"), ("num_rows", "row_bytes"))
 _GRAPH_RECORD = GRAPH.record
+
+
+CALL = Task([f"tensor_{i}" for i in range(MOST_CALL_TENSORS)])  # its row has no kernel: it is Python's
 
 
 @GRAPH.kernel
@@ -49,6 +58,9 @@ def _graph_kernel(record):
             num_left = seen(row + _LEFT)
 
 
+Call = tuple[Callable[..., None], tuple[Tensor, ...]]
+
+
 class Recorder(TorchDispatchMode):
     """A context in which launches are recorded instead of carried out, and no memory is touched.
 
@@ -59,15 +71,24 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.launches: list[Launch] = []
         self.allocated: list[Tensor] = []  # kept alive, so that no two have the same address
+        self.calls: list[Call] = []
 
     def __enter__(self) -> "Recorder":
         super().__enter__()
+        note_calls(self._note_call)
         note_launches(self.launches)  # last, and ended first: an interrupt between loses no launch
         return self
 
     def __exit__(self, *error: object) -> None:
         note_launches(None)
+        note_calls(None)
         super().__exit__(*error)
+
+    def _note_call(self, call: Callable[..., None], tensors: tuple[Tensor, ...]) -> None:
+        """Note a call in a row of its own."""
+        self.calls.append((call, tensors))
+        places = [tensor.data_ptr() for tensor in tensors]
+        CALL.run(1, *places, *[0] * (MOST_CALL_TENSORS - len(places)))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -107,7 +128,8 @@ class Graph:
         self._table = _table(recorder.launches)
         self._flat = self._table.reshape(-1)
         self._counters = self._table[:, _COUNTERS]
-        self._place = (self._table.ctypes.data, len(self._table), self._table.strides[0])
+        call_rows = self.launches_of(CALL).tolist()
+        self._runs = self._runs_between(call_rows)
         starts = range(0, len(self._flat), self._table.shape[1])
         # Where the table holds pointers.
         self._pointers = np.array(
@@ -117,12 +139,44 @@ class Graph:
                 for name in task.pointers
             ]
         )
-        addresses = self._flat[self._pointers]
-        self._inputs = [self._pointers[addresses == tensor.data_ptr()] for tensor in inputs]
+        self._inputs = [self._pointers_into(tensor) for tensor in inputs]
         self._num_threads = num_threads
         self._outputs = tuple(outputs)
         scratch = _whole_lines(int(self._table[:, column("scratch_size")].max()) * num_threads)
         self._lay_out(recorder.allocated, scratch)
+        self._calls = [_RecordedCall(do, list(tensors), {}, {}) for do, tensors in recorder.calls]
+        if self._calls:
+            self._find_tensors(call_rows, inputs)
+
+    def _runs_between(self, call_rows: list[int]) -> list[tuple[int, int, int]]:
+        """Return the address, the number and the bytes of the rows before each call and behind the last."""
+        row_bytes = self._table.strides[0]
+        starts = [0, *(row + 1 for row in call_rows)]
+        ends = [*call_rows, len(self._table)]
+        return [
+            (self._table.ctypes.data + start * row_bytes, end - start, row_bytes)
+            for start, end in zip(starts, ends, strict=True)
+        ]
+
+    def _find_tensors(self, call_rows: list[int], inputs: Sequence[Tensor]) -> None:
+        """Find where each call's tensors will be: in the memory of the step, or among its inputs."""
+        offsets = dict(zip(self._inside.tolist(), self._offsets.tolist(), strict=True))
+        for recorded, row in zip(self._calls, call_rows, strict=True):
+            for number, tensor in enumerate(recorded.tensors):
+                place = row * self._table.shape[1] + column(CALL.pointers[number], CALL)
+                if place in offsets:
+                    recorded.offsets[number] = offsets[place]
+                    continue
+                for own, given in enumerate(inputs):
+                    if given.data_ptr() <= tensor.data_ptr() < given.data_ptr() + given.nbytes:
+                        assert given.shape == tensor.shape, "a call gets whole inputs"
+                        recorded.inputs[number] = own
+
+    def _pointers_into(self, tensor: Tensor) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+        """Return which pointers point into a tensor, and how far from its start."""
+        offsets = self._flat[self._pointers] - tensor.data_ptr()
+        found = (offsets >= 0) & (offsets < tensor.nbytes)
+        return self._pointers[found], offsets[found]
 
     def _lay_out(self, allocated: Sequence[Tensor], start: int) -> None:
         """Place the tensors from `start` on; those that are not needed at the same time share memory."""
@@ -170,6 +224,9 @@ class Graph:
             _placed(memory[at:], output)
             for at, output in zip(self._output_offsets, self._outputs, strict=True)
         )
+        for recorded in self._calls:
+            for number, at in recorded.offsets.items():
+                recorded.tensors[number] = _placed(memory[at:], recorded.tensors[number])
 
     def launches_of(self, task: Task, **fields: int) -> NDArray[np.intp]:
         """Return the launches of a task whose fields have these values."""
@@ -185,16 +242,34 @@ class Graph:
 
     def use_inputs(self, inputs: Sequence[Tensor]) -> None:
         """Read these inputs from now on."""
-        for where, tensor in zip(self._inputs, inputs, strict=True):
-            self._flat[where] = tensor.data_ptr()
+        for (where, offsets), tensor in zip(self._inputs, inputs, strict=True):
+            self._flat[where] = tensor.data_ptr() + offsets
+        for recorded in self._calls:
+            for number, own in recorded.inputs.items():
+                recorded.tensors[number] = inputs[own]
 
     def replay(self) -> tuple[Tensor, ...]:
         """Launch everything. Return the outputs, which the next replay overwrites."""
         self._counters.fill(0)
-        address, *sizes = self._place
-        # The threads are asked for at each replay, as a forked process has others.
-        GRAPH.run(self._num_threads, address, threads().address, *sizes)
+        for (address, *sizes), recorded in zip_longest(self._runs, self._calls):
+            # The threads are asked for at each replay, as a forked process has others.
+            GRAPH.run(self._num_threads, address, threads().address, *sizes)
+            if recorded is not None:
+                recorded.call(*recorded.tensors)
         return self._outputs
+
+
+@dataclass(slots=True)
+class _RecordedCall:
+    """A call of Python in a recorded step, and the tensors that the next replay gives it.
+
+    offsets: of those in the memory of the step, by their number. inputs: which input others are.
+    """
+
+    call: Callable[..., None]
+    tensors: list[Tensor]
+    offsets: dict[int, int]
+    inputs: dict[int, int]
 
 
 def _placed(memory: Tensor, like: Tensor) -> Tensor:
@@ -211,7 +286,7 @@ def _table(launches: Sequence[Launch]) -> NDArray[np.int64]:
     start = -room.ctypes.data % LINE // 8
     table = room[start : start + len(launches) * size].reshape(len(launches), size)
     for row, (task, record) in zip(table, launches, strict=True):
-        row[_KERNEL // 8] = task.code.address
+        row[_KERNEL // 8] = 0 if task is CALL else task.code.address
         row[_RECORD // 8 : (_RECORD + len(record)) // 8] = np.frombuffer(record, np.int64)
     return table
 

@@ -27,8 +27,10 @@ _ENCODED = {BFLOAT16: BF12, BFLOAT16_PAIRS: BF12_PAIRS}
 PACK_BF12 = Task(("panels", "encoded"), ("num_groups",))
 
 
-def pack_bf12(panels: Panels) -> Panels:
+def pack_bf12(panels: Panels, num_shards: int = 1) -> Panels:
     """Encode panels of bfloat16 in 12.25 bits a weight (12.5 with AVX2) plus 32 bits an exception.
+
+    num_shards: how many such panels a whole weight has, whose size counts.
 
     Products have the same bits. Return the panels themselves if they hold other numbers, are not on a CPU
     with byte lookups, have inputs that fill no groups, are small enough for the caches, or would have so many
@@ -38,7 +40,7 @@ def pack_bf12(panels: Panels) -> Panels:
     num_panels = len(panels.weight)
     num_weights = panels.weight.numel()
     encoded = FORMATS.get(_ENCODED.get(panels.kind, -1))
-    is_large = num_weights >= _LEAST_WEIGHTS and panels.weight.is_cpu
+    is_large = num_weights * num_shards >= _LEAST_WEIGHTS and panels.weight.is_cpu
     if encoded is None or not encoded.is_supported or not is_large or panels.depth % encoded.part_steps:
         return panels
     num_groups = panels.depth // encoded.part_steps

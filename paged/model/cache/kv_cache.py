@@ -14,6 +14,8 @@ from ..config import ModelConfig
 from ..spec import KVShape
 from .layout import CacheLayout, Place
 
+DRAFT = "draft_"  # begins the names of a draft model's tensors
+
 
 class LayerCache(NamedTuple):
     """One layer's part of the cache."""
@@ -68,13 +70,13 @@ class KVCache:
             self.tensors[name] = torch.empty((num_planes, num_blocks, size), dtype=kind, device=device)
             self.host[name] = torch.empty((num_planes, num_host_blocks, size), dtype=kind, pin_memory=pinned)
         caches: dict[int, LayerCache] = {}
-        groups: dict[int, int] = {}
-        for number, group in enumerate(layout.groups):
-            for index, layer in enumerate(group.layers):
-                caches[layer] = self._view(config.kv_shapes[layer], layout.places[layer], index)
-                groups[layer] = number
+        groups = {layer: number for number, group in enumerate(layout.groups) for layer in group.layers}
+        for layers in layout.layers:
+            for index, layer in enumerate(layers):
+                caches[layer] = self._view(layout.shapes[layer], layout.places[layer], index)
         self.group_of = [groups[source] for source in config.kv_sources]
-        self._layers = [caches[source] for source in config.kv_sources]
+        sources = enumerate(config.kv_sources)
+        self._layers = {layer: caches[source] for layer, source in sources if source in caches}
 
     def _view(self, shape: KVShape, places: list[Place], index: int) -> LayerCache:
         """Return views of one layer's part. index: of the layer in its group."""
@@ -134,6 +136,12 @@ class KVCache:
         yield from zip(self.tensors.values(), self.host.values(), strict=True)
         if self.draft is not None:
             yield from self.draft._pairs()
+
+    @property
+    def all_tensors(self) -> dict[str, Tensor]:
+        """The tensors, and those of the draft model under names of their own."""
+        of_draft = {} if self.draft is None else self.draft.tensors
+        return self.tensors | {DRAFT + name: tensor for name, tensor in of_draft.items()}
 
     @property
     def num_bytes(self) -> int:

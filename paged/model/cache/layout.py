@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..config import LayerGroup, ModelConfig
+from ..part import ModelPart
 from ..spec import KVShape
 
 
@@ -27,14 +28,21 @@ class CacheLayout:
     bytes in every group, and shares none with another block.
     """
 
-    groups: tuple[LayerGroup, ...]  # by block table
+    groups: tuple[LayerGroup, ...]  # by block table, of the whole model
     shapes: tuple[KVShape, ...]  # of each layer
     block_size: int
+    part: ModelPart | None = None  # whose layers have places; None: all
 
     @classmethod
-    def of(cls, config: ModelConfig, block_size: int) -> CacheLayout:
-        """Lay out the cache of a model."""
-        return cls(config.layer_groups, config.kv_shapes, block_size)
+    def of(cls, config: ModelConfig, block_size: int, part: ModelPart | None = None) -> CacheLayout:
+        """Lay out the cache of a model, or of a part, whose block tables are those of the whole model.
+
+        A shard keeps its heads, in blocks that hold as many tokens as those of one process.
+        """
+        shapes = config.kv_shapes
+        if part is not None:
+            shapes = tuple(map(part.shard.kv_shape, shapes))
+        return cls(config.layer_groups, shapes, block_size, part)
 
     @classmethod
     def of_draft(cls, config: ModelConfig, block_size: int) -> CacheLayout:
@@ -45,11 +53,17 @@ class CacheLayout:
         return cls((LayerGroup(None, layers),), config.kv_shapes, block_size)
 
     @cached_property
+    def layers(self) -> list[list[int]]:
+        """The layers that have places, by group. A part of a model may have none of some groups."""
+        part = self.part
+        return [[i for i in group.layers if part is None or i in part.layers] for group in self.groups]
+
+    @cached_property
     def _parts(self) -> list[list[int]]:
         """The numbers of each part, by group."""
         return [
-            [self.block_size * n for layer in group.layers for n in self.shapes[layer].part_sizes]
-            for group in self.groups
+            [self.block_size * n for layer in layers for n in self.shapes[layer].part_sizes]
+            for layers in self.layers
         ]
 
     @property
@@ -61,7 +75,7 @@ class CacheLayout:
     def planes(self) -> tuple[int, int]:
         """The number of planes, and how many numbers a block has in each plane."""
         if self.is_in_planes:
-            return max(map(len, self._parts)), self._parts[0][0]
+            return max(map(len, self._parts)), max(self._parts)[0]
         return 1, max(map(sum, self._parts))
 
     @property
@@ -72,18 +86,18 @@ class CacheLayout:
         other numbers of heads have planes of their own; scales are few.
         """
         planes: dict[int, int] = {}
-        for group in self.groups:
-            for heads in {self.shapes[layer].num_kv_heads for layer in group.layers}:
-                planes[heads] = max(planes.get(heads, 0), len(group.layers) * 2)
+        for layers in self.layers:
+            for heads in {self.shapes[layer].num_kv_heads for layer in layers}:
+                planes[heads] = max(planes.get(heads, 0), len(layers) * 2)
         return planes
 
     @cached_property
     def places(self) -> dict[int, list[Place]]:
         """The places of the parts of each layer that has some: of K, and of V unless it lies in K."""
         places: dict[int, list[Place]] = {}
-        for group, sizes in zip(self.groups, self._parts, strict=True):
+        for layers, sizes in zip(self.layers, self._parts, strict=True):
             number = offset = 0
-            for layer in group.layers:
+            for layer in layers:
                 places[layer] = []
                 for _ in self.shapes[layer].part_sizes:
                     places[layer].append(Place(number, 0) if self.is_in_planes else Place(0, offset))

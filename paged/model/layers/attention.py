@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,9 +10,13 @@ from torch import Tensor, nn
 
 from ...kernels.attention_options import AttentionOptions
 from ...kernels.backend import Kernels
+from ...kernels.steps import call_within_step
 from ..batch import Batch, Queries
 from ..cache.kv_cache import KVCache
 from ..config import LAYERS, ModelConfig
+from ..exchanges import gather, group_of
+from ..part import Shard
+from ..spec import AttentionSpec
 from ..weights.kv_scales import KVScales
 from ..weights.loading import Loadable, Loader
 from ..weights.stored import StoredRows
@@ -22,34 +27,43 @@ from .token_rows import TokenRows
 
 
 class Attention(Loadable):
-    """Grouped-query attention over the paged cache."""
+    """Grouped-query attention over the paged cache: of the shard's heads."""
 
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
-        spec = config.layers[layer].attention
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
+        whole = config.layers[layer].attention
+        spec = whole if shard.is_whole else shard.attention(whole)
         name = f"{LAYERS}{layer}.self_attn"
-        super().__init__(StoredRows({name: spec.num_heads}))  # of the sinks
+        sinks_stored = StoredRows({name: whole.num_heads})
+        super().__init__(sinks_stored if shard.is_whole else sinks_stored.take(shard.share(whole.num_heads)))
         shape = spec.kv
         assert shape.value_dim == shape.key_dim, f"layer {layer} has K and V of different head dimensions"
         self.spec = spec
+        self.shard = shard
+        self.kv_heads = shard.kv_heads(whole.kv.num_kv_heads)
+        self._first_heads = shard.share(whole.num_heads).start, self.kv_heads.start
         self.layer = layer
         self.kernels = kernels
         self.head_dim = shape.key_dim
         # Layers that agree in these share the plan of a step.
-        self.plan_key = spec.window, config.kv_shapes.index(shape)
+        self.plan_key = spec.window, config.kv_shapes.index(whole.kv)
         self.rope = config.ropes.index((spec.rope, self.head_dim))  # whose angles it takes
         q_size = spec.num_heads * self.head_dim
         kv_size = shape.num_kv_heads * self.head_dim
         self.split_sizes = [q_size, kv_size, kv_size] if spec.has_kv else [q_size]
         # Not None where dimensions of a head are rotated in other pairs than by the kernels.
         order = rotated_order(spec.rope, self.head_dim)
+        stored = _stored_qkv(config, layer, order)
+        output = StoredRows({f"{name}.o_proj": config.hidden_size}, transposed=config.transposed_weights)
+        if not shard.is_whole:
+            stored = stored.take(*_own_rows(whole, shard))
+            output = output.take(shard.share(config.hidden_size))
         self.qkv = Linear(
             config.hidden_size,
-            _stored_qkv(config, layer, order),
+            stored,
             bias=spec.qkv_bias,
             num_precise=sum(self.split_sizes[1:]),
         )
-        output = StoredRows({f"{name}.o_proj": config.hidden_size}, transposed=config.transposed_weights)
-        self.output = Linear(q_size, output, bias=spec.output_bias)
+        self.output = Linear(whole.num_heads * self.head_dim, output, bias=spec.output_bias)
         self.norm_by_head = spec.qk_norm == "head"
         # float32 in a model of any dtype, as the kernels take them.
         sinks = torch.empty(spec.num_heads, dtype=torch.float32)
@@ -59,7 +73,8 @@ class Attention(Loadable):
         eps = config.norm.eps
         unit_offset = config.norm.unit_offset
         if spec.qk_norm is not None:
-            q_size, kv_size = (self.head_dim,) * 2 if self.norm_by_head else (q_size, kv_size)
+            num_heads = (1, 1) if self.norm_by_head else (whole.num_heads, whole.kv.num_kv_heads)
+            q_size, kv_size = (number * self.head_dim for number in num_heads)
 
             def norm_of(part: str, size: int) -> RMSNorm:
                 index = None if order is None else _in_order(torch.arange(size, device="cpu"), order)
@@ -75,7 +90,9 @@ class Attention(Loadable):
     def load(self, loader: Loader) -> None:
         """Read the sinks, and take the scales of the cache."""
         super().load(loader)
-        self.kv_scales = loader.kv_scales.get(self.layer, self.kv_scales)
+        scales = loader.kv_scales.get(self.layer, self.kv_scales)
+        heads = slice(self.kv_heads.start, self.kv_heads.stop)
+        self.kv_scales = KVScales(*(None if each is None else each[heads] for each in scales))
 
     def project(
         self, hidden: Tensor, rows: TokenRows, batch: Batch, kv_cache: KVCache
@@ -93,11 +110,7 @@ class Attention(Loadable):
                     "unit_offset": self.query_norm.unit_offset,
                 }
             else:
-                query, *others = torch.split(qkv, self.split_sizes, dim=1)
-                self.query_norm.into(query, query)
-                if self.key_norm is not None:
-                    key, _ = others
-                    self.key_norm.into(key, key)
+                self._norm_projections(qkv)
         qkv = qkv.view(-1, sum(self.split_sizes) // self.head_dim, self.head_dim)
         if self.value_norm is not None:
             values = qkv[:, -self.spec.kv.num_kv_heads :]
@@ -116,6 +129,29 @@ class Attention(Loadable):
         if angles.query_factors is not None:
             self.kernels.scale_rows(query.view(len(query), -1), angles.query_factors.view(-1))
         return query
+
+    def _norm_projections(self, qkv: Tensor) -> None:
+        """Normalise Q over all its heads, and K over all of its own, in place."""
+        norms = [norm for norm in (self.query_norm, self.key_norm) if norm is not None]
+        if self.shard.is_whole:
+            for part, norm in zip(torch.split(qkv, self.split_sizes, dim=1), norms, strict=False):
+                norm.into(part, part)
+            return
+
+        def exchange(qkv: Tensor) -> None:
+            own = torch.split(qkv, self.split_sizes, dim=1)[: len(norms)]
+            gathered = group_of(self.shard).gather(torch.cat(own, dim=1))
+            by_shard = gathered.view(len(qkv), self.shard.count, -1)
+            whole = torch.split(by_shard, self.split_sizes[: len(norms)], dim=2)
+            for part, norm, of_shards, first in zip(own, norms, whole, self._first_heads, strict=False):
+                # Several shards may have the same KV head.
+                num_copies = of_shards.shape[1] * of_shards.shape[2] // len(norm.weight)
+                heads = of_shards[:, ::num_copies].reshape(len(qkv), -1)
+                norm.into(heads, heads)
+                start = first * self.head_dim
+                part.copy_(heads[:, start : start + part.shape[1]])
+
+        call_within_step(exchange, qkv)
 
     def attend(self, query: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:
         """Attend to the cache: [num_queries, num_heads, head_dim] -> [num_queries, hidden_size]."""
@@ -136,8 +172,7 @@ class Attention(Loadable):
         if plan is None:
             plan = queries.plans[key] = self.kernels.plan_attention(*inputs)
         attended = self.kernels.paged_attention(*inputs, plan)
-        out: Tensor = self.output(attended.flatten(1))
-        return out
+        return gather(self.output(gather(attended.flatten(1), self.shard)), self.shard)
 
 
 def _stored_qkv(config: ModelConfig, layer: int, order: Tensor | None) -> StoredRows:
@@ -166,6 +201,16 @@ def _stored_qkv(config: ModelConfig, layer: int, order: Tensor | None) -> Stored
     if spec.stored != "separate":
         parts = {f"{name}.qkv_proj": total}
     return StoredRows(parts, None if torch.equal(index, as_stored) else index, config.transposed_weights)
+
+
+def _own_rows(whole: AttentionSpec, shard: Shard) -> Iterator[range]:
+    """Yield the rows of Q, K and V that are those of a shard's heads."""
+    head_dim = whole.kv.key_dim
+    heads = shard.kv_heads(whole.kv.num_kv_heads)
+    q_heads = shard.share(whole.num_heads)
+    starts = [0, whole.num_heads, whole.num_heads + whole.kv.num_kv_heads]
+    for first, own in zip(starts, (q_heads, heads, heads) if whole.has_kv else (q_heads,), strict=False):
+        yield range((first + own.start) * head_dim, (first + own.stop) * head_dim)
 
 
 def _in_order(rows: Tensor, order: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from ...kernels.backend import Kernels
 from ..config import LAYERS, ModelConfig
+from ..exchanges import gather
+from ..part import ModelPart, Shard
 from ..weights.stored import StoredRows
 from .linear import Embedding, Linear
 from .norms import RMSNorm
@@ -19,15 +21,18 @@ class PerLayerEmbeddings(nn.Module):
     norm's eps, and the sum by 2 ** -0.5, which is left to the norm in `PerLayerGate`.
     """
 
-    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, kernels: Kernels, shard: Shard) -> None:
         super().__init__()
         assert config.layer_inputs is not None
         self.kernels = kernels
+        self.shard = shard
         self.size = config.layer_inputs.size
         width = config.num_layers * self.size
         table = StoredRows({"model.embed_tokens_per_layer": config.layer_inputs.vocab_size})
-        self.embed_tokens_per_layer = Embedding(table, width, "table")
+        self.embed_tokens_per_layer = Embedding(table, width, "table", kernels, shard)
         projection = StoredRows({"model.per_layer_model_projection": width})
+        if not shard.is_whole:
+            projection = projection.take(shard.share(width))
         self.per_layer_model_projection = Linear(config.hidden_size, projection, bias=False)
         eps = config.norm.eps * config.hidden_size
         self.per_layer_projection_norm = RMSNorm(self.size, eps, kernels, "model.per_layer_projection_norm")
@@ -38,25 +43,34 @@ class PerLayerEmbeddings(nn.Module):
         """Return [num_tokens, num_layers * size]. embedded: [num_tokens, hidden_size], already multiplied."""
         inputs: Tensor = self.embed_tokens_per_layer(token_ids)
         self.kernels.scale_and_cap(inputs, self.factor)
-        projected: Tensor = self.per_layer_model_projection(embedded)
+        projected = gather(self.per_layer_model_projection(embedded), self.shard)
         by_layer = projected.view(-1, self.size)
         self.per_layer_projection_norm.into(by_layer, inputs.view(-1, self.size), add=True)
         return inputs
 
 
 class PerLayerGate(nn.Module):
-    """residual += norm(W gelu(G residual) * x), where x is what a layer gets of each token."""
+    """residual += norm(W gelu(G residual) * x), where x is what a layer gets of each token.
 
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
+    part: of the model, whose first layer is the first one of which `forward` gets inputs.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, part: ModelPart) -> None:
         super().__init__()
         assert config.layer_inputs is not None
         self.kernels = kernels
+        self.shard = shard = part.shard
         size = config.layer_inputs.size
-        self.columns = slice(layer * size, (layer + 1) * size)
+        own = shard.share(size)
+        start = (layer - part.layers.start) * size + own.start
+        self.columns = slice(start, start + len(own))
         name = f"{LAYERS}{layer}"
         gate = StoredRows({f"{name}.per_layer_input_gate": size})
-        self.per_layer_input_gate = Linear(config.hidden_size, gate, bias=False)
         projection = StoredRows({f"{name}.per_layer_projection": config.hidden_size})
+        if not shard.is_whole:
+            gate = gate.take(own)
+            projection = projection.take(shard.share(config.hidden_size))
+        self.per_layer_input_gate = Linear(config.hidden_size, gate, bias=False)
         self.per_layer_projection = Linear(size, projection, bias=False)
         # x comes multiplied by 2 ** 0.5: see PerLayerEmbeddings.
         self.post_per_layer_input_norm = RMSNorm(
@@ -64,6 +78,7 @@ class PerLayerGate(nn.Module):
         )
 
     def forward(self, inputs: Tensor, residual: Tensor) -> None:
-        """Update the residual [num_tokens, hidden_size] in place. inputs: of all layers."""
+        """Update the residual [num_tokens, hidden_size] in place. inputs: of these layers."""
         gated = self.kernels.gelu_and_mul(self.per_layer_input_gate(residual), inputs[:, self.columns])
-        self.post_per_layer_input_norm.into(self.per_layer_projection(gated), residual, add=True)
+        projected = gather(self.per_layer_projection(gather(gated, self.shard)), self.shard)
+        self.post_per_layer_input_norm.into(projected, residual, add=True)

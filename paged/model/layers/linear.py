@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError
+from ...kernels.backend import Kernels
+from ..exchanges import look_up
+from ..part import UNDIVIDED, Shard
 from ..weights.forms import Role, TableForm, WeightForm
 from ..weights.loading import Loadable, Loader
 from ..weights.quantization import Int4Weight
@@ -57,18 +60,30 @@ class Linear(Loadable):
 
 
 class Embedding(Loadable):
-    """Lookup of token ids in a table. Like `Linear`, it is loaded into a form."""
+    """Lookup of token ids in a table. Like `Linear`, it is loaded into a form.
+
+    shard: of the rows, which are divided.
+    """
 
     form: TableForm
     role: Role
 
-    def __init__(self, stored: StoredRows, hidden_size: int, role: Role) -> None:
-        super().__init__(stored)
+    def __init__(
+        self, stored: StoredRows, width: int, role: Role, kernels: Kernels, shard: Shard = UNDIVIDED
+    ) -> None:
+        self.num_rows = stored.num_rows
+        self.kernels = kernels
+        self.shard = shard
+        own = stored if shard.is_whole else stored.take(shard.tokens(stored.num_rows))
+        super().__init__(own)
         self.role = role
-        self.weight = nn.Parameter(torch.empty(stored.num_rows, hidden_size), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(own.num_rows, width), requires_grad=False)
+        self.row = self.weight[0]  # on the meta device: what a row is like
 
-    def forward(self, token_ids: Tensor) -> Tensor:  # i64[num_tokens] -> [num_tokens, hidden_size]
-        return self.form.rows(token_ids)
+    def forward(self, token_ids: Tensor) -> Tensor:  # i64[num_tokens] -> [num_tokens, width]
+        if self.shard.is_whole:
+            return self.form.rows(token_ids)
+        return look_up(self.form.rows, token_ids, self.row, self.num_rows, self.shard, self.kernels)
 
     def load(self, loader: Loader) -> None:
         self.form = cast(TableForm, loader.form(self.stored, self.weight, self.role))

@@ -6,6 +6,8 @@ from torch import Tensor, nn
 
 from ...kernels.backend import Kernels
 from ..config import LAYERS, ModelConfig
+from ..exchanges import gather
+from ..part import Shard
 from ..weights.forms import Role
 from ..weights.stored import StoredRows
 from .linear import Linear
@@ -17,10 +19,11 @@ class MLP(nn.Module):
     Gate and up are one product, which may include silu(gate) * up.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
         super().__init__()
         spec = config.layers[layer].feed_forward
         assert spec.activation in ("silu", "gelu_tanh"), f"a gated MLP has no {spec.activation}"
+        self.shard = shard
         name = f"{LAYERS}{layer}.mlp"
         is_silu = spec.activation == "silu"
         self.activate = kernels.silu_and_mul if is_silu else kernels.gelu_and_mul
@@ -28,41 +31,48 @@ class MLP(nn.Module):
         if spec.fused:
             parts = {f"{name}.gate_up_proj": 2 * spec.size}
         stored = StoredRows(parts, transposed=config.transposed_weights)
+        if not shard.is_whole:
+            gates = shard.share(spec.size)
+            stored = stored.take(gates, range(spec.size + gates.start, spec.size + gates.stop))
         role: Role = "gated" if is_silu else "layer"
         self.gate_up = Linear(config.hidden_size, stored, bias=spec.bias, role=role)
-        self.down = _down(config, layer)
+        self.down = _down(config, layer, shard)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
         hidden = self.gate_up(hidden)
-        out: Tensor = self.down(hidden if self.gate_up.form.gated else self.activate(hidden))
-        return out
+        inner = hidden if self.gate_up.form.gated else self.activate(hidden)
+        return gather(self.down(gather(inner, self.shard)), self.shard)
 
 
 class PlainMLP(nn.Module):
     """down(gelu(up(x))): an MLP without a gate."""
 
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
         super().__init__()
         spec = config.layers[layer].feed_forward
         assert spec.activation in ("gelu", "gelu_tanh"), f"an MLP without gate has no {spec.activation}"
+        self.shard = shard
         self.kernels = kernels
         self.tanh = spec.activation == "gelu_tanh"
         stored = StoredRows({f"{LAYERS}{layer}.mlp.up_proj": spec.size}, transposed=config.transposed_weights)
+        if not shard.is_whole:
+            stored = stored.take(shard.share(spec.size))
         self.up = Linear(config.hidden_size, stored, bias=spec.bias)
-        self.down = _down(config, layer)
+        self.down = _down(config, layer, shard)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
         hidden = self.up(hidden)
         self.kernels.gelu(hidden, tanh=self.tanh)
-        out: Tensor = self.down(hidden)
-        return out
+        return gather(self.down(gather(hidden, self.shard)), self.shard)
 
 
-def _down(config: ModelConfig, layer: int) -> Linear:
+def _down(config: ModelConfig, layer: int, shard: Shard) -> Linear:
     spec = config.layers[layer].feed_forward
     parts = {f"{LAYERS}{layer}.mlp.down_proj": config.hidden_size}
-    num_precise = config.hidden_size if _is_precise(layer, len(config.layers)) else 0
     stored = StoredRows(parts, transposed=config.transposed_weights)
+    if not shard.is_whole:
+        stored = stored.take(shard.share(config.hidden_size))
+    num_precise = stored.num_rows if _is_precise(layer, len(config.layers)) else 0
     return Linear(spec.size, stored, bias=spec.bias, num_precise=num_precise)
 
 
@@ -75,6 +85,6 @@ def _is_precise(layer: int, num_layers: int) -> bool:
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
 
 
-def new_feed_forward(config: ModelConfig, layer: int, kernels: Kernels) -> MLP | PlainMLP:
+def new_feed_forward(config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> MLP | PlainMLP:
     """Make the feed-forward part of a layer."""
-    return (MLP if config.layers[layer].feed_forward.gated else PlainMLP)(config, layer, kernels)
+    return (MLP if config.layers[layer].feed_forward.gated else PlainMLP)(config, layer, kernels, shard)

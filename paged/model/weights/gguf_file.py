@@ -133,6 +133,9 @@ class GgufTensor(FileTensor):
             found = ordered if out is None else out.copy_(ordered)
         return found.sub_(self.added) if self.added else found
 
+    def read_columns(self, rows: slice, columns: range) -> Tensor:
+        return self.read(rows)[:, columns.start : columns.stop]
+
     def _in_order(self, order: Tensor, first: int, last: int) -> Tensor:
         unit = len(order)
         start = first // unit * unit

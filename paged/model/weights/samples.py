@@ -92,17 +92,21 @@ class WeightSampler:
                     if num_rows:
                         sample = self._sample(stored, num_rows, parts, role, "bias" in own, is_precise)
                         weights.append(SampledWeight(sample, num_rows))
-        names = [f"{part}.{name}" for part in module.stored.parts for name in own]
-        file_bytes[""] += sum(self._loader.sources[name].num_bytes for name in names)
+        rows = module.stored
+        file_bytes[""] += sum(self._bytes_read(rows, part, name) for part in rows.parts for name in own)
         return SampledModule(tuple(weights), sum(each.nbytes for each in own.values()), file_bytes)
 
     def _file_bytes(self, stored: StoredWeight, parts: Mapping[str, StoredPart]) -> int:
         return sum(
-            self._loader.sources[f"{part}.{name}"].num_bytes
+            self._bytes_read(stored.rows, part, name)
             for part in stored.rows.parts
             for name, layout in stored.format.layouts(parts[part]).items()
             if layout.is_read
         )
+
+    def _bytes_read(self, rows: StoredRows, part: str, name: str) -> int:
+        """Return the bytes of a tensor that the rows of a module take."""
+        return round(self._loader.sources[f"{part}.{name}"].num_bytes * rows.part_read(part))
 
     def _sample(
         self,

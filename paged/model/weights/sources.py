@@ -60,14 +60,21 @@ class StoredTensor(ABC):
         step = -(-step // unit) * unit
         return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
-    def read_parts(self, unit: int = 1) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the rows in `parts`. Each is valid until the next."""
+    def read_parts(self, unit: int = 1, within: range | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the rows in `parts`, or what of them is within these rows. Each is valid until the next."""
         parts = self.parts(unit)
+        if within is not None:
+            cut = [slice(max(part.start, within.start), min(part.stop, within.stop)) for part in parts]
+            parts = [part for part in cut if part.start < part.stop]
         # New memory for each part would take longer to map than to read.
-        most = parts[0].stop if parts else 0
+        most = max((part.stop - part.start for part in parts), default=0)
         memory = torch.empty([most, *self.shape[1:]], dtype=self.dtype, device="cpu")
         for rows in parts:
             yield rows, self.read(rows, memory[: rows.stop - rows.start])
+
+    def read_columns(self, rows: slice, columns: range) -> Tensor:
+        """Read consecutive columns of these rows of a matrix."""
+        return self.read(rows)[:, columns.start : columns.stop]
 
     def copy_to(self, destination: Tensor) -> None:
         """Copy the tensor into one of the same shape, part by part where it is converted or moved."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -27,11 +27,30 @@ class StoredRows:
     parts: Mapping[str, int]  # the number of rows of each part, by its name
     index: Tensor | None = None  # i64[n]: the stored row that each row of the module is; None: row i is row i
     transposed: bool = False  # weights are stored as [in_features, out_features]
+    whole: StoredRows | None = None  # what these are a share of
 
     @property
     def num_rows(self) -> int:
         """The number of rows in the module."""
         return sum(self.parts.values()) if self.index is None else len(self.index)
+
+    def take(self, *shares: range) -> StoredRows:
+        """Return these rows of the module."""
+        own = torch.cat([torch.arange(share.start, share.stop, device="cpu") for share in shares])
+        index = own if self.index is None else self.index[own]
+        return replace(self, index=index, whole=self)
+
+    def part_read(self, part: str) -> float:
+        """Return the share of a part's rows that the module has."""
+        if self.index is None:
+            return 1.0
+        start = 0
+        for name, count in self.parts.items():
+            if name == part:
+                own = self.index[(self.index >= start) & (self.index < start + count)]
+                return len(torch.unique(own)) / count
+            start += count
+        raise KeyError(part)
 
 
 class ValueCheck(NamedTuple):
@@ -165,7 +184,13 @@ def split_by_format(rows: StoredRows, formats: Mapping[str, StoredFormat]) -> li
         as_stored = torch.arange(sum(parts.values()), device="cpu")
         order = None if torch.equal(own_rows, as_stored) else own_rows
         found.append(StoredWeight(kinds[kind], StoredRows(parts, order, rows.transposed)))
-    return found
+    if rows.whole is None:
+        return found
+    wholes = split_by_format(rows.whole, formats)
+    return [
+        StoredWeight(own.format, replace(own.rows, whole=whole.rows))
+        for own, whole in zip(found, wholes, strict=True)
+    ]
 
 
 def read_rows(
@@ -197,32 +222,70 @@ def read_rows(
 
 
 def _place_rows(tensor: StoredTensor, layout: Layout, rows: Tensor, memory: Tensor, places: Tensor) -> None:
-    """Copy rows of a tensor to places in memory, part by part of the tensor."""
+    """Copy rows of a tensor to places in memory, part by part of the tensor. Other rows are not read."""
     assert layout.dim is not None, "a tensor that all rows share is read whole"
-    unit = layout.columns_in_one
-    for part, held in tensor.read_parts(unit):
-        columns = slice(part.start // unit, -(-part.stop // unit))
+    for run in _runs_of(rows // layout.rows_per_entry):
+        first = run.start * layout.rows_per_entry
+        here = _between(rows, first, run.stop * layout.rows_per_entry)
         if layout.dim == 0:
-            first = part.start * layout.rows_per_entry
-            here = ((rows >= first) & (rows < part.stop * layout.rows_per_entry)).nonzero().squeeze(1)
-            memory[places[here]] = _taken(held, rows[here] - first, layout)
-        elif _is_range(places, len(memory)):  # without an index, which takes three times as long
-            memory[:, columns] = _taken(held.movedim(layout.dim, 0), rows, layout)
+            _place_entries(tensor, layout, run, rows[here], memory, places[here])
         else:
-            memory[places, columns] = _taken(held.movedim(layout.dim, 0), rows, layout)
+            _place_columns(tensor, layout, run, rows[here] - first, memory, places[here])
+
+
+def _place_entries(
+    tensor: StoredTensor, layout: Layout, run: range, rows: Tensor, memory: Tensor, places: Tensor
+) -> None:
+    """Copy rows whose entries are a run along the first dimension."""
+    for part, held in tensor.read_parts(within=run):
+        first = part.start * layout.rows_per_entry
+        here = _between(rows, first, part.stop * layout.rows_per_entry)
+        memory[_as_slice(places[here])] = _taken(held, rows[here] - first, layout)
+
+
+def _place_columns(
+    tensor: StoredTensor, layout: Layout, run: range, rows: Tensor, memory: Tensor, places: Tensor
+) -> None:
+    """Copy rows whose entries are a run along the second dimension. rows: counted from that of the run."""
+    unit = layout.columns_in_one
+    where = _as_slice(places)
+    is_all = len(run) == tensor.shape[1]
+    for part, held in (
+        tensor.read_parts(unit) if is_all else ((p, tensor.read_columns(p, run)) for p in tensor.parts(unit))
+    ):
+        columns = slice(part.start // unit, -(-part.stop // unit))
+        memory[where, columns] = _taken(held.movedim(1, 0), rows, layout)
+
+
+def _runs_of(entries: Tensor) -> Iterator[range]:
+    """Yield the runs of consecutive numbers that occur, in their order."""
+    found = torch.unique(entries)
+    if not len(found):
+        return
+    breaks = ((found[1:] - found[:-1]) != 1).nonzero().squeeze(1) + 1
+    for run in torch.tensor_split(found, breaks.tolist()):
+        yield range(int(run[0]), int(run[-1]) + 1)
+
+
+def _between(rows: Tensor, first: int, end: int) -> Tensor:
+    """Return the places of the rows that are in this range."""
+    return ((rows >= first) & (rows < end)).nonzero().squeeze(1)
 
 
 def _taken(entries: Tensor, rows: Tensor, layout: Layout) -> Tensor:
     """Return these rows of entries that follow each other."""
     if layout.unpack is None:
-        return entries[rows // layout.rows_per_entry].to(layout.dtype)
-    unpacked = layout.unpack(entries)
-    return (unpacked if _is_range(rows, len(unpacked)) else unpacked[rows]).to(layout.dtype)
+        return entries[_as_slice(rows // layout.rows_per_entry)].to(layout.dtype)
+    return layout.unpack(entries)[_as_slice(rows)].to(layout.dtype)
 
 
-def _is_range(index: Tensor, count: int) -> bool:
-    """Return whether an index takes all of so many, in their order."""
-    return len(index) == count and torch.equal(index, torch.arange(count, device="cpu"))
+def _as_slice(index: Tensor) -> Tensor | slice:
+    """Return an index as a slice if it is one: an index takes three times as long."""
+    if not len(index):
+        return slice(0)
+    first = int(index[0])
+    in_order = torch.arange(first, first + len(index), device="cpu")
+    return slice(first, first + len(index)) if torch.equal(index, in_order) else index
 
 
 def check_values(tensors: Sequence[StoredTensor], values: Tensor, check: ValueCheck) -> None:

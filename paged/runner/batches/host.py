@@ -35,13 +35,16 @@ class _Step:
     is_decode: bool
     sampled_seats: NDArray[np.intp]
     decoding: list[int] | None  # the seats, if the batch may be advanced in place
+    decodes: _Decodes | None = None  # what is kept to do so
 
 
 class HostBatches:
     """Batches made on the host, of what it keeps of each seat. The reference for `SeatedBatches`.
 
-    On a CPU, if the same seats decode again, the last batch is advanced in place and returned once more,
+    On a CPU, if the same seats decode again, their last batch is advanced in place and returned once more,
     because making tensors costs more than changing them. The caller must be done with it by then.
+
+    num_kept: how many batches of different seats are kept for that, as many as there are steps in flight.
     """
 
     def __init__(
@@ -53,27 +56,27 @@ class HostBatches:
         max_num_seqs: int,
         with_rope_lens: bool = False,
         long_context: LongContext | None = None,
+        num_kept: int = 1,
     ) -> None:
         self.block_size = block_size
         self.device = device
+        self.num_kept = num_kept
         self.with_rope_lens = with_rope_lens
         self.long_context = long_context
         self.last_tokens = np.zeros(max_num_seqs, np.int64)
         self.tables: list[Tables] = [[array("i") for _ in range(num_groups)] for _ in range(max_num_seqs)]
-        self._last: _Decodes | None = None
-        # Seats, and the tokens that they have drawn last: not yet in `last_tokens`, as most decode once more.
-        self._drawn: tuple[NDArray[np.intp], NDArray[np.int64]] | None = None
+        self._kept: list[_Decodes] = []  # of different seats, the last one at the end
 
     def put(self, plan: ComputedPart, upload: Upload) -> _Step | _Decodes:
         """Add the numbers of a batch to the upload."""
-        last = self._last
-        drawn = self._drawn
-        if last is not None and drawn is not None and last.is_repeated_by(plan):
-            self._advance(last, plan, drawn[1])
-            return last  # what was drawn is replaced by `record`, or no longer counts if the step fails
-        self._last = None
-        self._keep_drawn()
+        for kept in self._kept:
+            if kept.is_repeated_by(plan):
+                self._advance(kept, plan)
+                return kept
+        self._drop_those_of(plan)
         self._update_seats(plan)
+        if plan.last_tokens:
+            self.last_tokens[plan.seats[: plan.num_decodes]] = plan.last_tokens
         return self._step(plan, upload)
 
     def batch(self, step: _Step | _Decodes) -> Batch:
@@ -101,19 +104,32 @@ class HostBatches:
             is_decode=step.is_decode,
         )
         if step.decoding is not None:
-            self._last = _Decodes(step.decoding, step, batch)
+            step.decodes = _Decodes(step.decoding, step, batch)
+            self._kept.append(step.decodes)
         return batch
 
     def record(self, step: _Step | _Decodes, tokens: Tensor) -> None:
         """Keep the tokens that a step has drawn, i64[num_logits]. On a GPU, this waits for them."""
-        self._drawn = step.sampled_seats, tokens.cpu().numpy()
+        drawn = tokens.cpu().numpy()
+        decodes = step if isinstance(step, _Decodes) else step.decodes
+        if decodes is None:
+            self.last_tokens[step.sampled_seats] = drawn
+        else:  # most decode once more: not yet in `last_tokens`
+            decodes.drawn = drawn
 
-    def _keep_drawn(self) -> None:
-        """Give the seats of the last step the tokens that they have drawn."""
-        if self._drawn is not None:
-            seats, tokens = self._drawn
-            self.last_tokens[seats] = tokens
-            self._drawn = None
+    def _drop_those_of(self, plan: ComputedPart) -> None:
+        """Keep no batch of a seat that is in a step or changes, and one batch less than the most."""
+        if self.num_kept > 1:
+            changed = {*plan.seats, *(change.seat for change in plan.changes)}
+            dropped = [each for each in self._kept if not changed.isdisjoint(each.seats)]
+            others = [each for each in self._kept if each not in dropped]
+            dropped += others[: max(0, len(others) + 1 - self.num_kept)]
+        else:
+            dropped = self._kept
+        for each in dropped:
+            if each.drawn is not None:
+                self.last_tokens[each.sampled_seats] = each.drawn
+        self._kept = [each for each in self._kept if each not in dropped]
 
     def _update_seats(self, plan: ComputedPart) -> None:
         """Store the newest tokens of seats, and the new entries of their block tables."""
@@ -181,10 +197,13 @@ class HostBatches:
         # Newcomers that decode have sent theirs, before those of prompts.
         return token_ids + plan.tokens[len(plan.tokens) - num_prompt_tokens :].tolist()
 
-    def _advance(self, last: _Decodes, plan: ComputedPart, drawn: NDArray[np.int64]) -> None:
-        """Advance the last batch by one token of every seat, and extend the block tables that have grown."""
+    def _advance(self, last: _Decodes, plan: ComputedPart) -> None:
+        """Advance a kept batch by one token of every seat, and extend the block tables that have grown."""
         last.batch.queries.plans.clear()
         last.batch.age += 1
+        # What was drawn is replaced by `record`, or no longer counts if the step fails.
+        drawn = plan.last_tokens or last.drawn
+        assert drawn is not None, "a batch is advanced by tokens"
         last.token_ids[:] = drawn
         for numbers in last.growing:
             numbers += 1
@@ -201,9 +220,22 @@ class HostBatches:
 
 
 class _Decodes:
-    """The last batch of decodes only, to be advanced in place."""
+    """A batch of decodes only, to be advanced in place.
 
-    __slots__ = ("batch", "growing", "sampled_seats", "seats", "slots", "tables", "token_ids", "width")
+    drawn: the tokens that its step has drawn; None: not yet, or another process draws them.
+    """
+
+    __slots__ = (
+        "batch",
+        "drawn",
+        "growing",
+        "sampled_seats",
+        "seats",
+        "slots",
+        "tables",
+        "token_ids",
+        "width",
+    )
 
     def __init__(self, seats: list[int], step: _Step, batch: Batch) -> None:
         num = len(seats)
@@ -212,6 +244,7 @@ class _Decodes:
         self.seats = seats
         self.sampled_seats = step.sampled_seats
         self.batch = batch
+        self.drawn: NDArray[np.int64] | None = None
         # The memory of the batch's tensors.
         self.token_ids: NDArray[np.int64] = longs[:num]
         self.growing = longs[2 * num :], ints[:num]  # increase by one with every step
@@ -221,6 +254,8 @@ class _Decodes:
 
     def is_repeated_by(self, plan: ComputedPart) -> bool:
         """Return whether the same seats decode once more, and the batch has room for their block tables."""
+        if not plan.last_tokens and self.drawn is None:
+            return False
         return plan.repeats(self.seats) and all(
             change.first_entry + change.num_entries <= self.width for change in plan.changes
         )

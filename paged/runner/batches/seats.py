@@ -58,6 +58,7 @@ class _Step(NamedTuple):
     outputs: _Outputs | None
     num_logits: int
     sampled_seats: Sent
+    last_tokens: tuple[Sent, Sent] | None  # seats, and the tokens that another process has drawn for them
 
 
 class SeatedBatches:
@@ -109,6 +110,10 @@ class SeatedBatches:
         max_seqlen_q = int(num_new.max())
         if self.with_rope_lens or self.long_context is not None:
             rope_lens = upload.put(plan.rope_lens, torch.int32)
+        last_tokens = None
+        if plan.last_tokens:
+            decodes = upload.put(plan.seats[: plan.num_decodes], torch.int64)
+            last_tokens = decodes, upload.put(plan.last_tokens, torch.int64)
         sizes = {
             "num_tokens": int(ends[-1]),
             "max_seq_len": int(seq_lens.max()),
@@ -127,11 +132,15 @@ class SeatedBatches:
             outputs=_put_outputs(plan, seq_lens, ends, upload),
             num_logits=len(plan.sampled),
             sampled_seats=upload.put(plan.sampled_seats, torch.int64),
+            last_tokens=last_tokens,
         )
 
     def batch(self, step: _Step) -> Batch:
         """Make the batch of a step whose upload is sent."""
         outputs = step.outputs
+        if step.last_tokens is not None:
+            seats, tokens = step.last_tokens
+            self.last_tokens.index_copy_(0, seats.tensor, tokens.tensor)
         cu_seqlens_q = step.cu_seqlens_q.tensor
         by_token, tables = self._unpack_step(
             step.rows.tensor,

@@ -1,0 +1,141 @@
+"""ModelPart: the layers of a model that one process computes, and its shard of each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from ..errors import ConfigError
+from .config import ModelConfig
+from .spec import AttentionSpec, KVShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TensorGroup(Protocol):
+    """The processes that share every layer. All make the same calls in the same order."""
+
+    def gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        """Return the tensors of all shards, which are alike, one after the other in the order of shards."""
+
+    def collect(self, tensor: Tensor) -> Tensor | None:
+        """Return what `gather` would along the last dimension at shard 0, and None at the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of `count` equal shares of every layer's outputs. group: how the shares are exchanged."""
+
+    index: int = 0
+    count: int = 1
+    group: TensorGroup | None = None
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.index < self.count, f"there is no shard {self.index} of {self.count}"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the layers are not divided."""
+        return self.count == 1
+
+    @property
+    def apart(self) -> Shard:
+        """The same share without the others: of what is planned, not computed."""
+        return replace(self, group=None)
+
+    def share(self, size: int) -> range:
+        """Return this shard's share of so many outputs, which `count` divides."""
+        assert size % self.count == 0, f"{self.count} shards do not divide {size}"
+        own = size // self.count
+        return range(self.index * own, (self.index + 1) * own)
+
+    def tokens(self, vocab_size: int) -> range:
+        """Return this shard's share of a vocabulary: all are as large, but the last one may be smaller."""
+        own = -(-vocab_size // self.count)
+        return range(min(self.index * own, vocab_size), min((self.index + 1) * own, vocab_size))
+
+    def kv_heads(self, num_kv_heads: int) -> range:
+        """Return this shard's KV heads. Where there are fewer than shards, several have the same one."""
+        if self.count <= num_kv_heads:
+            return self.share(num_kv_heads)
+        assert self.count % num_kv_heads == 0, f"{num_kv_heads} KV heads do not divide {self.count} shards"
+        head = self.index * num_kv_heads // self.count
+        return range(head, head + 1)
+
+    def kv_shape(self, shape: KVShape) -> KVShape:
+        """Return what this shard keeps of a token for a layer."""
+        return replace(shape, num_kv_heads=len(self.kv_heads(shape.num_kv_heads)))
+
+    def attention(self, spec: AttentionSpec) -> AttentionSpec:
+        """Return the attention of this shard's heads."""
+        return replace(spec, num_heads=len(self.share(spec.num_heads)), kv=self.kv_shape(spec.kv))
+
+
+UNDIVIDED = Shard()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """What one process computes of a model: consecutive layers, of each its shard.
+
+    The part with the first layer has the embedding; that with the last one has the norm and the head.
+    """
+
+    layers: range
+    num_layers: int  # of the model
+    shard: Shard = UNDIVIDED
+
+    @classmethod
+    def whole(cls, num_layers: int) -> ModelPart:
+        """Return what a process computes that has no others beside it."""
+        return cls(range(num_layers), num_layers)
+
+    @property
+    def apart(self) -> ModelPart:
+        """The same part without other processes: of what is planned, not computed."""
+        return replace(self, shard=self.shard.apart)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the embedding is in this part."""
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the final norm and the head are in this part."""
+        return self.layers.stop == self.num_layers
+
+
+def check_shards(config: ModelConfig, count: int) -> None:
+    """Raise ConfigError, which lists what is possible, unless a model can be divided into so many shards."""
+    obstacle = _obstacle(config, count)
+    if obstacle is not None:
+        fitting = [n for n in range(2, config.num_heads + 1) if _obstacle(config, n) is None]
+        listed = "no number of shards does"
+        if fitting:
+            listed = f"these numbers do: {', '.join(map(str, fitting))}"
+        raise ConfigError(f"tensor_parallel_size {count} does not divide {obstacle}; {listed}")
+
+
+def _obstacle(config: ModelConfig, count: int) -> str | None:
+    """Return what of a model so many shards do not divide, if anything.
+
+    They need not divide the vocabulary: see `Shard.tokens`.
+    """
+    for layer in config.layers:
+        num_heads = layer.attention.num_heads
+        num_kv_heads = layer.attention.kv.num_kv_heads
+        if num_heads % count:
+            return f"the {num_heads} query heads"
+        if max(count, num_kv_heads) % min(count, num_kv_heads):
+            return f"the {num_kv_heads} KV heads"
+        if layer.feed_forward.size % count:
+            return f"inner size {layer.feed_forward.size}"
+    if config.hidden_size % count:
+        return f"hidden_size {config.hidden_size}"
+    if config.layer_inputs is not None and config.layer_inputs.size % count:
+        return f"the {config.layer_inputs.size} inputs of a layer"
+    if config.vocab_size < count**2:
+        return f"vocab_size {config.vocab_size}"  # the last shard might have no token
+    return None

@@ -1,0 +1,64 @@
+"""Stream: what the layers of a model hand on to each other, and one part of a model to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from .config import ModelConfig
+
+
+class Stream(NamedTuple):
+    """A row for each token.
+
+    residual: updated in place by the layers.
+    hidden: what is left to add to it; None: nothing.
+    inputs: of the layers that follow, see PerLayerEmbeddings; None: the model has none.
+    """
+
+    residual: Tensor
+    hidden: Tensor | None = None
+    inputs: Tensor | None = None
+
+
+def tensors_of(stream: Stream | None) -> tuple[Tensor, ...]:
+    """Return the tensors of a stream, without those that it lacks."""
+    return () if stream is None else tuple(tensor for tensor in stream if tensor is not None)
+
+
+class StreamShape(NamedTuple):
+    """The columns of what a part of a model hands on to the next one, 0 for what it does not."""
+
+    residual: int
+    hidden: int
+    inputs: int
+
+    @classmethod
+    def before(cls, layer: int, config: ModelConfig) -> Self:
+        """Return the shape of the stream between the layer before this one and this one."""
+        spec = config.layers[layer - 1]
+        has_hidden = spec.parallel or spec.norms.after_mlp is None
+        inputs = config.layer_inputs
+        size = config.hidden_size
+        num_inputs = 0 if inputs is None else inputs.size * (config.num_layers - layer)
+        return cls(size, size * has_hidden, num_inputs)
+
+    def stream(self, tensors: Iterable[Tensor]) -> Stream:
+        """Return the stream of these tensors. Of the inputs only those of the layers that follow are kept."""
+        own = iter(tensors)
+        residual, hidden, inputs = (next(own) if columns else None for columns in self)
+        assert residual is not None, "there is always a residual"
+        return Stream(residual, hidden, None if inputs is None else inputs[:, -self.inputs :])
+
+    def pack(self, stream: Stream) -> Tensor:
+        """Return a copy of a stream as one tensor, f[num_tokens * columns]."""
+        return torch.cat([tensor.reshape(-1) for tensor in tensors_of(stream)])
+
+    def unpack(self, packed: Tensor) -> Stream:
+        """Return the stream that was packed. It shares the memory."""
+        num_tokens = len(packed) // sum(self)
+        parts = packed.split_with_sizes([num_tokens * columns for columns in self])
+        return self.stream(part.view(num_tokens, -1) for part in parts if len(part))

@@ -1,0 +1,1 @@
+"""One model over several processes: who holds what, how ranks start and meet, and what if one ends."""

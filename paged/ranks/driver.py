@@ -1,0 +1,236 @@
+"""DriverRunner: the executor of a model over several ranks, and the rank that samples."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..blocks.pool import BlockId
+from ..config import EngineConfig
+from ..errors import EngineDeadError, RankError, dead_engine
+from ..model.batch import Batch
+from ..model.cache.kv_cache import KVCache
+from ..model.cache.shares import cut_blocks, empty_blocks, join_blocks
+from ..model.config import ModelConfig
+from ..model.part import ModelPart
+from ..runner.memory import RunStep
+from ..runner.model_runner import ModelRunner
+from ..runner.part_runner import Peers
+from ..runner.passes import compute
+from ..runner.plan import StepPlan
+from ..sampling.seats import DraftRow, SamplingSeat
+from ..scheduler.schedule import StepOutput
+from .layout import RankLayout
+from .messages import MessageWriter
+from .stage import Stage, part_of
+from .transport import Transport
+
+CPU = torch.device("cpu")
+
+
+class Supervision(Protocol):
+    """What watches the processes of the other ranks, and replaces them."""
+
+    num_restarts: int  # how many processes were replaced
+
+    def on_step(self, number: int) -> None:
+        """Take note of a message to all ranks."""
+
+    def check(self) -> None:
+        """Raise RankError if a process has ended."""
+
+    def recover(self, error: BaseException) -> RankError | None:
+        """Make a new group after a step has raised. Return why none can be made."""
+
+    def watch(self, on_loss: Callable[[], object]) -> None:
+        """Call a function, from another thread, when a process has ended."""
+
+    def describe(self) -> str:
+        """Return what each rank holds."""
+
+    def close(self, end: Callable[[], None]) -> None:
+        """End the processes. end: has those end that were not started here."""
+
+
+class DriverRunner(ModelRunner):
+    """The `Executor` of several ranks. It computes the last stage, or a shard of that, and samples.
+
+    A step is launched by a message to all ranks. This rank's part is computed when its results are taken.
+
+    supervision: None: what ends the other ranks ends this one, too.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        directory: Path,
+        *,
+        layout: RankLayout,
+        transport: Transport,
+        peers: Peers,
+        supervision: Supervision | None = None,
+    ) -> None:
+        self._supervision = supervision
+        self.layout = layout
+        self._transport = transport
+        self._launched: deque[RankedStep] = deque()  # those whose part here is not computed yet
+        part = part_of(layout, 0, model_config.num_layers, transport)
+        super().__init__(config, model_config, directory, None, part, layout.num_stages, peers)
+
+    def allocate(self, directory: Path, run_step: RunStep) -> None:
+        """Allocate the KV cache, as large as the smallest that a rank could have."""
+        self.reset()
+        super().allocate(directory, run_step)
+
+    def reset(self) -> None:
+        """Begin with a new group of ranks: nothing is in flight, and no message was sent."""
+        self._launched.clear()
+        self._samplers = [self.new_sampler() for _ in range(self.num_in_flight)]
+        self._writer = MessageWriter(self.sizes.block_size, self.num_in_flight)
+        self._stage = Stage(self.layout, 0, self.model_config, self.dtype, self._transport)
+
+    @property
+    def exchange_s(self) -> float:
+        """The seconds that were spent waiting for other ranks."""
+        return self._transport.waited_s
+
+    def launch(self, plan: StepPlan) -> RankedStep:
+        """Send a step to all ranks."""
+        # The seats are those of now: the next plan may change them.
+        rows = self.rows_of(plan)
+        self._transport.send_message(self._writer.step(plan.computed))
+        if self._supervision is not None:
+            self._supervision.on_step(self._writer.number)
+        step = RankedStep(self, plan, rows, self._writer.number)
+        self._stage.expect(step.number, sum(plan.computed.counts))
+        self._launched.append(step)
+        return step
+
+    def compute_until(self, last: RankedStep | None = None) -> None:
+        """Compute this rank's part of the steps up to this one, by default of all."""
+        while self._launched and (last is None or last.output is None):
+            step = self._launched.popleft()
+            self._number = step.number
+            # What one knows of the requests of a step holds for those of the step after the others in flight.
+            self.sampler = self._samplers[step.number % self.num_in_flight]
+            # At once, as the next step overwrites it.
+            step.output = self.run(step.plan, step.rows).result()
+
+    def compute(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
+        """Run the last part of the model on a batch; see `ModelRunner.compute`."""
+        stream = self._stage.receive(self._number, self.device)
+        return compute(self.model, self.graphs, batch, self.kv_cache, stream)
+
+    def discard(self) -> None:
+        """Give up the steps in flight: their results are not taken."""
+        for sampler in self._samplers:
+            sampler.forget()
+        self._launched.clear()
+
+    # The processes of the other ranks
+
+    def check(self) -> None:
+        """Raise RankError if one has ended."""
+        if self._supervision is not None:
+            self._supervision.check()
+
+    def recover(self, error: BaseException) -> EngineDeadError | None:
+        """Meet the other ranks anew after a step has raised. Return why no step can run any more, if so."""
+        if (dead := super().recover(error)) is not None:
+            return dead
+        if self._supervision is None:
+            # The group goes on, and the streams of steps that were given up are dropped as they come.
+            return dead_engine(str(error), error) if isinstance(error, RankError) else None
+        if (failure := self._supervision.recover(error)) is not None:
+            return dead_engine(str(failure), failure)
+        self.reset()
+        return None
+
+    def watch(self, on_loss: Callable[[], object]) -> None:
+        """Call a function, from another thread, when `check` may raise."""
+        if self._supervision is not None:
+            self._supervision.watch(on_loss)
+
+    def close(self) -> None:
+        """End the other ranks."""
+        if self._supervision is not None:
+            self._supervision.close(self.end)
+
+    def describe(self) -> str:
+        """Return dtype, device, threads and attention backend, and what each rank holds, the driver first."""
+        held = "" if self._supervision is None else f"; {self._supervision.describe()}"
+        return super().describe() + held
+
+    @property
+    def rank_stats(self) -> tuple[int, float]:
+        """How many processes were replaced, and the seconds that steps waited for others."""
+        num_restarts = 0 if self._supervision is None else self._supervision.num_restarts
+        return num_restarts, self.exchange_s
+
+    def end(self) -> None:
+        """Have the other ranks end."""
+        self._transport.send_message(self._writer.end())
+
+    # Blocks, as a cache of the whole model has them
+
+    def read_blocks(self, blocks: Sequence[BlockId], groups: Sequence[int]) -> dict[str, Tensor]:
+        """Return a copy of blocks on the host, gathered from all ranks."""
+        if not blocks:
+            return self._new_cache(None, 0).tensors
+        self.compute_until()
+        self._transport.send_message(self._writer.read_blocks(blocks))
+
+        def parts() -> Iterator[tuple[ModelPart, dict[str, Tensor]]]:
+            for rank in range(self.layout.num_ranks):
+                part = self._part_of(rank)
+                own = super(DriverRunner, self).read_blocks(blocks, groups) if not rank else {}
+                for name, tensor in self._new_cache(part, len(blocks)).tensors.items() if rank else ():
+                    own[name] = self._transport.receive(tensor.shape, tensor.dtype, rank)
+                yield part, own
+
+        return join_blocks(self.model_config, self.sizes.block_size, groups, parts())
+
+    def write_block(self, block: BlockId, group: int, contents: Mapping[str, Tensor]) -> None:
+        """Write into a block what `read_blocks` has returned of one, on all ranks."""
+        self.compute_until()
+        whole = {name: tensor[:, None] for name, tensor in contents.items()}
+        self._transport.send_message(self._writer.write_block(block))
+        for rank in range(self.layout.num_ranks):
+            part = self._part_of(rank)
+            own = cut_blocks(self.model_config, self.sizes.block_size, [group], part, whole)
+            if not rank:
+                super().write_block(block, group, {name: tensor[:, 0] for name, tensor in own.items()})
+            for tensor in own.values() if rank else ():
+                self._transport.send(tensor, rank)
+
+    def _part_of(self, rank: int) -> ModelPart:
+        return part_of(self.layout, rank, self.model_config.num_layers, self._transport)
+
+    def _new_cache(self, part: ModelPart | None, num_blocks: int) -> KVCache:
+        """Return a cache of so many blocks on the host, of a part or of the whole model."""
+        return empty_blocks(self.model_config, self.sizes.block_size, num_blocks, self.kv_dtype, part)
+
+
+class RankedStep:
+    """A step that all ranks were sent. rows: what the sampler knows of each row that is sampled."""
+
+    def __init__(
+        self, runner: DriverRunner, plan: StepPlan, rows: Sequence[SamplingSeat | DraftRow], number: int
+    ) -> None:
+        self._runner = runner
+        self.plan = plan
+        self.rows = rows
+        self.number = number
+        self.output: StepOutput | None = None
+
+    def result(self) -> StepOutput:
+        """Compute the last part of the step, and of those before. Return its tokens."""
+        self._runner.compute_until(self)
+        assert self.output is not None, "the step was given up"
+        return self.output

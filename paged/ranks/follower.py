@@ -1,0 +1,125 @@
+"""FollowerRunner: a rank that computes what the driver tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..blocks.pool import BlockId
+from ..config import EngineConfig
+from ..kernels.checks import TrustedContents
+from ..model.cache.kv_cache import KVCache
+from ..model.config import ModelConfig
+from ..runner.part_runner import PartRunner, Peers
+from ..runner.passes import compute, compute_part
+from ..runner.plan import ComputedPart
+from ..sampling.reporter import Reporter
+from ..scheduler.schedule import Schedule
+from .layout import RankLayout
+from .messages import Message, MessageKind, MessageReader
+from .stage import Stage, part_of
+from .transport import Transport
+
+DRIVER = 0
+
+
+class FollowerRunner(PartRunner):
+    """A part of a model that takes part in the steps of a driver. It knows no requests."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        directory: Path,
+        *,
+        layout: RankLayout,
+        rank: int,
+        transport: Transport,
+        peers: Peers,
+    ) -> None:
+        self.layout = layout
+        part = part_of(layout, rank, model_config.num_layers, transport)
+        super().__init__(config, model_config, directory, None, part, layout.num_stages, peers)
+        self._is_last = part.is_last
+        self._transport = transport
+        self._rank = rank
+        self.reset()
+        self._reporter = Reporter(self.model.logits, self.model_config.vocab_size, self.model.kernels)
+        if self.device.type == "cuda":
+            self._reporter.max_rows = min(self._reporter.max_rows, config.max_num_seqs)
+        self.allocate(directory, self._run_in_other_cache)
+
+    def reset(self) -> None:
+        """Begin with a new group of ranks: nothing is in flight, and no message has come."""
+        self._reader = MessageReader(
+            self.sizes.block_size, self.num_in_flight, len(self.model_config.layer_groups)
+        )
+        self._stage = Stage(self.layout, self._rank, self.model_config, self.dtype, self._transport)
+
+    def run(self, on_message: Callable[[int | None], None] = lambda _: None) -> None:
+        """Do what the driver's messages say, until one says that it is over.
+
+        on_message: called with the number of each, before anything is computed; None: the driver is idle.
+        """
+        for _ in count():
+            message = self._next_message(on_message)
+            on_message(message.number)
+            if message.kind is MessageKind.END:
+                return
+            self._do(message)
+
+    def _next_message(self, on_message: Callable[[int | None], None] = lambda _: None) -> Message:
+        while not (data := self._transport.receive_message()):
+            on_message(None)
+        return self._reader.read(data)
+
+    def _do(self, message: Message) -> None:
+        with self._on_device, TrustedContents():
+            if message.step is not None:
+                self._compute(message.step, message.number)
+            elif message.kind is MessageKind.READ_BLOCKS:
+                for tensor in self.read_blocks(message.blocks, ()).values():
+                    self._transport.send(tensor, DRIVER)
+            else:
+                self._receive_block(*message.blocks)
+
+    def _compute(self, plan: ComputedPart, number: int) -> None:
+        """Compute this part of a step, and send on what comes out."""
+        upload = self.transfers.new_upload()
+        moves = self.send_moves(plan, upload)
+        if not plan.seats:
+            upload.send()
+            self._move_blocks(*moves)
+            return
+        step = self.batches.put(plan, upload)
+        upload.send()
+        self._move_blocks(*moves)
+        batch = self.batches.batch(step)
+        self._stage.expect(number, batch.num_tokens)
+        stream = self._stage.receive(number, self.device)
+        if not self._is_last:
+            tensors = compute_part(self.model, self.graphs, batch, self.kv_cache, stream)
+            self._stage.send(number, tensors)
+            return
+        # Another shard of the driver's stage: it calls the head as often as that.
+        _, _, hidden = compute(self.model, self.graphs, batch, self.kv_cache, stream)
+        if hidden is not None:
+            self._reporter.call_head(plan.asked, hidden)
+
+    def _receive_block(self, block: BlockId) -> None:
+        contents = dict[str, Tensor]()
+        for name, tensor in self.read_blocks([block], ()).items():
+            contents[name] = self._transport.receive(tensor.shape, tensor.dtype, DRIVER)[:, 0]
+        self.write_block(block, 0, contents)  # of any group
+
+    def _run_in_other_cache(self, _: Schedule, kv_cache: KVCache) -> None:
+        """Run the step by which the driver, too, measures memory."""
+        self.kv_cache = kv_cache
+        self._do(self._next_message())
+        del self.kv_cache
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

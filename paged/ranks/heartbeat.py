@@ -1,0 +1,121 @@
+"""Heartbeat files: what a rank computes and when it last said so, for probes. Free of torch.
+
+Each rank has a file in the private directory of its machine's ranks. `python -m paged.ranks alive` reads all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DIRECTORY_PREFIX = "paged-ranks-"
+LEAST_S = 1.0  # between two writes of steps that follow each other
+GRACE_S = 2.0  # beyond rank_timeout_s
+
+
+class HeartbeatFile:
+    """The heartbeat file of one rank.
+
+    timeout_s: after which a rank that has written nothing is held to hang, once it has loaded.
+    """
+
+    def __init__(
+        self, directory: Path, rank: int, timeout_s: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.path = directory / f"rank-{rank}.json"
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._written_at = -LEAST_S
+        self.step = 0
+        self.has_loaded = False
+        self._write()
+
+    def loaded(self) -> None:
+        """Say that the rank computes steps from now on."""
+        self.has_loaded = True
+        self._write()
+
+    def beat(self, step: int | None = None) -> None:
+        """Say that the rank begins a step, or without one that it waits for the next one."""
+        if step is not None:
+            self.step = step
+        if step is None or self._clock() - self._written_at >= LEAST_S:
+            self._write()
+
+    def _write(self) -> None:
+        self._written_at = self._clock()
+        state = {
+            "rank": self._rank,
+            "pid": os.getpid(),
+            "step": self.step,
+            "time": self._written_at,
+            "timeout_s": self._timeout_s if self.has_loaded else None,
+        }
+        partial = self.path.with_suffix(".partial")
+        with suppress(OSError):  # the directory is gone with the driver, or the disk is full
+            partial.write_text(json.dumps(state))
+            os.replace(partial, self.path)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What the heartbeat file of a rank says."""
+
+    rank: int
+    pid: int
+    step: int
+    time: float
+    timeout_s: float | None  # None while the rank loads
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a process of that number."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+    def trouble(self, now: float) -> str | None:
+        """Return why the rank is not well, None if it is."""
+        name = f"rank {self.rank} (process {self.pid})"
+        if not self.exists:
+            return f"{name} has ended"
+        if self.timeout_s is not None and (silent_s := now - self.time) > self.timeout_s + GRACE_S:
+            return f"{name} has written nothing for {silent_s:.0f} s, since step {self.step}"
+        return None
+
+
+def find_troubles(root: Path | None = None, now: float | None = None) -> tuple[int, list[str]]:
+    """Return how many ranks there are on this machine, and why those are not well that are not.
+
+    root: where private directories are; None takes the one for temporary files.
+    """
+    now = time.time() if now is None else now
+    num_ranks = 0
+    troubles = []
+    for directory in sorted((root or Path(tempfile.gettempdir())).glob(f"{DIRECTORY_PREFIX}*")):
+        states = [*_states_in(directory)]
+        if not any(state.exists for state in states):
+            continue  # left by ranks that were all killed at once
+        num_ranks += len(states)
+        troubles += [trouble for state in states if (trouble := state.trouble(now)) is not None]
+    return num_ranks, troubles
+
+
+def _states_in(directory: Path) -> Iterator[RankState]:
+    for file in sorted(directory.glob("rank-*.json")):
+        # A file may be removed meanwhile; what else is there is none of a rank.
+        with suppress(OSError, ValueError, TypeError):
+            found: dict[str, Any] = json.loads(file.read_text())
+            yield RankState(**found)

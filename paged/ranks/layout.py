@@ -1,0 +1,165 @@
+"""RankLayout: which layers and which share of their weights each rank holds. Free of torch.
+
+A model is cut into stages of contiguous layers, and each stage into shards of equal size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..model.config import ModelConfig
+from ..model.part import check_shards
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """The ranks of a model: `num_stages` stages of `num_shards` ranks each.
+
+    Rank 0, which schedules and samples, is the first shard of the last stage: the one with norm and head. The
+    stage of the embedding has the highest ranks.
+
+    layers: of each stage, in their order.
+    """
+
+    num_stages: int
+    num_shards: int
+    layers: tuple[range, ...]
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: ModelConfig) -> Self:
+        """Divide a model as the options say. Raises ConfigError where it cannot be divided so."""
+        num_stages = config.pipeline_parallel_size
+        num_shards = config.tensor_parallel_size
+        check_shards(model, num_shards)
+        if num_stages > model.num_layers:
+            raise ConfigError(
+                f"pipeline_parallel_size {num_stages} is more than the {model.num_layers} layers of the model"
+            )
+        joined = _joined(model)
+        if config.pipeline_layers is None:
+            layers = cut_layers(_layer_costs(model), num_stages, joined)
+        else:
+            layers = _given_layers(config.pipeline_layers, model.num_layers, joined)
+        return cls(num_stages, num_shards, layers)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks."""
+        return self.num_stages * self.num_shards
+
+    def stage_of(self, rank: int) -> int:
+        """Return the stage of a rank."""
+        return self.num_stages - 1 - rank // self.num_shards
+
+    def shard_of(self, rank: int) -> int:
+        """Return which shard of its stage a rank holds."""
+        return rank % self.num_shards
+
+    def rank_of(self, stage: int, shard: int) -> int:
+        """Return the rank that holds this shard of a stage."""
+        return (self.num_stages - 1 - stage) * self.num_shards + shard
+
+    def ranks_of_stage(self, stage: int) -> range:
+        """Return the ranks of a stage, in the order of their shards."""
+        first = self.rank_of(stage, 0)
+        return range(first, first + self.num_shards)
+
+    def describe(self, rank: int) -> str:
+        """Return what a rank holds: "layers 12 to 21, shard 1 of 2"."""
+        held = self.layers[self.stage_of(rank)]
+        layers = f"layer {held[0]}" if len(held) == 1 else f"layers {held[0]} to {held[-1]}"
+        return layers + (f", shard {self.shard_of(rank)} of {self.num_shards}" if self.num_shards > 1 else "")
+
+
+def cut_layers(costs: Sequence[int], num_stages: int, joined: Iterable[tuple[int, int]]) -> tuple[range, ...]:
+    """Cut layers into stages, so that the largest stage costs as little as possible.
+
+    costs: of each layer. joined: pairs of layers that must be in one stage.
+
+    Raises ConfigError if the joined layers allow fewer stages.
+    """
+    num_layers = len(costs)
+    cuts = _allowed_cuts(num_layers, joined)
+    if num_stages > len(cuts) - 1:
+        raise ConfigError(
+            f"pipeline_parallel_size {num_stages}: layers that read the K and V of others stay with them, so "
+            f"this model can be cut into at most {len(cuts) - 1} stages"
+        )
+    total = [0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    # best[end]: the largest cost of the stages before a cut, and where the last of them begins.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
+    for stage in range(1, num_stages + 1):
+        found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for end in cuts:
+            choices = [
+                (max(cost, total[end] - total[start]), (*starts, start))
+                for start, (cost, starts) in best.items()
+                if start < end and (stage < num_stages or end == num_layers)
+            ]
+            if choices:
+                found[end] = min(choices)
+        best = found
+    starts = best[num_layers][1]
+    return tuple(range(a, b) for a, b in zip(starts, (*starts[1:], num_layers), strict=True))
+
+
+def _layer_costs(model: ModelConfig) -> list[int]:
+    """Return the weights of each layer; the embedding counts with the first, the head with the last one."""
+    hidden = model.hidden_size
+    inputs = 0 if model.layer_inputs is None else 3 * model.layer_inputs.size * hidden
+    costs = [
+        layer.attention.num_params(hidden) + layer.feed_forward.num_params(hidden) + inputs
+        for layer in model.layers
+    ]
+    table = model.vocab_size * hidden
+    costs[0] += table
+    costs[-1] += table
+    if model.layer_inputs is not None:
+        costs[0] += model.layer_inputs.vocab_size * model.layer_inputs.size * model.num_layers
+    return costs
+
+
+def _joined(model: ModelConfig) -> list[tuple[int, int]]:
+    """Return each layer that reads K and V of an earlier one, with that."""
+    return [(source, layer) for layer, source in enumerate(model.kv_sources) if source != layer]
+
+
+def _allowed_cuts(num_layers: int, joined: Iterable[tuple[int, int]]) -> list[int]:
+    """Return where a stage may begin or end: at a layer's number, if no joined layers are on both sides."""
+    parted = {cut for source, reader in joined for cut in range(source + 1, reader + 1)}
+    return [cut for cut in range(num_layers + 1) if cut not in parted]
+
+
+def _given_layers(
+    sizes: Sequence[int], num_layers: int, joined: Iterable[tuple[int, int]]
+) -> tuple[range, ...]:
+    """Return the layers of stages of these sizes. Raises ConfigError if they do not fit the model."""
+    if sum(sizes) != num_layers:
+        raise ConfigError(
+            f"pipeline_layers {[*sizes]} are {sum(sizes)} layers, and the model has {num_layers}"
+        )
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    for source, reader in joined:
+        for end in ends[:-1]:
+            if source < end <= reader:
+                raise ConfigError(
+                    f"pipeline_layers {[*sizes]} part layer {reader} from layer {source}, whose K and V it "
+                    f"reads; cuts are possible at {_listed(_allowed_cuts(num_layers, joined)[1:-1])}"
+                )
+    return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
+
+
+def _listed(cuts: Sequence[int]) -> str:
+    return ", ".join(map(str, cuts)) or "no layer"
+
+
+def split_evenly(cores: Sequence[Sequence[int]], index: int, count: int) -> list[int]:
+    """Return the CPUs of a rank: its share of whole cores, each of which is a list of hardware threads."""
+    size = len(cores) // count
+    return sorted(cpu for core in cores[index * size : (index + 1) * size] for cpu in core)

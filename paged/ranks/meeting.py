@@ -1,0 +1,108 @@
+"""Meeting: what ranks tell each other before they have a group, through a store that all can reach."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from .. import errors
+from ..errors import PagedError, RankError
+
+COME_S = 120.0  # in which each rank must come
+_FIRST_PAUSE_S = 0.002  # between two looks into the store; it doubles
+_MOST_PAUSE_S = 0.05
+_FAILED = "failed"
+ENDED = "ended"  # what a rank tells at its end
+
+
+class Store(Protocol):
+    """What is used of a store of torch.distributed."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+
+    def get(self, key: str) -> bytes:
+        """Return a value that is there."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are there."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write a value unless there is another one than expected. Return what is there then."""
+
+
+class Meeting:
+    """One rank's view of the others before they compute.
+
+    names: of the ranks, for messages.
+    check: called while this rank waits; it raises if a rank has ended.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, names: Sequence[str], check: Callable[[], None] = lambda: None
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._names = names
+        self._check = check
+
+    def gather(self, topic: str, value: Any, timeout_s: float | None = None) -> list[Any]:
+        """Tell all ranks a value. Return that of each, once all have told theirs.
+
+        Raises RankError naming the ranks that have told none after timeout_s, and that of `post_failure`.
+        """
+        self.tell(topic, value)
+        return self.collect(topic, timeout_s)
+
+    def tell(self, topic: str, value: Any) -> None:
+        """Tell all ranks a value, without waiting for theirs."""
+        self._store.set(f"{topic}/{self._rank}", json.dumps(value))
+
+    def collect(self, topic: str, timeout_s: float | None = None) -> list[Any]:
+        """Return the value of each rank; see `gather`."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        keys = [f"{topic}/{rank}" for rank in range(len(self._names))]
+        pause_s = _FIRST_PAUSE_S
+        while not self._store.check(keys):
+            self._raise_failure()
+            self._check()
+            if until is not None and time.monotonic() > until:
+                absent = [
+                    name for name, key in zip(self._names, keys, strict=True) if not self._store.check([key])
+                ]
+                raise RankError(f"{'; '.join(absent)}: has not come within {timeout_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(_MOST_PAUSE_S, 2 * pause_s)
+        return [json.loads(self._store.get(key)) for key in keys]
+
+    def failure(self) -> PagedError | None:
+        """Return the error that a rank has told."""
+        if not self._store.check([_FAILED]):
+            return None
+        kind, message = json.loads(self._store.get(_FAILED))
+        found: PagedError = getattr(errors, kind, RankError)(message)
+        return found
+
+    def _raise_failure(self) -> None:
+        if (error := self.failure()) is not None:
+            raise error
+
+
+def post_failure(store: Store, rank: int, error: BaseException) -> None:
+    """Have all ranks that wait, or will, raise this error of a rank, unless another one was first."""
+    kind = type(error).__name__ if isinstance(error, PagedError) else "RankError"
+    text = str(error) if isinstance(error, PagedError) else f"{type(error).__name__}: {error}"
+    if not isinstance(error, RankError):
+        text = f"rank {rank} on {socket.gethostname()}: {text}"
+    store.compare_set(_FAILED, "", json.dumps([kind, text]))
+
+
+def require_equal(facts: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """Raise RankError if a rank has another version, option or checkpoint than rank 0, the driver."""
+    for rank, own in enumerate(facts):
+        for key, value in facts[0].items():
+            if own.get(key) != value:
+                raise RankError(f"{names[rank]} has {key} {own.get(key)}, and the driver has {value}")

@@ -1,0 +1,136 @@
+"""Membership: how one rank joins the others, when it has loaded and whenever a group is made anew."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed
+
+from ..errors import RankError
+from .layout import RankLayout
+from .meeting import COME_S, Meeting, Store, require_equal
+from .place import Torchrun
+
+_STORES: Any = torch.distributed  # which does not say that it exports them
+_STORE_TIMEOUT = timedelta(seconds=COME_S)
+
+
+class Regroups(Protocol):
+    """What is asked of a transport here."""
+
+    def regroup(self, store: Any) -> None:
+        """Connect to the other ranks, in place of an earlier group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFigures:
+    """What a rank tells of itself once it has loaded."""
+
+    host: str
+    pid: int
+    weight_bytes: int
+    kv_bytes: int
+    cpu_features: Sequence[str]
+
+
+class Membership:
+    """One rank among the others. A `Peers` of its runner.
+
+    agreed: the numbers of blocks on the device and on the host that all ranks have; None before they agree.
+    group: the number of the group, which rises whenever one is made anew.
+    """
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        rank: int,
+        store: Store,
+        transport: Regroups,
+        *,
+        group: int = 0,
+        agreed: tuple[int, int] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.agreed = agreed
+        self.group = group
+        self.weight_bytes = 0
+        self._store = store
+        self._transport = transport
+        self.names = [name_of(layout, each) for each in range(layout.num_ranks)]
+        self.meeting = Meeting(store, rank, self.names, check)
+
+    def agree(self, facts: dict[str, Any]) -> None:
+        """Wait until all ranks have come. Raises RankError if one does not, or has other facts."""
+        found = self.meeting.gather("facts", {"host": socket.gethostname(), **facts}, COME_S)
+        self.names[:] = [name_of(self.layout, rank, own.pop("host")) for rank, own in enumerate(found)]
+        require_equal(found, self.names)
+
+    def loaded(self, weight_bytes: int) -> None:
+        """Wait until all ranks have read their weights, and connect to them."""
+        self.weight_bytes = weight_bytes
+        self.join()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Connect to all ranks once they come to this group. Raises RankError if one has not in time."""
+        self.meeting.gather(f"joined/{self.group}", None, timeout_s)
+        self._transport.regroup(_STORES.PrefixStore(f"group{self.group}", self._store))
+
+    def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
+        """Return the numbers of blocks, on the device and on the host, that the smallest rank holds."""
+        if self.agreed is None:
+            found = self.meeting.gather("blocks", [num_blocks, num_host_blocks])
+            self.agreed = min(own[0] for own in found), min(own[1] for own in found)
+        return self.agreed
+
+    def tell_figures(self, kv_bytes: int, cpu_features: Sequence[str]) -> list[RankFigures]:
+        """Tell all ranks that this one is ready. Return the figures of each."""
+        own = RankFigures(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            weight_bytes=self.weight_bytes,
+            kv_bytes=kv_bytes,
+            cpu_features=cpu_features,
+        )
+        return [RankFigures(**each) for each in self.meeting.gather("ready", asdict(own))]
+
+
+def name_of(layout: RankLayout, rank: int, host: str | None = None) -> str:
+    """Return what messages call a rank."""
+    stage = f"stage {layout.stage_of(rank)} of {layout.num_stages}, {layout.describe(rank)}"
+    return f"rank {rank} ({stage}{f', on {host}' if host else ''})"
+
+
+def local_store(directory: Path, num_ranks: int) -> Store:
+    """Return the store of ranks on one machine: a file in their private directory, so no port."""
+    store: Store = _STORES.FileStore(str(directory / "store"), num_ranks)
+    return store
+
+
+def torchrun_store(torchrun: Torchrun) -> Store:
+    """Return the store of ranks that torchrun has started. Raises RankError if it cannot be reached."""
+    try:
+        tcp_store = _STORES.TCPStore(
+            torchrun.address,
+            torchrun.port,
+            torchrun.num_ranks,
+            is_master=torchrun.rank == 0 and not torchrun.hosts_store,
+            timeout=_STORE_TIMEOUT,
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise RankError(
+            f"rank {torchrun.rank} has not met the others at {torchrun.address}:{torchrun.port} within "
+            f"{COME_S:g} s: {reason}"
+        ) from error
+    # A process that torchrun starts anew finds the keys of the last attempt there.
+    store: Store = _STORES.PrefixStore(f"paged/{torchrun.attempt}", tcp_store)
+    return store

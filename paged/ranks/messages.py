@@ -1,0 +1,179 @@
+"""Messages of the driver to the other ranks: steps, and blocks to read or to write.
+
+A message begins with what it is and its number. A decode of the seats of one of the last decodes is told as
+their new tokens and the entries by which block tables have grown.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
+
+from ..blocks.pool import BlockId
+from ..errors import RankError
+from ..runner.plan import IN_SEAT, ComputedPart, SeatChange
+
+_HEADER = struct.Struct("<Ii")  # the kind, and the number
+
+
+class MessageKind(IntEnum):
+    """What a message is."""
+
+    STEP = 1
+    REPEATED_STEP = 2
+    READ_BLOCKS = 3
+    WRITE_BLOCK = 4
+    END = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message that was read. step: what is computed; blocks: which are read, or the one that is written."""
+
+    kind: MessageKind
+    number: int
+    step: ComputedPart | None = None
+    blocks: Sequence[BlockId] = ()
+
+
+class _Decodes:
+    """The last decodes of different seats, which writer and reader remember alike."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.parts: list[ComputedPart] = []
+
+    def remember(self, part: ComputedPart) -> None:
+        """Remember a step, if it only decodes, in place of an older one of the same seats."""
+        if part.is_decode and part.seats:
+            self.parts = [each for each in self.parts if each.seats != part.seats][1 - self._most :]
+            self.parts.append(part)
+
+
+class MessageWriter:
+    """Writes the messages of a driver, in order.
+
+    num_in_flight: the most steps in flight.
+    """
+
+    def __init__(self, block_size: int, num_in_flight: int) -> None:
+        self._block_size = block_size
+        self._decodes = _Decodes(2 * num_in_flight)
+        self.number = 0  # of the last message
+
+    def step(self, part: ComputedPart) -> bytes:
+        """Write a step."""
+        again = self._repeated(part)
+        self._decodes.remember(part)
+        if again is None:
+            return self._written(MessageKind.STEP, part.to_bytes())
+        return self._written(MessageKind.REPEATED_STEP, again.tobytes())
+
+    def read_blocks(self, blocks: Sequence[BlockId]) -> bytes:
+        """Have each rank send its part of these blocks."""
+        return self._written(MessageKind.READ_BLOCKS, array("i", blocks).tobytes())
+
+    def write_block(self, block: BlockId) -> bytes:
+        """Have each rank write what it is sent into a block."""
+        return self._written(MessageKind.WRITE_BLOCK, array("i", [block]).tobytes())
+
+    def end(self) -> bytes:
+        """Have the ranks end."""
+        return self._written(MessageKind.END, b"")
+
+    def _written(self, kind: MessageKind, content: bytes) -> bytes:
+        self.number += 1
+        return _HEADER.pack(kind, self.number) + content
+
+    def _repeated(self, part: ComputedPart) -> array[int] | None:
+        """Return what has changed since an earlier decode of these seats; None if there is more to tell."""
+        moves = part.swap_out or part.swap_in or part.copies
+        if moves or len(part.last_tokens) != len(part.seats) or not part.repeats(part.seats):
+            return None
+        parts = self._decodes.parts
+        at = next((at for at, each in enumerate(parts) if each.seats == part.seats), None)
+        if at is None:
+            return None
+        last = parts[at]
+        longer = part.rope_lens[0] - last.rope_lens[0] if part.rope_lens else 0
+        rows = [change.row for change in part.changes]
+        again = _again(last, longer, part.last_tokens, rows, part.entries, self._block_size)
+        if (part.starts, part.rope_lens, part.changes) != (again.starts, again.rope_lens, again.changes):
+            return None
+        numbers = array("i", [at, longer, len(rows), *rows])
+        for sent in (*part.entries, part.last_tokens):
+            numbers += sent
+        return numbers
+
+
+class MessageReader:
+    """Reads what a `MessageWriter` has written, in the same order.
+
+    num_groups: of the layers of the model.
+    """
+
+    def __init__(self, block_size: int, num_in_flight: int, num_groups: int) -> None:
+        self._block_size = block_size
+        self._num_groups = num_groups
+        self._decodes = _Decodes(2 * num_in_flight)
+        self._number = 0
+
+    def read(self, data: bytes) -> Message:
+        """Read a message. Raises RankError unless it is the next one."""
+        code, number = _HEADER.unpack_from(data)
+        self._number += 1
+        if number != self._number:
+            raise RankError(f"message {number} of the driver came where message {self._number} was due")
+        kind = MessageKind(code)
+        content = data[_HEADER.size :]
+        if kind in (MessageKind.READ_BLOCKS, MessageKind.WRITE_BLOCK):
+            return Message(kind, number, blocks=array("i", content).tolist())
+        if kind is MessageKind.END:
+            return Message(kind, number)
+        part = ComputedPart.from_bytes(content) if kind is MessageKind.STEP else self._repeated(content)
+        self._decodes.remember(part)
+        return Message(kind, number, part)
+
+    def _repeated(self, content: bytes) -> ComputedPart:
+        numbers = array("i", content)
+        at, longer, num_changes = numbers[:3]
+        # The rows, the entries of each layer group, and behind them the tokens.
+        ends = [3 + num_changes * i for i in range(2 + self._num_groups)]
+        rows, *entries = (numbers[start:end] for start, end in pairwise(ends))
+        last = self._decodes.parts[at]
+        return _again(last, longer, numbers[ends[-1] :], rows.tolist(), entries, self._block_size)
+
+
+def _again(
+    last: ComputedPart,
+    longer: int,
+    last_tokens: array[int],
+    rows: Sequence[int],
+    entries: list[array[int]],
+    block_size: int,
+) -> ComputedPart:
+    """Return the step that decodes the seats of a step once more.
+
+    longer: by how much lengths for rope have grown.
+    rows: those whose block tables have an entry more, in each layer group one of `entries`.
+    """
+    starts = [start + 1 for start in last.starts]
+    changes = [
+        SeatChange(row, last.seats[row], IN_SEAT, IN_SEAT, starts[row] // block_size, 1) for row in rows
+    ]
+    return ComputedPart(
+        num_decodes=last.num_decodes,
+        seats=last.seats,
+        starts=starts,
+        counts=last.counts,
+        rope_lens=[length + longer for length in last.rope_lens],
+        changes=changes,
+        entries=entries,
+        sampled=last.sampled,
+        sampled_seats=last.sampled_seats,
+        last_tokens=last_tokens,
+    )

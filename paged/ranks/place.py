@@ -1,0 +1,145 @@
+"""Where a rank runs: which of torchrun's processes it is, and its share of its machine. Free of torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from ..config import EngineConfig
+from ..errors import ConfigError, RankError
+from .layout import split_evenly
+
+LOOPBACK = "127.0.0.1"
+_TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Torchrun:
+    """What torchrun tells the processes that it starts.
+
+    local_rank, num_local: of the processes on this machine.
+    address, port: where all meet.
+    attempt: how often torchrun has started all anew.
+    hosts_store: whether torchrun itself answers there; else rank 0 does.
+    """
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    num_local: int
+    address: str
+    port: int
+    attempt: int
+    hosts_store: bool
+
+    @classmethod
+    def of(cls, config: EngineConfig, environment: Mapping[str, str] = os.environ) -> Self | None:
+        """Return what the environment says to an engine of several ranks, None without torchrun.
+
+        Raises RankError where it is incomplete, or about another number of ranks.
+        """
+        if config.num_ranks == 1 or "RANK" not in environment:
+            return None
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if absent := [name for name in names if not environment.get(name)]:
+            raise RankError(
+                f"RANK is set and {absent[0]} is not: ranks of several machines are started by torchrun, "
+                "which sets both; unset RANK to have this process start its ranks itself"
+            )
+        optional = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+        defaults = ("0", "1", "0")
+        try:
+            rank, num_ranks, port = (int(environment[name]) for name in (names[0], names[1], names[3]))
+            local_rank, num_local, attempt = (
+                int(environment.get(name, default)) for name, default in zip(optional, defaults, strict=True)
+            )
+        except ValueError as error:
+            raise RankError(
+                f"{', '.join((*names, *optional))} must be as torchrun sets them: {error}"
+            ) from None
+        if num_ranks != config.num_ranks:
+            raise RankError(
+                f"torchrun has started {num_ranks} processes, and pipeline_parallel_size "
+                f"{config.pipeline_parallel_size} with tensor_parallel_size {config.tensor_parallel_size} "
+                f"needs {config.num_ranks}"
+            )
+        if config.rank_restarts:
+            raise RankError(
+                f"rank_restarts {config.rank_restarts} is for ranks that the engine starts itself; torchrun "
+                "starts all anew: give torchrun --max-restarts, and leave rank_restarts out"
+            )
+        hosts_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        address = environment["MASTER_ADDR"]
+        return cls(rank, num_ranks, local_rank, num_local, address, port, attempt, hosts_store)
+
+    def own_address(self) -> str:
+        """Return the address of this machine from which it reaches the others.
+
+        Host names need not resolve to it, and often resolve to loopback.
+        """
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((self.address, self.port))  # sends nothing
+            except OSError as error:
+                raise RankError(f"MASTER_ADDR {self.address} cannot be reached: {error}") from None
+            return str(probe.getsockname()[0])
+
+
+def follows(config: EngineConfig) -> bool:
+    """Return whether this process is one of torchrun's that only computes for rank 0. Raises RankError."""
+    torchrun = Torchrun.of(config)
+    return torchrun is not None and torchrun.rank > 0
+
+
+def bind_to_share(index: int, count: int) -> None:
+    """Bind this process to its share of the cores that it may use, if there are as many as processes.
+
+    To be called before torch is imported, whose threads are bound as the process was then.
+    """
+    if sys.platform != "linux" or count == 1:
+        return
+    cores = [*_cores_of(os.sched_getaffinity(0))]
+    if len(cores) >= count:
+        os.sched_setaffinity(0, split_evenly(cores, index, count))
+
+
+def _cores_of(cpus: set[int]) -> list[list[int]]:
+    """Return the hardware threads of each core among these."""
+    cores: dict[str, list[int]] = {}
+    for cpu in sorted(cpus):
+        siblings = _TOPOLOGY / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        cores.setdefault(siblings.read_text() if siblings.exists() else str(cpu), []).append(cpu)
+    return [*cores.values()]
+
+
+def share_of(config: EngineConfig, index: int, count: int) -> EngineConfig:
+    """Return the options of one of the ranks of a machine, which divide its memory and its cores.
+
+    Raises ConfigError where there are fewer GPUs or cores than ranks.
+    """
+    import torch
+
+    from ..device.devices import resolve_device
+    from ..device.threads import threads_of_each
+    from ..runner.sizes import SWAP_SPACE
+
+    device = resolve_device(config.device)
+    swap_space = SWAP_SPACE[device.type] if config.swap_space is None else config.swap_space
+    options: dict[str, Any] = {"cpu_memory_utilization": config.cpu_memory_utilization / count}
+    if config.preemption_mode != "recompute":
+        options["swap_space"] = swap_space / count
+    if device.type == "cuda":
+        num_gpus = torch.cuda.device_count()
+        if num_gpus < count:
+            raise ConfigError(f"{count} processes of a model need as many GPUs; there are {num_gpus}")
+    elif config.num_threads is None:
+        options["num_threads"] = threads_of_each(count)
+    share = replace(config, **options)
+    if device.type == "cuda":  # checked as the option of a user, an index would be refused
+        object.__setattr__(share, "device", f"cuda:{index}")
+    return share

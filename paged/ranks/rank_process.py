@@ -1,0 +1,274 @@
+"""The process of a rank that follows: started by the driver with a socket, or one of torchrun's.
+
+Its main thread loads its part of the model and computes steps. Another one reads the driver's orders, and
+ends the process when the driver has ended, however that came about.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from ..config import EngineConfig
+from ..errors import PagedError, RankError
+from .channel import Channel, Message
+from .heartbeat import DIRECTORY_PREFIX, HeartbeatFile
+from .layout import RankLayout
+from .meeting import ENDED, post_failure
+from .place import LOOPBACK, Torchrun, bind_to_share, share_of
+
+if TYPE_CHECKING:
+    from .follower import FollowerRunner
+    from .membership import Membership
+    from .transport import GlooTransport
+
+logger = logging.getLogger(__name__)
+
+_ORPHAN_S = 1.0  # from the end of the driver's socket to its own end
+
+
+class RankProcess:
+    """A rank that computes what the driver plans.
+
+    config: the driver's, not divided.
+    local_index, num_local: among the ranks of this machine.
+    directory: of the checkpoint. private: where the heartbeat file is.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        directory: Path,
+        rank: int,
+        *,
+        private: Path,
+        local_index: int,
+        num_local: int,
+    ) -> None:
+        self.config = config
+        self.directory = directory
+        self.rank = rank
+        self.private = private
+        self.local_index = local_index
+        self.num_local = num_local
+        self._state = "loads"
+        self.heartbeat = HeartbeatFile(private, rank, config.rank_timeout_s)
+        self.membership: Membership | None = None
+        self._transport: GlooTransport | None = None
+
+    @property
+    def state(self) -> str:
+        """What it does: it "loads", "computes", "waits" for others, "fails", or is "lost" without them."""
+        is_waiting = self._transport is not None and self._transport.is_waiting
+        return "waits" if is_waiting and self._state == "computes" else self._state
+
+    def set_state(self, state: str) -> None:
+        """Say what it does from now on."""
+        self._state = state
+
+    def load(
+        self,
+        store: Any,
+        *,
+        host: str,
+        message_timeout_s: float | None,
+        group: int = 0,
+        agreed: tuple[int, int] | None = None,
+    ) -> FollowerRunner:
+        """Load this rank's part and meet the others; agreed: by ranks that are there already."""
+        from ..model.hf_config import read_config
+        from .facts import cpu_features, facts_of
+        from .follower import FollowerRunner
+        from .membership import Membership
+        from .transport import GlooTransport
+
+        model_config = read_config(self.directory)
+        layout = RankLayout.of(self.config, model_config)
+        transport = GlooTransport(
+            layout.num_ranks,
+            self.rank,
+            timeout_s=self.config.rank_timeout_s,
+            host=host,
+            message_timeout_s=message_timeout_s,
+        )
+        self._transport = transport
+        self.membership = membership = Membership(
+            layout, self.rank, store, transport, group=group, agreed=agreed
+        )
+        if agreed is None:
+            membership.agree(facts_of(self.config, self.directory))
+        runner = FollowerRunner(
+            share_of(self.config, self.local_index, self.num_local),
+            model_config,
+            self.directory,
+            layout=layout,
+            rank=self.rank,
+            transport=transport,
+            peers=membership,
+        )
+        self.heartbeat.loaded()
+        if agreed is None:
+            membership.tell_figures(runner.kv_cache.num_bytes, cpu_features())
+        return runner
+
+    def run(self, runner: FollowerRunner) -> None:
+        """Compute steps until the driver ends the plans. Raises RankError if another rank is lost."""
+        self.set_state("computes")
+        try:
+            runner.run(self.heartbeat.beat)
+        finally:
+            assert self._transport is not None
+            self._transport.close()  # so that those that wait for this rank learn of it
+
+    def end(self) -> None:
+        """Tell the driver, which waits for that, that this rank has come to the end of its messages."""
+        assert self.membership is not None
+        self.membership.meeting.tell(ENDED, None)
+
+    def rejoin(self, runner: FollowerRunner, group: int) -> None:
+        """Connect to the ranks of a new group, and forget what was computed in the last one."""
+        assert self.membership is not None
+        self.membership.group = group
+        self.membership.join()
+        runner.reset()
+
+
+# Started by the driver
+
+
+def follow_parent(descriptor: int) -> int:
+    """Serve the driver at the other end of the socket with this descriptor. Return the exit code."""
+    for number in (signal.SIGINT, signal.SIGHUP):  # they come to the whole group, and are for the driver
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    channel = Channel(connection)
+    messages = channel.messages()
+    start = next(messages, None)
+    if start is None:
+        return 0
+    private = Path(start["private"])
+    own = RankProcess(
+        EngineConfig(**start["options"]),
+        Path(start["directory"]),
+        start["rank"],
+        private=private,
+        local_index=start["rank"],
+        num_local=start["num_local"],
+    )
+    groups: SimpleQueue[int] = SimpleQueue()
+    reading = (channel, messages, own, groups, os.getppid())
+    threading.Thread(target=_read_orders, args=reading, name="paged-orders", daemon=True).start()
+    if own.config.num_threads is None:
+        bind_to_share(own.local_index, own.num_local)
+    return _end(_follow(own, channel, groups, start))
+
+
+def _follow(own: RankProcess, channel: Channel, groups: SimpleQueue[int], start: Message) -> int:
+    """Load and compute until the plans end. Return the exit code."""
+    from .membership import local_store
+
+    agreed = start["agreed"] and tuple(start["agreed"])
+    store = local_store(own.private, own.config.num_ranks)
+    try:
+        runner = own.load(store, host=LOOPBACK, message_timeout_s=None, group=start["group"], agreed=agreed)
+        while True:
+            try:
+                own.run(runner)
+                return 0
+            except RankError:
+                own.set_state("lost")
+            own.rejoin(runner, groups.get())
+    except Exception as error:
+        is_starting = own.state == "loads" and agreed is None
+        own.set_state("fails")
+        if is_starting:  # later the socket alone tells: others may go on without this process
+            post_failure(store, own.rank, error)
+        if not isinstance(error, PagedError):
+            logger.exception("rank %d has failed", own.rank)
+        channel.send({"failed": [type(error).__name__, str(error)]})
+        return 1
+
+
+def _read_orders(
+    channel: Channel, messages: Iterator[Message], own: RankProcess, groups: SimpleQueue[int], driver: int
+) -> None:
+    for message in messages:
+        match message["order"]:
+            case "report":
+                channel.send({"state": own.state, "step": own.heartbeat.step})
+            case "regroup":
+                groups.put(message["group"])
+            case "end":
+                os._exit(0)
+    # The driver has ended, and cannot remove the files any more: perhaps it was killed.
+    until = time.monotonic() + _ORPHAN_S
+    while os.getppid() == driver and time.monotonic() < until:
+        time.sleep(0.01)
+    if os.getppid() != driver:
+        shutil.rmtree(own.private, ignore_errors=True)
+    os._exit(0)
+
+
+def _end(code: int) -> int:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)  # without waiting for threads of libraries
+
+
+# Started by torchrun
+
+
+def follow_torchrun(options: Mapping[str, Any]) -> int:
+    """Compute for rank 0, as one of torchrun's processes, until it ends. Return 0.
+
+    options: of `LLMEngine`, as rank 0 has them.
+
+    Raises RankError if another rank is lost, and what the engine of rank 0 raises.
+    """
+    config = EngineConfig(**options)
+    torchrun = Torchrun.of(config)
+    assert torchrun is not None, "torchrun has not started this process"
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if config.num_threads is None:
+        bind_to_share(torchrun.local_rank, torchrun.num_local)
+    with tempfile.TemporaryDirectory(prefix=DIRECTORY_PREFIX, ignore_cleanup_errors=True) as private:
+        return _follow_torchrun(config, torchrun, Path(private))
+
+
+def _follow_torchrun(config: EngineConfig, torchrun: Torchrun, private: Path) -> int:
+    from ..model.hub import resolve
+    from .membership import torchrun_store
+
+    store = torchrun_store(torchrun)
+    try:
+        own = RankProcess(
+            config,
+            resolve(config.model, config.revision),
+            torchrun.rank,
+            private=private,
+            local_index=torchrun.local_rank,
+            num_local=torchrun.num_local,
+        )
+        runner = own.load(store, host=torchrun.own_address(), message_timeout_s=config.rank_timeout_s)
+        own.run(runner)
+        own.end()
+    except Exception as error:
+        post_failure(store, torchrun.rank, error)
+        raise
+    return 0

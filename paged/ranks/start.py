@@ -1,0 +1,55 @@
+"""Make the executor of a model: of this process alone, or of several ranks, which are started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..model.config import ModelConfig
+from ..runner.draft_model import DraftCheckpoint
+from ..runner.model_runner import ModelRunner
+
+
+def new_executor(
+    config: EngineConfig, model_config: ModelConfig, directory: Path, draft: DraftCheckpoint | None
+) -> ModelRunner:
+    """Load a model, divided as the options say. `close` ends the processes that were started.
+
+    Raises ConfigError where the options do not fit the model or this machine, and RankError where processes
+    end, do not come, or do not fit together.
+    """
+    if config.num_ranks == 1:
+        return ModelRunner(config, model_config, directory, draft)
+    # One process imports nothing of torch.distributed.
+    from .driver import DriverRunner
+    from .facts import cpu_features, facts_of
+    from .layout import RankLayout
+    from .place import share_of
+    from .supervision import Ranks
+
+    if draft is not None:
+        raise ConfigError(
+            f"speculative_config with a draft model is for one process, and there are {config.num_ranks} of "
+            "the model; method 'ngram', 'suffix' or 'grammar' goes with several"
+        )
+    layout = RankLayout.of(config, model_config)
+    ranks = Ranks(config, layout, directory)
+    try:
+        membership = ranks.membership
+        membership.agree(facts_of(config, directory))
+        own = share_of(config, ranks.local_index, ranks.num_local)
+        runner = DriverRunner(
+            own,
+            model_config,
+            directory,
+            layout=layout,
+            transport=ranks.transport,
+            peers=membership,
+            supervision=ranks,
+        )
+        ranks.begin(membership.tell_figures(runner.kv_cache.num_bytes, cpu_features()))
+    except BaseException as error:
+        ranks.fail(error)
+        raise
+    return runner

@@ -1,0 +1,265 @@
+"""Ranks: the other processes of a model, as the driver sees them; what is done when one ends or hangs."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ..config import EngineConfig
+from ..errors import PagedError, RankError
+from .facts import plain_options
+from .heartbeat import DIRECTORY_PREFIX, HeartbeatFile
+from .layout import RankLayout
+from .local_rank import RANK_END_S, LocalRank
+from .meeting import ENDED, post_failure
+from .membership import Membership, RankFigures, local_store, name_of, torchrun_store
+from .place import LOOPBACK, Torchrun
+from .transport import GlooTransport
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 1.0  # in which a rank that does not hang says what it does
+LOADING_S = 30.0  # in which a rank that loads answers: an import may hold the interpreter for seconds
+_WELL = {"loads", "waits", "lost"}  # the states in which a rank is not to blame for one that waits
+_LOOK_S = 0.01  # between two looks at processes that may be about to end
+IDLE_SHARE = 3  # idle messages come so often within rank_timeout_s
+
+
+class Ranks:
+    """The other ranks of a model whose rank 0 this process is.
+
+    Without torchrun they are processes that it starts here, one for each rank, and may start again.
+
+    directory: of the checkpoint.
+    transport, membership: this process's own connection to the others.
+    num_restarts: how many processes were replaced so far.
+    """
+
+    def __init__(self, config: EngineConfig, layout: RankLayout, directory: Path) -> None:
+        self._config = config
+        self._layout = layout
+        self._directory = directory
+        self._torchrun = torchrun = Torchrun.of(config)
+        self._local: dict[int, LocalRank] = {}
+        self._changed = threading.Event()
+        self._is_closed = False
+        self.num_restarts = 0
+        self._on_loss: Callable[[], Callable[[], object] | None] = lambda: None
+        self.figures: Sequence[RankFigures] = ()
+        host = LOOPBACK if torchrun is None else torchrun.own_address()
+        tcp_store = None if torchrun is None else torchrun_store(torchrun)
+        self._private = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
+        self._store = tcp_store or local_store(self._private, layout.num_ranks)
+        self.transport = GlooTransport(layout.num_ranks, 0, timeout_s=config.rank_timeout_s, host=host)
+        self.membership = Membership(layout, 0, self._store, self.transport, check=self._check_answers)
+        self.heartbeat = HeartbeatFile(self._private, 0, config.rank_timeout_s)
+        self._sent_at = self._asked_at = time.monotonic()
+        if torchrun is None:
+            for rank in range(1, layout.num_ranks):
+                self._start(rank)
+        self._watcher = threading.Thread(target=self._watch, name="paged-ranks", daemon=True)
+
+    @property
+    def local_index(self) -> int:
+        """This process's number among the ranks of this machine."""
+        return 0 if self._torchrun is None else self._torchrun.local_rank
+
+    @property
+    def num_local(self) -> int:
+        """How many ranks are on this machine."""
+        return self._layout.num_ranks if self._torchrun is None else self._torchrun.num_local
+
+    def _start(self, rank: int) -> None:
+        membership = self.membership
+        start = {
+            "rank": rank,
+            "options": plain_options(self._config),
+            "directory": str(self._directory),
+            "private": str(self._private),
+            "num_local": self.num_local,
+            "group": membership.group,
+            "agreed": membership.agreed,
+        }
+        name = name_of(self._layout, rank, socket.gethostname())
+        self._local[rank] = LocalRank(rank, name, start, on_end=self._changed.set)
+
+    def begin(self, figures: Sequence[RankFigures]) -> None:
+        """Watch the ranks from now on, as all have loaded."""
+        self.figures = figures
+        self.heartbeat.loaded()
+        self._watcher.start()
+
+    def watch(self, on_loss: Callable[[], object]) -> None:
+        """Call a method, from another thread, when a process ends. Its object may be collected before."""
+        self._on_loss = weakref.WeakMethod(on_loss)
+
+    # While steps run
+
+    def on_step(self, number: int) -> None:
+        """Take note that a step is planned, whose message all ranks get now."""
+        self._sent_at = time.monotonic()
+        self.heartbeat.beat(number)
+
+    def check(self) -> None:
+        """Raise RankError if a process that was started here has ended."""
+        for local in self._local.values():
+            if local.has_ended:
+                raise RankError(f"{local.name}, {local.how_it_ended()}")
+
+    def _check_answers(self) -> None:
+        """Raise RankError if a process that was started here has ended or hangs, while this one waits."""
+        self.check()
+        now = time.monotonic()
+        if now - self._asked_at < ANSWER_S:
+            return
+        is_first = now - self._asked_at > 2 * ANSWER_S  # of a wait: no answer was asked for
+        self._asked_at = now
+        for local in self._local.values():
+            if is_first:
+                local.answered_at = now
+            elif now - local.answered_at > max(LOADING_S, self._config.rank_timeout_s):
+                raise RankError(
+                    f"{local.name}, has not answered for {now - local.answered_at:.0f} s: it hangs"
+                )
+            local.ask_state()
+
+    def recover(self, error: BaseException) -> RankError | None:
+        """Make a new group after a step has raised. Return why no step can run any more, None if one can.
+
+        Processes that have ended, or hang, are replaced if rank_restarts allow it.
+        """
+        self.transport.close()  # ranks that wait for this one learn of it
+        if not isinstance(error, Exception):
+            self.close()
+            return RankError("the ranks were ended, as their step was interrupted")
+        if self._torchrun is not None:
+            return self._loss(error)
+        troubles = self._find_troubles()
+        while troubles or isinstance(error, RankError):
+            reason = RankError("; ".join(troubles.values()) or str(error))
+            if self.num_restarts + max(1, len(troubles)) > self._config.rank_restarts:
+                self.close()
+                return reason
+            logger.warning("%s; a new group is made, and all requests are computed anew", reason)
+            self.num_restarts += max(1, len(troubles))
+            try:
+                self._regroup(troubles)
+            except PagedError as failure:
+                error = failure if isinstance(failure, RankError) else RankError(str(failure))
+                troubles = self._find_troubles()
+            else:
+                return None
+        try:
+            self._regroup(())
+        except RankError as failure:
+            return self.recover(failure)
+        return None
+
+    def _loss(self, error: Exception) -> RankError:
+        """Return what torchrun's ranks say of the one that is lost, or else the error."""
+        until = time.monotonic() + ANSWER_S
+        while time.monotonic() < until:
+            if (failure := self.membership.meeting.failure()) is not None:
+                return RankError(str(failure))
+            time.sleep(_LOOK_S)
+        return error if isinstance(error, RankError) else RankError(f"{type(error).__name__}: {error}")
+
+    def _find_troubles(self) -> dict[int, str]:
+        """Return which local ranks have ended or hang, and how, by their numbers.
+
+        One that waits for another has lost it, since this process has left the group, and says so.
+        """
+        until = time.monotonic() + ANSWER_S
+        for local in self._local.values():
+            local.state = None
+        while True:
+            for local in self._local.values():
+                local.ask_state()
+            time.sleep(_LOOK_S)
+            ended = {rank for rank, local in self._local.items() if local.has_ended}
+            states = {rank: local.state for rank, local in self._local.items() if rank not in ended}
+            is_settled = "fails" not in states.values() and (ended or {*states.values()} <= _WELL)
+            if is_settled or time.monotonic() > until:
+                break
+        if ended:
+            return {rank: f"{self._local[rank].name}, {self._local[rank].how_it_ended()}" for rank in ended}
+        stuck = f"has not answered within {self._config.rank_timeout_s:g} s: it hangs"
+        return {
+            rank: f"{self._local[rank].name}, {stuck}" for rank, state in states.items() if state not in _WELL
+        }
+
+    def _regroup(self, replaced: Sequence[int] | dict[int, str]) -> None:
+        """Connect to all ranks anew, and replace some processes. Raises PagedError if that fails."""
+        self.membership.group += 1
+        for rank in replaced:
+            self._local[rank].kill()
+            self._start(rank)
+        for rank, local in self._local.items():
+            if rank not in replaced:
+                local.regroup(self.membership.group)
+        self.membership.join(None if replaced else self._config.rank_timeout_s)
+
+    # While no step runs
+
+    def _watch(self) -> None:
+        """Send an idle message where no plan was sent for long, and tell of processes that end."""
+        pause_s = self._config.rank_timeout_s / IDLE_SHARE
+        while not self._is_closed:
+            self._changed.wait(max(0.0, self._sent_at + pause_s - time.monotonic()))
+            if self._is_closed:
+                return
+            if self._changed.is_set():
+                self._changed.clear()
+                if (on_loss := self._on_loss()) is not None:
+                    on_loss()
+            elif time.monotonic() - self._sent_at >= pause_s:
+                self._sent_at = time.monotonic()
+                self.heartbeat.beat()
+                with suppress(RankError):  # the next step will raise it, too
+                    self.transport.send_message(b"")
+
+    def fail(self, error: BaseException) -> None:
+        """End all ranks, as this one cannot load or meet them. Those of torchrun raise the error, too."""
+        with suppress(RuntimeError):  # the store is gone
+            post_failure(self._store, 0, error)
+        self.close()
+
+    def close(self, end: Callable[[], None] = lambda: None) -> None:
+        """End the processes that were started here, and remove their files.
+
+        end: sends the message that ends those of torchrun.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._changed.set()
+        if self._torchrun is not None:
+            with suppress(RankError, RuntimeError):  # some have ended, or the store is gone
+                end()
+                self.membership.meeting.gather(ENDED, None, RANK_END_S)
+        self.transport.close()
+        for local in self._local.values():
+            local.close()
+        until = time.monotonic() + RANK_END_S
+        for local in self._local.values():
+            local.wait(until)
+        shutil.rmtree(self._private, ignore_errors=True)
+
+    def describe(self) -> str:
+        """Return what each rank holds, the driver first."""
+        parts = [
+            f"{name_of(self._layout, rank, each.host if self._torchrun else None)} has "
+            f"{each.weight_bytes / 2**20:,.0f} MiB of weights and {each.kv_bytes / 2**20:,.0f} MiB of KV"
+            for rank, each in enumerate(self.figures)
+        ]
+        if len({tuple(each.cpu_features) for each in self.figures}) > 1:
+            parts.append("their CPUs differ, and with them the last bits of results")
+        return "; ".join(parts)

@@ -1,0 +1,159 @@
+"""PartRunner: a part of a model and its KV cache on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from ..blocks.pool import BlockId
+from ..config import EngineConfig
+from ..device.devices import resolve_device, resolve_dtype, sum_in_float32, target_of
+from ..device.threads import set_threads
+from ..device.transfers import Sent, Transfers, Upload
+from ..errors import ConfigError
+from ..model.config import ModelConfig
+from ..model.part import ModelPart
+from .draft_model import DraftCheckpoint, with_draft
+from .footprint import Footprint, Memory, require_room, shortage
+from .load import load_model
+from .memory import RunStep, new_kv_cache, num_blocks_that_fit
+from .passes import new_batches, new_graphs
+from .plan import ComputedPart
+from .sizes import Sizes
+
+if TYPE_CHECKING:
+    from .step_graphs import StepGraphs  # needs numba
+
+
+class Peers(Protocol):
+    """The other processes of a model, as one of them starts."""
+
+    def loaded(self, weight_bytes: int) -> None:
+        """Wait until all have loaded their weights. weight_bytes: in this one's memory."""
+
+    def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
+        """Return how many blocks all have, on the device and on the host, of how many this one could have."""
+
+
+class PartRunner:
+    """Owner of all device memory of a process: the weights, and the KV cache, which takes what they leave.
+
+    part: what it computes of the model; None: all.
+    num_in_flight: the most steps in flight.
+    peers: those that compute the other parts, if there are any.
+
+    Raises ConfigError where the options do not fit this machine.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        directory: Path,
+        draft: DraftCheckpoint | None = None,
+        part: ModelPart | None = None,
+        num_in_flight: int = 1,
+        peers: Peers | None = None,
+    ) -> None:
+        self.config = config
+        self.device = resolve_device(config.device)
+        on_gpu = self.device.type == "cuda"
+        self._on_device = torch.cuda.device(self.device) if on_gpu else nullcontext()
+        self.num_threads: int | None = None  # on a GPU: torch's own default
+        if on_gpu:
+            sum_in_float32()
+        if not on_gpu or config.num_threads is not None:
+            self.num_threads = set_threads(self, config.num_threads)
+        dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
+        sizes = Sizes(config, model_config, self.device.type, dtype, target_of(self.device), part=part)
+        if draft is not None:
+            sizes = with_draft(sizes, self.device, draft)
+        self.sizes = sizes
+        model_config = self.model_config = model_config.for_context(self.sizes.max_model_len)
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.kv_dtype: torch.dtype = getattr(torch, self.sizes.kv_dtype)
+        require_room(self.sizes, self.device, directory)
+        self.model = load_model(self.sizes, model_config, self.device, directory)
+        self.graphs: StepGraphs | None = None
+        self.num_in_flight = num_in_flight
+        self.transfers = Transfers(self.device)
+        self.batches = new_batches(self.sizes, model_config, self.model, self.device, num_in_flight)
+        self._peers = peers
+        if peers is not None:
+            peers.loaded(self.weight_bytes_here)
+
+    @property
+    def weight_bytes_here(self) -> int:
+        """The bytes of the weights in the memory of this process."""
+        return self.model.stored_weights.num_bytes.total() if self.model.stored_weights else 0
+
+    @property
+    def kv_bytes_here(self) -> int:
+        """The bytes of the KV cache of this process."""
+        return self.kv_cache.num_bytes
+
+    def allocate(self, directory: Path, run_step: RunStep) -> None:
+        """Allocate the KV cache, and prepare for requests that fit in it.
+
+        run_step: see `num_blocks_that_fit`.
+        """
+        kernels = self.model.kernels
+        with self._explaining_shortage(directory):
+            num_blocks = self.config.num_blocks or num_blocks_that_fit(
+                self.sizes, self.device, kernels, run_step
+            )
+            num_host_blocks = self.sizes.num_host_blocks
+            if self._peers is not None:
+                num_blocks, num_host_blocks = self._peers.least(num_blocks, num_host_blocks)
+            self.model.prepare(self.sizes.num_tabulated_positions(num_blocks))
+            self.graphs = new_graphs(self.sizes, self.model)
+            self.kv_cache = new_kv_cache(self.sizes, self.device, num_blocks, num_host_blocks)
+
+    @contextmanager
+    def _explaining_shortage(self, directory: Path) -> Iterator[None]:
+        """Add the figures of the engine, and what would fit, to the error of one that does not."""
+        try:
+            yield
+        except ConfigError as error:
+            kernels = self.model.kernels
+            footprint = Footprint.of(self.sizes, Memory.of(self.device), self.device, directory, kernels)
+            memory = Memory.of(self.device, footprint.weight_bytes)
+            footprint = replace(footprint, memory=memory)
+            raise ConfigError(f"{error}; {shortage(footprint)}") from error
+
+    def send_moves(self, plan: ComputedPart, upload: Upload) -> tuple[Sent | None, Sent | None, Sent | None]:
+        """Add the pairs of blocks that a step moves to the upload, for `_move_blocks`."""
+        moves = (plan.swap_out, plan.swap_in, plan.copies)
+        out, back, copies = (upload.put(pairs, torch.int64) if pairs else None for pairs in moves)
+        return out, back, copies
+
+    def _move_blocks(self, out: Sent | None, back: Sent | None, copies: Sent | None) -> None:
+        """Swap blocks out, swap others in, and copy blocks, by pairs that were sent."""
+        kernels = self.model.kernels
+        cache = self.kv_cache
+        if out is not None:
+            cache.swap_out(out.tensor, kernels)
+        if back is not None:
+            cache.swap_in(back.tensor, kernels)
+        if copies is not None:
+            cache.copy_blocks(copies.tensor, kernels)
+
+    def read_blocks(self, blocks: Sequence[BlockId], groups: Sequence[int]) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return a copy of blocks on the host, by the names of the cache's tensors."""
+        tensors = self.kv_cache.all_tensors.items()
+        if not blocks:  # the device need not be asked
+            return {
+                name: torch.empty((len(each), 0, each.shape[2]), dtype=each.dtype) for name, each in tensors
+            }
+        return {name: tensor[:, blocks].cpu() for name, tensor in tensors}
+
+    def write_block(self, block: BlockId, group: int, contents: Mapping[str, Tensor]) -> None:  # noqa: ARG002
+        """Write into a block what `read_blocks` has returned of one; tensors that are left out stay."""
+        for name, content in contents.items():
+            self.kv_cache.all_tensors[name][:, block] = content

@@ -1,0 +1,184 @@
+"""Ranks as processes: equal tokens, and what is done when one ends, hangs or cannot compute."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paged import EngineDeadError, LLMEngine, RankError, SamplingParams
+from paged.ranks import local_rank
+from paged.ranks.heartbeat import find_troubles
+from tests import rank_deaths
+from tests.rank_deaths import OPTIONS, add_requests, end_rank, failing_restarts, finish, left_behind, ranks_of
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are processes that Linux can end")
+TIMEOUT_S = 1.5
+
+
+def eventually(is_so: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Wait until something is so."""
+    until = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < until, "it is not so in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def single() -> LLMEngine:
+    return LLMEngine("demo", **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("failures")
+    with failing_restarts(path):
+        yield path
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> Iterator[LLMEngine]:
+    """Yield an engine of two ranks, of which the tests may end three."""
+    assert directory.exists()  # its environment is that of ranks that start later, too
+    engine = LLMEngine("demo", pipeline_parallel_size=2, rank_timeout_s=TIMEOUT_S, rank_restarts=3, **OPTIONS)
+    yield engine
+    engine.runner.close()
+
+
+def expected(single: LLMEngine, seed: int) -> dict[str, list[int]]:
+    add_requests(single, seed)
+    return finish(single)
+
+
+def test_answers_after_three_timeouts_without_work(engine, single):
+    """Meanwhile the ranks use under one percent of a core, and nothing listens but on loopback."""
+    add_requests(engine, 0)
+    assert finish(engine) == expected(single, 0)
+    (rank,) = ranks_of(engine)._local.values()
+    process = psutil.Process(rank.pid)
+    used = sum(process.cpu_times()[:2])
+    time.sleep(3 * TIMEOUT_S)
+    assert sum(process.cpu_times()[:2]) - used < 0.01 * 3 * TIMEOUT_S + 0.01  # which is counted in hundredths
+    assert find_troubles() == (2, [])
+    for each in (process, psutil.Process()):
+        addresses = {found.laddr.ip for found in each.net_connections("inet") if found.status == "LISTEN"}
+        assert addresses <= {"127.0.0.1"}
+    add_requests(engine, 1)
+    assert finish(engine) == expected(single, 1)
+    assert engine.stats().exchange_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("way", "moment"),
+    [("SIGKILL", "decode"), ("SIGSTOP", "prompt"), ("memory", "swap")],
+    ids=str,
+)
+def test_a_rank_that_ends_is_replaced_and_all_tokens_are_the_same(way, moment, engine, single, directory):
+    seed = len(way) + 100
+    whole = expected(single, seed)
+    num_before = engine.stats().num_rank_restarts
+    add_requests(engine, seed)
+    found = rank_deaths.run_to(engine, moment)
+    end_rank(engine, 1, way, directory)
+    assert found | finish(engine) == whole
+    assert engine.stats().num_rank_restarts == num_before + 1
+    engine.block_manager.check()
+    assert find_troubles() == (2, [])
+
+
+def test_without_a_restart_left_the_engine_is_dead_and_says_what_is_left(engine):
+    assert engine.stats().num_rank_restarts == 3
+    (rank,) = ranks_of(engine)._local.values()
+    private = ranks_of(engine)._private
+    add_requests(engine, 7)
+    engine.step()
+    os.kill(rank.pid, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(
+        EngineDeadError,
+        match=rf"^rank 1 \(stage 0 of 2, layers 0 to 1, on {socket.gethostname()}\), process "
+        rf"{rank.pid}, was ended by SIGKILL.* engine.unfinished\(\) returns",
+    ) as error:
+        finish(engine)
+    assert time.monotonic() - started < 2
+    assert isinstance(error.value.__cause__, RankError)
+    assert len(engine.unfinished()) == 6
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        engine.step()
+    assert not private.exists()
+
+
+def test_a_rank_that_ends_while_it_loads_is_named(monkeypatch):
+    launch = local_rank.LocalRank.__init__
+
+    def launch_and_end(self: local_rank.LocalRank, *arguments: object, **named: object) -> None:
+        launch(self, *arguments, **named)
+        os.kill(self.pid, signal.SIGKILL)
+
+    before = left_behind()
+    monkeypatch.setattr(local_rank.LocalRank, "__init__", launch_and_end)
+    with pytest.raises(RankError, match=r"^rank 1 \(.*\), process \d+, was ended by SIGKILL"):
+        LLMEngine("demo", pipeline_parallel_size=2, **OPTIONS)
+    gc.collect()
+    assert left_behind() == before
+
+
+def test_ranks_end_with_the_process_that_has_started_them(tmp_path):
+    """However it ends: here by SIGKILL, while the rank loads."""
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from paged.ranks.local_rank import LocalRank\n"
+        "options = {'model': 'demo', 'pipeline_parallel_size': 2}\n"
+        "start = {'rank': 1, 'options': options, 'directory': '/', 'private': sys.argv[1], 'num_local': 2}\n"
+        "start |= {'group': 0, 'agreed': None}\n"
+        "print(LocalRank(1, 'rank 1', start, on_end=print).pid, flush=True); time.sleep(60)\n"
+    )
+    private = tmp_path / "private"
+    private.mkdir()
+    with subprocess.Popen([sys.executable, "-c", code, private], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        pid = int(driver.stdout.readline())
+        eventually(lambda: (private / "rank-1.json").exists(), 20)
+        driver.kill()
+    eventually(lambda: not psutil.pid_exists(pid))
+    eventually(lambda: not private.exists())
+
+
+def test_processes_of_torchrun_compute_for_the_first():
+    """Two nodes of one process each, with the environment that torchrun gives them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "paged", "generate", "def add(a, b):", "--temperature", "0"]
+    sizes = ["--max-tokens", "8", "--num-blocks", "64", "--num-threads", "1", "--device", "cpu"]
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    def run(rank: int, *more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*command, *sizes, "--pipeline-parallel-size", "2", *more],
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+
+    nodes = [run(0), run(1)]
+    out, err = nodes[0].communicate(timeout=60)
+    assert nodes[1].communicate(timeout=60)[0] == ""
+    assert [node.returncode for node in nodes] == [0, 0], err
+    assert "rank 0 (stage 1 of 2" in err
+    engine = LLMEngine("demo", device="cpu", num_threads=1, num_blocks=64)
+    (output,) = engine.generate(
+        ["def add(a, b):"], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False
+    )
+    assert out == f"def add(a, b):{output.outputs[0].text}\n"
