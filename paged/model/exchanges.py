@@ -69,10 +69,3 @@ def look_up(
 
     call_within_step(exchange, token_ids, out)
     return out
-
-
-def all_agree(shard: Shard, flag: bool) -> bool:
-    """Return whether a flag is set in every shard. A shard without a group decides alone."""
-    if shard.group is None:
-        return flag
-    return bool(shard.group.gather(torch.tensor([[flag]], dtype=torch.uint8, device="cpu")).all())

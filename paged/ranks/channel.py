@@ -42,7 +42,7 @@ class Channel:
             self._received += data
 
     def close(self) -> None:
-        """Close this end, which wakes up whoever reads from either."""
+        """Close this end, which wakes up what reads from either."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

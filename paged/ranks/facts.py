@@ -84,10 +84,6 @@ def cpu_features() -> list[str]:
 
 
 def _version(package: str) -> str:
-    if package == "paged":
-        from .. import __version__
-
-        return __version__
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

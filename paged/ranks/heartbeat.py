@@ -20,7 +20,7 @@ LEAST_S = 1.0  # between two writes of steps that follow each other
 GRACE_S = 2.0  # beyond rank_timeout_s
 
 
-class Heartbeat:
+class HeartbeatFile:
     """The heartbeat file of one rank.
 
     timeout_s: after which a rank that has written nothing is held to hang, once it has loaded.

@@ -15,8 +15,8 @@ from ..text.worker import ROOT
 from .channel import Channel, Message
 
 RANK_PROCESS = "paged.ranks"  # the module that it runs
-END_S = 5.0  # after which a process that was told to end is killed
-SOON_S = 0.5  # from the end of a process's socket to its own end
+RANK_END_S = 5.0  # after which a process that was told to end is killed
+RANK_EXIT_S = 0.5  # from the end of a process's socket to its own end
 
 
 class LocalRank:
@@ -69,10 +69,10 @@ class LocalRank:
     def how_it_ended(self) -> str:
         """Return how the process ended, which it has, or is about to."""
         try:
-            code = self._process.wait(SOON_S)
+            code = self._process.wait(RANK_EXIT_S)
         except subprocess.TimeoutExpired:
             return "has closed its socket"
-        self._reader.join(SOON_S)  # it may have told why
+        self._reader.join(RANK_EXIT_S)  # it may have told why
         if code < 0:
             name = signal.Signals(-code).name
             memory = ", as the system does when memory is short" if name == "SIGKILL" else ""

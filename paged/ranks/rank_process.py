@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import EngineConfig
 from ..errors import PagedError, RankError
 from .channel import Channel, Message
-from .heartbeat import DIRECTORY_PREFIX, Heartbeat
+from .heartbeat import DIRECTORY_PREFIX, HeartbeatFile
 from .layout import RankLayout
 from .meeting import ENDED, post_failure
 from .place import LOOPBACK, Torchrun, bind_to_share, share_of
@@ -64,7 +64,7 @@ class RankProcess:
         self.local_index = local_index
         self.num_local = num_local
         self._state = "loads"
-        self.heartbeat = Heartbeat(private, rank, config.rank_timeout_s)
+        self.heartbeat = HeartbeatFile(private, rank, config.rank_timeout_s)
         self.membership: Membership | None = None
         self._transport: GlooTransport | None = None
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from ..config import EngineConfig
 from ..errors import PagedError, RankError
 from .facts import plain_options
-from .heartbeat import DIRECTORY_PREFIX, Heartbeat
+from .heartbeat import DIRECTORY_PREFIX, HeartbeatFile
 from .layout import RankLayout
-from .local_rank import END_S, LocalRank
+from .local_rank import RANK_END_S, LocalRank
 from .meeting import ENDED, post_failure
 from .membership import Membership, RankFigures, local_store, name_of, torchrun_store
 from .place import LOOPBACK, Torchrun
@@ -60,7 +60,7 @@ class Ranks:
         self._store = tcp_store or local_store(self._private, layout.num_ranks)
         self.transport = GlooTransport(layout.num_ranks, 0, timeout_s=config.rank_timeout_s, host=host)
         self.membership = Membership(layout, 0, self._store, self.transport, check=self._check_answers)
-        self.heartbeat = Heartbeat(self._private, 0, config.rank_timeout_s)
+        self.heartbeat = HeartbeatFile(self._private, 0, config.rank_timeout_s)
         self._sent_at = self._asked_at = time.monotonic()
         if torchrun is None:
             for rank in range(1, layout.num_ranks):
@@ -244,11 +244,11 @@ class Ranks:
         if self._torchrun is not None:
             with suppress(RankError, RuntimeError):  # some have ended, or the store is gone
                 end()
-                self.membership.meeting.gather(ENDED, None, END_S)
+                self.membership.meeting.gather(ENDED, None, RANK_END_S)
         self.transport.close()
         for local in self._local.values():
             local.close()
-        until = time.monotonic() + END_S
+        until = time.monotonic() + RANK_END_S
         for local in self._local.values():
             local.wait(until)
         shutil.rmtree(self._private, ignore_errors=True)

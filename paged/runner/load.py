@@ -116,7 +116,7 @@ def open_model(
             tied=model_config.tie_word_embeddings,
             in_panels=weights_in_panels(config, kernels, device, dtype),
             has_coded_linear=kernels.has_coded_linear,
-            shard=sizes.shard,
+            num_shards=sizes.shard.count,
         )
         with torch.device("meta"), _default_dtype(dtype):
             whole = Decoder(model_config, kernels)

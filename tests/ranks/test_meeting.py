@@ -16,7 +16,7 @@ from paged import CheckpointError, ConfigError, EngineConfig, RankError
 from paged.model.hub import resolve
 from paged.ranks import heartbeat
 from paged.ranks.facts import OF_ONE_RANK, facts_of, header_hash, plain_options
-from paged.ranks.heartbeat import Heartbeat, find_troubles
+from paged.ranks.heartbeat import HeartbeatFile, find_troubles
 from paged.ranks.meeting import Meeting, post_failure, require_equal
 from paged.ranks.place import Torchrun, follows
 
@@ -120,7 +120,7 @@ def test_a_probe_tells_ranks_that_hang_or_have_ended(tmp_path, monkeypatch):
     private.mkdir()
     now = [1000.0]
     assert find_troubles(tmp_path) == (0, [])
-    ranks = [Heartbeat(private, rank, 3.0, clock=lambda: now[0]) for rank in range(2)]
+    ranks = [HeartbeatFile(private, rank, 3.0, clock=lambda: now[0]) for rank in range(2)]
     assert find_troubles(tmp_path, 5000.0) == (2, [])  # they load
     for rank in ranks:
         rank.loaded()
@@ -137,9 +137,9 @@ def test_a_probe_tells_ranks_that_hang_or_have_ended(tmp_path, monkeypatch):
         [f"rank 1 (process {own}) has written nothing for 6 s, since step 0"],
     )
     monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)  # no process has it
-    ended = Heartbeat(private, 1, 3.0)
+    ended = HeartbeatFile(private, 1, 3.0)
     assert find_troubles(tmp_path, 1005.0) == (2, [f"rank 1 (process {2**22 + 1}) has ended"])
-    Heartbeat(private, 0, 3.0)
+    HeartbeatFile(private, 0, 3.0)
     assert find_troubles(tmp_path, 1005.0) == (0, [])  # left by ranks that were all killed
     assert ended.path.exists()
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..part import UNDIVIDED, Shard
 from .coded import CodedWeight, Weight
 from .coded_forms import CodedProduct
 from .forms import Float32Product, JoinedForm, PackedWeight, PlainWeight, Role, WeightForm, can_pack
 from .quantization import Int4Weight, Int8Weight, require_kernels, require_quantization
+from .whole import WholeWeight
 
 MakeForm = Callable[[Tensor], WeightForm]  # of a weight in floats
 MakeCodedForm = Callable[[CodedWeight, Role], WeightForm]
@@ -27,11 +27,13 @@ class Forms:
     apply silu(gate) * up itself.
 
     of_precise: rows of a layer that lose too much in its form; None: no rows do.
+    whole: the weight that a form is made of now, which the loader sets.
     """
 
     of_floats: Mapping[Role, MakeForm]
     of_codes: MakeCodedForm
     of_precise: MakeForm | None = None
+    whole: WholeWeight = field(default_factory=WholeWeight)
 
     def make(self, weight: Weight, role: Role, num_precise: int = 0) -> WeightForm:
         """Make the form of a weight. num_precise: how many of its last rows `of_precise` is for."""
@@ -62,12 +64,12 @@ def choose_forms(
     tied: bool,
     in_panels: bool,
     has_coded_linear: bool = False,
-    shard: Shard = UNDIVIDED,
+    num_shards: int = 1,
 ) -> Forms:
     """Choose the forms for float weights of this dtype on this device.
 
     in_panels: multiply by the CPU backend's own kernels rather than torch's. has_coded_linear: the backend
-        has kernels for weights in codes. shard: of each weight, for forms that depend on all its numbers.
+        has kernels for weights in codes. num_shards: into how many each weight is divided.
 
     A quantised model has its output head in int8, which costs next to nothing in perplexity, and with it a
     tied embedding. An embedding that is not tied stays in floating point, as it is only looked up. In a model
@@ -78,6 +80,7 @@ def choose_forms(
     """
     if quantization is not None and not has_coded_linear:
         require_quantization(quantization, device, dtype)
+    whole = WholeWeight(num_shards)
     layer: MakeForm
     gated: MakeForm
     of_codes: MakeCodedForm = partial(CodedProduct, dtype=dtype)
@@ -91,12 +94,12 @@ def choose_forms(
     if in_panels:
         from .panels import PANEL_FORMS, CodedForms, Table
 
-        layer = partial(PANEL_FORMS[quantization], shard=shard)
+        layer = partial(PANEL_FORMS[quantization], whole=whole)
         int8 = PANEL_FORMS["int8"]
         gated = partial(layer, gated=True)
-        head = partial(PANEL_FORMS[quantization and "int8"], out_dtype=torch.float32, shard=shard)
-        table = partial(Table, shard=shard)
-        of_codes = CodedForms(dtype, shard)
+        head = partial(PANEL_FORMS[quantization and "int8"], out_dtype=torch.float32, whole=whole)
+        table = partial(Table, whole=whole)
+        of_codes = CodedForms(dtype, whole)
     elif quantization is not None and has_coded_linear:
         layer = gated = partial(quantized_form, quantization, role="layer")
         int8 = partial(quantized_form, "int8", role="layer")
@@ -118,4 +121,4 @@ def choose_forms(
         "embedding": embedding,
         "table": table,
     }
-    return Forms(of_floats, of_codes, int8 if quantization == "int4" else None)
+    return Forms(of_floats, of_codes, int8 if quantization == "int4" else None, whole)

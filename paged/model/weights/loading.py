@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from ..config import TensorNames
 from ..gguf.tensors import presented
 from ..gguf_names import ROPE_FACTORS, is_gguf
 from .choice import Forms
+from .coded import Weight
 from .forms import JoinedForm, Role, WeightForm
 from .gguf_file import GgufTensor, open_gguf
 from .kv_scales import KVScales
@@ -153,12 +155,21 @@ class Loader:
     ) -> WeightForm:
         """Read rows of one format into a form."""
         first = parts[next(iter(stored.rows.parts))]
-        tensors = {
-            name: self.read(stored.rows, name, layout, stored.format.title)
-            for name, layout in stored.format.layouts(first).items()
-            if layout.is_read
+        layouts = {name: each for name, each in stored.format.layouts(first).items() if each.is_read}
+
+        def weight_of(rows: StoredRows) -> Weight:
+            tensors = {name: self.read(rows, name, each, title) for name, each in layouts.items()}
+            return stored.format.weight(tensors)
+
+        title = stored.format.title
+        whole = stored.rows.whole
+        stored_dtypes = {
+            self.sources[f"{part}.{name}"].dtype for part in stored.rows.parts for name in layouts
         }
-        return self.forms.make(stored.format.weight(tensors), role, num_precise)
+        # What is stored in bfloat16 is narrow everywhere.
+        is_alike = whole is None or stored_dtypes == {torch.bfloat16}
+        self.forms.whole.read = None if is_alike or whole is None else partial(weight_of, whole)
+        return self.forms.make(weight_of(stored.rows), role, num_precise)
 
     def read(self, rows: StoredRows, name: str, layout: Layout, title: str = "") -> Tensor:
         """Read the rows of a parameter."""

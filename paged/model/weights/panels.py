@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,30 +29,35 @@ from ...kernels.panels import (
     take_rows,
     widen_rows,
 )
-from ..exchanges import all_agree
-from ..part import UNDIVIDED, Shard
-from .coded import CodedWeight
+from .coded import CodedWeight, Weight
 from .forms import PlainWeight, Role, TableForm
 from .quantization import INT4_TABLE, Int4Weight, Int8Weight, int4_codes
+from .whole import WholeWeight
 
 logger = logging.getLogger(__name__)
+
+ALONE = WholeWeight()  # of a weight that is no shard
 
 _NUMBERS_AT_A_TIME = 2**22  # that are converted: they take little memory
 ROWS_AT_A_TIME = 256  # of a comparison: it takes little memory, and ends early for most weights that differ
 
 
-def narrowed(weight: Tensor, shard: Shard = UNDIVIDED) -> Tensor:
+def narrowed(weight: Tensor, whole: WholeWeight) -> Tensor:
     """Convert a float32 weight to bfloat16 or float16, if that loses nothing, as in most checkpoints.
 
     Reading it takes half the time, and products are bitwise equal, except by AMX, which adds up in another
-    order. So the whole weight decides, of which this may be a shard.
+    order. So all numbers of the whole weight decide, of which this may be a shard.
     """
     if weight.dtype == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
-            is_same = all(_are_equal(rows, rows.to(dtype)) for rows in torch.split(weight, ROWS_AT_A_TIME))
-            if all_agree(shard, is_same):
+            if whole.has(weight, partial(_loses_nothing, dtype=dtype)):
                 return weight.to(dtype)
     return weight
+
+
+def _loses_nothing(weight: Weight, dtype: torch.dtype) -> bool:
+    assert isinstance(weight, Tensor), "codes are not narrowed"
+    return all(_are_equal(rows, rows.to(dtype)) for rows in torch.split(weight, ROWS_AT_A_TIME))
 
 
 def _are_equal(wide: Tensor, narrow: Tensor) -> bool:
@@ -62,8 +68,8 @@ def _are_equal(wide: Tensor, narrow: Tensor) -> bool:
 class Table(PlainWeight):
     """A weight that is only looked up, never multiplied."""
 
-    def __init__(self, weight: Tensor, shard: Shard = UNDIVIDED) -> None:
-        super().__init__(narrowed(weight, shard).contiguous())
+    def __init__(self, weight: Tensor, whole: WholeWeight = ALONE) -> None:
+        super().__init__(narrowed(weight, whole).contiguous())
         self.is_narrowed = self.weight.dtype != weight.dtype
 
     def rows(self, indices: Tensor) -> Tensor:
@@ -75,7 +81,7 @@ class PanelWeight(TableForm):
     """A weight in its dtype, or `narrowed`, large ones in bf12; accumulators are float32.
 
     out_dtype: of its products, by default that of x. gated: the weight [2 * n, in_features] holds gates and
-    ups; its products are the n numbers silu(gate) * up. shard: which one the weight is of a larger one.
+    ups; its products are the n numbers silu(gate) * up. whole: what the weight may be a shard of.
     """
 
     def __init__(
@@ -84,9 +90,9 @@ class PanelWeight(TableForm):
         *,
         out_dtype: torch.dtype | None = None,
         gated: bool = False,
-        shard: Shard = UNDIVIDED,
+        whole: WholeWeight = ALONE,
     ) -> None:
-        self._shard = shard
+        self._whole = whole
         self.dtype = weight.dtype
         self._out_dtype = out_dtype
         self.gated = gated
@@ -94,9 +100,9 @@ class PanelWeight(TableForm):
         self._bias: Tensor | None = None
 
     def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
-        kept = narrowed(weight, self._shard)
+        kept = narrowed(weight, self._whole)
         panels = pack(kept, pairs=pairs and kept.dtype == torch.bfloat16, gated=gated)
-        return pack_bf12(panels, num_shards=self._shard.count)
+        return pack_bf12(panels, num_shards=self._whole.num_shards)
 
     @property
     def is_recordable(self) -> bool:
@@ -171,18 +177,30 @@ class PanelCodes(PanelWeight):
         return found if self.order is None else torch.empty_like(found).index_copy_(1, self.order, found)
 
 
-def keepable(weight: CodedWeight, shard: Shard = UNDIVIDED) -> CodedWeight | None:
+def keepable(weight: CodedWeight, whole: WholeWeight = ALONE) -> CodedWeight | None:
     """Return a weight with the same numbers in codes that PanelCodes keeps; None if there are none.
 
-    shard: which one it is of a larger weight, all of which is kept alike.
+    whole: what it may be a shard of: all of that is kept alike.
     """
     group = group_of(weight.group)
     if group < LEAST_GROUP:
         return None
-    if all_agree(shard, is_exact(weight.stored, *weight.factors, table=weight.table)):
+    factors = weight.factors
+    if factors.zero is None and factors.offset is None and weight.stored.dtype != torch.float8_e4m3fn:
         return weight
-    folded = _without_zero(weight)
-    return folded if all_agree(shard, folded is not None) else None
+    if whole.has(weight, _is_exact):
+        return weight
+    return _folded(weight) if whole.has(weight, lambda each: _folded(each) is not None) else None
+
+
+def _is_exact(weight: Weight) -> bool:
+    assert isinstance(weight, CodedWeight), "floats are kept as they are"
+    return is_exact(weight.stored, *weight.factors, table=weight.table)
+
+
+def _folded(weight: Weight) -> CodedWeight | None:
+    assert isinstance(weight, CodedWeight), "floats have no zeros"
+    return _without_zero(weight)
 
 
 def _without_zero(weight: CodedWeight) -> CodedWeight | None:
@@ -218,17 +236,17 @@ def _out_dtype_of(role: Role) -> torch.dtype | None:
 class CodedForms:
     """The forms of a model's weights in codes: as they are if readers take them, else in floats.
 
-    dtype: of the model. shard: which one each weight is of a larger one.
+    dtype: of the model. whole: what each weight may be a shard of.
     """
 
-    def __init__(self, dtype: torch.dtype, shard: Shard = UNDIVIDED) -> None:
+    def __init__(self, dtype: torch.dtype, whole: WholeWeight = ALONE) -> None:
         self.dtype = dtype
-        self._shard = shard
+        self._whole = whole
         self._has_widened = False
 
     def __call__(self, weight: CodedWeight, role: Role) -> PanelWeight:
         """Make the form of a weight."""
-        kept = keepable(weight, self._shard)
+        kept = keepable(weight, self._whole)
         if kept is not None:
             return PanelCodes(kept, role, dtype=self.dtype)
         if not self._has_widened:
@@ -243,7 +261,7 @@ class CodedForms:
         floats = torch.empty(weight.shape, dtype=self.dtype)
         for rows in _parts_of(weight):
             floats[rows] = weight.take(rows).floats()
-        return PanelWeight(floats, out_dtype=_out_dtype_of(role), gated=role == "gated", shard=self._shard)
+        return PanelWeight(floats, out_dtype=_out_dtype_of(role), gated=role == "gated", whole=self._whole)
 
 
 PANEL_FORMS: dict[str | None, type[PanelWeight]] = {

@@ -27,6 +27,7 @@ class StoredRows:
     parts: Mapping[str, int]  # the number of rows of each part, by its name
     index: Tensor | None = None  # i64[n]: the stored row that each row of the module is; None: row i is row i
     transposed: bool = False  # weights are stored as [in_features, out_features]
+    whole: StoredRows | None = None  # what these are a share of
 
     @property
     def num_rows(self) -> int:
@@ -36,7 +37,8 @@ class StoredRows:
     def take(self, *shares: range) -> StoredRows:
         """Return these rows of the module."""
         own = torch.cat([torch.arange(share.start, share.stop, device="cpu") for share in shares])
-        return replace(self, index=own if self.index is None else self.index[own])
+        index = own if self.index is None else self.index[own]
+        return replace(self, index=index, whole=self)
 
     def part_read(self, part: str) -> float:
         """Return the share of a part's rows that the module has."""
@@ -46,7 +48,11 @@ class StoredRows:
         for name, count in self.parts.items():
             if name == part:
                 own = self.index[(self.index >= start) & (self.index < start + count)]
+<<<<<<< HEAD
                 return len(torch.unique(own)) / count
+=======
+                return len(own.unique()) / count  # type: ignore[no-untyped-call]
+>>>>>>> tensor
             start += count
         raise KeyError(part)
 
@@ -182,7 +188,13 @@ def split_by_format(rows: StoredRows, formats: Mapping[str, StoredFormat]) -> li
         as_stored = torch.arange(sum(parts.values()), device="cpu")
         order = None if torch.equal(own_rows, as_stored) else own_rows
         found.append(StoredWeight(kinds[kind], StoredRows(parts, order, rows.transposed)))
-    return found
+    if rows.whole is None:
+        return found
+    wholes = split_by_format(rows.whole, formats)
+    return [
+        StoredWeight(own.format, replace(own.rows, whole=whole.rows))
+        for own, whole in zip(found, wholes, strict=True)
+    ]
 
 
 def read_rows(
@@ -251,7 +263,11 @@ def _place_columns(
 
 def _runs_of(entries: Tensor) -> Iterator[range]:
     """Yield the runs of consecutive numbers that occur, in their order."""
+<<<<<<< HEAD
     found = torch.unique(entries)
+=======
+    found = entries.unique()  # type: ignore[no-untyped-call]
+>>>>>>> tensor
     if not len(found):
         return
     breaks = ((found[1:] - found[:-1]) != 1).nonzero().squeeze(1) + 1
