@@ -48,11 +48,7 @@ class StoredRows:
         for name, count in self.parts.items():
             if name == part:
                 own = self.index[(self.index >= start) & (self.index < start + count)]
-<<<<<<< HEAD
-                return len(torch.unique(own)) / count
-=======
                 return len(own.unique()) / count  # type: ignore[no-untyped-call]
->>>>>>> tensor
             start += count
         raise KeyError(part)
 
@@ -263,11 +259,7 @@ def _place_columns(
 
 def _runs_of(entries: Tensor) -> Iterator[range]:
     """Yield the runs of consecutive numbers that occur, in their order."""
-<<<<<<< HEAD
-    found = torch.unique(entries)
-=======
     found = entries.unique()  # type: ignore[no-untyped-call]
->>>>>>> tensor
     if not len(found):
         return
     breaks = ((found[1:] - found[:-1]) != 1).nonzero().squeeze(1) + 1
