@@ -48,7 +48,7 @@ class StoredRows:
         for name, count in self.parts.items():
             if name == part:
                 own = self.index[(self.index >= start) & (self.index < start + count)]
-                return len(own.unique()) / count  # type: ignore[no-untyped-call]
+                return len(torch.unique(own)) / count
             start += count
         raise KeyError(part)
 
@@ -259,7 +259,7 @@ def _place_columns(
 
 def _runs_of(entries: Tensor) -> Iterator[range]:
     """Yield the runs of consecutive numbers that occur, in their order."""
-    found = entries.unique()  # type: ignore[no-untyped-call]
+    found = torch.unique(entries)
     if not len(found):
         return
     breaks = ((found[1:] - found[:-1]) != 1).nonzero().squeeze(1) + 1
