@@ -17,9 +17,9 @@ from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
 from .config import LAYERS, ModelConfig
 from .layers.attention import Attention
+from .layers.experts import Experts, new_feed_forward
 from .layers.layer_inputs import PerLayerEmbeddings, PerLayerGate
 from .layers.linear import Embedding, Linear
-from .layers.mlp import new_feed_forward
 from .layers.norms import LayerNorm, RMSNorm, new_norm
 from .layers.rotary import RotaryEmbedding
 from .layers.token_rows import TokenRows
@@ -94,7 +94,9 @@ class DecoderLayer(Loadable):
         return None
 
     def finish_loading(self) -> None:
-        """Take the scalar as a number. Raises CheckpointError for one that cannot be."""
+        """Take experts together, and the scalar as a number. Raises CheckpointError for a wrong one."""
+        if isinstance(self.mlp, Experts):
+            self.mlp.finish_loading()
         if self.layer_scalar is not None:
             factor = self.layer_scalar.item()
             name = f"layer_scalar of layer {self.attention.layer}"
@@ -255,6 +257,9 @@ class Decoder(nn.Module):
         if not all(rotary.is_tabulated for rotary in self.rotary):
             return "torch computes the angles of its rotary embedding in each step"
         linear = [module for module in self.modules() if isinstance(module, Linear)]
+        experts = [module for module in self.modules() if isinstance(module, Experts)]
         if not all(module.form.is_recordable for module in linear):
             return f"torch computes a part of its linear layers in {self.norm.weight.dtype}"
+        if not all(module.is_recordable for module in experts):
+            return "torch computes the products of its experts one by one"
         return None

@@ -17,6 +17,7 @@ from ..base.validation import check_bool, check_int
 from ..base.validation import shown as shown_whole
 from ..errors import CheckpointError, UnsupportedModelError
 from .config import LAYERS, ModelConfig
+from .spec import ExpertsSpec, FeedForwardSpec
 
 Config = Mapping[str, Any]
 Kind = Literal["gptq", "awq", "packed integers", "integers", "fp8", "mxfp4", "nvfp4"]
@@ -122,11 +123,25 @@ def _linears(config: ModelConfig) -> Iterator[tuple[str, int]]:
             sizes = {"qkv": sum(sizes.values())}
         sizes["o"] = attention.num_heads * attention.kv.value_dim
         modules = {f"self_attn.{part}_proj": size for part, size in sizes.items()}
-        mlp = layer.feed_forward
-        up = {"gate_up": 2} if mlp.fused else {"gate": 1, "up": 1} if mlp.gated else {"up": 1}
-        modules |= {f"mlp.{part}_proj": n * mlp.size for part, n in {**up, "down": 1}.items()}
+        modules |= _of_feed_forward(layer.feed_forward)
         for name, size in modules.items():
             yield f"{LAYERS}{i}.{name}", size * config.hidden_size
+
+
+def _of_feed_forward(spec: FeedForwardSpec | ExpertsSpec) -> dict[str, int]:
+    """Return the outputs of each linear module, as if all had the hidden size as inputs."""
+    if isinstance(spec, FeedForwardSpec):
+        up = {"gate_up": 2} if spec.fused else {"gate": 1, "up": 1} if spec.gated else {"up": 1}
+        return {f"mlp.{part}_proj": n * spec.size for part, n in {**up, "down": 1}.items()}
+    up = ["gate_up_proj"] if spec.interleaved else spec.parts[:2]
+    modules = {f"mlp.{spec.router}": spec.num_experts}
+    for expert in range(spec.num_experts):
+        own = {name: 2 * spec.size // len(up) for name in up} | {spec.parts[2]: spec.size}
+        modules |= {f"mlp.experts.{expert}.{name}": size for name, size in own.items()}
+    if spec.shared is not None:
+        shared = _of_feed_forward(spec.shared)
+        modules |= {name.replace("mlp", f"mlp.{spec.shared_name}", 1): size for name, size in shared.items()}
+    return modules
 
 
 def quantization_of(hf: Config) -> Quantization | None:

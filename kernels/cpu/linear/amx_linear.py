@@ -56,6 +56,7 @@ TILES = Task(
         "weight_kind", "out_kind", "gated", "unit_rows", "unit_panels", "apart", "thirds", "thirds_stride",
         "expanded", "all_units", "num_threads",
     ),
+    read_late=("offsets",),
 )  # fmt: skip
 _RECORD = TILES.record
 

@@ -62,6 +62,7 @@ LINEAR = Task(
         "experts", "num_experts", "x_stride", "num_rows", "depth", "out_features", "out_stride", "num_panels",
         "weight_kind", "out_kind", "gated", "all_units", "num_threads",
     ),
+    read_late=("offsets",),
 )  # fmt: skip
 _RECORD = LINEAR.record
 _PAIRS = {torch.bfloat16: torch.int32, torch.int8: torch.int16}  # dtypes that hold a pair of these
