@@ -235,20 +235,22 @@ class ModelConfig:
     def num_layer_params(self) -> int:
         """The number of weights in all layers, without embedding, head, norms and biases."""
         return self._outside_feed_forward + sum(
-            layer.feed_forward.num_params(self.hidden_size) for layer in self.layers
+            part.num_params(self.hidden_size) for layer in self.layers for part in layer.feed_forwards
         )
 
     @property
     def num_active_layer_params(self) -> int:
         """The number of weights in all layers that one token is multiplied by."""
         return self._outside_feed_forward + sum(
-            layer.feed_forward.num_active_params(self.hidden_size) for layer in self.layers
+            part.num_active_params(self.hidden_size) for layer in self.layers for part in layer.feed_forwards
         )
 
     def num_read_layer_params(self, num_tokens: float) -> float:
         """Return how many weights of all layers a step of so many tokens reads."""
         return self._outside_feed_forward + sum(
-            layer.feed_forward.num_read_params(self.hidden_size, num_tokens) for layer in self.layers
+            part.num_read_params(self.hidden_size, num_tokens)
+            for layer in self.layers
+            for part in layer.feed_forwards
         )
 
     @property

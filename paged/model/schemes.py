@@ -29,7 +29,7 @@ UNUSED = (
 )
 SUPPORTED = (
     "gptq, awq, auto-round, compressed-tensors (pack-quantized, int-quantized, float-quantized, "
-    "mxfp4-pack-quantized, nvfp4-pack-quantized), fp8 and modelopt (FP8, NVFP4, MIXED_PRECISION)"
+    "mxfp4-pack-quantized, nvfp4-pack-quantized), fp8, mxfp4 and modelopt (FP8, NVFP4, MIXED_PRECISION)"
 )
 LARGEST_GROUP = 2**20
 SHOWN = 80  # characters of a value in a message
@@ -123,7 +123,8 @@ def _linears(config: ModelConfig) -> Iterator[tuple[str, int]]:
             sizes = {"qkv": sum(sizes.values())}
         sizes["o"] = attention.num_heads * attention.kv.value_dim
         modules = {f"self_attn.{part}_proj": size for part, size in sizes.items()}
-        modules |= _of_feed_forward(layer.feed_forward)
+        for part in layer.feed_forwards:
+            modules |= _of_feed_forward(part)
         for name, size in modules.items():
             yield f"{LAYERS}{i}.{name}", size * config.hidden_size
 
@@ -376,6 +377,20 @@ def _fp8(config: Config) -> Quantization:
     return Quantization("fp8", rule_of, quantizes_activations=True)
 
 
+def _mxfp4(config: Config) -> Quantization:
+    """Read that of gpt-oss: experts in MXFP4, in tensors of their own names."""
+    scheme = Scheme("mxfp4", "MXFP4", 4, scale_inputs=32, producer="gpt-oss")
+    kept = _strings(config, "modules_to_not_convert")
+
+    def rule_of(module: Module) -> Rule:
+        for pattern in kept:
+            if any(fnmatchcase(name, f"{pattern}*") for name in module.names):
+                return Rule(None, f"modules_to_not_convert {shown(pattern)}")
+        return Rule(scheme, "quant_method 'mxfp4'", is_certain=False)
+
+    return Quantization("mxfp4", rule_of)
+
+
 def _block(block: object, key: str) -> tuple[int, int]:
     if not isinstance(block, list) or len(block) != 2:
         raise CheckpointError(f"{key} must be two numbers, got {shown(block)}")
@@ -588,5 +603,6 @@ _METHODS: Mapping[str, Callable[[Config], Quantization]] = {
     "intel/auto-round": _auto_round,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "mxfp4": _mxfp4,
     **dict.fromkeys(_MODELOPT, _modelopt),
 }

@@ -224,3 +224,10 @@ class LayerSpec:
     norms: NormNames = NormNames()
     parallel: bool = False
     scaled: bool = False
+    # Beside the MLP, as in Gemma 4: they read the residual, and each of the two is normalised.
+    experts: ExpertsSpec | None = None
+
+    @property
+    def feed_forwards(self) -> tuple[FeedForwardSpec | ExpertsSpec, ...]:
+        """The parts that follow attention."""
+        return (self.feed_forward,) if self.experts is None else (self.feed_forward, self.experts)

@@ -248,7 +248,7 @@ def _activation_bytes(sizes: Sizes, kernels: Kernels) -> int:
     for layer in model.layers:
         attention = layer.attention
         qkv = attention.num_heads * attention.kv.key_dim + sum(attention.kv.part_sizes)
-        inner = _inner_numbers(layer.feed_forward, model.hidden_size)
+        inner = sum(_inner_numbers(part, model.hidden_size) for part in layer.feed_forwards)
         widest = max(widest, 4 * model.hidden_size + 2 * qkv + inner)
     angles = 4 * sum(head_dim for _, head_dim in model.ropes)
     layers = sum(lengths) * (widest * element + angles)

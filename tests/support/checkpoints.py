@@ -251,6 +251,18 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
         },
     ),
+    # As 26B-A4B: experts beside the MLP.
+    "gemma4-experts": lambda: Gemma4TextConfig(
+        **{**SHAPE, "num_hidden_layers": 3},
+        layer_types=_layer_types("sff"),
+        sliding_window=24,
+        global_head_dim=40,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=3,
+        moe_intermediate_size=24,
+    ),
     "gemma4-unified": lambda: Gemma4UnifiedTextConfig(
         **{**SHAPE, "num_hidden_layers": 4, "tie_word_embeddings": True},
         layer_types=_layer_types("sfsf"),
@@ -350,6 +362,13 @@ def _mistral3(text: str) -> PreTrainedConfig:
     )
 
 
+# Those of CONFIGS that are mixtures of experts. transformers computes them slowly.
+MIXTURES = (
+    *("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "minimax_m2", "granitemoe", "gpt_oss"),
+    "gemma4-experts",
+)
+
+
 def _gemma4(text: str, whole: type[PreTrainedConfig], **parts: PreTrainedConfig) -> PreTrainedConfig:
     tokens = (
         "image_token_id",
@@ -405,7 +424,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name or "ln_" in name:
+            if "norm" in name or "ln_" in name or name.endswith(("router.scale", "per_expert_scale")):
                 parameter.copy_(1 + 0.2 * noise)
             elif parameter.dim() == 1:
                 parameter.copy_(0.3 * noise)

@@ -170,11 +170,19 @@ GPT_OSS_NAMES = TensorNames(
 )
 
 
-def read_experts(hf: Config, count: str, inner: str, routing: dict[str, Any], **fields: Any) -> ExpertsSpec:
+def read_experts(
+    hf: Config,
+    count: str,
+    inner: str,
+    routing: dict[str, Any],
+    *,
+    chosen: str = "num_experts_per_tok",
+    **fields: Any,
+) -> ExpertsSpec:
     """Read the experts of layers that are alike.
 
-    count, inner: the keys of their number and of their size. routing: of RoutingOptions; fields: of
-    ExpertsSpec, in place of what is read.
+    count, inner, chosen: the keys of their number, of their size, and of how many a token has. routing: of
+    RoutingOptions; fields: of ExpertsSpec, in place of what is read.
     """
     for key, what in _NOT_BUILT.items():
         if hf.get(key):
@@ -184,9 +192,9 @@ def read_experts(hf: Config, count: str, inner: str, routing: dict[str, Any], **
         raise CheckpointError(
             f"{count} {num_experts} of all layers must be at most {MOST_EXPERTS}, got {total}"
         )
-    num_chosen = size(hf, "num_experts_per_tok")
+    num_chosen = size(hf, chosen)
     if num_chosen > num_experts:
-        raise CheckpointError(f"num_experts_per_tok {num_chosen} must be at most {count} {num_experts}")
+        raise CheckpointError(f"{chosen} {num_chosen} must be at most {count} {num_experts}")
     options = RoutingOptions(num_chosen=num_chosen, **routing)
     try:
         options.check(num_experts)
@@ -371,6 +379,31 @@ def gpt_oss(hf: Config) -> ModelConfig:
     windows = windows_of(layer_types_of(hf, full_every(2, hf)), window_of(hf))
     layers = repeat(hf, attention, experts, windows=windows)
     return read_model(hf, layers, rope=rope, exceeds_float16=True, tensor_names=GPT_OSS_NAMES)
+
+
+# What Gemma 4's checkpoints call the parts of its experts.
+GEMMA4_PARTS = (
+    ("router.proj.", "mlp.router."),
+    ("router.scale", "mlp.router_norm.weight"),
+    ("router.per_expert_scale", "mlp.router.per_expert_scale"),
+    ("experts.", "mlp.experts."),
+)
+GEMMA4_STACKS = stacks_of()
+
+
+def gemma4_experts(hf: Config) -> ExpertsSpec:
+    """Read the experts of Gemma 4 26B-A4B."""
+    return read_experts(
+        hf,
+        "num_experts",
+        "moe_intermediate_size",
+        {"renormalise": True},
+        chosen="top_k_experts",
+        activation="gelu_tanh",
+        router="router",
+        router_scale=size(hf, "hidden_size") ** -0.5,
+        expert_scales=True,
+    )
 
 
 def _require(hf: Config, key: str, supported: str) -> None:

@@ -34,6 +34,7 @@ CEILINGS = {
     "n_routed_experts": 4096,
     "n_shared_experts": 64,
     "num_experts_per_tok": 256,
+    "top_k_experts": 256,
     "moe_intermediate_size": 2**20,
     "shared_expert_intermediate_size": 2**20,
     "decoder_sparse_step": 1024,

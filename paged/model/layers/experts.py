@@ -145,3 +145,29 @@ def new_feed_forward(config: ModelConfig, layer: int, kernels: Kernels) -> MLP |
     if isinstance(spec, FeedForwardSpec):
         return (MLP if spec.gated else PlainMLP)(config, layer, kernels, spec)
     return Experts(config, layer, kernels, spec)
+
+
+class ExpertsBeside(nn.Module):
+    """The experts of Gemma 4, which read the residual as the MLP does, and whose output is added to its own.
+
+    Both outputs have a norm before that, and the input of experts one that differs from the MLP's.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, spec: ExpertsSpec) -> None:
+        super().__init__()
+        name = f"{LAYERS}{layer}"
+        self.experts = Experts(config, layer, kernels, spec)
+
+        def norm_of(part: str) -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.norm.eps, kernels, f"{name}.{part}")
+
+        # The residual is stored as it is in every model that has these.
+        self.before = norm_of("pre_feedforward_layernorm_2")
+        self.after = norm_of("post_feedforward_layernorm_2")
+        self.after_mlp = norm_of("post_feedforward_layernorm_1")
+
+    def forward(self, out: Tensor, residual: Tensor) -> Tensor:
+        """Turn the MLP's output, in place, into the sum of both."""
+        self.after_mlp.into(out, out)
+        self.after.into(self.experts(self.before(residual), residual), out, add=True)
+        return out
