@@ -1,11 +1,15 @@
-"""How tokens choose experts: the options of `route`, and the order of rows that `grouped_linear` takes."""
+"""How tokens choose experts: the options of `route`, and the order of rows that `grouped_linear` takes.
+
+Without torch, as a config is read and a fleet is simulated without it.
+"""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from torch import Tensor
-
-from .checks import check_between, check_flag, check_multiple, check_positive
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Score = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 GroupScore = Literal["best", "best_two"]
@@ -47,17 +51,28 @@ class RoutingOptions:
         if self.group_score not in get_args(GroupScore):
             names = ", ".join(get_args(GroupScore))
             raise ValueError(f"group_score must be one of {names}, got {self.group_score!r}")
-        check_between("num_groups", self.num_groups, 1, num_experts)
-        check_multiple("the number of experts", num_experts, "num_groups", self.num_groups)
-        check_between("num_kept_groups", self.num_kept_groups, 1, self.num_groups)
+        _check_between("num_groups", self.num_groups, 1, num_experts)
+        if num_experts % self.num_groups:
+            raise ValueError(
+                f"the number of experts must be a multiple of num_groups, got {num_experts} and "
+                f"{self.num_groups}"
+            )
+        _check_between("num_kept_groups", self.num_kept_groups, 1, self.num_groups)
         size = num_experts // self.num_groups
         if self.num_groups > 1 and self.group_score == "best_two" and size < 2:
             raise ValueError(f"a group must have two experts for group_score 'best_two', got {size}")
-        check_between("num_chosen", self.num_chosen, 1, self.num_kept_groups * size)
-        check_flag("renormalise", self.renormalise)
+        _check_between("num_chosen", self.num_chosen, 1, self.num_kept_groups * size)
+        if type(self.renormalise) is not bool:
+            raise ValueError(f"renormalise must be True or False, got {self.renormalise!r}")
         if not isinstance(self.epsilon, (int, float)) or not 0 <= self.epsilon <= 1:
             raise ValueError(f"epsilon must be between 0 and 1, got {self.epsilon!r}")
-        check_positive("scale", self.scale)
+        if not isinstance(self.scale, (int, float)) or not 2.0**-126 <= self.scale <= 2.0**126:
+            raise ValueError(f"scale must be between 2**-126 and 2**126, got {self.scale!r}")
+
+
+def _check_between(name: str, value: int, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{name} must be between {low} and {high}, got {value}")
 
 
 class ExpertRows(NamedTuple):

@@ -32,7 +32,7 @@ from ..simd.emit import INTS, VECTOR, int64, operation
 from ..simd.memory import LINE, address_of, item_size, load, store_some_as
 from ..simd.numbers import FLOAT32
 from ..simd.vectors import LANES, VECTOR_BYTES, add, function, multiply, silu
-from .expert_units import count_units, find_expert, no_expert, weight_of
+from .units import count_units, find_expert, no_expert, weight_of
 
 THIRDS = 3
 _DEPTH = 128  # most steps of a panel at a time: 16 KiB
@@ -41,7 +41,7 @@ _FEW_UNPACKED = 112  # the same if panels are unpacked into the L1 cache
 _TOGETHER = 2  # panels that rows are multiplied by while they are in the L1 cache
 ROWS_BYTES = 2**20  # half of a core's L2 cache: about the most for a unit's rows in thirds
 # of a unit, if x has as many
-LEAST_ROWS = 32
+LEAST_UNIT_ROWS = 32
 _MOST_ROWS = 256
 _MOST_PANELS = 8  # of a unit: their accumulators and a part of the rows fit the L2 cache
 _WIDTH = 4 * PANEL
@@ -86,11 +86,11 @@ def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, 
     """
     most = _MOST_ROWS
     if thirds > 1:
-        most = max(LEAST_ROWS, min(_MOST_ROWS, ROWS_BYTES // (2 * in_features * thirds)))
-    while most > LEAST_ROWS and -(-num_rows // most) * num_panels < 4 * num_threads:
-        most = max(LEAST_ROWS, most // 2)
+        most = max(LEAST_UNIT_ROWS, min(_MOST_ROWS, ROWS_BYTES // (2 * in_features * thirds)))
+    while most > LEAST_UNIT_ROWS and -(-num_rows // most) * num_panels < 4 * num_threads:
+        most = max(LEAST_UNIT_ROWS, most // 2)
     equal = -(-num_rows // max(1, -(-num_rows // most)))
-    return max(1, min(num_rows, -(-equal // LEAST_ROWS) * LEAST_ROWS))
+    return max(1, min(num_rows, -(-equal // LEAST_UNIT_ROWS) * LEAST_UNIT_ROWS))
 
 
 def panels_of_unit(

@@ -28,7 +28,7 @@ from ..simd.memory import address_of, get_byte, item_size, set_byte, store
 from ..simd.numbers import FLOAT32, INT8
 from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function, splat
 from .amx_linear import (
-    LEAST_ROWS,
+    LEAST_UNIT_ROWS,
     TILES,
     is_read_apart,
     panels_of_unit,
@@ -36,7 +36,6 @@ from .amx_linear import (
     scratch_bytes,
     thirds_of,
 )
-from .expert_units import count_units, find_expert, no_expert, weight_of
 from .panels import (
     OUT_KINDS,
     Panels,
@@ -48,6 +47,7 @@ from .panels import (
     num_panels_of,
     to_parts,
 )
+from .units import count_units, find_expert, no_expert, weight_of
 
 _DEPTH = 320  # most steps of a panel at a time: 20 to 40 KiB, in the L1 cache while all rows use them
 UNPACKED_DEPTH = 128  # the same if they are unpacked first, to 4 bytes a number
@@ -157,10 +157,10 @@ def linear(
     return multiply(x, weight, bias, dtype, out)
 
 
-class Experts(NamedTuple):
+class WeightsOfRows(NamedTuple):
     """Weights that rows are multiplied by, each by that of its expert. All are packed alike."""
 
-    table: Tensor  # i64[num_experts, 4], see `expert_units`
+    table: Tensor  # i64[num_experts, 4], see `units`
     offsets: Tensor  # i32[num_experts + 1]: the rows of expert e are offsets[e] to offsets[e + 1]
 
 
@@ -170,7 +170,7 @@ def multiply(
     bias: Tensor | None,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
-    experts: Experts | None = None,
+    experts: WeightsOfRows | None = None,
 ) -> Tensor:
     """Multiply as `linear` does, whose checks of the weight are behind it.
 
@@ -216,7 +216,7 @@ def multiply(
             # Experts have as many rows on average; those with more have several units, or larger ones.
             num_used = max(1, min(num_rows, num_experts))
             usual_rows = -(-num_rows // num_used)
-            most_rows = min(num_rows, max(2 * usual_rows, LEAST_ROWS))
+            most_rows = min(num_rows, max(2 * usual_rows, LEAST_UNIT_ROWS))
         thirds, stride = thirds_of(rows.dtype == torch.float32, depth)
         unit_rows = rows_of_unit(most_rows, num_panels * num_used, depth, thirds, num_threads)
         unit_panels = panels_of_unit(

@@ -134,7 +134,7 @@ def stacks_of(
 
 
 _WS = ("w1", "w3", "w2")
-NAMES = TensorNames(stacks=stacks_of())
+STACK_NAMES = TensorNames(stacks=stacks_of())
 MIXTRAL_NAMES = TensorNames(parts=(("block_sparse_moe.", "mlp."),), stacks=stacks_of(*_WS))
 MINIMAX_NAMES = TensorNames(
     parts=(
@@ -240,7 +240,7 @@ def qwen3_moe(hf: Config) -> ModelConfig:
     routing = {"renormalise": flag(hf, "norm_topk_prob")}
     experts = read_experts(hf, "num_experts", "moe_intermediate_size", routing)
     layers = _with_dense(hf, repeat(hf, attention, experts), _dense_of_qwen(hf))
-    return read_model(hf, layers, tensor_names=NAMES)
+    return read_model(hf, layers, tensor_names=STACK_NAMES)
 
 
 def qwen2_moe(hf: Config) -> ModelConfig:
@@ -265,7 +265,7 @@ def qwen2_moe(hf: Config) -> ModelConfig:
         shared_gate="shared_expert_gate",
     )
     layers = repeat(hf, attention, experts, windows=windows_of(layer_types_of(hf, kinds), window))
-    return read_model(hf, _with_dense(hf, layers, _dense_of_qwen(hf)), tensor_names=NAMES)
+    return read_model(hf, _with_dense(hf, layers, _dense_of_qwen(hf)), tensor_names=STACK_NAMES)
 
 
 def olmoe(hf: Config) -> ModelConfig:
@@ -276,7 +276,7 @@ def olmoe(hf: Config) -> ModelConfig:
     attention = read_attention(hf, qkv_bias=bias, output_bias=bias, qk_norm="projection")
     routing = {"renormalise": flag(hf, "norm_topk_prob")}
     experts = read_experts(hf, "num_experts", "intermediate_size", routing)
-    return read_model(hf, repeat(hf, attention, experts), tensor_names=NAMES)
+    return read_model(hf, repeat(hf, attention, experts), tensor_names=STACK_NAMES)
 
 
 def mixtral(hf: Config) -> ModelConfig:
@@ -318,7 +318,7 @@ def glm4_moe(hf: Config) -> ModelConfig:
     most = CEILINGS["num_nextn_predict_layers"]
     extra = check_int(CheckpointError, "num_nextn_predict_layers", hf["num_nextn_predict_layers"], 0, most)
     skipped = tuple(f"model.layers.{num_layers + i}." for i in range(extra))
-    return read_model(hf, layers, tensor_names=replace(NAMES, skipped_prefixes=skipped))
+    return read_model(hf, layers, tensor_names=replace(STACK_NAMES, skipped_prefixes=skipped))
 
 
 def minimax_m2(hf: Config) -> ModelConfig:

@@ -19,7 +19,7 @@ from .mlp import MLP, PlainMLP, is_precise
 from .norms import RMSNorm
 
 
-class Router(Linear):
+class ExpertRouter(Linear):
     """The logits of experts, in float32, and the numbers that change how experts are chosen by them."""
 
     def __init__(self, config: ModelConfig, layer: int, spec: ExpertsSpec) -> None:
@@ -55,7 +55,7 @@ class Experts(nn.Module):
         self.spec = spec
         self.kernels = kernels
         name = f"{LAYERS}{layer}.mlp"
-        self.router = Router(config, layer, spec)
+        self.router = ExpertRouter(config, layer, spec)
         self.router_norm = None
         if spec.router_scale is not None:
             norm = f"{name}.{spec.router}_norm"

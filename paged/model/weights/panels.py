@@ -20,6 +20,7 @@ from ...kernels.panels import (
     Panels,
     best_fit,
     can_pair,
+    expert_memory,
     group_of,
     grouped_panel_linear,
     is_exact,
@@ -135,6 +136,11 @@ class PanelExperts(ExpertsForm):
         first = forms[0]
         self.gated = first.gated
         self.is_recordable = first.is_recordable
+        memory = expert_memory(first.panels, len(forms))
+        for own, form in zip(memory, forms, strict=True):
+            if form.panels.weight.shape == own.shape and form.panels.weight.dtype == own.dtype:
+                own.copy_(form.panels.weight)
+                form.panels = form.panels._replace(weight=own)  # so that one matrix is in memory twice
         biases = [form.padded_bias for form in forms if form.padded_bias is not None]
         with TrustedContents():  # they were checked when they were packed
             self.weights = ExpertPanels([form.panels for form in forms], biases if with_bias else None)

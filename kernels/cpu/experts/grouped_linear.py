@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ...checks import check_contiguous, check_device, check_shape, check_tensor, is_trusted
+from ..launch.huge_pages import in_huge_pages
+from ..linear.linear import WeightsOfRows, multiply
+from ..linear.panels import Panels, check_bias, check_panels, check_result_dtype
 from ..rows.take_rows import take_rows
-from .linear import Experts, multiply
-from .panels import Panels, check_bias, check_panels, check_result_dtype
 
 _CPU = torch.device("cpu")
 
@@ -57,13 +58,21 @@ class ExpertPanels:
     def __len__(self) -> int:
         return len(self.weights)
 
-    def of_rows(self, offsets: Tensor) -> Experts:
+    def of_rows(self, offsets: Tensor) -> WeightsOfRows:
         """Return the weights with the rows of each."""
-        return Experts(self._table, offsets)
+        return WeightsOfRows(self._table, offsets)
 
 
 def _shape_of(own: Panels) -> tuple[int, int, bool, bool]:
     return own.out_features, own.in_features, own.gated, own.in_pairs
+
+
+def expert_memory(first: Panels, num_experts: int) -> Tensor:
+    """Allocate memory for the panels of so many experts that are packed as the first one: [num_experts, ...].
+
+    One after the other they fill huge pages, of which each alone would leave a part to small ones.
+    """
+    return in_huge_pages(first.weight.new_empty(num_experts, *first.weight.shape))
 
 
 def grouped_panel_linear(
