@@ -134,10 +134,10 @@ def _of_feed_forward(spec: FeedForwardSpec | ExpertsSpec) -> dict[str, int]:
     if isinstance(spec, FeedForwardSpec):
         up = {"gate_up": 2} if spec.fused else {"gate": 1, "up": 1} if spec.gated else {"up": 1}
         return {f"mlp.{part}_proj": n * spec.size for part, n in {**up, "down": 1}.items()}
-    up = ["gate_up_proj"] if spec.interleaved else spec.parts[:2]
+    names = ["gate_up_proj"] if spec.interleaved else [*spec.parts[:2]]
     modules = {f"mlp.{spec.router}": spec.num_experts}
     for expert in range(spec.num_experts):
-        own = {name: 2 * spec.size // len(up) for name in up} | {spec.parts[2]: spec.size}
+        own = {name: 2 * spec.size // len(names) for name in names} | {spec.parts[2]: spec.size}
         modules |= {f"mlp.experts.{expert}.{name}": size for name, size in own.items()}
     if spec.shared is not None:
         shared = _of_feed_forward(spec.shared)

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from paged.model.config import TensorNames
 from paged.model.families.moe import MOST_EXPERTS
 from paged.model.families.table import ARCHITECTURES
 from paged.model.hf_config import from_hf
+from paged.model.weights import loading
 from paged.model.weights.loading import open_tensors
 from tests.support.checkpoints import CONFIGS, checkpoint, edit_json, new_engine, ragged_prompts, random_model
 
@@ -268,6 +270,26 @@ def test_mxfp4_of_gpt_oss_is_that_of_transformers(tmp_path):
         for ours, theirs in zip(logprobs, rows, strict=True):
             assert all(abs(ours[token] - theirs[token]) < 1e-4 for token in theirs)
     assert "MXFP4" in new_engine(tmp_path / "codes").describe()
+
+
+def test_one_matrix_is_converted_at_a_time(monkeypatch):
+    """While it is loaded a model takes its final form, a table that stays as it is, and one matrix."""
+    read = loading.read_rows
+    found: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def watched(*args: Any) -> Tensor:
+        nonlocal most
+        rows = read(*args)
+        if rows.dim() == 2:
+            found.append(weakref.ref(rows))
+            most = max(most, sum(each() is not None for each in found))
+        return rows
+
+    monkeypatch.setattr(loading, "read_rows", watched)
+    new_engine(checkpoint("qwen3_moe"), quantization="int8")
+    assert len(found) > 2 * 8 * 2
+    assert most <= 3
 
 
 def test_many_small_tensors_are_found_quickly(tmp_path):
