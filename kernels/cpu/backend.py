@@ -1,7 +1,16 @@
 """The "numba" backend: compiled for the CPU that it runs on. Implements `backend.Kernels`."""
 
 from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
-from ..plain.backend import copy_blocks, listening, partial_bytes
+from ..plain.backend import (
+    clamped_swiglu,
+    copy_blocks,
+    grouped_linear,
+    listening,
+    partial_bytes,
+    route,
+    sort_by_expert,
+    sum_experts,
+)
 from ..reference import check_cache_dtype
 from ..steps import UnpackStep
 from .attention.paged_attention import paged_attention, plan_attention

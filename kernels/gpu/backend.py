@@ -3,7 +3,18 @@
 import torch
 
 from ..attention_options import MIN_HEAD_DIM
-from ..plain.backend import add, greedy, mask_logits, take_rows, token_logprobs
+from ..plain.backend import (
+    add,
+    clamped_swiglu,
+    greedy,
+    grouped_linear,
+    mask_logits,
+    route,
+    sort_by_expert,
+    sum_experts,
+    take_rows,
+    token_logprobs,
+)
 from .attention.config import SPLIT, largest_head_dim
 from .attention.paged_attention import paged_attention, plan_attention
 from .attention.split_kv import most_partial_bytes
