@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..linear.kernel import Coded, _multiply_tile
+from ..linear.kernel import Coded, multiply_tile
 
 
 class PlainShape(NamedTuple):
@@ -17,11 +17,10 @@ class PlainShape(NamedTuple):
 
 
 class Grouping(NamedTuple):
-    """How rows belong to experts: constants of a specialisation."""
+    """The experts: constants of a specialisation."""
 
     NUM_EXPERTS: int
     BLOCK_E: int
-    PER_TOKEN: int  # rows that a row of x stands for, if `order_ptr` is given
 
 
 class Tile(NamedTuple):
@@ -67,17 +66,18 @@ def _multiply_plain(x_ptr, weight_ptr, tile, shape: tl.constexpr, product: tl.co
     BLOCK_N: tl.constexpr = product.BLOCK_N
     BLOCK_M: tl.constexpr = product.BLOCK_M
     BLOCK_K: tl.constexpr = shape.BLOCK_K
+    NUM_INPUTS: tl.constexpr = shape.NUM_INPUTS
     inputs = tl.arange(0, BLOCK_K)
     x_ptr += inputs[:, None]
-    weight_ptr += tile.expert * shape.NUM_OUTPUTS * shape.NUM_INPUTS
-    weight_ptr += tile.outputs[:, None] * shape.NUM_INPUTS + inputs[None, :]
+    weight_ptr += tile.expert * shape.NUM_OUTPUTS * NUM_INPUTS
+    weight_ptr += tile.outputs[:, None] * NUM_INPUTS + inputs[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(0, shape.NUM_INPUTS, BLOCK_K):
+    for start in range(0, NUM_INPUTS, BLOCK_K):
         mask_n = tile.mask_n[:, None]
         mask_m = tile.mask_m[None, :]
-        if shape.NUM_INPUTS % BLOCK_K != 0:
-            mask_n = mask_n & (inputs < shape.NUM_INPUTS - start)[None, :]
-            mask_m = mask_m & (inputs < shape.NUM_INPUTS - start)[:, None]
+        if NUM_INPUTS % BLOCK_K != 0:
+            mask_n = mask_n & (inputs < NUM_INPUTS - start)[None, :]
+            mask_m = mask_m & (inputs < NUM_INPUTS - start)[:, None]
         # [BLOCK_N, BLOCK_K]
         weight = tl.load(weight_ptr + start, mask=mask_n, other=0.0)
         # [BLOCK_K, BLOCK_M]
@@ -91,9 +91,10 @@ def _multiply_codes(x_ptr, coded, tile, shape: tl.constexpr, kind: tl.constexpr,
     """Return the product of a tile's rows of x and a weight in codes."""
     BLOCK_N: tl.constexpr = product.BLOCK_N
     BLOCK_M: tl.constexpr = product.BLOCK_M
+    NUM_TILES: tl.constexpr = shape.NUM_TILES  # Triton 3.6 takes no fields for a range
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for inputs in range(0, shape.NUM_TILES):
-        acc = _multiply_tile(acc, x_ptr, tile.mask_m[None, :], coded, inputs, shape, kind, product)
+    for inputs in range(NUM_TILES):
+        acc = multiply_tile(acc, x_ptr, tile.mask_m[None, :], coded, inputs, shape, kind, product)
     return acc
 
 
@@ -108,7 +109,7 @@ def _of_expert(ptr, expert, size: tl.constexpr):
 @triton.jit
 def grouped_linear_kernel(
     x_ptr,
-    order_ptr,  # i32[num_rows], the row of each sorted one; None: x is sorted
+    sources_ptr,  # i64[num_rows], the row of x that each row is; None: that of the same number
     offsets_ptr,  # i32[NUM_EXPERTS + 1], the first row of each expert
     words_ptr,  # of a weight in codes; or [NUM_EXPERTS, NUM_OUTPUTS, NUM_INPUTS] numbers
     scale_ptr,
@@ -117,7 +118,7 @@ def grouped_linear_kernel(
     offset_ptr,
     offset_unit_ptr,
     bias_ptr,  # [NUM_EXPERTS, NUM_OUTPUTS], or None
-    out_ptr,  # [num_rows, NUM_OUTPUTS], sorted
+    out_ptr,  # [num_rows, NUM_OUTPUTS]
     stride_x: tl.constexpr,
     grouping: tl.constexpr,
     shape: tl.constexpr,
@@ -130,21 +131,22 @@ def grouped_linear_kernel(
     num_tiles = tl.max(last_tiles, axis=0)
     for number in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         tile = _tile_of(number, last_tiles, offsets_ptr, NUM_OUTPUTS, product)
-        if order_ptr is None:
-            x_rows = tile.rows
+        if sources_ptr is None:
+            sources = tile.rows.to(tl.int64)
         else:
-            x_rows = tl.load(order_ptr + tile.rows, mask=tile.mask_m, other=0) // grouping.PER_TOKEN
-        x_rows_ptr = x_ptr + x_rows.to(tl.int64)[None, :] * stride_x
+            sources = tl.load(sources_ptr + tile.rows, mask=tile.mask_m, other=0)
+        x_rows_ptr = x_ptr + sources[None, :] * stride_x
         if kind is None:
             acc = _multiply_plain(x_rows_ptr, words_ptr, tile, shape, product)
         else:
+            NUM_UNITS: tl.constexpr = (shape.NUM_TILES + shape.UNIT_TILES - 1) // shape.UNIT_TILES
             coded = Coded(
                 _of_expert(words_ptr, tile.expert, shape.NUM_TILES * NUM_OUTPUTS * kind.SUB),
                 _of_expert(scale_ptr, tile.expert, shape.NUM_GROUPS * NUM_OUTPUTS),
-                _of_expert(scale_unit_ptr, tile.expert, shape.NUM_UNITS * NUM_OUTPUTS),
+                _of_expert(scale_unit_ptr, tile.expert, NUM_UNITS * NUM_OUTPUTS),
                 _of_expert(zero_ptr, tile.expert, shape.NUM_GROUPS * NUM_OUTPUTS),
                 _of_expert(offset_ptr, tile.expert, shape.NUM_GROUPS * NUM_OUTPUTS),
-                _of_expert(offset_unit_ptr, tile.expert, shape.NUM_UNITS * NUM_OUTPUTS),
+                _of_expert(offset_unit_ptr, tile.expert, NUM_UNITS * NUM_OUTPUTS),
                 tile.outputs,
                 tile.mask_n,
             )

@@ -135,7 +135,10 @@ def route(
 
 @checked_as("route")
 def _bind(
-    logits: Tensor, options: RoutingOptions, correction_bias: Tensor | None, expert_scales: Tensor | None
+    logits: Tensor,
+    options: RoutingOptions,
+    correction_bias: Tensor | None,
+    expert_scales: Tensor | None,  # noqa: ARG001  (its check is that of the operation)
 ) -> BoundLaunch:
     """Check the arguments. Return the launch."""
     check_last_dim_contiguous("logits", logits)
