@@ -3,12 +3,21 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paged.kernels.attention_options import AttentionOptions
 from paged.kernels.backend import Kernels
 from paged.kernels.checks import QUANTIZED_DTYPES
-from paged.kernels.codes import PackedCodes, coded_linear, pack_codes, take_coded_rows
+from paged.kernels.codes import (
+    PackedCodes,
+    PackedExperts,
+    coded_linear,
+    grouped_coded_linear,
+    pack_codes,
+    take_coded_rows,
+)
 from paged.kernels.gpu.attention.config import choose_config, largest_head_dim
+from paged.kernels.gpu.experts.grouped_linear import grouped_linear
 from paged.kernels.gpu.sampling.filter_logits import filter_logits
 from paged.kernels.gpu.sampling.penalties import apply_penalties
 from paged.kernels.gpu.sampling.sample_tokens import sample_tokens
@@ -324,6 +333,49 @@ def launch_coded_linear(case: CodedCase, weight: PackedCodes, num_rows: int) -> 
 def launch_coded_rows(case: CodedCase, weight: PackedCodes, num_rows: int) -> None:
     """Launch the lookup as an embedding does."""
     take_coded_rows(weight, torch.zeros(num_rows, dtype=torch.int64), DTYPES[case[1]])
+
+
+# Weights of experts: kind, dtype of x, experts, outputs, inputs, inputs of a group. A tile of inputs is half
+# empty in gpt-oss's codes, and of numbers in the case with 2000.
+ExpertsCase = tuple[str, str, int, int, int, int]
+EXPERTS_CASES: list[ExpertsCase] = [
+    ("numbers", "bfloat16", 128, 1536, 2048, 1),  # Qwen3 30B-A3B
+    ("mxfp4", "bfloat16", 32, 5760, 2880, 32),  # gpt-oss
+    ("int8", "bfloat16", 128, 1536, 2048, 2048),
+    ("int4", "bfloat16", 128, 1536, 2048, 32),
+    ("numbers", "float32", 64, 1024, 2048, 1),  # OLMoE
+    ("numbers", "float16", 32, 2048, 2000, 1),
+    ("gptq", "bfloat16", 128, 1536, 2048, 128),
+    ("q4_k units", "bfloat16", 128, 1536, 2048, 32),
+    ("e4m3", "bfloat16", 128, 1536, 2048, 128),
+    ("mxfp4", "float32", 32, 5760, 2880, 32),
+    ("q4_k units", "float32", 64, 1024, 2048, 32),
+]
+COMMON_EXPERTS_CASES = EXPERTS_CASES[:5]  # compiled for CONSUMER_TARGETS too
+NUM_EXPERTS_ROWS = {"few": 5, "some": 40, "many": 300}  # of an expert
+
+
+def experts_of(case: ExpertsCase) -> Tensor | PackedExperts:
+    """Return the weights of a case, in codes those of one expert again and again."""
+    kind, dtype, num_experts, num_outputs, num_inputs, group = case
+    if kind == "numbers":
+        return torch.empty(num_experts, num_outputs, num_inputs, dtype=DTYPES[dtype])
+    packed = packed_of((kind, dtype, num_outputs, num_inputs, group))
+    tensors = (None if x is None else x.expand(num_experts, *x.shape) for x in packed.tensors)
+    return PackedExperts(tuple(tensors), num_experts, packed.layout)
+
+
+def launch_grouped_linear(case: ExpertsCase, weight: Tensor | PackedExperts, num_rows: int) -> None:
+    """Launch the first product of experts with a bias, with so many rows for each expert."""
+    _, dtype, num_experts, num_outputs, num_inputs, _ = case
+    bias = torch.empty(num_experts, num_outputs, dtype=DTYPES[dtype])
+    x = torch.empty(num_rows * num_experts, num_inputs, dtype=DTYPES[dtype])
+    sources = torch.zeros(len(x), dtype=torch.int64)
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
+    if isinstance(weight, PackedExperts):
+        grouped_coded_linear(x, weight, offsets, sources, bias)
+    else:
+        grouped_linear(x, weight, offsets, sources, bias)
 
 
 # Llama 3's: a row begins at 16 bytes. With an odd one no kernel can load more than 4 bytes a thread.

@@ -45,15 +45,21 @@ def _last_tiles(offsets_ptr, num_blocks_n, BLOCK_M: tl.constexpr, grouping: tl.c
 
 
 @triton.jit
-def _tile_of(number, last_tiles, offsets_ptr, NUM_OUTPUTS: tl.constexpr, product: tl.constexpr):
-    """Return a tile by its number. Of an expert, those of the same outputs follow each other."""
+def _tile_of(
+    number, last_tiles, offsets_ptr, NUM_OUTPUTS: tl.constexpr, product: tl.constexpr, again: tl.constexpr
+):
+    """Return a tile by its number. Of an expert, those of the same outputs follow each other.
+
+    again: after the loop over inputs, which has few registers left. Volatile loads are not merged with those
+    before the loop: what follows from them is computed again.
+    """
     BLOCK_N: tl.constexpr = product.BLOCK_N
     BLOCK_M: tl.constexpr = product.BLOCK_M
     is_before = last_tiles <= number
     expert = tl.sum(is_before.to(tl.int32), axis=0)
     number -= tl.max(tl.where(is_before, last_tiles, 0), axis=0)
-    start = tl.load(offsets_ptr + expert)
-    end = tl.load(offsets_ptr + expert + 1)
+    start = tl.load(offsets_ptr + expert, volatile=again)
+    end = tl.load(offsets_ptr + expert + 1, volatile=again)
     num_blocks_m = tl.cdiv(end - start, BLOCK_M)
     outputs = number // num_blocks_m * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = start + number % num_blocks_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -130,7 +136,7 @@ def grouped_linear_kernel(
     last_tiles = _last_tiles(offsets_ptr, num_blocks_n, product.BLOCK_M, grouping)
     num_tiles = tl.max(last_tiles, axis=0)
     for number in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        tile = _tile_of(number, last_tiles, offsets_ptr, NUM_OUTPUTS, product)
+        tile = _tile_of(number, last_tiles, offsets_ptr, NUM_OUTPUTS, product, False)
         if sources_ptr is None:
             sources = tile.rows.to(tl.int64)
         else:
@@ -151,6 +157,7 @@ def grouped_linear_kernel(
                 tile.mask_n,
             )
             acc = _multiply_codes(x_rows_ptr, coded, tile, shape, kind, product)
+        tile = _tile_of(number, last_tiles, offsets_ptr, NUM_OUTPUTS, product, True)
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + tile.expert * NUM_OUTPUTS + tile.outputs, mask=tile.mask_n, other=0.0)
             acc += bias.to(tl.float32)[:, None]
