@@ -22,6 +22,7 @@ from paged.kernels.gpu.sampling.filter_logits import filter_logits
 from paged.kernels.gpu.sampling.penalties import apply_penalties
 from paged.kernels.gpu.sampling.sample_tokens import sample_tokens
 from paged.kernels.gpu.unpack_step import unpack_step
+from paged.kernels.routing import RoutingOptions
 from paged.kernels.steps import NUM_COLUMNS
 from tests.support.absent_gpu import TARGETS
 from tests.support.coded_weights import coded_weight
@@ -198,6 +199,7 @@ def launch_others(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> 
         kernels.gelu(torch.empty(num_tokens, 4 * size, dtype=dtype), tanh=tanh)
     kernels.silu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
     kernels.gelu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
+    kernels.clamped_swiglu(torch.empty(num_tokens, 2 * 2880, dtype=dtype), 7.0, 1.702)
     ups = torch.empty(num_tokens, 30 * 256, dtype=dtype)  # of all layers
     kernels.gelu_and_mul(torch.empty(num_tokens, 256, dtype=dtype), ups[:, 512:768])
     angles = torch.empty(num_tokens, 256)
@@ -333,6 +335,20 @@ def launch_coded_linear(case: CodedCase, weight: PackedCodes, num_rows: int) -> 
 def launch_coded_rows(case: CodedCase, weight: PackedCodes, num_rows: int) -> None:
     """Launch the lookup as an embedding does."""
     take_coded_rows(weight, torch.zeros(num_rows, dtype=torch.int64), DTYPES[case[1]])
+
+
+def launch_routing(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> None:
+    """Launch what surrounds the products of Qwen3 30B-A3B's experts and, with groups and a bias, of 256."""
+    softmax = RoutingOptions(num_chosen=8, renormalise=True)
+    experts, weights = kernels.route(torch.empty(num_tokens, 128), softmax)
+    rows = kernels.sort_by_expert(experts, 128)
+    x = torch.empty(len(rows.sources), 2048, dtype=dtype)
+    kernels.sum_experts(x, rows.places, weights)
+    kernels.sum_experts(x, rows.places, weights, x[:num_tokens], weights[:, :1].contiguous())
+    groups = RoutingOptions(
+        num_chosen=8, score="sigmoid", num_groups=8, num_kept_groups=4, group_score="best_two"
+    )
+    kernels.route(torch.empty(num_tokens, 256), groups, torch.empty(256), torch.empty(256))
 
 
 # Weights of experts: kind, dtype of x, experts, outputs, inputs, inputs of a group. A tile of inputs is half
