@@ -4,7 +4,6 @@ One launch, on a grid that does not depend on which experts the rows have. Each 
 offsets, which stay on the device.
 """
 
-
 import torch
 import triton
 from torch import Tensor

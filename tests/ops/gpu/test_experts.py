@@ -51,6 +51,7 @@ def awkward_logits(num_experts: int) -> Tensor:
     logits[1, 1::2] = -0.0
     logits[2, ::3] = -torch.inf
     logits[3, num_experts // 2] = torch.nan
+    logits[3, -1] = torch.tensor(-(2**22), dtype=torch.int32).view(torch.float32)  # NaN with a sign
     logits[4, 1:] = -torch.inf
     logits[5, num_experts // 3] = torch.inf
     logits[6] *= 2.0**-130  # subnormal
