@@ -2,6 +2,8 @@
 `has_linear`.
 """
 
+from .cpu.linear.experts import ExpertPanels as ExpertPanels
+from .cpu.linear.experts import grouped_panel_linear as grouped_panel_linear
 from .cpu.linear.int4_search import best_fit as best_fit
 from .cpu.linear.linear import can_pair as can_pair
 from .cpu.linear.linear import linear as linear

@@ -31,7 +31,7 @@ class PackedCodesWeight(TableForm):
 
     def __init__(self, weight: CodedWeight, role: Role, *, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._out_dtype = torch.float32 if role in ("head", "embedding") else None
+        self._out_dtype = torch.float32 if role in ("head", "embedding", "router") else None
         with TrustedContents():  # the checks of a loader are behind it
             self.packed = pack_codes(weight.codes, *weight.factors, table=weight.table)
         self._order = None if weight.order is None else weight.order.to(weight.stored.device)
