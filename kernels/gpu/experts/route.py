@@ -60,9 +60,10 @@ def _of_kept_groups(
 
 @triton.jit
 def _softmax(logits, mask):
-    """Return the softmax over those of a mask, 0 elsewhere."""
-    highest = tl.max(tl.where(mask, logits, float("-inf")), axis=0)
-    shares = tl.where(mask, tl.exp(logits - highest), 0.0)
+    """Return the softmax over those of a mask, 0 elsewhere; NaN if one of them is."""
+    logits = tl.where(mask, logits, float("-inf"))
+    highest = tl.max(tl.where(logits == logits, logits, float("-inf")), axis=0)
+    shares = tl.exp(logits - highest)
     return shares / tl.sum(shares, axis=0)
 
 
@@ -102,9 +103,9 @@ def _route_kernel(
         by_group = tl.reshape(keys, [BLOCK_G, BLOCK_S])
         keys = _of_kept_groups(by_group, NUM_KEPT, BEST_TWO, BLOCK_G, BLOCK_S).reshape(BLOCK_G * BLOCK_S)
     chosen = _highest(keys, NUM_CHOSEN, BLOCK_G * BLOCK_S)
-    weights = _softmax(logits, chosen) if SCORE == "softmax_of_chosen" else scores
+    weights = _softmax(logits, chosen) if SCORE == "softmax_of_chosen" else tl.where(chosen, scores, 0.0)
     if RENORMALISE:
-        weights /= tl.sum(tl.where(chosen, weights, 0.0), axis=0) + epsilon
+        weights /= tl.sum(weights, axis=0) + epsilon
     weights *= scale
     if scales_ptr is not None:
         weights *= tl.load(scales_ptr + expert, mask=chosen, other=0.0)

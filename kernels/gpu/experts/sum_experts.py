@@ -10,9 +10,7 @@ from ..launch import BoundLaunch, Launches, combination
 from ..rows.gelu_and_mul import sigmoid
 from ..target import check_launchable
 
-_BLOCK = (
-    2048  # in bfloat16 16 bytes a thread of each expert, even for 256 threads: 4 warps on AMD
-)
+_BLOCK = 2048  # in bfloat16 16 bytes a thread of each expert, even for 256 threads: 4 warps on AMD
 
 
 @triton.jit
