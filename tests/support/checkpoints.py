@@ -327,6 +327,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         **{**_MOE, "intermediate_size": 24},
         num_local_experts=8,
         sliding_window=24,
+        swiglu_limit=0.7,
+        swiglu_alpha=1.3,
         **_rope("yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=8.0, truncate=False),
     ),
     "gpt2": lambda: GPT2Config(**{**OLD_SHAPE, "tie_word_embeddings": True}, n_inner=72),
