@@ -29,6 +29,7 @@ from .unpack_step import unpack_step
 name = "triton"
 has_linear = False
 has_coded_linear = True
+has_grouped_linear = True
 compiles_at_launch = not in_interpreter()
 step_recorder = None
 greedy_of_allowed = None

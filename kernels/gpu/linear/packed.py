@@ -139,6 +139,13 @@ class PackedExperts:
     num_experts: int
     layout: PackedLayout  # of each expert
 
+    def of_expert(self, expert: int) -> PackedCodes:
+        """Return a view of one expert's weight."""
+        words, scale, *others = (None if x is None else x[expert] for x in self.tensors)
+        assert words is not None, "every weight has codes"
+        assert scale is not None, "and scales"
+        return PackedCodes(words, scale, *others, layout=self.layout)
+
 
 def stack_codes(experts: Iterable[PackedCodes], num_experts: int) -> PackedExperts:
     """Copy the weights of experts, which are taken one after the other, into tensors for all.
