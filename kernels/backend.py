@@ -31,6 +31,7 @@ class Kernels(Protocol):
     name: str  # for messages; callers decide by the capabilities below
     has_linear: bool  # batch-invariant kernels for linear layers, with weights in panels
     has_coded_linear: bool  # batch-invariant kernels for weights in codes, see `codes`
+    has_grouped_linear: bool  # `grouped_linear` is one launch, which reads the offsets on the device
     compiles_at_launch: bool  # a kernel is compiled when it is first launched: an engine should warm up
     split_keys: int  # the length from which attention may split the context of a decode
 

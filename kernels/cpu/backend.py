@@ -31,6 +31,7 @@ from .step_recorder import CPUStepRecorder
 name = "numba"
 has_linear = True
 has_coded_linear = False
+has_grouped_linear = False
 compiles_at_launch = False  # `compile_ahead` compiles all
 unpack_step: UnpackStep | None = None
 step_recorder = CPUStepRecorder

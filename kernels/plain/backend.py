@@ -39,6 +39,7 @@ take_rows = checked(reference.take_rows)
 name = "torch"
 has_linear = False
 has_coded_linear = False
+has_grouped_linear = False
 compiles_at_launch = False
 unpack_step: UnpackStep | None = None
 step_recorder = None

@@ -119,7 +119,7 @@ class PlainWeight(TableForm):
         self, forms: Sequence[WeightForm], biases: Sequence[Tensor] | None, kernels: Kernels
     ) -> ExpertsForm:
         """Stack the weights. Each form gives its own up, so that only one is in memory twice."""
-        if not self.weight.is_cuda or not all(isinstance(form, PlainWeight) for form in forms):
+        if not (kernels.has_grouped_linear and all(isinstance(form, PlainWeight) for form in forms)):
             return EachExpert(forms, biases)
         stack = self.weight.new_empty(len(forms), *self.weight.shape)
         for own, form in zip(stack, forms, strict=True):
