@@ -119,10 +119,11 @@ class PlainWeight(TableForm):
         self, forms: Sequence[WeightForm], biases: Sequence[Tensor] | None, kernels: Kernels
     ) -> ExpertsForm:
         """Stack the weights. Each form gives its own up, so that only one is in memory twice."""
-        if not (kernels.has_grouped_linear and all(isinstance(form, PlainWeight) for form in forms)):
+        plain = [form for form in forms if isinstance(form, PlainWeight)]
+        if not kernels.has_grouped_linear or len(plain) < len(forms):
             return EachExpert(forms, biases)
         stack = self.weight.new_empty(len(forms), *self.weight.shape)
-        for own, form in zip(stack, forms, strict=True):
+        for own, form in zip(stack, plain, strict=True):
             own.copy_(form.weight)
             form.weight = own
         return StackedExperts(stack, None if biases is None else torch.stack([*biases]), kernels)
