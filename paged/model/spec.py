@@ -188,7 +188,7 @@ class ExpertsSpec:
 
         An expert is read unless no token has it: E (1 - (1 - k / E)^t) of E are.
         """
-        share = 1 - (1 - self.num_chosen / self.num_experts) ** num_tokens
+        share: float = 1 - (1 - self.num_chosen / self.num_experts) ** num_tokens
         return self._beside(hidden_size) + share * self.num_experts * self.expert_params(hidden_size)
 
     def expert_params(self, hidden_size: int) -> int:

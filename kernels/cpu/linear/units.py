@@ -28,7 +28,7 @@ class Weight(NamedTuple):
 class Expert(NamedTuple):
     """An expert, and the number of units before its own. Without experts it is the only one."""
 
-    index: int
+    number: int
     first_unit: int
 
 
@@ -60,15 +60,15 @@ def count_units(args, unit_rows, units_across):
 @function
 def find_expert(args, unit, unit_rows, units_across, last):
     """Return the expert of a unit, which is no earlier than the last one. The unit must exist."""
-    index = last.index
+    number = last.number
     first_unit = last.first_unit
     if args.offsets != 0:
-        units = _units_of(args, index, unit_rows, units_across)
+        units = _units_of(args, number, unit_rows, units_across)
         while unit >= first_unit + units:
             first_unit += units
-            index += 1
-            units = _units_of(args, index, unit_rows, units_across)
-    return Expert(index, first_unit)
+            number += 1
+            units = _units_of(args, number, unit_rows, units_across)
+    return Expert(number, first_unit)
 
 
 @function
@@ -76,8 +76,8 @@ def weight_of(args, expert):
     """Return the weight of an expert and its rows."""
     if args.offsets == 0:
         return Weight(args.panels, args.scales, args.bias, args.weight_kind, 0, args.num_rows)
-    own = args.experts + ENTRY_BYTES * expert.index
-    at = args.offsets + 4 * expert.index
+    own = args.experts + ENTRY_BYTES * expert.number
+    at = args.offsets + 4 * expert.number
     return Weight(
         get_long(own + PANELS_AT),
         get_long(own + SCALES_AT),

@@ -141,10 +141,12 @@ class PackedExperts:
 
     def of_expert(self, expert: int) -> PackedCodes:
         """Return a view of one expert's weight."""
-        words, scale, *others = (None if x is None else x[expert] for x in self.tensors)
+        words, scale, unit, zero, offset, offset_unit = (
+            None if x is None else x[expert] for x in self.tensors
+        )
         assert words is not None, "every weight has codes"
         assert scale is not None, "and scales"
-        return PackedCodes(words, scale, *others, layout=self.layout)
+        return PackedCodes(words, scale, unit, zero, offset, offset_unit, self.layout)
 
 
 def stack_codes(experts: Iterable[PackedCodes], num_experts: int) -> PackedExperts:
