@@ -2,6 +2,7 @@
 
 import torch
 
+from paged.kernels.checks import TrustedContents
 from paged.kernels.cpu.launch.graph import Graph, Recorder, column
 from paged.kernels.cpu.linear.amx_linear import TILES
 from paged.kernels.cpu.linear.linear import LINEAR
@@ -24,7 +25,7 @@ def test_a_replay_follows_another_routing_and_keeps_what_late_threads_read():
         return x
 
     logits, x = torch.randn(5, 8), torch.randn(5, 32)
-    with Recorder() as recorder:
+    with TrustedContents(), Recorder() as recorder:
         out = compute(logits, x)
     graph = Graph(recorder, (logits, x), (out,), 2)
     memory = torch.empty(graph.num_bytes + 64, dtype=torch.uint8)
