@@ -34,6 +34,7 @@ from .checks import (
     is_trusted,
     must_read_contents,
 )
+from .routing import RoutingOptions
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -225,6 +226,66 @@ class Rules(KernelCall):
     def gelu(self) -> None:
         self.rows("x", written=True)
         check_flag("tanh", self["tanh"])
+
+    def clamped_swiglu(self) -> None:
+        self.silu_and_mul()
+        check_positive("limit", self["limit"])
+        check_positive("alpha", self["alpha"])
+
+    def route(self) -> None:
+        logits = self.tensor("logits", (None, None), torch.float32)
+        num_experts = logits.shape[1]
+        check_positive("the number of experts", num_experts)
+        options = self["options"]
+        if not isinstance(options, RoutingOptions):
+            raise ValueError(f"options must be RoutingOptions, got {type(options).__name__}")
+        options.check(num_experts)
+        for name in ("correction_bias", "expert_scales"):
+            if self.has(name):
+                self.tensor(name, (num_experts,), torch.float32, contiguous=True)
+
+    def sort_by_expert(self) -> None:
+        experts = self.tensor("experts", (None, None), torch.int32)
+        check_positive("the number of chosen experts", experts.shape[1])
+        check_between("num_experts", self["num_experts"], 1, 2**20)
+        if self.reads_contents:
+            check_indices("experts", experts, "the experts", self["num_experts"])
+
+    def grouped_linear(self) -> None:
+        x = self.rows("x")
+        weight = self.tensor("weight", (None, None, x.shape[1]), x.dtype)
+        num_experts, out_features, in_features = weight.shape
+        check_positive("num_experts", num_experts)
+        check_positive("out_features", out_features)
+        check_positive("in_features", in_features)
+        self.grouped_rows(x, num_experts)
+        if self.has("bias"):
+            self.tensor("bias", (num_experts, out_features), x.dtype)
+
+    def grouped_rows(self, x: Tensor, num_experts: int) -> None:
+        """Check which rows of x each expert has."""
+        offsets = self.tensor("offsets", (num_experts + 1,), torch.int32, contiguous=True)
+        num_rows = len(x)
+        if self.has("sources"):
+            num_rows = len(self.indices("sources", None, "the rows of x", num_rows))
+        if self.reads_contents:
+            bounds = offsets.tolist()
+            if bounds[0] != 0 or bounds[-1] != num_rows or bounds != sorted(bounds):
+                raise ValueError(f"offsets must ascend from 0 to the {num_rows} rows, got {bounds[:64]}")
+
+    def sum_experts(self) -> None:
+        x = self.rows("x")
+        places = self.tensor("places", (None, None), torch.int64)
+        check_positive("the number of chosen experts", places.shape[1])
+        if self.reads_contents:
+            check_indices("places", places, "the rows of x", len(x))
+        self.tensor("weights", places.shape, torch.float32)
+        if self.has("shared"):
+            self.tensor("shared", (len(places), x.shape[1]), x.dtype)
+        if self.has("shared_gate"):
+            if not self.has("shared"):
+                raise ValueError("shared_gate must be given with shared, got it alone")
+            self.tensor("shared_gate", (len(places), 1), torch.float32)
 
     def add(self) -> None:
         self.like("out", self.rows("x"), written=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .arguments import unchecked
 from .attention_options import AttentionOptions, AttentionPlan
+from .routing import ExpertRows, RoutingOptions
 from .steps import StepRecorder, UnpackStep
 
 BackendName = Literal["triton", "numba", "torch"]
@@ -30,6 +31,7 @@ class Kernels(Protocol):
     name: str  # for messages; callers decide by the capabilities below
     has_linear: bool  # batch-invariant kernels for linear layers, with weights in panels
     has_coded_linear: bool  # batch-invariant kernels for weights in codes, see `codes`
+    has_grouped_linear: bool  # `grouped_linear` is one launch, which reads the offsets on the device
     compiles_at_launch: bool  # a kernel is compiled when it is first launched: an engine should warm up
     split_keys: int  # the length from which attention may split the context of a decode
 
@@ -118,6 +120,40 @@ class Kernels(Protocol):
     def scale_and_cap(self, x: Tensor, factor: float, softcap: float | None = None) -> None: ...
 
     def scale_rows(self, x: Tensor, factors: Tensor) -> None: ...
+
+    def clamped_swiglu(self, x: Tensor, limit: float, alpha: float) -> Tensor: ...
+
+    def route(
+        self,
+        logits: Tensor,
+        options: RoutingOptions,
+        correction_bias: Tensor | None = None,
+        expert_scales: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def sort_by_expert(self, experts: Tensor, num_experts: int) -> ExpertRows: ...
+
+    def grouped_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        offsets: Tensor,
+        sources: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Multiply rows by weights as they were loaded; `panels` and `codes` have the products of the others.
+
+        The launch does not depend on the offsets, which stay on the device.
+        """
+
+    def sum_experts(
+        self,
+        x: Tensor,
+        places: Tensor,
+        weights: Tensor,
+        shared: Tensor | None = None,
+        shared_gate: Tensor | None = None,
+    ) -> Tensor: ...
 
     def copy_blocks(self, cache: Tensor, pairs: Tensor, target: Tensor | None = None) -> None: ...
 

@@ -2,6 +2,9 @@
 `has_linear`.
 """
 
+from .cpu.experts.grouped_linear import ExpertPanels as ExpertPanels
+from .cpu.experts.grouped_linear import expert_memory as expert_memory
+from .cpu.experts.grouped_linear import grouped_panel_linear as grouped_panel_linear
 from .cpu.linear.int4_search import best_fit as best_fit
 from .cpu.linear.linear import can_pair as can_pair
 from .cpu.linear.linear import linear as linear

@@ -10,6 +10,7 @@ from .arguments import WORD_BITS
 from .attention_options import AttentionOptions, AttentionPlan
 from .checks import QUANTIZED_DTYPES
 from .gumbel import gumbel_noise
+from .routing import ExpertRows, RoutingOptions
 
 
 def check_cache_dtype(dtype: torch.dtype) -> None:
@@ -106,6 +107,109 @@ def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
     tanh: take (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³))) / 2 for Φ(x).
     """
     x.copy_(torch.nn.functional.gelu(upcast(x), approximate="tanh" if tanh else "none"))
+
+
+def clamped_swiglu(
+    x: Tensor,  # [num_tokens, 2 * size]: gate and up side by side
+    limit: float,
+    alpha: float,
+) -> Tensor:  # [num_tokens, size]
+    """Return gate sigmoid(alpha gate) (up + 1), with gate at most `limit` and up within ± limit (gpt-oss)."""
+    gate, up = upcast(x).chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    up = up.clamp(min=-limit, max=limit)
+    return (gate * torch.sigmoid(gate * alpha) * (up + 1)).to(x.dtype)
+
+
+def route(
+    logits: Tensor,  # f32[num_tokens, num_experts]
+    options: RoutingOptions,
+    correction_bias: Tensor | None = None,  # f32[num_experts], added to scores for choosing only
+    expert_scales: Tensor | None = None,  # f32[num_experts], multiply the weights of each expert
+) -> tuple[Tensor, Tensor]:  # i32 and f32 [num_tokens, num_chosen]
+    """Choose the experts of each token, in ascending order, and their weights.
+
+    Those of the highest scores are chosen, the lower index among equal ones. NaN counts as the highest, so
+    that the weight of a chosen expert is NaN where a logit is.
+    """
+    num_tokens, num_experts = logits.shape
+    scores = logits.sigmoid() if options.score == "sigmoid" else logits.softmax(-1)
+    ranked = logits if options.orders_by_logits and correction_bias is None else scores
+    if correction_bias is not None:
+        ranked = ranked + correction_bias
+    order = ranked.argsort(dim=-1, descending=True, stable=True)
+    if options.num_groups > 1:
+        best = ranked.view(num_tokens, options.num_groups, -1).sort(-1, descending=True).values
+        score = best[..., 0] if options.group_score == "best" else best[..., 0] + best[..., 1]
+        kept = score.argsort(dim=-1, descending=True, stable=True)[:, : options.num_kept_groups]
+        groups = order // (num_experts // options.num_groups)
+        can_choose = (groups[..., None] == kept[:, None]).any(-1)
+        order = order.gather(-1, can_choose.int().argsort(dim=-1, descending=True, stable=True))
+    experts = order[:, : options.num_chosen].sort(-1).values
+    if options.score == "softmax_of_chosen":
+        weights = logits.gather(-1, experts).softmax(-1)
+    else:
+        weights = scores.gather(-1, experts)
+    if options.renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + options.epsilon)
+    weights = weights * options.scale
+    if expert_scales is not None:
+        weights = weights * expert_scales[experts]
+    return experts.int(), weights
+
+
+def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertRows:  # i32[num_tokens, num_chosen]
+    """Sort the pairs of a token and an expert by expert, those of one expert by token."""
+    flat = experts.flatten()
+    order = flat.argsort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    bounds = torch.arange(num_experts + 1, dtype=flat.dtype, device=flat.device)
+    offsets = torch.searchsorted(flat[order], bounds, out_int32=True)
+    return ExpertRows(order // experts.shape[1], places.view(experts.shape), offsets)
+
+
+def grouped_linear(
+    x: Tensor,  # [num_rows, in_features], sorted by expert; with sources [num_tokens, in_features]
+    weight: Tensor,  # [num_experts, out_features, in_features], of the dtype of x
+    offsets: Tensor,  # i32[num_experts + 1], see ExpertRows
+    sources: Tensor | None = None,  # i64[num_rows]: the row of x that each row is
+    bias: Tensor | None = None,  # [num_experts, out_features], of the dtype of x
+) -> Tensor:  # [num_rows, out_features]
+    """Return x[sources[r]] weight[e]ᵀ + bias[e] as row r, for the rows of each expert e.
+
+    A row's bits depend neither on the other rows nor on which experts these have.
+    """
+    rows = x if sources is None else x[sources]
+    out = x.new_empty(len(rows), weight.shape[1])
+    bounds = offsets.tolist()
+    for expert, own in enumerate(weight):
+        mine = slice(bounds[expert], bounds[expert + 1])
+        product = upcast(rows[mine]) @ upcast(own).T
+        if bias is not None:
+            product = product + upcast(bias[expert])
+        out[mine] = product.to(x.dtype)
+    return out
+
+
+def sum_experts(
+    x: Tensor,  # [num_rows, size], sorted by expert
+    places: Tensor,  # i64[num_tokens, num_chosen], see ExpertRows
+    weights: Tensor,  # f32[num_tokens, num_chosen]
+    shared: Tensor | None = None,  # [num_tokens, size], like x: of the experts that every token has
+    shared_gate: Tensor | None = None,  # f32[num_tokens, 1], logits: `shared` is multiplied by their sigmoid
+) -> Tensor:  # [num_tokens, size]
+    """Return each token's products times their weights, added in float32 in the order of places.
+
+    What is `shared` is added last, and only the sum is rounded to x's dtype.
+    """
+    total = torch.zeros(len(places), x.shape[1], dtype=upcast(x).dtype, device=x.device)
+    for place, weight in zip(places.T, weights.T, strict=True):
+        total = total + upcast(x[place]) * weight[:, None]
+    if shared is not None:
+        own = upcast(shared)
+        total = total + (own if shared_gate is None else own * shared_gate.sigmoid())
+    return total.to(x.dtype)
 
 
 def scale_and_cap(x: Tensor, factor: float, softcap: float | None = None) -> None:  # [num_rows, size]

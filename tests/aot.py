@@ -41,17 +41,23 @@ from tests.support.kernel_launches import (
     CODED_CASES,
     COMMON_CASES,
     COMMON_CODED_CASES,
+    COMMON_EXPERTS_CASES,
     DTYPES,
+    EXPERTS_CASES,
     NUM_CODED_ROWS,
+    NUM_EXPERTS_ROWS,
     ROTARY_CASES,
     VOCAB_SIZE,
     AttentionCase,
+    experts_of,
     has_case,
     launch_attention,
     launch_coded_linear,
     launch_coded_rows,
+    launch_grouped_linear,
     launch_others,
     launch_rotary_store_kv,
+    launch_routing,
     launch_sampling,
     packed_of,
     targets_of,
@@ -75,7 +81,12 @@ def report(target: str, known: Mapping[str, Figures]) -> list[dict[str, Any]]:
     """Return a row of figures for each kernel that the cases need on `target`: known, or compiled now."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     with TrustedContents():  # the tensors hold nothing
-        launches = [*_attention(target, known), *_others(target, known), *_coded(target, known)]
+        launches = [
+            *_attention(target, known),
+            *_others(target, known),
+            *_coded(target, known),
+            *_experts(target, known),
+        ]
     for case, launch in launches:
         name = launch.kernel.strip("_").removesuffix("_kernel")
         place = (name, "" if name in SHARED else case, launch.key)
@@ -140,6 +151,9 @@ def _others(target: str, known: Mapping[str, Figures]) -> list[tuple[str, Launch
     with compiling(target, _skip(0, target, known)) as launches:
         launch_others(kernels, torch.bfloat16)
     rows += [("bfloat16", launch) for launch in launches]
+    with compiling(target, _skip(3 * SHARES, target, known)) as launches:
+        launch_routing(kernels, torch.bfloat16)
+    rows += [("bfloat16", launch) for launch in launches]
     with compiling(target, _skip(SHARES, target, known)) as launches:
         launch_sampling()
     rows += [(f"vocabulary {VOCAB_SIZE}", launch) for launch in launches]
@@ -169,6 +183,24 @@ def _coded(target: str, known: Mapping[str, Figures]) -> list[tuple[str, Launch]
                 rows += [(f"{told}, {rows_told} rows", launch) for launch in launches[before:]]
             launch_coded_rows(case, weight, 5)
         rows.append((told, launches[-1]))
+    return rows
+
+
+def _experts(target: str, known: Mapping[str, Figures]) -> list[tuple[str, Launch]]:
+    rows = []
+    for number, case in enumerate(EXPERTS_CASES):
+        targets = tuple(TARGETS) if case in COMMON_EXPERTS_CASES else tuple(DATA_CENTER_TARGETS)
+        if target not in targets:
+            continue
+        kind, dtype, num_experts, num_outputs, num_inputs, group = case
+        told = f"{num_experts} {kind} {dtype} {num_outputs}x{num_inputs} by {group}".removesuffix(" by 1")
+        weight = experts_of(case)
+        # One case in every run: that is three kernels.
+        skip = known.__contains__ if number else _skip(0, target, known, targets)
+        with compiling(target, skip) as launches:
+            for rows_told, num_rows in NUM_EXPERTS_ROWS.items():
+                launch_grouped_linear(case, weight, num_rows)
+                rows.append((f"{told}, {rows_told} rows", launches[-1]))
     return rows
 
 
@@ -223,7 +255,8 @@ included; on AMD those listed. Tensor core instructions are wgmma (sm_90), tcgen
 sm_86, sm_89, sm_120, and where a block has less than 64 rows), counted in the PTX, MFMA (gfx942) and WMMA
 (gfx1100, whose "SM" is a WGP). Wide loads are asynchronous copies of 16 bytes, by TMA of a tile, on AMD loads
 of 16 bytes. A case names head_dim x GQA group, dtype, tokens of a block and options; or of a weight in codes
-its kind, the dtype of x, outputs x inputs, the inputs of a group and how many rows x has.
+its kind, the dtype of x, outputs x inputs, the inputs of a group and how many rows x has; in front of weights
+of experts is how many these are, and the rows are those of each.
 
 The GPUs of data centers have every case, those of desktops and workstations ({consumer}) the common ones;
 `python -m tests.aot --check TARGET` compiles the others too and lists those that spill there.

@@ -145,6 +145,48 @@ MUTANTS = [
         "plan = queries.plans.get(key := (*self.plan_key, query.stride(0), table.shape[1]))",
         "plan = queries.plans.get(key := (self.layer, query.stride(0), table.shape[1]))",
     ),
+    Mutant(
+        "the host reads how many rows experts have",
+        "model mixtral",
+        "kernels/gpu/experts/grouped_linear",
+        "num_rows = len(x) if sources is None else len(sources)",
+        "num_rows = int(offsets[-1])",
+    ),
+    Mutant(
+        "each expert has a product of its own",
+        "model mixtral",
+        "model/weights/forms",
+        "if not (kernels.has_grouped_linear and all(",
+        "if not (not kernels.has_grouped_linear and all(",
+    ),
+    Mutant(
+        "each expert in codes has a product of its own",
+        "weights of experts int8",
+        "model/weights/gpu_codes",
+        "if len(alike) < len(forms):",
+        "if alike:",
+    ),
+    Mutant(
+        "shares of experts are made on the CPU",
+        "model mixtral",
+        "kernels/gpu/experts/route",
+        "weights = logits.new_empty(len(logits), options.num_chosen)",
+        "weights = torch.empty(len(logits), options.num_chosen)",
+    ),
+    Mutant(
+        "offsets of experts are made on the CPU",
+        "model mixtral",
+        "kernels/gpu/experts/sort_by_expert",
+        "offsets = experts.new_empty(num_experts + 1)",
+        "offsets = torch.empty(num_experts + 1, dtype=torch.int32)",
+    ),
+    Mutant(
+        "rows are sorted by torch",
+        "model mixtral",
+        "kernels/gpu/backend",
+        "from .experts.sort_by_expert import sort_by_expert",
+        "from ..plain.backend import sort_by_expert",
+    ),
 ]
 
 

@@ -55,12 +55,13 @@ def workload_cost(
     last_kv = sum(last.kv.part_sizes)
     kv_bytes_per_token = sum(sum(shape.part_sizes) for shape in model.kv_shapes)
     kv_bytes_per_token *= 4 if dtype == "float32" else 2
-    moved = num_steps * (model.num_layer_params + head) * WEIGHT_BYTES[dtype]
+    read = model.num_read_layer_params(num_tokens / num_steps)
+    moved = num_steps * (read + head) * WEIGHT_BYTES[dtype]
     moved += (kv_read + num_tokens) * kv_bytes_per_token
-    flops = 2 * model.num_layer_params * num_tokens + 2 * head * sum(output_lens)
+    flops = 2 * model.num_active_layer_params * num_tokens + 2 * head * sum(output_lens)
     flops += 2 * model.num_attention_dims * pairs
     num_unread = num_tokens - sum(output_lens)
-    last_layer = model.num_layer_params // model.num_layers
+    last_layer = model.num_active_layer_params // model.num_layers
     last_layer -= model.hidden_size * last_kv
     flops -= 2 * last_layer * num_unread + 4 * last.num_heads * last.kv.key_dim * unread
     return moved, flops

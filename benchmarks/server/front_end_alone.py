@@ -1,4 +1,4 @@
-"""Section front-end: requests and events of each API, and idle streams, over an engine that answers at once."""
+"""Section front-end: requests and events of each API, and idle streams; the engine answers at once."""
 
 from __future__ import annotations
 

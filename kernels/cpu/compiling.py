@@ -27,14 +27,18 @@ from .launch.machine_code import KERNELS, compile_kernel
 from .linear import linear, pack_bf12, pack_codes  # noqa: F401
 from .rows import (  # noqa: F401
     add,
+    clamped_swiglu,
     gelu_and_mul,
     greedy,
     layer_norm,
     rms_norm,
     rotary_store_kv,
+    route,
     scale_and_cap,
     scale_rows,
     silu_and_mul,
+    sort_by_expert,
+    sum_experts,
     take_rows,
 )
 from .sampling import masks, penalties, sample_tokens, token_logprobs  # noqa: F401

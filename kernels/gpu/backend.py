@@ -8,6 +8,11 @@ from .attention.config import SPLIT, largest_head_dim
 from .attention.paged_attention import paged_attention, plan_attention
 from .attention.split_kv import most_partial_bytes
 from .copy_blocks import copy_blocks
+from .experts.grouped_linear import grouped_linear
+from .experts.route import route
+from .experts.sort_by_expert import sort_by_expert
+from .experts.sum_experts import sum_experts
+from .rows.clamped_swiglu import clamped_swiglu
 from .rows.gelu_and_mul import gelu, gelu_and_mul
 from .rows.layer_norm import layer_norm
 from .rows.rms_norm import rms_norm
@@ -24,6 +29,7 @@ from .unpack_step import unpack_step
 name = "triton"
 has_linear = False
 has_coded_linear = True
+has_grouped_linear = True
 compiles_at_launch = not in_interpreter()
 step_recorder = None
 greedy_of_allowed = None

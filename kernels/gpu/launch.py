@@ -13,9 +13,11 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from ..checks import in_debug_mode, is_trusted
+from .occupancy import blocks_per_sm
 from .target import in_interpreter
 
 MOST_COMBINATIONS = 256  # that a launcher keeps: a prompt of another length is another combination
+_UNCOMPILED_PROGRAMS = 4
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -163,6 +165,17 @@ class BoundLaunch:
             self._compiled = _Compiled(
                 device, found.run, found.function, found.packed_metadata, aligned, large
             )
+
+
+def programs_per_sm(compiled: CompiledKernel | None, target: str) -> int:
+    """Return how many programs of a kernel run on an SM at once: more would wait, and could be these.
+
+    compiled: None in the interpreter, where a few programs have several turns each.
+    """
+    if compiled is None:
+        return _UNCOMPILED_PROGRAMS
+    _ = compiled.run  # loads the kernel, before which its registers are not known
+    return blocks_per_sm(target, compiled.n_regs, compiled.metadata.shared, compiled.metadata.num_warps)
 
 
 def _are_large(tensors: tuple[Any, ...]) -> tuple[bool, ...]:

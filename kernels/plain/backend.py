@@ -23,17 +23,23 @@ from .sampling.sample_tokens import sample_tokens
 from .sampling.token_logprobs import token_logprobs
 
 add = checked(reference.add)
+clamped_swiglu = checked(reference.clamped_swiglu)
 copy_blocks = checked(reference.copy_blocks)
 gelu = checked(reference.gelu)
+grouped_linear = checked(reference.grouped_linear)
 rms_norm = checked(reference.rms_norm)
 rms_norm_into = checked(reference.rms_norm_into)
+route = checked(reference.route)
 scale_and_cap = checked(reference.scale_and_cap)
 scale_rows = checked(reference.scale_rows)
+sort_by_expert = checked(reference.sort_by_expert)
+sum_experts = checked(reference.sum_experts)
 take_rows = checked(reference.take_rows)
 
 name = "torch"
 has_linear = False
 has_coded_linear = False
+has_grouped_linear = False
 compiles_at_launch = False
 unpack_step: UnpackStep | None = None
 step_recorder = None

@@ -144,11 +144,22 @@ class LLMEngine(metaclass=ExplainsMissing):
         draft = runner.draft_model
         drafts = "" if draft is None else f"; drafts by {draft.config.architecture}"
         model = self.model_config.architecture
+        num_params, num_active = self._parameters
+        if num_active < num_params:
+            model += (
+                f" of {num_params / 1e9:,.3g} billion parameters, {num_active / 1e9:,.3g} of them active,"
+            )
         return f"{model} in {runner.describe()}{drafts}; {runner.kv_cache.describe()}"
 
     def stats(self) -> EngineStats:
         """Return current counts of requests, blocks and tokens, and totals so far."""
-        return EngineStats.of(self.scheduler, self.runner.weight_bytes, self.runner.rank_stats)
+        runner = self.runner
+        return EngineStats.of(self.scheduler, runner.weight_bytes, self._parameters, runner.rank_stats)
+
+    @property
+    def _parameters(self) -> tuple[int, int]:
+        """The number of weights, and of those that a token is multiplied by or looked up in."""
+        return self.model_config.num_params, self.model_config.num_active_params
 
     @property
     def prompts(self) -> PromptParser:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from .spec import KVShape, LayerSpec, LongContext, NormSpec, RopeConfig
 
@@ -25,6 +26,18 @@ class LayerGroup:
     layers: tuple[int, ...]
 
 
+class ExpertStack(NamedTuple):
+    """A tensor of a layer that holds tensors of all its experts, along its first dimension.
+
+    parts: what the rows of each expert are, in equal shares: names within experts.N.
+    flat: the last two dimensions are one.
+    """
+
+    name: str  # within a layer, as `TensorNames.in_decoder` gives it
+    parts: tuple[str, ...]
+    flat: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class TensorNames:
     """The names of tensors in a checkpoint that holds more than the decoder.
@@ -33,6 +46,7 @@ class TensorNames:
     parts: pairs of a prefix within a layer and that of Llama.
     skipped_prefixes: of tensors that are not loaded: those of other parts, and of multi-token prediction.
     ignored_suffixes: of tensors that are not parameters.
+    stacks: tensors of experts, that a checkpoint may have in place of a tensor for each.
     """
 
     # The last is for checkpoints of the model without its head, such as Qwen3-Embedding.
@@ -40,6 +54,7 @@ class TensorNames:
     parts: tuple[tuple[str, str], ...] = ()
     skipped_prefixes: tuple[str, ...] = ()
     ignored_suffixes: tuple[str, ...] = ROTARY_BUFFERS
+    stacks: tuple[ExpertStack, ...] = ()
 
     def is_read(self, name: str) -> bool:
         """Return whether a tensor may be a parameter of the decoder."""
@@ -53,7 +68,9 @@ class TensorNames:
             for name in text.skipped_prefixes
             if name.startswith(ours)
         )
-        return replace(self, skipped_prefixes=self.skipped_prefixes + skipped)
+        parts = self.parts + text.parts
+        stacks = self.stacks + text.stacks
+        return replace(self, skipped_prefixes=self.skipped_prefixes + skipped, parts=parts, stacks=stacks)
 
     def in_decoder(self, name: str) -> str | None:
         """Return the name in a checkpoint of the decoder alone, or None for an unknown tensor."""
@@ -62,6 +79,11 @@ class TensorNames:
             return found
         layer, _, part = found.removeprefix(LAYERS).partition(".")
         return f"{LAYERS}{layer}.{_with_other_start(part, self.parts) or part}"
+
+    def stack_of(self, name: str) -> ExpertStack | None:
+        """Return what a tensor of this name, as `in_decoder` gives it, holds of experts; None: no stack."""
+        part = name.removeprefix(LAYERS).partition(".")[2] if name.startswith(LAYERS) else ""
+        return next((stack for stack in self.stacks if stack.name == part), None)
 
     def in_checkpoint(self, name: str) -> str:
         """Return a name by which `in_decoder` would find the tensor of this name."""
@@ -213,15 +235,28 @@ class ModelConfig:
     def num_layer_params(self) -> int:
         """The number of weights in all layers, without embedding, head, norms and biases."""
         return self._outside_feed_forward + sum(
-            layer.feed_forward.num_params(self.hidden_size) for layer in self.layers
+            part.num_params(self.hidden_size) for layer in self.layers for part in layer.feed_forwards
         )
 
     @property
     def num_active_layer_params(self) -> int:
         """The number of weights in all layers that one token is multiplied by."""
         return self._outside_feed_forward + sum(
-            layer.feed_forward.num_active_params(self.hidden_size) for layer in self.layers
+            part.num_active_params(self.hidden_size) for layer in self.layers for part in layer.feed_forwards
         )
+
+    def num_read_layer_params(self, num_tokens: float) -> float:
+        """Return how many weights of all layers a step of so many tokens reads."""
+        return self._outside_feed_forward + sum(
+            part.num_read_params(self.hidden_size, num_tokens)
+            for layer in self.layers
+            for part in layer.feed_forwards
+        )
+
+    @property
+    def num_active_params(self) -> int:
+        """The number of weights that one token is multiplied by, and those of embedding and head."""
+        return self.num_params - self.num_layer_params + self.num_active_layer_params
 
     @property
     def _outside_feed_forward(self) -> int:

@@ -18,9 +18,9 @@ from .cache.kv_cache import KVCache
 from .config import LAYERS, ModelConfig
 from .exchanges import collect_logits
 from .layers.attention import Attention
+from .layers.experts import Experts, ExpertsBeside, new_feed_forward
 from .layers.layer_inputs import PerLayerEmbeddings, PerLayerGate
 from .layers.linear import Embedding, Linear
-from .layers.mlp import new_feed_forward
 from .layers.norms import LayerNorm, RMSNorm, new_norm
 from .layers.rotary import RotaryEmbedding
 from .layers.token_rows import TokenRows
@@ -55,6 +55,7 @@ class DecoderLayer(Loadable):
             self.register_module(place, norm)
         self.attention = Attention(config, layer, kernels, part.shard)
         self.mlp = new_feed_forward(config, layer, kernels, part.shard)
+        self.beside = None if spec.experts is None else ExpertsBeside(config, layer, kernels, spec.experts)
         self.input = PerLayerGate(config, layer, kernels, part) if config.layer_inputs else None
         # Multiplies the residual after the layer.
         self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False) if spec.scaled else None
@@ -80,7 +81,10 @@ class DecoderLayer(Loadable):
         """
         hidden = self.attention.attend(query, queries, kv_cache)
         hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
-        left = self._normed(self.mlp(hidden), residual, self.after_mlp)
+        out = self.mlp(hidden)
+        if self.beside is not None:
+            out = self.beside(out, residual)
+        left = self._normed(out, residual, self.after_mlp)
         if self.input is not None:
             assert left is None, "a sublayer follows one whose output is not normalised"
             self.input(rows.inputs, residual)
@@ -97,7 +101,10 @@ class DecoderLayer(Loadable):
         return None
 
     def finish_loading(self) -> None:
-        """Take the scalar as a number. Raises CheckpointError for one that cannot be."""
+        """Take experts together, and the scalar as a number. Raises CheckpointError for a wrong one."""
+        for module in self.modules():
+            if isinstance(module, Experts):
+                module.finish_loading()
         if self.layer_scalar is not None:
             factor = self.layer_scalar.item()
             name = f"layer_scalar of layer {self.attention.layer}"
@@ -109,7 +116,7 @@ class ParallelLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, part: ModelPart) -> None:
         super().__init__(config, layer, kernels, part)
-        others = self.after_attention, self.after_mlp, self.layer_scalar
+        others = self.after_attention, self.after_mlp, self.layer_scalar, self.beside
         assert all(other is None for other in others), "a parallel layer normalises inputs, and no more"
 
     def attend(
@@ -303,6 +310,9 @@ class Decoder(nn.Module):
         if not all(rotary.is_tabulated for rotary in self.rotary):
             return "torch computes the angles of its rotary embedding in each step"
         linear = [module for module in self.modules() if isinstance(module, Linear)]
+        experts = [module for module in self.modules() if isinstance(module, Experts)]
         if not all(module.form.is_recordable for module in linear):
             return f"torch computes a part of its linear layers in {self.dtype}"
+        if not all(module.is_recordable for module in experts):
+            return "torch computes the products of its experts one by one"
         return None

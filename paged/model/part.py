@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..errors import ConfigError
 from .config import ModelConfig
-from .spec import AttentionSpec, KVShape
+from .spec import AttentionSpec, ExpertsSpec, KVShape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,6 +109,11 @@ class ModelPart:
 
 def check_shards(config: ModelConfig, count: int) -> None:
     """Raise ConfigError, which lists what is possible, unless a model can be divided into so many shards."""
+    if any(isinstance(part, ExpertsSpec) for layer in config.layers for part in layer.feed_forwards):
+        raise ConfigError(
+            f"tensor_parallel_size {count} is for dense models, and {config.architecture} has experts; "
+            "pipeline_parallel_size divides its layers"
+        )
     obstacle = _obstacle(config, count)
     if obstacle is not None:
         fitting = [n for n in range(2, config.num_heads + 1) if _obstacle(config, n) is None]

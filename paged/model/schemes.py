@@ -17,6 +17,7 @@ from ..base.validation import check_bool, check_int
 from ..base.validation import shown as shown_whole
 from ..errors import CheckpointError, UnsupportedModelError
 from .config import LAYERS, ModelConfig
+from .spec import ExpertsSpec, FeedForwardSpec
 
 Config = Mapping[str, Any]
 Kind = Literal["gptq", "awq", "packed integers", "integers", "fp8", "mxfp4", "nvfp4"]
@@ -28,7 +29,7 @@ UNUSED = (
 )
 SUPPORTED = (
     "gptq, awq, auto-round, compressed-tensors (pack-quantized, int-quantized, float-quantized, "
-    "mxfp4-pack-quantized, nvfp4-pack-quantized), fp8 and modelopt (FP8, NVFP4, MIXED_PRECISION)"
+    "mxfp4-pack-quantized, nvfp4-pack-quantized), fp8, mxfp4 and modelopt (FP8, NVFP4, MIXED_PRECISION)"
 )
 LARGEST_GROUP = 2**20
 SHOWN = 80  # characters of a value in a message
@@ -122,11 +123,26 @@ def _linears(config: ModelConfig) -> Iterator[tuple[str, int]]:
             sizes = {"qkv": sum(sizes.values())}
         sizes["o"] = attention.num_heads * attention.kv.value_dim
         modules = {f"self_attn.{part}_proj": size for part, size in sizes.items()}
-        mlp = layer.feed_forward
-        up = {"gate_up": 2} if mlp.fused else {"gate": 1, "up": 1} if mlp.gated else {"up": 1}
-        modules |= {f"mlp.{part}_proj": n * mlp.size for part, n in {**up, "down": 1}.items()}
+        for part in layer.feed_forwards:
+            modules |= _of_feed_forward(part)
         for name, size in modules.items():
             yield f"{LAYERS}{i}.{name}", size * config.hidden_size
+
+
+def _of_feed_forward(spec: FeedForwardSpec | ExpertsSpec) -> dict[str, int]:
+    """Return the outputs of each linear module, as if all had the hidden size as inputs."""
+    if isinstance(spec, FeedForwardSpec):
+        up = {"gate_up": 2} if spec.fused else {"gate": 1, "up": 1} if spec.gated else {"up": 1}
+        return {f"mlp.{part}_proj": n * spec.size for part, n in {**up, "down": 1}.items()}
+    names = ["gate_up_proj"] if spec.interleaved else [*spec.parts[:2]]
+    modules = {f"mlp.{spec.router}": spec.num_experts}
+    for expert in range(spec.num_experts):
+        own = {name: 2 * spec.size // len(names) for name in names} | {spec.parts[2]: spec.size}
+        modules |= {f"mlp.experts.{expert}.{name}": size for name, size in own.items()}
+    if spec.shared is not None:
+        shared = _of_feed_forward(spec.shared)
+        modules |= {name.replace("mlp", f"mlp.{spec.shared_name}", 1): size for name, size in shared.items()}
+    return modules
 
 
 def quantization_of(hf: Config) -> Quantization | None:
@@ -361,6 +377,20 @@ def _fp8(config: Config) -> Quantization:
     return Quantization("fp8", rule_of, quantizes_activations=True)
 
 
+def _mxfp4(config: Config) -> Quantization:
+    """Read that of gpt-oss: experts in MXFP4, in tensors of their own names."""
+    scheme = Scheme("mxfp4", "MXFP4", 4, scale_inputs=32, producer="gpt-oss")
+    kept = _strings(config, "modules_to_not_convert")
+
+    def rule_of(module: Module) -> Rule:
+        for pattern in kept:
+            if any(fnmatchcase(name, f"{pattern}*") for name in module.names):
+                return Rule(None, f"modules_to_not_convert {shown(pattern)}")
+        return Rule(scheme, "quant_method 'mxfp4'", is_certain=False)
+
+    return Quantization("mxfp4", rule_of)
+
+
 def _block(block: object, key: str) -> tuple[int, int]:
     if not isinstance(block, list) or len(block) != 2:
         raise CheckpointError(f"{key} must be two numbers, got {shown(block)}")
@@ -573,5 +603,6 @@ _METHODS: Mapping[str, Callable[[Config], Quantization]] = {
     "intel/auto-round": _auto_round,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "mxfp4": _mxfp4,
     **dict.fromkeys(_MODELOPT, _modelopt),
 }

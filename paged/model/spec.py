@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from ..kernels.routing import RoutingOptions
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -132,6 +134,72 @@ class FeedForwardSpec:
         """Return the number of weights that one token is multiplied by."""
         return self.num_params(hidden_size)
 
+    def num_read_params(self, hidden_size: int, num_tokens: float) -> float:  # noqa: ARG002
+        """Return how many weights a step of so many tokens reads: all."""
+        return self.num_params(hidden_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """A mixture of experts: each token has the weighted sum of the outputs of a few MLPs.
+
+    Names are those of a checkpoint, within mlp. of a layer, or within its experts.N.
+    """
+
+    num_experts: int
+    size: int  # of the inner activations of each expert
+    routing: RoutingOptions
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    bias: bool = False  # of both projections of every expert
+    limit: float = 7.0  # of clamped_swiglu, see `reference.clamped_swiglu`
+    alpha: float = 1.702
+    router: str = "gate"
+    router_bias: bool = False
+    router_scale: float | None = None  # the router has a norm of its own, whose output is multiplied by this
+    correction_bias: bool = False  # the router has e_score_correction_bias, added to scores for choosing
+    expert_scales: bool = False  # the router has per_expert_scale, a factor of each expert's weights
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    # Gate and up are one tensor, gate_up_proj, whose rows alternate; projections are [in, out].
+    interleaved: bool = False
+    shared: FeedForwardSpec | None = None  # the MLP that every token has beside its experts
+    shared_name: str = "shared_experts"
+    shared_gate: str | None = None  # the sigmoid of this product multiplies its output
+
+    @property
+    def num_chosen(self) -> int:
+        """The number of experts of a token."""
+        return self.routing.num_chosen
+
+    @property
+    def gated(self) -> bool:
+        """Whether each expert is an MLP with a gate: all are."""
+        return True
+
+    def num_params(self, hidden_size: int) -> int:
+        """Return the number of weights, without biases."""
+        return self._beside(hidden_size) + self.num_experts * self.expert_params(hidden_size)
+
+    def num_active_params(self, hidden_size: int) -> int:
+        """Return the number of weights that one token is multiplied by."""
+        return self._beside(hidden_size) + self.num_chosen * self.expert_params(hidden_size)
+
+    def num_read_params(self, hidden_size: int, num_tokens: float) -> float:
+        """Return how many weights a step of so many tokens reads, if all experts are chosen as often.
+
+        An expert is read unless no token has it: E (1 - (1 - k / E)^t) of E are.
+        """
+        share: float = 1 - (1 - self.num_chosen / self.num_experts) ** num_tokens
+        return self._beside(hidden_size) + share * self.num_experts * self.expert_params(hidden_size)
+
+    def expert_params(self, hidden_size: int) -> int:
+        """Return the number of weights of one expert."""
+        return 3 * self.size * hidden_size
+
+    def _beside(self, hidden_size: int) -> int:
+        """Return the number of weights that every token is multiplied by."""
+        shared = 0 if self.shared is None else self.shared.num_params(hidden_size)
+        return shared + hidden_size * (self.num_experts + (self.shared_gate is not None))
+
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
@@ -152,7 +220,14 @@ class LayerSpec:
     """
 
     attention: AttentionSpec
-    feed_forward: FeedForwardSpec
+    feed_forward: FeedForwardSpec | ExpertsSpec
     norms: NormNames = NormNames()
     parallel: bool = False
     scaled: bool = False
+    # Beside the MLP, as in Gemma 4: they read the residual, and each of the two is normalised.
+    experts: ExpertsSpec | None = None
+
+    @property
+    def feed_forwards(self) -> tuple[FeedForwardSpec | ExpertsSpec, ...]:
+        """The parts that follow attention."""
+        return (self.feed_forward,) if self.experts is None else (self.feed_forward, self.experts)

@@ -114,7 +114,9 @@ def _layer_costs(model: ModelConfig) -> list[int]:
     hidden = model.hidden_size
     inputs = 0 if model.layer_inputs is None else 3 * model.layer_inputs.size * hidden
     costs = [
-        layer.attention.num_params(hidden) + layer.feed_forward.num_params(hidden) + inputs
+        layer.attention.num_params(hidden)
+        + sum(part.num_params(hidden) for part in layer.feed_forwards)
+        + inputs
         for layer in model.layers
     ]
     table = model.vocab_size * hidden

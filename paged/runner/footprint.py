@@ -15,6 +15,7 @@ from ..config import QUANTIZATIONS
 from ..device.devices import is_here
 from ..errors import ConfigError
 from ..kernels.backend import Kernels
+from ..model.spec import ExpertsSpec, FeedForwardSpec
 from ..model.weights.loading import StoredWeights
 from ..model.weights.samples import SampledWeight, WeightSampler
 from ..model.weights.weight_files import find_weight_files
@@ -249,16 +250,25 @@ def _activation_bytes(sizes: Sizes, kernels: Kernels) -> int:
     for layer in model.layers:
         attention = layer.attention
         qkv = attention.num_heads * attention.kv.key_dim + sum(attention.kv.part_sizes)
-        inner = layer.feed_forward.size * (3 if layer.feed_forward.gated else 1)
+        inner = sum(_inner_numbers(part, model.hidden_size) for part in layer.feed_forwards)
         own = 4 * model.hidden_size + (2 * qkv + inner) // sizes.shard.count
         gathered = 0
-        if not sizes.shard.is_whole:
+        if not sizes.shard.is_whole:  # a model without experts
             gathered = attention.num_heads * attention.kv.value_dim + layer.feed_forward.size
         widest = max(widest, own + gathered)
     angles = 4 * sum(head_dim for _, head_dim in model.ropes)
     layers = sum(lengths) * (widest * element + angles)
     logits = len(lengths) * model.vocab_size * 4 * 2
     return max(layers, logits) + max_partial_bytes(sizes, kernels)
+
+
+def _inner_numbers(spec: FeedForwardSpec | ExpertsSpec, hidden_size: int) -> int:
+    """Return how many numbers a token has within a feed-forward part at most."""
+    if isinstance(spec, FeedForwardSpec):
+        return spec.size * (3 if spec.gated else 1)
+    shared = 0 if spec.shared is None else _inner_numbers(spec.shared, hidden_size)
+    # Each expert has a copy of its input and its output; logits are float32.
+    return max(shared, spec.num_chosen * (2 * hidden_size + 3 * spec.size)) + 2 * spec.num_experts
 
 
 def ways_to_fit(footprint: Footprint) -> list[str]:

@@ -253,8 +253,13 @@ class Sizes:
         return 2 * kv_bytes / (self.host_bytes_per_s or rates.bytes_per_s) < recompute_s
 
     def relative_step_time(self, rows: int) -> float:
-        """Return an estimate of how long a decode step of so many rows takes, next to reading the weights."""
-        return 1 + rows / ROWS_OF_READ[self.device]
+        """Return an estimate of how long a decode step of so many rows takes, next to reading the weights.
+
+        Of a mixture each further row reads more experts.
+        """
+        model = self.model
+        read = model.num_read_layer_params(rows) / model.num_read_layer_params(1)
+        return read + rows / ROWS_OF_READ[self.device]
 
     def new_block_manager(self, num_blocks: int, num_host_blocks: int = 0) -> BlockManager:
         """Make a block manager for this model."""

@@ -41,6 +41,7 @@ class EngineStats:
     num_rank_restarts: how many processes of a model over several were replaced.
     exchange_seconds: that steps waited for other processes of the model.
     weight_bytes: that the weights take in their files, by what their format is called.
+    num_parameters: the weights of the model; num_active_parameters: those that a token is multiplied by.
     """
 
     num_running: int
@@ -79,6 +80,8 @@ class EngineStats:
     max_num_seqs: int
     max_num_batched_tokens: int
     weight_bytes: Mapping[str, int]
+    num_parameters: int = 0
+    num_active_parameters: int = 0
     num_restarts: int = 0
     num_resumed: int = 0
     num_rank_restarts: int = 0
@@ -125,17 +128,22 @@ class EngineStats:
         totals["prefix_hit_rate"] = totals["num_cached_tokens"] / max(1, totals["num_queried_tokens"])
         totals |= {name: HistogramCounts.total_of(each) for name, each in histograms.items()}
         totals["num_accepted_at"] = tuple(map(sum, accepted))
-        return cls(**{**totals, "block_size": first.block_size, "weight_bytes": weights})
+        same = {
+            name: getattr(first, name) for name in ("block_size", "num_parameters", "num_active_parameters")
+        }
+        return cls(**{**totals, **same, "weight_bytes": weights})
 
     @classmethod
     def of(
         cls,
         scheduler: Scheduler,
         weight_bytes: Mapping[str, int] | None = None,
+        parameters: tuple[int, int] = (0, 0),
         rank_stats: tuple[int, float] = (0, 0.0),
     ) -> EngineStats:
         """Collect the figures of a scheduler and its blocks.
 
+        parameters: of the model, all and the active ones.
         rank_stats: num_rank_restarts and exchange_seconds.
         """
         manager = scheduler.block_manager
@@ -180,6 +188,8 @@ class EngineStats:
             weight_bytes=weight_bytes or {},
             num_rank_restarts=rank_stats[0],
             exchange_seconds=rank_stats[1],
+            num_parameters=parameters[0],
+            num_active_parameters=parameters[1],
             block_size=manager.block_size,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,

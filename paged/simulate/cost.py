@@ -135,7 +135,8 @@ class Roofline:
 
     flops: 2 per weight of the layers and token, 2 per weight of the output head and sampled token, and
         2 per dimension of the keys and values of a head, and query-key pair.
-    bytes: all weights except the embedding once, K and V of the context, and K and V of the new tokens.
+    bytes: all weights except the embedding once, K and V of the context, and K and V of the new tokens. Of
+        experts those that the step's tokens choose, if all are chosen as often.
 
     Not counted: norms, biases and activations (about one percent), and that most tokens of a prompt skip a
     part of the last layer.
@@ -164,6 +165,9 @@ class Roofline:
         if weight_bytes is None:
             weight_bytes = layer_bytes(model) + table_bytes(model, head_params)
         self._weight_bytes = weight_bytes
+        self._num_layer_params = model.num_layer_params
+        self._num_read = model.num_read_layer_params
+        self._bytes_per_weight = weight_bytes / (model.num_layer_params + head_params)
         self._kv_bytes = kv_bytes
         self.flops_per_s = sheet.tflops * 1e12 * flops_efficiency
         self.bytes_per_s = sheet.memory_gb_per_s * 1e9 * bandwidth_efficiency
@@ -176,7 +180,9 @@ class Roofline:
             + self.flops_per_sample * work.num_sampled
             + self._flops_per_pair * work.pairs
         )
-        moved = self._weight_bytes + self._kv_bytes * (work.context + work.num_tokens)
+        unread = self._num_layer_params - self._num_read(work.num_tokens)  # of experts that no token has
+        moved = self._weight_bytes - unread * self._bytes_per_weight
+        moved += self._kv_bytes * (work.context + work.num_tokens)
         return self._overhead + max(flops / self.flops_per_s, moved / self.bytes_per_s)
 
 

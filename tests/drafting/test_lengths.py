@@ -116,6 +116,24 @@ def test_lengths_come_close_to_the_best(seconds, num_requests, share):
     assert speed > 0.97  # the allowance counts most in so few steps
 
 
+def mixture(_: int, rows: int) -> float:
+    """Each row reads experts of its own: 8 of 128, until most are read."""
+    read = 128 * (1 - (1 - 8 / 128) ** rows)
+    return 0.4 + 0.6 * read / 8
+
+
+def test_a_mixture_of_experts_drafts_less():
+    """Where steps take as long as reading the weights, and the guesses are as good."""
+    means = []
+    for seconds in (staircase, mixture):
+        world = World(seconds, lambda _: 0.7)
+        world.run(500, 1)
+        world.rows.clear()
+        assert world.run(500, 1) > 0.97
+        means.append(sum(rows * count for rows, count in world.rows.items()) / 500)
+    assert means[1] < 0.6 * means[0]
+
+
 def test_lengths_follow_acceptance():
     world = World(staircase, lambda step: 0.9 if step % 1000 < 500 else 0.0)
     world.run(1000, 4)

@@ -3,20 +3,22 @@
 from dataclasses import fields
 from typing import get_args
 
+from paged.kernels.routing import RoutingOptions
 from paged.model.config import ModelConfig
 from paged.model.families.rope import ROPE_TYPES
 from paged.model.schemes import Kind
-from paged.model.spec import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec
+from paged.model.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, NormSpec
 from tests.aot import run_compiler
 from tests.model_mutants import MUTANTS, SHARES
 from tests.mutants import planted
 from tests.support import family_bugs, format_bugs
 
 # The records of a model, and the fields that every family has: a test of any of them fails without one.
-RECORDS = (ModelConfig, LayerSpec, AttentionSpec, FeedForwardSpec, NormSpec)
+RECORDS = (ModelConfig, LayerSpec, AttentionSpec, FeedForwardSpec, ExpertsSpec, RoutingOptions, NormSpec)
 SIZES = {
     *("architecture", "vocab_size", "hidden_size", "layers", "norm", "eps", "max_position_embeddings"),
-    *("dtype", "layer_bits", "table_bits", "attention", "feed_forward", "num_heads"),
+    *("dtype", "layer_bits", "table_bits", "attention", "num_heads"),
+    *("num_experts", "num_chosen", "router", "shared_name", "epsilon"),
 }
 OF_ROPE = {"rotary_dim", "interleaved", "attention_factor", "query_scaling_beta", *ROPE_TYPES} - {"default"}
 

@@ -30,7 +30,7 @@ SIZES = {
     "num_attention_heads": 32,
 }
 # So large that a quarter of a head is rotated.
-OWN_SIZES = {"GPTNeoXForCausalLM": {"hidden_size": 512}}
+OWN_SIZES = {"GPTNeoXForCausalLM": {"hidden_size": 512}, "Glm4MoeForCausalLM": {"hidden_size": 512}}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # Keys of config.json besides the sizes.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -446,11 +446,6 @@ UNSUPPORTED_IN: dict[str, tuple[str, dict[str, Any], str]] = {
         {"activation_function": "relu"},
         "activation_function 'relu' is not supported; only gelu, gelu_python, gelu_pytorch_tanh, gelu_new",
     ),
-    "gemma4-experts": (
-        "Gemma4ForCausalLM",
-        {"enable_moe_block": True},
-        "enable_moe_block True .* is not sup",
-    ),
     "gemma4-both-ways": (
         "Gemma4ForCausalLM",
         {"use_bidirectional_attention": "all"},
@@ -567,7 +562,7 @@ print(*{"torch._dynamo", "torch._inductor", "sympy", "triton"} & set(sys.modules
     assert out.strip() == ""
 
 
-@pytest.mark.parametrize("name", ["LlamaForCasualLM", "Qwen2MoeForCausalLM", "Rwkv5ForCausalLM", "X"])
+@pytest.mark.parametrize("name", ["LlamaForCasualLM", "Qwen4MoeForCausalLM", "Rwkv5ForCausalLM", "X"])
 def test_a_name_that_is_spelt_alike_is_not_proposed(name):
     """It would read as if its weights could be loaded."""
     with pytest.raises(UnsupportedModelError) as error:

@@ -45,6 +45,11 @@ def of_layers(writer: Writer) -> Callable[[str], Writer | None]:
     return lambda name: writer if ".layers." in name else None
 
 
+def of_experts(writer: Writer) -> Callable[[str], Writer | None]:
+    """Store the projections of experts so."""
+    return lambda name: writer if ".experts." in name else None
+
+
 def mixed(name: str) -> Writer | None:
     """Store attention in fp8, MLPs in NVFP4 and the head in fp8, as ModelOpt may."""
     if "self_attn" in name or name == "lm_head.weight":
@@ -120,6 +125,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[str], Writer | None]]] = 
     "nvfp4-tied": ("qwen3", NVFP4, of_layers(nvfp4(SMALL / 16, modelopt=True, scale=1))),
     "modelopt-mixed": ("llama", modelopt_mixed(), mixed),
     "gptq-fused": ("phi3", {**GPTQ, "group_size": -1}, of_layers(gptq(Sizes(-1, scale=SMALL, spread=2)))),
+    "gptq-experts": ("olmoe", GPTQ, of_experts(gptq(Sizes(scale=SMALL), symmetric=True))),
+    "fp8-experts": (
+        "mixtral",
+        {"quant_method": "fp8", "weight_block_size": [32, 32]},
+        of_experts(fp8((32, 32), name="weight_scale_inv", scale=SMALL / 32)),
+    ),
     "gptq-permuted": ("glm4", GPTQ, of_layers(gptq(Sizes(scale=SMALL, spread=2), act_order=True))),
 }
 

@@ -47,6 +47,8 @@ CASES = {
     "gemma4-unified": {"num_blocks": 96},
     "smollm3": {"num_blocks": 48},
     "glm4": {},
+    "qwen2_moe": {"quantization": "int8"},
+    "gpt_oss": {},
     "gpt2": {},
     "gpt_neox": {"quantization": "int8"},
 }

@@ -11,6 +11,7 @@ from paged import AsyncLLMEngine, SamplingParams
 from paged.config import EngineConfig
 from paged.errors import RequestError
 from paged.model.config import DEMO
+from paged.model.hf_config import read_config
 from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput
 from paged.sampling_params import RequestOutputKind
 from paged.server.telemetry.records import CLIENT_GONE, Observers, RequestRecord
@@ -113,6 +114,8 @@ def test_figures_of_the_engine(demo_stats):
     file = (DEMO / "model.safetensors").read_bytes()
     header = int.from_bytes(file[:8], "little")
     assert found[("weight_bytes", *own, "floats")] == len(file) - 8 - header
+    kinds = [found[("model_parameters", *own, kind)] for kind in ("all", "active")]
+    assert kinds[0] == kinds[1] == read_config(DEMO).num_params
     assert [key for key in found if key[0] == "cache_config_info"] == [
         ("cache_config_info", "16", "auto", "True", str(engine), "0.92", "64") for engine in (0, 1)
     ]

@@ -24,6 +24,7 @@ from paged.simulate.cost import (
     DataSheet,
     Roofline,
     StepCost,
+    Work,
     blocks_that_fit,
     work_of,
 )
@@ -125,6 +126,20 @@ class TestCost:
         model = replace(MODEL, layer_bits=quantization.layer_bits(MODEL))
         free = 24 * 2**30 * 0.5 - (4 + 20 / 128) / 8 * LAYER_PARAMS - 2 * HEAD_PARAMS
         assert blocks_that_fit(model, sheet, 0.5, 16 * KV_BYTES) == free // (16 * KV_BYTES)
+
+    def test_a_step_reads_the_experts_that_its_tokens_choose(self):
+        """And computes with those of each token: 3 of 8 in two of three layers."""
+        experts = read_model(str(checkpoint("qwen3_moe")))
+        one = 3 * 48 * 20
+        dense = experts.num_layer_params - 2 * 8 * one
+        assert experts.num_active_layer_params == dense + 2 * 3 * one
+        for num_tokens in (1, 2, 7):
+            read = 8 * (1 - (5 / 8) ** num_tokens)
+            assert experts.num_read_layer_params(num_tokens) == pytest.approx(dense + 2 * read * one)
+        sheet = DATA_SHEETS["L4"]
+        cost = Roofline(experts, sheet, 0, overhead=0.0, flops_efficiency=1.0, bandwidth_efficiency=1.0)
+        moved = 4 * (experts.num_read_layer_params(7) + 211 * 48)
+        assert cost.seconds(Work(7, 7, 7, 0, 0)) == pytest.approx(moved / (sheet.memory_gb_per_s * 1e9))
 
     def test_bits_are_those_of_all_layers(self):
         """Also where the first one, or its MLP, is stored otherwise."""

@@ -7,6 +7,8 @@ import collections
 import dataclasses
 import json
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -25,12 +27,17 @@ from paged.runner.warm_up import warm_up
 from tests.support.absent_gpu import DATA_CENTER_TARGETS, always, compiling
 from tests.support.kernel_launches import (
     CODED_CASES,
+    EXPERTS_CASES,
     NUM_CODED_ROWS,
+    NUM_EXPERTS_ROWS,
+    experts_of,
     launch_attention,
     launch_coded_linear,
     launch_coded_rows,
+    launch_grouped_linear,
     launch_others,
     launch_rotary_store_kv,
+    launch_routing,
     launch_sampling,
     packed_of,
 )
@@ -55,6 +62,7 @@ MODELS: dict[str, tuple[int, int, int, list[dict[str, Any]]]] = {
 }
 
 CODED_WEIGHT = packed_of(CODED_CASES[0])
+EXPERTS_WEIGHT = experts_of(EXPERTS_CASES[0])
 
 
 def count_variants(target: str, model: str) -> dict[str, int]:
@@ -74,6 +82,8 @@ def count_variants(target: str, model: str) -> dict[str, int]:
             launch_others(kernels, torch.bfloat16, num_tokens)
             launch_coded_linear(CODED_CASES[0], CODED_WEIGHT, num_tokens)
             launch_coded_rows(CODED_CASES[0], CODED_WEIGHT, num_tokens)
+            launch_routing(kernels, torch.bfloat16, num_tokens)
+            launch_grouped_linear(EXPERTS_CASES[0], EXPERTS_WEIGHT, num_tokens)
             for filters in [(), ("top_k",), ("min_p", "top_p"), ("top_n_sigma", "typical_p")]:
                 launch_sampling(*filters, num_rows=num_tokens)
     for launch in launches:
@@ -81,15 +91,25 @@ def count_variants(target: str, model: str) -> dict[str, int]:
     return {kernel: len(found) for kernel, found in keys.items()}
 
 
-def count_coded(target: str) -> tuple[int, int]:
-    """Count the kernels that are compiled for a weight in codes by its first product, and by all others."""
+def count_products(target: str, launches: Sequence[Callable[[], None]]) -> tuple[int, int]:
+    """Count the kernels that are compiled for a weight by its first product, and by all others."""
     told: list[None] = []
     counts = []
     with compiling(target, always), listening(lambda: told.append(None)):
-        for num_rows in NUM_CODED_ROWS.values():
-            launch_coded_linear(CODED_CASES[1], packed_of(CODED_CASES[1]), num_rows)
+        for launch in launches:
+            launch()
             counts.append(len(told))
     return counts[0], counts[-1] - counts[0]
+
+
+CODED_LAUNCHES = [
+    partial(launch_coded_linear, CODED_CASES[1], packed_of(CODED_CASES[1]), num_rows)
+    for num_rows in NUM_CODED_ROWS.values()
+]
+EXPERTS_LAUNCHES = [
+    partial(launch_grouped_linear, EXPERTS_CASES[1], experts_of(EXPERTS_CASES[1]), num_rows)
+    for num_rows in NUM_EXPERTS_ROWS.values()
+]
 
 
 WAYS_TO_SAMPLE = (
@@ -141,7 +161,8 @@ def main() -> None:
         target: {
             "compiled": count_compiled(target),
             "variants": {model: count_variants(target, model) for model in MODELS},
-            "coded": count_coded(target),
+            "coded": count_products(target, CODED_LAUNCHES),
+            "experts": count_products(target, EXPERTS_LAUNCHES),
             "warm_up": count_warm_up(target),
         }
         for target in DATA_CENTER_TARGETS

@@ -24,22 +24,30 @@ from transformers import (
     Gemma4UnifiedTextConfig,
     Gemma4VisionConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     GraniteSWAConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
     Mistral3Config,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PixtralVisionConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SiglipVisionConfig,
     SmolLM3Config,
 )
@@ -77,6 +85,10 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+
+# Three of eight experts, of a size that no vector divides.
+_MOE = {**SHAPE, "num_experts_per_tok": 3}
+_SMALL = {"moe_intermediate_size": 20}
 
 # Heads divide hidden_size.
 OLD_SHAPE: dict[str, Any] = {
@@ -239,6 +251,18 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
         },
     ),
+    # As 26B-A4B: experts beside the MLP.
+    "gemma4-experts": lambda: Gemma4TextConfig(
+        **{**SHAPE, "num_hidden_layers": 3},
+        layer_types=_layer_types("sff"),
+        sliding_window=24,
+        global_head_dim=40,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=3,
+        moe_intermediate_size=24,
+    ),
     "gemma4-unified": lambda: Gemma4UnifiedTextConfig(
         **{**SHAPE, "num_hidden_layers": 4, "tie_word_embeddings": True},
         layer_types=_layer_types("sfsf"),
@@ -257,6 +281,56 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         mlp_bias=True,
     ),
     "glm4": lambda: Glm4Config(**SHAPE, attention_bias=True),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **{**_MOE, "num_hidden_layers": 3}, **_SMALL, num_experts=8, norm_topk_prob=True, mlp_only_layers=[1]
+    ),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **{**_MOE, "num_hidden_layers": 3},
+        **_SMALL,
+        num_experts=6,
+        shared_expert_intermediate_size=24,
+        decoder_sparse_step=2,
+        use_sliding_window=True,
+        sliding_window=24,
+    ),
+    "olmoe": lambda: OlmoeConfig(
+        **{**_MOE, "hidden_size": 64, "intermediate_size": 24}, num_experts=8, attention_bias=True
+    ),
+    "mixtral": lambda: MixtralConfig(
+        **{**_MOE, "intermediate_size": 24}, num_local_experts=6, sliding_window=24
+    ),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **{**_MOE, "num_hidden_layers": 3},
+        **_SMALL,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+        use_qk_norm=True,
+        attention_bias=True,
+        routed_scaling_factor=1.5,
+    ),
+    "minimax_m2": lambda: MiniMaxM2Config(
+        **{**_MOE, "intermediate_size": 24},
+        num_local_experts=8,
+        **_rope("default", partial_rotary_factor=0.5),
+    ),
+    "granitemoe": lambda: GraniteMoeConfig(
+        **{**_MOE, "hidden_size": 64, "intermediate_size": 24},
+        num_local_experts=8,
+        attention_multiplier=0.1,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        logits_scaling=6.0,
+    ),
+    "gpt_oss": lambda: GptOssConfig(
+        **{**_MOE, "intermediate_size": 24},
+        num_local_experts=8,
+        sliding_window=24,
+        swiglu_limit=0.7,
+        swiglu_alpha=1.3,
+        **_rope("yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=8.0, truncate=False),
+    ),
     "gpt2": lambda: GPT2Config(**{**OLD_SHAPE, "tie_word_embeddings": True}, n_inner=72),
     "gpt2-unscaled": lambda: GPT2Config(**OLD_SHAPE, activation_function="gelu", scale_attn_weights=False),
     "gpt_neox": lambda: GPTNeoXConfig(**OLD_SHAPE, intermediate_size=72, rotary_pct=0.6),
@@ -288,6 +362,13 @@ def _mistral3(text: str) -> PreTrainedConfig:
     return Mistral3Config(
         text_config=config, vision_config=vision, image_token_index=IMAGE, tie_word_embeddings=False
     )
+
+
+# Those of CONFIGS that are mixtures of experts. transformers computes them slowly.
+MIXTURES = (
+    *("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "minimax_m2", "granitemoe", "gpt_oss"),
+    "gemma4-experts",
+)
 
 
 def _gemma4(text: str, whole: type[PreTrainedConfig], **parts: PreTrainedConfig) -> PreTrainedConfig:
@@ -345,7 +426,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name or "ln_" in name:
+            if "norm" in name or "ln_" in name or name.endswith(("router.scale", "per_expert_scale")):
                 parameter.copy_(1 + 0.2 * noise)
             elif parameter.dim() == 1:
                 parameter.copy_(0.3 * noise)
@@ -355,6 +436,8 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5, generator=generator)
+            elif name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1, generator=generator)
     return model
 
 

@@ -107,6 +107,11 @@ def _required(call: Call) -> tuple[str, ...]:
         "rotary_store_kv": ("qkv", "cos", "sin", "key_cache", "value_cache", "slot_mapping"),
         "sample_tokens": ("logits", "seeds", "positions", "temperature", *FILTERS),
         "apply_penalties": tuple(call.arguments),
+        "clamped_swiglu": ("x", "limit", "alpha"),
+        "route": ("logits", "options"),
+        "sort_by_expert": ("experts", "num_experts"),
+        "grouped_linear": ("x", "weight", "offsets"),
+        "sum_experts": ("x", "places", "weights"),
         "linear": ("x", "bias"),
         "pack": ("weight",),
         "pack_codes": ("codes", "scale"),
@@ -214,11 +219,17 @@ def _of_contents(call: Call, name: str, x: Tensor, generator: random.Random) -> 
     if not x.numel():
         return
     place = generator.randrange(x.numel())
-    limits = torch.iinfo(x.dtype) if x.dtype in (torch.int32, torch.int64) else None
     if name in call.indices:
-        for value in (-1, call.indices[name], 2**62, -(2**63)):
+        limits = torch.iinfo(x.dtype)
+        for value in (-1, call.indices[name], limits.max // 2, limits.min):
             yield Damage(name, f"{value} at {place}", _with(x, place, value), is_wrong=True)
-    elif limits is not None and name in ("block_tables", "seq_lens", "cu_seqlens_q"):
+    elif x.dtype in (torch.int32, torch.int64) and name in (
+        "block_tables",
+        "seq_lens",
+        "cu_seqlens_q",
+        "offsets",
+    ):
+        limits = torch.iinfo(x.dtype)
         for value in (-1, limits.min, limits.max, 0, 1000):
             yield Damage(name, f"{value} at {place}", _with(x, place, value), is_wrong=False)
         if len(x) > 1:

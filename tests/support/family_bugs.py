@@ -12,6 +12,10 @@ DECODER = "model/decoder"
 ATTENTION = "model/layers/attention"
 ROTARY = "model/layers/rotary"
 MLP = "model/layers/mlp"
+EXPERTS = "model/layers/experts"
+MOE = "model/families/moe"
+FORMS = "model/weights/forms"
+REFERENCE = "kernels/reference"
 LINEAR = "model/layers/linear"
 STORED = "model/weights/stored"
 NORMS = "model/layers/norms"
@@ -43,6 +47,149 @@ def matches_text_part(model: str) -> str:
 
 # Test: (part, name, file, old, new).
 BUGS = {
+    matches("qwen3_moe"): [
+        (
+            "routing",
+            "rows go to the expert after theirs",
+            FORMS,
+            "zip(self.forms, bounds, bounds[1:], strict=False)",
+            "zip([*self.forms[1:], self.forms[0]], bounds, bounds[1:], strict=False)",
+        ),
+        ("renormalise", "weights are not renormalised", REFERENCE, "if options.renormalise:", "if False:"),
+        ("feed_forward", "all layers have experts", MOE, "layer in only or", "False or"),
+    ],
+    "tests/ops/test_experts.py::test_routing_is_that_of_the_reference[numba]": [
+        (
+            "routing",
+            "the higher of two equal experts is chosen",
+            REFERENCE,
+            "    order = ranked.argsort(dim=-1, descending=True, stable=True)",
+            "    order = ranked.shape[1] - 1 - ranked.flip(1).argsort(dim=-1, descending=True, stable=True)",
+        ),
+    ],
+    matches("qwen2_moe"): [
+        (
+            "shared",
+            "the shared expert is dropped",
+            EXPERTS,
+            "shared = None if self.shared is None else self.shared(hidden)",
+            "shared = None if self.shared is None else self.shared(hidden) * 0",
+        ),
+        (
+            "shared_gate",
+            "the shared expert has no gate",
+            EXPERTS,
+            "gate = None if self.shared_gate is None else self.shared_gate(hidden)",
+            "gate = None",
+        ),
+    ],
+    matches("mixtral"): [
+        (
+            "parts",
+            "gate and up are exchanged",
+            EXPERTS,
+            'StoredRows({f"{name}.{gate}": spec.size, f"{name}.{up}": spec.size})',
+            'StoredRows({f"{name}.{up}": spec.size, f"{name}.{gate}": spec.size})',
+        ),
+    ],
+    matches("granitemoe"): [
+        (
+            "score",
+            "weights are the softmax over all experts",
+            REFERENCE,
+            'if options.score == "softmax_of_chosen":',
+            "if False:",
+        ),
+        (
+            "tensor_names",
+            "halves of stacks are exchanged",
+            MOE,
+            '("gate_proj.weight", "up_proj.weight")),',
+            '("up_proj.weight", "gate_proj.weight")),',
+        ),
+    ],
+    matches("glm4_moe"): [
+        (
+            "correction_bias",
+            "the bias is added to weights too",
+            REFERENCE,
+            "        ranked = ranked + correction_bias",
+            "        ranked = scores = ranked + correction_bias",
+        ),
+        (
+            "correction_bias",
+            "the bias is not added",
+            REFERENCE,
+            "        ranked = ranked + correction_bias",
+            "        pass",
+        ),
+        ("num_groups", "groups are ignored", REFERENCE, "if options.num_groups > 1:", "if False:"),
+        (
+            "num_kept_groups",
+            "one group is kept",
+            REFERENCE,
+            "[:, : options.num_kept_groups]",
+            "[:, :1]",
+        ),
+        (
+            "group_score",
+            "a group has the score of its best expert",
+            REFERENCE,
+            'if options.group_score == "best" else best[..., 0] + best[..., 1]',
+            "",
+        ),
+        ("scale", "weights are not scaled", REFERENCE, "weights = weights * options.scale", "pass"),
+        ("feed_forward", "the first layers have experts", MOE, "[i < first for i in", "[i < 0 for i in"),
+    ],
+    matches("gpt_oss"): [
+        (
+            "interleaved",
+            "gates and ups lie side by side",
+            EXPERTS,
+            ".view(-1, 2).t().flatten()",
+            "",
+        ),
+        ("router_bias", "the router has no bias", EXPERTS, "bias=spec.router_bias", "bias=False"),
+        (
+            "bias",
+            "biases of experts are dropped",
+            EXPERTS,
+            "_together(self.down, self.kernels)",
+            "_together(self.down, self.kernels); self.down_form.biases = None",
+        ),
+        ("limit", "nothing is clamped", EXPERTS, "self.spec.limit, self.spec.alpha", "99.0, self.spec.alpha"),
+        (
+            "alpha",
+            "gates are those of silu",
+            EXPERTS,
+            "self.spec.limit, self.spec.alpha",
+            "self.spec.limit, 1.0",
+        ),
+    ],
+    matches("gemma4-experts"): [
+        (
+            "experts",
+            "experts are dropped",
+            DECODER,
+            "            out = self.beside(out, residual)",
+            "            self.beside(out, residual)\n            out = self.mlp(hidden)",
+        ),
+        (
+            "experts",
+            "experts read what the MLP reads",
+            DECODER,
+            "self.beside(out, residual)",
+            "self.beside(out, hidden)",
+        ),
+        (
+            "router_scale",
+            "logits are not scaled",
+            EXPERTS,
+            "kernels.scale_and_cap(logits, spec.router_scale)",
+            "pass",
+        ),
+        ("expert_scales", "experts have no factors", REFERENCE, "if expert_scales is not None:", "if False:"),
+    ],
     matches("glm4"): [
         (
             "norms",
@@ -355,8 +502,8 @@ BUGS = {
         (
             "gated",
             "every MLP has a gate",
-            MLP,
-            "(MLP if config.layers[layer].feed_forward.gated else PlainMLP)",
+            EXPERTS,
+            "(MLP if spec.gated else PlainMLP)",
             "MLP",
         ),
         (
@@ -468,8 +615,8 @@ BUGS = {
             "tensor_names",
             "the text model's own names are forgotten",
             CONFIG,
-            "skipped_prefixes=self.skipped_prefixes + skipped)",
-            "skipped_prefixes=self.skipped_prefixes)",
+            "skipped_prefixes=self.skipped_prefixes + skipped,",
+            "skipped_prefixes=self.skipped_prefixes,",
         ),
     ],
 }

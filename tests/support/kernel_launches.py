@@ -3,16 +3,26 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paged.kernels.attention_options import AttentionOptions
 from paged.kernels.backend import Kernels
 from paged.kernels.checks import QUANTIZED_DTYPES
-from paged.kernels.codes import PackedCodes, coded_linear, pack_codes, take_coded_rows
+from paged.kernels.codes import (
+    PackedCodes,
+    PackedExperts,
+    coded_linear,
+    grouped_coded_linear,
+    pack_codes,
+    take_coded_rows,
+)
 from paged.kernels.gpu.attention.config import choose_config, largest_head_dim
+from paged.kernels.gpu.experts.grouped_linear import grouped_linear
 from paged.kernels.gpu.sampling.filter_logits import filter_logits
 from paged.kernels.gpu.sampling.penalties import apply_penalties
 from paged.kernels.gpu.sampling.sample_tokens import sample_tokens
 from paged.kernels.gpu.unpack_step import unpack_step
+from paged.kernels.routing import RoutingOptions
 from paged.kernels.steps import NUM_COLUMNS
 from tests.support.absent_gpu import TARGETS
 from tests.support.coded_weights import coded_weight
@@ -189,6 +199,7 @@ def launch_others(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> 
         kernels.gelu(torch.empty(num_tokens, 4 * size, dtype=dtype), tanh=tanh)
     kernels.silu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
     kernels.gelu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
+    kernels.clamped_swiglu(torch.empty(num_tokens, 2 * 2880, dtype=dtype), 7.0, 1.702)
     ups = torch.empty(num_tokens, 30 * 256, dtype=dtype)  # of all layers
     kernels.gelu_and_mul(torch.empty(num_tokens, 256, dtype=dtype), ups[:, 512:768])
     angles = torch.empty(num_tokens, 256)
@@ -324,6 +335,62 @@ def launch_coded_linear(case: CodedCase, weight: PackedCodes, num_rows: int) -> 
 def launch_coded_rows(case: CodedCase, weight: PackedCodes, num_rows: int) -> None:
     """Launch the lookup as an embedding does."""
     take_coded_rows(weight, torch.zeros(num_rows, dtype=torch.int64), DTYPES[case[1]])
+
+
+def launch_routing(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> None:
+    """Launch what surrounds the products of Qwen3 30B-A3B's experts and, with groups and a bias, of 256."""
+    softmax = RoutingOptions(num_chosen=8, renormalise=True)
+    experts, weights = kernels.route(torch.empty(num_tokens, 128), softmax)
+    rows = kernels.sort_by_expert(experts, 128)
+    x = torch.empty(len(rows.sources), 2048, dtype=dtype)
+    kernels.sum_experts(x, rows.places, weights)
+    kernels.sum_experts(x, rows.places, weights, x[:num_tokens], weights[:, :1].contiguous())
+    groups = RoutingOptions(
+        num_chosen=8, score="sigmoid", num_groups=8, num_kept_groups=4, group_score="best_two"
+    )
+    kernels.route(torch.empty(num_tokens, 256), groups, torch.empty(256), torch.empty(256))
+
+
+# Weights of experts: kind, dtype of x, experts, outputs, inputs, inputs of a group. A tile of inputs is half
+# empty in gpt-oss's codes, and of numbers in the case with 2000.
+ExpertsCase = tuple[str, str, int, int, int, int]
+EXPERTS_CASES: list[ExpertsCase] = [
+    ("numbers", "bfloat16", 128, 1536, 2048, 1),  # Qwen3 30B-A3B
+    ("mxfp4", "bfloat16", 32, 1440, 2880, 32),  # gpt-oss has four times the outputs
+    ("int8", "bfloat16", 128, 1536, 2048, 2048),
+    ("int4", "bfloat16", 128, 1536, 2048, 32),
+    ("numbers", "float32", 64, 1024, 2048, 1),  # OLMoE
+    ("numbers", "float16", 32, 2048, 2000, 1),
+    ("gptq", "bfloat16", 128, 1536, 2048, 128),
+    ("q4_k units", "bfloat16", 128, 1536, 2048, 32),
+    ("e4m3", "bfloat16", 128, 1536, 2048, 128),
+    ("q4_k units", "float32", 64, 1024, 2048, 32),
+]
+COMMON_EXPERTS_CASES = EXPERTS_CASES[:5]  # compiled for CONSUMER_TARGETS too
+NUM_EXPERTS_ROWS = {"few": 5, "some": 40, "many": 300}  # of an expert
+
+
+def experts_of(case: ExpertsCase) -> Tensor | PackedExperts:
+    """Return the weights of a case, in codes those of one expert again and again."""
+    kind, dtype, num_experts, num_outputs, num_inputs, group = case
+    if kind == "numbers":
+        return torch.empty(num_experts, num_outputs, num_inputs, dtype=DTYPES[dtype])
+    packed = packed_of((kind, dtype, num_outputs, num_inputs, group))
+    tensors = (None if x is None else x.expand(num_experts, *x.shape) for x in packed.tensors)
+    return PackedExperts(tuple(tensors), num_experts, packed.layout)
+
+
+def launch_grouped_linear(case: ExpertsCase, weight: Tensor | PackedExperts, num_rows: int) -> None:
+    """Launch the first product of experts with a bias, with so many rows for each expert."""
+    _, dtype, num_experts, num_outputs, num_inputs, _ = case
+    bias = torch.empty(num_experts, num_outputs, dtype=DTYPES[dtype])
+    x = torch.empty(num_rows * num_experts, num_inputs, dtype=DTYPES[dtype])
+    sources = torch.zeros(len(x), dtype=torch.int64)
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
+    if isinstance(weight, PackedExperts):
+        grouped_coded_linear(x, weight, offsets, sources, bias)
+    else:
+        grouped_linear(x, weight, offsets, sources, bias)
 
 
 # Llama 3's: a row begins at 16 bytes. With an odd one no kernel can load more than 4 bytes a thread.

@@ -293,6 +293,7 @@ _OTHERS = [
     Case("weights int8", {"quantization": "int8"}),
     Case("weights int4", {"quantization": "int4"}),
     *(Case(f"weights {name}", model=name) for name in QUANTISED),
+    Case("weights of experts int8", {"quantization": "int8"}, model="mixtral"),
     *(Case(f"block_size {size}", {"block_size": size}) for size in (8, 64, 256)),
     Case("descriptors", {"block_size": 128}, model="llama, head_dim 128"),
     Case("chunked prompts", {"max_num_batched_tokens": 7}),

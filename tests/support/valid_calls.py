@@ -14,6 +14,7 @@ from torch import Tensor
 from paged.kernels import reference
 from paged.kernels.attention_options import AttentionOptions
 from paged.kernels.backend import BackendName, Kernels, load_kernels
+from paged.kernels.routing import ExpertRows, RoutingOptions
 from tests.support.coded_weights import CODES, random_coded
 from tests.support.kernel_cases import quantized, ragged_case
 
@@ -122,6 +123,83 @@ def _add(kernels: Kernels, generator: random.Random) -> Call:
     dtype, shape = _dtype(generator), (generator.randint(1, 4), generator.choice([1, 16, 37]))
     arguments = {name: torch.randn(shape).to(dtype) for name in ("x", "out")}
     return Call("add", kernels.add, arguments, ("out",), expected=reference.add)
+
+
+def _clamped_swiglu(kernels: Kernels, generator: random.Random) -> Call:
+    x = torch.randn(generator.randint(1, 4), 2 * generator.choice([1, 16, 37])).to(_dtype(generator))
+    arguments = {"x": x, "limit": 7.0, "alpha": 1.702}
+    return Call("clamped_swiglu", kernels.clamped_swiglu, arguments, expected=reference.clamped_swiglu)
+
+
+def _route(kernels: Kernels, generator: random.Random) -> Call:
+    num_tokens, num_experts = generator.randint(1, 4), generator.choice([4, 8, 36])
+    options = RoutingOptions(
+        num_chosen=generator.randint(1, 2),
+        score=generator.choice(["softmax", "sigmoid", "softmax_of_chosen"]),
+        num_groups=generator.choice([1, 2]),
+        group_score=generator.choice(["best", "best_two"]),
+        renormalise=generator.random() < 0.5,
+    )
+    arguments: dict[str, Any] = {"logits": torch.randn(num_tokens, num_experts), "options": options}
+    optional = "correction_bias", "expert_scales"
+    for name in optional:
+        if generator.random() < 0.5:
+            arguments[name] = torch.rand(num_experts)
+    return Call("route", kernels.route, arguments, (), optional, expected=reference.route)
+
+
+def _expert_rows(generator: random.Random, num_experts: int) -> tuple[Tensor, ExpertRows]:
+    chosen = [torch.randperm(num_experts)[:2].sort().values for _ in range(generator.randint(1, 4))]
+    experts = torch.stack(chosen).int()
+    return experts, reference.sort_by_expert(experts, num_experts)
+
+
+def _sort_by_expert(kernels: Kernels, generator: random.Random) -> Call:
+    experts, _ = _expert_rows(generator, 5)
+    arguments = {"experts": experts, "num_experts": 5}
+    expected = reference.sort_by_expert
+    return Call(
+        "sort_by_expert", kernels.sort_by_expert, arguments, indices={"experts": 5}, expected=expected
+    )
+
+
+def _grouped_linear(kernels: Kernels, generator: random.Random) -> Call:
+    dtype, width = _dtype(generator), generator.choice([2, 16, 37])
+    _, rows = _expert_rows(generator, 3)
+    x = torch.randn(len(rows.places), width).to(dtype)
+    arguments = {"x": x, "weight": torch.randn(3, 5, width).to(dtype), "offsets": rows.offsets}
+    arguments["sources"] = rows.sources
+    if generator.random() < 0.5:
+        arguments["bias"] = torch.randn(3, 5).to(dtype)
+    return Call(
+        "grouped_linear",
+        kernels.grouped_linear,
+        arguments,
+        optional=("bias",),
+        indices={"sources": len(x)},
+        expected=reference.grouped_linear,
+    )
+
+
+def _sum_experts(kernels: Kernels, generator: random.Random) -> Call:
+    dtype, size = _dtype(generator), generator.choice([1, 16, 37])
+    _, rows = _expert_rows(generator, 3)
+    arguments = {
+        "x": torch.randn(len(rows.sources), size).to(dtype),
+        "places": rows.places,
+        "weights": torch.rand(rows.places.shape),
+    }
+    if generator.random() < 0.5:
+        arguments["shared"] = torch.randn(len(rows.places), size).to(dtype)
+        if generator.random() < 0.5:
+            arguments["shared_gate"] = torch.randn(len(rows.places), 1)
+    return Call(
+        "sum_experts",
+        kernels.sum_experts,
+        arguments,
+        indices={"places": len(rows.sources)},
+        expected=reference.sum_experts,
+    )
 
 
 def _rms_norm_into(kernels: Kernels, generator: random.Random) -> Call:
@@ -357,7 +435,8 @@ def _filter_logits(_: Kernels, generator: random.Random) -> Call:
 _MAKERS: list[Callable[[Kernels, random.Random], Call]] = [
     _take_rows, _rms_norm, _rms_norm_into, _layer_norm, _silu_and_mul, _gelu_and_mul, _gelu, _add,
     _scale_and_cap, _scale_rows, _rotary_store_kv, _copy_blocks, _attention, _greedy, _mask_logits,
-    _token_logprobs, _apply_penalties, _sample_tokens,
+    _token_logprobs, _apply_penalties, _sample_tokens, _clamped_swiglu, _route, _sort_by_expert,
+    _grouped_linear, _sum_experts,
 ]  # fmt: skip
 
 

@@ -139,6 +139,9 @@ class Graph:
                 for name in task.pointers
             ]
         )
+        self._are_read_late = np.array(
+            [name in task.read_late for task in self._tasks for name in task.pointers]
+        )
         self._inputs = [self._pointers_into(tensor) for tensor in inputs]
         self._num_threads = num_threads
         self._outputs = tuple(outputs)
@@ -193,7 +196,8 @@ class Graph:
             first, num_bytes = tensors[owners[group[0]]]
             where = self._pointers[group]
             begin, end = (int(place) // self._table.shape[1] for place in where[[0, -1]])
-            last = len(self._table) if first in results else end
+            is_kept = first in results or bool(self._are_read_late[group].any())
+            last = len(self._table) if is_kept else end
             needed.append((begin, last, first, _whole_lines(num_bytes), where))
         taken: list[tuple[int, int, int]] = []  # start, end, and the last row that needs it
         inside = []

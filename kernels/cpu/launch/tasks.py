@@ -28,11 +28,23 @@ NEXT_THREAD = 8
 
 
 class Task:
-    """A kernel and the fields of its record: int64, of which the first are pointers, and then float64."""
+    """A kernel and the fields of its record: int64, of which the first are pointers, and then float64.
 
-    def __init__(self, pointers: Sequence[str], ints: Sequence[str] = (), floats: Sequence[str] = ()) -> None:
+    read_late: pointers to what a thread reads before it knows whether any unit is left. In a recorded step it
+    may come when the others are kernels ahead, so that this memory is not used again before the step's end.
+    """
+
+    def __init__(
+        self,
+        pointers: Sequence[str],
+        ints: Sequence[str] = (),
+        floats: Sequence[str] = (),
+        *,
+        read_late: Sequence[str] = (),
+    ) -> None:
         ints = (*pointers, *ints)
         self.pointers = tuple(pointers)
+        self.read_late = frozenset(read_late)
         own = [*((name, "i8") for name in ints), *((name, "f8") for name in floats)]
         self.record = np.dtype(_COMMON + own)
         self.fields: tuple[str, ...] = self.record.names or ()

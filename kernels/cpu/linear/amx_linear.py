@@ -32,6 +32,7 @@ from ..simd.emit import INTS, VECTOR, int64, operation
 from ..simd.memory import LINE, address_of, item_size, load, store_some_as
 from ..simd.numbers import FLOAT32
 from ..simd.vectors import LANES, VECTOR_BYTES, add, function, multiply, silu
+from .units import count_units, find_expert, no_expert, weight_of
 
 THIRDS = 3
 _DEPTH = 128  # most steps of a panel at a time: 16 KiB
@@ -40,7 +41,7 @@ _FEW_UNPACKED = 112  # the same if panels are unpacked into the L1 cache
 _TOGETHER = 2  # panels that rows are multiplied by while they are in the L1 cache
 ROWS_BYTES = 2**20  # half of a core's L2 cache: about the most for a unit's rows in thirds
 # of a unit, if x has as many
-_LEAST_ROWS = 32
+LEAST_UNIT_ROWS = 32
 _MOST_ROWS = 256
 _MOST_PANELS = 8  # of a unit: their accumulators and a part of the rows fit the L2 cache
 _WIDTH = 4 * PANEL
@@ -49,12 +50,13 @@ _LEAST_WEIGHTS = 2**19
 _LEAST_INPUTS = 512
 
 TILES = Task(
-    ("x", "panels", "scales", "bias", "out"),
+    ("x", "panels", "scales", "bias", "out", "offsets"),
     (
-        "x_stride", "num_rows", "depth", "out_features", "out_stride", "num_panels", "weight_kind",
-        "out_kind", "gated", "unit_rows", "unit_panels", "apart", "thirds", "thirds_stride",
+        "experts", "num_experts", "x_stride", "num_rows", "depth", "out_features", "out_stride", "num_panels",
+        "weight_kind", "out_kind", "gated", "unit_rows", "unit_panels", "apart", "thirds", "thirds_stride",
         "expanded", "all_units", "num_threads",
     ),
+    read_late=("offsets",),
 )  # fmt: skip
 _RECORD = TILES.record
 
@@ -84,11 +86,11 @@ def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, 
     """
     most = _MOST_ROWS
     if thirds > 1:
-        most = max(_LEAST_ROWS, min(_MOST_ROWS, ROWS_BYTES // (2 * in_features * thirds)))
-    while most > _LEAST_ROWS and -(-num_rows // most) * num_panels < 4 * num_threads:
-        most = max(_LEAST_ROWS, most // 2)
+        most = max(LEAST_UNIT_ROWS, min(_MOST_ROWS, ROWS_BYTES // (2 * in_features * thirds)))
+    while most > LEAST_UNIT_ROWS and -(-num_rows // most) * num_panels < 4 * num_threads:
+        most = max(LEAST_UNIT_ROWS, most // 2)
     equal = -(-num_rows // max(1, -(-num_rows // most)))
-    return max(1, min(num_rows, -(-equal // _LEAST_ROWS) * _LEAST_ROWS))
+    return max(1, min(num_rows, -(-equal // LEAST_UNIT_ROWS) * LEAST_UNIT_ROWS))
 
 
 def panels_of_unit(
@@ -170,14 +172,17 @@ def _first_panel(args, unit):
 
 
 @function
-def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
-    """Multiply a unit's rows, in bfloat16, by its panels. Return what the tiles are configured for."""
+def _multiply(args, unit, own, next_panel, scratch, a, a_stride, configured):
+    """Multiply a unit's rows, in bfloat16, by its panels. Return what the tiles are configured for.
+
+    unit: of those of its weight.
+    """
     panel = _first_panel(args, unit)
-    first = unit // _units_across(args) * args.unit_rows
-    rows = min(args.unit_rows, args.num_rows - first)
+    first = own.start + unit // _units_across(args) * args.unit_rows
+    rows = min(args.unit_rows, own.end - first)
     panels = min(args.unit_panels, -(-(args.num_panels - panel) // args.apart))
-    kind = args.weight_kind
-    stride = STEP_BYTES[args.weight_kind]
+    kind = own.kind
+    stride = STEP_BYTES[own.kind]
     sums = scratch + LINE
     panel_sums = args.unit_rows * args.thirds * _WIDTH
     unpacked = sums + args.unit_panels * panel_sums
@@ -200,23 +205,23 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
         depth = min(step, args.depth - start)
         for near in range(0, panels, together):
             some = min(together, panels - near)
-            b = args.panels + panel * size + near * far + start * stride
+            b = own.panels + panel * size + near * far + start * stride
             # Prefetch what is multiplied next: the next panels, the next part of the first ones, or the
             # next unit.
             ahead = b + together * far
             if near + some == panels:
-                ahead = args.panels + panel * size + (start + depth) * stride
+                ahead = own.panels + panel * size + (start + depth) * stride
                 if start + depth == args.depth:
-                    ahead = args.panels + _first_panel(args, next_unit) * size
+                    ahead = next_panel
             if is_whole and kind == BFLOAT16_PAIRS:  # unpacking on the way adds the distance itself
                 ahead = b + AHEAD_BYTES // some
-            factors = args.scales
+            factors = own.scales
             if has_groups(kind):
                 factors = scratch + args.scratch_size - _TOGETHER * args.expanded
                 for p in range(some):
-                    own = panel + (near + p) * args.apart
+                    number = panel + (near + p) * args.apart
                     to = factors + p * args.expanded
-                    expand_factors(kind, args.scales, own, start, depth, INPUTS, to)
+                    expand_factors(kind, own.scales, number, start, depth, INPUTS, to)
             b_kind = kind
             b_stride = stride
             b_far = far
@@ -242,20 +247,20 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
                 x = x + block * a_stride
                 ahead += pace * (depth // STEPS)
     for p in range(panels):
-        _store_results(args, first, rows, panel + p * args.apart, sums + p * panel_sums)
+        _store_results(args, own, first, rows, panel + p * args.apart, sums + p * panel_sums)
     return configured
 
 
 @function
-def _store_results(args, first, rows, panel, c):
+def _store_results(args, own, first, rows, panel, c):
     """Apply the epilogue to a panel's accumulators: add up thirds, scale, bias, gates; store the result."""
     width = LANES if args.gated else PANEL
     size = item_size(args.out_kind)
     thirds = args.thirds
     columns = min(width, args.out_features - panel * width)
     to = args.out + first * args.out_stride + panel * width * size
-    scale = args.scales + panel * _WIDTH
-    bias = args.bias + panel * _WIDTH
+    scale = own.scales + panel * _WIDTH
+    bias = own.bias + panel * _WIDTH
     for row in range(rows):
         at = c + thirds * row * _WIDTH
         left = load(at)
@@ -264,10 +269,10 @@ def _store_results(args, first, rows, panel, c):
             left = add(left, add(load(at + _WIDTH), load(at + 2 * _WIDTH)))
             at += VECTOR_BYTES
             right = add(right, add(load(at + _WIDTH), load(at + 2 * _WIDTH)))
-        if args.weight_kind == INT8_PAIRS:
+        if own.kind == INT8_PAIRS:
             left = multiply(left, load(scale))
             right = multiply(right, load(scale + VECTOR_BYTES))
-        if args.bias:
+        if own.bias:
             left = add(left, load(bias))
             right = add(right, load(bias + VECTOR_BYTES))
         if args.gated:
@@ -289,22 +294,35 @@ if HAS_TILES:
         thirds = scratch + LINE + (_TOGETHER * _DEPTH + sums) * _WIDTH
         brought = -1
         configured = 0
-        unit, end = take_run(counters, args.all_units, args.num_threads)
-        while unit < args.all_units:
+        across = _units_across(args)
+        all_units = count_units(args, args.unit_rows, across)
+        unit, end = take_run(counters, all_units, args.num_threads)
+        expert = no_expert()
+        if unit < all_units:
+            expert = find_expert(args, unit, args.unit_rows, across, expert)
+        while unit < all_units:
             next_unit = unit + 1
-            block = unit // _units_across(args)
             if next_unit == end:
-                next_unit, end = take_run(counters, args.all_units, args.num_threads)
-            first = block * args.unit_rows
+                next_unit, end = take_run(counters, all_units, args.num_threads)
+            next_expert = expert
+            if next_unit < all_units:
+                next_expert = find_expert(args, next_unit, args.unit_rows, across, expert)
+            own = weight_of(args, expert)
+            coming = weight_of(args, next_expert)
+            place = _first_panel(args, next_unit - next_expert.first_unit) * args.depth
+            next_panel = coming.panels + place * STEP_BYTES[coming.kind]
+            number = unit - expert.first_unit
+            first = own.start + number // across * args.unit_rows
             a = args.x + first * args.x_stride
             a_stride = args.x_stride
             if args.thirds > 1:
                 a = thirds
                 a_stride = args.thirds_stride
-                if block != brought:  # once for all panels that this thread multiplies them by
-                    _bring_thirds(args, first, min(args.unit_rows, args.num_rows - first), a, a_stride)
-                    brought = block
-            configured = _multiply(args, unit, next_unit, scratch, a, a_stride, configured)
+                if first != brought:  # once for all panels that this thread multiplies them by
+                    _bring_thirds(args, first, min(args.unit_rows, own.end - first), a, a_stride)
+                    brought = first
+            configured = _multiply(args, number, own, next_panel, scratch, a, a_stride, configured)
             unit = next_unit
+            expert = next_expert
         if configured:
             release()

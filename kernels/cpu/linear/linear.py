@@ -7,6 +7,7 @@ each read from end to end by one thread. It may be narrower than the accumulator
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +27,15 @@ from ..products.unpack import unpack
 from ..simd.memory import address_of, get_byte, item_size, set_byte, store
 from ..simd.numbers import FLOAT32, INT8
 from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function, splat
-from .amx_linear import TILES, is_read_apart, panels_of_unit, rows_of_unit, scratch_bytes, thirds_of
+from .amx_linear import (
+    LEAST_UNIT_ROWS,
+    TILES,
+    is_read_apart,
+    panels_of_unit,
+    rows_of_unit,
+    scratch_bytes,
+    thirds_of,
+)
 from .panels import (
     OUT_KINDS,
     Panels,
@@ -38,6 +47,7 @@ from .panels import (
     num_panels_of,
     to_parts,
 )
+from .units import count_units, find_expert, no_expert, weight_of
 
 _DEPTH = 320  # most steps of a panel at a time: 20 to 40 KiB, in the L1 cache while all rows use them
 UNPACKED_DEPTH = 128  # the same if they are unpacked first, to 4 bytes a number
@@ -47,11 +57,12 @@ _WIDTH = 4 * PANEL
 _EXPANDED = expanded_bytes(2 * (_DEPTH + MOST_GROUP))
 
 LINEAR = Task(
-    ("x", "panels", "scales", "bias", "out"),
+    ("x", "panels", "scales", "bias", "out", "offsets"),
     (
-        "x_stride", "num_rows", "depth", "out_features", "out_stride", "num_panels", "weight_kind",
-        "out_kind", "gated", "all_units", "num_threads",
+        "experts", "num_experts", "x_stride", "num_rows", "depth", "out_features", "out_stride", "num_panels",
+        "weight_kind", "out_kind", "gated", "all_units", "num_threads",
     ),
+    read_late=("offsets",),
 )  # fmt: skip
 _RECORD = LINEAR.record
 _PAIRS = {torch.bfloat16: torch.int32, torch.int8: torch.int16}  # dtypes that hold a pair of these
@@ -143,6 +154,28 @@ def linear(
         check_panels(weight)
         check_bias(weight, bias)
         check_result_dtype(torch.float32 if dtype is None else dtype)
+    return multiply(x, weight, bias, dtype, out)
+
+
+class WeightsOfRows(NamedTuple):
+    """Weights that rows are multiplied by, each by that of its expert. All are packed alike."""
+
+    table: Tensor  # i64[num_experts, 4], see `units`
+    offsets: Tensor  # i32[num_experts + 1]: the rows of expert e are offsets[e] to offsets[e + 1]
+
+
+def multiply(
+    x: Tensor,
+    weight: Panels,
+    bias: Tensor | None,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    experts: WeightsOfRows | None = None,
+) -> Tensor:
+    """Multiply as `linear` does, whose checks of the weight are behind it.
+
+    experts: multiply by their weights, which are of the shape and dtype of this one.
+    """
     check_shape("x", x, (None, weight.in_features))
     in_tiles = weight.in_pairs and _fills_tiles(weight.in_features)
     in_pairs = (torch.bfloat16, torch.float32) if in_tiles else (torch.bfloat16,)
@@ -159,8 +192,11 @@ def linear(
         check_contiguous("a row of out", out[:1])
     rows = x if weight.in_pairs else x.float()
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    offsets, table = (None, None) if experts is None else (experts.offsets, experts.table)
+    num_experts = 0 if experts is None else len(experts.table)
     fields = (
-        *addresses(rows, weight.weight, weight.scales, bias, out),
+        *addresses(rows, weight.weight, weight.scales, bias, out, offsets, table),
+        num_experts,
         rows.stride(0) * rows.itemsize,
         num_rows,
         weight.depth,
@@ -174,35 +210,53 @@ def linear(
     num_threads = torch.get_num_threads()
     if in_tiles:
         depth = weight.in_features
+        usual_rows = most_rows = num_rows
+        num_used = 1
+        if experts is not None:
+            # Experts have as many rows on average; those with more have several units, or larger ones.
+            num_used = max(1, min(num_rows, num_experts))
+            usual_rows = -(-num_rows // num_used)
+            most_rows = min(num_rows, max(2 * usual_rows, LEAST_UNIT_ROWS))
         thirds, stride = thirds_of(rows.dtype == torch.float32, depth)
-        unit_rows = rows_of_unit(num_rows, num_panels, depth, thirds, num_threads)
-        unit_panels = panels_of_unit(num_rows, num_panels, depth, unit_rows, thirds, weight.kind, num_threads)
+        unit_rows = rows_of_unit(most_rows, num_panels * num_used, depth, thirds, num_threads)
+        unit_panels = panels_of_unit(
+            usual_rows,
+            num_panels,
+            depth,
+            min(max(1, usual_rows), unit_rows),
+            thirds,
+            weight.kind,
+            num_threads,
+        )
         across = -(-num_panels // unit_panels)
-        apart = across if is_read_apart(num_rows, num_panels, depth, thirds) else 1
+        apart = across if is_read_apart(usual_rows, num_panels, depth, thirds) else 1
         num_units = across * -(-num_rows // unit_rows)
         expanded = expanded_bytes(depth) if weight.has_groups else 0
         size = scratch_bytes(unit_rows, unit_panels, thirds, stride, expanded)
         units = unit_rows, unit_panels, apart, thirds, stride, expanded, num_units, num_threads
-        TILES.run(num_runs(num_units, num_threads), *fields, *units, scratch_size=size)
+        launched = num_threads if experts else num_runs(num_units, num_threads)
+        TILES.run(launched, *fields, *units, scratch_size=size)
     else:
         size = (ROWS + 1 + _DEPTH) * _WIDTH + _EXPANDED
         num_units = num_panels * -(-num_rows // ROWS)
-        LINEAR.run(num_runs(num_units, num_threads), *fields, num_units, num_threads, scratch_size=size)
+        launched = num_threads if experts else num_runs(num_units, num_threads)
+        LINEAR.run(launched, *fields, num_units, num_threads, scratch_size=size)
     return out
 
 
 @function
-def _linear(args, unit, next_unit, scratch):
+def _linear(args, unit, own, next_panel, scratch):
+    """Multiply the rows of a unit by a panel. unit: of those of its weight."""
     panel = unit % args.num_panels
-    first = unit // args.num_panels * ROWS
+    first = own.start + unit // args.num_panels * ROWS
     width = LANES if args.gated else PANEL  # of a panel's results
-    rows = min(ROWS, args.num_rows - first)
+    rows = min(ROWS, own.end - first)
     columns = min(width, args.out_features - panel * width)
-    kind = args.weight_kind
+    kind = own.kind
     size = item_size(args.out_kind)
-    stride = STEP_BYTES[args.weight_kind]
+    stride = STEP_BYTES[own.kind]
     x = args.x + first * args.x_stride
-    weight = args.panels + panel * args.depth * stride
+    weight = own.panels + panel * args.depth * stride
     out_stride = args.out_stride
     out = args.out + first * out_stride + panel * width * size
     zeros = scratch + ROWS * _WIDTH
@@ -213,7 +267,7 @@ def _linear(args, unit, next_unit, scratch):
     is_unpacked = rows > MOST_TILE_ROWS and UNPACKED[kind] != kind
     most = UNPACKED_DEPTH if is_unpacked and kind != BF12 else _DEPTH
     # Equal parts of whole groups.
-    whole = group_steps(kind, args.scales) if has_groups(kind) else PART_STEPS[kind]
+    whole = group_steps(kind, own.scales) if has_groups(kind) else PART_STEPS[kind]
     step = -(-args.depth // (-(-args.depth // most) * whole)) * whole
     for start in range(0, args.depth, step):
         depth = min(step, args.depth - start)
@@ -233,10 +287,10 @@ def _linear(args, unit, next_unit, scratch):
         scale = 0
         bias = 0
         if kind in (BF12_PAIRS, BF12):
-            scale = args.scales
+            scale = own.scales
         elif has_groups(kind):
             scale = expanded
-            expand_factors(kind, args.scales, panel, start, depth, MOST_GROUP, expanded)
+            expand_factors(kind, own.scales, panel, start, depth, MOST_GROUP, expanded)
         if is_unpacked:
             unpack(kind, tile, b, stride, scale, depth)
             b = tile
@@ -244,15 +298,15 @@ def _linear(args, unit, next_unit, scratch):
             scale = 0
             b_stride = STEP_BYTES[b_kind]
         if start + depth == args.depth:
-            ahead = args.panels + next_unit % args.num_panels * args.depth * stride
+            ahead = next_panel
             to_kind = args.out_kind + args.gated
             if columns == width:
                 to = out
                 to_stride = out_stride
             if kind in (INT8, INT8_PAIRS):
-                scale = args.scales + panel * _WIDTH
-            if args.bias:
-                bias = args.bias + panel * _WIDTH
+                scale = own.scales + panel * _WIDTH
+            if own.bias:
+                bias = own.bias + panel * _WIDTH
         same = PanelArgs(c_stride, to_stride, to_kind, scale, bias, args.x_stride, b, b_stride, depth, pace)
         multiply_panel(b_kind, rows, c, to, x + 4 * start, ahead, same)
     if columns < width:  # the last panel is padded
@@ -266,13 +320,24 @@ def _linear_kernel(record):
     args = carray(record, 1, _RECORD)[0]
     counters = address_of(record)
     scratch = thread_scratch(args, counters)
-    unit, end = take_run(counters, args.all_units, args.num_threads)
-    if unit < args.all_units:  # else the next kernel may use the scratch memory already
+    all_units = count_units(args, ROWS, args.num_panels)
+    unit, end = take_run(counters, all_units, args.num_threads)
+    expert = no_expert()
+    if unit < all_units:  # else the next kernel may use the scratch memory already
         for v in range(0, _WIDTH, VECTOR_BYTES):
             store(scratch + ROWS * _WIDTH + v, splat(np.float32(0.0)))
-    while unit < args.all_units:
+        expert = find_expert(args, unit, ROWS, args.num_panels, expert)
+    while unit < all_units:
         next_unit = unit + 1
         if next_unit == end:
-            next_unit, end = take_run(counters, args.all_units, args.num_threads)
-        _linear(args, unit, next_unit, scratch)
+            next_unit, end = take_run(counters, all_units, args.num_threads)
+        next_expert = expert
+        if next_unit < all_units:
+            next_expert = find_expert(args, next_unit, ROWS, args.num_panels, expert)
+        own = weight_of(args, expert)
+        coming = weight_of(args, next_expert)
+        place = (next_unit - next_expert.first_unit) % args.num_panels * args.depth
+        next_panel = coming.panels + place * STEP_BYTES[coming.kind]
+        _linear(args, unit - expert.first_unit, own, next_panel, scratch)
         unit = next_unit
+        expert = next_expert

@@ -11,8 +11,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from ...attention_options import AttentionOptions
-from ..launch import BoundLaunch
-from ..occupancy import blocks_per_sm
+from ..launch import BoundLaunch, programs_per_sm
 from ..target import in_interpreter, num_sms
 from .config import AttentionConfig, Use, choose_config, split_size
 from .descriptors import describe, loads_by_descriptors, register_limit
@@ -21,7 +20,6 @@ from .split_kv import MAX_SPLITS, DecodePlan, Splits, merge_launch
 from .tiles import Layer
 
 _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-_UNCOMPILED_PROGRAMS = 4  # of a decode in the interpreter, so that each loops over several splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ def bind_decodes(
     fitting = num_sms(query.device)
 
     def grid(compiled: CompiledKernel | None) -> tuple[int, ...]:
-        return (min(most_programs, fitting * _programs_per_sm(compiled, configs.target)),)
+        return (min(most_programs, fitting * programs_per_sm(compiled, configs.target)),)
 
     by_descriptors = loads_by_descriptors(key_cache, value_cache, config, configs.dtype, configs.target)
     decode = BoundLaunch(
@@ -139,14 +137,6 @@ def launch_decodes(
     bound.decode(query, *described, *tensors, *partials, *lengths)
     if bound.merge is not None:
         bound.merge(partial, partial_max, partial_sum, out, plan.first_item, lengths[2])
-
-
-def _programs_per_sm(compiled: CompiledKernel | None, target: str) -> int:
-    """Return how many programs of a decode run on an SM at once: more would wait, and could be these."""
-    if compiled is None:
-        return _UNCOMPILED_PROGRAMS
-    _ = compiled.run  # loads the kernel, before which its registers are not known
-    return blocks_per_sm(target, compiled.n_regs, compiled.metadata.shared, compiled.metadata.num_warps)
 
 
 def _numbers(block_tables: Tensor, options: AttentionOptions) -> dict[str, Any]:

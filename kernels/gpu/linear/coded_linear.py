@@ -68,11 +68,11 @@ class _Launch:
                 config.BLOCK_M,
                 NUM_SPLITS=1 if in_parallel else num_splits,
                 PARTIAL=in_parallel,
-                DOT_DTYPE=tl.float32 if target == "interpreter" else _TL_DTYPES[x.dtype],
+                DOT_DTYPE=dot_dtype(x.dtype, target),
             ),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            **_options(target),
+            **compiler_options(target),
         )
         self._add_splits = None
         if in_parallel:
@@ -167,7 +167,12 @@ def kind_of(layout: PackedLayout, target: str) -> CodeKind:
     )
 
 
-def _options(target: str) -> dict[str, Any]:
+def dot_dtype(dtype: torch.dtype, target: str) -> tl.dtype:
+    """Return the dtype in which x and weights are multiplied."""
+    return tl.float32 if target == "interpreter" else _TL_DTYPES[dtype]
+
+
+def compiler_options(target: str) -> dict[str, Any]:
     """Return what the compiler must know of a target: CDNA's matrix instructions are those of few rows."""
     return {"matrix_instr_nonkdim": 16} if FAMILIES.get(target) == "cdna" else {}
 

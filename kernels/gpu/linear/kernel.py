@@ -117,7 +117,7 @@ def weights_of(words, i: tl.constexpr, scales, zeros, offsets, shape: tl.constex
 
 
 @triton.jit
-def _multiply_tile(
+def multiply_tile(
     acc, x_ptr, mask_x, coded, tile, shape: tl.constexpr, kind: tl.constexpr, product: tl.constexpr
 ):
     """Add the product of one tile of inputs to acc."""
@@ -175,7 +175,7 @@ def coded_linear_kernel(
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         start = split * shape.SPLIT_TILES
         for tile in range(start, tl.minimum(start + shape.SPLIT_TILES, shape.NUM_TILES)):
-            acc = _multiply_tile(acc, x_ptr, mask_m, coded, tile, shape, kind, product)
+            acc = multiply_tile(acc, x_ptr, mask_m, coded, tile, shape, kind, product)
         total += acc
     out_ptr += rows[None, :] * shape.NUM_OUTPUTS + outputs[:, None]
     if product.PARTIAL:

@@ -1,7 +1,7 @@
 """Weights in codes, packed into words for the Triton kernels."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -126,6 +126,50 @@ def pack_codes(
         offset_unit=None if offset_unit is None else _by_group(offset_unit),
         layout=layout,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedExperts:
+    """The weights in codes of all experts: each tensor of their PackedCodes, with those of all experts.
+
+    What an expert has lies together in memory.
+    """
+
+    tensors: tuple[Tensor | None, ...]  # in the order of PackedCodes.tensors, each [num_experts, ...]
+    num_experts: int
+    layout: PackedLayout  # of each expert
+
+    def of_expert(self, expert: int) -> PackedCodes:
+        """Return a view of one expert's weight."""
+        words, scale, unit, zero, offset, offset_unit = (
+            None if x is None else x[expert] for x in self.tensors
+        )
+        assert words is not None, "every weight has codes"
+        assert scale is not None, "and scales"
+        return PackedCodes(words, scale, unit, zero, offset, offset_unit, self.layout)
+
+
+def stack_codes(experts: Iterable[PackedCodes], num_experts: int) -> PackedExperts:
+    """Copy the weights of experts, which are taken one after the other, into tensors for all.
+
+    Raises ValueError unless they are as many as num_experts, and all of one layout.
+    """
+    stacked: PackedExperts | None = None
+    count = 0
+    for expert in experts:
+        if stacked is None:
+            tensors = (None if x is None else x.new_empty(num_experts, *x.shape) for x in expert.tensors)
+            stacked = PackedExperts(tuple(tensors), num_experts, expert.layout)
+        if expert.layout != stacked.layout:
+            raise ValueError(f"expert {count} must be packed as {stacked.layout}, got {expert.layout}")
+        if count < num_experts:
+            for all_experts, own in zip(stacked.tensors, expert.tensors, strict=True):
+                if all_experts is not None and own is not None:
+                    all_experts[count] = own
+        count += 1
+    if stacked is None or count != num_experts:
+        raise ValueError(f"there must be weights of {num_experts} experts, got {count}")
+    return stacked
 
 
 def table_words(table: tuple[float, ...]) -> tuple[int, ...]:

@@ -9,8 +9,17 @@ from typing import Any
 from ...base.validation import check_number, shown
 from ...errors import CheckpointError, UnsupportedModelError
 from ..config import ModelConfig
-from ..spec import AttentionSpec, FeedForwardSpec, KVShape, LayerSpec, NormNames, NormSpec, RopeConfig
-from .reading import Config, flag, head_dim_of, size
+from ..spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    KVShape,
+    LayerSpec,
+    NormNames,
+    NormSpec,
+    RopeConfig,
+)
+from .reading import Config, factor, flag, head_dim_of, size
 from .rope import read_rope
 
 CHECKPOINT_DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -56,7 +65,7 @@ def read_feed_forward(hf: Config, **fields: Any) -> FeedForwardSpec:
 def repeat(
     hf: Config,
     attention: AttentionSpec,
-    feed_forward: FeedForwardSpec,
+    feed_forward: FeedForwardSpec | ExpertsSpec,
     *,
     windows: Sequence[int | None] | None = None,
     ropes: Sequence[RopeConfig] | None = None,
@@ -98,6 +107,16 @@ def read_model(hf: Config, layers: tuple[LayerSpec, ...], **fields: Any) -> Mode
             f"{config.residual_multiplier:g}"
         )
     return config
+
+
+def granite_fields(hf: Config) -> dict[str, Any]:
+    """Return the fields of ModelConfig that all Granites share."""
+    return {
+        "embedding_multiplier": factor(hf, "embedding_multiplier"),
+        "residual_multiplier": factor(hf, "residual_multiplier"),
+        "logits_divisor": factor(hf, "logits_scaling"),
+        "exceeds_float16": True,  # as the residual is stored divided by its multiplier
+    }
 
 
 def read_norm(hf: Config, **fields: Any) -> NormSpec:

@@ -10,6 +10,7 @@ from ...errors import CheckpointError, UnsupportedModelError
 from ..config import LayerInputs, ModelConfig, TensorNames
 from ..spec import KVShape, LayerSpec
 from .build import AROUND_SUBLAYERS, read_attention, read_feed_forward, read_model
+from .moe import GEMMA4_PARTS, GEMMA4_STACKS, gemma4_experts
 from .reading import CEILINGS, Config, flag, full_every, head_dim_of, layer_types_of, size, softcap_of
 from .rope import by_layer_type, ropes_by_type
 
@@ -35,6 +36,9 @@ GEMMA4 = {
     "max_position_embeddings": 131072,
     "sliding_window": 512,
     "enable_moe_block": False,
+    "num_experts": None,
+    "top_k_experts": None,
+    "moe_intermediate_size": None,
     "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 262144,
 }
@@ -64,6 +68,7 @@ def gemma4(hf: Config) -> ModelConfig:
     inner = size(hf, "intermediate_size")
     is_wide = flag(hf, "use_double_wide_mlp")
     has_no_values = flag(hf, "attention_k_eq_v")
+    experts = gemma4_experts(hf) if hf.get("enable_moe_block") and flag(hf, "enable_moe_block") else None
     layers = []
     for layer, kind in enumerate(layer_types):
         source = sources[layer]
@@ -77,7 +82,15 @@ def gemma4(hf: Config) -> ModelConfig:
         )
         width = inner * (1 + (is_wide and source is not None))
         mlp = read_feed_forward(hf, size=width, activation="gelu_tanh")
-        layers.append(LayerSpec(attention=attention, feed_forward=mlp, norms=AROUND_SUBLAYERS, scaled=True))
+        layers.append(
+            LayerSpec(
+                attention=attention,
+                feed_forward=mlp,
+                norms=AROUND_SUBLAYERS,
+                scaled=True,
+                experts=experts,
+            )
+        )
     return read_model(
         hf,
         tuple(layers),
@@ -94,7 +107,9 @@ def gemma4(hf: Config) -> ModelConfig:
                 for layer, source in enumerate(sources)
                 if source is not None
                 for name in ("k_proj", "v_proj", "k_norm", "v_norm")
-            )
+            ),
+            parts=() if experts is None else GEMMA4_PARTS,
+            stacks=() if experts is None else GEMMA4_STACKS,
         ),
     )
 
@@ -106,8 +121,6 @@ def _refuse(hf: Config) -> None:
             f"use_bidirectional_attention {shown(hf['use_bidirectional_attention'])} is not supported; "
             "null and 'vision' are"
         )
-    if "enable_moe_block" in hf and flag(hf, "enable_moe_block"):
-        raise UnsupportedModelError("enable_moe_block True (a mixture of experts) is not supported")
     size(hf, "sliding_window")  # unlike in other families never null
     if hf.get("rope_scaling"):
         raise UnsupportedModelError("rope_scaling is not supported in Gemma 4; rope_parameters is")

@@ -29,11 +29,24 @@ CEILINGS = {
     "num_global_key_value_heads": 1024,
     "hidden_size_per_layer_input": 2**17,
     "vocab_size_per_layer_input": 2**24,
+    "num_experts": 4096,
+    "num_local_experts": 4096,
+    "n_routed_experts": 4096,
+    "n_shared_experts": 64,
+    "num_experts_per_tok": 256,
+    "top_k_experts": 256,
+    "moe_intermediate_size": 2**20,
+    "shared_expert_intermediate_size": 2**20,
+    "decoder_sparse_step": 1024,
+    "n_group": 4096,
+    "topk_group": 4096,
+    "num_nextn_predict_layers": 16,
 }
 # What transformers calls each activation; those of one entry are the same formula.
 ACTIVATIONS = {
     "silu": ("silu",),
     "gelu": ("gelu", "gelu_python"),
+    "clamped_swiglu": ("silu",),  # of gpt-oss
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
 }
 # of multipliers and divisors

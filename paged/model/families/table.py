@@ -10,9 +10,35 @@ from ...base.validation import check_int, check_number, shown
 from ...errors import CheckpointError, UnsupportedModelError
 from ..config import ModelConfig
 from ..spec import NO_ROPE, AttentionSpec, NormNames
-from .build import AROUND_SUBLAYERS, read_attention, read_feed_forward, read_model, read_norm, repeat
+from .build import (
+    AROUND_SUBLAYERS,
+    granite_fields,
+    read_attention,
+    read_feed_forward,
+    read_model,
+    read_norm,
+    repeat,
+)
 from .gemma4 import GEMMA4, GEMMA4_UNIFIED, gemma4
 from .gpt import GPT2, GPT2_KEYS, GPT_NEOX, GPT_NEOX_KEYS, gpt2, gpt_neox
+from .moe import (
+    GLM4_MOE,
+    GPT_OSS,
+    GRANITE_MOE,
+    MINIMAX_M2,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    glm4_moe,
+    gpt_oss,
+    granite_moe,
+    minimax_m2,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+)
 from .reading import (
     MAX_FACTOR,
     Config,
@@ -192,10 +218,7 @@ def _granite(hf: Config, **of_layers: Any) -> ModelConfig:
         hf,
         repeat(hf, attention, mlp, **of_layers),
         rope=attention.rope,
-        embedding_multiplier=factor(hf, "embedding_multiplier"),
-        residual_multiplier=factor(hf, "residual_multiplier"),
-        logits_divisor=factor(hf, "logits_scaling"),
-        exceeds_float16=True,  # as the residual is stored divided by its multiplier
+        **granite_fields(hf),
     )
 
 
@@ -331,7 +354,15 @@ ARCHITECTURES = {
     "MinistralForCausalLM": Architecture("ministral", _MISTRAL, _mistral, "Ministral 8B 2410"),
     "Ministral3ForCausalLM": Architecture("ministral3", _MINISTRAL3, _ministral3, "Ministral 3 (text alone)"),
     "Qwen2ForCausalLM": Architecture("qwen2", _QWEN2, _qwen2, "Qwen 2, Qwen 2.5"),
+    "Qwen2MoeForCausalLM": Architecture("qwen2_moe", QWEN2_MOE, qwen2_moe, "Qwen 1.5 MoE, Qwen 2 MoE"),
+    "Qwen3MoeForCausalLM": Architecture("qwen3_moe", QWEN3_MOE, qwen3_moe, "Qwen 3 MoE (30B-A3B, 235B-A22B)"),
     "Qwen3ForCausalLM": Architecture("qwen3", _QWEN3, _qwen3, "Qwen 3"),
+    "MixtralForCausalLM": Architecture("mixtral", MIXTRAL, mixtral, "Mixtral 8x7B, 8x22B"),
+    "OlmoeForCausalLM": Architecture("olmoe", OLMOE, olmoe, "OLMoE"),
+    "GptOssForCausalLM": Architecture("gpt_oss", GPT_OSS, gpt_oss, "gpt-oss 20B, 120B"),
+    "Glm4MoeForCausalLM": Architecture("glm4_moe", GLM4_MOE, glm4_moe, "GLM-4.5, GLM-4.6"),
+    "MiniMaxM2ForCausalLM": Architecture("minimax_m2", MINIMAX_M2, minimax_m2, "MiniMax-M2"),
+    "GraniteMoeForCausalLM": Architecture("granitemoe", GRANITE_MOE, granite_moe, "Granite 3 MoE"),
     "Phi3ForCausalLM": Architecture("phi3", _PHI3, _phi3, "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
     "GraniteForCausalLM": Architecture("granite", _GRANITE, _granite, "Granite 3"),
     "GraniteSWAForCausalLM": Architecture("granite_swa", _GRANITE_SWA, _granite_swa, "Granite Swash"),

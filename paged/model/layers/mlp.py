@@ -8,6 +8,7 @@ from ...kernels.backend import Kernels
 from ..config import LAYERS, ModelConfig
 from ..exchanges import gather
 from ..part import Shard
+from ..spec import FeedForwardSpec
 from ..weights.forms import Role
 from ..weights.stored import StoredRows
 from .linear import Linear
@@ -19,12 +20,19 @@ class MLP(nn.Module):
     Gate and up are one product, which may include silu(gate) * up.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        kernels: Kernels,
+        spec: FeedForwardSpec,
+        shard: Shard,
+        name: str = "mlp",
+    ) -> None:
         super().__init__()
-        spec = config.layers[layer].feed_forward
         assert spec.activation in ("silu", "gelu_tanh"), f"a gated MLP has no {spec.activation}"
         self.shard = shard
-        name = f"{LAYERS}{layer}.mlp"
+        name = f"{LAYERS}{layer}.{name}"
         is_silu = spec.activation == "silu"
         self.activate = kernels.silu_and_mul if is_silu else kernels.gelu_and_mul
         parts = {f"{name}.gate_proj": spec.size, f"{name}.up_proj": spec.size}
@@ -36,7 +44,7 @@ class MLP(nn.Module):
             stored = stored.take(gates, range(spec.size + gates.start, spec.size + gates.stop))
         role: Role = "gated" if is_silu else "layer"
         self.gate_up = Linear(config.hidden_size, stored, bias=spec.bias, role=role)
-        self.down = _down(config, layer, shard)
+        self.down = _down(config, layer, spec, shard, name)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
         hidden = self.gate_up(hidden)
@@ -47,18 +55,20 @@ class MLP(nn.Module):
 class PlainMLP(nn.Module):
     """down(gelu(up(x))): an MLP without a gate."""
 
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, kernels: Kernels, spec: FeedForwardSpec, shard: Shard
+    ) -> None:
         super().__init__()
-        spec = config.layers[layer].feed_forward
         assert spec.activation in ("gelu", "gelu_tanh"), f"an MLP without gate has no {spec.activation}"
         self.shard = shard
         self.kernels = kernels
         self.tanh = spec.activation == "gelu_tanh"
-        stored = StoredRows({f"{LAYERS}{layer}.mlp.up_proj": spec.size}, transposed=config.transposed_weights)
+        name = f"{LAYERS}{layer}.mlp"
+        stored = StoredRows({f"{name}.up_proj": spec.size}, transposed=config.transposed_weights)
         if not shard.is_whole:
             stored = stored.take(shard.share(spec.size))
         self.up = Linear(config.hidden_size, stored, bias=spec.bias)
-        self.down = _down(config, layer, shard)
+        self.down = _down(config, layer, spec, shard, name)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
         hidden = self.up(hidden)
@@ -66,25 +76,19 @@ class PlainMLP(nn.Module):
         return gather(self.down(gather(hidden, self.shard)), self.shard)
 
 
-def _down(config: ModelConfig, layer: int, shard: Shard) -> Linear:
-    spec = config.layers[layer].feed_forward
-    parts = {f"{LAYERS}{layer}.mlp.down_proj": config.hidden_size}
+def _down(config: ModelConfig, layer: int, spec: FeedForwardSpec, shard: Shard, name: str) -> Linear:
+    parts = {f"{name}.down_proj": config.hidden_size}
     stored = StoredRows(parts, transposed=config.transposed_weights)
     if not shard.is_whole:
         stored = stored.take(shard.share(config.hidden_size))
-    num_precise = stored.num_rows if _is_precise(layer, len(config.layers)) else 0
+    num_precise = stored.num_rows if is_precise(layer, len(config.layers)) else 0
     return Linear(spec.size, stored, bias=spec.bias, num_precise=num_precise)
 
 
-def _is_precise(layer: int, num_layers: int) -> bool:
+def is_precise(layer: int, num_layers: int) -> bool:
     """Return whether `down` of a layer has more bits: in the half that llama.cpp's Q4_K_M chooses too.
 
     It is the first and last eighth of the layers, and every third one between.
     """
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
-
-
-def new_feed_forward(config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> MLP | PlainMLP:
-    """Make the feed-forward part of a layer."""
-    return (MLP if config.layers[layer].feed_forward.gated else PlainMLP)(config, layer, kernels, shard)

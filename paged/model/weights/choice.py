@@ -11,7 +11,16 @@ from torch import Tensor
 
 from .coded import CodedWeight, Weight
 from .coded_forms import CodedProduct
-from .forms import Float32Product, JoinedForm, PackedWeight, PlainWeight, Role, WeightForm, can_pack
+from .forms import (
+    Float32Product,
+    Float32Weight,
+    JoinedForm,
+    PackedWeight,
+    PlainWeight,
+    Role,
+    WeightForm,
+    can_pack,
+)
 from .quantization import Int4Weight, Int8Weight, require_kernels, require_quantization
 from .whole import WholeWeight
 
@@ -86,6 +95,7 @@ def choose_forms(
     of_codes: MakeCodedForm = partial(CodedProduct, dtype=dtype)
     head: MakeForm
     table: MakeForm = PlainWeight
+    router: MakeForm = Float32Weight
     int8: MakeForm = Int8Weight
     if has_coded_linear:
         from .gpu_codes import coded_form, quantized_form
@@ -99,6 +109,7 @@ def choose_forms(
         gated = partial(layer, gated=True)
         head = partial(PANEL_FORMS[quantization and "int8"], out_dtype=torch.float32, whole=whole)
         table = partial(Table, whole=whole)
+        router = partial(PANEL_FORMS[None], out_dtype=torch.float32)
         of_codes = CodedForms(dtype, whole)
     elif quantization is not None and has_coded_linear:
         layer = gated = partial(quantized_form, quantization, role="layer")
@@ -117,6 +128,7 @@ def choose_forms(
     of_floats: dict[Role, MakeForm] = {
         "layer": layer,
         "gated": gated,
+        "router": router,
         "head": head,
         "embedding": embedding,
         "table": table,

@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# What a weight is for: a layer; gate and up in one; the output head; the embedding of tokens; a table that is
-# only looked up. A head tied to the embedding shares the embedding's form.
-Role = Literal["layer", "gated", "head", "embedding", "table"]
+from ...kernels.backend import Kernels
+
+# What a weight is for: a layer; gate and up in one; a router, whose products are float32; the output head;
+# the embedding of tokens; a table that is only looked up. A head tied to the embedding shares its form.
+Role = Literal["layer", "gated", "router", "head", "embedding", "table"]
 
 
 class WeightForm(Protocol):
@@ -37,6 +39,60 @@ class WeightForm(Protocol):
         """Store the product into out, whose rows may be apart. A recordable form does so by its kernel."""
         out.copy_(self(x, bias))
 
+    def of_experts(
+        self,
+        forms: Sequence[WeightForm],
+        biases: Sequence[Tensor] | None,
+        kernels: Kernels,  # noqa: ARG002
+    ) -> ExpertsForm:
+        """Return the form of the weights of experts, of which this is the first: one product for each."""
+        return EachExpert(forms, biases)
+
+
+class ExpertsForm(Protocol):
+    """The weights of experts, laid out for the products of rows that are sorted by expert."""
+
+    gated: bool  # as that of a WeightForm
+    is_recordable: bool
+
+    def __call__(self, x: Tensor, offsets: Tensor, sources: Tensor | None) -> Tensor:
+        """Multiply rows by the weights of their experts, see `reference.grouped_linear`."""
+
+
+class EachExpert(ExpertsForm):
+    """Weights of any forms, each multiplied by itself: for those that no kernel takes together."""
+
+    is_recordable = False
+
+    def __init__(self, forms: Sequence[WeightForm], biases: Sequence[Tensor] | None) -> None:
+        self.forms = forms
+        self.biases = biases
+        self.gated = forms[0].gated
+
+    def __call__(self, x: Tensor, offsets: Tensor, sources: Tensor | None) -> Tensor:
+        bounds = offsets.tolist()
+        rows = x if sources is None else x.index_select(0, sources)
+        products = [
+            form(rows[start:end], None if self.biases is None else self.biases[expert])
+            for expert, (form, start, end) in enumerate(zip(self.forms, bounds, bounds[1:], strict=False))
+            if end > start
+        ]
+        return torch.cat(products)
+
+
+class StackedExperts(ExpertsForm):
+    """Weights as they were loaded, one after the other, for the kernels of a GPU."""
+
+    gated = is_recordable = False
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.kernels = kernels
+
+    def __call__(self, x: Tensor, offsets: Tensor, sources: Tensor | None) -> Tensor:
+        return self.kernels.grouped_linear(x, self.weight, offsets, sources, self.bias)
+
 
 class TableForm(WeightForm, Protocol):
     """A weight [vocab_size, hidden_size] that also serves as an embedding table."""
@@ -58,6 +114,29 @@ class PlainWeight(TableForm):
 
     def rows(self, indices: Tensor) -> Tensor:
         return F.embedding(indices, self.weight)
+
+    def of_experts(
+        self, forms: Sequence[WeightForm], biases: Sequence[Tensor] | None, kernels: Kernels
+    ) -> ExpertsForm:
+        """Stack the weights. Each form gives its own up, so that only one is in memory twice."""
+        plain = [form for form in forms if isinstance(form, PlainWeight)]
+        if not kernels.has_grouped_linear or len(plain) < len(forms):
+            return EachExpert(forms, biases)
+        stack = self.weight.new_empty(len(forms), *self.weight.shape)
+        for own, form in zip(stack, plain, strict=True):
+            own.copy_(form.weight)
+            form.weight = own
+        return StackedExperts(stack, None if biases is None else torch.stack([*biases]), kernels)
+
+
+class Float32Weight(PlainWeight):
+    """A weight in float32, and products in it, of x in any dtype: a router's logits."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight.float())
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x.float(), self.weight, None if bias is None else bias.float())
 
 
 class Float32Product(PlainWeight):

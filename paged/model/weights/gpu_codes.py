@@ -7,16 +7,25 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from ...kernels.backend import Kernels
 from ...kernels.checks import TrustedContents
-from ...kernels.codes import can_pack_codes, coded_linear, pack_codes, take_coded_rows
+from ...kernels.codes import (
+    PackedExperts,
+    can_pack_codes,
+    coded_linear,
+    grouped_coded_linear,
+    pack_codes,
+    stack_codes,
+    take_coded_rows,
+)
 from .coded import CodedWeight, Factors
 from .coded_forms import CodedProduct
-from .forms import Role, TableForm
+from .forms import ExpertsForm, Role, TableForm, WeightForm
 from .quantization import INT4_TABLE, Int4Weight, int4_codes, int8_codes
 
 logger = logging.getLogger(__name__)
@@ -31,7 +40,7 @@ class PackedCodesWeight(TableForm):
 
     def __init__(self, weight: CodedWeight, role: Role, *, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._out_dtype = torch.float32 if role in ("head", "embedding") else None
+        self._out_dtype = torch.float32 if role in ("head", "embedding", "router") else None
         with TrustedContents():  # the checks of a loader are behind it
             self.packed = pack_codes(weight.codes, *weight.factors, table=weight.table)
         self._order = None if weight.order is None else weight.order.to(weight.stored.device)
@@ -45,6 +54,35 @@ class PackedCodesWeight(TableForm):
     def rows(self, indices: Tensor) -> Tensor:
         found = take_coded_rows(self.packed, indices, self.dtype)
         return found if self._places is None else found.index_select(1, self._places)
+
+    def of_experts(
+        self, forms: Sequence[WeightForm], biases: Sequence[Tensor] | None, kernels: Kernels
+    ) -> ExpertsForm:
+        """Stack the weights. Each form gives its own up, so that only those of one layer are there twice."""
+        alike = [form for form in forms if isinstance(form, PackedCodesWeight) and self._stacks_with(form)]
+        if len(alike) < len(forms):
+            _log_once("experts in codes of several kinds, or with an order of inputs, have a product each")
+            return super().of_experts(forms, biases, kernels)
+        stacked = stack_codes((form.packed for form in alike), len(alike))
+        for expert, form in enumerate(alike):
+            form.packed = stacked.of_expert(expert)
+        return CodedExperts(stacked, None if biases is None else torch.stack([*biases]))
+
+    def _stacks_with(self, other: PackedCodesWeight) -> bool:
+        return other._order is None and other.packed.layout == self.packed.layout
+
+
+class CodedExperts(ExpertsForm):
+    """The weights of experts in codes, packed for the kernels one after the other."""
+
+    gated = is_recordable = False
+
+    def __init__(self, packed: PackedExperts, bias: Tensor | None) -> None:
+        self.packed = packed
+        self.bias = bias
+
+    def __call__(self, x: Tensor, offsets: Tensor, sources: Tensor | None) -> Tensor:
+        return grouped_coded_linear(x, self.packed, offsets, sources, self.bias)
 
 
 def coded_form(weight: CodedWeight, role: Role, *, dtype: torch.dtype) -> PackedCodesWeight | CodedProduct:

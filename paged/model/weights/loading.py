@@ -24,6 +24,7 @@ from .gguf_file import GgufTensor, open_gguf
 from .kv_scales import KVScales
 from .safetensors_file import SafetensorsFile
 from .sources import Sources, StoredTensor
+from .stacks import experts_of
 from .stored import (
     FLOATS,
     Layout,
@@ -58,10 +59,11 @@ def open_tensors(directory: Path, names: TensorNames) -> Iterator[Sources]:
                 own_name = names.in_decoder(name)
                 if own_name is None:
                     raise _unknown(path, [name], tensor.config)
-                if (known := found.get(own_name)) is not None:
-                    again = "" if known.name == name else f", as {known.name}"
-                    raise CheckpointError(f"{path}: {name} is in {known.path.name} too{again}")
-                found[own_name] = tensor
+                for each, own in experts_of(own_name, tensor, names):
+                    if (known := found.get(each)) is not None:
+                        again = "" if known.name == name else f", as {known.name}"
+                        raise CheckpointError(f"{path}: {name} is in {known.path.name} too{again}")
+                    found[each] = own
         yield found
 
 

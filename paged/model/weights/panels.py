@@ -6,19 +6,24 @@ The products are batch-invariant, so a request's results do not depend on its ba
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from ...kernels.backend import Kernels
 from ...kernels.checks import TrustedContents
 from ...kernels.panels import (
     LEAST_GROUP,
+    ExpertPanels,
     Panels,
     best_fit,
     can_pair,
+    expert_memory,
     group_of,
+    grouped_panel_linear,
     is_exact,
     linear,
     pack,
@@ -30,7 +35,7 @@ from ...kernels.panels import (
     widen_rows,
 )
 from .coded import CodedWeight, Weight
-from .forms import PlainWeight, Role, TableForm
+from .forms import ExpertsForm, PlainWeight, Role, TableForm, WeightForm
 from .quantization import INT4_TABLE, Int4Weight, Int8Weight, int4_codes
 from .whole import WholeWeight
 
@@ -97,7 +102,7 @@ class PanelWeight(TableForm):
         self._out_dtype = out_dtype
         self.gated = gated
         self.panels = self._pack(weight, can_pair(weight.dtype, weight.shape[1]), gated)
-        self._bias: Tensor | None = None
+        self.padded_bias: Tensor | None = None
 
     def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
         kept = narrowed(weight, self._whole)
@@ -111,7 +116,7 @@ class PanelWeight(TableForm):
 
     def lay_out(self, bias: Tensor) -> None:
         """Order the bias as the panels are."""
-        self._bias = pad(bias, gated=self.gated)
+        self.padded_bias = pad(bias, gated=self.gated)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._product(x, bias)
@@ -121,12 +126,45 @@ class PanelWeight(TableForm):
         self._product(x, bias, out)
 
     def _product(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        if bias is not None and self._bias is None:
+        if bias is not None and self.padded_bias is None:
             self.lay_out(bias)
-        return linear(x, self.panels, None if bias is None else self._bias, self._out_dtype, out)
+        return linear(x, self.panels, None if bias is None else self.padded_bias, self._out_dtype, out)
 
     def rows(self, indices: Tensor) -> Tensor:
         return take_panel_rows(self.panels, indices, self.dtype)
+
+    def of_experts(
+        self, forms: Sequence[WeightForm], biases: Sequence[Tensor] | None, kernels: Kernels
+    ) -> ExpertsForm:
+        panels = [form for form in forms if isinstance(form, PanelWeight) and form.takes_inputs_in_order]
+        if len(panels) < len(forms) or any(form.panels.in_pairs != self.panels.in_pairs for form in panels):
+            return super().of_experts(forms, biases, kernels)
+        return PanelExperts(panels, with_bias=biases is not None)
+
+    @property
+    def takes_inputs_in_order(self) -> bool:
+        """Whether column k of the weight is for input k of x."""
+        return True
+
+
+class PanelExperts(ExpertsForm):
+    """The weights of experts in panels, multiplied by one launch."""
+
+    def __init__(self, forms: Sequence[PanelWeight], *, with_bias: bool) -> None:
+        first = forms[0]
+        self.gated = first.gated
+        self.is_recordable = first.is_recordable
+        memory = expert_memory(first.panels, len(forms))
+        for own, form in zip(memory, forms, strict=True):
+            if form.panels.weight.shape == own.shape and form.panels.weight.dtype == own.dtype:
+                own.copy_(form.panels.weight)
+                form.panels = form.panels._replace(weight=own)  # so that one matrix is in memory twice
+        biases = [form.padded_bias for form in forms if form.padded_bias is not None]
+        with TrustedContents():  # they were checked when they were packed
+            self.weights = ExpertPanels([form.panels for form in forms], biases if with_bias else None)
+
+    def __call__(self, x: Tensor, offsets: Tensor, sources: Tensor | None) -> Tensor:
+        return grouped_panel_linear(x, self.weights, offsets, sources)
 
 
 class PanelInt8Weight(PanelWeight):
@@ -162,7 +200,11 @@ class PanelCodes(PanelWeight):
             self.panels = pack_codes(
                 weight.stored, *weight.factors, table=weight.table, pairs=pairs, gated=self.gated
             )
-        self._bias: Tensor | None = None
+        self.padded_bias: Tensor | None = None
+
+    @property
+    def takes_inputs_in_order(self) -> bool:
+        return self.order is None
 
     @property
     def is_recordable(self) -> bool:
@@ -230,7 +272,7 @@ def _parts_of(weight: CodedWeight) -> list[slice]:
 
 def _out_dtype_of(role: Role) -> torch.dtype | None:
     # A head may be tied to the embedding.
-    return torch.float32 if role in ("head", "embedding") else None
+    return torch.float32 if role in ("head", "embedding", "router") else None
 
 
 class CodedForms:

@@ -109,6 +109,12 @@ STATES = (
         lambda s: s.weight_bytes,
         "format",
     ),
+    _gauge(
+        "model_parameters",
+        "Weights of the model, without norms and biases: all, or active, by which one token is multiplied.",
+        lambda s: {"all": s.num_parameters, "active": s.num_active_parameters},
+        "kind",
+    ),
 )
 TOTALS = (
     _counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda s: s.num_queried_tokens),

@@ -19,6 +19,8 @@ from tests.support.kernel_launches import ATTENTION_CASES, COMMON_CASES, DTYPES,
 UNPACK = {"unpack"}
 # Products and lookups of weights in codes, whose factors are a few bytes for each output.
 CODED = {"coded_linear", "add_splits", "coded_rows"}
+# Products of experts, and what decides over their rows: numbers of each token and expert.
+EXPERTS = {"grouped_linear", "route", "sort_by_expert"}
 SAMPLING = {"penalties", "maxima", "coarse", "gather", "search", "mask", "best", "pick"}
 KNOWN = known_figures()
 AMD = [target for target in TARGETS if target.startswith("gfx")]
@@ -41,9 +43,11 @@ def test_nothing_spills_and_everything_fits(compiled, target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_is_compiled(compiled, target):
     kernels = {row["kernel"] for row in compiled[target]}
-    norms, activations = {"rms_norm", "rms_norm_into", "layer_norm"}, {"silu_and_mul", "gelu_and_mul", "gelu"}
-    others = {"rotary_store_kv", "scale_and_cap", "scale_rows", "copy_blocks"} | norms | activations
-    assert kernels == {"prefill", "decode", "plan", "merge"} | others | SAMPLING | UNPACK | CODED
+    norms = {"rms_norm", "rms_norm_into", "layer_norm"}
+    activations = {"silu_and_mul", "gelu_and_mul", "gelu", "clamped_swiglu"}
+    others = {"rotary_store_kv", "scale_and_cap", "scale_rows", "copy_blocks", "sum_experts"}
+    known = {"prefill", "decode", "plan", "merge"} | norms | activations | others
+    assert kernels == known | SAMPLING | UNPACK | CODED | EXPERTS
 
 
 def row_of_the_table(use, head_dim, value_dim, dtype, cache_dtype, group, target):
@@ -109,18 +113,18 @@ def test_attention_uses_the_tensor_cores(compiled, target):
         assert row["loads_2B"] == 0, row
 
 
-def coded_rows(compiled, target):
-    """Yield the rows of products with weights in codes, each with how many rows of x it takes."""
+def products(compiled, target):
+    """Yield the rows of products with codes or of experts, each with how many rows of x it takes."""
     for row in compiled[target]:
-        if row["kernel"] == "coded_linear":
+        if row["kernel"] in ("coded_linear", "grouped_linear"):
             weight, _, num_rows = row["case"].partition(", ")
-            yield weight, num_rows.removesuffix(" rows"), row
+            yield f"{row['kernel']} {weight}", num_rows.removesuffix(" rows"), row
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_codes_are_loaded_in_16_bytes(compiled, target):
+def test_weights_are_loaded_in_16_bytes(compiled, target):
     """Of few rows nothing else is so wide, as x has 2 to 4 bytes for each thread."""
-    for _, num_rows, row in coded_rows(compiled, target):
+    for _, num_rows, row in products(compiled, target):
         if num_rows == "few":
             assert row["loads_16B" if target in AMD else "async_copies"] > 0, row
     for row in compiled[target]:
@@ -129,27 +133,28 @@ def test_codes_are_loaded_in_16_bytes(compiled, target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_codes_are_multiplied_by_the_same_instruction_for_any_number_of_rows(compiled, target):
+def test_weights_are_multiplied_by_the_same_instruction_for_any_number_of_rows(compiled, target):
     """By the tensor cores' best, but in float32; so a row's bits do not depend on its batch."""
     best = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma", "gfx1100": "wmma"}.get(target, "mma")
     kinds = collections.defaultdict(set)
-    for weight, num_rows, row in coded_rows(compiled, target):
+    for weight, num_rows, row in products(compiled, target):
         found = {name for name in ("wgmma", "tcgen05", "mfma", "wmma", "mma") if row.get(name)}
         assert found == {best} or "float32" in weight, row
         kinds[weight].add((num_rows, *sorted(found)))
     assert kinds
     for weight, found in kinds.items():
-        assert {num_rows for num_rows, *_ in found} == set(ROW_COUNTS), weight
+        most = {"most"} if weight.startswith("grouped") else set()  # whose tiles are those of many rows
+        assert {num_rows for num_rows, *_ in found} == set(ROW_COUNTS) - most, weight
         assert len({tuple(names) for _, *names in found}) == 1, weight
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_few_rows_keep_codes_in_flight(compiled, target):
-    """As much as LEAST_BLOCKS says, by tiles of 4 KB: in a block three, or one on AMD."""
-    for weight, num_rows, row in coded_rows(compiled, target):
+def test_few_rows_keep_weights_in_flight(compiled, target):
+    """As much as LEAST_BLOCKS says, by tiles of 4 KB, or 8 of numbers: in a block three, or one on AMD."""
+    for weight, num_rows, row in products(compiled, target):
         if num_rows == "few" and "float32" not in weight:
             tiles, least = (1, 14) if target in AMD else (3, 25)
-            assert row["blocks_per_sm"] * tiles * 4 >= least, row
+            assert row["blocks_per_sm"] * tiles * (8 if "numbers" in weight else 4) >= least, row
 
 
 # What each kernel is designed for: the least of its blocks that an SM, or AMD's CU, holds at once. By
@@ -172,9 +177,14 @@ LEAST_BLOCKS = {
     "silu_and_mul": (8, 8),  # 8 KB, and an exponential on their way
     "copy_blocks": (8, 8),  # 4 KB
     "unpack": (8, 8),  # of one sequence each, which waits for its row and then for its entries
-    "coded_linear": (1, 1),  # and see test_few_rows_keep_codes_in_flight
+    "coded_linear": (1, 1),  # and see test_few_rows_keep_weights_in_flight
     "add_splits": (8, 8),  # 4 KB for each split, out of the L2
     "coded_rows": (8, 8),  # 1 KB of codes
+    "grouped_linear": (1, 1),  # and see test_few_rows_keep_weights_in_flight
+    "route": (16, 16),  # of one token and warp each, which chooses one expert after the other
+    "sort_by_expert": (4, 4),  # of one expert each, whose 8 KB come out of the L2
+    "sum_experts": (6, 6),  # 4 KB of each of a token's experts
+    "clamped_swiglu": (8, 8),  # 8 KB, and an exponential on their way
     "penalties": (2, 2),  # 32 KB behind 4 KB that say whether they are needed: one waits while one moves
     "maxima": (8, 8),  # 4 KB, with or without the moments
     "coarse": (4, 4),  # 4 KB, out of the L2: half the latency
@@ -224,11 +234,12 @@ def test_decode_hides_latency_with_several_blocks_an_sm(compiled, target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_only_moves_bytes_moves_16_at_a_time(compiled, target):
-    """A thread loads by itself only a slot, a row's factor, or the pair of blocks to copy."""
-    scalars = {"rotary_store_kv": 1, "scale_rows": 1, "copy_blocks": 2}
+    """A thread loads by itself only slots, a row's factor, blocks to copy, and where experts' rows are."""
+    # Of each of 8 experts the place and the weight, and the gate of what is shared.
+    scalars = {"rotary_store_kv": 1, "scale_rows": 1, "copy_blocks": 2, "sum_experts": 17}
     fixed = 2  # scales of a head's K and V
     for row in compiled[target]:
-        if row["kernel"] in {"prefill", "decode", "plan", "merge"} | SAMPLING | UNPACK | CODED:
+        if row["kernel"] in {"prefill", "decode", "plan", "merge"} | SAMPLING | UNPACK | CODED | EXPERTS:
             continue
         assert row["loads_16B"] > 0, row
         most = scalars.get(row["kernel"], 0) + fixed * (" fixed " in row["case"])

@@ -52,7 +52,9 @@ def recognizers_of(quantization: Quantization | None, names: TensorNames) -> tup
             return None
         if codes is None and not rule.is_certain:
             return None
-        if part.transposed and rule.scheme.kind not in ("gptq", "awq"):
+        # The floats of gpt-oss are [inputs, outputs], but its codes are not.
+        is_right = rule.scheme.kind in ("gptq", "awq") or rule.scheme.producer == "gpt-oss"
+        if part.transposed and not is_right:
             raise UnsupportedModelError(
                 f"{part.name} is stored as [inputs, outputs], which {rule.scheme.title} is not supported for"
             )

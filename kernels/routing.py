@@ -1,0 +1,83 @@
+"""How tokens choose experts: the options of `route`, and the order of rows that `grouped_linear` takes.
+
+Without torch, as a config is read and a fleet is simulated without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Score = Literal["softmax", "sigmoid", "softmax_of_chosen"]
+GroupScore = Literal["best", "best_two"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingOptions:
+    """How `route` turns logits into experts and weights; a family declares it.
+
+    score: softmax over all experts; sigmoid of each; or softmax over the logits of the chosen ones.
+    num_groups: experts are divided into so many groups, which follow each other. Only those of the
+        num_kept_groups groups of the highest scores can be chosen.
+    group_score: the score of a group: that of its best expert, or the sum of those of its best two.
+    renormalise: divide the weights of a token by their sum plus `epsilon`.
+    scale: what all weights are multiplied by at last.
+    """
+
+    num_chosen: int
+    score: Score = "softmax"
+    num_groups: int = 1
+    num_kept_groups: int = 1
+    group_score: GroupScore = "best"
+    renormalise: bool = False
+    epsilon: float = 0.0
+    scale: float = 1.0
+
+    @property
+    def orders_by_logits(self) -> bool:
+        """Whether experts are chosen by their logits where no bias is added: softmax keeps their order.
+
+        So scores that are equal after rounding do not hide which logit is higher.
+        """
+        return self.score != "sigmoid" and (self.num_groups == 1 or self.group_score == "best")
+
+    def check(self, num_experts: int) -> None:
+        """Raise ValueError unless these options can choose among so many experts."""
+        if self.score not in get_args(Score):
+            raise ValueError(f"score must be one of {', '.join(get_args(Score))}, got {self.score!r}")
+        if self.group_score not in get_args(GroupScore):
+            names = ", ".join(get_args(GroupScore))
+            raise ValueError(f"group_score must be one of {names}, got {self.group_score!r}")
+        _check_between("num_groups", self.num_groups, 1, num_experts)
+        if num_experts % self.num_groups:
+            raise ValueError(
+                f"the number of experts must be a multiple of num_groups, got {num_experts} and "
+                f"{self.num_groups}"
+            )
+        _check_between("num_kept_groups", self.num_kept_groups, 1, self.num_groups)
+        size = num_experts // self.num_groups
+        if self.num_groups > 1 and self.group_score == "best_two" and size < 2:
+            raise ValueError(f"a group must have two experts for group_score 'best_two', got {size}")
+        _check_between("num_chosen", self.num_chosen, 1, self.num_kept_groups * size)
+        if type(self.renormalise) is not bool:
+            raise ValueError(f"renormalise must be True or False, got {self.renormalise!r}")
+        if not isinstance(self.epsilon, (int, float)) or not 0 <= self.epsilon <= 1:
+            raise ValueError(f"epsilon must be between 0 and 1, got {self.epsilon!r}")
+        if not isinstance(self.scale, (int, float)) or not 2.0**-126 <= self.scale <= 2.0**126:
+            raise ValueError(f"scale must be between 2**-126 and 2**126, got {self.scale!r}")
+
+
+def _check_between(name: str, value: int, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{name} must be between {low} and {high}, got {value}")
+
+
+class ExpertRows(NamedTuple):
+    """The rows of a grouped product: one for each token and its expert, sorted by expert, then by token."""
+
+    sources: Tensor  # i64[num_tokens * num_chosen]: the token of each row
+    places: Tensor  # i64[num_tokens, num_chosen]: the row of each token and chosen expert
+    offsets: Tensor  # i32[num_experts + 1]: the rows of expert e are offsets[e] to offsets[e + 1]

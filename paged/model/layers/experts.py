@@ -1,0 +1,177 @@
+"""Mixtures of experts: a router, the experts, and what every token has beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.backend import Kernels
+from ..config import LAYERS, ModelConfig
+from ..part import UNDIVIDED, Shard
+from ..spec import ExpertsSpec, FeedForwardSpec
+from ..weights.forms import ExpertsForm, Role
+from ..weights.loading import Loader
+from ..weights.stored import StoredRows
+from .linear import Linear
+from .mlp import MLP, PlainMLP, is_precise
+from .norms import RMSNorm
+
+
+class ExpertRouter(Linear):
+    """The logits of experts, in float32, and the numbers that change how experts are chosen by them."""
+
+    def __init__(self, config: ModelConfig, layer: int, spec: ExpertsSpec) -> None:
+        stored = StoredRows({f"{LAYERS}{layer}.mlp.{spec.router}": spec.num_experts})
+        super().__init__(config.hidden_size, stored, bias=spec.router_bias, role="router")
+        numbers = torch.empty(spec.num_experts, dtype=torch.float32)
+        self.e_score_correction_bias = _parameter(numbers) if spec.correction_bias else None
+        self.per_expert_scale = _parameter(numbers) if spec.expert_scales else None
+
+    def load(self, loader: Loader) -> None:
+        for name in ("e_score_correction_bias", "per_expert_scale"):
+            if (like := getattr(self, name)) is not None:
+                setattr(self, name, loader.parameter(self.stored, name, like))
+        super().load(loader)
+
+
+def _parameter(like: Tensor) -> nn.Parameter:
+    return nn.Parameter(like.clone(), requires_grad=False)
+
+
+class Experts(nn.Module):
+    """The sum over a token's experts of weight * down(act(gate(x)) * up(x)), and the shared MLP.
+
+    Each projection of an expert is a `Linear` of its own until all are loaded: so experts are stored,
+    quantised and converted as other weights are, one matrix at a time. Then one product takes them together.
+    """
+
+    gate_up_form: ExpertsForm
+    down_form: ExpertsForm
+
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, spec: ExpertsSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.kernels = kernels
+        name = f"{LAYERS}{layer}.mlp"
+        self.router = ExpertRouter(config, layer, spec)
+        self.router_norm = None
+        if spec.router_scale is not None:
+            norm = f"{name}.{spec.router}_norm"
+            self.router_norm = RMSNorm(config.hidden_size, config.norm.eps, kernels, norm)
+        role: Role = "gated" if spec.activation == "silu" else "layer"
+        num_precise = config.hidden_size if is_precise(layer, len(config.layers)) else 0
+        gate_up = []
+        down = []
+        for expert in range(spec.num_experts):
+            own = f"{name}.experts.{expert}"
+            gate_up.append(Linear(config.hidden_size, _stored_gate_up(own, spec), bias=spec.bias, role=role))
+            stored = StoredRows({f"{own}.{spec.parts[2]}": config.hidden_size}, transposed=spec.interleaved)
+            down.append(Linear(spec.size, stored, bias=spec.bias, num_precise=num_precise))
+        self.gate_up = cast(Sequence[Linear], nn.ModuleList(gate_up))
+        self.down = cast(Sequence[Linear], nn.ModuleList(down))
+        self.shared = None
+        if spec.shared is not None:
+            self.shared = MLP(config, layer, kernels, spec.shared, UNDIVIDED, f"mlp.{spec.shared_name}")
+        self.shared_gate = None
+        if spec.shared_gate is not None:
+            stored = StoredRows({f"{name}.{spec.shared_gate}": 1})
+            self.shared_gate = Linear(config.hidden_size, stored, bias=False, role="router")
+
+    def forward(self, hidden: Tensor, routed_by: Tensor | None = None) -> Tensor:
+        """Return what experts make of hidden states [num_tokens, hidden_size].
+
+        routed_by: what the router chooses by; None: by the same.
+        """
+        spec = self.spec
+        kernels = self.kernels
+        seen = hidden if routed_by is None else routed_by
+        if self.router_norm is not None:
+            seen = self.router_norm(seen)
+        logits: Tensor = self.router(seen)
+        if spec.router_scale is not None:
+            kernels.scale_and_cap(logits, spec.router_scale)
+        router = self.router
+        chosen, weights = kernels.route(
+            logits, spec.routing, router.e_score_correction_bias, router.per_expert_scale
+        )
+        rows = kernels.sort_by_expert(chosen, spec.num_experts)
+        inner = self.gate_up_form(hidden, rows.offsets, rows.sources)
+        if not self.gate_up_form.gated:
+            inner = self._activate(inner)
+        out = self.down_form(inner, rows.offsets, None)
+        shared = None if self.shared is None else self.shared(hidden)
+        gate = None if self.shared_gate is None else self.shared_gate(hidden)
+        return kernels.sum_experts(out, rows.places, weights, shared, gate)
+
+    def _activate(self, inner: Tensor) -> Tensor:
+        if self.spec.activation == "clamped_swiglu":
+            return self.kernels.clamped_swiglu(inner, self.spec.limit, self.spec.alpha)
+        is_silu = self.spec.activation == "silu"
+        return (self.kernels.silu_and_mul if is_silu else self.kernels.gelu_and_mul)(inner)
+
+    def finish_loading(self) -> None:
+        """Take the weights of all experts together."""
+        self.gate_up_form = _together(self.gate_up, self.kernels)
+        self.down_form = _together(self.down, self.kernels)
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether the products of experts launch our kernels only."""
+        return self.gate_up_form.is_recordable and self.down_form.is_recordable
+
+
+def _stored_gate_up(name: str, spec: ExpertsSpec) -> StoredRows:
+    """Return the stored rows of an expert's gates and ups, gates first."""
+    if not spec.interleaved:
+        gate, up, _ = spec.parts
+        return StoredRows({f"{name}.{gate}": spec.size, f"{name}.{up}": spec.size})
+    index = torch.arange(2 * spec.size, device="cpu").view(-1, 2).t().flatten()
+    return StoredRows({f"{name}.gate_up_proj": 2 * spec.size}, index, transposed=True)
+
+
+def _together(experts: Iterable[Linear], kernels: Kernels) -> ExpertsForm:
+    """Return the form of all experts' weights and biases."""
+    experts = [*experts]
+    biases = [expert.bias for expert in experts if expert.bias is not None]
+    forms = [expert.form for expert in experts]
+    return forms[0].of_experts(forms, biases or None, kernels)
+
+
+def new_feed_forward(
+    config: ModelConfig, layer: int, kernels: Kernels, shard: Shard
+) -> MLP | PlainMLP | Experts:
+    """Make the feed-forward part of a layer."""
+    spec = config.layers[layer].feed_forward
+    if isinstance(spec, FeedForwardSpec):
+        return (MLP if spec.gated else PlainMLP)(config, layer, kernels, spec, shard)
+    assert shard.is_whole, "experts are not divided: see check_shards"
+    return Experts(config, layer, kernels, spec)
+
+
+class ExpertsBeside(nn.Module):
+    """The experts of Gemma 4, which read the residual as the MLP does, and whose output is added to its own.
+
+    Both outputs have a norm before that, and the input of experts one that differs from the MLP's.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, spec: ExpertsSpec) -> None:
+        super().__init__()
+        name = f"{LAYERS}{layer}"
+        self.experts = Experts(config, layer, kernels, spec)
+
+        def norm_of(part: str) -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.norm.eps, kernels, f"{name}.{part}")
+
+        # The residual is stored as it is in every model that has these.
+        self.before = norm_of("pre_feedforward_layernorm_2")
+        self.after = norm_of("post_feedforward_layernorm_2")
+        self.after_mlp = norm_of("post_feedforward_layernorm_1")
+
+    def forward(self, out: Tensor, residual: Tensor) -> Tensor:
+        """Turn the MLP's output, in place, into the sum of both."""
+        self.after_mlp.into(out, out)
+        self.after.into(self.experts(self.before(residual), residual), out, add=True)
+        return out

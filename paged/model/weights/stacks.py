@@ -1,0 +1,42 @@
+"""Stacks: tensors that hold those of all experts of a layer, presented as one tensor for each expert."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...errors import CheckpointError
+from ..config import TensorNames
+from .open_file import FileTensor
+from .sources import StoredTensor
+
+MAX_EXPERTS = 4096
+
+
+def experts_of(name: str, tensor: StoredTensor, names: TensorNames) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the tensors that one of this name in the decoder holds: those of each expert, or itself.
+
+    Raises CheckpointError for a stack that does not divide into what it should hold.
+    """
+    stack = names.stack_of(name)
+    if stack is None or not isinstance(tensor, FileTensor):
+        yield name, tensor
+        return
+    place = f"{tensor.path}: {tensor.name} has shape {tensor.shape}, "
+    if len(tensor.shape) < 2 + stack.flat or not 1 <= tensor.shape[0] <= MAX_EXPERTS:
+        raise CheckpointError(f"{place}but must have those of 1 to {MAX_EXPERTS} experts")
+    num_experts, num_rows, *columns = tensor.shape
+    if num_rows % len(stack.parts):
+        raise CheckpointError(f"{place}but its rows must divide into {' and '.join(stack.parts)}")
+    if stack.flat:
+        columns[-2:] = [columns[-2] * columns[-1]]
+    shape = [num_rows // len(stack.parts), *columns]
+    size = math.prod(shape) * tensor.dtype.itemsize
+    layer = name.removesuffix(stack.name)
+    start = tensor.start
+    for expert in range(num_experts):
+        for part in stack.parts:
+            own = replace(tensor, name=f"{tensor.name}[{expert}]", shape=shape, start=start)
+            yield f"{layer}mlp.experts.{expert}.{part}", own
+            start += size

@@ -1,0 +1,46 @@
+"""Products of experts in recorded steps."""
+
+import torch
+
+from paged.kernels.checks import TrustedContents
+from paged.kernels.cpu.launch.graph import Graph, Recorder, column
+from paged.kernels.cpu.linear.amx_linear import TILES
+from paged.kernels.cpu.linear.linear import LINEAR
+from paged.kernels.cpu.rows.route import route
+from paged.kernels.cpu.rows.sort_by_expert import sort_by_expert
+from paged.kernels.panels import ExpertPanels, grouped_panel_linear, pack
+from paged.kernels.routing import RoutingOptions
+
+
+def test_a_replay_follows_another_routing_and_keeps_what_late_threads_read():
+    """A thread that comes late looks at the offsets to find that no unit is left: nothing else lies there."""
+    options = RoutingOptions(num_chosen=2)
+    weights = torch.randn(3, 8, 32, 32)
+    experts = [ExpertPanels([pack(weight) for weight in layer]) for layer in weights]
+
+    def compute(logits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        for own in experts:
+            rows = sort_by_expert(route(logits, options)[0], 8)
+            x = grouped_panel_linear(x, own, rows.offsets, rows.sources)[: len(logits)]
+        return x
+
+    logits, x = torch.randn(5, 8), torch.randn(5, 32)
+    with TrustedContents(), Recorder() as recorder:
+        out = compute(logits, x)
+    graph = Graph(recorder, (logits, x), (out,), 2)
+    memory = torch.empty(graph.num_bytes + 64, dtype=torch.uint8)
+    graph.use_memory(memory[-memory.data_ptr() % 64 :])
+    for _ in range(3):
+        inputs = torch.randn(5, 8), torch.randn(5, 32)
+        graph.use_inputs(inputs)
+        assert torch.equal(graph.replay()[0], compute(*inputs))
+    read = {}  # by the launch that looks at them last
+    for number, launch in enumerate(recorder.launches):
+        pointers = {
+            name: int(graph._table[number, column(name, launch.task)]) for name in launch.task.pointers
+        }
+        for first in read.values():  # of earlier launches
+            assert not any(first <= address < first + 4 * 9 for address in pointers.values())
+        if launch.task in (LINEAR, TILES):
+            read[number] = pointers["offsets"]
+    assert len(read) == 3
