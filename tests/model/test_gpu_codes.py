@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paged import SamplingParams
+from paged.kernels.backend import load_kernels
 from paged.model.layers.linear import Embedding, Linear
 from paged.model.weights.coded import CodedWeight, Factors
 from paged.model.weights.coded_forms import CodedProduct
-from paged.model.weights.gpu_codes import PackedCodesWeight, coded_form, quantized_form
+from paged.model.weights.forms import EachExpert, PlainWeight, StackedExperts
+from paged.model.weights.gpu_codes import CodedExperts, PackedCodesWeight, coded_form, quantized_form
 from paged.model.weights.quantization import Int8Weight, int4_codes
 from paged.model.weights.stored import Layout, StoredFormat, StoredPart
 from paged.runner import load
@@ -121,6 +123,36 @@ def test_scales_with_a_divisor_are_widened():
     indices = torch.arange(8)
     assert torch.equal(CodedProduct(weight, "layer", dtype=torch.float32).rows(indices), weight.floats())
     assert torch.equal(on_device(weight).rows(indices.to(DEVICE)).cpu(), weight.floats())
+
+
+def test_experts_are_multiplied_together():
+    """With the bits of each one's product, and as one after the other where they are not alike."""
+    kernels = load_kernels("triton")
+    forms = [quantized_form("int8", torch.randn(64, 32, device=DEVICE), "layer") for _ in range(4)]
+    biases = [torch.randn(64, device=DEVICE) for _ in forms]
+    alone = EachExpert(forms, biases)
+    offsets = torch.tensor([0, 2, 2, 20, 21], dtype=torch.int32, device=DEVICE)
+    sources = torch.randint(0, 5, (21,), device=DEVICE)
+    x = torch.randn(5, 32, device=DEVICE)
+    expected = alone(x, offsets, sources)
+    together = forms[0].of_experts(forms, biases, kernels)
+    assert isinstance(together, CodedExperts)
+    assert torch.equal(together(x, offsets, sources), expected)
+    assert torch.equal(alone(x, offsets, sources), expected)  # its forms are views of them
+    others = [*forms[1:], quantized_form("int4", torch.randn(64, 32, device=DEVICE), "layer")]
+    assert isinstance(others[0].of_experts(others, biases, kernels), EachExpert)
+    plain = [PlainWeight(torch.randn(64, 32, device=DEVICE)) for _ in forms]
+    expected = EachExpert(plain, biases)(x, offsets, sources)
+    stacked = plain[0].of_experts(plain, biases, kernels)
+    assert isinstance(stacked, StackedExperts)
+    torch.testing.assert_close(stacked(x, offsets, sources), expected)
+
+
+def test_engine_routes_as_torch_does():
+    """gpt-oss's experts: biases, and gates and ups that are clamped."""
+    directory = checkpoint("gpt_oss")
+    found = [greedy(new_engine(directory, attention_backend=name)) for name in ("torch", "triton")]
+    assert found[0] == found[1]
 
 
 def on_device(weight: CodedWeight) -> PackedCodesWeight | CodedProduct:

@@ -141,12 +141,11 @@ class PackedExperts:
 
     def of_expert(self, expert: int) -> PackedCodes:
         """Return a view of one expert's weight."""
-        words, scale, unit, zero, offset, offset_unit = (
-            None if x is None else x[expert] for x in self.tensors
-        )
+        words, scale, *others = (None if x is None else x[expert] for x in self.tensors)
+        scale_unit, zero, offset, offset_unit = others
         assert words is not None, "every weight has codes"
         assert scale is not None, "and scales"
-        return PackedCodes(words, scale, unit, zero, offset, offset_unit, self.layout)
+        return PackedCodes(words, scale, scale_unit, zero, offset, offset_unit, self.layout)
 
 
 def stack_codes(experts: Iterable[PackedCodes], num_experts: int) -> PackedExperts:
