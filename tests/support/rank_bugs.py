@@ -9,6 +9,8 @@ MESSAGES = "ranks/messages"
 PLAN = "runner/plan"
 STAGE = "ranks/stage"
 STREAM = "model/stream"
+MEETING = "tests/ranks/test_meeting.py::"
+MORTAL = "tests/ranks/test_mortal_ranks.py::test_tokens_are_those_of_one_process_wherever_ranks_end"
 PIPELINE = "tests/ranks/test_pipeline.py::"
 WRITTEN = "tests/ranks/test_messages.py::test_what_is_read_is_what_was_written"
 
@@ -129,6 +131,35 @@ BUGS = {
             "[request.token_ids[-1] for request in decodes]",
             "[request.token_ids[0] for request in decodes]",
         ),
+    ],
+    f"{MORTAL}[stages]": [
+        (
+            "deaths",
+            "messages go on after a new group",
+            DRIVER,
+            "        self.reset()\n        return None",
+            "        return None",
+        ),
+        (
+            "deaths",
+            "steps of the last group are still due",
+            "ranks/follower",
+            "self._stage = Stage(",
+            "self._stage = getattr(self, '_stage', None) or Stage(",
+        ),
+        (
+            "deaths",
+            "a step that has failed counts as computed",
+            "engine/core",
+            "                self.scheduler.cancel()",
+            "                self.scheduler.counters",
+        ),
+    ],
+    f"{MEETING}test_versions_options_and_checkpoints_are_compared": [
+        ("meeting", "only rank 0 is compared", "ranks/meeting", "enumerate(facts)", "enumerate(facts[:1])"),
+    ],
+    f"{MEETING}test_a_probe_tells_ranks_that_hang_or_have_ended": [
+        ("probe", "ranks that hang are well", "ranks/heartbeat", "> self.timeout_s + GRACE_S", "> 1e9"),
     ],
 }
 
