@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import EngineConfig
-from ..errors import PagedError
+from ..errors import ConfigError, PagedError
 from ..sampling_params import SamplingParams, StructuredOutputsParams, biases_of
 from ..simulate.workload import read_shares
 from .headings import MODEL, OUTPUT
@@ -70,6 +70,22 @@ class CliError(PagedError):
 def complain(message: str) -> None:
     """Print a message to stderr as one line."""
     print("paged:", " ".join(message.split()), file=sys.stderr)
+
+
+def require_server(command: str) -> None:
+    """Raise ConfigError unless what the server needs is installed."""
+    try:
+        import httptools  # noqa: F401
+        import msgspec  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+        import uvloop  # noqa: F401
+        import yaml  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"{command} needs {error.name}, which is not installed: pip install 'paged[server]'"
+        ) from None
 
 
 def start(options: Mapping[str, Any]) -> LLMEngine:

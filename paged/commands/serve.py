@@ -44,7 +44,7 @@ def serve(
     **options: Any,
 ) -> int:
     """Serve a model over HTTP with OpenAI's API."""
-    _check_installed()
+    common.require_server("paged serve")
     settings = _settings(config, {"model": common.one_model(model, model_option), **options})
     if "model" not in settings:
         raise ConfigError("name a model: paged serve MODEL, PAGED_MODEL=..., or model: ... in the file")
@@ -90,21 +90,6 @@ def _take_weights(options: ServeOptions, engine_options: dict[str, Any]) -> None
         raise ConfigError("tenant_weights and api_keys exclude each other; give weights in the keys file")
     if keys.weights:
         engine_options["tenant_weights"] = dict(keys.weights)
-
-
-def _check_installed() -> None:
-    try:
-        import httptools  # noqa: F401
-        import msgspec  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-        import uvloop  # noqa: F401
-        import yaml  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"paged serve needs {error.name}, which is not installed: pip install 'paged[server]'"
-        ) from None
 
 
 async def _collect_garbage(front: FrontEnd) -> None:
