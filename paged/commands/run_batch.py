@@ -126,7 +126,9 @@ def _processes(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _started(options: Mapping[str, Any], processes: Mapping[str, Any]) -> AsyncIterator[AsyncEngine[Any]]:
+async def _started(
+    options: Mapping[str, Any], processes: Mapping[str, Any]
+) -> AsyncIterator[AsyncEngine[Any]]:
     """Start the engine, here or in processes of its own, and describe it on stderr."""
     engine: AsyncEngine[Any]
     if processes:

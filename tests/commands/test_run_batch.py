@@ -445,7 +445,9 @@ def test_nothing_else_is_written_over(run, tmp_path):
     assert "block_size must be" in run.refused("run-batch", source, tmp_path / "out", "--block-size", "3")
     refused = run.refused("run-batch", source, tmp_path / "out", "--router", "round-robin")
     assert "router goes with replicas, the number of engine processes; give both" in refused
-    assert "replicas must be from 1 to 1024, got 0" in run.refused("run-batch", source, tmp_path / "out", "--replicas", "0")
+    assert "replicas must be from 1 to 1024, got 0" in run.refused(
+        "run-batch", source, tmp_path / "out", "--replicas", "0"
+    )
     assert "/dev/null: not a regular file" in run.refused("run-batch", source, "/dev/null")
     assert "/dev/null: not a file that can be read twice" in run.refused(
         "run-batch", "/dev/null", tmp_path / "out"
