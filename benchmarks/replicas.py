@@ -2,11 +2,11 @@
 
     python -m benchmarks.replicas
 
-batch: `paged run-batch` with two engine processes of one thread each, against two commands that are started by
-hand for half of the lines each, from start to end. All must give the same texts.
+batch: `paged run-batch` with two engine processes of one thread each, against two commands that are started
+by hand for half of the lines each, from start to end. All must give the same texts.
 
-prefixes: questions about a few long texts, in random order, over two engine processes whose caches hold half of
-the texts: routers against each other. `prefix-aware` sends a text to the engine that has it.
+prefixes: questions about a few long texts, in random order, over two engine processes whose caches hold half
+of the texts: routers against each other. `prefix-aware` sends a text to the engine that has it.
 
 A ratio is the median over the rounds, whose ways run in turns.
 """
@@ -25,23 +25,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import checkpoint, print_json, print_table
+from benchmarks.common import print_json, print_table
+from benchmarks.server.text_checkpoint import text_checkpoint
 
 NUM_TEXTS = 50
 TEXT_TOKENS = 512
-QUESTIONS = 4  # about each text
+QUESTIONS = 8  # about each text
 BLOCK_SIZE = 16
 Way = Callable[[Path], None]
+Process = subprocess.Popen[str]
 
 
 def main() -> None:
     """Run the sections, and print a table for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--lines", type=int, default=4000)
+    parser.add_argument("--model", default="llama-15m")
+    parser.add_argument("--lines", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    model = str(checkpoint(args.model))
+    model = text_checkpoint(args.model)
     with tempfile.TemporaryDirectory() as folder:
         lines = [_line(i, [1 + i % 199] * 16, 32 + i % 32) for i in range(args.lines)]
         batch = _Batch(Path(folder), model, lines)
@@ -95,24 +97,14 @@ class _Batch:
         _wait([self._start(half, out, "--num-threads", "1", core=i) for i, (half, out) in pairs])
         output.write_bytes(b"".join(out.read_bytes() for out in outputs))
 
-    def _start(
-        self, source: Path, output: Path, *options: str, core: int | None = None
-    ) -> subprocess.Popen[str]:
+    def _start(self, source: Path, output: Path, *options: str, core: int | None = None) -> Process:
         bound = [] if core is None else ["taskset", "--cpu-list", str(core)]
-        command = [
-            sys.executable,
-            "-m",
-            "paged",
-            "run-batch",
-            str(source),
-            str(output),
-            "--model",
-            self.model,
-        ]
-        return subprocess.Popen([*bound, *command, *options], stderr=subprocess.PIPE, text=True)
+        files = [str(source), str(output)]
+        command = [sys.executable, "-m", "paged", "run-batch", *files, "--model", self.model, *options]
+        return subprocess.Popen([*bound, *command], stderr=subprocess.PIPE, text=True)
 
 
-def _wait(processes: Sequence[subprocess.Popen[str]]) -> None:
+def _wait(processes: Sequence[Process]) -> None:
     for process in processes:
         _, said = process.communicate()
         assert process.returncode == 0, said
