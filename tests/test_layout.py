@@ -34,6 +34,7 @@ LAYERS = [
     ["protocol", "routing"],
     ["simulate"],
     ["server"],
+    ["ray"],
     ["commands"],
     ["__main__"],
 ]

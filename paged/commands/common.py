@@ -21,6 +21,7 @@ from .options import option
 
 if TYPE_CHECKING:
     from ..engine.engine import LLMEngine
+    from ..server.launcher import Launcher
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -86,6 +87,17 @@ def require_server(command: str) -> None:
         raise ConfigError(
             f"{command} needs {error.name}, which is not installed: pip install 'paged[server]'"
         ) from None
+
+
+def launcher_of(ray: str | None, options: Mapping[str, Any], replicas: int) -> Launcher:
+    """Return what starts engine processes: here, or on a Ray cluster. Raises ConfigError."""
+    from ..server.launcher import LocalLauncher
+
+    if ray is None:
+        return LocalLauncher()
+    from ..ray.cluster import connect
+
+    return connect(ray, options, replicas)
 
 
 def start(options: Mapping[str, Any]) -> LLMEngine:

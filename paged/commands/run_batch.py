@@ -35,7 +35,7 @@ NAME_HELP = "The model's name in the request bodies. [default: the value of --mo
 # How the model writes tool calls and reasoning.
 PARSERS = (ServeOptions, ["enable_auto_tool_choice", "tool_call_parser", "reasoning_parser"])
 # Of the engine processes that take the place of the engine in this process.
-PROCESSES = (ServeOptions, ["replicas", "router", "max_restarts", "step_timeout"])
+PROCESSES = (ServeOptions, ["replicas", "ray", "router", "max_restarts", "step_timeout"])
 _DEFAULTS = {"replicas": "none: the engine runs in the command's own process"}
 
 
@@ -134,7 +134,9 @@ async def _started(
     if processes:
         from ..server.engine_client import EngineClient
 
-        engine = EngineClient(**options, **processes)
+        given = dict(processes)
+        launcher = common.launcher_of(given.pop("ray", None), options, given["replicas"])
+        engine = EngineClient(**options, **given, launcher=launcher)
         print(engine.describe(), file=sys.stderr)
     else:
         from ..engine.async_engine import AsyncLLMEngine

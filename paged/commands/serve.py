@@ -130,6 +130,7 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
         resume=options.resume,
         max_restarts=options.max_restarts,
         step_timeout=options.step_timeout,
+        launcher=common.launcher_of(options.ray, engine_options, options.replicas),
     )
     async with client as engine:
         front = FrontEnd(engine, options, observers)

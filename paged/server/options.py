@@ -38,6 +38,7 @@ _OPTIONAL_TEXTS = (
     "ssl_keyfile",
     "ssl_certfile",
     "otlp_traces_endpoint",
+    "ray",
 )
 _TEXTS = ("host", "metrics_prefix")
 _LISTS = ("api_key", "served_model_name", "allowed_origins", "allowed_hosts")
@@ -96,6 +97,8 @@ class ServeOptions:
     tool_call_parser: the form in which the model writes tool calls.
     reasoning_parser: the form in which the model marks its reasoning.
     replicas: number of engine processes, each with its own GPU or share of the cores.
+    ray: a Ray cluster whose nodes run the engine processes: HOST:PORT, "auto" for that of RAY_ADDRESS or of
+        this machine, or "local" for one that is started here.
     router: which replica gets a request: "round-robin", "least-loaded" or "prefix-aware".
     stream_interval_s: longest time in seconds for which tokens of a stream are held back to be sent together,
         where sending each by itself would take more than one percent of the time; 0 never holds back.
@@ -141,6 +144,7 @@ class ServeOptions:
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     replicas: int = 1
+    ray: str | None = None
     router: Literal["round-robin", "least-loaded", "prefix-aware"] = "prefix-aware"
     stream_interval_s: float = STREAM_INTERVAL_S
     metrics_prefix: str = "paged"

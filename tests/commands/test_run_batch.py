@@ -23,7 +23,7 @@ from paged.commands.batch_run import BatchRun
 from paged.protocol.batch_file import IdentitySet
 from paged.protocol.calls.completions import CompletionCall
 from paged.protocol.result_file import ResultFile
-from paged.server.connection import ENGINE_PROCESS as ENGINE
+from paged.server.launcher import ENGINE_PROCESS as ENGINE
 from tests.support.command_line import write
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
