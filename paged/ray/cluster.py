@@ -81,13 +81,15 @@ def _require_answer(address: str) -> None:
         ) from error
 
 
-def share_of(options: Mapping[str, Any], replicas: int) -> Share:
+def share_of(options: Mapping[str, Any], replicas: int, *, num_reserved: int = 0) -> Share:
     """Return what each engine gets: a GPU, or its threads, by default an equal part of the free cores.
+
+    num_reserved: cores that the engines leave to others.
 
     Raises ConfigError if the cluster has less than all of them need.
     """
     free = ray.available_resources()
-    num_cpus = int(free.get("CPU", 0))
+    num_cpus = max(0, int(free.get("CPU", 0)) - num_reserved)
     num_gpus = int(free.get("GPU", 0))
     device = options.get("device", "auto")
     on_gpu = device.startswith("cuda") or (device == "auto" and num_gpus > 0)
@@ -97,6 +99,10 @@ def share_of(options: Mapping[str, Any], replicas: int) -> Share:
     if need > has:
         raise ConfigError(
             f"{replicas} replicas of {share} need more than the cluster has free: "
-            f"{num_cpus} CPU cores and {num_gpus} GPUs"
+            f"{num_cpus} CPU cores{_besides(num_reserved)} and {num_gpus} GPUs"
         )
     return share
+
+
+def _besides(num_reserved: int) -> str:
+    return f" besides the {num_reserved} that Ray Data needs" if num_reserved else ""
