@@ -35,6 +35,7 @@ LAYERS = [
     ["protocol", "routing"],
     ["simulate"],
     ["server"],
+    ["ray"],
     ["commands"],
     ["__main__"],
 ]

@@ -41,10 +41,10 @@ async def _watch_loop() -> None:
 
 
 def _serve() -> None:
-    from paged.server import connection
+    from paged.server import launcher
     from paged.server.http.listener import Server
 
-    connection.ENGINE_PROCESS = "benchmarks.server.watched"
+    launcher.ENGINE_PROCESS = "benchmarks.server.watched"
     listen = Server.listen
 
     async def watched(self: Server, listener: object) -> None:

@@ -1,18 +1,18 @@
-"""BatchRun: answers the lines of a batch file with an engine."""
+"""BatchRun: answers the lines of a batch file with one engine or several."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..engine.embedding import EmbeddingRequestOutput, EmbeddingSpec
-from ..engine.request_spec import ReportTerms
-from ..errors import PagedError, RequestError
+from ..engine.async_base import AsyncEngine
+from ..engine.embedding import EmbeddingRequestOutput
+from ..errors import EngineDeadError, PagedError, QueueFullError, RequestError
 from ..protocol.answers.errors import FAILED, MODEL_NOT_FOUND, NOT_FOUND, error_body, failure_of, status_of
 from ..protocol.batch_file import BatchOutput, Line
 from ..protocol.calls.call import AnswerCall
@@ -20,10 +20,12 @@ from ..protocol.calls.vectors import EmbeddingCall
 from ..requests.prompts import Prompt
 from ..requests.request import RequestOutput
 
-if TYPE_CHECKING:
-    from ..engine.engine import LLMEngine
-
 logger = logging.getLogger(__name__)
+
+FULL_S = 0.02  # until a prompt is sent again that found the queue of its engine full
+MOST_TRIES = 3  # of a prompt whose engine ends, where only the beginning can be repeated
+
+Output = RequestOutput | EmbeddingRequestOutput
 
 
 @dataclass(slots=True)
@@ -33,9 +35,8 @@ class _Entry:
     line: Line
     call: AnswerCall | EmbeddingCall
     prompts: list[Prompt]
-    outputs: dict[int, RequestOutput | EmbeddingRequestOutput] = field(default_factory=dict)
-    # What reads the report of each embedding.
-    reports: dict[int, Callable[[], EmbeddingRequestOutput]] = field(default_factory=dict)
+    outputs: dict[int, Output] = field(default_factory=dict)
+    is_closed: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     def request_id(self, index: int) -> str:
@@ -44,45 +45,60 @@ class _Entry:
 
 
 class BatchRun:
-    """Answers lines with an engine, reading only as many as keep it busy.
+    """Answers lines with engines, reading only as many as keep them busy.
 
+    num_engines: how many engines `engine` has.
     ignored: how many lines had each field that has no effect.
     """
 
     def __init__(
         self,
-        engine: LLMEngine,
+        engine: AsyncEngine[Any],
         output: BatchOutput,
         model: str,
         after_line: Callable[[], object],
+        *,
+        num_engines: int = 1,
     ) -> None:
         self._engine = engine
         self._output = output
         self._after_line = after_line
         self._model = model
         self.ignored = Counter[str]()
-        self._entries: dict[str, _Entry] = {}  # by identity
-        self._queue: deque[tuple[_Entry, int]] = deque()  # prompts that the engine has not got yet
         config = engine.config
-        self._most_waiting = min(config.max_num_seqs, config.max_waiting or config.max_num_seqs)
+        num_waiting = min(config.max_num_seqs, config.max_waiting or config.max_num_seqs)
+        self._most_at_once = num_engines * (config.max_num_seqs + num_waiting)
 
-    def answer(self, lines: Iterator[Line]) -> None:
-        """Answer all lines and write each result as soon as it exists."""
-        engine = self._engine
-        pending = next(lines, None)
-        while pending is not None or self._queue or engine.has_unfinished_requests():
-            while engine.scheduler.num_waiting < self._most_waiting and (self._queue or pending is not None):
-                if self._queue:
-                    self._add(*self._queue.popleft())
-                elif pending is not None:
-                    self._open(pending)
-                    pending = next(lines, None)
-            for output in engine.step():
-                if output.finished:
-                    self._take(output)
+    async def answer(self, lines: Iterator[Line]) -> None:
+        """Answer all lines and write each result as soon as it exists.
 
-    def _open(self, line: Line) -> None:
-        """Queue the prompts of a line, or write its error."""
+        Raises EngineDeadError once no engine is left, and OSError if a result cannot be written.
+        """
+        prompts = self._prompts(lines)
+        workers = [asyncio.create_task(self._work(prompts)) for _ in range(self._most_at_once)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _work(self, prompts: Iterator[tuple[_Entry, int]]) -> None:
+        for entry, index in prompts:
+            await self._compute(entry, index)
+
+    def _prompts(self, lines: Iterator[Line]) -> Iterator[tuple[_Entry, int]]:
+        """Yield the prompts of all lines that are not refused."""
+        for line in lines:
+            entry = self._open(line)
+            for index in range(len(entry.prompts) if entry is not None else 0):
+                assert entry is not None
+                if entry.is_closed:  # another of its prompts was refused
+                    break
+                yield entry, index
+
+    def _open(self, line: Line) -> _Entry | None:
+        """Read the prompts of a line, or write its error."""
         try:
             if isinstance(line.call, RequestError):
                 raise line.call
@@ -93,59 +109,74 @@ class BatchRun:
                 )
                 terms = {"param": "model", "code": MODEL_NOT_FOUND}
                 self._close(line, NOT_FOUND, error_body(NOT_FOUND, message, **terms))
-                return
+                return None
             self.ignored.update(line.call.ignored)
             self.ignored.update(["request_id"] if line.call.request_id is not None else [])
-            entry = _Entry(line, line.call, [*line.call.prompts(self._engine.text)])
+            return _Entry(line, line.call, [*line.call.prompts(self._engine.text)])
         except Exception as error:
             self._refuse(line, error)
-            return
-        self._entries[line.identity] = entry
-        self._queue += ((entry, i) for i in range(len(entry.prompts)))
+            return None
 
-    def _add(self, entry: _Entry, index: int) -> None:
-        if entry.line.identity not in self._entries:  # another of its prompts was refused
-            return
-        call = entry.call
+    async def _compute(self, entry: _Entry, index: int) -> None:
+        """Compute one prompt of a line, and write the line's result with its last one."""
         try:
-            with call.naming_field():
-                if isinstance(call, EmbeddingCall):
-                    self._add_report(entry, call, index)
-                else:
-                    params = call.params(self._engine.text)
-                    self._engine.add_request(
-                        entry.request_id(index), entry.prompts[index], params, tenant=call.tenant
-                    )
+            with entry.call.naming_field():
+                output = await self._output_of(entry, index)
         except Exception as error:
-            for earlier in range(index):
-                self._engine.abort_request(entry.request_id(earlier))
-            del self._entries[entry.line.identity]
-            self._refuse(entry.line, error)
+            if isinstance(error, EngineDeadError) and not self._engine.is_running:
+                raise
+            if not entry.is_closed:
+                entry.is_closed = True
+                await self._engine.abort(entry.request_id(i) for i in range(len(entry.prompts)))
+                self._refuse(entry.line, error)
+            return
+        if not entry.is_closed:
+            self._take(entry, index, output)
 
-    def _add_report(self, entry: _Entry, call: EmbeddingCall, index: int) -> None:
-        core = self._engine.core
-        spec = EmbeddingSpec(core.factory.prompts.parse(entry.prompts[index]), call.pooling, call.normalize)
-        terms = ReportTerms(call.priority or 0.0, call.tenant, call.timeout_s)
-        request = core.add_report(entry.request_id(index), spec, terms, core.outbox)
-        entry.reports[index] = partial(spec.output, request)
+    async def _output_of(self, entry: _Entry, index: int) -> Output:
+        """Return the output of a prompt. While queues are full it waits: a batch has time."""
+        num_tries = 0
+        while True:
+            try:
+                return await self._try(entry, index)
+            except QueueFullError:
+                await asyncio.sleep(FULL_S)
+            except EngineDeadError:
+                num_tries += 1
+                if num_tries == MOST_TRIES or not self._engine.is_running:
+                    raise
 
-    def _take(self, output: RequestOutput) -> None:
-        identity, _, number = output.request_id.rpartition("-")
-        entry = self._entries[identity]
-        index = int(number)
+    async def _try(self, entry: _Entry, index: int) -> Output:
         call = entry.call
+        prompt = entry.prompts[index]
+        name = entry.request_id(index)
         if isinstance(call, EmbeddingCall):
-            entry.outputs[index] = entry.reports.pop(index)()
-        else:
-            entry.outputs[index] = output
+            return await self._engine.encode(
+                prompt,
+                name,
+                pooling=call.pooling,
+                normalize=call.normalize,
+                priority=call.priority or 0.0,
+                tenant=call.tenant,
+                timeout_s=call.timeout_s,
+            )
+        params = call.params(self._engine.text)
+        last = None
+        async for output in self._engine.generate(prompt, params, name, tenant=call.tenant):
+            last = output
+        assert last is not None, "a stream ends with an output"
+        return last
+
+    def _take(self, entry: _Entry, index: int, output: Output) -> None:
+        entry.outputs[index] = output
         if len(entry.outputs) < len(entry.prompts):
             return
-        del self._entries[identity]
         outputs: list[Any] = [entry.outputs[i] for i in range(len(entry.prompts))]
         if failure := failure_of(outputs):
             self._close(entry.line, failure[0], error_body(*failure))
         else:
-            self._close(entry.line, 200, call.body(outputs, identity, entry.created, self._model))
+            body = entry.call.body(outputs, entry.line.identity, entry.created, self._model)
+            self._close(entry.line, 200, body)
 
     def _refuse(self, line: Line, error: Exception) -> None:
         """Write the error of a line. One line must not end the others, whatever its error is."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import EngineConfig
-from ..errors import PagedError
+from ..errors import ConfigError, PagedError
 from ..sampling_params import SamplingParams, StructuredOutputsParams, biases_of
 from ..simulate.workload import read_shares
 from .headings import MODEL, OUTPUT
@@ -21,6 +21,7 @@ from .options import option
 
 if TYPE_CHECKING:
     from ..engine.engine import LLMEngine
+    from ..server.launcher import Launcher
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -70,6 +71,33 @@ class CliError(PagedError):
 def complain(message: str) -> None:
     """Print a message to stderr as one line."""
     print("paged:", " ".join(message.split()), file=sys.stderr)
+
+
+def require_server(command: str) -> None:
+    """Raise ConfigError unless what the server needs is installed."""
+    try:
+        import httptools  # noqa: F401
+        import msgspec  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+        import uvloop  # noqa: F401
+        import yaml  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"{command} needs {error.name}, which is not installed: pip install 'paged[server]'"
+        ) from None
+
+
+def launcher_of(ray: str | None, options: Mapping[str, Any], replicas: int) -> Launcher:
+    """Return what starts engine processes: here, or on a Ray cluster. Raises ConfigError."""
+    from ..server.launcher import LocalLauncher
+
+    if ray is None:
+        return LocalLauncher()
+    from ..ray.cluster import connect
+
+    return connect(ray, options, replicas)
 
 
 def start(options: Mapping[str, Any]) -> LLMEngine:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from ..errors import ConfigError
 from ..protocol.run_options import RunOptions
 from ..server.options import ServeOptions
 from . import common
 from .options import with_options
+
+if TYPE_CHECKING:
+    from ..engine.async_base import AsyncEngine
+    from ..protocol.batch_file import BatchOutput
 
 INPUT_HELP = """JSON lines with custom_id, method, url and body, as OpenAI's batch API takes them; url is
 /v1/chat/completions, /v1/completions or /v1/embeddings. The id of a result comes from its custom_id: a
@@ -25,9 +34,12 @@ NAME_HELP = "The model's name in the request bodies. [default: the value of --mo
 
 # How the model writes tool calls and reasoning.
 PARSERS = (ServeOptions, ["enable_auto_tool_choice", "tool_call_parser", "reasoning_parser"])
+# Of the engine processes that take the place of the engine in this process.
+PROCESSES = (ServeOptions, ["replicas", "ray", "router", "max_restarts", "step_timeout"])
+_DEFAULTS = {"replicas": "none: the engine runs in the command's own process"}
 
 
-@with_options(common.ENGINE, PARSERS)
+@with_options(common.ENGINE, PARSERS, PROCESSES, defaults=_DEFAULTS)
 def run_batch(
     input_file: Annotated[Path, typer.Argument(help=INPUT_HELP)],
     output_file: Annotated[Path, typer.Argument(help=_OUTPUT_HELP)],
@@ -39,13 +51,10 @@ def run_batch(
 ) -> int:
     """Answer all requests of a file in OpenAI's batch format."""
     # These import the whole protocol, which other commands do not need.
-    from tqdm import tqdm
-
-    from ..protocol.batch_file import BATCH_LIMITS, BatchOutput, count_lines, is_done, read_lines
-    from ..protocol.chat_output.chat_format import ChatFormat
-    from .batch_run import BatchRun
+    from ..protocol.batch_file import BatchOutput, count_lines, is_done
 
     engine_options = common.driver_options(model, options)
+    processes = _processes(options)
     template = common.template_text(chat_template)
     parsers = common.given(options, PARSERS[1])
     total = count_lines(input_file)
@@ -54,20 +63,12 @@ def run_batch(
     with BatchOutput(output_file, input_file, run_options, retry_failed=retry_failed) as output:
         if not output.has_known_options:
             common.complain(common.UNKNOWN_OPTIONS.format(output_file))
-        num_done = len(output.done)
         if is_done(input_file, output.done):
             common.complain(f"nothing to do: all {total:,} lines have results")
         else:
-            engine = common.start(engine_options)
-            chat_format = ChatFormat.of_model(engine.text, chat_template=template, **parsers)
-            limits = replace(BATCH_LIMITS, chat_template=template, chat_format=chat_format)
-            with tqdm(total=total, initial=num_done, desc="Batch", unit="line") as bar:
-                name = served_model_name or engine_options["model"]
-                run = BatchRun(engine, output, name, bar.update)
-                run.answer(read_lines(input_file, output.done, limits))
-            if run.ignored:
-                counts = ", ".join(f"{name} ({count:,} lines)" for name, count in run.ignored.most_common())
-                common.complain(f"these fields of bodies had no effect: {counts}")
+            name = served_model_name or engine_options["model"]
+            job = _Job(input_file, output, name, total, template, parsers)
+            asyncio.run(_answer(job, engine_options, processes))
         num_failed = output.num_failed
     if num_failed:
         common.complain(
@@ -75,3 +76,71 @@ def run_batch(
             "them again"
         )
     return common.EXIT_FAILED if num_failed else 0
+
+
+class _Job(NamedTuple):
+    """What a run is to answer.
+
+    model: the model's name in bodies.
+    total: the number of lines, those with results included.
+    """
+
+    source: Path
+    output: BatchOutput
+    model: str
+    total: int
+    template: str | None
+    parsers: Mapping[str, Any]
+
+
+async def _answer(job: _Job, options: Mapping[str, Any], processes: Mapping[str, Any]) -> None:
+    """Answer the lines that have no result yet, with a progress bar."""
+    from tqdm import tqdm
+
+    from ..protocol.batch_file import BATCH_LIMITS, read_lines
+    from ..protocol.chat_output.chat_format import ChatFormat
+    from .batch_run import BatchRun
+
+    num_done = len(job.output.done)
+    async with _started(options, processes) as engine:
+        chat_format = ChatFormat.of_model(engine.text, chat_template=job.template, **job.parsers)
+        limits = replace(BATCH_LIMITS, chat_template=job.template, chat_format=chat_format)
+        with tqdm(total=job.total, initial=num_done, desc="Batch", unit="line") as bar:
+            num_engines = processes.get("replicas", 1)
+            run = BatchRun(engine, job.output, job.model, bar.update, num_engines=num_engines)
+            await run.answer(read_lines(job.source, job.output.done, limits))
+    if run.ignored:
+        counts = ", ".join(f"{name} ({count:,} lines)" for name, count in run.ignored.most_common())
+        common.complain(f"these fields of bodies had no effect: {counts}")
+
+
+def _processes(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of engine processes; none without replicas. Raises ConfigError."""
+    given = common.given(options, PROCESSES[1])
+    if given and "replicas" not in given:
+        raise ConfigError(f"{', '.join(given)} goes with replicas, the number of engine processes; give both")
+    if given:
+        common.require_server("paged run-batch --replicas")
+        given["router"] = ServeOptions(**given).router
+    return given
+
+
+@asynccontextmanager
+async def _started(
+    options: Mapping[str, Any], processes: Mapping[str, Any]
+) -> AsyncIterator[AsyncEngine[Any]]:
+    """Start the engine, here or in processes of its own, and describe it on stderr."""
+    engine: AsyncEngine[Any]
+    if processes:
+        from ..server.engine_client import EngineClient
+
+        given = dict(processes)
+        launcher = common.launcher_of(given.pop("ray", None), options, given["replicas"])
+        engine = EngineClient(**options, **given, launcher=launcher)
+        print(engine.describe(), file=sys.stderr)
+    else:
+        from ..engine.async_engine import AsyncLLMEngine
+
+        engine = AsyncLLMEngine.from_engine(common.start(options))
+    async with engine:
+        yield engine

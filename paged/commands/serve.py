@@ -44,7 +44,7 @@ def serve(
     **options: Any,
 ) -> int:
     """Serve a model over HTTP with OpenAI's API."""
-    _check_installed()
+    common.require_server("paged serve")
     settings = _settings(config, {"model": common.one_model(model, model_option), **options})
     if "model" not in settings:
         raise ConfigError("name a model: paged serve MODEL, PAGED_MODEL=..., or model: ... in the file")
@@ -93,21 +93,6 @@ def _take_weights(options: ServeOptions, engine_options: dict[str, Any]) -> None
         engine_options["tenant_weights"] = dict(keys.weights)
 
 
-def _check_installed() -> None:
-    try:
-        import httptools  # noqa: F401
-        import msgspec  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-        import uvloop  # noqa: F401
-        import yaml  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"paged serve needs {error.name}, which is not installed: pip install 'paged[server]'"
-        ) from None
-
-
 async def _collect_garbage(front: FrontEnd) -> None:
     from ..server.interpreter import Garbage, switch_often
 
@@ -147,6 +132,7 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
         resume=options.resume,
         max_restarts=options.max_restarts,
         step_timeout=options.step_timeout,
+        launcher=common.launcher_of(options.ray, engine_options, options.replicas),
     )
     async with client as engine:
         front = FrontEnd(engine, options, observers)

@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,12 +16,10 @@ from .. import errors
 from ..errors import EngineDeadError, PagedError
 from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
-from ..text.worker import ROOT
 from . import frames
+from .launcher import Launcher
 from .sent_request import SentRequest
 
-ENGINE_PROCESS = "paged.server.engine_process"  # the module that it runs
-BUFFER_BYTES = 4 * 2**20  # of the socket, as far as the system allows: a step waits while it is full
 SOON_S = 0.2  # from the end of a process's socket to its own end
 END_S = 5.0  # after which a process that was told to end is killed
 SILENT_S = 10.0  # without ten heartbeats a process gets no requests, if another one can
@@ -35,18 +29,6 @@ logger = logging.getLogger(__name__)
 
 class ProcessEndError(ChildProcessError):
     """How an engine process ended; logged at that time."""
-
-
-class ChildProcess(Protocol):
-    """What is asked of a process, as `subprocess.Popen` answers it."""
-
-    pid: int
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return its exit code once it has ended. Raises subprocess.TimeoutExpired."""
-
-    def kill(self) -> None:
-        """End it at once."""
 
 
 class Owner(Protocol):
@@ -62,23 +44,6 @@ class Owner(Protocol):
         """Take note of a token of a request that is computed alone."""
 
 
-def launch() -> tuple[socket.socket, ChildProcess]:
-    """Start an engine process. Return its socket, to which `Start` is sent first, and the process."""
-    ours, theirs = socket.socketpair()
-    for end in (ours, theirs):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-    path = [ROOT, *filter(None, sys.path)]  # so that it finds what this process finds
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", ENGINE_PROCESS, str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what a library prints is no output of a command
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-        )
-    return ours, process
-
-
 class EngineConnection(asyncio.Protocol):
     """A process that runs an engine. It ends when this object's process does.
 
@@ -90,10 +55,10 @@ class EngineConnection(asyncio.Protocol):
     requests: the unfinished ones by their key.
     """
 
-    def __init__(self, start: frames.Start, owner: Owner) -> None:
+    def __init__(self, start: frames.Start, owner: Owner, launcher: Launcher) -> None:
         self.replica = start.replica
         self._owner = owner
-        self._socket, self._process = launch()
+        self._socket, self._process = launcher.launch()
         self._reader = frames.FrameReader(frames.decode_report)
         self.loop: asyncio.AbstractEventLoop | None = None
         self._transport: asyncio.WriteTransport | None = None
@@ -119,7 +84,9 @@ class EngineConnection(asyncio.Protocol):
                 if isinstance(report, frames.Ready):  # heartbeats may follow it
                     self._stats = report.stats
                     return report
-        raise EngineDeadError(f"{self.name} ended before its engine was made ({self._how_ended()})")
+        raise EngineDeadError(
+            f"{self.name} ended before its engine was made ({self._process.how_ended(SOON_S)})"
+        )
 
     async def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Read and write in this event loop from now on. Raises EngineDeadError."""
@@ -215,11 +182,9 @@ class EngineConnection(asyncio.Protocol):
         A process that is stuck in the kernel stays.
         """
         for _ in range(2):
-            try:
-                self._process.wait(END_S)
+            if self._process.wait(END_S):
                 return
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+            self._process.kill()
         logger.error("%s does not end, although it is killed", self.name)
 
     def check(self) -> None:
@@ -264,7 +229,7 @@ class EngineConnection(asyncio.Protocol):
         if self._is_closed is not None and not self._is_closed.done():
             self._is_closed.set_result(None)
         if self.dead is None:
-            how = self._how_ended()
+            how = self._process.how_ended(SOON_S)
             cause = ProcessEndError(how if error is None else repr(error))
             self._die(caused(f"{self.name} has ended ({how})", cause))
 
@@ -375,14 +340,6 @@ class EngineConnection(asyncio.Protocol):
     @property
     def name(self) -> str:
         return f"engine process {self.replica}"
-
-    def _how_ended(self) -> str:
-        try:
-            code = self._process.wait(SOON_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # it cannot be used any more
-            return "its socket was closed"
-        return f"by signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def call_in_loop(loop: asyncio.AbstractEventLoop | None, function: Callable[[], None]) -> None:

@@ -30,11 +30,14 @@ from ..speculative_config import SpeculativeConfig
 from ..text.prompt_parser import ParsedPrompt
 from . import frames
 from .inbox import Inbox
+from .launcher import Launcher, LocalLauncher
 from .restart_terms import DEFAULT_TERMS, RestartTerms
 from .sent_request import SentRequest
 from .supervised_engine import SupervisedEngine
 from .supervisor import Supervisor
 from .telemetry.log_lines import LogFormat
+
+LOCAL = LocalLauncher()
 
 
 class EngineClient(AsyncEngine[SupervisedEngine]):
@@ -63,6 +66,8 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
     max_restarts: of one engine within ten minutes, those of rank_restarts included. After that all requests
         fail with EngineDeadError.
     step_timeout: seconds after which a process whose step does not end is taken for one that hangs.
+    launcher: starts the processes, by default on this machine; `paged.ray.cluster.connect` returns one that
+        starts them on a Ray cluster.
 
     Raises ConfigError, CheckpointError or UnsupportedModelError, as `LLMEngine` does, and EngineDeadError if
     a process ends before its engine is made.
@@ -79,6 +84,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         resume: bool = DEFAULT_TERMS.resume,
         max_restarts: int = DEFAULT_TERMS.max_restarts,
         step_timeout: float = DEFAULT_TERMS.step_timeout,
+        launcher: Launcher = LOCAL,
         **options: Any,
     ) -> None:
         check_interval(stream_interval_s)
@@ -89,12 +95,13 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         terms = _terms_of_ranks(config, terms, replicas)
         directory = resolve(config.model, config.revision)  # downloaded once, for all processes
         model_config = read_config(directory)
-        sent = {"model": model, **_sendable_options(config, options, replicas)}
+        num_sharing = replicas if launcher.divides_machine else 1
+        sent = {"model": model, **_sendable_options(config, options, num_sharing), **launcher.engine_options}
         starts = [
-            frames.Start(sent, stream_interval_s, log_format, replica, replicas)
+            frames.Start(sent, stream_interval_s, log_format, replica, num_sharing)
             for replica in range(replicas)
         ]
-        self._supervisor = Supervisor(starts, router, terms, config.max_waiting)
+        self._supervisor = Supervisor(starts, router, terms, config.max_waiting, launcher)
         self._engines = self._supervisor.replicas
         self._finalizer = weakref.finalize(self, self._supervisor.close)
         try:

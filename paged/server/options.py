@@ -38,6 +38,7 @@ _OPTIONAL_TEXTS = (
     "ssl_keyfile",
     "ssl_certfile",
     "otlp_traces_endpoint",
+    "ray",
 )
 _TEXTS = ("host", "metrics_prefix")
 _LISTS = ("api_key", "served_model_name", "allowed_origins", "allowed_hosts")
@@ -106,6 +107,8 @@ class ServeOptions:
     response_store: bytes of memory for responses that previous_response_id goes on from, of which the
         oldest leave; 0 stores none.
     replicas: number of engine processes, each with its own GPU or share of the cores.
+    ray: a Ray cluster whose nodes run the engine processes: HOST:PORT, "auto" for that of RAY_ADDRESS or of
+        this machine, or "local" for one that is started here.
     router: which replica gets a request: "round-robin", "least-loaded" or "prefix-aware".
     stream_interval_s: longest time in seconds for which tokens of a stream are held back to be sent together,
         where sending each by itself would take more than one percent of the time; 0 never holds back.
@@ -155,6 +158,7 @@ class ServeOptions:
     ignore_builtin_tools: bool = False
     response_store: int = 0
     replicas: int = 1
+    ray: str | None = None
     router: Literal["round-robin", "least-loaded", "prefix-aware"] = "prefix-aware"
     stream_interval_s: float = STREAM_INTERVAL_S
     metrics_prefix: str = "paged"

@@ -15,6 +15,7 @@ from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from . import frames
 from .connection import EngineConnection, Owner
+from .launcher import Launcher
 
 RESTART_WINDOW_S = 600.0  # in which restarts are counted
 HANG_S = 30.0  # without heartbeats, after which a process is replaced
@@ -32,11 +33,12 @@ class SupervisedEngine:
     num_resumed: requests that came to it from a process that had ended.
     """
 
-    def __init__(self, start: frames.Start, owner: Owner) -> None:
+    def __init__(self, start: frames.Start, owner: Owner, launcher: Launcher) -> None:
         self._start = start
         self._owner = owner
+        self._launcher = launcher
         self._began_at = time.monotonic()
-        self.connection = EngineConnection(start, owner)
+        self.connection = EngineConnection(start, owner, launcher)
         self.is_up = False
         self.error: EngineDeadError | None = None
         self.num_resumed = 0
@@ -99,7 +101,7 @@ class SupervisedEngine:
         self._restarts.append(time.monotonic())
         self._num_restarts += 1
         self._num_rank_restarts = 0
-        self.connection = EngineConnection(self._start, self._owner)
+        self.connection = EngineConnection(self._start, self._owner, self._launcher)
         return self.connection
 
     @property

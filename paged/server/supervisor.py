@@ -23,6 +23,7 @@ from ..requests.request import TIMEOUT_MESSAGE
 from ..routing.router import new_router
 from . import frames
 from .connection import EngineConnection, call_in_loop
+from .launcher import Launcher
 from .restart_terms import RestartTerms
 from .sent_request import SentRequest
 from .supervised_engine import MOST_PAUSE_S, SupervisedEngine
@@ -41,7 +42,12 @@ class Supervisor:
     """
 
     def __init__(
-        self, starts: Iterable[frames.Start], router: str, terms: RestartTerms, max_waiting: int | None
+        self,
+        starts: Iterable[frames.Start],
+        router: str,
+        terms: RestartTerms,
+        max_waiting: int | None,
+        launcher: Launcher,
     ) -> None:
         self._router_name = router
         self._terms = terms
@@ -58,7 +64,7 @@ class Supervisor:
         self.replicas: list[SupervisedEngine] = []
         try:
             for start in starts:
-                self.replicas.append(SupervisedEngine(start, self))
+                self.replicas.append(SupervisedEngine(start, self, launcher))
         except BaseException:
             self.close()
             raise

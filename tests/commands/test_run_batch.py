@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from paged import LLMEngine, SamplingParams
@@ -22,6 +23,7 @@ from paged.commands.batch_run import BatchRun
 from paged.protocol.batch_file import IdentitySet
 from paged.protocol.calls.completions import CompletionCall
 from paged.protocol.result_file import ResultFile
+from paged.server.launcher import ENGINE_PROCESS as ENGINE
 from tests.support.command_line import write
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -345,28 +347,45 @@ def test_results_without_options_are_gone_on_with(run, tmp_path):
     assert said not in run("run-batch", batch, output)[2]
 
 
+def started(batch: Path, output: Path, *options: str) -> subprocess.Popen[str]:
+    """Start a run in a process of its own. Wait until five lines have results."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    argv = [sys.executable, "-m", "paged", "run-batch", str(batch), str(output), *MODEL, *options]
+    process = subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not output.exists() or output.read_bytes().count(b"\n") < 5:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return process
+
+
 @pytest.mark.usefixtures("loaded")
 def test_a_killed_run_is_completed_by_the_next(run, batch, tmp_path):
-    # One is long, so that not all are done at the kill.
-    long = line("long", prompt="x", max_tokens=400, ignore_eos=True)
-    batch = write(tmp_path / "in.jsonl", long, batch.read_text())
-    output, expected = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[2])}
-    argv = [sys.executable, "-m", "paged", "run-batch", str(batch), str(output), *MODEL]
-    with subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 60
-        while not output.exists() or output.read_bytes().count(b"\n") < 5:
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-    num_left = output.read_bytes().count(b"\n")
-    assert 5 <= num_left < 28
+    """Also one whose engines are killed: they are replaced, and their lines go on in others."""
+    # These are long, so that not all are done at the kills.
+    long = [line(f"long{i}", prompt=f"x{i}", max_tokens=400, ignore_eos=True) for i in range(8)]
+    batch = write(tmp_path / "in.jsonl", *long, batch.read_text())
+    expected = tmp_path / "whole.jsonl"
     run("run-batch", batch, expected)
+    output = tmp_path / "killed.jsonl"
+    with started(batch, output) as process:
+        process.send_signal(signal.SIGKILL)
+    assert 5 <= output.read_bytes().count(b"\n") < 35
     _, _, err = run("run-batch", batch, output, *MODEL)
-    assert "28/28" in err
+    assert "35/35" in err
     assert results(output) == results(expected)
-    assert len(results(output)) == 28
+    assert len(results(output)) == 35
+    output = tmp_path / "replicas.jsonl"
+    with started(batch, output, "--replicas", "2") as process:
+        engines = [each for each in psutil.Process(process.pid).children() if ENGINE in each.cmdline()]
+        assert len(engines) == 2
+        for engine in engines:
+            engine.kill()
+        _, err = process.communicate(timeout=120)
+    assert (process.returncode, err.count("has ended (by signal SIGKILL)")) == (1, 2), err
+    assert results(output) == results(expected)
+    assert not any(each.is_running() for each in engines)
 
 
 @pytest.mark.usefixtures("loaded")
@@ -424,6 +443,11 @@ def test_nothing_else_is_written_over(run, tmp_path):
         "run-batch", source, tmp_path / "out", "--chat-template", "missing.jinja"
     )
     assert "block_size must be" in run.refused("run-batch", source, tmp_path / "out", "--block-size", "3")
+    refused = run.refused("run-batch", source, tmp_path / "out", "--router", "round-robin")
+    assert "router goes with replicas, the number of engine processes; give both" in refused
+    assert "replicas must be from 1 to 1024, got 0" in run.refused(
+        "run-batch", source, tmp_path / "out", "--replicas", "0"
+    )
     assert "/dev/null: not a regular file" in run.refused("run-batch", source, "/dev/null")
     assert "/dev/null: not a file that can be read twice" in run.refused(
         "run-batch", "/dev/null", tmp_path / "out"

@@ -36,7 +36,7 @@ from paged import (
 )
 from paged.engine.async_base import AsyncEngine
 from paged.scheduler.policies import FirstComeFirstServed
-from paged.server import connection, frames
+from paged.server import frames, launcher
 from paged.server.engine_client import EngineClient
 from paged.server.engine_process import take_share
 from paged.server.inbox import Inbox
@@ -416,7 +416,7 @@ def test_a_client_serves_one_event_loop(client):
 
 
 def test_heartbeats_keep_coming_while_a_step_runs(monkeypatch):
-    monkeypatch.setattr(connection, "ENGINE_PROCESS", "tests.support.failing_engine_process")
+    monkeypatch.setattr(launcher, "ENGINE_PROCESS", "tests.support.failing_engine_process")
 
     async def main() -> None:
         async with EngineClient("demo", **OPTIONS) as client:
@@ -488,7 +488,7 @@ def test_streams_that_are_collected_while_their_engine_ends_hold_nobody(monkeypa
 
 def test_a_request_that_ends_each_process_is_refused_alone(sync, monkeypatch):
     """The other one goes on, through three deaths, with the tokens that it would have had."""
-    monkeypatch.setattr(connection, "ENGINE_PROCESS", "tests.support.failing_engine_process")
+    monkeypatch.setattr(launcher, "ENGINE_PROCESS", "tests.support.failing_engine_process")
     (whole,) = sync.generate([[5]], LONG, use_tqdm=False)
 
     async def main() -> None:
@@ -521,7 +521,7 @@ def test_shutdown_ends_readers_and_processes():
         await client.__aexit__()
 
     run(main())
-    assert process.poll() == 0
+    assert process.how_ended(0) == "exit code 0"
 
 
 @pytest.mark.parametrize("when", ["starting", "running"])
@@ -530,7 +530,7 @@ def test_the_engine_process_ends_with_its_parent(when):
     script = f"""
         import asyncio, os, socket
         from paged import SamplingParams
-        from paged.server import engine_client, connection
+        from paged.server import connection, engine_client, launcher
 
         listener = socket.create_server(("127.0.0.1", 0))
 
@@ -547,7 +547,7 @@ def test_the_engine_process_ends_with_its_parent(when):
         if {when == "starting"}:
             wait = connection.EngineConnection.wait_ready
             connection.EngineConnection.wait_ready = lambda self: tell(self) or wait(self)
-            connection.ENGINE_PROCESS = "tests.support.stuck_engine_process"
+            launcher.ENGINE_PROCESS = "tests.support.stuck_engine_process"
         asyncio.run(main())
     """
     parent = subprocess.Popen(

@@ -1,0 +1,145 @@
+"""What do several engine processes of one machine give a batch?
+
+    python -m benchmarks.replicas
+
+batch: `paged run-batch` with two engine processes of one thread each, against two commands that are started
+by hand for half of the lines each, from start to end. All must give the same texts.
+
+prefixes: questions about a few long texts, in random order, over two engine processes whose caches hold half
+of the texts: routers against each other. `prefix-aware` sends a text to the engine that has it.
+
+A ratio is the median over the rounds, whose ways run in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import print_json, print_table
+from benchmarks.server.text_checkpoint import text_checkpoint
+
+NUM_TEXTS = 50
+TEXT_TOKENS = 512
+QUESTIONS = 8  # about each text
+BLOCK_SIZE = 16
+Way = Callable[[Path], None]
+Process = subprocess.Popen[str]
+
+
+def main() -> None:
+    """Run the sections, and print a table for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="llama-15m")
+    parser.add_argument("--lines", type=int, default=1500)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    model = text_checkpoint(args.model)
+    with tempfile.TemporaryDirectory() as folder:
+        lines = [_line(i, [1 + i % 199] * 16, 32 + i % 32) for i in range(args.lines)]
+        batch = _Batch(Path(folder), model, lines)
+        ways: dict[str, Way] = {"--replicas 2": batch.replicas, "two commands": batch.two_commands}
+        found = {"batch": _compare(ways, Path(folder), args.rounds, "two commands")}
+    with tempfile.TemporaryDirectory() as folder:
+        texts = _Batch(Path(folder), model, _questions())
+        # Half of the texts, and the requests that are computed.
+        num_blocks = NUM_TEXTS // 2 * TEXT_TOKENS // BLOCK_SIZE + 256
+        options = ("--num-blocks", str(num_blocks), "--block-size", str(BLOCK_SIZE), "--max-num-seqs", "8")
+        ways = {
+            router: lambda file, router=router: texts.replicas(file, "--router", router, *options)
+            for router in ("prefix-aware", "least-loaded", "round-robin")
+        }
+        found["prefixes"] = _compare(ways, Path(folder), args.rounds, "round-robin")
+    print_json({"benchmark": "replicas", **found, **vars(args)})
+
+
+def _line(number: int, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    body = {"prompt": [*prompt], "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    return {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def _questions() -> list[dict[str, Any]]:
+    """Return the questions about all texts, in random order."""
+    chosen = random.Random(0)
+    texts = [[chosen.randrange(2, 4000) for _ in range(TEXT_TOKENS)] for _ in range(NUM_TEXTS)]
+    order = [text for text in texts for _ in range(QUESTIONS)]
+    chosen.shuffle(order)
+    return [_line(i, [*text, 2 + i], 8) for i, text in enumerate(order)]
+
+
+class _Batch:
+    """A batch file, and the ways to compute it."""
+
+    def __init__(self, folder: Path, model: str, lines: list[dict[str, Any]]) -> None:
+        self.model = model
+        self.whole = folder / "in.jsonl"
+        self.halves = [folder / f"half{i}.jsonl" for i in range(2)]
+        for path, part in ((self.whole, lines), *zip(self.halves, (lines[::2], lines[1::2]), strict=True)):
+            path.write_text("".join(json.dumps(line) + "\n" for line in part))
+
+    def replicas(self, output: Path, *options: str) -> None:
+        """Compute it with two engine processes."""
+        _wait([self._start(self.whole, output, "--replicas", "2", *options)])
+
+    def two_commands(self, output: Path) -> None:
+        """Compute it with two commands, each on its own core."""
+        outputs = [output.with_suffix(f".{i}") for i in range(2)]
+        pairs = enumerate(zip(self.halves, outputs, strict=True))
+        _wait([self._start(half, out, "--num-threads", "1", core=i) for i, (half, out) in pairs])
+        output.write_bytes(b"".join(out.read_bytes() for out in outputs))
+
+    def _start(self, source: Path, output: Path, *options: str, core: int | None = None) -> Process:
+        bound = [] if core is None else ["taskset", "--cpu-list", str(core)]
+        files = [str(source), str(output)]
+        command = [sys.executable, "-m", "paged", "run-batch", *files, "--model", self.model, *options]
+        return subprocess.Popen([*bound, *command], stderr=subprocess.PIPE, text=True)
+
+
+def _wait(processes: Sequence[Process]) -> None:
+    for process in processes:
+        _, said = process.communicate()
+        assert process.returncode == 0, said
+
+
+def _compare(ways: dict[str, Way], folder: Path, rounds: int, base: str) -> dict[str, float]:
+    """Compute a batch in all ways in turns. Print a table; return the speed of each over that of the base."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    expected = None
+    for number in range(rounds):
+        for name, way in ways.items():
+            output = folder / f"{name}.{number}.jsonl"
+            started = time.perf_counter()
+            way(output)
+            seconds[name].append(time.perf_counter() - started)
+            texts = _texts(output)
+            assert expected in (None, texts), f"{name} gives other texts"
+            expected = texts
+    speed = {
+        name: statistics.median(b / t for b, t in zip(seconds[base], times, strict=True))
+        for name, times in seconds.items()
+    }
+    print_table(
+        [
+            {"way": name, "s": statistics.median(times), f"speed of {base}": speed[name]}
+            for name, times in seconds.items()
+        ]
+    )
+    return speed
+
+
+def _texts(output: Path) -> dict[str, str]:
+    results = map(json.loads, output.read_text().splitlines())
+    return {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in results}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Batch inference over Ray Data: a column of prompts in, columns of results out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..base.validation import check_int
+from ..config import EngineConfig
+from ..errors import ConfigError, PagedError, QueueFullError
+from ..requests.request import RequestOutput
+from ..requests.seeds import derived_seed
+from ..sampling_params import RequestOutputKind, SamplingParams
+from .cluster import share_of
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+    from ..server.engine_client import EngineClient
+
+ROWS_OF_BLOCK = 64  # Ray computes a block again as a whole, so they are small
+ROWS_OF_BATCH = 8  # many small batches at once: the engine never waits for the last rows of one
+RESULTS = ("text", "token_ids", "finish_reason", "error")
+FULL_S = 0.02  # until a row is sent again that found the engine's queue full
+
+logger = logging.getLogger(__name__)
+
+
+def generate(
+    dataset: Dataset,
+    model: str,
+    sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+    *,
+    id_column: str,
+    prompt_column: str = "prompt",
+    messages_column: str | None = None,
+    replicas: int = 1,
+    max_restarts: int = 5,
+    **options: Any,
+) -> Dataset:
+    """Return a dataset with the results of each row, computed as the dataset is read.
+
+    Added are the columns text, token_ids, finish_reason and error, of which the last is None for a row that has
+    a result; a row that is wrong, or that ends its engine twice, has its error there. The seed of a row
+    comes from its id, so that a row which is computed again has the same tokens.
+
+    sampling_params: of all rows; n is 1.
+    id_column: a column of texts or integers, no two alike.
+    prompt_column: a column of texts or of lists of token ids.
+    messages_column: a column of conversations, in place of prompts.
+    replicas: actors, each with an engine in a process of its own, which is replaced when it ends.
+    max_restarts: of one engine within ten minutes.
+    options: of `LLMEngine`.
+
+    Raises ConfigError and RequestError for wrong arguments, before anything is computed.
+    """
+    from ray.data import ActorPoolStrategy
+
+    check_int(ConfigError, "replicas", replicas, 1)
+    config = EngineConfig(model, **options)
+    params = _params(sampling_params)
+    schema = dataset.schema()
+    columns = [] if schema is None else schema.names
+    needed = (id_column, messages_column or prompt_column)
+    for name in needed:
+        if name not in columns:
+            raise ConfigError(f"the dataset has no column {name!r}; it has {', '.join(columns)}")
+    for name in RESULTS:
+        if name in columns:
+            raise ConfigError(
+                f"the dataset has a column {name!r}, which the results would replace; rename it"
+            )
+    share = share_of(options, replicas, num_reserved=1)  # Ray Data reads and writes with it
+    at_once = max(2, 2 * config.max_num_seqs // ROWS_OF_BATCH)
+    engine_options = options if share.num_gpus else {**options, "num_threads": share.num_cpus}
+    return dataset.repartition(target_num_rows_per_block=ROWS_OF_BLOCK).map_batches(
+        _Generator,
+        batch_size=ROWS_OF_BATCH,
+        batch_format="pyarrow",
+        compute=ActorPoolStrategy(
+            size=replicas, max_tasks_in_flight_per_actor=at_once, max_concurrent_calls_per_actor=at_once
+        ),
+        fn_constructor_kwargs={
+            "columns": needed,
+            "is_chat": messages_column is not None,
+            "params": params,
+            "options": {"model": model, "max_restarts": max_restarts, **engine_options},
+        },
+        num_cpus=share.num_cpus,
+        num_gpus=share.num_gpus,
+    )
+
+
+def _params(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams | None:
+    """Return the parameters of all rows. Raises RequestError."""
+    if given is None:
+        return None
+    params = given if isinstance(given, SamplingParams) else SamplingParams(**given)
+    if params.n > 1:
+        raise ConfigError(f"a row has one text, and n is {params.n}; give each row several times")
+    return replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+class _Generator:
+    """An actor's function: answers the rows of many batches at once with one engine."""
+
+    def __init__(
+        self,
+        columns: tuple[str, str],
+        params: SamplingParams | None,
+        options: Mapping[str, Any],
+        *,
+        is_chat: bool,
+    ) -> None:
+        from ..server.engine_client import EngineClient
+
+        self._id_column, self._input_column = columns
+        self._is_chat = is_chat
+        self._engine: EngineClient = EngineClient(**options)
+        self._params = self._engine.text.default_params if params is None else params
+        self._params = replace(self._params, output_kind=RequestOutputKind.FINAL_ONLY)
+
+    async def __call__(self, batch: Any) -> Any:
+        """Return the batch with the columns of results."""
+        ids = batch.column(self._id_column).to_pylist()
+        inputs = batch.column(self._input_column).to_pylist()
+        results = await asyncio.gather(*map(self._row, ids, inputs))
+        return _with_results(batch, results)
+
+    async def _row(
+        self, row_id: Any, given: Any
+    ) -> tuple[str | None, list[int] | None, str | None, str | None]:
+        """Return the results of a row, or its error. Others go on, whatever that is."""
+        try:
+            output = await self._output(row_id, given)
+        except PagedError as error:
+            if not self._engine.is_running:
+                raise
+            return None, None, None, str(error)
+        except Exception as error:
+            logger.exception("the row %r failed", row_id)
+            return None, None, None, f"{type(error).__name__}: {error}"
+        completion = output.outputs[0]
+        if completion.finish_reason in ("error", "abort"):
+            return None, None, None, str(completion.stop_reason or completion.finish_reason)
+        return completion.text, [*completion.token_ids], completion.finish_reason, None
+
+    async def _output(self, row_id: Any, given: Any) -> RequestOutput:
+        if row_id is None:
+            raise ConfigError(f"the row has no {self._id_column}, from which its seed follows")
+        params = self._params
+        if params.seed is None:
+            seed = derived_seed(self._engine.config.seed, str(row_id))
+            params = replace(params, seed=seed >> 1)  # a seed that is given has a sign
+        start = self._engine.chat if self._is_chat else self._engine.generate
+        while True:
+            try:
+                last = None
+                async for output in start(given, params):
+                    last = output
+            except QueueFullError:
+                await asyncio.sleep(FULL_S)
+            else:
+                assert last is not None, "a stream ends with an output"
+                return last
+
+
+def _with_results(batch: Any, results: Sequence[tuple[Any, ...]]) -> Any:
+    """Return an Arrow table with the columns of results."""
+    import pyarrow
+
+    types = (pyarrow.string(), pyarrow.list_(pyarrow.int64()), pyarrow.string(), pyarrow.string())
+    for name, kind, values in zip(RESULTS, types, zip(*results, strict=True), strict=True):
+        batch = batch.append_column(name, pyarrow.array(values, kind))
+    return batch

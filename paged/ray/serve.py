@@ -1,0 +1,118 @@
+"""A Ray Serve application: each replica is an engine with the server's own routes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+
+from ..config import EngineConfig
+from ..errors import ConfigError, EngineDeadError
+from ..server.options import MAX_WAITING, ServeOptions
+
+# Serve listens, divides and restarts, each in its own way.
+OF_SERVE = frozenset(
+    {
+        "host",
+        "port",
+        "uds",
+        "ssl_keyfile",
+        "ssl_certfile",
+        "root_path",
+        "metrics_port",
+        "max_connections",
+        "keep_alive_timeout_s",
+        "head_timeout_s",
+        "slow_client_timeout_s",
+        "replicas",
+        "ray",
+        "router",
+        "drain_delay",
+        "drain_timeout",
+    }
+)
+
+
+def app(
+    model: str,
+    *,
+    deployment: Mapping[str, Any] | None = None,
+    server: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> serve.Application:
+    """Return an application for `serve.run`, whose replicas serve a model with the routes of `paged serve`.
+
+    >>> serve.run(app("demo", deployment={"num_replicas": 2}))
+
+    Serve scales, checks and updates the replicas. A replica that ends takes its streams with it: a client sees
+    an incomplete body, where `paged serve --ray` goes on.
+
+    deployment: options of `serve.deployment`, such as num_replicas, autoscaling_config or ray_actor_options. By
+        default max_ongoing_requests is what an engine admits, and an actor gets a GPU or the cores of num_threads.
+    server: options of `paged serve`, without those of sockets and replicas.
+    options: of `LLMEngine`.
+
+    Raises ConfigError.
+    """
+    given = {"max_waiting": MAX_WAITING, **options}
+    config = EngineConfig(model, **given)
+    server_options = dict(server or {})
+    if refused := sorted(OF_SERVE & server_options.keys()):
+        raise ConfigError(
+            f"{', '.join(refused)} of server are for Serve itself: see serve.start and deployment"
+        )
+    ServeOptions(**server_options)
+    terms = {"max_ongoing_requests": config.max_num_seqs + MAX_WAITING, **(deployment or {})}
+    terms.setdefault("ray_actor_options", _resources(options))
+    return serve.deployment(**terms)(_Replica).bind({"model": model, **given}, server_options)
+
+
+def _resources(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an actor asks for: a GPU where the engine is to have one, else a core for each thread."""
+    if options.get("device", "auto").startswith("cuda"):
+        return {"num_gpus": 1}
+    return {"num_cpus": options.get("num_threads") or 1}
+
+
+@serve.ingress()
+class _Replica:
+    """An engine in a process of its own, and the server's application."""
+
+    def __init__(self, engine_options: Mapping[str, Any], server_options: Mapping[str, Any]) -> None:
+        from ..server.engine_client import EngineClient
+
+        # Its hosts are those of Serve's proxies.
+        options = ServeOptions(**{"allowed_hosts": ["*"], **server_options})
+        self._engine = EngineClient(
+            **engine_options,
+            log_format=options.log_format,
+            resume=options.resume,
+            max_restarts=options.max_restarts,
+            step_timeout=options.step_timeout,
+        )
+        self._options = options
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """Return the server's application. Serve calls it once the engine is made."""
+        from ..server.app import new_app
+        from ..server.front_end import FrontEnd
+        from ..server.http.exchange import CUT, IS_TOO_SLOW
+
+        served = new_app(FrontEnd(self._engine, self._options))
+
+        async def door(scope: Any, receive: Any, send: Any) -> None:
+            # Slow clients are those of Serve's proxies, which hold what they have not read.
+            await served({**scope, IS_TOO_SLOW: lambda: False, CUT: lambda: None}, receive, send)
+
+        return door
+
+    async def check_health(self) -> None:
+        """Raise EngineDeadError if no engine is left, or none is well, so that Serve replaces the replica."""
+        if self._engine.dead_error is not None:
+            raise EngineDeadError(str(self._engine.dead_error))
+        if troubles := await self._engine.troubles():
+            raise EngineDeadError("; ".join(troubles))
+
+    def __del__(self) -> None:
+        self._engine.shutdown()

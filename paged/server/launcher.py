@@ -1,0 +1,97 @@
+"""Launchers: how an engine process is started, and how it is reached."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from ..text.worker import ROOT
+
+ENGINE_PROCESS = "paged.server.engine_process"  # the module that it runs
+BUFFER_BYTES = 4 * 2**20  # of the socket, as far as the system allows: a step waits while it is full
+
+
+class EngineProcess(Protocol):
+    """A process that runs an engine, as its connection sees it."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is gone, at most so long. Return whether it is."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    def how_ended(self, timeout_s: float) -> str:
+        """Return how it ended, in a few words; a process that has not ended in time is ended."""
+
+
+class Launcher(Protocol):
+    """Starts engine processes."""
+
+    divides_machine: bool  # whether the processes run on one machine, and take shares of it
+    engine_options: Mapping[str, Any]  # that each engine gets besides its own
+
+    def launch(self) -> tuple[socket.socket, EngineProcess]:
+        """Start a process. Return a socket to it, to which `Start` is sent first, and the process."""
+
+
+class LocalProcess:
+    """A child of this process."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is gone, at most so long. Return whether it is."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+    def how_ended(self, timeout_s: float) -> str:
+        """Return how it ended, in a few words; a process that has not ended in time is ended."""
+        if not self.wait(timeout_s):
+            self.kill()  # it cannot be used any more
+            return "its socket was closed"
+        code = self._process.returncode
+        return f"by signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+class LocalLauncher:
+    """Starts processes on this machine, which end with this one."""
+
+    divides_machine = True
+    engine_options: Mapping[str, Any] = MappingProxyType({})
+
+    def launch(self) -> tuple[socket.socket, LocalProcess]:
+        """Start a process. Return a socket to it, and the process."""
+        ours, theirs = socket_pair()
+        path = [ROOT, *filter(None, sys.path)]  # so that it finds what this process finds
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", ENGINE_PROCESS, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a library prints is no output of a command
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+            )
+        return ours, LocalProcess(process)
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return two ends of a connection with buffers for the outputs of steps."""
+    ends = socket.socketpair()
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    return ends
