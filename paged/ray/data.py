@@ -43,8 +43,8 @@ def generate(
 ) -> Dataset:
     """Return a dataset with the results of each row, computed as the dataset is read.
 
-    Added are the columns text, token_ids, finish_reason and error, of which the last is None for a row that has
-    a result; a row that is wrong, or that ends its engine twice, has its error there. The seed of a row
+    Added are the columns text, token_ids, finish_reason and error, of which the last is None for a row that
+    has a result; a row that is wrong, or that ends its engine twice, has its error there. The seed of a row
     comes from its id, so that a row which is computed again has the same tokens.
 
     sampling_params: of all rows; n is 1.

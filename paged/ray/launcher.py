@@ -29,7 +29,6 @@ MOST_UNREAD = 64  # parts that the stream of an actor is ahead of its reader
 logger = logging.getLogger(__name__)
 
 
-@ray.remote(max_restarts=0, concurrency_groups={"orders": 1, "reports": 1, "ends": 2})
 class EngineActor:
     """Runs an engine process beside it, and carries bytes. The process ends with it.
 
@@ -65,6 +64,11 @@ class EngineActor:
         return self._process.how_ended(timeout_s)
 
 
+_Actor: Any = ray.remote(max_restarts=0, concurrency_groups={"orders": 1, "reports": 1, "ends": 2})(
+    EngineActor
+)
+
+
 class RayProcess:
     """An engine process with its actor, an `EngineProcess`.
 
@@ -76,7 +80,7 @@ class RayProcess:
         self._share = share
         self._how: str | None = None
         self._is_over = threading.Event()
-        self._actor = EngineActor.options(
+        self._actor = _Actor.options(
             num_cpus=share.num_cpus, num_gpus=share.num_gpus, runtime_env={"env_vars": {**environment}}
         ).remote()
         threading.Thread(target=self._carry_reports, name="paged-ray-reports", daemon=True).start()

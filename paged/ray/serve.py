@@ -45,11 +45,12 @@ def app(
 
     >>> serve.run(app("demo", deployment={"num_replicas": 2}))
 
-    Serve scales, checks and updates the replicas. A replica that ends takes its streams with it: a client sees
-    an incomplete body, where `paged serve --ray` goes on.
+    Serve scales, checks and updates the replicas. A replica that ends takes its streams with it: a client
+    sees an incomplete body, where `paged serve --ray` goes on.
 
-    deployment: options of `serve.deployment`, such as num_replicas, autoscaling_config or ray_actor_options. By
-        default max_ongoing_requests is what an engine admits, and an actor gets a GPU or the cores of num_threads.
+    deployment: options of `serve.deployment`, such as num_replicas, autoscaling_config or ray_actor_options.
+        By default max_ongoing_requests is what an engine admits, and an actor gets a GPU or the cores of
+        num_threads.
     server: options of `paged serve`, without those of sockets and replicas.
     options: of `LLMEngine`.
 
