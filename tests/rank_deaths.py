@@ -1,6 +1,6 @@
 """Ranks end or hang at random moments under requests: every answer is that of one process.
 
-python -m tests.rank_deaths                    # 200 deaths of real processes, about 20 minutes
+python -m tests.rank_deaths                    # 200 deaths of real processes, about 15 minutes
 python -m tests.rank_deaths --num-deaths 20 --stages 3
 python -m tests.rank_deaths --server           # ranks of an engine process, and that process, end in turn
 python -m tests.rank_deaths --engines 20       # so many engines start at once
