@@ -137,7 +137,7 @@ def absent_gpu(target: str) -> Iterator[Counter[str]]:
     patches = {
         "triton.runtime.JITFunction._do_compile": _compile_nothing(launched),
         "torch.empty": _empty_or_zeros,
-        "paged.runner.model_runner.load_model": _load_stubbed,
+        "paged.runner.part_runner.load_model": _load_stubbed,
     }
     patches["paged.runner.model_runner.Transfers"] = partial(Transfers, in_place=False)
     patches["torch.cuda.Event"] = _Happened

@@ -134,9 +134,8 @@ MUTANTS = [
         "a norm is launched twice",
         "base",
         "model/decoder",
-        "        left = self._normed(self.mlp(hidden), residual, self.after_mlp)\n",
-        "        hidden = add_and_norm(hidden, residual, self.before_mlp)\n"
-        "        left = self._normed(self.mlp(hidden), residual, self.after_mlp)\n",
+        "        out = self.mlp(hidden)\n",
+        "        hidden = add_and_norm(hidden, residual, self.before_mlp)\n        out = self.mlp(hidden)\n",
     ),
     Mutant(
         "attention is planned for each layer",
@@ -156,8 +155,8 @@ MUTANTS = [
         "each expert has a product of its own",
         "model mixtral",
         "model/weights/forms",
-        "if not (kernels.has_grouped_linear and all(",
-        "if not (not kernels.has_grouped_linear and all(",
+        "if not kernels.has_grouped_linear or len(plain) < len(forms):",
+        "if kernels.has_grouped_linear or len(plain) < len(forms):",
     ),
     Mutant(
         "each expert in codes has a product of its own",

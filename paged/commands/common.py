@@ -95,8 +95,10 @@ def launcher_of(ray: str | None, options: Mapping[str, Any], replicas: int) -> L
 
     if ray is None:
         return LocalLauncher()
-    from ..ray.cluster import connect
-
+    try:
+        from ..ray.launcher import connect
+    except ImportError:
+        raise ConfigError("--ray needs ray, which is not installed: pip install 'paged[ray]'") from None
     return connect(ray, options, replicas)
 
 

@@ -5,21 +5,15 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import ray
 
 from ..errors import ConfigError
 
-try:
-    import ray
-except ImportError:
-    raise ConfigError("engines on Ray need ray, which is not installed: pip install 'paged[ray]'") from None
-
-if TYPE_CHECKING:
-    from .launcher import RayLauncher
-
-LOCAL = "local"  # the address of a cluster that is started here
+LOCAL_CLUSTER = "local"  # the address of a cluster that is started here
 OLDEST = (2, 49)
-ANSWER_S = 10.0  # in which a cluster has to take a connection
+CONNECTS_S = 10.0  # in which a cluster has to take a connection
 
 
 class Share(NamedTuple):
@@ -45,9 +39,9 @@ def join(address: str | None) -> bool:
         raise ConfigError(f"ray must be {least} or newer, and {ray.__version__} is installed")
     if ray.is_initialized():
         return False
-    address = address or os.environ.get("RAY_ADDRESS") or LOCAL
-    if address == LOCAL:
-        ray.init(address=LOCAL, include_dashboard=False, log_to_driver=True, logging_level="warning")
+    address = address or os.environ.get("RAY_ADDRESS") or LOCAL_CLUSTER
+    if address == LOCAL_CLUSTER:
+        ray.init(address=LOCAL_CLUSTER, include_dashboard=False, log_to_driver=True, logging_level="warning")
         return True
     _require_answer(address)
     try:
@@ -55,14 +49,6 @@ def join(address: str | None) -> bool:
     except (RuntimeError, ConnectionError, ValueError) as error:
         raise ConfigError(f"the Ray cluster at {address} cannot be joined: {error}") from error
     return False
-
-
-def connect(address: str | None, options: Mapping[str, Any], replicas: int) -> RayLauncher:
-    """Return a launcher for engines with these options on a cluster. Raises ConfigError."""
-    from .launcher import RayLauncher
-
-    is_local = join(address)
-    return RayLauncher(share_of(options, replicas), is_local=is_local)
 
 
 def _require_answer(address: str) -> None:
@@ -73,10 +59,10 @@ def _require_answer(address: str) -> None:
             return
         raise ConfigError(f"the address of a Ray cluster must be HOST:PORT, auto or local; got {address!r}")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECTS_S).close()
     except OSError as error:
         raise ConfigError(
-            f"no Ray cluster answers at {address} within {ANSWER_S:.0f} s: {error}; "
+            f"no Ray cluster answers at {address} within {CONNECTS_S:.0f} s: {error}; "
             "`ray start --head` starts one"
         ) from error
 

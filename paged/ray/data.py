@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ROWS_OF_BLOCK = 64  # Ray computes a block again as a whole, so they are small
 ROWS_OF_BATCH = 8  # many small batches at once: the engine never waits for the last rows of one
 RESULTS = ("text", "token_ids", "finish_reason", "error")
-FULL_S = 0.02  # until a row is sent again that found the engine's queue full
+QUEUE_FULL_S = 0.02  # until a row is sent again that found the engine's queue full
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class _Generator:
                 async for output in start(given, params):
                     last = output
             except QueueFullError:
-                await asyncio.sleep(FULL_S)
+                await asyncio.sleep(QUEUE_FULL_S)
             else:
                 assert last is not None, "a stream ends with an output"
                 return last

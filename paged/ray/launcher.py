@@ -20,9 +20,9 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from ..server.launcher import LocalLauncher, LocalProcess, socket_pair
 from ..text.worker import ROOT
-from .cluster import Share
+from .cluster import Share, join, share_of
 
-RECEIVED_BYTES = 2**20  # at once: as a rule the frame of a step
+CARRIED_BYTES = 2**20  # at once: as a rule the frame of a step
 PLACE_S = 60.0  # in which the cluster has to start an actor: what it needs was free
 MOST_UNREAD = 64  # parts that the stream of an actor is ahead of its reader
 
@@ -55,7 +55,7 @@ class EngineActor:
     def reports(self) -> Iterator[bytes]:
         """Yield the bytes that come from the engine process, until it ends."""
         with suppress(ConnectionResetError):
-            while data := self._socket.recv(RECEIVED_BYTES):
+            while data := self._socket.recv(CARRIED_BYTES):
                 yield data
 
     @ray.method(concurrency_group="ends")
@@ -132,7 +132,7 @@ class RayProcess:
     def _carry_orders(self) -> None:
         """Send the actor what comes from the socket. It ends with the socket."""
         with suppress(RayError, OSError):
-            while data := self._socket.recv(RECEIVED_BYTES):
+            while data := self._socket.recv(CARRIED_BYTES):
                 self._actor.take.remote(data)
         self.kill()
 
@@ -157,6 +157,12 @@ class RayLauncher:
         """Start a process. Return a socket to it, and the process."""
         ours, theirs = socket_pair()
         return ours, RayProcess(theirs, self._share, self._environment)
+
+
+def connect(address: str | None, options: Mapping[str, Any], replicas: int) -> RayLauncher:
+    """Return a launcher for engines with these options on a cluster. Raises ConfigError."""
+    is_local = join(address)
+    return RayLauncher(share_of(options, replicas), is_local=is_local)
 
 
 def _first_line(error: BaseException) -> str:

@@ -37,7 +37,7 @@ from .supervised_engine import SupervisedEngine
 from .supervisor import Supervisor
 from .telemetry.log_lines import LogFormat
 
-LOCAL = LocalLauncher()
+ON_THIS_MACHINE = LocalLauncher()
 
 
 class EngineClient(AsyncEngine[SupervisedEngine]):
@@ -66,7 +66,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
     max_restarts: of one engine within ten minutes, those of rank_restarts included. After that all requests
         fail with EngineDeadError.
     step_timeout: seconds after which a process whose step does not end is taken for one that hangs.
-    launcher: starts the processes, by default on this machine; `paged.ray.cluster.connect` returns one that
+    launcher: starts the processes, by default on this machine; `paged.ray.launcher.connect` returns one that
         starts them on a Ray cluster.
 
     Raises ConfigError, CheckpointError or UnsupportedModelError, as `LLMEngine` does, and EngineDeadError if
@@ -84,7 +84,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         resume: bool = DEFAULT_TERMS.resume,
         max_restarts: int = DEFAULT_TERMS.max_restarts,
         step_timeout: float = DEFAULT_TERMS.step_timeout,
-        launcher: Launcher = LOCAL,
+        launcher: Launcher = ON_THIS_MACHINE,
         **options: Any,
     ) -> None:
         check_interval(stream_interval_s)

@@ -111,7 +111,7 @@ def test_bfloat16_is_as_close_as_that_of_transformers(name):
         found.append(torch.tensor([[row[token].logprob for row, token in each] for each in rows]))
     wide, narrow = found
     oracle = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint(name), dtype=torch.bfloat16, attn_implementation="eager"
+        checkpoint(name), dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager"
     ).eval()
     with torch.no_grad():
         logprobs = oracle(torch.tensor(prompts)).logits[:, :-1].float().log_softmax(-1)
@@ -232,7 +232,7 @@ def test_the_token_that_makes_a_longrope_request_long_may_complete_a_stop_string
     assert generate(stop).token_ids == token_ids[:num_short]
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith(("gemma", "glm", "granite"))])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith(("gemma", "glm4", "granite")) and name != "glm4_moe"])
 def test_float16_is_refused_where_it_is_too_narrow(name):
     with pytest.raises(ConfigError, match="float16 is too narrow for"):
         new_engine(checkpoint(name), dtype="float16")

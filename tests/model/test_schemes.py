@@ -333,11 +333,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "strategy 'tensor_block' is not supported",
     ),
     (
-        "gpt-oss",
-        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
-        "quant_method 'mxfp4' is not supported; supported are gptq, awq",
-    ),
-    (
         "unsloth bnb-4bit",
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
         "quant_method 'bitsandbytes' is not supported; it was made of 'org/base'",

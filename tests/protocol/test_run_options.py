@@ -80,7 +80,8 @@ def test_every_option_is_compared_or_changes_no_result(begun):
         *("seed", "skip_tokenizer_init"),
     }
     assert ENGINE.keys() | {field.name for field in fields(SamplingParams)} > WITHOUT_EFFECT
-    runs = [(name, begun({name: value})) for name, value in ENGINE.items()]
+    stages = {"pipeline_parallel_size": ENGINE["pipeline_parallel_size"]}  # which pipeline_layers is about
+    runs = [(name, begun({**stages, name: value})) for name, value in ENGINE.items()]
     runs += [(name, begun(**{name: value})) for name, value in SAMPLING.items()]
     for name, run in runs:
         if name in WITHOUT_EFFECT:

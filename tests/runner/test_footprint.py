@@ -67,7 +67,7 @@ def bytes_held(engine: Any) -> int:
     runner = engine.runner
     found = [*tensors_in(runner.model, set()), *runner.kv_cache.tensors.values()]
     opaque = sum(tensor.nbytes for tensor in found if tensor.is_mkldnn)
-    storages = [tensor.untyped_storage() for tensor in found if not tensor.is_mkldnn]
+    storages = [t.untyped_storage() for t in found if not t.is_mkldnn and not t.is_meta]
     return opaque + sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 

@@ -42,7 +42,7 @@ def test_measuring_runs_a_step_of_the_largest_size(monkeypatch, max_num_seqs):
     runner, batches = engine.runner, []
     runner.graphs = None
     monkeypatch.setattr(
-        runner.model, "forward", lambda batch, _: batches.append(batch) or hidden_states(batch)
+        runner.model, "forward", lambda batch, *_: batches.append(batch) or hidden_states(batch)
     )
     peak = measure_peak_bytes(runner.sizes, runner.device, runner.run_in_other_cache)
 

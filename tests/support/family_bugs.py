@@ -235,7 +235,13 @@ BUGS = {
             "norm.into(hidden, residual, add=True)",
             "residual.add_(hidden)",
         ),
-        ("qk_norm", "K is not normalised", ATTENTION, "self.key_norm.into(key, key)", "pass"),
+        (
+            "qk_norm",
+            "K is not normalised",
+            ATTENTION,
+            "norms = [norm for norm in (self.query_norm, self.key_norm) if norm is not None]",
+            "norms = [self.query_norm]",
+        ),
     ],
     matches("gemma2"): [
         ("unit_offset", "1 is not added to norms", TABLE, "read_norm(hf, unit_offset=True)", "read_norm(hf)"),
@@ -296,8 +302,8 @@ BUGS = {
             "output_bias",
             "the bias of attention's output is not added",
             ATTENTION,
-            "self.output(attended.flatten(1))",
-            "self.output.form(attended.flatten(1), None)",
+            "self.output(gather(attended.flatten(1), self.shard))",
+            "self.output.form(gather(attended.flatten(1), self.shard), None)",
         ),
         (
             "bias",
@@ -519,7 +525,7 @@ BUGS = {
             "parallel",
             "the MLP follows attention",
             DECODER,
-            "(ParallelLayer if spec.parallel else DecoderLayer)",
+            "(ParallelLayer if config.layers[i].parallel else DecoderLayer)",
             "DecoderLayer",
         ),
         (
@@ -555,8 +561,8 @@ BUGS = {
             "layer_inputs",
             "layers have the input of the first one",
             INPUTS,
-            "slice(layer * size, (layer + 1) * size)",
-            "slice(size)",
+            "start = (layer - part.layers.start) * size + own.start",
+            "start = own.start",
         ),
         (
             "layer_inputs",

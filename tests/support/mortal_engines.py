@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import socket
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,9 +16,10 @@ import pytest
 
 from paged import LLMEngine
 from paged.engine.request_spec import RequestSpec
-from paged.server import connection, engine_process, frames, supervised_engine, supervisor
+from paged.server import engine_process, frames, supervised_engine, supervisor
 from paged.server.connection import EngineConnection, caused
 from paged.server.engine_process import EngineServer, Link
+from paged.server.launcher import LocalLauncher
 from paged.server.preparations import Preparations
 
 CAUSES = ("killed", "raised", "hung")
@@ -56,7 +56,7 @@ class _MortalLink(Link):
 
 
 class MortalProcess:
-    """One life of an engine. A `ChildProcess`.
+    """One life of an engine. An `EngineProcess`.
 
     limit: the frames that it sends; None: it does not end by itself.
     cause: of its end, drawn when it is there.
@@ -104,13 +104,20 @@ class MortalProcess:
         """Draw how it ends."""
         return self._engines.random.choices(CAUSES, (6, 3, 1))[0]
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end of the life."""
-        self._thread.join(timeout)
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end of the life. Return whether it has ended."""
+        self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise subprocess.TimeoutExpired("an engine", timeout or 0.0)
+            return False
         self._ours.close()
-        return -9
+        return True
+
+    def how_ended(self, timeout_s: float) -> str:
+        """Return how the life ended, as of a process that was killed."""
+        if not self.wait(timeout_s):
+            self.kill()
+            return "its socket was closed"
+        return "by signal SIGKILL"
 
     def kill(self) -> None:
         """End it at once."""
@@ -170,7 +177,7 @@ class MortalEngines:
         return None if mean is None else int(self.random.expovariate(1 / mean))
 
     def launch(self) -> tuple[socket.socket, MortalProcess]:
-        """Begin a life, in place of `connection.launch`."""
+        """Begin a life, in place of `LocalLauncher.launch`."""
         theirs, ours = socket.socketpair()
         life = MortalProcess(self, ours)
         self.lives.append(life)
@@ -180,7 +187,7 @@ class MortalEngines:
     def installed(self) -> Iterator[MortalEngines]:
         """Let clients begin lives in place of processes."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(connection, "launch", self.launch)
+            patch.setattr(LocalLauncher, "launch", lambda _: self.launch())
             patch.setattr(supervised_engine, "EngineConnection", _MortalConnection)
             patch.setattr(engine_process, "Garbage", _NoGarbage)
             patch.setattr(engine_process, "HEARTBEAT_S", HEARTBEAT_S)

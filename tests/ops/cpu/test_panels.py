@@ -395,7 +395,7 @@ def test_an_engine_in_float32_reads_16_bits(name, kept, tmp_path, monkeypatch):
 
     engine = new_engine(tmp_path, dtype="float32")
     assert engine.runner.model.head.form.panels.weight.dtype == kept
-    monkeypatch.setattr(panels, "narrowed", lambda weight: weight)
+    monkeypatch.setattr(panels, "narrowed", lambda weight, _: weight)
     wide = new_engine(tmp_path, dtype="float32", enforce_eager=True)
     assert wide.runner.model.head.form.panels.weight.dtype == torch.float32
     assert bits(engine) == bits(engine) == bits(wide)
