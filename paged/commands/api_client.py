@@ -33,9 +33,10 @@ class ApiAddress:
     """Where a server is.
 
     url: the address of a server of OpenAI's API, such as http://127.0.0.1:8000, or with a path, such as
-        https://example.com/openai/v1; without one it is /v1.
+        https://example.com/openai/v1; without a path, /v1 is added.
     api_key: the key that the server asks for; None takes PAGED_API_KEY or OPENAI_API_KEY of the environment.
-        Others on this machine may see what is given on the command line.
+
+    Other users of this machine may see a key on the command line, but none in the environment.
     """
 
     url: str | None = None

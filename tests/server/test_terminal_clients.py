@@ -6,12 +6,14 @@ import contextlib
 import http.server
 import json
 import os
+import random
 import signal
 import threading
+import time
 
 import pytest
 
-from tests.support.command_line import running
+from tests.support.command_line import running, write
 
 EVENTS = "text/event-stream"
 GREEDY = ("--temperature", "0", "--max-tokens", "5")
@@ -93,8 +95,7 @@ def test_a_chat_is_that_of_the_server(run, served, tmp_path):
     first = say("a", **fields, temperature=1, seed=4)
     del messages[:]
     assert out == first + say("a", **fields, temperature=1, seed=5)
-    schema = ("--json-schema", '{"type": "object", "properties": {}, "additionalProperties": false}')
-    assert run("chat", "--url", served.url, *schema, stdin="a")[1].strip().replace(" ", "") == "{}"
+    assert run(*argv[:7], "--json-schema", '{"enum": ["x"]}', stdin="a")[1].strip() == '"x"'
 
 
 def test_the_key_is_of_the_environment_or_given(run, monkeypatch):
@@ -150,6 +151,10 @@ def test_answers_that_are_none(run, tmp_path, status, kind, parts, out, message)
         code, _, err = run("chat", "--url", url, "--model", "m", typed=f"a\n/save {file}\n")
         assert (code, json.loads(file.read_text())) == (0, [])
         assert message in err
+        load = ("bench", "serve", "--url", url, "--model", "m", "--num-prompts", "2")
+        line = run.fails(*load, "--endpoint", "/v1/chat/completions")
+        assert line.startswith("paged: all 2 requests failed, the first with: ")
+        assert message in line
 
 
 def test_addresses_and_options_that_are_wrong(run):
@@ -171,7 +176,9 @@ def test_an_interrupt_ends_the_answer_of_a_server(run):
     def answer(handler):
         if len(handler.body["messages"]) == 1:
             send(handler, 200, EVENTS, delta("hi"))
+            time.sleep(0.1)  # the chat waits for more
             os.kill(os.getpid(), signal.SIGINT)
+            handler.connection.settimeout(5)
             assert handler.rfile.read() == b""
             cut.set()
         else:
@@ -183,3 +190,73 @@ def test_an_interrupt_ends_the_answer_of_a_server(run):
         assert cut.wait(10)
     assert (code, out.split(">>> ")[1:3]) == (0, ["hi\n", "yes\n"])
     assert "paged:" not in err
+
+
+def figures_in(out):
+    return dict(map(str.strip, line.rsplit(":", 1)) for line in out.splitlines() if ":" in line)
+
+
+def test_a_load_on_the_server(run, served, tmp_path):
+    """Lengths are those asked for, and figures follow from those of the requests."""
+    file = tmp_path / "result.json"
+    argv = ("bench", "serve", "--url", served.url, "--num-prompts", 9, "--ignore-eos", "--save-result", file)
+    sizes = ("--random-input-len", 7, "--random-output-len", 5, "--max-concurrency", 3, "--request-rate", 300)
+    code, out, err = run(*argv, *sizes, "--seed", 3)
+    figures = figures_in(out)
+    result = json.loads(file.read_text())
+    assert (code, err) == (0, "")
+    assert figures["Successful requests"] == "9"
+    assert figures["Total input tokens"] == str(9 * 7)
+    assert figures["Total generated tokens"] == str(9 * 5)
+    assert figures["Maximum request concurrency"] == "3"
+    assert result["input_lens"] == [7] * 9
+    ttfts = sorted(result["ttfts"])
+    assert figures["Median TTFT (ms)"] == f"{1000 * ttfts[4]:.2f}"
+    gaps = [sum(itl) / 4 for itl in result["itls"]]
+    assert figures["Mean TPOT (ms)"] == f"{1000 * sum(gaps) / 9:.2f}"
+    assert figures["Request throughput (req/s)"] == f"{9 / result['duration']:.2f}"
+    prompts = write(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "def f(x):"})
+    chat = ("--endpoint", "/v1/chat/completions", "--prompts", prompts)
+    assert run(*argv, *sizes[2:4], *chat)[0] == 0
+    lengths = json.loads(file.read_text())["input_lens"]
+    assert lengths == [lengths[0], lengths[1]] * 4 + [lengths[0]]
+    assert lengths[0] < lengths[1]
+
+
+def test_the_terms_of_a_load_are_kept(run):
+    """Never more at a time than asked for, at the times of the seed; a request that fails is counted."""
+    lock, now, most, bodies, times = threading.Lock(), [0], [0], [], []
+    usage = {"prompt_tokens": 4, "completion_tokens": 2}
+
+    def answer(handler):
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+            bodies.append(handler.body["prompt"])
+            times.append(time.perf_counter())
+            is_first = len(bodies) == 1
+        time.sleep(0.01)
+        with lock:
+            now[0] -= 1
+        if is_first:
+            send(handler, 500, "text/plain", b"no")
+        else:
+            last = {"choices": [], "usage": usage}
+            send(handler, 200, EVENTS, {"choices": [{"text": "x"}]}, last, b"data: [DONE]\n\n")
+
+    argv = ("--num-prompts", "8", "--random-input-len", "4", "--model", "m")
+    with answering(answer) as url:
+        code, out, err = run("bench", "serve", "--url", url, *argv, "--max-concurrency", "2")
+        assert (code, most[0], figures_in(out)["Failed requests"]) == (1, 2, "1")
+        assert "1 of 8 requests failed, the first with: " in err
+        first = sorted(bodies)
+        bodies.clear()
+        times.clear()
+        run("bench", "serve", "--url", url, *argv, "--request-rate", "20")
+        rng = random.Random(0)
+        prompts = [rng.choices(range(1000), k=4) for _ in range(8)]
+        gaps = [rng.expovariate(20) for _ in range(8)]
+        assert times[-1] - times[0] > sum(gaps[1:]) - 0.25 > 0.1  # a busy machine may be late with the first
+        assert sorted(bodies) == first == sorted(prompts)
+    assert "--request-rate is above 0" in run.fails("bench", "serve", "--request-rate", "0")
+    assert "--endpoint is /v1/completions or" in run.fails("bench", "serve", "--endpoint", "/v1/x")
