@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..errors import PagedError
 from ..sampling_params import MAX_SEED, SamplingParams
 from . import common
-from .api_client import ApiClient, Exchange, part_of
+from .api_client import ApiClient, ApiExchange, part_of
 from .common import CliError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class ServerAnswers:
         self._fields = fields
         self._seed = seed
         self._num_requests = 0
-        self._exchange: Exchange | None = None
+        self._exchange: ApiExchange | None = None
         self._is_given_up = False
         self._finish_reason: str | None = None
 

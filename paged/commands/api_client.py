@@ -84,7 +84,7 @@ class ApiClient:
             )
         return name
 
-    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Exchange:
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> ApiExchange:
         """Return a request, which is sent where it is entered as a context.
 
         path: below the base, such as /models.
@@ -92,10 +92,10 @@ class ApiClient:
         kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=CONNECT_TIMEOUT_S)
         data = None if body is None else json.dumps(body).encode()
-        return Exchange(connection, self.url + path, (method, self._base + path, data, self._headers))
+        return ApiExchange(connection, self.url + path, (method, self._base + path, data, self._headers))
 
 
-class Exchange:
+class ApiExchange:
     """A request and its response; a context, whose end closes the connection.
 
     call: the arguments of HTTPConnection.request.
@@ -114,7 +114,7 @@ class Exchange:
         self._socket: socket.socket | None = None
         self._response: http.client.HTTPResponse | None = None
 
-    def __enter__(self) -> Exchange:
+    def __enter__(self) -> ApiExchange:
         """Send the request and read the head of the response. Raises ApiError."""
         try:
             self._response = self._send()

@@ -36,14 +36,14 @@ NumRequests = Annotated[int, typer.Option(min=1, help="Number of requests.")]
 ENDPOINT_HELP = f"Where requests are sent: {COMPLETIONS}, with token ids, or {CHATS}, with words."
 RATE_HELP = "Requests a second, at random times as in a Poisson process; inf sends all at once."
 CONCURRENCY_HELP = "Most requests at a time; the others wait here. [default: no limit]"
-PROMPTS_HELP = """Take the prompts from this file, again and again, as `paged generate --prompts` does.
+FILE_HELP = """Take the prompts from this file, again and again, as `paged generate --prompts` does.
 [default: random ones]"""
 EOS_HELP = "Let EOS end no output, by a field that OpenAI does not have. [default: off]"
 SAVE_HELP = "Write the figures and those of each request to this file as JSON. [default: none]"
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """What became of a request, with times by time.perf_counter.
 
     parts: the times at which parts of the text came.
@@ -79,7 +79,7 @@ def serve(
     max_concurrency: Annotated[int | None, typer.Option(min=1, help=CONCURRENCY_HELP)] = None,
     random_input_len: InputLen = 1024,
     random_output_len: OutputLen = 128,
-    prompts: Annotated[Path | None, typer.Option(help=PROMPTS_HELP)] = None,
+    prompts: Annotated[Path | None, typer.Option(help=FILE_HELP)] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help=EOS_HELP)] = False,
     seed: Annotated[int, typer.Option(help="Of the random prompts and times.")] = 0,
     save_result: Annotated[Path | None, typer.Option(help=SAVE_HELP)] = None,
@@ -158,11 +158,11 @@ def _send(
     bodies: Sequence[Mapping[str, Any]],
     gaps: Sequence[float],
     max_concurrency: int | None,
-) -> tuple[list[Answer], float]:
+) -> tuple[list[TimedAnswer], float]:
     """Send each body after its gap. Return the answers, and the seconds until the last one."""
     started = time.perf_counter()
     due = started
-    futures: list[Future[Answer]] = []
+    futures: list[Future[TimedAnswer]] = []
     with ThreadPoolExecutor(max_concurrency or len(bodies)) as threads:
         for body, gap in zip(bodies, gaps, strict=True):
             due += gap
@@ -171,9 +171,9 @@ def _send(
     return [future.result() for future in futures], time.perf_counter() - started
 
 
-def _ask(client: ApiClient, path: str, body: Mapping[str, Any]) -> Answer:
+def _ask(client: ApiClient, path: str, body: Mapping[str, Any]) -> TimedAnswer:
     """Send one request and read its answer."""
-    answer = Answer(time.perf_counter())
+    answer = TimedAnswer(time.perf_counter())
     try:
         with client.request("POST", path, body) as exchange:
             for event in exchange.events():
@@ -195,7 +195,7 @@ def _ask(client: ApiClient, path: str, body: Mapping[str, Any]) -> Answer:
     return answer
 
 
-def figures_of(answers: Sequence[Answer], duration: float) -> dict[str, Any]:
+def figures_of(answers: Sequence[TimedAnswer], duration: float) -> dict[str, Any]:
     """Return the figures of a load, with the names of vLLM's JSON."""
     num_input = sum(answer.num_input_tokens for answer in answers)
     num_output = sum(answer.num_output_tokens for answer in answers)
@@ -262,7 +262,7 @@ def _row(label: str, value: float) -> str:
     return f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value:<10}"
 
 
-def _details(answers: Sequence[Answer]) -> dict[str, list[Any]]:
+def _details(answers: Sequence[TimedAnswer]) -> dict[str, list[Any]]:
     """Return what is known of each request, in vLLM's names."""
     return {
         "input_lens": [answer.num_input_tokens for answer in answers],
