@@ -1,4 +1,4 @@
-"""`paged bench`: throughput of many requests, or latency of a batch, with random prompts."""
+"""`paged bench`: throughput of many requests, latency of a batch, and `serve`, with random prompts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..protocol.jobs import check_writable
 from ..sampling_params import SamplingParams
 from ..simulate.statistics import percentile
 from . import common
+from .bench_serve import serve
 from .common import CliError
 from .headings import CommandGroup, GroupedCommand
 from .options import with_options
@@ -46,7 +47,7 @@ bench = typer.Typer(cls=CommandGroup)
 
 @bench.callback(invoke_without_command=True)
 def root(context: typer.Context) -> None:
-    """Measure throughput or latency with random prompts."""
+    """Measure throughput or latency, here or of a server."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -136,6 +137,9 @@ def latency(
     for p in PERCENTAGES:
         print(f"{p}% percentile: {percentile(ordered, p):.4f} s")
     return _report(result, output_json)
+
+
+bench.command(cls=GroupedCommand)(serve)
 
 
 def _engine_options(

@@ -8,11 +8,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -20,13 +20,11 @@ from ..engine.async_base import STREAM_INTERVAL_S, check_interval, next_publish_
 from ..errors import PagedError
 from ..sampling_params import SamplingParams
 from . import common
+from .answers import Answers, EngineAnswers, ServerAnswers, body_fields
+from .api_client import ApiAddress, ApiClient
 from .common import CliError
 from .headings import MODEL
 from .options import with_options
-
-if TYPE_CHECKING:
-    from ..engine.engine import LLMEngine
-    from ..requests.request import CompletionOutput
 
 MARKER = ">>> "
 CONTINUATION = "... "
@@ -48,7 +46,7 @@ A line that ends in \\ continues on the next line. A line that begins with // is
 Ctrl-C stops an answer, a second one leaves."""
 
 
-@with_options(common.SAMPLING, common.ENGINE, defaults=_DEFAULTS)
+@with_options((ApiAddress, ("url", "api_key")), common.SAMPLING, common.ENGINE, defaults=_DEFAULTS)
 def chat(
     model: common.ModelArgument = None,
     model_option: common.ModelOption = None,
@@ -65,29 +63,59 @@ def chat(
     stream_interval_s: Annotated[float, typer.Option(help=INTERVAL_HELP)] = STREAM_INTERVAL_S,
     **options: Any,
 ) -> int:
-    """Talk with a model. /help lists the commands of the conversation."""
+    """Talk with a model, here or with --url on a server. /help lists the commands of the conversation."""
     structured: dict[str, Any] = {"json_schema": json_schema, "json_object": json_object}
     structured |= {"regex": regex, "choice": choice, "grammar": grammar}
     check_interval(stream_interval_s)
-    engine_options = common.driver_options(common.one_model(model, model_option), options)
+    name = common.one_model(model, model_option)
     sampling = common.sampling_options(options | structured)
-    _check_one_text(SamplingParams(**{"max_tokens": None, **sampling}))
     template: dict[str, Any] = {
         "chat_template": common.template_text(chat_template),
         "chat_template_kwargs": _variables(chat_template_kwargs),
     }
+    if options["url"] is None:
+        answers: Answers = _of_engine(name, options, sampling, template)
+    else:
+        answers = _of_server(name, options, sampling, template)
+    return Chat(answers, system, stream_interval_s).run()
+
+
+def _of_engine(
+    model: str | None, options: Mapping[str, Any], sampling: Mapping[str, Any], template: Mapping[str, Any]
+) -> EngineAnswers:
+    """Start an engine that answers."""
+    if options["api_key"] is not None:
+        raise CliError("--api-key is for a server, whose address --url gives")
+    engine_options = common.driver_options(model, options)
+    _check_one_text(sampling)
     engine = common.start(engine_options)
     engine.chat_templates.source(template["chat_template"])  # raises now if there is no template
-    params = engine.params_of(sampling, max_tokens=None)
-    return Chat(engine, params, template, system, stream_interval_s).run()
+    return EngineAnswers(engine, engine.params_of(sampling, max_tokens=None), template)
+
+
+def _of_server(
+    model: str | None, options: Mapping[str, Any], sampling: Mapping[str, Any], template: Mapping[str, Any]
+) -> ServerAnswers:
+    """Find the server that answers."""
+    of_engine = common.given(options, (name for name in common.ENGINE[1] if name != "seed"))
+    if of_engine:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in of_engine)
+        raise CliError(f"with --url the engine is the server's, which takes these options: {flags}")
+    _check_one_text(sampling)
+    client = ApiClient(options["url"], options["api_key"])
+    name = model or client.first_model()
+    print(f"{name} at {client.url}", file=sys.stderr)
+    fields = body_fields(sampling) | {name: value for name, value in template.items() if value}
+    return ServerAnswers(client, {"model": name, **fields}, options["seed"])
 
 
 class CommandError(CliError):
     """A command of the conversation that cannot be run, which leaves the conversation as it is."""
 
 
-def _check_one_text(params: SamplingParams) -> None:
+def _check_one_text(sampling: Mapping[str, Any]) -> None:
     """Raise CliError for parameters that ask for more than one text."""
+    params = SamplingParams(**{"max_tokens": None, **sampling})
     if params.num_samples > 1:
         raise CliError("--n and --best-of have no place in a chat, where a turn has one answer")
     for name in ("logprobs", "prompt_logprobs"):
@@ -114,12 +142,13 @@ class _Interrupts:
     count: int = 0
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count the first Ctrl-C instead of raising. A second one ends the program."""
+    def counted(self, call: Callable[[], None]) -> Iterator[None]:
+        """Count the first Ctrl-C instead of raising, and call. A second one ends the program."""
 
         def count(_signal: int, _frame: FrameType | None) -> None:
             self.count += 1
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+            call()
 
         before = signal.signal(signal.SIGINT, count)
         try:
@@ -131,25 +160,14 @@ class _Interrupts:
 class Chat:
     """A conversation whose turns are read from stdin.
 
-    template: the arguments chat_template and chat_template_kwargs of `ChatTemplates.render`.
     stream_interval_s: longest time for which tokens are held back to be shown together.
     """
 
-    def __init__(
-        self,
-        engine: LLMEngine,
-        params: SamplingParams,
-        template: Mapping[str, Any],
-        system: str | None,
-        stream_interval_s: float,
-    ) -> None:
-        self._engine = engine
-        self._params = params
-        self._template = template
+    def __init__(self, answers: Answers, system: str | None, stream_interval_s: float) -> None:
+        self._answers = answers
         self._system = system
         self._stream_interval_s = stream_interval_s
         self._turns: list[dict[str, str]] = []
-        self._num_requests = 0  # seeds are derived from it, so a retry gets another one
         self._interrupts = _Interrupts()
         self._interactive = sys.stdin.isatty()
         self._commands: dict[str, Callable[[str], None]] = {
@@ -277,53 +295,25 @@ class Chat:
 
     def _answer(self) -> str:
         """Stream the answer to stdout. Return it, or the part before Ctrl-C."""
-        completion = None
+        text = ""
         shown = ""
-        with self._interrupts.counted() if self._interactive else nullcontext():
-            request_id = self._request()
+        answers = self._answers
+        with self._interrupts.counted(answers.give_up) if self._interactive else nullcontext():
             print_at = -math.inf
-            while self._engine.has_unfinished_requests() and not self._interrupts.count:
-                for output in self._engine.step():
-                    completion = output.outputs[0]
-                started = time.monotonic()
-                if completion is not None and started >= print_at:
-                    print(completion.text[len(shown) :], end="", flush=True)
-                    shown = completion.text
-                    print_at = next_publish_time(started, time.monotonic(), self._stream_interval_s)
-            self._engine.abort_request(request_id)
-        if completion is not None:
-            print(completion.text[len(shown) :], end="")
-            shown = completion.text
-        print(flush=True)
-        if completion is not None:
-            self._report_end(completion)
-        return shown
-
-    def _request(self) -> str:
-        """Add the request for the next answer. Return its id."""
-        prompt = self._engine.render_chat(self.messages, **self._template)
-        request_id = str(self._num_requests)
-        self._num_requests += 1
-        try:
-            self._engine.add_request(request_id, prompt, self._params)
-        except PagedError as error:
-            # Only these errors go away with a shorter conversation.
-            if error.param == "prompt":
-                raise CliError(f"{error}; {self._way_out()}") from error
-            raise
-        return request_id
-
-    def _report_end(self, completion: CompletionOutput) -> None:
-        most = self._params.max_tokens
-        if completion.finish_reason == "error":
-            raise CliError(str(completion.stop_reason))
-        if completion.finish_reason == "abort":
-            common.complain(str(completion.stop_reason))
-        elif completion.finish_reason == "length" and len(completion.token_ids) != most:
-            common.complain(f"the answer fills the context; {self._way_out()}")
-
-    def _way_out(self) -> str:
-        return (
-            f"the context has {self._engine.max_model_len} tokens: /reset forgets the conversation, "
-            "--max-model-len and --num-blocks may make it larger"
-        )
+            with closing(answers.stream(self.messages)) as texts:
+                try:
+                    for text in texts:
+                        started = time.monotonic()
+                        if started >= print_at:
+                            print(text[len(shown) :], end="", flush=True)
+                            shown = text
+                            print_at = next_publish_time(started, time.monotonic(), self._stream_interval_s)
+                        if self._interrupts.count:
+                            break
+                except PagedError:
+                    if text:
+                        print(text[len(shown) :], flush=True)
+                    raise
+        print(text[len(shown) :], flush=True)
+        answers.report_end()
+        return text

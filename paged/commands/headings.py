@@ -14,6 +14,7 @@ from ..config import EngineConfig
 from ..errors import PagedError
 from ..sampling_params import SamplingParams
 from ..server.options import ServeOptions
+from .api_client import ApiAddress
 from .vllm_options import without_flag
 
 SERVER, MODEL, SAMPLING, OUTPUT, SCHEDULING, MEMORY = HEADINGS = (
@@ -49,6 +50,7 @@ _FIELDS: dict[type[Any], dict[str, str]] = {
         SCHEDULING: "replicas router stream_interval_s",
         SERVER: "",
     },
+    ApiAddress: {SERVER: ""},
 }
 
 

@@ -1,0 +1,166 @@
+"""Answers of a conversation in the terminal: from an engine in this process, or from a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import PagedError
+from ..sampling_params import MAX_SEED, SamplingParams
+from . import common
+from .api_client import ApiClient, ApiExchange, part_of
+from .common import CliError
+
+if TYPE_CHECKING:
+    from ..engine.engine import LLMEngine
+    from ..requests.request import CompletionOutput
+
+Messages = Sequence[Mapping[str, str]]
+
+
+class Answers(Protocol):
+    """What answers a conversation, one turn at a time."""
+
+    def stream(self, messages: Messages) -> Generator[str]:
+        """Yield the answer so far, again and again; closed earlier, give the rest up. Raises PagedError."""
+
+    def give_up(self) -> None:
+        """Let `stream` come to an end soon; called by a signal handler."""
+
+    def report_end(self) -> None:
+        """Say why the last answer ended, if not by itself. Raises CliError if it is none."""
+
+
+class EngineAnswers:
+    """Answers of an engine in this process.
+
+    template: the arguments chat_template and chat_template_kwargs of `ChatTemplates.render`.
+    """
+
+    def __init__(self, engine: LLMEngine, params: SamplingParams, template: Mapping[str, Any]) -> None:
+        self._engine = engine
+        self._params = params
+        self._template = template
+        self._num_requests = 0  # seeds are derived from it, so a retry gets another one
+        self._completion: CompletionOutput | None = None
+
+    def stream(self, messages: Messages) -> Generator[str]:
+        """Yield the answer so far after each step that has a part of it."""
+        self._completion = None
+        request_id = self._request(messages)
+        try:
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    self._completion = output.outputs[0]
+                yield "" if self._completion is None else self._completion.text
+        finally:
+            self._engine.abort_request(request_id)
+
+    def give_up(self) -> None:
+        """Do nothing: a step, which must not be disturbed, ends soon."""
+
+    def report_end(self) -> None:
+        """Raise CliError for an error of the engine, and complain of an answer that was cut."""
+        completion = self._completion
+        if completion is None:
+            return
+        if completion.finish_reason == "error":
+            raise CliError(str(completion.stop_reason))
+        if completion.finish_reason == "abort":
+            common.complain(str(completion.stop_reason))
+        elif completion.finish_reason == "length" and len(completion.token_ids) != self._params.max_tokens:
+            common.complain(f"the answer fills the context; {self._way_out()}")
+
+    def _request(self, messages: Messages) -> str:
+        """Add the request for the next answer. Return its id."""
+        prompt = self._engine.render_chat(messages, **self._template)
+        request_id = str(self._num_requests)
+        self._num_requests += 1
+        try:
+            self._engine.add_request(request_id, prompt, self._params)
+        except PagedError as error:
+            # Only these errors go away with a shorter conversation.
+            if error.param == "prompt":
+                raise CliError(f"{error}; {self._way_out()}") from error
+            raise
+        return request_id
+
+    def _way_out(self) -> str:
+        return (
+            f"the context has {self._engine.max_model_len} tokens: /reset forgets the conversation, "
+            "--max-model-len and --num-blocks may make it larger"
+        )
+
+
+class ServerAnswers:
+    """Answers of a server of OpenAI's API.
+
+    fields: of every body, besides its messages.
+    seed: of the first answer, and one more for each further one, so that a retry gets another one; with None
+        the server chooses.
+    """
+
+    def __init__(self, client: ApiClient, fields: Mapping[str, Any], seed: int | None) -> None:
+        self._client = client
+        self._fields = fields
+        self._seed = seed
+        self._num_requests = 0
+        self._exchange: ApiExchange | None = None
+        self._is_given_up = False
+        self._finish_reason: str | None = None
+
+    def stream(self, messages: Messages) -> Generator[str]:
+        """Yield the answer so far after each event that has a part of it. Raises ApiError."""
+        self._is_given_up = False
+        self._finish_reason = None
+        body = {**self._fields, "messages": messages, "stream": True}
+        if self._seed is not None:
+            body["seed"] = (self._seed + self._num_requests) % (MAX_SEED + 1)
+        self._num_requests += 1
+        self._exchange = self._client.request("POST", "/chat/completions", body)
+        text = ""
+        try:
+            with self._exchange as exchange:
+                for event in exchange.events():
+                    part, finish_reason = part_of(event)
+                    text += part
+                    self._finish_reason = finish_reason or self._finish_reason
+                    yield text
+        except PagedError:
+            if not self._is_given_up:
+                raise
+        finally:
+            self._exchange = None
+
+    def give_up(self) -> None:
+        """Cut the connection, so that no event is waited for. The server sees it and ends the request."""
+        self._is_given_up = True
+        if self._exchange is not None:
+            self._exchange.give_up()
+
+    def report_end(self) -> None:
+        """Complain of an answer that was cut."""
+        if self._finish_reason == "length" and "max_tokens" not in self._fields:
+            common.complain(
+                "the answer fills the context, or has as many tokens as the server allows by default: /reset "
+                "forgets the conversation, --max-tokens asks for more"
+            )
+        elif self._finish_reason not in (None, "stop", "length"):
+            common.complain(f"the server ended the answer: {self._finish_reason}")
+
+
+def body_fields(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of SamplingParams as fields of a body, in the forms of OpenAI and vLLM."""
+    fields = {name: value for name, value in sampling.items() if name != "structured_outputs"}
+    structured = sampling.get("structured_outputs")
+    if structured is None:
+        return fields
+    if structured.json is not None:
+        schema = json.loads(structured.json) if isinstance(structured.json, str) else structured.json
+        return fields | {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        }
+    names = ("regex", "choice", "grammar")
+    given = {name: getattr(structured, name) for name in names if getattr(structured, name) is not None}
+    return fields | {"structured_outputs": given}
