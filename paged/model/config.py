@@ -111,7 +111,10 @@ LLAMA_NAMES = TensorNames()
 
 def _with_other_start(name: str, starts: tuple[tuple[str, str], ...]) -> str | None:
     """Replace the first listed prefix that a name begins with; None if it begins with none of them."""
-    return next((new + name[len(old) :] for old, new in starts if name.startswith(old)), None)
+    for old, new in starts:
+        if name.startswith(old):
+            return new + name[len(old) :]
+    return None
 
 
 @dataclass(frozen=True, slots=True)

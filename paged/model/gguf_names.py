@@ -83,7 +83,9 @@ def _with_experts(gate: str, up: str, down: str) -> TensorNames:
         ("ffn_up_exps.", f"mlp.experts.{up}."),
         ("ffn_down_exps.", f"mlp.experts.{down}."),
     )
-    stacks = tuple(ExpertStack(f"mlp.experts.{name}.weight", (f"{name}.weight",)) for name in (gate, up, down))
+    stacks = tuple(
+        ExpertStack(f"mlp.experts.{name}.weight", (f"{name}.weight",)) for name in (gate, up, down)
+    )
     names = _names(_ATTENTION, _BEFORE, _MLP, _ROUTER, _SHARED_EXPERT, parts)
     return replace(names, stacks=stacks, only_stacks=True)
 

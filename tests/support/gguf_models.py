@@ -124,7 +124,7 @@ def write_model(
 
 
 def _named(model: Any, metadata: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters by their names in a file: gates and ups of experts apart, a matrix of one row flat."""
+    """Yield parameters by their names in a file: gates and ups of experts apart, and one row as a vector."""
     for name, parameter in model.named_parameters():
         if name.endswith("experts.gate_up_proj"):
             for part, own in zip(("gate", "up"), parameter.chunk(2, dim=1), strict=True):
