@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ DEMO = Path(__file__).parents[1] / "demo"  # the checkpoint that model="demo" st
 
 
 LAYERS = "model.layers."  # how the names of tensors of layers begin in a checkpoint of Llama
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.*)")  # a tensor of an expert within a layer
 # Of rotary embeddings, which old versions of transformers and some trainers saved.
 ROTARY_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
@@ -47,6 +49,7 @@ class TensorNames:
     skipped_prefixes: of tensors that are not loaded: those of other parts, and of multi-token prediction.
     ignored_suffixes: of tensors that are not parameters.
     stacks: tensors of experts, that a checkpoint may have in place of a tensor for each.
+    only_stacks: it has no tensor for each.
     """
 
     # The last is for checkpoints of the model without its head, such as Qwen3-Embedding.
@@ -55,6 +58,7 @@ class TensorNames:
     skipped_prefixes: tuple[str, ...] = ()
     ignored_suffixes: tuple[str, ...] = ROTARY_BUFFERS
     stacks: tuple[ExpertStack, ...] = ()
+    only_stacks: bool = False
 
     def is_read(self, name: str) -> bool:
         """Return whether a tensor may be a parameter of the decoder."""
@@ -94,6 +98,8 @@ class TensorNames:
         if name.startswith(LAYERS):
             layer, _, part = name.removeprefix(LAYERS).partition(".")
             parts = tuple((ours, theirs) for theirs, ours in self.parts)
+            if self.only_stacks:
+                part = _EXPERT.sub(r"mlp.experts.\2[\1]", part)
             name = f"{LAYERS}{layer}.{_with_other_start(part, parts) or part}"
         for theirs, ours in self.prefixes:
             if name.startswith(ours):
@@ -105,7 +111,10 @@ LLAMA_NAMES = TensorNames()
 
 def _with_other_start(name: str, starts: tuple[tuple[str, str], ...]) -> str | None:
     """Replace the first listed prefix that a name begins with; None if it begins with none of them."""
-    return next((new + name[len(old) :] for old, new in starts if name.startswith(old)), None)
+    for old, new in starts:
+        if name.startswith(old):
+            return new + name[len(old) :]
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CheckpointError
-from .config import ModelConfig, TensorNames
+from .config import ExpertStack, ModelConfig, TensorNames
 
 # The key of a config.json, made for a GGUF file, that has its general.architecture.
 GGUF_KEY = "gguf_architecture"
@@ -47,6 +47,13 @@ _MLP = (
 )
 _FUSED_MLP = (("ffn_up.", "mlp.gate_up_proj."), ("ffn_down.", "mlp.down_proj."))
 _BEFORE = (("attn_norm.", "input_layernorm."), ("ffn_norm.", "post_attention_layernorm."))
+_ROUTER = (("ffn_gate_inp.", "mlp.gate."),)
+_SHARED_EXPERT = (
+    ("ffn_gate_inp_shexp.", "mlp.shared_expert_gate."),
+    ("ffn_gate_shexp.", "mlp.shared_expert.gate_proj."),
+    ("ffn_up_shexp.", "mlp.shared_expert.up_proj."),
+    ("ffn_down_shexp.", "mlp.shared_expert.down_proj."),
+)
 _AFTER = (
     ("post_attention_norm.", "post_attention_layernorm."),
     ("post_ffw_norm.", "post_feedforward_layernorm."),
@@ -69,7 +76,22 @@ def _names(*parts: tuple[tuple[str, str], ...]) -> TensorNames:
     )
 
 
+def _with_experts(gate: str, up: str, down: str) -> TensorNames:
+    """Return the names of a family with experts, whose projections have these names in the checkpoint."""
+    parts = (
+        ("ffn_gate_exps.", f"mlp.experts.{gate}."),
+        ("ffn_up_exps.", f"mlp.experts.{up}."),
+        ("ffn_down_exps.", f"mlp.experts.{down}."),
+    )
+    stacks = tuple(
+        ExpertStack(f"mlp.experts.{name}.weight", (f"{name}.weight",)) for name in (gate, up, down)
+    )
+    names = _names(_ATTENTION, _BEFORE, _MLP, _ROUTER, _SHARED_EXPERT, parts)
+    return replace(names, stacks=stacks, only_stacks=True)
+
+
 _LLAMA = _names(_ATTENTION, _BEFORE, _MLP)
+_QWEN_MOE = _with_experts("gate_proj", "up_proj", "down_proj")
 
 
 class Converted(NamedTuple):
@@ -88,9 +110,12 @@ class Converted(NamedTuple):
 
 
 CONVERTED: Mapping[str, Converted] = {
-    "llama": Converted(_LLAMA, interleaved=True),
+    "llama": Converted(_with_experts("w1", "w3", "w2"), interleaved=True),
     "qwen2": Converted(_LLAMA),
     "qwen3": Converted(_LLAMA),
+    "qwen2moe": Converted(_QWEN_MOE),
+    "qwen3moe": Converted(_QWEN_MOE),
+    "olmoe": Converted(_QWEN_MOE),
     "phi3": Converted(_names(_ATTENTION, _BEFORE, _FUSED_MLP)),
     "granite": Converted(_LLAMA, interleaved=True),
     "olmo2": Converted(_names(_ATTENTION, _AFTER, _MLP)),

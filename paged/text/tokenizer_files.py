@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
@@ -10,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..base.garbage import without_collection
 from ..base.validation import shown
 from ..errors import CheckpointError, UnsupportedModelError
 from ..model.families.multimodal import NATIVE
@@ -135,14 +135,8 @@ def may_load_here(source: Source) -> bool:
 
 
 def _describes_a_bounded_one(file: Path) -> bool:
-    # A list for each merge: garbage collection would triple the time.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collection():  # a list for each merge: it would triple the time
         return why_unbounded(read_json(file)) is None
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 # The types of values

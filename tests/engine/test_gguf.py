@@ -23,6 +23,8 @@ from transformers import (
     LlamaConfig,
     Olmo3Config,
     PreTrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -78,10 +80,20 @@ OWN: dict[str, Callable[[], PreTrainedConfig]] = {
         },
     ),
     "smollm3": lambda: SmolLM3Config(**{**SHAPE, "hidden_size": 64, "num_hidden_layers": 5}),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SHAPE, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, norm_topk_prob=True
+    ),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **SHAPE,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=24,
+    ),
 }
 SAME = [
     *("llama-tied-bias", "llama-linear", "llama-llama3", "llama-yarn", "mistral", "qwen2", "qwen3", "phi3"),
-    *("phi3-longrope", "granite", "olmo2", "glm4", "gpt2", "gpt_neox"),
+    *("phi3-longrope", "granite", "olmo2", "glm4", "gpt2", "gpt_neox", "olmoe", "mixtral"),
 ]
 
 
@@ -157,6 +169,60 @@ def test_quantised(name, tmp_path):
     engine = assert_same_tokens(model, path, tmp_path / "hf", [33, 2, 9], 4)
     expected = {"Q4_K_M": "GGUF Q4_K and GGUF Q6_K", "Q8_0": "GGUF Q8_0"}.get(name)
     assert expected is None or expected in str(engine.runner.model.stored_weights)
+
+
+EXPERTS = Qwen3MoeConfig(
+    **NARROW, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+)
+# By layer: of each expert gate and up together, and each for itself.
+TYPES_OF_EXPERTS = {
+    "blk.0.ffn_gate_exps.weight": "Q8_0",
+    "blk.0.ffn_up_exps.weight": "Q8_0",
+    "blk.0.ffn_down_exps.weight": "Q4_0",
+    "blk.1.ffn_gate_exps.weight": "Q4_0",
+    "blk.1.ffn_up_exps.weight": "Q8_0",
+    "blk.1.ffn_down_exps.weight": "F16",
+}
+
+
+def write_experts(path: Path, model: Any, **more: Any) -> Path:
+    types = {f"qwen3moe.{key}": value for key, value in more.items()}
+    return write_model(path, model, lambda name: TYPES_OF_EXPERTS.get(name, "F16"), more=types)
+
+
+def test_quantised_experts(tmp_path):
+    """Types that differ by stack, and within the product of gate and up."""
+    model = random_model(EXPERTS)
+    path = write_experts(tmp_path / "model.gguf", model)
+    engine = assert_same_tokens(model, path, tmp_path / "hf", [33, 2, 9], 4)
+    assert "GGUF Q8_0 and GGUF Q4_0" in str(engine.runner.model.stored_weights)
+
+
+def test_experts_that_contradict_the_metadata_are_named(tmp_path):
+    """A stack that is missing, or has fewer or more experts or rows; and routing of another kind."""
+    path = write_experts(tmp_path / "a.gguf", random_model(EXPERTS))
+    metadata, tensors = contents(path)
+    up = tensors.pop("blk.0.ffn_up_exps.weight")
+    fewer = Stored(up.type, [3, *up.shape[1:]], up.data[: len(up.data) * 3 // 4])
+    flat = Stored(up.type, [math.prod(up.shape)], up.data)
+    for changed, keys, expected in (
+        ({}, {}, r"a\.gguf: blk\.0\.ffn_up_exps\.weight\[0\], .* … are missing"),
+        ({"blk.0.ffn_up_exps.weight": fewer}, {}, r"blk\.0\.ffn_up_exps\.weight\[3\] is missing"),
+        ({"blk.0.ffn_up_exps.weight": flat}, {}, r"ffn_up_exps\.weight has shape \[\d+\], but must have"),
+        ({"blk.0.ffn_up_exps.weight": up}, {"expert_count": 3}, r"exps\.weight\[3\], .* are not part of"),
+        (
+            {"blk.0.ffn_up_exps.weight": up},
+            {"expert_feed_forward_length": 64},
+            r"blk\.0\.ffn_gate_exps\.weight\[0\] has shape \[32, 68\], but its metadata makes it \[64, 68\]",
+        ),
+        ({}, {"expert_used_count": 5}, r"num_experts_per_tok 5 must be at most num_experts 4"),
+        ({}, {"expert_gating_func": 2}, r"qwen3moe\.expert_gating_func 2 is not supported; 1 is"),
+        ({}, {"expert_weights_norm": False}, r"qwen3moe\.expert_weights_norm False is not supported; True"),
+    ):
+        own = metadata | {f"qwen3moe.{key}": value for key, value in keys.items()}
+        write_gguf(path, own, {**tensors, **changed})
+        with pytest.raises((CheckpointError, UnsupportedModelError), match=expected):
+            new_engine(path)
 
 
 def test_rope_of_llama_3_1_is_recognised(tmp_path):
@@ -374,7 +440,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"llama.context_length": None}, "llama.context_length is missing from the metadata"),
     "type": ({"llama.block_count": "2"}, "block_count must be a whole number, got '2'"),
     "layers": ({"llama.block_count": 2**31}, "block_count 2147483648 contradicts the 21 tensors"),
-    "unknown": ({"llama.expert_count": 8}, "llama.expert_count (8) is not supported"),
+    "unknown": ({"llama.expert_group_count": 8}, "llama.expert_group_count (8) is not supported"),
     "by-layer": ({"llama.attention.head_count_kv": [1, 2]}, "head_count_kv differs by layer"),
     "longrope": (
         {"llama.rope.scaling.type": "longrope"},

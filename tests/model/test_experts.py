@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import shutil
@@ -307,3 +308,15 @@ def test_many_small_tensors_are_found_quickly(tmp_path):
         values = [sources[name].read()[0, 0].item() for name in names]
     assert values == [i % 100 for i in range(len(names))]
     assert time.process_time() - started < 10, "of which a header for each tensor would take minutes"
+
+
+def test_garbage_is_collected_again(tmp_path):
+    """Once the tensors of a checkpoint are found, and after an error."""
+    file = tmp_path / "model.safetensors"
+    save_file({"model.norm.weight": torch.ones(2)}, file)
+    with open_tensors(tmp_path, TensorNames()):
+        assert gc.isenabled()
+    file.write_bytes(b"")
+    with pytest.raises(CheckpointError), open_tensors(tmp_path, TensorNames()):
+        pass
+    assert gc.isenabled()

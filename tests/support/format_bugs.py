@@ -220,6 +220,38 @@ BUGS = {
             "if False:",
         ),
     ],
+    gguf_family("qwen3_moe"): [
+        (
+            "gguf",
+            "gates and ups of stacked experts are exchanged",
+            "model/gguf_names",
+            "_with_experts(gate: str, up: str,",
+            "_with_experts(up: str, gate: str,",
+        ),
+        (
+            "gguf",
+            "weights of stacked experts are not divided by their sum",
+            "model/gguf/config",
+            "_qwen3(source) | _experts(source, renormalised=True)",
+            "_qwen3(source) | _experts(source, renormalised=False)",
+        ),
+        (
+            "gguf",
+            "each of the stacked experts is the first",
+            "model/weights/stacks",
+            "            start += size\n",
+            "",
+        ),
+    ],
+    gguf_family("qwen2_moe"): [
+        (
+            "gguf",
+            "weights of stacked experts are divided by their sum",
+            "model/gguf/config",
+            "_qwen2(source) | _experts(source, renormalised=False)",
+            "_qwen2(source) | _experts(source, renormalised=True)",
+        ),
+    ],
     gguf_family("gemma2"): [
         (
             "gguf",

@@ -84,7 +84,7 @@ def in_type(name: str, weight: Tensor, generator: torch.Generator) -> tuple[Stor
         numbers = weight.to(kind.dtype).contiguous()
         data = numbers.view(-1).view(torch.uint8).numpy().tobytes()
         return Stored(name, weight.shape, data), numbers.float()
-    shape = (len(weight), weight.shape[1] // kind.num_inputs, kind.num_bytes)
+    shape = (weight[..., 0].numel(), weight.shape[-1] // kind.num_inputs, kind.num_bytes)
     blocks = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
     size = float(weight.std()) / _SIZES[name]
     for place in kind.factors:
@@ -94,7 +94,7 @@ def in_type(name: str, weight: Tensor, generator: torch.Generator) -> tuple[Stor
             values *= _MIDDLES[name]
         blocks[..., place : place + 2] = values.half().view(torch.uint8).view(*shape[:2], 2)
     floats = format_in(kind).weight({"weight": blocks.flatten(1)}).floats()
-    return Stored(name, weight.shape, blocks.numpy().tobytes()), floats
+    return Stored(name, weight.shape, blocks.numpy().tobytes()), floats.view(weight.shape)
 
 
 # Of random blocks with factors of 1: about the deviation of numbers, and of codes with an offset the middle.

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.support.gguf_files import KIND_OF, Stored, in_type, write_gguf
+from tests.support.gguf_files import Stored, in_type, write_gguf
 
-ARCHITECTURES = {"mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3", "gpt_neox": "gptneox"}
+ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "olmo3": "olmo2",
+    "gemma3_text": "gemma3",
+    "gpt_neox": "gptneox",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
 INTERLEAVED = ("llama", "granite", "smollm3")
 # From keys of config.json to those of the metadata; whichever there are.
 KEYS = {
@@ -31,6 +39,10 @@ KEYS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
 
 
@@ -92,24 +104,36 @@ def write_model(
 ) -> Path:
     """Write a model, and give it the numbers that the file has.
 
-    type_of: the type of a weight, by its name in the file; what is no matrix is F32.
+    type_of: the type of a weight, by its name in the file; vectors and routers are F32.
     more: metadata; None takes a key out.
     """
     generator = torch.Generator().manual_seed(seed)
     metadata = metadata_of(model.config)
     tensors: dict[str, Stored] = {}
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            own = name_of(name, metadata)
+        for own, parameter in _named(model, metadata):
             weight = _converted(own, parameter, model.config, metadata)
-            kind = type_of(own) if weight.dim() == 2 else "F32"
+            kind = type_of(own) if weight.dim() > 1 and "ffn_gate_inp" not in own else "F32"
             tensors[own], numbers = in_type(kind, weight, generator)
-            if KIND_OF[kind].in_blocks:
+            if kind != "F32":
                 parameter.copy_(_restored(own, numbers, model.config, metadata))
     for name, values in _extra(model.config, metadata).items():
         tensors[name], _ = in_type("F32", values, generator)
     changed = {**metadata, **(more or {})}
     return write_gguf(path, {key: value for key, value in changed.items() if value is not None}, tensors)
+
+
+def _named(model: Any, metadata: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters by their names in a file: gates and ups of experts apart, and one row as a vector."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            for part, own in zip(("gate", "up"), parameter.chunk(2, dim=1), strict=True):
+                yield name_of(name.replace("gate_up", part) + ".weight", metadata), own
+        elif "experts." in name:
+            yield name_of(f"{name}.weight", metadata), parameter
+        else:
+            one_row = name.endswith("shared_expert_gate.weight")
+            yield name_of(name, metadata), parameter[0] if one_row else parameter
 
 
 def name_of(name: str, metadata: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ _LOCAL_THETA = 10000.0  # of Gemma 3
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Architectures whose models llama.cpp gives a head of their own in any case.
 _UNTIED = ("olmo2", "gptneox")
+_SOFTMAX = 1  # the number of llama.cpp for weights of experts from a softmax over all of them
 _QUANTIZATION_VERSION = 2  # of blocks, since May 2023
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -283,8 +284,15 @@ def _biased(source: ConfigSource) -> dict[str, Any]:
 
 
 def _llama(source: ConfigSource) -> dict[str, Any]:
-    hf = _biased(source)
     window = source.metadata.integer("attention.sliding_window", 0)
+    if source.metadata.integer("expert_count", 0):
+        return _decoder(source) | {
+            **_experts(source, renormalised=True),
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "sliding_window": window or None,
+        }
+    hf = _biased(source)
     if window:
         hf |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
     return hf
@@ -296,6 +304,47 @@ def _qwen2(source: ConfigSource) -> dict[str, Any]:
 
 def _qwen3(source: ConfigSource) -> dict[str, Any]:
     return _qwen2(source) | {"attention_bias": "blk.0.attn_q.bias" in source.tensors}
+
+
+def _experts(source: ConfigSource, *, renormalised: bool) -> dict[str, Any]:
+    """Read what mixtures of experts share.
+
+    renormalised: whether llama.cpp divides the weights of a token's experts by their sum in such models.
+
+    Raises UnsupportedModelError for another routing.
+    """
+    metadata = source.metadata
+    for key, given, known in (
+        ("expert_gating_func", metadata.integer("expert_gating_func", _SOFTMAX), _SOFTMAX),
+        ("expert_weights_norm", metadata.flag("expert_weights_norm", renormalised), renormalised),
+    ):
+        if given != known:
+            name = f"{metadata.architecture}.{key}"
+            raise UnsupportedModelError(f"{metadata.path}: {name} {given} is not supported; {known} is")
+    return {
+        "num_local_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "norm_topk_prob": renormalised,
+    }
+
+
+def _olmoe(source: ConfigSource) -> dict[str, Any]:
+    bias = "blk.0.attn_q.bias" in source.tensors
+    return _decoder(source) | _experts(source, renormalised=False) | {"attention_bias": bias}
+
+
+def _qwen3moe(source: ConfigSource) -> dict[str, Any]:
+    hf = _qwen3(source) | _experts(source, renormalised=True)
+    hf["moe_intermediate_size"] = source.metadata.integer("expert_feed_forward_length")
+    return hf
+
+
+def _qwen2moe(source: ConfigSource) -> dict[str, Any]:
+    hf = _qwen2(source) | _experts(source, renormalised=False)
+    hf["qkv_bias"] = "blk.0.attn_q.bias" in source.tensors
+    hf["moe_intermediate_size"] = source.metadata.integer("expert_feed_forward_length")
+    hf["shared_expert_intermediate_size"] = source.metadata.integer("expert_shared_feed_forward_length")
+    return hf
 
 
 def _phi3(source: ConfigSource) -> dict[str, Any]:
@@ -451,6 +500,9 @@ _FAMILIES: Mapping[str, tuple[str, str, Read]] = {
     "llama": ("llama", "LlamaForCausalLM", _llama),
     "qwen2": ("qwen2", "Qwen2ForCausalLM", _qwen2),
     "qwen3": ("qwen3", "Qwen3ForCausalLM", _qwen3),
+    "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2moe),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3moe),
+    "olmoe": ("olmoe", "OlmoeForCausalLM", _olmoe),
     "phi3": ("phi3", "Phi3ForCausalLM", _phi3),
     "granite": ("granite", "GraniteForCausalLM", _granite),
     "olmo2": ("olmo2", "Olmo2ForCausalLM", _olmo2),

@@ -14,6 +14,8 @@ from ..weights.gguf_file import Gguf, GgufTensor
 from .config import head_dim_of
 from .metadata import Metadata
 
+# What llama.cpp has as a vector, and transformers as a matrix of one row.
+_ONE_ROW = "ffn_gate_inp_shexp.weight"
 _ROTATED = ("attn_q.weight", "attn_k.weight", "attn_q.bias", "attn_k.bias")
 
 
@@ -24,7 +26,8 @@ def presented(gguf: Gguf) -> dict[str, GgufTensor]:
     orders = _orders(layout, metadata)
     found = {}
     for name, tensor in gguf.tensors.items():
-        order = orders.get(name.split(".", 2)[-1])
+        part = name.split(".", 2)[-1]
+        order = orders.get(part)
         if order is not None and tensor.shape[0] % len(order):
             raise CheckpointError(
                 f"{tensor.path}: {name} has {tensor.shape[0]} rows, which are no heads of {len(order)}"
@@ -32,7 +35,9 @@ def presented(gguf: Gguf) -> dict[str, GgufTensor]:
         added = int(layout.norms_plus_one and name.endswith("norm.weight"))
         if added and tensor.type.in_blocks:
             raise CheckpointError(f"{tensor.path}: {name} is {tensor.type.name}, but norms are floats")
-        found[name] = replace(tensor, order=order, added=added)
+        is_vector = part == _ONE_ROW and len(tensor.shape) == 1
+        shape = [1, *tensor.shape] if is_vector else tensor.shape
+        found[name] = replace(tensor, shape=shape, order=order, added=added)
     return found
 
 

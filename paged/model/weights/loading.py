@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...base.garbage import without_collection
 from ...errors import CheckpointError
 from ..config import TensorNames
 from ..gguf.tensors import presented
@@ -53,18 +54,25 @@ def open_tensors(directory: Path, names: TensorNames) -> Iterator[Sources]:
     Raises CheckpointError, which names file and tensor, for damaged files and for tensors of no known part.
     """
     with ExitStack() as files:
-        found: dict[str, StoredTensor] = {}
-        for path in find_weight_files(directory):
-            for name, tensor in files.enter_context(_open_file(path, names)).items():
-                own_name = names.in_decoder(name)
-                if own_name is None:
-                    raise _unknown(path, [name], tensor.config)
-                for each, own in experts_of(own_name, tensor, names):
-                    if (known := found.get(each)) is not None:
-                        again = "" if known.name == name else f", as {known.name}"
-                        raise CheckpointError(f"{path}: {name} is in {known.path.name} too{again}")
-                    found[each] = own
+        with without_collection():  # a dozen objects for each tensor: it would take as long again
+            found = _find_tensors(directory, names, files)
         yield found
+
+
+def _find_tensors(directory: Path, names: TensorNames, files: ExitStack) -> Sources:
+    """Find every tensor of the decoder. files: open as long as the tensors are read."""
+    found: dict[str, StoredTensor] = {}
+    for path in find_weight_files(directory):
+        for name, tensor in files.enter_context(_open_file(path, names)).items():
+            own_name = names.in_decoder(name)
+            if own_name is None:
+                raise _unknown(path, [name], tensor.config)
+            for each, own in experts_of(own_name, tensor, names):
+                if (known := found.get(each)) is not None:
+                    again = "" if known.name == name else f", as {known.name}"
+                    raise CheckpointError(f"{path}: {name} is in {known.path.name} too{again}")
+                found[each] = own
+    return found
 
 
 @contextmanager
