@@ -40,6 +40,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "granite-swa": (3, {}),
     "llama-dynamic": (2, {}),  # whose steps are not recorded
     "phi3-longrope": (2, {}),
+    "qwen3_moe": (2, {}),  # experts, of which each stage has its own
     "demo": (2, {"dtype": "bfloat16"}),
     "demo in int8": (3, {"dtype": "bfloat16", "quantization": "int8"}),
     "demo in int4": (2, {"dtype": "float32", "quantization": "int4"}),
