@@ -76,15 +76,19 @@ class MortalRanks:
         if self.world.error is not None:
             raise self.world.error
 
-    def recover(self, error: BaseException) -> RankError | None:  # noqa: ARG002
-        """Begin a new group with the same runners. The one that has ended knows no K and V any more."""
+    def recover(self, error: BaseException) -> RankError | None:
+        """Begin a new group with the same runners. The one that has ended knows no K and V any more.
+
+        Return the error if no rank was ended: a follower has failed by itself.
+        """
         self.end_threads()
+        if self._dead is None:
+            return error if isinstance(error, RankError) else None
         self.world._arrived.clear()
         self.world.error = None
-        if self._dead is not None:
-            self.num_restarts += 1
-            for tensor in self._runners[self._dead].kv_cache.tensors.values():
-                tensor.fill_(float("nan"))
+        self.num_restarts += 1
+        for tensor in self._runners[self._dead].kv_cache.tensors.values():
+            tensor.fill_(float("nan"))
         self._dead = None
         self.draw()
         for rank, runner in self._runners.items():

@@ -201,17 +201,10 @@ BUGS = {
         ),
         (
             "deaths",
-            "steps of the last group are still due",
+            "followers go on with the messages of the last group",
             "ranks/follower",
-            "self._stage = Stage(",
-            "self._stage = getattr(self, '_stage', None) or Stage(",
-        ),
-        (
-            "deaths",
-            "a step that has failed counts as computed",
-            "engine/core",
-            "                self.scheduler.cancel()",
-            "                self.scheduler.counters",
+            "self._reader = MessageReader(",
+            "self._reader = getattr(self, '_reader', None) or MessageReader(",
         ),
     ],
     f"{MEETING}test_versions_options_and_checkpoints_are_compared": [
