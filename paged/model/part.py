@@ -109,6 +109,8 @@ class ModelPart:
 
 def check_shards(config: ModelConfig, count: int) -> None:
     """Raise ConfigError, which lists what is possible, unless a model can be divided into so many shards."""
+    if count == 1:
+        return
     if any(isinstance(part, ExpertsSpec) for layer in config.layers for part in layer.feed_forwards):
         raise ConfigError(
             f"tensor_parallel_size {count} is for dense models, and {config.architecture} has experts; "

@@ -1,4 +1,4 @@
-"""A model in stages: the logits are those of one process bit by bit, whatever the steps are."""
+"""A model in stages and shards: the logits are those of one process bit by bit, whatever the steps are."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "granite-swa": (3, {}),
     "llama-dynamic": (2, {}),  # whose steps are not recorded
     "phi3-longrope": (2, {}),
+    "qwen3_moe": (2, {}),  # experts, of which each stage has its own
     "demo": (2, {"dtype": "bfloat16"}),
     "demo in int8": (3, {"dtype": "bfloat16", "quantization": "int8"}),
     "demo in int4": (2, {"dtype": "float32", "quantization": "int4"}),
@@ -145,11 +146,12 @@ USES = {
 def test_uses_give_what_they_give_in_one_process(name):
     case = USES[name]
     expected = case.use(case.engine(attention_backend="auto"))
-    with ranked_engines(2) as worlds:
-        engine = case.engine(attention_backend="auto")
-        assert case.use(engine) == expected
-        engine.scheduler.check()
-    assert worlds[0].sent
+    for num_stages, num_shards in ((2, 1), (1, 2)):
+        with ranked_engines(num_stages, num_shards) as worlds:
+            engine = case.engine(attention_backend="auto")
+            assert case.use(engine) == expected
+            engine.scheduler.check()
+        assert worlds[0].sent
 
 
 def test_steps_are_in_flight_together():

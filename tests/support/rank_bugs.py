@@ -4,6 +4,7 @@ from tests.support.family_bugs import Mutant
 
 DECODER = "model/decoder"
 DRIVER = "ranks/driver"
+GRAPH = "kernels/cpu/launch/graph"
 HOST = "runner/batches/host"
 MESSAGES = "ranks/messages"
 PLAN = "runner/plan"
@@ -18,6 +19,11 @@ WRITTEN = "tests/ranks/test_messages.py::test_what_is_read_is_what_was_written"
 def logits(model: str) -> str:
     """Return the test that compares the logits of stages with those of one process."""
     return f"{PIPELINE}test_logits_are_those_of_one_process[{model}]"
+
+
+def shards(case: str) -> str:
+    """Return the test that compares the steps of shards with those of one process."""
+    return f"tests/model/test_shards.py::test_each_step_has_the_bits_of_one_process[{case}]"
 
 
 # Test: (part, name, file, old, new).
@@ -56,6 +62,59 @@ BUGS = {
             DECODER,
             "(part.is_last and config.tie_word_embeddings)",
             "False",
+        ),
+    ],
+    logits("qwen3_moe"): [
+        ("stages", "experts are refused without shards", "model/part", "if count == 1:", "if False:"),
+    ],
+    f"{PIPELINE}test_stages_of_shards_compute_the_same[olmo2]": [
+        (
+            "shards",
+            "what is gathered is in reversed order",
+            "ranks/transport",
+            "            for rank in self._ranks\n        ]",
+            "            for rank in reversed(self._ranks)\n        ]",
+        ),
+    ],
+    shards("mistral-4"): [
+        (
+            "shards",
+            "a repeated KV head is the next one",
+            "model/part",
+            "head = self.index * num_kv_heads // self.count",
+            "head = (self.index + 1) * num_kv_heads // self.count % num_kv_heads",
+        ),
+    ],
+    shards("olmo2-2"): [
+        (
+            "shards",
+            "Q and K are normalised over a shard's own heads",
+            "model/layers/attention",
+            "heads = of_shards[:, ::num_copies].reshape(len(qkv), -1)",
+            "heads = part.repeat(1, len(norm.weight) // part.shape[1])",
+        ),
+    ],
+    shards("ministral3-2"): [
+        (
+            "shards",
+            "a token is looked up at another shard",
+            "model/exchanges",
+            "token_ids // widest * len(token_ids)",
+            "token_ids % shard.count * len(token_ids)",
+        ),
+        (
+            "shards",
+            "a recorded exchange reads other memory than the step's",
+            GRAPH,
+            "recorded.tensors[number] = _placed(memory[at:], recorded.tensors[number])",
+            "pass",
+        ),
+        (
+            "shards",
+            "a recorded exchange reads the inputs of the first step",
+            GRAPH,
+            "recorded.tensors[number] = inputs[own]",
+            "pass",
         ),
     ],
     f"{WRITTEN}[0]": [
