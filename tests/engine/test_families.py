@@ -232,7 +232,10 @@ def test_the_token_that_makes_a_longrope_request_long_may_complete_a_stop_string
     assert generate(stop).token_ids == token_ids[:num_short]
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith(("gemma", "glm4", "granite")) and name != "glm4_moe"])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in FAMILIES if name.startswith(("gemma", "glm4", "granite")) and name != "glm4_moe"],
+)
 def test_float16_is_refused_where_it_is_too_narrow(name):
     with pytest.raises(ConfigError, match="float16 is too narrow for"):
         new_engine(checkpoint(name), dtype="float16")
