@@ -9,6 +9,7 @@ HOST = "runner/batches/host"
 MESSAGES = "ranks/messages"
 PLAN = "runner/plan"
 STAGE = "ranks/stage"
+STORED = "model/weights/stored"
 STREAM = "model/stream"
 MEETING = "tests/ranks/test_meeting.py::"
 MORTAL = "tests/ranks/test_mortal_ranks.py::test_tokens_are_those_of_one_process_wherever_ranks_end"
@@ -24,6 +25,11 @@ def logits(model: str) -> str:
 def shards(case: str) -> str:
     """Return the test that compares the steps of shards with those of one process."""
     return f"tests/model/test_shards.py::test_each_step_has_the_bits_of_one_process[{case}]"
+
+
+def codes(name: str) -> str:
+    """Return the test that compares shards of weights in codes with one process."""
+    return f"tests/model/test_shards.py::test_weights_in_codes_have_the_bits_of_one_process[{name}]"
 
 
 # Test: (part, name, file, old, new).
@@ -115,6 +121,24 @@ BUGS = {
             GRAPH,
             "recorded.tensors[number] = inputs[own]",
             "pass",
+        ),
+    ],
+    codes("awq"): [
+        (
+            "shards",
+            "words begin with a shard's first row",
+            STORED,
+            "_place_columns(tensor, layout, run, rows[here] - first,",
+            "_place_columns(tensor, layout, run, rows[here] - rows[here][0],",
+        ),
+    ],
+    codes("fp8"): [
+        (
+            "shards",
+            "blocks of rows begin with a shard's first row",
+            STORED,
+            "entries[_as_slice(rows // layout.rows_per_entry)]",
+            "entries[_as_slice((rows - rows[0]) // layout.rows_per_entry)]",
         ),
     ],
     f"{WRITTEN}[0]": [
