@@ -139,7 +139,7 @@ def absent_gpu(target: str) -> Iterator[Counter[str]]:
         "torch.empty": _empty_or_zeros,
         "paged.runner.part_runner.load_model": _load_stubbed,
     }
-    patches["paged.runner.model_runner.Transfers"] = partial(Transfers, in_place=False)
+    patches["paged.runner.part_runner.Transfers"] = partial(Transfers, in_place=False)
     patches["torch.cuda.Event"] = _Happened
     driver.set_active(AbsentGPU(target))
     torch.set_num_threads(1)
