@@ -1,0 +1,153 @@
+"""Engines on a local Ray cluster: requests, Ray Data and Ray Serve, while processes are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paged import LLMEngine, SamplingParams
+from paged.commands import common
+from paged.errors import ConfigError
+from paged.requests.seeds import derived_seed
+from paged.server.engine_client import EngineClient
+from paged.server.launcher import ENGINE_PROCESS
+
+ray = pytest.importorskip("ray", reason="engines on Ray need ray: pip install 'paged[ray]'")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+ROOT = str(Path(__file__).parents[2])
+OPTIONS = {"num_blocks": 256, "num_threads": 1, "device": "cpu"}
+PARAMS = SamplingParams(max_tokens=60, seed=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """Start a cluster of four cores here."""
+    environment = {"env_vars": {"PYTHONPATH": ROOT}}
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        logging_level="warning",
+        log_to_driver=False,
+        runtime_env=environment,
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def engine() -> LLMEngine:
+    return LLMEngine("demo", **OPTIONS)
+
+
+def engine_processes() -> list[psutil.Process]:
+    """Return the engine processes of all actors."""
+    return [
+        each for each in psutil.process_iter(["cmdline"]) if ENGINE_PROCESS in (each.info["cmdline"] or [])
+    ]
+
+
+def test_requests_go_on_when_processes_and_actors_are_killed(engine):
+    prompts = [f"def f{i}(x):" for i in range(24)]
+    expected = [o.outputs[0].token_ids for o in engine.generate(prompts, PARAMS, use_tqdm=False)]
+    launcher = common.launcher_of("auto", OPTIONS, 2)
+
+    async def main() -> list[list[int]]:
+        async with EngineClient("demo", replicas=2, launcher=launcher, **OPTIONS) as client:
+
+            async def read(prompt: str) -> list[int]:
+                async for output in client.generate(prompt, PARAMS):
+                    last = output
+                return last.outputs[0].token_ids
+
+            tasks = [asyncio.create_task(read(prompt)) for prompt in prompts]
+            await asyncio.sleep(0.2)
+            first, second = engine_processes()
+            first.kill()
+            actor = second.parent()
+            assert actor is not None
+            os.kill(actor.pid, signal.SIGKILL)
+            found = await asyncio.gather(*tasks)
+            assert (await client.stats()).num_restarts == 2
+            return found
+
+    assert asyncio.run(main()) == expected
+    assert not engine_processes()
+
+
+def test_rows_have_the_same_tokens_whatever_is_killed(engine):
+    from ray.data import from_items
+
+    from paged.ray.data import generate
+
+    rows = [{"id": i, "prompt": f"def f{i}(x):"} for i in range(100)]
+    rows[7]["prompt"] = "x " * 9000
+    rows[9]["id"] = None
+    dataset = generate(
+        from_items(rows), "demo", {"max_tokens": 30}, id_column="id", max_num_seqs=16, **OPTIONS
+    )
+    found = {row["prompt"]: row for row in dataset.take_all()}
+    assert len(found) == 100
+    assert "the prompt has" in found[rows[7]["prompt"]]["error"]
+    assert "the row has no id" in found[rows[9]["prompt"]]["error"]
+    for row in (rows[0], rows[99]):
+        params = SamplingParams(max_tokens=30, seed=derived_seed(0, str(row["id"])) >> 1)
+        (expected,) = engine.generate(row["prompt"], params, use_tqdm=False)
+        assert found[row["prompt"]]["token_ids"] == expected.outputs[0].token_ids
+        assert found[row["prompt"]]["error"] is None
+
+
+def test_serve_has_the_routes_of_the_server(engine):
+    from openai import BadRequestError, OpenAI
+    from ray import serve
+
+    from paged.ray.serve import app
+
+    serve.start(http_options={"port": 8123})
+    try:
+        serve.run(app("demo", deployment={"num_replicas": 2}, **OPTIONS))
+        client = OpenAI(base_url="http://127.0.0.1:8123/v1", api_key="none", max_retries=0)
+        body = {"model": "demo", "prompt": "def f(x):", "max_tokens": 20, "temperature": 0}
+        (expected,) = engine.generate(
+            body["prompt"], SamplingParams(max_tokens=20, temperature=0), use_tqdm=False
+        )
+        text = expected.outputs[0].text
+        assert (
+            "".join(part.choices[0].text for part in client.completions.create(**body, stream=True)) == text
+        )
+        engine_processes()[0].kill()
+        assert [client.completions.create(**body).choices[0].text for _ in range(6)] == [text] * 6
+        with pytest.raises(BadRequestError, match="max_tokens must be"):
+            client.completions.create(**{**body, "max_tokens": -1})
+    finally:
+        serve.shutdown()
+
+
+def test_what_cannot_be():
+    from ray.data import from_items
+
+    from paged.ray.cluster import join, share_of
+    from paged.ray.data import generate
+    from paged.ray.serve import app
+
+    with pytest.raises(ConfigError, match="9 replicas of 1 CPU cores need more than the cluster has free"):
+        share_of(OPTIONS, 9)
+    with pytest.raises(ConfigError, match="the dataset has no column 'id'; it has prompt"):
+        generate(from_items([{"prompt": "x"}]), "demo", id_column="id")
+    with pytest.raises(ConfigError, match="a row has one text, and n is 2"):
+        generate(from_items([{"prompt": "x", "id": 1}]), "demo", {"n": 2}, id_column="id")
+    with pytest.raises(ConfigError, match="port of server"):
+        app("demo", server={"port": 1})
+    assert join(None) is False  # there is one
