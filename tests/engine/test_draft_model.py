@@ -159,8 +159,9 @@ def test_what_a_grammar_forces_comes_before_the_models_guesses():
     (output,) = engine.generate([CODE], params, use_tqdm=False)
     assert output.outputs[0].text == text
     metrics = output.metrics
-    assert metrics.num_accepted_tokens == metrics.num_draft_tokens
-    assert metrics.num_accepted_tokens > 0.6 * len(output.outputs[0].token_ids)
+    # Not all: while a mask is late, the model guesses.
+    assert metrics.num_accepted_tokens > 0.6 * metrics.num_draft_tokens
+    assert metrics.num_accepted_tokens > 0.3 * len(output.outputs[0].token_ids)
 
 
 def test_guesses_do_not_depend_on_those_that_others_made():
