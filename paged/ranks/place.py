@@ -125,7 +125,7 @@ def share_of(config: EngineConfig, index: int, count: int) -> EngineConfig:
     import torch
 
     from ..device.devices import resolve_device
-    from ..device.threads import threads_of_each, usable_cores
+    from ..device.threads import threads_of_each
     from ..runner.sizes import SWAP_SPACE
 
     device = resolve_device(config.device)
@@ -138,9 +138,9 @@ def share_of(config: EngineConfig, index: int, count: int) -> EngineConfig:
         if num_gpus < count:
             raise ConfigError(f"{count} processes of a model need as many GPUs; there are {num_gpus}")
     elif config.num_threads is None:
-        # A follower is bound to its share already; the first rank has seen that there is one for each.
+        # What a follower may use is its share: it is bound to that, and the first rank has found one for each.
         is_bound = index > 0 and sys.platform == "linux"
-        options["num_threads"] = usable_cores() if is_bound else threads_of_each(count)
+        options["num_threads"] = threads_of_each(1 if is_bound else count)
     share = replace(config, **options)
     if device.type == "cuda":  # checked as the option of a user, an index would be refused
         object.__setattr__(share, "device", f"cuda:{index}")

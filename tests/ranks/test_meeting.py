@@ -13,12 +13,13 @@ from torch.distributed import HashStore
 
 import paged
 from paged import CheckpointError, ConfigError, EngineConfig, RankError
+from paged.device import threads
 from paged.model.hub import resolve
 from paged.ranks import heartbeat
 from paged.ranks.facts import OF_ONE_RANK, facts_of, header_hash, plain_options
 from paged.ranks.heartbeat import HeartbeatFile, find_troubles
 from paged.ranks.meeting import Meeting, post_failure, require_equal
-from paged.ranks.place import Torchrun, follows
+from paged.ranks.place import Torchrun, follows, share_of
 
 NAMES = ["rank 0", "rank 1", "rank 2"]
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -113,6 +114,20 @@ def test_an_environment_of_torchrun_is_read():
     assert Torchrun.of(config, {}) is None
     assert Torchrun.of(EngineConfig("demo"), TORCHRUN) is None  # one process does not ask
     assert not follows(config)
+
+
+def test_ranks_of_a_machine_take_a_thread_for_each_core_of_their_share(monkeypatch):
+    """A follower is bound to its share before that, so what it may use is not divided again."""
+    config = EngineConfig("demo", device="cpu", pipeline_parallel_size=2, cpu_memory_utilization=0.8)
+    monkeypatch.setattr(threads, "_is_chosen", lambda _: False)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 4)
+    first = share_of(config, 0, 2)
+    assert (first.num_threads, first.cpu_memory_utilization) == (2, 0.4)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 1)
+    if sys.platform == "linux":  # elsewhere none is bound
+        assert share_of(config, 1, 2).num_threads == 1
+    with pytest.raises(ConfigError, match="2 processes of a model need as many CPU cores; there are 1"):
+        share_of(config, 0, 2)
 
 
 def test_a_probe_tells_ranks_that_hang_or_have_ended(tmp_path, monkeypatch):
