@@ -138,7 +138,7 @@ def share_of(config: EngineConfig, index: int, count: int) -> EngineConfig:
         if num_gpus < count:
             raise ConfigError(f"{count} processes of a model need as many GPUs; there are {num_gpus}")
     elif config.num_threads is None:
-        # What a follower may use is its share: it is bound to that, and the first rank has found one for each.
+        # What a follower may use is its share, to which it is bound. The first rank checks that all have one.
         is_bound = index > 0 and sys.platform == "linux"
         options["num_threads"] = threads_of_each(1 if is_bound else count)
     share = replace(config, **options)
