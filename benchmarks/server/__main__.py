@@ -28,17 +28,37 @@ responses are right. On a machine that does other things, only the ratios and th
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.common import checkpoint, print_json, print_table
 from benchmarks.server import front_end_alone, with_engine
 from benchmarks.server.cores import Cores
 
-SECTIONS = ("front-end", "engine", "vllm", "budgets", "aggressors", "service", "windows", "keys", "page")
+Options = argparse.Namespace  # of the command; with --quick, rounds is 1
 
 
 def main() -> None:
     """Measure the sections and print their tables."""
+    args = _parsed()
+    result: dict[str, Any] = {"benchmark": "server", **vars(args)}
+    cores = Cores.here()
+    if args.quick:
+        args.rounds = 1
+    is_first = True
+    for name, measure in SECTIONS.items():
+        if name not in (args.section or ["front-end", "engine"]):
+            continue
+        for title, found in measure(args, cores).items():
+            if not is_first:
+                print()
+            is_first = False
+            print_table(found if isinstance(found, list) else [found])
+            result[title] = found
+    print_json(result)
+
+
+def _parsed() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--section", choices=SECTIONS, action="append", help="default: front-end and engine")
     parser.add_argument("--rounds", type=int, default=5)
@@ -58,107 +78,116 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each aggressor")
     parser.add_argument("--rate", type=float, default=10.0, help="the victim's requests a second")
     parser.add_argument("--quick", action="store_true", help="few requests: checks them, and proves no speed")
-    args = parser.parse_args()
-    sections, cores = args.section or ["front-end", "engine"], Cores.here()
-    result: dict[str, Any] = {"benchmark": "server", **vars(args)}
-    if "front-end" in sections:
-        share, num_idle = (0.02, 50) if args.quick else (1.0, args.num_idle)
-        rows = front_end_alone.measure("demo", cores, 1 if args.quick else args.rounds, share=share)
-        idle = front_end_alone.measure_idle("demo", cores, num_idle)
-        print_table(rows)
-        print()
-        print_table([idle])
-        result |= {"front_end": rows, "idle": idle}
-    if "engine" in sections:
-        from benchmarks.server.text_checkpoint import text_checkpoint
+    return parser.parse_args()
 
-        row = with_engine.measure(
-            checkpoint("demo") if args.quick else text_checkpoint(args.model),
-            cores,
-            rounds=1 if args.quick else args.rounds,
-            num_streams=8 if args.quick else args.num_streams,
-            max_tokens=8 if args.quick else args.max_tokens,
-            num_first=2 if args.quick else args.num_first,
-        )
-        print()
-        print_table([row])
-        result["engine"] = row
-    if "vllm" in sections:
-        from benchmarks.server import beside_vllm
 
-        rows = beside_vllm.measure(args.model, args.clients, rounds=min(args.rounds, 2))
-        print()
-        print_table(rows)
-        result["vllm"] = rows
-    if "budgets" in sections:
-        from benchmarks.server import beside_vllm
+# The sections. Each returns its tables, or single rows, by their names in the result.
 
-        rows = beside_vllm.measure_budgets(args.model, max(args.clients), args.budgets)
-        print()
-        print_table(rows)
-        result["budgets_alone"] = rows
-    if "aggressors" in sections:
-        from benchmarks.server import aggressors
 
-        rows = aggressors.measure("demo", seconds=1.0 if args.quick else args.seconds, rate=args.rate)
-        print()
-        print_table(rows)
-        result["aggressors"] = rows
-    if "keys" in sections:
-        from benchmarks.server import keys
+def _front_end(args: Options, cores: Cores) -> dict[str, Any]:
+    share, num_idle = (0.02, 50) if args.quick else (1.0, args.num_idle)
+    return {
+        "front_end": front_end_alone.measure("demo", cores, args.rounds, share=share),
+        "idle": front_end_alone.measure_idle("demo", cores, num_idle),
+    }
 
-        share = 0.02 if args.quick else 1.0
-        row = keys.measure("demo", cores, 1 if args.quick else args.rounds, share=share)
-        print()
-        print_table([row])
-        result["keys"] = row
-    if "page" in sections:
-        from benchmarks.server import page
 
-        rounds = 1 if args.quick else args.rounds
-        rows = [
-            page.measure("demo", cores, rounds, num_requests=num, max_tokens=max_tokens)
-            for num, max_tokens in ([(16, 200)] if args.quick else [(64, 300), (256, 100)])
-        ]
-        print()
-        print_table(rows)
-        result["page"] = rows
-    if "service" in sections:
-        from benchmarks.server import service
+def _engine(args: Options, cores: Cores) -> dict[str, Any]:
+    row = with_engine.measure(
+        _text_model(args),
+        cores,
+        rounds=args.rounds,
+        num_streams=8 if args.quick else args.num_streams,
+        max_tokens=8 if args.quick else args.max_tokens,
+        num_first=2 if args.quick else args.num_first,
+    )
+    return {"engine": row}
 
-        few = {"num_streams": 4 if args.quick else 16}
-        rows = service.measure("demo", max_tokens=300 if args.quick else 1500, **few)
-        print()
-        print_table(rows)
-        num_streams, num_tokens = (4, 100) if args.quick else (args.num_streams, 1000)
-        row = service.measure_catch_up("demo", num_streams=num_streams, num_tokens=num_tokens)
-        print()
-        print_table([row])
-        result |= {"service": rows, "catch_up": row}
-        from benchmarks.server import flood, slow_heads
 
-        rows = flood.measure("demo", seconds=1.0 if args.quick else args.seconds, rate=args.rate)
-        print()
-        print_table(rows)
-        head_timeout_s, num_slow = (2.0, 50) if args.quick else (30.0, 1000)
-        slow = slow_heads.measure("demo", num_connections=num_slow, head_timeout_s=head_timeout_s)
-        print()
-        print_table(slow)
-        result |= {"flood": rows, "slow_heads": slow}
-    if "windows" in sections:
-        from benchmarks.server import windows
-        from benchmarks.server.text_checkpoint import text_checkpoint
+def _vllm(args: Options, _: Cores) -> dict[str, Any]:
+    from benchmarks.server import beside_vllm
 
-        rows = windows.measure(
-            checkpoint("demo") if args.quick else text_checkpoint(args.model),
-            num_at_once=args.num_streams,
-            seconds=0.2 if args.quick else args.seconds,
-            rounds=1 if args.quick else args.rounds,
-        )
-        print()
-        print_table(rows)
-        result["windows"] = rows
-    print_json(result)
+    return {"vllm": beside_vllm.measure(args.model, args.clients, rounds=min(args.rounds, 2))}
+
+
+def _budgets(args: Options, _: Cores) -> dict[str, Any]:
+    from benchmarks.server import beside_vllm
+
+    return {"budgets_alone": beside_vllm.measure_budgets(args.model, max(args.clients), args.budgets)}
+
+
+def _aggressors(args: Options, _: Cores) -> dict[str, Any]:
+    from benchmarks.server import aggressors
+
+    return {"aggressors": aggressors.measure("demo", seconds=_seconds(args), rate=args.rate)}
+
+
+def _keys(args: Options, cores: Cores) -> dict[str, Any]:
+    from benchmarks.server import keys
+
+    return {"keys": keys.measure("demo", cores, args.rounds, share=0.02 if args.quick else 1.0)}
+
+
+def _page(args: Options, cores: Cores) -> dict[str, Any]:
+    from benchmarks.server import page
+
+    rows = [
+        page.measure("demo", cores, args.rounds, num_requests=num, max_tokens=max_tokens)
+        for num, max_tokens in ([(16, 200)] if args.quick else [(64, 300), (256, 100)])
+    ]
+    return {"page": rows}
+
+
+def _service(args: Options, _: Cores) -> dict[str, Any]:
+    from benchmarks.server import flood, service, slow_heads
+
+    rows = service.measure(
+        "demo", max_tokens=300 if args.quick else 1500, num_streams=4 if args.quick else 16
+    )
+    num_streams, num_tokens = (4, 100) if args.quick else (args.num_streams, 1000)
+    head_timeout_s, num_slow = (2.0, 50) if args.quick else (30.0, 1000)
+    return {
+        "service": rows,
+        "catch_up": service.measure_catch_up("demo", num_streams=num_streams, num_tokens=num_tokens),
+        "flood": flood.measure("demo", seconds=_seconds(args), rate=args.rate),
+        "slow_heads": slow_heads.measure("demo", num_connections=num_slow, head_timeout_s=head_timeout_s),
+    }
+
+
+def _windows(args: Options, _: Cores) -> dict[str, Any]:
+    from benchmarks.server import windows
+
+    rows = windows.measure(
+        _text_model(args),
+        num_at_once=args.num_streams,
+        seconds=0.2 if args.quick else args.seconds,
+        rounds=args.rounds,
+    )
+    return {"windows": rows}
+
+
+def _text_model(args: Options) -> str:
+    """Return the directory of a model with a tokenizer."""
+    from benchmarks.server.text_checkpoint import text_checkpoint
+
+    return str(checkpoint("demo")) if args.quick else text_checkpoint(args.model)
+
+
+def _seconds(args: Options) -> float:
+    return 1.0 if args.quick else args.seconds
+
+
+SECTIONS: dict[str, Callable[[Options, Cores], dict[str, Any]]] = {
+    "front-end": _front_end,
+    "engine": _engine,
+    "vllm": _vllm,
+    "budgets": _budgets,
+    "aggressors": _aggressors,
+    "keys": _keys,
+    "page": _page,
+    "service": _service,
+    "windows": _windows,
+}
 
 
 if __name__ == "__main__":
