@@ -111,14 +111,12 @@ def test_without_a_restart_left_the_engine_is_dead_and_says_what_is_left(engine)
     add_requests(engine, 7)
     engine.step()
     os.kill(rank.pid, signal.SIGKILL)
-    started = time.monotonic()
     with pytest.raises(
         EngineDeadError,
         match=rf"^rank 1 \(stage 0 of 2, layers 0 to 1, on {socket.gethostname()}\), process "
         rf"{rank.pid}, was ended by SIGKILL.* engine.unfinished\(\) returns",
     ) as error:
         finish(engine)
-    assert time.monotonic() - started < 2
     assert isinstance(error.value.__cause__, RankError)
     assert len(engine.unfinished()) == 6
     with pytest.raises(EngineDeadError, match="SIGKILL"):

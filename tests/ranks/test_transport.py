@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -76,13 +75,10 @@ def test_a_rank_that_is_late_or_gone_is_an_error():
     with pytest.raises(RankError, match="rank 1 sends nothing"):
         driver.receive((4,), torch.float32, 1)
     follower.close()
-    driver, follower = connected(2)
-    waiting = threading.Timer(0.2, driver.close)
-    waiting.start()
-    started = time.monotonic()
-    with pytest.raises(RankError):
-        follower.receive_message()  # for ever, unless the group ends
-    assert time.monotonic() - started < 5
+    driver, follower = connected(2, message_timeout_s=60.0)
+    threading.Timer(0.2, driver.close).start()
+    with pytest.raises(RankError, match="closed by peer"):  # not that it took too long
+        follower.receive_message()
     with pytest.raises(RankError, match="closed"):
         driver.send_message(b"")
     driver, follower = connected(2, message_timeout_s=0.3)  # under torchrun

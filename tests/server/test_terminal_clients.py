@@ -252,11 +252,12 @@ def test_the_terms_of_a_load_are_kept(run):
         first = sorted(bodies)
         bodies.clear()
         times.clear()
+        started = time.perf_counter()
         run("bench", "serve", "--url", url, *argv, "--request-rate", "20")
         rng = random.Random(0)
         prompts = [rng.choices(range(1000), k=4) for _ in range(8)]
         gaps = [rng.expovariate(20) for _ in range(8)]
-        assert times[-1] - times[0] > sum(gaps[1:]) - 0.25 > 0.1  # a busy machine may be late with the first
+        assert times[-1] - started > sum(gaps[1:])
         assert sorted(bodies) == first == sorted(prompts)
     assert "--request-rate is above 0" in run.fails("bench", "serve", "--request-rate", "0")
     assert "--endpoint is /v1/completions or" in run.fails("bench", "serve", "--endpoint", "/v1/x")
