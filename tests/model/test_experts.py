@@ -303,8 +303,10 @@ def test_a_file_of_many_small_tensors_is_opened_once(tmp_path, monkeypatch):
     ]
     file = tmp_path / "model.safetensors"
     save_file({name: torch.full((2, 2), i % 100, dtype=torch.bfloat16) for i, name in enumerate(names)}, file)
-    opened, reads = [], []
-    open_file, read_into = OpenFile.__init__, OpenFile.read_into
+    opened = []
+    reads = []
+    open_file = OpenFile.__init__
+    read_into = OpenFile.read_into
     monkeypatch.setattr(OpenFile, "__init__", lambda self, path: opened.append(path) or open_file(self, path))
     monkeypatch.setattr(OpenFile, "read_into", lambda *args: reads.append(args[2]) or read_into(*args))
     with open_tensors(tmp_path, TensorNames()) as sources:
