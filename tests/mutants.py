@@ -210,7 +210,7 @@ MUTANTS = {
         ),
         (
             "drafts grow the tables of others",
-            "if manager.missing_blocks(blocks, end) <= num_spare_blocks():",
+            "if manager.blocks_taken(blocks, end) <= num_spare_blocks():",
             "if True:",
         ),
         ("drafts cross long_from", "inputs.long_from - num_tokens - 1", "inputs.long_from - num_tokens"),

@@ -90,6 +90,15 @@ class BlockManager:
                 missing += 1  # forked: the last block may need a copy
         return missing
 
+    def blocks_taken(self, seq: SequenceBlocks, num_tokens: int) -> int:
+        """Return how many blocks `grow` takes for extending a sequence to num_tokens.
+
+        Those that it frees are not deducted: while steps are in flight they come back later.
+        """
+        wanted = self.blocks_for(num_tokens)
+        is_forked = seq.capacity < len(seq.tables[0]) * self.block_size
+        return sum(max(0, wanted - len(table)) + is_forked for table in seq.tables)
+
     def num_filled_slots(self, seq: SequenceBlocks, num_computed: int) -> int:
         """Return how many slots in the blocks of a sequence hold a token."""
         return sum(max(0, num_computed - dropped * self.block_size) for dropped in seq.num_dropped)

@@ -205,7 +205,7 @@ def _grow(
     end = start + 1 + num
     if end <= blocks.capacity:
         return num
-    if manager.missing_blocks(blocks, end) <= num_spare_blocks():
+    if manager.blocks_taken(blocks, end) <= num_spare_blocks():
         if start + 1 > blocks.register_at:
             manager.register(blocks, request.token_ids, start)
         if manager.grow(blocks, start, end, schedule.copies):

@@ -367,12 +367,15 @@ class ManagerMachine(RuleBasedStateMachine):
         promised = manager.missing_blocks(blocks, end) <= manager.pool.num_available
         # A block that leaves the window counts as available, but is deferred while a step in flight reads it.
         promised &= not self.readers or self.windows == (None,)
+        taken = manager.blocks_taken(blocks, end)
         num_free, num_copies = manager.pool.num_available, len(self.copies)
         if not manager.grow(blocks, start, end, self.copies):
             assert not promised, "missing_blocks promised room"
+            assert taken > num_free, "blocks_taken promised room"
             assert len(self.copies) == num_copies
             assert manager.pool.num_available >= num_free
             return
+        assert num_free - manager.pool.num_available <= taken, "more blocks were taken"
         fresh = {
             table[place]
             for table, old, dropped in zip(blocks.tables, before, blocks.num_dropped, strict=True)
