@@ -27,6 +27,7 @@ from paged.model.config import DEMO
 from paged.model.weights.loading import Loader
 from paged.requests.request import Request
 from paged.runner.footprint import Memory
+from paged.sampling import grammar_jobs, structured_outputs
 from paged.simulate.plan import make_plan
 from tests.engine.test_speculation import CODE, demo, outputs_of, text_requests, token_requests
 from tests.support.checkpoints import checkpoint, edit_json, new_engine
@@ -152,15 +153,17 @@ def test_the_share_of_accepted_guesses_follows_from_both_models_logits():
     assert 0.3 < num_accepted / stats.num_draft_tokens < 1
 
 
-def test_what_a_grammar_forces_comes_before_the_models_guesses():
+def test_what_a_grammar_forces_comes_before_the_models_guesses(monkeypatch):
+    # Else a busy machine has late masks, for which the model guesses.
+    monkeypatch.setattr(grammar_jobs, "SLOW_S", 60.0)
+    monkeypatch.setattr(structured_outputs, "ASKED_S", 60.0)
     engine = demo(**itself())
     text = "zebra-42: quokkas, 17 axolotls"
     params = replace(GREEDY, ignore_eos=False, structured_outputs=StructuredOutputsParams(regex=text))
     (output,) = engine.generate([CODE], params, use_tqdm=False)
     assert output.outputs[0].text == text
     metrics = output.metrics
-    # Not all: while a mask is late, the model guesses.
-    assert metrics.num_accepted_tokens > 0.6 * metrics.num_draft_tokens
+    assert metrics.num_accepted_tokens == metrics.num_draft_tokens
     assert metrics.num_accepted_tokens > 0.3 * len(output.outputs[0].token_ids)
 
 
