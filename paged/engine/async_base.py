@@ -365,6 +365,14 @@ class AsyncEngine(ABC, Generic[E]):
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes of all engines. Running requests keep their blocks."""
 
+    async def resize(self, replicas: int) -> None:
+        """Run so many engines from now on. Raises ConfigError for another number than there is."""
+        if replicas != 1:
+            raise ConfigError(
+                f"this engine runs in the process of its caller, and replicas must be 1, got {replicas}; "
+                "EngineClient has several"
+            )
+
     async def troubles(self) -> list[str]:
         """Return why engines are not well: they hang, or are not replaced in time."""
         await self._attach()

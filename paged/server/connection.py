@@ -58,7 +58,7 @@ class EngineConnection(asyncio.Protocol):
     def __init__(self, start: frames.Start, owner: Owner, launcher: Launcher) -> None:
         self.replica = start.replica
         self._owner = owner
-        self._socket, self._process = launcher.launch()
+        self._socket, self._process = launcher.launch(start)
         self._reader = frames.FrameReader(frames.decode_report)
         self.loop: asyncio.AbstractEventLoop | None = None
         self._transport: asyncio.WriteTransport | None = None
