@@ -184,22 +184,18 @@ def check_serve() -> None:
 
     with tempfile.TemporaryDirectory() as name:
         model = str(chat_checkpoint(Path(name), TEMPLATE))
-        server = {
-            "served_model_name": ["m"],
-            "tool_call_parser": "hermes",
-            "enable_auto_tool_choice": True,
-            "reasoning_parser": "qwen3",
-        }
+        parsers = {"tool_call_parser": "hermes", "enable_auto_tool_choice": True}
         start_ray()
         serve.start(http_options={"port": 8124})
 
         def deploy(version: int) -> None:
-            deployment = {"num_replicas": 2, "user_config": None, "version": str(version)}
-            del deployment["user_config"]
-            serve.run(app(model, deployment=deployment, server=server, dtype="float32", **OPTIONS))
+            # With another option all replicas are replaced.
+            server = {**parsers, "served_model_name": ["m", f"version {version}"]}
+            serve.run(app(model, deployment={"num_replicas": 2}, server=server, dtype="float32", **OPTIONS))
+            assert f"version {version}" in [each.id for each in client.models.list()]
 
-        deploy(1)
         client = openai.OpenAI(base_url="http://127.0.0.1:8124/v1", api_key="none", max_retries=0)
+        deploy(1)
         plain: dict[str, Any] = {"model": "m", "prompt": "a b", "max_tokens": 30, "temperature": 0}
         text = client.completions.create(**plain).choices[0].text
         calling: dict[str, Any] = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "seed": 3}

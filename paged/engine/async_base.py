@@ -344,9 +344,11 @@ class AsyncEngine(ABC, Generic[E]):
 
         replica: its number, from 0.
 
-        Raises EngineDeadError if it has stopped, or is replaced meanwhile.
+        Raises EngineDeadError if it has stopped, has left, or is replaced meanwhile.
         """
         await self._attach()
+        if replica >= len(self._engines):
+            raise EngineDeadError(f"there is no engine {replica} any more")
         return await self._engines[replica].picture()
 
     @property

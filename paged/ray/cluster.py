@@ -65,13 +65,21 @@ def join(address: str | None) -> bool:
     try:
         ray.init(address=address, log_to_driver=True, logging_level="warning")
     except (RuntimeError, ConnectionError, ValueError) as error:
-        raise ConfigError(f"the Ray cluster at {address} cannot be joined: {error}") from error
+        raise ConfigError(
+            f"the Ray cluster at {address} cannot be joined: {error}; is it one of Ray, and has this machine "
+            "the cluster's token (RAY_AUTH_TOKEN, or ~/.ray/auth_token)?"
+        ) from error
     return False
 
 
 def _require_answer(address: str) -> None:
     """Raise ConfigError unless something listens at host:port. Ray itself would wait for minutes."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"{address} is one of Ray Client, which carries no streams; run the command on a node of the "
+            "cluster, and give HOST:PORT or auto"
+        )
+    host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
         if address == "auto":
             return

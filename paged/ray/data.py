@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..base.validation import check_int, shown
 from ..config import EngineConfig
-from ..errors import ConfigError, PagedError, QueueFullError
+from ..errors import ConfigError, EngineDeadError, PagedError, QueueFullError
 from ..requests.request import RequestOutput
 from ..requests.seeds import derived_seed
 from ..sampling_params import RequestOutputKind, SamplingParams
@@ -25,7 +26,6 @@ ROWS_OF_BLOCK = 64  # Ray computes a block again as a whole, so they are small
 ROWS_OF_BATCH = 8  # many small batches at once: the engine never waits for the last rows of one
 RESULTS = ("text", "token_ids", "finish_reason", "error")
 IDS_AT_ONCE = 2**16  # rows whose ids are read together
-MOST_RETRIES = 100  # of a batch whose actor has ended: Ray's own default has no end
 QUEUE_FULL_S = 0.02  # until a row is sent again that found the engine's queue full
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,6 @@ def generate(
         },
         num_cpus=of_engine.num_cpus,
         num_gpus=of_engine.num_gpus,
-        max_task_retries=MOST_RETRIES,
     )
 
 
@@ -151,7 +150,7 @@ class _Generator:
 
         self._id_column, self._input_column = columns
         self._is_chat = is_chat
-        self._engine: EngineClient = EngineClient(**options)
+        self._engine: EngineClient = _started(partial(EngineClient, **options), options["max_restarts"])
         self._params = self._engine.text.default_params if params is None else params
         self._params = replace(self._params, output_kind=RequestOutputKind.FINAL_ONLY)
 
@@ -198,6 +197,18 @@ class _Generator:
             else:
                 assert last is not None, "a stream ends with an output"
                 return last
+
+
+def _started(start: Callable[[], EngineClient], max_restarts: int) -> EngineClient:
+    """Start an engine, again if its process ends before it is made. Raises what `EngineClient` raises."""
+    while True:
+        try:
+            return start()
+        except EngineDeadError as error:
+            if not max_restarts:
+                raise
+            max_restarts -= 1
+            logger.warning("%s; it is started again", error)
 
 
 def _with_results(batch: Any, results: Sequence[tuple[Any, ...]]) -> Any:

@@ -136,6 +136,7 @@ class RayProcess:
         self._how: str | None = None
         self._loss: str | None = None  # of a rank, which ended the engine
         self._is_over = threading.Event()
+        self._orders: threading.Thread | None = None
         terms: dict[str, Any] = {"runtime_env": {"env_vars": {**environment}}}
         self._group: Any = None
         if self._num_ranks > 1:
@@ -185,6 +186,9 @@ class RayProcess:
             self._is_over.set()
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
+            if self._orders is not None:
+                self._orders.join()  # which reads the socket
+            self._socket.close()
 
     def _carry(self) -> str:
         """Carry bytes both ways. Return how the engine process has ended."""
@@ -199,7 +203,8 @@ class RayProcess:
             )
         self._begin(nodes)
         logger.info("the engine process %d starts on %s", self.pid, ", ".join(nodes))
-        threading.Thread(target=self._carry_orders, name="paged-ray-orders", daemon=True).start()
+        self._orders = threading.Thread(target=self._carry_orders, name="paged-ray-orders", daemon=True)
+        self._orders.start()
         stream = self._actor.reports.options(
             num_returns="streaming", _generator_backpressure_num_objects=MOST_UNREAD
         ).remote()

@@ -403,6 +403,7 @@ class Supervisor:
                     raise cause if isinstance(cause, PagedError) else failure
             for each in new:
                 each.connection.check()
+            self.check()
         except BaseException:
             for each in new:
                 await each.connection.aclose()
@@ -440,6 +441,7 @@ class Supervisor:
     async def _give_share(self, replica: SupervisedEngine, num_sharing: int) -> None:
         """Replace the process of an engine by one with its share of the cores."""
         await self._leave(replica)
+        self.check()
         connection = replica.begin_with_share_of(num_sharing)
         replica.is_leaving = False
         try:
@@ -482,10 +484,10 @@ class Supervisor:
         """End all processes, in the event loop of `attach`; see `close`."""
         self._is_closed = True
         self._shut_down()
+        for task in (*self._replacing.values(), *self._resizes):  # which would begin others
+            task.cancel()
         for replica in (*self.replicas, *self._new):
             await replica.connection.aclose()
-        for task in (*self._replacing.values(), *self._resizes):
-            task.cancel()
 
     def _shut_down(self) -> None:
         error = EngineDeadError("the engine was shut down")
