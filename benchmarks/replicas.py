@@ -9,13 +9,22 @@ prefixes: questions about a few long texts, in random order, over two engine pro
 of the texts: routers against each other. `prefix-aware` sends a text to the engine that has it.
 
 A ratio is the median over the rounds, whose ways run in turns.
+
+    python -m benchmarks.replicas --ray
+
+compares two engine processes that are children with two in actors of a local Ray cluster: tokens/s of many
+requests at once, the first token of one alone, and for each, after a process is killed, the seconds until all
+its requests have a next token and until it serves again.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,11 +36,18 @@ from typing import Any
 
 from benchmarks.common import print_json, print_table
 from benchmarks.server.text_checkpoint import text_checkpoint
+from paged import SamplingParams
+from paged.engine.async_base import RequestStream
+from paged.server.engine_client import EngineClient
+from paged.server.launcher import Launcher, LocalLauncher
 
 NUM_TEXTS = 50
 TEXT_TOKENS = 512
 QUESTIONS = 8  # about each text
 BLOCK_SIZE = 16
+RAY_OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "num_blocks": 4096, "max_num_seqs": 64}
+RAY_REQUESTS = 128
+FIRST_TOKENS = 40
 Way = Callable[[Path], None]
 Process = subprocess.Popen[str]
 
@@ -42,8 +58,12 @@ def main() -> None:
     parser.add_argument("--model", default="llama-15m")
     parser.add_argument("--lines", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ray", action="store_true", help="compare with engines on a Ray cluster")
     args = parser.parse_args()
     model = text_checkpoint(args.model)
+    if args.ray:
+        print_json({"benchmark": "replicas", "ray": _compare_with_ray(model, args.rounds), **vars(args)})
+        return
     with tempfile.TemporaryDirectory() as folder:
         lines = [_line(i, [1 + i % 199] * 16, 32 + i % 32) for i in range(args.lines)]
         batch = _Batch(Path(folder), model, lines)
@@ -102,6 +122,120 @@ class _Batch:
         files = [str(source), str(output)]
         command = [sys.executable, "-m", "paged", "run-batch", *files, "--model", self.model, *options]
         return subprocess.Popen([*bound, *command], stderr=subprocess.PIPE, text=True)
+
+
+class _Engines:
+    """Two engine processes, and what is measured of them.
+
+    start_s: how long both took to start.
+    seconds: of each load.
+    first_s: until the first token, of one request alone.
+    moved_s, serving_s: from a death to the next token of each request, and until a new process serves.
+    """
+
+    def __init__(self, model: str, launcher: Launcher) -> None:
+        started = time.perf_counter()
+        self.client = EngineClient(
+            model, replicas=2, launcher=launcher, max_restarts=1000, router="round-robin", **RAY_OPTIONS
+        )
+        self.start_s = time.perf_counter() - started
+        self.seconds: list[float] = []
+        self.first_s: list[float] = []
+        self.moved_s: list[float] = []
+        self.serving_s: list[float] = []
+
+    def stream(self, number: int, num_tokens: int) -> RequestStream:
+        """Return a request."""
+        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        return self.client.generate({"prompt_token_ids": [1 + number % 199] * 16}, params)
+
+    async def load(self, num_requests: int) -> list[list[int]]:
+        """Compute many requests at once. Return their tokens."""
+        started = time.perf_counter()
+        found = await asyncio.gather(*(_read(self.stream(i, 64), []) for i in range(num_requests)))
+        self.seconds.append(time.perf_counter() - started)
+        return found
+
+    async def first_token(self, number: int) -> None:
+        """Measure the first token of a request that is alone."""
+        started = time.perf_counter()
+        await _read(self.stream(number, 1), [])
+        self.first_s.append(time.perf_counter() - started)
+
+    async def die(self, num_requests: int) -> None:
+        """Kill a process that has half of the requests, and measure when they and it go on."""
+        streams = [self.stream(i, 2000) for i in range(num_requests)]
+        times: list[list[float]] = [[] for _ in streams]
+        pairs = zip(streams, times, strict=True)
+        readers = [asyncio.create_task(_read(stream, own)) for stream, own in pairs]
+        while not all(times):
+            await asyncio.sleep(0.01)
+        replica = self.client._supervisor.replicas[0]
+        moved = [own for stream, own in zip(streams, times, strict=True) if stream.replica == replica.replica]
+        os.kill(replica.connection._process.pid, signal.SIGKILL)
+        killed = time.perf_counter()
+        while replica.is_up:
+            await asyncio.sleep(0.001)
+        noticed = time.perf_counter()
+        while not all(own[-1] > noticed for own in moved):
+            await asyncio.sleep(0.001)
+        self.moved_s.append(time.perf_counter() - killed)
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        while not replica.is_up:
+            await asyncio.sleep(0.01)
+        self.serving_s.append(time.perf_counter() - killed)
+
+
+async def _read(stream: RequestStream, times: list[float]) -> list[int]:
+    """Return the tokens of a request. Add the time of each output."""
+    token_ids: Sequence[int] = ()
+    async for output in stream:
+        times.append(time.perf_counter())
+        token_ids = output.outputs[0].token_ids
+    return [*token_ids]
+
+
+def _compare_with_ray(model: str, rounds: int) -> dict[str, Any]:
+    """Compare engines that are children with those on a local Ray cluster. Print a table."""
+    from paged.ray.launcher import connect
+
+    over_ray = connect("local", RAY_OPTIONS, 2)
+    engines = {"children": _Engines(model, LocalLauncher()), "on Ray": _Engines(model, over_ray)}
+    asyncio.run(_measure([*engines.values()], rounds))
+    rows = [
+        {
+            "engines": name,
+            "start s": own.start_s,
+            "tokens/s": RAY_REQUESTS * 64 / statistics.median(own.seconds),
+            "first token ms": 1e3 * statistics.median(own.first_s),
+            "death to token s": statistics.median(own.moved_s),
+            "death to serving s": statistics.median(own.serving_s),
+        }
+        for name, own in engines.items()
+    ]
+    print_table(rows)
+    return {row.pop("engines"): row for row in rows}
+
+
+async def _measure(engines: Sequence[_Engines], rounds: int) -> None:
+    """Measure all in turns."""
+    expected = None
+    try:
+        for i in range(rounds):
+            for own in engines:
+                found = await own.load(RAY_REQUESTS)
+                assert expected in (None, found), "they give other tokens"
+                expected = found
+            for number in range(FIRST_TOKENS):
+                for own in engines:
+                    await own.first_token(i * FIRST_TOKENS + number)
+            for own in engines:
+                await own.die(8)
+    finally:
+        for own in engines:
+            await own.client.__aexit__()
 
 
 def _wait(processes: Sequence[Process]) -> None:

@@ -1,11 +1,13 @@
 """Random deaths of engines, at random frames:
 
     python -m tests.deaths [ROUNDS] [--requests N] [--seed S]
-    python -m tests.deaths --processes 100      # real processes, killed and stopped so often
+    python -m tests.deaths --processes 100         # real processes, killed and stopped so often
+    python -m tests.deaths --processes 100 --ray   # those of a local Ray cluster, and their actors
 
 Each round sends requests of all kinds to a client of one or two engines that end again and again: killed in
-the middle of a frame, by a step that raises, or hanging. All requests must end with the tokens, the text, the
-log-probabilities and the reasons of a run without deaths, and nothing is left over. CI runs small rounds.
+the middle of a frame, by a step that raises, or hanging; in every fourth round one leaves and comes, too. All
+requests must end with the tokens, the text, the log-probabilities and the reasons of a run without deaths,
+and nothing is left over. CI runs small rounds.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ import pytest
 
 from paged import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from paged import StructuredOutputsParams as Structured
+from paged.commands.common import launcher_of
 from paged.server import supervised_engine
 from paged.server.engine_client import EngineClient
+from paged.server.launcher import ENGINE_PROCESS
 from tests.support.mortal_engines import LEAVING, MortalEngines
 
 OPTIONS: dict[str, Any] = {"num_blocks": 512, "num_threads": 1, "max_num_seqs": 64, "device": "cpu"}
@@ -137,8 +141,18 @@ async def check(
         assert (replica.connection.requests, replica.connection.load) == ({}, 0)
 
 
-def run_round(engines: list[LLMEngine], seed: int, num_requests: int, mean_frames: int) -> int:
-    """Run requests while engines end. Return how often one did."""
+async def _resize(client: EngineClient, rng: random.Random, most: int) -> None:
+    """Let engines leave and come again, on and on."""
+    while True:
+        for num in (1, most):
+            await asyncio.sleep(rng.uniform(0.02, 0.2))
+            await client.resize(num)
+
+
+def run_round(
+    engines: list[LLMEngine], seed: int, num_requests: int, mean_frames: int, *, resizes: bool = False
+) -> int:
+    """Run requests while engines end, and perhaps leave and come. Return how many others began."""
     rng = random.Random(seed)
     asked = requests(rng, num_requests)
     prompts, params = zip(*asked, strict=True)
@@ -155,7 +169,14 @@ def run_round(engines: list[LLMEngine], seed: int, num_requests: int, mean_frame
             **{**OPTIONS, "device": "auto"},
         )
         async with client:
+            resizing = asyncio.create_task(_resize(client, random.Random(seed), len(engines)))
+            if not resizes:
+                resizing.cancel()
             await asyncio.wait_for(check(client, asked, expected, seed), 300)
+            if resizes:
+                assert not resizing.done(), resizing.exception()
+                resizing.cancel()
+                return
             num_lives = len(mortal.lives)  # another may begin meanwhile
             stats = await client.stats()
             assert stats.num_restarts >= num_lives - len(engines)
@@ -169,28 +190,46 @@ def run_round(engines: list[LLMEngine], seed: int, num_requests: int, mean_frame
 
 
 async def _end_processes(client: EngineClient, rng: random.Random, num: int) -> None:
-    """Kill or stop engine processes so often, each while none computes a request alone."""
+    """Kill or stop engine processes, or kill their actors, each while none computes a request alone."""
     supervisor = client._supervisor
     while num:
         await asyncio.sleep(rng.uniform(0.1, 0.8))
         replica = rng.choice(supervisor.replicas)
         if replica.is_up and replica.connection.requests and supervisor._alone is None:
             process = replica.connection._process
-            os.kill(process.pid, rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
+            own = psutil.Process(process.pid)
+            parent = own.parent()
+            if parent is not None and parent.pid != os.getpid() and rng.random() < 0.4:
+                parent.kill()
+            else:
+                own.send_signal(rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
             num -= 1
             while replica.connection._process is process:
                 await asyncio.sleep(0.01)
 
 
-def run_processes(engine: LLMEngine, num_deaths: int, num_requests: int, seed: int) -> None:
-    """Run requests on two processes that end so often, and look for what is left over."""
+def engine_processes() -> list[psutil.Process]:
+    """Return the engine processes of this machine."""
+    found = psutil.process_iter(["cmdline"])
+    return [each for each in found if ENGINE_PROCESS in (each.info["cmdline"] or [])]
+
+
+def run_processes(
+    engine: LLMEngine, num_deaths: int, num_requests: int, seed: int, ray: str | None = None
+) -> None:
+    """Run requests on two processes that end so often, and look for what is left over.
+
+    ray: the address of the cluster on which they run.
+    """
     rng = random.Random(seed)
     me = psutil.Process()
-    before = me.num_fds(), len(me.children())
+    options = {**OPTIONS, "device": "auto"}
+    launcher = launcher_of(ray, options, 2)
+    before = me.num_fds(), len(me.children()), {each.pid for each in engine_processes()}
 
     async def main() -> None:
-        options = {**OPTIONS, "device": "auto"}
-        async with EngineClient("demo", replicas=2, max_restarts=10**6, **options) as client:
+        client = EngineClient("demo", replicas=2, max_restarts=10**6, launcher=launcher, **options)
+        async with client:
             ending = asyncio.create_task(_end_processes(client, rng, num_deaths))
             num_rounds = 0
             while not ending.done():
@@ -206,8 +245,14 @@ def run_processes(engine: LLMEngine, num_deaths: int, num_requests: int, seed: i
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervised_engine, "HANG_S", 4.0)
         asyncio.run(main())
-    after = me.num_fds(), len(me.children())
-    assert after == before, f"{before} files and processes became {after}"
+    until = time.monotonic() + 60
+    while True:
+        after = me.num_fds(), len(me.children()), {each.pid for each in engine_processes()}
+        # Ray opens and closes files of its own.
+        if after[1:] == before[1:] and (ray is not None or after == before):
+            return
+        assert time.monotonic() < until, f"{before} files and processes became {after}"
+        time.sleep(0.1)
 
 
 def main() -> None:
@@ -218,15 +263,17 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=60, help="that a life has on average")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, metavar="DEATHS", help="of real processes")
+    parser.add_argument("--ray", action="store_true", help="run these on a local Ray cluster")
     args = parser.parse_args()
     if args.processes is not None:
-        run_processes(LLMEngine("demo", **OPTIONS), args.processes, args.requests, args.seed)
+        ray = "local" if args.ray else None
+        run_processes(LLMEngine("demo", **OPTIONS), args.processes, args.requests, args.seed, ray)
         return
     engines = [LLMEngine("demo", **OPTIONS) for _ in range(2)]
     num = 0
     started = time.monotonic()
     for seed in range(args.seed, args.seed + args.rounds):
-        num += run_round(engines[: 1 + seed % 2], seed, args.requests, args.frames)
+        num += run_round(engines[: 1 + seed % 2], seed, args.requests, args.frames, resizes=seed % 4 == 3)
         print(f"round {seed}: {num} deaths so far, {time.monotonic() - started:.0f} s", flush=True)
 
 

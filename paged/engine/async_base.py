@@ -344,9 +344,11 @@ class AsyncEngine(ABC, Generic[E]):
 
         replica: its number, from 0.
 
-        Raises EngineDeadError if it has stopped, or is replaced meanwhile.
+        Raises EngineDeadError if it has stopped, has left, or is replaced meanwhile.
         """
         await self._attach()
+        if replica >= len(self._engines):
+            raise EngineDeadError(f"there is no engine {replica} any more")
         return await self._engines[replica].picture()
 
     @property
@@ -364,6 +366,14 @@ class AsyncEngine(ABC, Generic[E]):
     @abstractmethod
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes of all engines. Running requests keep their blocks."""
+
+    async def resize(self, replicas: int) -> None:
+        """Run so many engines from now on. Raises ConfigError for another number than there is."""
+        if replicas != 1:
+            raise ConfigError(
+                f"this engine runs in the process of its caller, and replicas must be 1, got {replicas}; "
+                "EngineClient has several"
+            )
 
     async def troubles(self) -> list[str]:
         """Return why engines are not well: they hang, or are not replaced in time."""

@@ -249,6 +249,13 @@ POST_END = Endpoint(
     answer="Any",
     access="admin",
 )
+POST_REPLICAS = Endpoint(
+    method="POST",
+    path=f"{ADMIN_PREFIX}replicas/{{replicas}}",
+    summary="Add or remove engine processes until there are so many, while requests run",
+    answer="Any",
+    access="admin",
+)
 POST_PAUSE, POST_RESUME, POST_DRAIN, POST_RESET_PREFIX_CACHE, POST_RELOAD_KEYS = (
     Endpoint(method="POST", path=f"{ADMIN_PREFIX}{name}", summary=summary, answer="Any", access="admin")
     for name, summary in (

@@ -1,4 +1,7 @@
-"""`python -m paged.ranks alive`: a probe of this machine's ranks. The driver starts ranks by `follow`."""
+"""`python -m paged.ranks alive`: a probe of this machine's ranks.
+
+The driver starts ranks by `follow`, and an actor of Ray by `join`.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,10 @@ def main(arguments: list[str]) -> int:
             from .rank_process import follow_parent
 
             return follow_parent(int(descriptor))
+        case ["join"]:
+            from .rank_process import join
+
+            return join()
     print(USAGE, file=sys.stderr)
     return 2
 

@@ -6,6 +6,7 @@ ends the process when the driver has ended, however that came about.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -249,6 +250,25 @@ def follow_torchrun(options: Mapping[str, Any]) -> int:
         bind_to_share(torchrun.local_rank, torchrun.num_local)
     with tempfile.TemporaryDirectory(prefix=DIRECTORY_PREFIX, ignore_cleanup_errors=True) as private:
         return _follow_torchrun(config, torchrun, Path(private))
+
+
+def join() -> int:
+    """Compute for rank 0 as `follow_torchrun` does, with the options in the first line of stdin.
+
+    The process ends at the latest when stdin does. Return the exit code.
+    """
+    options = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_stdin, name="paged-parent", daemon=True).start()
+    try:
+        return _end(follow_torchrun(options))
+    except PagedError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return _end(1)
+
+
+def _end_with_stdin() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
 
 
 def _follow_torchrun(config: EngineConfig, torchrun: Torchrun, private: Path) -> int:

@@ -17,13 +17,31 @@ CONNECTS_S = 10.0  # in which a cluster has to take a connection
 
 
 class Share(NamedTuple):
-    """What one engine gets of a cluster."""
+    """What one process of an engine gets of a cluster."""
 
     num_cpus: int
     num_gpus: int
 
     def __str__(self) -> str:
         return f"{self.num_gpus} GPU" if self.num_gpus else f"{self.num_cpus} CPU cores"
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What a placement group reserves for it."""
+        return {"GPU": self.num_gpus} if self.num_gpus else {"CPU": self.num_cpus}
+
+    @property
+    def listed(self) -> str:
+        """All of it, in words."""
+        return f"{self.num_cpus} CPU cores and {self.num_gpus} GPUs"
+
+    def times(self, num: int) -> Share:
+        """Return what so many processes get."""
+        return Share(num * self.num_cpus, num * self.num_gpus)
+
+    def holds(self, other: Share) -> bool:
+        """Return whether another share is a part of this one."""
+        return self.num_cpus >= other.num_cpus and self.num_gpus >= other.num_gpus
 
 
 def join(address: str | None) -> bool:
@@ -47,13 +65,21 @@ def join(address: str | None) -> bool:
     try:
         ray.init(address=address, log_to_driver=True, logging_level="warning")
     except (RuntimeError, ConnectionError, ValueError) as error:
-        raise ConfigError(f"the Ray cluster at {address} cannot be joined: {error}") from error
+        raise ConfigError(
+            f"the Ray cluster at {address} cannot be joined: {error}; is it one of Ray, and has this machine "
+            "the cluster's token (RAY_AUTH_TOKEN, or ~/.ray/auth_token)?"
+        ) from error
     return False
 
 
 def _require_answer(address: str) -> None:
     """Raise ConfigError unless something listens at host:port. Ray itself would wait for minutes."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"{address} is one of Ray Client, which carries no streams; run the command on a node of the "
+            "cluster, and give HOST:PORT or auto"
+        )
+    host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
         if address == "auto":
             return
@@ -68,26 +94,49 @@ def _require_answer(address: str) -> None:
 
 
 def share_of(options: Mapping[str, Any], replicas: int, *, num_reserved: int = 0) -> Share:
-    """Return what each engine gets: a GPU, or its threads, by default an equal part of the free cores.
+    """Return what each process gets: a GPU, or its threads, by default an equal part of the free cores.
 
+    replicas: engines, each with a process for every rank of the model.
     num_reserved: cores that the engines leave to others.
 
     Raises ConfigError if the cluster has less than all of them need.
     """
-    free = ray.available_resources()
-    num_cpus = max(0, int(free.get("CPU", 0)) - num_reserved)
-    num_gpus = int(free.get("GPU", 0))
+    free = free_share()
+    num_cpus = max(0, free.num_cpus - num_reserved)
+    num_gpus = free.num_gpus
+    num_ranks = num_ranks_of(options)
+    num_processes = replicas * num_ranks
     device = options.get("device", "auto")
     on_gpu = device.startswith("cuda") or (device == "auto" and num_gpus > 0)
-    share = Share(0, 1) if on_gpu else Share(options.get("num_threads") or max(1, num_cpus // replicas), 0)
+    share = (
+        Share(0, 1) if on_gpu else Share(options.get("num_threads") or max(1, num_cpus // num_processes), 0)
+    )
     has = num_gpus if on_gpu else num_cpus
-    need = replicas * (share.num_gpus or share.num_cpus)
+    need = num_processes * (share.num_gpus or share.num_cpus)
     if need > has:
         raise ConfigError(
-            f"{replicas} replicas of {share} need more than the cluster has free: "
+            f"{described(f'{replicas} replicas', num_ranks, share)} need more than the cluster has free: "
             f"{num_cpus} CPU cores{_besides(num_reserved)} and {num_gpus} GPUs"
         )
     return share
+
+
+def free_share() -> Share:
+    """Return what the cluster has free."""
+    free = ray.available_resources()
+    return Share(int(free.get("CPU", 0)), int(free.get("GPU", 0)))
+
+
+def num_ranks_of(options: Mapping[str, Any]) -> int:
+    """Return how many processes the options of an engine divide its model among."""
+    num: int = options.get("pipeline_parallel_size", 1) * options.get("tensor_parallel_size", 1)
+    return num
+
+
+def described(replicas: str, num_ranks: int, share: Share) -> str:
+    """Return what engines ask for, in words."""
+    each = f"{num_ranks} ranks of " if num_ranks > 1 else ""
+    return f"{replicas} of {each}{share}"
 
 
 def _besides(num_reserved: int) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..base.validation import check_int
+from ..base.validation import check_int, shown
 from ..config import EngineConfig
-from ..errors import ConfigError, PagedError, QueueFullError
+from ..errors import ConfigError, EngineDeadError, PagedError, QueueFullError
 from ..requests.request import RequestOutput
 from ..requests.seeds import derived_seed
 from ..sampling_params import RequestOutputKind, SamplingParams
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 ROWS_OF_BLOCK = 64  # Ray computes a block again as a whole, so they are small
 ROWS_OF_BATCH = 8  # many small batches at once: the engine never waits for the last rows of one
 RESULTS = ("text", "token_ids", "finish_reason", "error")
+IDS_AT_ONCE = 2**16  # rows whose ids are read together
 QUEUE_FULL_S = 0.02  # until a row is sent again that found the engine's queue full
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ def generate(
     messages_column: str | None = None,
     replicas: int = 1,
     max_restarts: int = 5,
+    check_ids: bool = True,
     **options: Any,
 ) -> Dataset:
     """Return a dataset with the results of each row, computed as the dataset is read.
@@ -53,6 +56,9 @@ def generate(
     messages_column: a column of conversations, in place of prompts.
     replicas: actors, each with an engine in a process of its own, which is replaced when it ends.
     max_restarts: of one engine within ten minutes.
+    check_ids: look before anything is computed whether each row has an id and no two have the same, for
+        which the column is read once. Without it a row that has none has an error, and rows with the same
+        one have the same seed.
     options: of `LLMEngine`.
 
     Raises ConfigError and RequestError for wrong arguments, before anything is computed.
@@ -73,7 +79,10 @@ def generate(
             raise ConfigError(
                 f"the dataset has a column {name!r}, which the results would replace; rename it"
             )
+    if check_ids:
+        _check_ids(dataset, id_column)
     share = share_of(options, replicas, num_reserved=1)  # Ray Data reads and writes with it
+    of_engine = share.times(config.num_ranks)  # whose processes are all on the node of its actor
     at_once = max(2, 2 * config.max_num_seqs // ROWS_OF_BATCH)
     engine_options = options if share.num_gpus else {**options, "num_threads": share.num_cpus}
     return dataset.repartition(target_num_rows_per_block=ROWS_OF_BLOCK).map_batches(
@@ -89,9 +98,31 @@ def generate(
             "params": params,
             "options": {"model": model, "max_restarts": max_restarts, **engine_options},
         },
-        num_cpus=share.num_cpus,
-        num_gpus=share.num_gpus,
+        num_cpus=of_engine.num_cpus,
+        num_gpus=of_engine.num_gpus,
     )
+
+
+def _check_ids(dataset: Dataset, column: str) -> None:
+    """Raise ConfigError unless each row has an id of its own."""
+    import pyarrow
+    from pyarrow import compute
+
+    read = dataset.select_columns([column]).iter_batches(batch_size=IDS_AT_ONCE, batch_format="pyarrow")
+    chunks = [chunk for batch in read for chunk in batch.column(column).chunks]
+    if not chunks:
+        return
+    ids = pyarrow.chunked_array(chunks)
+    if ids.null_count:
+        raise ConfigError(
+            f"{ids.null_count:,} of {len(ids):,} rows have no {column}, from which seeds follow"
+        )
+    counts = ids.value_counts()
+    numbers = counts.field("counts")
+    most = compute.max(numbers).as_py()
+    if most > 1:
+        value = counts.field("values")[compute.index(numbers, most).as_py()].as_py()
+        raise ConfigError(f"{column} must differ from row to row, and {most:,} rows have {shown(value)}")
 
 
 def _params(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams | None:
@@ -119,7 +150,7 @@ class _Generator:
 
         self._id_column, self._input_column = columns
         self._is_chat = is_chat
-        self._engine: EngineClient = EngineClient(**options)
+        self._engine: EngineClient = _started(partial(EngineClient, **options), options["max_restarts"])
         self._params = self._engine.text.default_params if params is None else params
         self._params = replace(self._params, output_kind=RequestOutputKind.FINAL_ONLY)
 
@@ -166,6 +197,18 @@ class _Generator:
             else:
                 assert last is not None, "a stream ends with an output"
                 return last
+
+
+def _started(start: Callable[[], EngineClient], max_restarts: int) -> EngineClient:
+    """Start an engine, again if its process ends before it is made. Raises what `EngineClient` raises."""
+    while True:
+        try:
+            return start()
+        except EngineDeadError as error:
+            if not max_restarts:
+                raise
+            max_restarts -= 1
+            logger.warning("%s; it is started again", error)
 
 
 def _with_results(batch: Any, results: Sequence[tuple[Any, ...]]) -> Any:

@@ -9,6 +9,7 @@ from ray import serve
 
 from ..config import EngineConfig
 from ..errors import ConfigError, EngineDeadError
+from ..server.launcher import LocalLauncher
 from ..server.options import MAX_WAITING, ServeOptions
 
 # Serve listens, divides and restarts, each in its own way.
@@ -65,15 +66,23 @@ def app(
         )
     ServeOptions(**server_options)
     terms = {"max_ongoing_requests": config.max_num_seqs + MAX_WAITING, **(deployment or {})}
-    terms.setdefault("ray_actor_options", _resources(options))
+    terms.setdefault("ray_actor_options", _resources(options, config.num_ranks))
     return serve.deployment(**terms)(_Replica).bind({"model": model, **given}, server_options)
 
 
-def _resources(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an actor asks for: a GPU where the engine is to have one, else a core for each thread."""
+def _resources(options: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+    """Return what an actor asks for: a GPU for each rank of the model, or a core for each of its threads."""
     if options.get("device", "auto").startswith("cuda"):
-        return {"num_gpus": 1}
-    return {"num_cpus": options.get("num_threads") or 1}
+        return {"num_gpus": num_ranks}
+    return {"num_cpus": num_ranks * (options.get("num_threads") or 1)}
+
+
+class _OneProcess(LocalLauncher):
+    """Starts the one engine process of a replica."""
+
+    def check_room(self, num: int) -> None:  # noqa: ARG002
+        """Raise ConfigError: replicas are Serve's."""
+        raise ConfigError("Ray Serve adds and removes replicas: see num_replicas of deployment")
 
 
 @serve.ingress()
@@ -91,6 +100,7 @@ class _Replica:
             resume=options.resume,
             max_restarts=options.max_restarts,
             step_timeout=options.step_timeout,
+            launcher=_OneProcess(),
         )
         self._options = options
 

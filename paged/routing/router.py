@@ -13,13 +13,13 @@ class Router(Protocol):
     """Chooses a replica for each request."""
 
     def choose(self, token_ids: Sequence[int], loads: Sequence[int]) -> int:
-        """Return the index of a replica.
+        """Return the number of a replica. Between two calls some may have come, or the last ones gone.
 
         loads: for each replica the tokens of its unfinished requests, prompt and output so far.
         """
 
     def forget(self, replica: int) -> None:
-        """Forget what a replica has cached: it begins anew."""
+        """Forget what a replica has cached: it begins anew, or is no more."""
 
 
 class RoundRobin:
@@ -29,8 +29,8 @@ class RoundRobin:
         self._next = 0
 
     def choose(self, token_ids: Sequence[int], loads: Sequence[int]) -> int:  # noqa: ARG002
-        chosen = self._next
-        self._next = (chosen + 1) % len(loads)
+        chosen = self._next % len(loads)
+        self._next = chosen + 1
         return chosen
 
     def forget(self, replica: int) -> None:

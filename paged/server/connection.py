@@ -58,7 +58,7 @@ class EngineConnection(asyncio.Protocol):
     def __init__(self, start: frames.Start, owner: Owner, launcher: Launcher) -> None:
         self.replica = start.replica
         self._owner = owner
-        self._socket, self._process = launcher.launch()
+        self._socket, self._process = launcher.launch(start)
         self._reader = frames.FrameReader(frames.decode_report)
         self.loop: asyncio.AbstractEventLoop | None = None
         self._transport: asyncio.WriteTransport | None = None
@@ -77,13 +77,14 @@ class EngineConnection(asyncio.Protocol):
 
     def wait_ready(self) -> frames.Ready:
         """Wait until the engine is made. Raises the error of `LLMEngine`."""
-        while data := self._socket.recv(2**16):
-            for report in self._reader.feed(data):
-                if isinstance(report, frames.Refused):
-                    raise error_of(report)
-                if isinstance(report, frames.Ready):  # heartbeats may follow it
-                    self._stats = report.stats
-                    return report
+        with suppress(ConnectionResetError):  # it has not read all that was sent
+            while data := self._socket.recv(2**16):
+                for report in self._reader.feed(data):
+                    if isinstance(report, frames.Refused):
+                        raise error_of(report)
+                    if isinstance(report, frames.Ready):  # heartbeats may follow it
+                        self._stats = report.stats
+                        return report
         raise EngineDeadError(
             f"{self.name} ended before its engine was made ({self._process.how_ended(SOON_S)})"
         )

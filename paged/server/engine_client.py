@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,7 @@ from .supervisor import Supervisor
 from .telemetry.log_lines import LogFormat
 
 ON_THIS_MACHINE = LocalLauncher()
+MAX_REPLICAS = 1024
 
 
 class EngineClient(AsyncEngine[SupervisedEngine]):
@@ -89,18 +91,20 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
     ) -> None:
         check_interval(stream_interval_s)
         terms = RestartTerms(resume=resume, max_restarts=max_restarts, step_timeout=step_timeout)
-        check_int(ConfigError, "replicas", replicas, 1, 1024)
+        check_int(ConfigError, "replicas", replicas, 1, MAX_REPLICAS)
         self.config = config = EngineConfig(model, **options)
         new_router(router, 16)  # before anything starts
         terms = _terms_of_ranks(config, terms, replicas)
         directory = resolve(config.model, config.revision)  # downloaded once, for all processes
         model_config = read_config(directory)
         num_sharing = replicas if launcher.divides_machine else 1
-        sent = {"model": model, **_sendable_options(config, options, num_sharing), **launcher.engine_options}
+        _check_share(config, num_sharing)
+        sent = {"model": model, **_sendable_options(config, options), **launcher.engine_options}
         starts = [
-            frames.Start(sent, stream_interval_s, log_format, replica, num_sharing)
+            frames.Start(sent, stream_interval_s, log_format, replica, num_sharing, socket.gethostname())
             for replica in range(replicas)
         ]
+        self._divides_machine = launcher.divides_machine
         self._supervisor = Supervisor(starts, router, terms, config.max_waiting, launcher)
         self._engines = self._supervisor.replicas
         self._finalizer = weakref.finalize(self, self._supervisor.close)
@@ -140,6 +144,24 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         await self._attach()
         for engine in self._running():
             engine.reset_prefix_cache()
+
+    async def resize(self, replicas: int) -> None:
+        """Add or remove engine processes while requests run, until there are so many.
+
+        A new one gets requests once all of the new ones serve. Those with the highest numbers leave: their
+        requests go on in others, and with resume=False, or where they cannot, they end there first. Where
+        processes share the cores of a machine, more of them make each one's share smaller: those that have
+        too large a share are replaced, one after the other. Fewer of them leave the shares as they are.
+
+        Raises ConfigError if the machine or the cluster has no room for more, which changes nothing,
+        EngineDeadError, and the errors of `LLMEngine`.
+        """
+        check_int(ConfigError, "replicas", replicas, 1, MAX_REPLICAS)
+        _check_torchrun(self.config, replicas)
+        num_sharing = replicas if self._divides_machine else 1
+        _check_share(self.config, num_sharing)
+        await self._attach()
+        await self._supervisor.resize(replicas, num_sharing)
 
     def describe(self) -> str:
         """Return a line about the model and its KV cache."""
@@ -303,16 +325,18 @@ def _terms_of_ranks(config: EngineConfig, terms: RestartTerms, replicas: int) ->
         )
     if Torchrun.of(config) is None:
         return terms
-    if replicas > 1:
-        raise ConfigError(f"torchrun starts the processes of one engine, got replicas {replicas}")
+    _check_torchrun(config, replicas)
     return replace(terms, max_restarts=0)  # torchrun starts all anew
 
 
-def _sendable_options(config: EngineConfig, options: dict[str, Any], replicas: int) -> dict[str, Any]:
-    """Return options of an engine as plain values. Raises ConfigError for what cannot be sent."""
-    if not isinstance(config.scheduling_policy, str):
-        policy = shown(config.scheduling_policy)
-        raise ConfigError(f"scheduling_policy of an engine in another process must be a name, got {policy}")
+def _check_torchrun(config: EngineConfig, replicas: int) -> None:
+    """Raise ConfigError for several engines of torchrun's processes."""
+    if replicas > 1 and Torchrun.of(config) is not None:
+        raise ConfigError(f"torchrun starts the processes of one engine, got replicas {replicas}")
+
+
+def _check_share(config: EngineConfig, replicas: int) -> None:
+    """Raise ConfigError if a machine cannot be divided among so many engines."""
     # With device "auto" each process finds out, as does one on another system than Linux.
     is_shared = replicas > 1 and config.device == "cpu" and sys.platform == "linux"
     num_processes = replicas * config.num_ranks
@@ -320,6 +344,13 @@ def _sendable_options(config: EngineConfig, options: dict[str, Any], replicas: i
         raise ConfigError(f"{replicas} replicas need {num_processes} CPU cores; there are {cores}")
     if replicas > 1 and ":" in config.device:
         raise ConfigError(f"{replicas} replicas have a GPU each; give device 'cuda', got {config.device!r}")
+
+
+def _sendable_options(config: EngineConfig, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of an engine as plain values. Raises ConfigError for what cannot be sent."""
+    if not isinstance(config.scheduling_policy, str):
+        policy = shown(config.scheduling_policy)
+        raise ConfigError(f"scheduling_policy of an engine in another process must be a name, got {policy}")
     sent = dict(options)
     if "dtype" in sent:
         sent["dtype"] = config.dtype  # the name of torch's

@@ -170,6 +170,14 @@ class EngineServer:
         self._preparations = Preparations[RequestSpec](MOST_PREPARED)
         self._garbage = Garbage()
 
+    @property
+    def ready(self) -> frames.Ready:
+        """What the front end is told first."""
+        engine = self.engine
+        size = engine.block_manager.block_size
+        device = engine.core.runner.device.type
+        return frames.Ready(engine.max_model_len, size, engine.describe(), self.stats, device)
+
     def run(self) -> None:
         """Serve until a step raises. The thread that reads ends the process with the front end."""
         link = self.link
@@ -388,6 +396,14 @@ def described(error: BaseException) -> tuple[str, str, str | None]:
     return "RuntimeError", f"{type(error).__name__}: {error}", None
 
 
+def refusal_of(start: frames.Start, error: BaseException) -> frames.Refused:
+    """Return what the front end is told of an error at start: perhaps a machine of its own is to blame."""
+    kind, message, param = described(error)
+    host = socket.gethostname()
+    where = "" if host == start.host else f"on the machine {host}: "
+    return frames.Refused(None, kind, where + message, param)
+
+
 def check_affinity() -> None:
     """Raise ConfigError where processes cannot be given cores of their own."""
     if sys.platform != "linux":
@@ -450,11 +466,10 @@ def main() -> None:
         take_share(start)
         engine = LLMEngine(**start.options)
     except Exception as error:
-        link.send(frames.Refused(None, *described(error)))
+        link.send(refusal_of(start, error))
         return
     server = EngineServer(engine, start.stream_interval_s, link, orders)
-    block_size = engine.block_manager.block_size
-    link.send(frames.Ready(engine.max_model_len, block_size, engine.describe(), server.stats))
+    link.send(server.ready)
     server.run()
 
 

@@ -59,6 +59,7 @@ class Start(Frame):
 
     log_format: of the lines that it writes to stderr.
     replica: the number of this process of num_replicas, which share the cores, or have a GPU each.
+    host: the name of the front end's machine.
     """
 
     options: dict[str, Any]
@@ -66,6 +67,7 @@ class Start(Frame):
     log_format: LogFormat
     replica: int
     num_replicas: int
+    host: str
 
 
 class Generate(Frame):
@@ -173,12 +175,16 @@ Order = (
 
 
 class Ready(Frame):
-    """The engine is made."""
+    """The engine is made.
+
+    device: the kind of what computes, such as "cpu".
+    """
 
     max_model_len: int
     block_size: int
     description: str
     stats: EngineStats
+    device: str
 
 
 class Refused(Frame):

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from ..base.validation import shown
@@ -210,6 +211,14 @@ class FrontEnd:
         if self.engine.config.scheduling_policy == "fair":
             await self.engine.set_tenant_weights(self.keys.weights)
         return len(self.keys)
+
+    async def resize(self, replicas: int) -> None:
+        """Run so many engines from now on. Raises ConfigError, and what `EngineClient.resize` raises."""
+        options = replace(self.options, replicas=replicas)
+        self.metrics.expect(replicas)
+        await self.engine.resize(replicas)
+        self.options = options
+        self.gallery.resize(replicas)
 
     def on_hangup(self) -> None:
         """Read the keys file again in a task of its own, and log what came of it."""

@@ -34,6 +34,7 @@ class Gallery:
 
     def __init__(self, engine: AsyncEngine[Any], num_engines: int) -> None:
         self._engine = engine
+        self._num_engines = num_engines
         self._pictures: list[EnginePicture | None] = [None] * num_engines
         self._views: dict[str | None, bytes] = {}  # of these pictures, by tenant
         self._next: asyncio.Event | None = None  # of the next picture of any engine
@@ -47,18 +48,32 @@ class Gallery:
             raise HttpError(429, f"{MOST_WATCHERS} others watch already; try again later")
         self.num_watchers += 1
         if self.num_watchers == 1:
-            loop = asyncio.get_running_loop()
             self._next = asyncio.Event()
-            self._making = [loop.create_task(self._make(i)) for i in range(len(self._pictures))]
+            self._begin()
         try:
             yield
         finally:
             self.num_watchers -= 1
             if not self.num_watchers:
-                for task in self._making:
-                    task.cancel()
-                self._pictures = [None] * len(self._pictures)
-                self._views.clear()
+                self._stop()
+
+    def resize(self, num_engines: int) -> None:
+        """Show so many engines from now on."""
+        self._num_engines = num_engines
+        self._stop()
+        if self.num_watchers:
+            self._begin()
+
+    def _begin(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._making = [loop.create_task(self._make(i)) for i in range(self._num_engines)]
+
+    def _stop(self) -> None:
+        for task in self._making:
+            task.cancel()
+        self._making = []
+        self._pictures = [None] * self._num_engines
+        self._views.clear()
 
     async def wait(self) -> None:
         """Wait for a new picture of any engine."""

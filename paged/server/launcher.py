@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from ..text.worker import ROOT
+from .frames import Start
 
 ENGINE_PROCESS = "paged.server.engine_process"  # the module that it runs
 BUFFER_BYTES = 4 * 2**20  # of the socket, as far as the system allows: a step waits while it is full
@@ -36,8 +37,11 @@ class Launcher(Protocol):
     divides_machine: bool  # whether the processes run on one machine, and take shares of it
     engine_options: Mapping[str, Any]  # that each engine gets besides its own
 
-    def launch(self) -> tuple[socket.socket, EngineProcess]:
-        """Start a process. Return a socket to it, to which `Start` is sent first, and the process."""
+    def launch(self, start: Start) -> tuple[socket.socket, EngineProcess]:
+        """Start a process. Return a socket to it, to which `start` is sent first, and the process."""
+
+    def check_room(self, num: int) -> None:
+        """Raise ConfigError unless there is room for so many more processes. It may block."""
 
 
 class LocalProcess:
@@ -74,19 +78,32 @@ class LocalLauncher:
     divides_machine = True
     engine_options: Mapping[str, Any] = MappingProxyType({})
 
-    def launch(self) -> tuple[socket.socket, LocalProcess]:
+    def launch(self, start: Start) -> tuple[socket.socket, LocalProcess]:  # noqa: ARG002
         """Start a process. Return a socket to it, and the process."""
-        ours, theirs = socket_pair()
-        path = [ROOT, *filter(None, sys.path)]  # so that it finds what this process finds
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", ENGINE_PROCESS, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what a library prints is no output of a command
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-            )
-        return ours, LocalProcess(process)
+        return start_process()
+
+    def check_room(self, num: int) -> None:
+        """Do nothing: a process that has no GPU or core of its own says so itself."""
+
+
+def start_process(
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[socket.socket, LocalProcess]:
+    """Start a process on this machine, which ends with this one. Return a socket to it, and the process.
+
+    environment: what it has besides the variables of this process.
+    """
+    ours, theirs = socket_pair()
+    path = [ROOT, *filter(None, sys.path)]  # so that it finds what this process finds
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", ENGINE_PROCESS, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what a library prints is no output of a command
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(path)},
+        )
+    return ours, LocalProcess(process)
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:

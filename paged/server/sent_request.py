@@ -128,6 +128,7 @@ class SentRequest:
     was_sent: whether a process has ever had it.
     has_waited: whether it has ever waited for one.
     num_deaths: how many processes ended while they had it.
+    has_left: whether it has left a process unfinished, which ended or gave it up.
     is_alone: whether its process computes nothing else until its next token, as it may have ended others.
     is_cleared: whether it got a token alone since the last death.
     timer: ends it while it waits.
@@ -153,6 +154,7 @@ class SentRequest:
         self.was_sent = False
         self.has_waited = False
         self.num_deaths = 0
+        self.has_left = False
         self.is_alone = False
         self.is_cleared = False
         self.timer: asyncio.TimerHandle | None = None
@@ -271,7 +273,7 @@ class SentRequest:
         if not self._begins_anew:
             completions = self._recorded(completions)
         metrics = None if new.metrics is None else self._times.of_first(new.metrics)
-        if not self.num_deaths:  # most outputs are as they came
+        if not self.has_left:  # most outputs are as they came
             return new
         return frames.Output(new.key, [*completions], new.finished, self._num_cached_tokens, metrics)
 

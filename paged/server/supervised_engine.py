@@ -29,8 +29,9 @@ class SupervisedEngine:
 
     connection: its newest process.
     is_up: whether that serves.
+    is_leaving: whether its process is about to end, and gets no new requests.
     error: of every call, once the supervisor has ended.
-    num_resumed: requests that came to it from a process that had ended.
+    num_resumed: requests that came to it from another process.
     """
 
     def __init__(self, start: frames.Start, owner: Owner, launcher: Launcher) -> None:
@@ -40,6 +41,7 @@ class SupervisedEngine:
         self._began_at = time.monotonic()
         self.connection = EngineConnection(start, owner, launcher)
         self.is_up = False
+        self.is_leaving = False
         self.error: EngineDeadError | None = None
         self.num_resumed = 0
         self._num_restarts = 0
@@ -78,7 +80,7 @@ class SupervisedEngine:
         return self._first
 
     def on_death(self) -> None:
-        """Keep the totals of the process, which has ended."""
+        """Keep the totals of the process, which has ended, or is about to."""
         self.count_ranks()
         self._earlier = self._counted(self.connection.stats)
         self.is_up = False
@@ -100,9 +102,33 @@ class SupervisedEngine:
         """Start another process in place of the one that has ended."""
         self._restarts.append(time.monotonic())
         self._num_restarts += 1
+        return self._begin()
+
+    def _begin(self) -> EngineConnection:
         self._num_rank_restarts = 0
         self.connection = EngineConnection(self._start, self._owner, self._launcher)
         return self.connection
+
+    def has_share_of(self, num_sharing: int) -> bool:
+        """Return whether its processes have the cores that one of so many engines gets of a machine."""
+        assert self._first is not None
+        return self._first.device != "cpu" or self._start.num_replicas == num_sharing
+
+    def begin_with_share_of(self, num_sharing: int) -> EngineConnection:
+        """Start another process, with the share of one of so many engines, after the one that has ended."""
+        self._start = msgspec.structs.replace(self._start, num_replicas=num_sharing)
+        return self._begin()
+
+    def begin_another(self, replica: int, num_sharing: int) -> SupervisedEngine:
+        """Start the first process of an engine that must be like this one, with a number of its own."""
+        options = dict(self._start.options)
+        start = msgspec.structs.replace(
+            self._start, options=options, replica=replica, num_replicas=num_sharing
+        )
+        another = SupervisedEngine(start, self._owner, self._launcher)
+        another._first = self._first
+        another._start_s = self._start_s
+        return another
 
     @property
     def most_start_s(self) -> float:

@@ -22,7 +22,7 @@ from ..errors import (
 from ..requests.request import TIMEOUT_MESSAGE
 from ..routing.router import new_router
 from . import frames
-from .connection import EngineConnection, call_in_loop
+from .connection import EngineConnection, call_in_loop, caused
 from .launcher import Launcher
 from .restart_terms import RestartTerms
 from .sent_request import SentRequest
@@ -30,6 +30,7 @@ from .supervised_engine import MOST_PAUSE_S, SupervisedEngine
 
 FIRST_PAUSE_S = 1.0  # between a start that fails and the next one; it doubles
 LOOK_S = 1.0  # between two looks for processes that hang
+LEAVE_S = 0.05  # between two looks for requests that have to end where they are
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +53,17 @@ class Supervisor:
         self._router_name = router
         self._terms = terms
         self._max_waiting = max_waiting
+        self._launcher = launcher
         self._keys = itertools.count()
         self._requests: dict[str, SentRequest] = {}  # the unfinished ones by id
         self._alone: SentRequest | None = None
         self._waiting: dict[SentRequest, None] = {}  # of these, those that no process has, in order
         self._loop: asyncio.AbstractEventLoop | None = None
         self._attached: asyncio.Future[Any] | None = None
-        self._replacing: set[asyncio.Task[None]] = set()
+        self._replacing: dict[SupervisedEngine, asyncio.Task[None]] = {}
+        self._resizing = asyncio.Lock()
+        self._resizes: set[asyncio.Task[None]] = set()
+        self._new: list[SupervisedEngine] = []  # those that are to join `replicas` once all serve
         self._looked_at = time.monotonic()
         self._is_closed = False
         self.replicas: list[SupervisedEngine] = []
@@ -100,7 +105,7 @@ class Supervisor:
 
     def choose(self, token_ids: Sequence[int]) -> SupervisedEngine | None:
         """Return the engine for a prompt; None while all are replaced, or compute a request alone."""
-        replicas = [replica for replica in self.replicas if self._is_open(replica)]
+        replicas = [each for each in self.replicas if self._is_open(each) and not each.is_leaving]
         if len(replicas) < 2:
             return replicas[0] if replicas else None
         # A process that hangs gets requests only if all do.
@@ -207,7 +212,11 @@ class Supervisor:
 
     def _quarantine(self) -> SupervisedEngine | None:
         """Return an engine for a suspect: one that has nothing else."""
-        empty = (each for each in self.replicas if each.is_fit and not each.connection.requests)
+        empty = (
+            each
+            for each in self.replicas
+            if each.is_fit and not each.is_leaving and not each.connection.requests
+        )
         return next(empty, None)
 
     def _place_of(self, request: SentRequest) -> SupervisedEngine | None:
@@ -253,7 +262,7 @@ class Supervisor:
 
     def on_death(self, connection: EngineConnection) -> None:
         """Replace a process that has ended, and let its requests wait for another one."""
-        replica = self.replicas[connection.replica] if self.replicas else None
+        replica = next((each for each in self.replicas if each.connection is connection), None)
         requests = connection.take_requests()
         error = connection.dead
         assert error is not None
@@ -261,24 +270,23 @@ class Supervisor:
             for request in requests:
                 self._fail(request, error)
             return
-        if replica is None or replica.connection is not connection or not replica.is_up:
-            return  # while it started, which `_replace` is told
+        if replica is None or not replica.is_up:
+            return  # while it started, which `_start` is told
         replica.on_death()
         self._router.forget(connection.replica)
         for request in requests:
             self._after_death(request, error)
         num_waiting = sum(request in self._waiting for request in requests)
         logger.error("%s; %d of its %d requests go on in another process", error, num_waiting, len(requests))
-        assert self._loop is not None
-        task = self._loop.create_task(self._replace(replica, error))
-        self._replacing.add(task)
-        task.add_done_callback(self._replacing.discard)
+        if not replica.is_leaving:
+            self._begin_replacing(replica, error)
         self._dispatch()
 
     def _after_death(self, request: SentRequest, error: EngineDeadError) -> None:
         if self._requests.get(request.request_id) is not request:
             return  # the garbage collector closed its stream meanwhile
         request.num_deaths += 1
+        request.has_left = True
         request.is_cleared = False
         if request.is_alone:
             num = request.num_deaths
@@ -290,6 +298,16 @@ class Supervisor:
             self._fail(request, error)
         else:
             self._wait(request)
+
+    def _begin_replacing(self, replica: SupervisedEngine, error: EngineDeadError) -> None:
+        assert self._loop is not None
+        task = self._replacing[replica] = self._loop.create_task(self._replace(replica, error))
+
+        def forget(task: asyncio.Task[None]) -> None:
+            if self._replacing.get(replica) is task:
+                del self._replacing[replica]
+
+        task.add_done_callback(forget)
 
     async def _replace(self, replica: SupervisedEngine, error: EngineDeadError) -> None:
         """Start processes in place of one that has ended, until one serves."""
@@ -309,8 +327,7 @@ class Supervisor:
             except PagedError as failure:
                 if self._is_closed:
                     return
-                error = EngineDeadError(str(failure))
-                error.__cause__ = failure
+                error = caused(str(failure), failure)
                 logger.error("%s", failure)
             else:
                 logger.warning("%s serves again", connection.name)
@@ -342,6 +359,98 @@ class Supervisor:
         for replica in self.replicas:
             replica.error = replica.error or error
 
+    # More and fewer engines
+
+    async def resize(self, num: int, num_sharing: int) -> None:
+        """Add engines, or remove those with the highest numbers, while requests run.
+
+        num_sharing: how many of them a machine is divided among.
+
+        Raises ConfigError if there is no room for more, EngineDeadError, and the errors of `LLMEngine`.
+        """
+        # What has begun goes on, also if none waits for it any more.
+        task = asyncio.get_running_loop().create_task(self._resize(num, num_sharing))
+        self._resizes.add(task)
+        task.add_done_callback(self._resizes.discard)
+        await asyncio.shield(task)
+
+    async def _resize(self, num: int, num_sharing: int) -> None:
+        async with self._resizing:
+            self.check()
+            if num <= len(self.replicas):
+                leaving = self.replicas[num:]
+                await asyncio.gather(*map(self._leave, leaving))
+                # Numbers stay places in this list.
+                del self.replicas[num:]
+                return
+            await asyncio.to_thread(self._launcher.check_room, num - len(self.replicas))
+            await self._add(num, num_sharing)
+            for replica in self.replicas:  # in turns: the others serve
+                if not replica.has_share_of(num_sharing):
+                    await self._give_share(replica, num_sharing)
+
+    async def _add(self, num: int, num_sharing: int) -> None:
+        """Start engines until there are so many, all or none. They get requests once all serve."""
+        first = self.replicas[0]
+        new = self._new
+        try:
+            for number in range(len(self.replicas), num):
+                new.append(first.begin_another(number, num_sharing))
+            starts = [self._start(each, each.connection) for each in new]
+            for failure in await asyncio.gather(*starts, return_exceptions=True):
+                if failure is not None:
+                    cause = failure.__cause__
+                    raise cause if isinstance(cause, PagedError) else failure
+            for each in new:
+                each.connection.check()
+            self.check()
+        except BaseException:
+            for each in new:
+                await each.connection.aclose()
+            new.clear()
+            raise
+        self.replicas += new
+        new.clear()
+        self._dispatch()
+
+    async def _leave(self, replica: SupervisedEngine) -> None:
+        """End an engine's process once it has no requests: those that can go on elsewhere do so."""
+        replica.is_leaving = True
+        self._router.forget(replica.replica)
+        if (task := self._replacing.get(replica)) is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        while replica.is_up and replica.connection.requests:
+            for key in sorted(requests := replica.connection.requests):
+                self._move(requests[key])
+            self._dispatch()
+            await asyncio.sleep(LEAVE_S)
+        if replica.is_up:
+            replica.on_death()
+        await replica.connection.aclose()
+
+    def _move(self, request: SentRequest) -> None:
+        """Let a request go on in another process, unless it has to end where it is."""
+        if not self._terms.resume or not request.can_go_on or request.is_alone:
+            return
+        assert request.connection is not None
+        request.connection.abort(request)
+        request.has_left = True
+        self._wait(request)
+
+    async def _give_share(self, replica: SupervisedEngine, num_sharing: int) -> None:
+        """Replace the process of an engine by one with its share of the cores."""
+        await self._leave(replica)
+        self.check()
+        connection = replica.begin_with_share_of(num_sharing)
+        replica.is_leaving = False
+        try:
+            await self._start(replica, connection)
+        except PagedError as failure:
+            self._begin_replacing(replica, caused(str(failure), failure))
+            raise
+        self._dispatch()
+
     # Hangs and ends
 
     def look(self) -> None:
@@ -368,17 +477,17 @@ class Supervisor:
         """End all processes, from any thread. Readers get EngineDeadError."""
         self._is_closed = True
         self.call_in_loop(self._shut_down)
-        for replica in self.replicas:
+        for replica in (*self.replicas, *self._new):
             replica.connection.close()
 
     async def aclose(self) -> None:
         """End all processes, in the event loop of `attach`; see `close`."""
         self._is_closed = True
         self._shut_down()
-        for replica in self.replicas:
-            await replica.connection.aclose()
-        for task in self._replacing:
+        for task in (*self._replacing.values(), *self._resizes):  # which would begin others
             task.cancel()
+        for replica in (*self.replicas, *self._new):
+            await replica.connection.aclose()
 
     def _shut_down(self) -> None:
         error = EngineDeadError("the engine was shut down")

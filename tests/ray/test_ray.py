@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,11 +53,15 @@ def engine() -> LLMEngine:
     return LLMEngine("demo", **OPTIONS)
 
 
+def processes_of(module: str) -> list[psutil.Process]:
+    """Return the processes of actors that run a module."""
+    found = psutil.process_iter(["cmdline"])
+    return [each for each in found if module in (each.info["cmdline"] or [])]
+
+
 def engine_processes() -> list[psutil.Process]:
     """Return the engine processes of all actors."""
-    return [
-        each for each in psutil.process_iter(["cmdline"]) if ENGINE_PROCESS in (each.info["cmdline"] or [])
-    ]
+    return processes_of(ENGINE_PROCESS)
 
 
 def test_requests_go_on_when_processes_and_actors_are_killed(engine):
@@ -90,6 +95,39 @@ def test_requests_go_on_when_processes_and_actors_are_killed(engine):
     assert not engine_processes()
 
 
+def test_replicas_of_several_ranks_come_and_leave_and_end(engine):
+    prompts = [f"class A{i}:" for i in range(12)]
+    expected = [o.outputs[0].token_ids for o in engine.generate(prompts, PARAMS, use_tqdm=False)]
+    options = {**OPTIONS, "pipeline_parallel_size": 2}
+    launcher = common.launcher_of("auto", options, 1)
+
+    async def main() -> list[list[int]]:
+        async with EngineClient("demo", launcher=launcher, **options) as client:
+
+            async def read(prompt: str) -> list[int]:
+                async for output in client.generate(prompt, PARAMS):
+                    last = output
+                return last.outputs[0].token_ids
+
+            tasks = [asyncio.create_task(read(prompt)) for prompt in prompts]
+            await client.resize(2)
+            await asyncio.gather(*tasks)
+            tasks = [asyncio.create_task(read(prompt)) for prompt in prompts]
+            while (await client.stats()).num_running < len(prompts):
+                await asyncio.sleep(0.01)
+            processes_of("paged.ranks")[0].kill()
+            with pytest.raises(ConfigError, match="1 more replicas of 2 ranks of 1 CPU cores need more than"):
+                await client.resize(3)
+            await client.resize(1)
+            return await asyncio.gather(*tasks)
+
+    assert asyncio.run(main()) == expected
+    until = time.monotonic() + 60
+    while engine_processes() or processes_of("paged.ranks"):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
 def test_rows_have_the_same_tokens_whatever_is_killed(engine):
     from ray.data import from_items
 
@@ -99,7 +137,13 @@ def test_rows_have_the_same_tokens_whatever_is_killed(engine):
     rows[7]["prompt"] = "x " * 9000
     rows[9]["id"] = None
     dataset = generate(
-        from_items(rows), "demo", {"max_tokens": 30}, id_column="id", max_num_seqs=16, **OPTIONS
+        from_items(rows),
+        "demo",
+        {"max_tokens": 30},
+        id_column="id",
+        check_ids=False,
+        max_num_seqs=16,
+        **OPTIONS,
     )
     found = {row["prompt"]: row for row in dataset.take_all()}
     assert len(found) == 100
@@ -149,6 +193,15 @@ def test_what_cannot_be():
         share_of(OPTIONS, 9)
     with pytest.raises(ConfigError, match="the dataset has no column 'id'; it has prompt"):
         generate(from_items([{"prompt": "x"}]), "demo", id_column="id")
+    for ids, message in (
+        ([1, None, 2], "1 of 3 rows have no id"),
+        ([1, 2, 1], "id must differ from row to row, and 2 rows have 1"),
+    ):
+        rows = [{"prompt": "x", "id": each} for each in ids]
+        with pytest.raises(ConfigError, match=message):
+            generate(from_items(rows), "demo", id_column="id", **OPTIONS)
+    with pytest.raises(ConfigError, match="rank_restarts 1 is for ranks that an engine starts itself"):
+        common.launcher_of("auto", {**OPTIONS, "pipeline_parallel_size": 2, "rank_restarts": 1}, 1)
     with pytest.raises(ConfigError, match="a row has one text, and n is 2"):
         generate(from_items([{"prompt": "x", "id": 1}]), "demo", {"n": 2}, id_column="id")
     with pytest.raises(ConfigError, match="port of server"):

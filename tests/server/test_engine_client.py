@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 from paged import (
@@ -38,7 +39,7 @@ from paged.engine.async_base import AsyncEngine
 from paged.scheduler.policies import FirstComeFirstServed
 from paged.server import frames, launcher
 from paged.server.engine_client import EngineClient
-from paged.server.engine_process import take_share
+from paged.server.engine_process import refusal_of, take_share
 from paged.server.inbox import Inbox
 from paged.text.prompt_parser import ParsedPrompt
 from tests.support.failing_engine_process import SLOW, SLOW_UNTIL, UNLUCKY
@@ -572,7 +573,7 @@ def test_the_engine_process_ends_with_its_parent(when):
 
 
 def start_of(replica: int, num_replicas: int, **options: Any) -> frames.Start:
-    return frames.Start({"model": "demo", **options}, 0.2, "text", replica, num_replicas)
+    return frames.Start({"model": "demo", **options}, 0.2, "text", replica, num_replicas, "here")
 
 
 def test_replicas_share_the_cores(monkeypatch):
@@ -587,6 +588,14 @@ def test_replicas_share_the_cores(monkeypatch):
     assert len(taken) == 2
     with pytest.raises(ConfigError, match="6 replicas need 6 CPU cores; there are 5"):
         take_share(start_of(0, 6))
+
+
+def test_an_error_at_start_names_a_machine_that_is_not_the_front_ends():
+    start = start_of(0, 1)
+    own = socket.gethostname()
+    for host, where in ((own, ""), ("front", f"on the machine {own}: ")):
+        refused = refusal_of(msgspec.structs.replace(start, host=host), ConfigError("no weights"))
+        assert (refused.message, refused.kind) == (f"{where}no weights", "ConfigError")
 
 
 @pytest.mark.parametrize(("shown", "expected"), [("", ["0", "1"]), ("4,GPU-7a", ["4", "GPU-7a"])])

@@ -467,7 +467,7 @@ def test_the_operator_reloads_keys(operated):
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
 def test_the_admin_key_opens_what_is_the_operators_alone(route, operated, served):
-    path = route.path.replace("{model}", "demo").replace("{request}", "x")
+    path = route.path.format(model="demo", request="x", replicas=1, response="x")
     data = b"{" if route.call is None else None
     operated.front.drain = lambda: None
     status = operated.request(route.method, path, data, bearing("root"))[0]
@@ -488,7 +488,8 @@ def test_damaged_requests_of_tenants_and_of_the_operator(engine, tmp_path):
     path = write(tmp_path / "keys", line("one", concurrent_requests=50, tokens_per_minute=10**6))
     body = json.dumps({"prompt": "a", "max_tokens": 2, "priority": "normal", "cache_salt": "s"})
     wholes = [
-        f"{route.method} {route.path.format(request='x', model='demo')} HTTP/1.1\r\nhost: localhost\r\n"
+        f"{route.method} {route.path.format(request='x', model='demo', replicas=1)} HTTP/1.1\r\n"
+        f"host: localhost\r\n"
         f"authorization: Bearer root\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
         for route in ROUTES
         if route.access == "admin"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import time
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from paged.routing.router import ROUTERS, new_router
 from paged.server import connection, supervised_engine, supervisor
 from paged.server.engine_client import EngineClient
 from tests.server.test_refusals import LONG, posted
@@ -25,7 +27,7 @@ OPTIONS = {"device": "cpu", "num_threads": 1, "num_blocks": 256, "max_num_seqs":
 def pair() -> Iterator[Served]:
     """Yield a server of two engine processes that take turns, each with one request at a time."""
     engine = EngineClient("demo", replicas=2, router="round-robin", **OPTIONS)
-    with serving(engine, closes=True, replicas=2) as served:
+    with serving(engine, closes=True, replicas=2, admin_key="root") as served:
         yield served
 
 
@@ -103,6 +105,71 @@ def test_a_process_that_hangs_gets_no_requests_and_is_replaced(pair, monkeypatch
     eventually(lambda: all(each.is_fit for each in pair.front.engine._supervisor.replicas))
     assert processes(pair.front.engine)[0] is first
     assert second.how_ended(0) == "by signal SIGKILL"
+
+
+def resized(served: Served, number: object) -> tuple[int, str]:
+    """Have the server run so many engines. Return the status and the message of an error."""
+    headers = {"authorization": "Bearer root"}
+    status, _, data = served.request("POST", f"/admin/replicas/{number}", None, headers, patience_s=600)
+    body = json.loads(data)
+    return status, body["error"]["message"] if status != 200 else ""
+
+
+def test_engines_leave_and_come_while_streams_run(pair, monkeypatch):
+    monkeypatch.setattr(supervised_engine, "LEAST_START_S", 600.0)
+    body = {"prompt": "def f(", "temperature": 0, "max_tokens": 1000, "ignore_eos": True}
+    whole = pair.post("/v1/completions", **body)
+    _, last = processes(pair.front.engine)
+    counts = finished(pair)
+    with ThreadPoolExecutor(2) as pool:
+        streams = [pool.submit(pair.events, "/v1/completions", **body) for _ in range(2)]
+        eventually(lambda: pair.stats().num_running == 2)
+        assert resized(pair, 1) == (200, "")
+        assert last.wait(0), "its process has not ended"
+        assert len(processes(pair.front.engine)) == 1
+        assert resized(pair, 2) == (200, "")
+        for stream in streams:
+            *events, _ = stream.result()
+            assert "".join(json.loads(e)["choices"][0]["text"] for e in events) == whole["choices"][0]["text"]
+    assert pair.front.engine._supervisor.replicas[0].num_resumed >= 1
+    before = finished(pair)
+    assert all(before[key] >= count for key, count in counts.items()), "a count fell"
+    pair.post("/v1/embeddings", input=[[5], [6], [7], [8]])
+    after = finished(pair)
+    assert [after[engine, "stop"] - before.get((engine, "stop"), 0) for engine in "01"] == [2, 2]
+
+
+def test_how_many_engines_there_cannot_be(pair):
+    cores = len(os.sched_getaffinity(0))
+    for number, message in (
+        (0, "replicas must be from 1 to 1024, got 0"),
+        (2000, "from 1 to 1024, got 2000"),
+        ("two", "replicas must be a number, got 'two'"),
+        (cores + 1, f"{cores + 1} replicas need {cores + 1} CPU cores; there are {cores}"),
+    ):
+        status, said = resized(pair, number)
+        assert (status, message in said) == (400, True), said
+    assert len(processes(pair.front.engine)) == pair.front.options.replicas == 2
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_knows_replicas_by_number_while_they_leave_and_come(name):
+    choose = random.Random(0)
+    router = new_router(name, 4)
+    num = 3
+    for _ in range(300):
+        if choose.random() < 0.2:
+            new = choose.randint(1, 6)
+            for gone in range(new, num):
+                router.forget(gone)
+            num = new
+        text = [choose.randrange(4)] * 9
+        assert router.choose(text, [choose.randrange(9) for _ in range(num)]) in range(num)
+    for gone in range(num):
+        router.forget(gone)
+    chosen = [router.choose([1] * 9, [i, 2, 2]) for i in range(3)]
+    assert chosen == {"round-robin": chosen, "least-loaded": [0, 0, 0], "prefix-aware": [0, 0, 0]}[name]
+    assert name != "round-robin" or {*chosen} == {0, 1, 2}
 
 
 def test_signals_for_the_front_end_end_no_engine(pair):

@@ -92,8 +92,7 @@ class MortalProcess:
             engine.reset_prefix_cache()
             server = _MortalServer(engine, start.stream_interval_s, link, orders)
             server._preparations = engines.preparations
-            size = engine.block_manager.block_size
-            link.send(frames.Ready(engine.max_model_len, size, engine.describe(), server.stats))
+            link.send(server.ready)
             server.run()
 
     def draw(self, most: int) -> int:
@@ -187,7 +186,7 @@ class MortalEngines:
     def installed(self) -> Iterator[MortalEngines]:
         """Let clients begin lives in place of processes."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LocalLauncher, "launch", lambda _: self.launch())
+            patch.setattr(LocalLauncher, "launch", lambda *_: self.launch())
             patch.setattr(supervised_engine, "EngineConnection", _MortalConnection)
             patch.setattr(engine_process, "Garbage", _NoGarbage)
             patch.setattr(engine_process, "HEARTBEAT_S", HEARTBEAT_S)

@@ -60,6 +60,7 @@ class Served:
         path: str,
         body: Any = None,
         headers: Mapping[str, str] | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> tuple[int, dict[str, str], bytes]:
         """Return status, headers and body of a response. A body that is no bytes is sent as JSON.
 
@@ -67,7 +68,7 @@ class Served:
         """
         given = {} if isinstance(body, bytes | None) else {"content-type": "application/json"}
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=patience_s)
         try:
             connection.request(method, path, data, {**given, **(headers or {})})
             response = connection.getresponse()

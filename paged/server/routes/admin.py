@@ -6,12 +6,15 @@ import asyncio
 import time
 from typing import Any
 
+from ...base.validation import shown
 from ...errors import ConfigError
-from ...protocol.endpoints import POST_END
+from ...protocol.endpoints import POST_END, POST_REPLICAS
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange
 from ..http.failures import HttpError
 from ..telemetry.records import RequestRecord
+
+MOST_DIGITS = 6  # of a number in a path
 
 
 class RequestsRoute:
@@ -55,6 +58,24 @@ class EndRoute:
         if not num:
             raise HttpError(404, f"no request {request_id!r} is in progress", code="not_found")
         await exchange.respond_json(200, {"ended": num})
+
+
+class ReplicasRoute:
+    """Adds or removes engine processes. It answers when that is done; what cannot be is 400."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        number = exchange.route.removeprefix("/admin/replicas/")
+        exchange.route = POST_REPLICAS.path  # for the metrics
+        if not (number.isascii() and number.isdigit()) or len(number) > MOST_DIGITS:
+            raise HttpError(400, f"replicas must be a number, got {shown(number)}", param="replicas")
+        try:
+            await self._front.resize(int(number))
+        except ConfigError as error:
+            raise HttpError(400, str(error), param="replicas") from None
+        await exchange.respond_json(200, {"replicas": int(number)})
 
 
 class PauseRoute:

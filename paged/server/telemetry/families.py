@@ -175,7 +175,7 @@ TOTALS = (
     ),
     _counter(
         "requests_resumed",
-        "Requests that came from an engine process that had ended.",
+        "Requests that came from an engine process that had ended, or had to end.",
         lambda s: s.num_resumed,
     ),
     _gauge(

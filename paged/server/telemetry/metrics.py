@@ -63,22 +63,25 @@ class ServerMetrics(Observer):
         self._config = config
         self._routes = frozenset(routes)
         self._prefix = prefix
-        lengths = length_bounds(max_model_len)
-        histograms = [family for family in REQUESTS if family.kind == "histogram"]
-        # By engine, then by name.
-        self._histograms = [
-            {family.name: Histogram(family.bounds or lengths) for family in histograms}
-            for _ in range(num_engines)
-        ]
-        self._token_latencies = [own["inter_token_latency_seconds"] for own in self._histograms]
+        self._lengths = length_bounds(max_model_len)
+        self._histograms: list[dict[str, Histogram]] = []  # by engine, then by name
+        self._token_latencies: list[Histogram] = []
         # By family, then by the values of the labels.
         self._counts: dict[str, Counter[tuple[str, ...]]] = {
             family.name: Counter() for family in (*REQUESTS, *SERVER) if family.kind != "histogram"
         }
-        for engine in range(num_engines):
+        self._counts["server_info"][__version__, model_name, str(max_model_len)] = 1
+        self.expect(num_engines)
+
+    def expect(self, num_engines: int) -> None:
+        """Count requests of so many engines. What was counted for those that leave stays."""
+        histograms = [family for family in REQUESTS if family.kind == "histogram"]
+        for engine in range(len(self._histograms), num_engines):
+            own = {family.name: Histogram(family.bounds or self._lengths) for family in histograms}
+            self._histograms.append(own)
+            self._token_latencies.append(own["inter_token_latency_seconds"])
             for reason in FINISH_REASONS:
                 self._count_finish(engine, reason, 0)
-        self._counts["server_info"][__version__, model_name, str(max_model_len)] = 1
 
     def begin(self, record: RequestRecord) -> None:
         """Count a request as in progress, and let its record count the time between tokens."""
