@@ -80,7 +80,11 @@ def _open_file(path: Path, names: TensorNames) -> Iterator[Mapping[str, StoredTe
     """Open a file, or a GGUF file with its other parts, and find its tensors by their names in it."""
     if is_gguf(path.name):
         with open_gguf(path) as gguf:
-            yield {name: tensor for name, tensor in presented(gguf).items() if name not in ROPE_FACTORS}
+            yield {
+                name: tensor
+                for name, tensor in presented(gguf).items()
+                if name not in ROPE_FACTORS and names.is_read(name)
+            }
     else:
         with SafetensorsFile(path, names) as file:
             yield file.tensors
