@@ -166,8 +166,37 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_experts": 4096, "num_hidden_layers": 1024},
         f"num_experts 4096 of all layers must be at most {MOST_EXPERTS}, got 4194304",
     ),
-    "groups": ("Glm4Moe", {"n_group": 3, "topk_group": 2}, "multiple of num_groups, got 128 and 3"),
-    "kept": ("Glm4Moe", {"n_group": 2, "topk_group": 3}, "num_kept_groups must be between 1 and 2, got 3"),
+    "groups": (
+        "Glm4Moe",
+        {"n_group": 3, "topk_group": 2},
+        "n_routed_experts 128 must be a multiple of n_group 3",
+    ),
+    "kept": ("Glm4Moe", {"n_group": 2, "topk_group": 3}, "topk_group 3 must be at most n_group 2"),
+    "few-kept": (
+        "Glm4Moe",
+        {"n_group": 64, "topk_group": 2},
+        "num_experts_per_tok 8 must be at most the 4 experts in topk_group 2 of n_group 64",
+    ),
+    "groups-of-one": (
+        "Glm4Moe",
+        {"n_group": 128, "topk_group": 64},
+        "n_group 128 must be at most half of n_routed_experts 128",
+    ),
+    "none-chosen": (
+        "Mixtral",
+        {"num_experts_per_tok": 0},
+        "num_experts_per_tok must be from 1 to 256, got 0",
+    ),
+    "softmax-only": (
+        "Mixtral",
+        {"scoring_func": "tanh"},
+        "scoring_func 'tanh' is not supported; 'softmax' is",
+    ),
+    "greedy-only": (
+        "Olmoe",
+        {"topk_method": "group_limited"},
+        "topk_method 'group_limited' is not supported",
+    ),
     "scoring": (
         "Glm4Moe",
         {"scoring_func": "softmax"},

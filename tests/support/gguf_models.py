@@ -78,7 +78,9 @@ def metadata_of(config: Any) -> dict[str, Any]:
         found["expert_feed_forward_length"] = config.intermediate_size
     if name == "glm4moe":
         found["block_count"] += config.num_nextn_predict_layers
-        found |= {"expert_gating_func": 2, "expert_weights_norm": config.norm_topk_prob}
+        found["expert_weights_norm"] = config.norm_topk_prob
+    if name in ("glm4moe", "minimax-m2"):
+        found["expert_gating_func"] = 2
     if name == "gemma4":
         found |= _gemma4(values, head_dim)
     window = getattr(config, "sliding_window", None)
