@@ -51,7 +51,7 @@ _MLP = (
 )
 _FUSED_MLP = (("ffn_up.", "mlp.gate_up_proj."), ("ffn_down.", "mlp.down_proj."))
 _BEFORE = (("attn_norm.", "input_layernorm."), ("ffn_norm.", "post_attention_layernorm."))
-_ROUTER = (("ffn_gate_inp.", "mlp.gate."), ("exp_probs_b.bias", "mlp.gate.e_score_correction_bias"))
+_ROUTER = (("exp_probs_b.bias", "mlp.gate.e_score_correction_bias"), ("ffn_gate_inp.", "mlp.gate."))
 _AFTER = (
     ("post_attention_norm.", "post_attention_layernorm."),
     ("post_ffw_norm.", "post_feedforward_layernorm."),
@@ -128,8 +128,8 @@ _GEMMA4 = _with_experts(
     ),
     router=(
         ("ffn_gate_inp.scale", "mlp.router_norm.weight"),
-        ("ffn_gate_inp.", "mlp.router."),
         ("ffn_down_exps.scale", "mlp.router.per_expert_scale"),
+        ("ffn_gate_inp.", "mlp.router."),
     ),
 )
 

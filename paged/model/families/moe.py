@@ -155,6 +155,7 @@ GRANITE_NAMES = TensorNames(
         ExpertStack("mlp.experts.input_linear.weight", ("gate_proj.weight", "up_proj.weight")),
         ExpertStack("mlp.experts.output_linear.weight", ("down_proj.weight",)),
     ),
+    only_stacks=True,
 )
 GPT_OSS_NAMES = TensorNames(
     stacks=tuple(
@@ -166,7 +167,8 @@ GPT_OSS_NAMES = TensorNames(
             ExpertStack(f"mlp.experts.{part}_blocks", (f"{part}.weight_packed",), flat=True),
             ExpertStack(f"mlp.experts.{part}_scales", (f"{part}.weight_scale",)),
         )
-    )
+    ),
+    only_stacks=True,
 )
 
 
@@ -400,9 +402,9 @@ def gpt_oss(hf: Config) -> ModelConfig:
 
 # What Gemma 4's checkpoints call the parts of its experts.
 GEMMA4_PARTS = (
-    ("router.proj.", "mlp.router."),
     ("router.scale", "mlp.router_norm.weight"),
     ("router.per_expert_scale", "mlp.router.per_expert_scale"),
+    ("router.proj.", "mlp.router."),
     ("experts.", "mlp.experts."),
 )
 GEMMA4_STACKS = stacks_of()
