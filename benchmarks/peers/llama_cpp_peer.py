@@ -145,7 +145,7 @@ def write_gguf(model: Path, path: Path) -> None:
     is_llama = config["model_type"] == "llama"
     writer = gguf.GGUFWriter(path, "llama" if is_llama else "qwen3moe")
     if not is_llama:
-        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_count(config["num_local_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_context_length(config["max_position_embeddings"])

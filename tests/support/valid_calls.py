@@ -189,14 +189,18 @@ def _sum_experts(kernels: Kernels, generator: random.Random) -> Call:
         "places": rows.places,
         "weights": torch.rand(rows.places.shape),
     }
+    optional: tuple[str, ...] = ()
     if generator.random() < 0.5:
         arguments["shared"] = torch.randn(len(rows.places), size).to(dtype)
+        optional = ("shared",)
         if generator.random() < 0.5:
             arguments["shared_gate"] = torch.randn(len(rows.places), 1)
+            optional = ("shared_gate",)  # which goes with the other
     return Call(
         "sum_experts",
         kernels.sum_experts,
         arguments,
+        optional=optional,
         indices={"places": len(rows.sources)},
         expected=reference.sum_experts,
     )
