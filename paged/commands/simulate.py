@@ -35,6 +35,8 @@ NOT_SIMULATED = {
     "cpu_memory_utilization",
     "attention_backend",
     "num_threads",
+    "rank_timeout_s",
+    "rank_restarts",
     "deterministic",
     "enforce_eager",
     "speculative_config",
@@ -48,7 +50,8 @@ _NAMES = {
     EngineConfig: [field.name for field in fields(EngineConfig) if field.name not in NOT_SIMULATED],
 }
 _OWN = ("model", "scheduling_policy", "tenant_weights")  # declared below, with a flag or help of their own
-_SWEPT = {name: owner for owner, names in _NAMES.items() for name in names if name not in MAPPINGS}
+_NOT_SWEPT = (*MAPPINGS, "pipeline_layers")  # of several values each
+_SWEPT = {name: owner for owner, names in _NAMES.items() for name in names if name not in _NOT_SWEPT}
 
 MODEL_HELP = """A directory with a config.json, a GGUF file, a Hugging Face hub id, of which config.json
 alone is fetched, or demo for the checkpoint that ships with `paged`. [default: demo]"""
@@ -152,14 +155,16 @@ def _run(options: Mapping[str, Any], plot: Path | None = None) -> dict[str, Any]
     from tqdm import tqdm
 
     fleet_config, engine, workload = _configs(options)
+    if fleet_config.slice is not None:
+        workload = workload.sliced(fleet_config.slice / fleet_config.replicas)
     num_requests, arrivals = workload.open()
     started = time.perf_counter()
     timeline = None if plot is None else Timeline()
-    fleet = Fleet(fleet_config, engine, timeline)
+    fleet = Fleet(fleet_config, engine, timeline, workload.seed)
     with tqdm(total=num_requests, desc="Simulating", unit="request", disable=None) as bar:
         statistics = fleet.run(arrivals, workload.think_time, bar.update)
     summary = {**statistics.summary(), "wall_s": time.perf_counter() - started}
     if plot is not None and timeline is not None:
-        where = f"{fleet_config.replicas:,} x {fleet_config.gpu}"
-        timeline.plot(plot, fleet.num_blocks * fleet_config.replicas, f"{engine.model} on {where}")
+        where = f"{fleet_config.num_simulated:,} x {fleet_config.gpu}"
+        timeline.plot(plot, fleet.num_blocks * fleet_config.num_simulated, f"{engine.model} on {where}")
     return summary

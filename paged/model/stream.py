@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from .config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Stream(NamedTuple):
@@ -55,6 +55,8 @@ class StreamShape(NamedTuple):
 
     def pack(self, stream: Stream) -> Tensor:
         """Return a copy of a stream as one tensor, f[num_tokens * columns]."""
+        import torch  # only here, as the simulator asks for shapes alone
+
         return torch.cat([tensor.reshape(-1) for tensor in tensors_of(stream)])
 
     def unpack(self, packed: Tensor) -> Stream:

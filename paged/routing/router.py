@@ -8,6 +8,8 @@ from typing import Protocol
 
 from ..errors import ConfigError
 
+_MOST_LOAD = 2**62
+
 
 class Router(Protocol):
     """Chooses a replica for each request."""
@@ -115,3 +117,17 @@ def new_router(name: str, block_size: int) -> Router:
     if name == "prefix-aware":
         return PrefixAware(block_size)
     raise ConfigError(f"router must be one of {', '.join(ROUTERS)}; got {name!r}")
+
+
+def choose_among(router: Router, token_ids: Sequence[int], loads: Sequence[int | None]) -> int:
+    """Return the index of a replica that can have requests.
+
+    loads: see `Router.choose`; None for a replica that can have none. At least one can.
+    """
+    # A router knows replicas by their number; one that can have none is never the least loaded.
+    known = [_MOST_LOAD if load is None else load for load in loads]
+    for _ in loads:
+        chosen = router.choose(token_ids, known)
+        if loads[chosen] is not None:
+            return chosen
+    return known.index(min(known))

@@ -20,7 +20,7 @@ from ..errors import (
     UsageError,
 )
 from ..requests.request import TIMEOUT_MESSAGE
-from ..routing.router import new_router
+from ..routing.router import choose_among, new_router
 from . import frames
 from .connection import EngineConnection, call_in_loop, caused
 from .launcher import Launcher
@@ -110,13 +110,8 @@ class Supervisor:
             return replicas[0] if replicas else None
         # A process that hangs gets requests only if all do.
         fit = [replica for replica in replicas if replica.is_fit] or replicas
-        # A router knows replicas by their number; one that is not fit is never the least loaded.
-        loads = [each.connection.load if each in fit else 2**62 for each in self.replicas]
-        for _ in self.replicas:
-            chosen = self.replicas[self._router.choose(token_ids, loads)]
-            if chosen in fit:
-                return chosen
-        return min(fit, key=lambda replica: replica.connection.load)
+        loads = [each.connection.load if each in fit else None for each in self.replicas]
+        return self.replicas[choose_among(self._router, token_ids, loads)]
 
     def _is_open(self, replica: SupervisedEngine) -> bool:
         """Return whether a process may have requests of any kind."""

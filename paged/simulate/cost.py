@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 from ..base.validation import check_number
 from ..errors import ConfigError
 from ..model.config import ModelConfig
 from ..runner.sizes import GIB
 from ..scheduler.schedule import Schedule
+from .portion import Portion
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class DataSheet:
     memory_gib: size of the GPU's memory.
     link_gb_per_s: bandwidth to the host in one direction, in 10^9 bytes per second.
     target: what kernels are compiled for.
+    peer_gb_per_s: bandwidth to GPUs of the same machine in one direction, by NVLink or Infinity Fabric; 0
+        without.
     """
 
     tflops: float
@@ -33,6 +36,7 @@ class DataSheet:
     memory_gib: float
     link_gb_per_s: float
     target: str
+    peer_gb_per_s: float = 0.0
 
     @property
     def has_e4m3(self) -> bool:
@@ -42,11 +46,11 @@ class DataSheet:
 
 # The SXM or OAM module where there is one. Links: PCIe 4.0 x16 has 32 GB/s, 5.0 has 64.
 DATA_SHEETS = {
-    "A100-80G": DataSheet(312, 2039, 80, 32, "sm_80"),
-    "H100": DataSheet(989, 3350, 80, 64, "sm_90"),
-    "H200": DataSheet(989, 4800, 141, 64, "sm_90"),
-    "B200": DataSheet(2250, 8000, 180, 64, "sm_100"),
-    "MI300X": DataSheet(1307, 5300, 192, 64, "gfx942"),
+    "A100-80G": DataSheet(312, 2039, 80, 32, "sm_80", 300),
+    "H100": DataSheet(989, 3350, 80, 64, "sm_90", 450),
+    "H200": DataSheet(989, 4800, 141, 64, "sm_90", 450),
+    "B200": DataSheet(2250, 8000, 180, 64, "sm_100", 900),
+    "MI300X": DataSheet(1307, 5300, 192, 64, "gfx942", 448),
     "L4": DataSheet(121, 300, 24, 32, "sm_89"),
     "RTX4090": DataSheet(165, 1008, 24, 32, "sm_89"),
 }
@@ -130,6 +134,13 @@ def _attention(
     return context, pairs
 
 
+class WorkCost(Protocol):
+    """A cost model of what a step computes."""
+
+    def seconds(self, work: Work) -> float:
+        """Return how many seconds it takes."""
+
+
 class Roofline:
     """The roofline model of Williams et al., 2009: overhead + max(flops / peak, bytes / bandwidth).
 
@@ -141,6 +152,7 @@ class Roofline:
     Not counted: norms, biases and activations (about one percent), and that most tokens of a prompt skip a
     part of the last layer.
 
+    portion: what computes the step: a whole model, or a rank's part of one.
     kv_bytes: bytes of K and V of one token over all layers.
     overhead: seconds per step for launches, scheduling and sampling.
     flops_efficiency, bandwidth_efficiency: the share of the data sheet's figures that kernels reach.
@@ -149,7 +161,7 @@ class Roofline:
 
     def __init__(
         self,
-        model: ModelConfig,
+        portion: Portion,
         sheet: DataSheet,
         kv_bytes: float,
         *,
@@ -158,16 +170,18 @@ class Roofline:
         bandwidth_efficiency: float,
         weight_bytes: float | None = None,
     ) -> None:
-        head_params = model.vocab_size * model.hidden_size
+        model = portion.model
         self._flops_per_token = 2 * model.num_active_layer_params
-        self.flops_per_sample = 2 * head_params
+        self.flops_per_sample = 2 * portion.num_head_params
         self._flops_per_pair = 2 * model.num_attention_dims
         if weight_bytes is None:
-            weight_bytes = layer_bytes(model) + table_bytes(model, head_params)
+            weight_bytes = layer_bytes(model) + table_bytes(model, portion.num_head_params)
         self._weight_bytes = weight_bytes
         self._num_layer_params = model.num_layer_params
-        self._num_read = model.num_read_layer_params
-        self._bytes_per_weight = weight_bytes / (model.num_layer_params + head_params)
+        # None: a step reads all, however few tokens it has.
+        is_dense = model.num_active_layer_params == model.num_layer_params
+        self._num_read = None if is_dense else model.num_read_layer_params
+        self._bytes_per_weight = weight_bytes / portion.num_step_params
         self._kv_bytes = kv_bytes
         self.flops_per_s = sheet.tflops * 1e12 * flops_efficiency
         self.bytes_per_s = sheet.memory_gb_per_s * 1e9 * bandwidth_efficiency
@@ -180,8 +194,10 @@ class Roofline:
             + self.flops_per_sample * work.num_sampled
             + self._flops_per_pair * work.pairs
         )
-        unread = self._num_layer_params - self._num_read(work.num_tokens)  # of experts that no token has
-        moved = self._weight_bytes - unread * self._bytes_per_weight
+        moved = self._weight_bytes
+        if self._num_read is not None:  # not of experts that no token has
+            unread = self._num_layer_params - self._num_read(work.num_tokens)
+            moved -= unread * self._bytes_per_weight
         moved += self._kv_bytes * (work.context + work.num_tokens)
         return self._overhead + max(flops / self.flops_per_s, moved / self.bytes_per_s)
 
@@ -217,6 +233,10 @@ class Coefficients:
             raise ConfigError(f"{file}: {error}") from error
         return cls(**given)
 
+    def divided(self, share: float) -> Coefficients:
+        """Return the cost of a share of the work, by a process of its own."""
+        return Coefficients(**{field.name: share * getattr(self, field.name) for field in fields(self)})
+
     def seconds(self, work: Work) -> float:
         """Return how many seconds the step takes."""
         computed = self.token_s * work.num_tokens + self.seq_s * work.num_seqs
@@ -224,11 +244,9 @@ class Coefficients:
 
 
 class StepCost:
-    """The time of a whole step: its computation and the blocks it swaps and copies."""
+    """The time of a step on one device: its computation and the blocks it swaps and copies."""
 
-    def __init__(
-        self, compute: Roofline | Coefficients, model: ModelConfig, sheet: DataSheet, block_bytes: int
-    ) -> None:
+    def __init__(self, compute: WorkCost, model: ModelConfig, sheet: DataSheet, block_bytes: int) -> None:
         self._compute = compute
         self._windows = window_shares(model)
         self._block_bytes = block_bytes
@@ -266,17 +284,17 @@ def table_bytes(model: ModelConfig, num_params: int) -> float:
     return num_params * (model.table_bits or 8 * element_bytes(model)) / 8
 
 
-def blocks_that_fit(model: ModelConfig, sheet: DataSheet, utilization: float, block_bytes: int) -> int:
-    """Return how many blocks fit beside the weights. Raises ConfigError if none does.
+def blocks_that_fit(portion: Portion, sheet: DataSheet, utilization: float, block_bytes: int) -> int:
+    """Return how many blocks fit beside a rank's weights. Raises ConfigError if none does.
 
     utilization: the share of the GPU's memory that may be used.
     """
     usable_gib = sheet.memory_gib * utilization
-    weights = layer_bytes(model) + table_bytes(model, model.num_params - model.num_layer_params)
+    weights = layer_bytes(portion.model) + table_bytes(portion.model, portion.num_table_params)
     num_blocks = math.floor((sheet.memory_gib * GIB * utilization - weights) / block_bytes)
     if num_blocks < 1:
         raise ConfigError(
             f"no block fits beside {weights / GIB:.1f} GiB of weights in {usable_gib:.1f} GiB; "
-            "take a larger GPU, or give num_blocks"
+            "take a larger GPU or more of them (tensor_parallel_size, pipeline_parallel_size), or give num_blocks"
         )
     return num_blocks

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import enum
 import random
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from ..drafting.drafter import Draft
 from ..errors import QueueFullError
@@ -12,7 +15,7 @@ from ..requests.request import Request, RequestInputs, RequestMetrics, RequestSt
 from ..runner.sizes import Sizes
 from ..scheduler.drafts import Drafts
 from ..scheduler.schedule import Schedule
-from .cost import StepCost
+from .pipeline import Pipeline
 from .workload import SAMPLED, Arrival
 
 
@@ -33,22 +36,36 @@ class Guesses:
         return [Draft([0] * limit) for limit in limits]
 
 
+class Step(NamedTuple):
+    """A step in flight, and when it ends."""
+
+    schedule: Schedule
+    end: float
+
+
 class Replica:
-    """The real scheduler and block manager, one step at a time.
+    """The real scheduler and block manager, one step at a time, or as many at once as there are stages.
 
     acceptance: the share of draft tokens that are accepted, by their place; without any there are no drafts.
     """
 
     def __init__(
-        self, sizes: Sizes, num_blocks: int, cost: StepCost, acceptance: Sequence[float] = ()
+        self,
+        sizes: Sizes,
+        num_blocks: int,
+        num_host_blocks: int,
+        pipeline: Pipeline,
+        acceptance: Sequence[float] = (),
     ) -> None:
         self.now = 0.0
-        self.step: Schedule | None = None  # in flight
-        self.awake = False  # whether a step is running or about to begin
-        self._cost = cost
+        self.in_flight: deque[Step] = deque()
+        self.awake = False  # whether a step is in flight or about to begin
+        self._pipeline = pipeline
         self._max_model_len = sizes.max_model_len
-        self.manager = sizes.new_block_manager(num_blocks, sizes.num_host_blocks)
-        self.scheduler = sizes.new_scheduler(self.manager, clock=lambda: self.now)
+        self.manager = sizes.new_block_manager(num_blocks, num_host_blocks)
+        self.scheduler = sizes.new_scheduler(
+            self.manager, clock=lambda: self.now, num_in_flight=pipeline.num_in_flight
+        )
         self._acceptance = acceptance
         self._rng = random.Random(0)
         if acceptance:
@@ -80,28 +97,45 @@ class Replica:
             return Refusal.QUEUE_FULL
         return request
 
-    def begin_step(self, now: float) -> float:
-        """Schedule a step. Return the seconds it takes."""
-        self.now, self.step = now, self.scheduler.schedule()
-        return self._cost.seconds(self.step)
+    def take_over(self, request: Request) -> Request:
+        """Queue a request whose replica died. Return the one that goes on after its tokens so far."""
+        moved = Request(replace(request.inputs, is_resumed=True), metrics=request.metrics)
+        moved.token_ids += request.output_token_ids
+        self.scheduler.add(moved)
+        return moved
+
+    def unfinished(self) -> list[Request]:
+        """Return the running requests by rank, then the waiting ones."""
+        return [*self.scheduler.running, *self.scheduler.waiting()]
+
+    def begin_step(self, now: float) -> Step | None:
+        """Schedule a step, if one more can be in flight and has anything to compute."""
+        if len(self.in_flight) == self._pipeline.num_in_flight or not self.scheduler.has_unfinished():
+            return None
+        self.now = now
+        schedule = self.scheduler.schedule()
+        if schedule.is_empty:  # those in flight have all requests
+            return None
+        step = Step(schedule, self._pipeline.end_of(schedule, now))
+        self.in_flight.append(step)
+        return step
 
     def end_step(self, now: float) -> tuple[int, list[Request]]:
-        """Record the results of the step. Return how many tokens it sampled and which requests finished."""
-        assert self.step is not None, "no step is in flight"
-        num_running = len(self.scheduler.running)
+        """Record the results of the oldest step. Return how many tokens it sampled, and who finished."""
+        step = self.in_flight.popleft().schedule
+        num_finished = self.scheduler.counters.num_finished
         self.now = now
-        tokens: list[int | None] = [SAMPLED] * len(self.step.sampled)
+        tokens: list[int | None] = [SAMPLED] * len(step.sampled)
         runs = {}
-        for row, drafts in enumerate(self.step.drafts, self.step.num_decode_tokens):
+        for row, drafts in enumerate(step.drafts, step.num_decode_tokens):
             # Place i is accepted with its own share, and then all before it are.
             chance = self._rng.random()
             num_accepted = sum(chance < share for share in self._acceptance[: len(drafts)])
             tokens[row] = None
             runs[row] = [SAMPLED] * (1 + num_accepted)
         generated_before = self.scheduler.counters.num_generated_tokens
-        advanced = self.scheduler.update(self.step, tokens, runs=runs)
+        advanced = self.scheduler.update(step, tokens, runs=runs)
         num_sampled = self.scheduler.counters.num_generated_tokens - generated_before
-        self.step = None
-        if len(self.scheduler.running) == num_running:
+        if self.scheduler.counters.num_finished == num_finished:
             return num_sampled, []
         return num_sampled, [r for r in advanced if r.status is RequestStatus.FINISHED]

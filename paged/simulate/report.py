@@ -22,10 +22,12 @@ def report(summary: dict[str, Any]) -> str:
     for tenant, times in [("", s), *s["tenants"].items()]:
         for name, label in TIMES.items():
             rows.append([f"{label} {tenant}".strip(), *_milliseconds(times[name])])
+    represented = s["replicas"] - s["simulated_replicas"]
     return "\n".join(
         [
             f"{s['finished']:,} requests finished, {s['refused']:,} refused, in {s['duration_s']:,.1f} s of "
-            f"virtual time on {s['replicas']:,} x {s['num_blocks']:,} blocks",
+            f"virtual time on {s['simulated_replicas']:,} x {s['num_blocks']:,} blocks"
+            + (f", which stand for {s['replicas']:,}" if represented else ""),
             *(f"refused      {n:,} {_REASONS[name]}" for name, n in s["refused_because"].items() if n),
             "",
             *table(rows),
@@ -35,10 +37,16 @@ def report(summary: dict[str, Any]) -> str:
             f"utilisation  replicas busy {s['busy_share']:.1%}; blocks used {s['block_share_mean']:.1%} in "
             f"the mean, {s['block_share_peak']:.1%} at most",
             f"cache        {s['hit_rate']:.1%} of prompt tokens were hits; {s['preemptions']:,} preemptions",
+            *_deaths(s),
             f"steps        {s['steps']:,} with {s['tokens_per_step']:,.1f} tokens each; simulated in "
             f"{s['wall_s']:,.1f} s",
         ]
     )
+
+
+def _deaths(s: dict[str, Any]) -> Iterable[str]:
+    if s["deaths"]:
+        yield f"deaths       {s['deaths']:,} of replicas; {s['moved_requests']:,} requests were moved"
 
 
 def sweep_report(name: str, summaries: Sequence[tuple[object, dict[str, Any]]]) -> str:

@@ -46,12 +46,20 @@ class Latencies:
 class Statistics:
     """Totals of a fleet. Times are in seconds of the virtual clock, which begins at 0.
 
+    num_simulated: of the replicas, where others are represented by them.
     timeline: records every step, for a plot.
     """
 
-    def __init__(self, num_blocks: int, num_replicas: int, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        num_replicas: int,
+        num_simulated: int | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.num_replicas = num_replicas
+        self.num_simulated = num_simulated or num_replicas
         self.timeline = timeline
         self.latencies = defaultdict[str, Latencies](Latencies)  # by tenant
         self.refused = Counter[Refusal]()
@@ -59,14 +67,18 @@ class Statistics:
         self.num_prompt_tokens = self.num_output_tokens = self.num_cached_tokens = 0
         self.duration = self.busy_seconds = self.used_block_seconds = 0.0
         self.num_step_tokens = self.peak_used_blocks = 0
+        self.num_deaths = self.num_moved = 0
+        self._hits_before: dict[str, int] = {}  # of moved requests, where they ran first
 
-    def step(self, replica: Replica, start: float, seconds: float) -> None:
-        """Count a step that a replica begins."""
-        assert replica.step is not None, "no step is in flight"
+    def step(self, replica: Replica, start: float) -> None:
+        """Count the step that a replica has just begun, also if a death will interrupt it."""
+        schedule, end = replica.in_flight[-1]
+        if len(replica.in_flight) > 1:  # the time is counted once
+            start = max(start, replica.in_flight[-2].end)
+        seconds = end - start
         used = replica.manager.pool.num_used
-        end = start + seconds
         self.num_steps += 1
-        self.num_step_tokens += replica.step.num_tokens
+        self.num_step_tokens += schedule.num_tokens
         self.busy_seconds += seconds
         self.used_block_seconds += used * seconds
         self.peak_used_blocks = max(self.peak_used_blocks, used)
@@ -74,19 +86,27 @@ class Statistics:
         if self.timeline is not None:
             scheduler = replica.scheduler
             self.timeline.add(
-                start, end, used, len(scheduler.running), scheduler.num_waiting, replica.step.num_tokens
+                start, end, used, len(scheduler.running), scheduler.num_waiting, schedule.num_tokens
             )
 
     def refuse(self, refusal: Refusal, number: int = 1) -> None:
         """Count refused requests."""
         self.refused[refusal] += number
 
+    def die(self, requests: Iterable[Request]) -> None:
+        """Count a replica that died, and its requests, which others take over."""
+        self.num_deaths += 1
+        for request in requests:
+            self.num_moved += 1
+            if request.num_cached_tokens is not None:
+                self._hits_before.setdefault(request.request_id, request.num_cached_tokens)
+
     def finish(self, request: Request) -> None:
         """Count a finished request."""
         self.num_finished += 1
         self.num_prompt_tokens += request.num_prompt_tokens
         self.num_output_tokens += request.num_output_tokens
-        self.num_cached_tokens += request.num_cached_tokens or 0
+        self.num_cached_tokens += self._hits_before.pop(request.request_id, request.num_cached_tokens or 0)
         self.num_preemptions += request.metrics.num_preemptions
         self.latencies[request.inputs.tenant].add(request)
 
@@ -94,16 +114,17 @@ class Statistics:
         """Return all figures by name. Times are in seconds, shares from 0 to 1."""
         duration = self.duration or math.inf  # without a step the throughput is 0
         num_refused = self.refused.total()
-        capacity = self.num_blocks * self.num_replicas * duration
+        capacity = self.num_blocks * self.num_simulated * duration
+        per_s = self.num_replicas / self.num_simulated / duration
         return {
             "requests": self.num_finished + num_refused,
             "finished": self.num_finished,
             "refused": num_refused,
             "refused_because": {reason.value: self.refused[reason] for reason in Refusal},
             "duration_s": self.duration,
-            "requests_per_s": self.num_finished / duration,
-            "output_tokens_per_s": self.num_output_tokens / duration,
-            "total_tokens_per_s": (self.num_prompt_tokens + self.num_output_tokens) / duration,
+            "requests_per_s": self.num_finished * per_s,
+            "output_tokens_per_s": self.num_output_tokens * per_s,
+            "total_tokens_per_s": (self.num_prompt_tokens + self.num_output_tokens) * per_s,
             "prompt_tokens": self.num_prompt_tokens,
             "output_tokens": self.num_output_tokens,
             **_percentiles(self.latencies.values()),
@@ -112,11 +133,14 @@ class Statistics:
                 for tenant, latencies in sorted(self.latencies.items())
                 if tenant
             },
-            "busy_share": self.busy_seconds / (duration * self.num_replicas),
+            "busy_share": self.busy_seconds / (duration * self.num_simulated),
             "block_share_mean": self.used_block_seconds / capacity,
             "block_share_peak": self.peak_used_blocks / self.num_blocks,
             "num_blocks": self.num_blocks,
             "replicas": self.num_replicas,
+            "simulated_replicas": self.num_simulated,
+            "deaths": self.num_deaths,
+            "moved_requests": self.num_moved,
             "preemptions": self.num_preemptions,
             "hit_rate": self.num_cached_tokens / max(1, self.num_prompt_tokens),
             "steps": self.num_steps,

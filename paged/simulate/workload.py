@@ -6,8 +6,9 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 from ..base.validation import changed, check_int, check_number
 from ..errors import ConfigError
@@ -108,6 +109,13 @@ class Workload:
             holds, condition = conditions.get(name, (True, ""))
             if not holds:
                 raise ConfigError(f"{name} needs {condition}; leave it out, or give that")
+
+    def sliced(self, share: float) -> Self:
+        """Return a workload of as many requests, with a share of the rate. Raises ConfigError if it has none."""
+        if self.trace is not None or self.rate == math.inf:
+            given = "a trace" if self.trace is not None else "rate inf"
+            raise ConfigError(f"slice needs a finite rate, of which it takes its share; got {given}")
+        return replace(self, rate=self.rate * share)
 
     def open(self) -> tuple[int, Iterator[Arrival]]:
         """Return the number of requests, and an iterator over the arrivals by time.

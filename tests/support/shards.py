@@ -33,6 +33,7 @@ class Meeting:
         self.barrier = threading.Barrier(count, timeout=PATIENCE_S)
         self.brought: list[Tensor | None] = [None] * count
         self.num_exchanges = 0
+        self.num_lacking = 0  # numbers that the first shard got of the others
 
 
 class ThreadGroup:
@@ -48,7 +49,9 @@ class ThreadGroup:
         self.meeting.barrier.wait()
         assert len({(each.shape, each.dtype) for each in brought}) == 1, "shards bring different tensors"
         found = torch.cat(brought, dim)
-        self.meeting.num_exchanges += self.index == 0
+        if self.index == 0:
+            self.meeting.num_exchanges += 1
+            self.meeting.num_lacking += found.numel() - tensor.numel()
         self.meeting.barrier.wait()
         return found
 
