@@ -8,9 +8,11 @@ import random
 import statistics
 import string
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -207,6 +209,8 @@ def figures_of(answers: Sequence[TimedAnswer], duration: float) -> dict[str, Any
         "request_throughput": len(answers) / duration,
         "output_throughput": num_output / duration,
         "total_token_throughput": (num_input + num_output) / duration,
+        "max_output_tokens_per_s": _most_parts_in_a_second(answers),
+        "max_concurrent_requests": _most_at_once(answers),
     }
     latencies = {
         "ttft": [answer.ttft for answer in answers],
@@ -226,6 +230,20 @@ def figures_of(answers: Sequence[TimedAnswer], duration: float) -> dict[str, Any
     return figures
 
 
+def _most_parts_in_a_second(answers: Sequence[TimedAnswer]) -> float:
+    """Return the most parts of texts that came in one of the seconds since the first request."""
+    first = min(answer.started for answer in answers)
+    return float(max(Counter(int(at - first) for answer in answers for at in answer.parts).values()))
+
+
+def _most_at_once(answers: Sequence[TimedAnswer]) -> int:
+    """Return the most requests that were open at a time."""
+    changes = sorted(
+        change for answer in answers for change in ((answer.started, 1), (answer.ended, -1))
+    )  # at the same time, ends come first
+    return max(accumulate(number for _, number in changes))
+
+
 def report(figures: Mapping[str, Any]) -> list[str]:
     """Return the lines that vLLM prints of these figures."""
     lines = [
@@ -243,6 +261,8 @@ def report(figures: Mapping[str, Any]) -> list[str]:
         _row("Total generated tokens:", figures["total_output_tokens"]),
         _row("Request throughput (req/s):", figures["request_throughput"]),
         _row("Output token throughput (tok/s):", figures["output_throughput"]),
+        _row("Peak output token throughput (tok/s):", figures["max_output_tokens_per_s"]),
+        _row("Peak concurrent requests:", float(figures["max_concurrent_requests"])),
         _row("Total token throughput (tok/s):", figures["total_token_throughput"]),
     ]
     for heading, name in (

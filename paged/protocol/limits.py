@@ -35,6 +35,7 @@ class Limits:
     chat_template_kwargs: variables for the template; a body may replace them.
     chat_format: how the model writes tool calls and reasoning.
     ignore_builtin_tools: whether tools that hosted APIs have built in are left out, not refused.
+    max_model_len: tokens of the engine's context, to which conversations are cut; None if it is unknown.
     """
 
     max_logprobs: int = 20
@@ -44,3 +45,4 @@ class Limits:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     chat_format: ChatFormat = field(default_factory=ChatFormat)
     ignore_builtin_tools: bool = False
+    max_model_len: int | None = None

@@ -112,6 +112,7 @@ class FrontEnd:
                 enable_auto_tool_choice=options.enable_auto_tool_choice,
             ),
             ignore_builtin_tools=options.ignore_builtin_tools,
+            max_model_len=engine.max_model_len,
         )
         self.responses = Responses(options.response_store)
         self.keep_alive = KeepAlive()

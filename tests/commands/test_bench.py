@@ -9,6 +9,7 @@ import pytest
 
 from paged import LLMEngine
 from paged.commands import common
+from paged.commands.bench_serve import TimedAnswer, figures_of
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,15 @@ def calls(engine, monkeypatch):
     monkeypatch.setattr(engine, "generate", recorded)
     monkeypatch.setattr(common, "start", lambda options: given.append(options) or engine)
     return given
+
+
+def test_peaks_of_a_load():
+    """Requests that end when another begins are not open with it; seconds count from the first request."""
+    times = [(0.5, 1.6, [0.7, 1.4, 1.6]), (1.6, 2.0, [1.7, 1.8]), (0.9, 3.0, [1.2, 1.6, 2.6, 2.7])]
+    answers = [TimedAnswer(start, end, parts) for start, end, parts in times]
+    figures = figures_of(answers, 3.0)
+    assert figures["max_concurrent_requests"] == 2
+    assert figures["max_output_tokens_per_s"] == 4  # from 0.5 to 1.5 there are three, from 1.5 to 2.5 four
 
 
 def test_throughput(run, calls, tmp_path):

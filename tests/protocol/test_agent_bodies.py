@@ -1,5 +1,6 @@
 """Bodies of /v1/responses and /v1/messages: what is wrong with them is named by their own fields."""
 
+import random
 import re
 
 import pytest
@@ -9,7 +10,8 @@ from paged.protocol.chat_output.chat_format import ChatFormat
 from paged.protocol.endpoints import error_in_form_of, parse_call
 from paged.protocol.limits import Limits
 from paged.protocol.messages.events import whole_members
-from paged.protocol.responses.items import messages_of, with_instructions
+from paged.protocol.responses.items import messages_of, num_system, with_instructions
+from paged.protocol.responses.truncation import fitting
 from tests.support.api_fields import BODIES, MESSAGE_TOOLS, MESSAGES, RESPONSE_TOOLS, RESPONSES
 
 LIMITS = Limits(chat_format=ChatFormat.of(tool_call_parser="hermes", enable_auto_tool_choice=True))
@@ -65,6 +67,13 @@ WRONG = [
         "messages[3].content[1].tool_use_id",
         "'c' is no tool_use",
     ),
+    (
+        MESSAGES,
+        {"messages": [USER, {"role": "assistant", "content": [USE, USE]}]},
+        "messages[1].content[1].id",
+        "that of an earlier tool_use",
+    ),
+    (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice", "tool_choice 'any' needs tools"),
     (MESSAGES, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0]", "user, assistant, system"),
     (
         MESSAGES,
@@ -101,6 +110,60 @@ def test_items_of_an_answer_are_one_message():
     system, user = with_instructions(messages_of([*begins, {"type": "message", **USER}]), "Be brief.")
     assert system == {"role": "system", "content": "Be brief.\n\ndeveloper\n\nsystem"}
     assert user == USER
+
+
+def test_what_claude_code_adds_is_no_part_of_the_prompt_or_is_text():
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2;"}
+    found = {"type": "tool_reference", "tool_name": "g"}
+    call = parse_call(
+        MESSAGES,
+        {
+            **BODIES[MESSAGES],
+            "system": [billing, {"type": "text", "text": "Be brief."}],
+            "messages": [
+                USER,
+                {"role": "assistant", "content": [USE]},
+                {"role": "user", "content": [{**RESULT, "content": [found]}]},
+            ],
+        },
+        LIMITS,
+    )
+    system, _, _, result = call.conversation.messages
+    assert (system["content"], result["content"]) == ("Be brief.", "Found the tool g.")
+    assert call.ignored == ("system[0]",)
+
+
+def random_conversation(rng: random.Random) -> list[dict]:
+    """Return messages, of which some call tools whose results come later, or never."""
+    messages = [{"role": "system"}] * rng.randint(0, 2)
+    waiting = list[str]()
+    for i in range(rng.randint(1, 12)):
+        if waiting and rng.random() < 0.5:
+            messages.append({"role": "tool", "tool_call_id": waiting.pop(rng.randrange(len(waiting)))})
+        elif rng.random() < 0.5:
+            made = [f"{i}-{j}" for j in range(rng.randint(0, 2))]
+            waiting += made
+            messages.append({"role": "assistant", "tool_calls": [{"id": each} for each in made]})
+        else:
+            messages.append({"role": rng.choice(["user", "system"])})
+    return messages
+
+
+def test_no_more_than_the_oldest_messages_is_left_out():
+    rng = random.Random(0)
+    for _ in range(300):
+        messages = random_conversation(rng)
+        num_first = num_system(messages)
+        first, rest = messages[:num_first], messages[num_first:]
+
+        def is_whole(cut: int, rest=rest) -> bool:
+            calls = {call["id"] for m in rest[:cut] for call in m.get("tool_calls", ())}
+            return not calls & {m.get("tool_call_id") for m in rest[cut:]}
+
+        most = rng.randint(0, len(messages))
+        wholes = [first + rest[cut:] for cut in range(len(rest)) if is_whole(cut)] or [messages]
+        wanted = next((whole for whole in wholes if len(whole) <= most), wholes[-1])
+        assert fitting(messages, lambda given, most=most: len(given) <= most) == wanted
 
 
 def test_what_is_whole_of_arguments_that_are_cut():

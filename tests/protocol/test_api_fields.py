@@ -19,7 +19,11 @@ from tests.support.api_fields import BODIES, COMPLETIONS, COUNT, MESSAGES, PAGE,
 FORMAT = ChatFormat.of(tool_call_parser="hermes", reasoning_parser="think", enable_auto_tool_choice=True)
 TRUSTING = Limits(trust_chat_template=True, max_logprobs=-1, chat_format=FORMAT)
 # A template that shows the variables which some bodies set by fields of their own.
-SHOWING = replace(TRUSTING, chat_template="{{ messages }}{{ reasoning_effort }}{{ enable_thinking }}{{ a }}")
+SHOWING = replace(
+    TRUSTING,
+    chat_template="{{ messages }}{{ reasoning_effort }}{{ enable_thinking }}{{ a }}",
+    max_model_len=2048,
+)
 PLACES = [{5: Logprob(-1.0, 2, "a"), 6: Logprob(-0.5, 1, "b")}]
 ROWS = [(url, field) for url, call in ENDPOINTS.items() for field in call.table.fields]
 

@@ -210,6 +210,8 @@ def test_a_load_on_the_server(run, served, tmp_path):
     assert figures["Total input tokens"] == str(9 * 7)
     assert figures["Total generated tokens"] == str(9 * 5)
     assert figures["Maximum request concurrency"] == "3"
+    assert figures["Peak concurrent requests"] == f"{result['max_concurrent_requests']:.2f}"
+    assert 1 <= result["max_concurrent_requests"] <= 3
     assert result["input_lens"] == [7] * 9
     ttfts = sorted(result["ttfts"])
     assert figures["Median TTFT (ms)"] == f"{1000 * ttfts[4]:.2f}"

@@ -136,6 +136,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "metadata": ({"a": "b"}, {}),
     "store": (False, {}),
     "previous_response_id": ("resp_1", {}),
+    "truncation": ("auto", {}),
     "system": ("Be brief.", {}),
     "stop_sequences": (["a"], {}),
     "thinking": ({"type": "disabled"}, {}),
@@ -212,6 +213,7 @@ NESTED: dict[str, FieldTable] = {
         f"A block of type {kind} (/v1/messages)": table
         for kind, table in (message_fields.USER_BLOCKS | message_fields.ASSISTANT_BLOCKS).items()
     },
+    "A block of type tool_reference (/v1/messages)": message_fields.REFERENCE_BLOCK,
     "An entry of `tools` (/v1/messages)": message_fields.CUSTOM_TOOL,
     "`tool_choice` of type tool (/v1/messages)": message_fields.TOOL_CHOICES["tool"],
     "`thinking` of type enabled (/v1/messages)": message_fields.THINKING_KINDS["enabled"],

@@ -10,6 +10,7 @@ from ...errors import RequestError
 from ..calls.call import OwnNames
 from ..fields.builtin_tools import functions_of
 from ..limits import Limits
+from .fields import BILLING_HEADER
 
 Message = dict[str, Any]
 Block = Mapping[str, Any]
@@ -20,6 +21,7 @@ MESSAGES_NAMES = OwnNames(
     (r"\btools\[(\d+)\]\.function\.parameters\b", r"tools[\1].input_schema"),
     (r"\btools\[(\d+)\]\.function\.", r"tools[\1]."),
     (r"\btool_choice\.function\.name\b", "tool_choice.name"),
+    (r"\btool_choice 'required'", "tool_choice 'any'"),
     (r"^stop\b", "stop_sequences"),
     (r"^user$", "metadata.user_id"),
 )
@@ -33,10 +35,12 @@ def chat_of(values: Mapping[str, Any], limits: Limits) -> tuple[dict[str, Any], 
 
     Raises RequestError naming the field.
     """
-    chat: dict[str, Any] = {"messages": _messages(values), **_output(values), **_template(values)}
-    left_out: list[str] = []
+    system, left_out = _system(values.get("system"))
+    chat: dict[str, Any] = {**_output(values), **_template(values)}
+    chat["messages"] = [*system, *_messages(values["messages"])]
     if "tools" in values:
-        tools, left_out = functions_of(values["tools"], "custom", ignores_builtin=limits.ignore_builtin_tools)
+        tools, builtin = functions_of(values["tools"], "custom", ignores_builtin=limits.ignore_builtin_tools)
+        left_out += builtin
         chat["tools"] = [_tool(tool) for tool in tools]
     choice = values.get("tool_choice")
     if choice is not None:
@@ -68,19 +72,25 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
 
 
-def _messages(values: Mapping[str, Any]) -> list[Message]:
+def _system(given: str | Sequence[Block] | None) -> tuple[list[Message], list[str]]:
+    """Return the system message, if there is one, and the names of the blocks that are left out."""
+    if given is None or isinstance(given, str):
+        return [] if given is None else [{"role": "system", "content": given}], []
+    kept = [block for block in given if not block["text"].startswith(BILLING_HEADER)]
+    left_out = [f"system[{i}]" for i, block in enumerate(given) if block not in kept]
+    return [{"role": "system", "content": _joined(kept)}], left_out
+
+
+def _messages(given: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return the messages of a chat. Raises RequestError for a result without its call."""
     messages: list[Message] = []
-    if "system" in values:
-        messages.append({"role": "system", "content": _joined(values["system"])})
     open_calls: set[str] = set()
-    for i, message in enumerate(values["messages"]):
+    for i, message in enumerate(given):
         content = message["content"]
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if message["role"] == "assistant":
-            made = _assistant(blocks)
-            open_calls = {call["id"] for call in made.get("tool_calls", ())}
-            messages.append(made)
+            messages.append(_assistant(f"messages[{i}].content", blocks))
+            open_calls = {call["id"] for call in messages[-1].get("tool_calls", ())}
         elif message["role"] == "user":
             messages += _user(f"messages[{i}].content", blocks, open_calls)
         else:
@@ -112,15 +122,21 @@ def _user(name: str, blocks: Sequence[Block], open_calls: set[str]) -> Iterator[
         yield {"role": "user", "content": texts[0]["text"] if is_one else texts}
 
 
-def _assistant(blocks: Sequence[Block]) -> Message:
+def _assistant(name: str, blocks: Sequence[Block]) -> Message:
+    """Return the message of the blocks. Raises RequestError for two calls with an id."""
     message: Message = {"role": "assistant"}
-    for block in blocks:
+    call_ids = set[str]()
+    for i, block in enumerate(blocks):
         match block["type"]:
             case "text":
                 message["content"] = message.get("content", "") + block["text"]
             case "thinking":
                 message["reasoning"] = message.get("reasoning", "") + block["thinking"]
             case "tool_use":
+                if block["id"] in call_ids:
+                    where = f"{name}[{i}].id"
+                    raise RequestError(f"{where} {block['id']!r} is that of an earlier tool_use", param=where)
+                call_ids.add(block["id"])
                 arguments = json.dumps(block["input"], ensure_ascii=False)
                 function = {"name": block["name"], "arguments": arguments}
                 call = {"id": block["id"], "type": "function", "function": function}
@@ -131,4 +147,8 @@ def _assistant(blocks: Sequence[Block]) -> Message:
 
 
 def _joined(content: str | Sequence[Block]) -> str:
-    return content if isinstance(content, str) else "\n\n".join(block["text"] for block in content)
+    return content if isinstance(content, str) else "\n\n".join(map(_text_of, content))
+
+
+def _text_of(block: Block) -> str:
+    return f"Found the tool {block['tool_name']}." if block["type"] == "tool_reference" else block["text"]

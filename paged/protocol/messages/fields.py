@@ -13,6 +13,7 @@ from ..fields.sampling import TOKEN_FIELDS
 from ..fields.tools import ArgumentsSchema, FunctionName
 from ..limits import MAX_MESSAGES, MAX_NAME_LENGTH, MAX_STOP_STRINGS
 
+BILLING_HEADER = "x-anthropic-billing-header:"  # of a text for the hosted API, not for the model
 _CACHED = [*ignored("cache_control", "prefixes are always cached")]
 _DIRECT = [*refused("caller", "only the model calls functions", {"type": "direct"})]
 
@@ -31,12 +32,21 @@ TEXT_BLOCK = FieldTable(
     ],
 )
 _TEXTS = OneOf((Text(), ListOf(Tagged("type", {"text": TEXT_BLOCK}))))
+REFERENCE_BLOCK = FieldTable(
+    "a block",
+    [
+        _type("tool_reference"),
+        Field("tool_name", Text(1), "a tool that was found, which tools shows", required=True),
+        *_CACHED,
+    ],
+)
+_RESULTS = OneOf((Text(), ListOf(Tagged("type", {"text": TEXT_BLOCK, "tool_reference": REFERENCE_BLOCK}))))
 RESULT_BLOCK = FieldTable(
     "a block",
     [
         _type("tool_result"),
         Field("tool_use_id", Text(1), "the call that it answers", required=True),
-        Field("content", _TEXTS, "text, or blocks of text"),
+        Field("content", _RESULTS, "text, or blocks of text and names of tools"),
         *_CACHED,
         *ignored("is_error", "the content says so"),
         *refused("toolset_name", "functions are in no set"),
@@ -102,7 +112,7 @@ CUSTOM_TOOL = FieldTable(
         *ignored("input_examples", "they are not shown to the model"),
         *ignored("eager_input_streaming", "arguments are always streamed as they come"),
         *ignored("allowed_callers", "only the model calls functions"),
-        *refused("defer_loading", "all tools are shown", False),
+        *ignored("defer_loading", "all tools are shown from the beginning"),
     ],
 )
 MESSAGE_BUILTINS = re.compile(r"[a-z0-9_]+_20\d{6}|tool_search_tool_(bm25|regex)|mcp_toolset")
@@ -116,7 +126,9 @@ TOOL_CHOICES = {
         [_type("tool"), Field("name", FunctionName(), "the function", required=True), _SINGLE],
     ),
 }
-_DISPLAY = Field("display", Choice(("summarized", "omitted")), '"omitted" leaves the text of thinking out')
+_DISPLAY = Field(
+    "display", Choice(("summarized", "updates", "omitted")), '"omitted" leaves the text of thinking out'
+)
 THINKING_KINDS = {
     "enabled": FieldTable(
         "thinking",
@@ -160,7 +172,12 @@ _PROMPT_FIELDS = [
         "the conversation; an assistant's message at its end is continued",
         required=True,
     ),
-    Field("system", _TEXTS, "the system message"),
+    Field(
+        "system",
+        _TEXTS,
+        f"the system message; a block that begins with {BILLING_HEADER} is left out, as it differs from "
+        "conversation to conversation and would keep them from sharing a prefix",
+    ),
     Field(
         "tools",
         ListOf(FunctionOrBuiltin(CUSTOM_TOOL, "custom", True, MESSAGE_BUILTINS), longest=MAX_TOOLS),

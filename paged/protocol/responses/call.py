@@ -19,6 +19,7 @@ from ..limits import Limits
 from .events import ResponseEvents
 from .fields import RESPONSE_TABLE, TEXT_LOGPROBS
 from .items import Message, messages_of, turn_of, with_instructions
+from .truncation import fitting
 
 if TYPE_CHECKING:
     from ...engine.model_text import ModelText
@@ -90,7 +91,7 @@ class ResponseCall(ConversationCall):
         """Set the conversation, which goes on from an earlier one. Raises RequestError naming the field."""
         values = self.values
         self._messages = messages_of(values["input"], earlier)
-        messages = with_instructions(self._messages, values.get("instructions"))
+        messages = self._with_instructions(self._messages)
         if not messages:
             raise RequestError("input is empty, and there are no instructions", param="input")
         self.converse({**values, "messages": messages, **_chosen(values, self._tools)})
@@ -106,7 +107,33 @@ class ResponseCall(ConversationCall):
         if self._messages is None:
             earlier = self.previous_response_id
             raise RequestError(f"there is no response {earlier!r} here", param="previous_response_id")
+        if self.values.get("truncation") == "auto":
+            self._truncate(self._messages, text)
         return super().prompts(text)
+
+    def _with_instructions(self, messages: Sequence[Message]) -> list[Message]:
+        return with_instructions(messages, self.values.get("instructions"))
+
+    def _truncate(self, messages: Sequence[Message], text: ModelText) -> None:
+        """Leave out as few of the oldest messages as makes the rest fit the context. Raises RequestError."""
+        context = self.limits.max_model_len
+        if context is None or text.tokenizer is None:
+            raise RequestError(
+                "truncation 'auto' needs a server that has a tokenizer: send fewer items", param="truncation"
+            )
+        most = context - min(self.values.get("max_output_tokens", 1), context // 2)
+
+        def fits(cut: Sequence[Message]) -> bool:
+            self.conversation.messages = self._with_instructions(cut)
+            prompt = self.conversation.prompt(text)
+            rendered = prompt["prompt"]
+            if text.tokenizer.least_tokens(rendered, most):
+                return False
+            tokens = text.tokenizer.encode(rendered, add_special_tokens=prompt["add_special_tokens"])
+            return len(tokens) <= most
+
+        with self.naming_field(self.PROMPT_FIELD):
+            self.conversation.messages = self._with_instructions(fitting(messages, fits))
 
     def params(self, text: ModelText, *, stream: bool | None = None) -> SamplingParams:
         """Return the parameters, with the defaults of the model, after `prompts`. Raises RequestError."""
@@ -160,7 +187,7 @@ class ResponseCall(ConversationCall):
             "tools": [{"parameters": None, "strict": False, **tool} for tool in self._tools],
             "top_logprobs": values.get("top_logprobs", 0),
             "top_p": None if params is None else params.top_p,
-            "truncation": "disabled",
+            "truncation": values.get("truncation", "disabled"),
             "user": values.get("user"),
         }
 

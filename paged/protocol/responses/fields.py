@@ -278,6 +278,13 @@ RESPONSE_TABLE = FieldTable(
             "the response says false",
         ),
         Field("previous_response_id", Text(1, 256), "the stored response that the input goes on from"),
+        Field(
+            "truncation",
+            Choice(("auto", "disabled")),
+            '"auto" leaves out as few of the oldest items as makes the input and max_output_tokens (at '
+            "most half the context) fit the context, but no instructions, no system messages at the "
+            "beginning, not the last item, and no call without its output; by default it is an error",
+        ),
         Field("stream", Boolean(), "send the answer as server-sent events while it is generated"),
         Field("stream_options", ObjectOf(STREAM_TABLE), "needs stream"),
         TEMPLATE_KWARGS,
@@ -287,7 +294,7 @@ RESPONSE_TABLE = FieldTable(
         ),
         *ignored("moderation access_programs", "nothing is moderated"),
         *ignored("max_tool_calls", "it limits built-in tools, of which there are none"),
-        *refused("truncation", "an input beyond the context is an error: send less", "disabled"),
+        *ignored("client_metadata", "it describes the program that asks"),
         *refused("background background_options", "send the request with stream: true instead", False),
         *refused("conversation", "it is stored nowhere: send its items, or a previous_response_id"),
         *refused("prompt", "prompts are not stored: send the text as input and instructions"),

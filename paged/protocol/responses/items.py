@@ -113,14 +113,20 @@ def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
     return content if isinstance(content, str) else "".join(map(_part_text, content))
 
 
+def num_system(messages: Sequence[Message]) -> int:
+    """Return how many system messages are at the beginning."""
+    num = 0
+    while num < len(messages) and messages[num]["role"] in ("system", "developer"):
+        num += 1
+    return num
+
+
 def with_instructions(messages: Sequence[Message], instructions: str | None) -> list[Message]:
     """Return the messages with the instructions first.
 
     The system messages at the beginning are one: many templates take no other.
     """
-    num = 0
-    while num < len(messages) and messages[num]["role"] in ("system", "developer"):
-        num += 1
+    num = num_system(messages)
     if num + (instructions is not None) < 2:
         first = [] if instructions is None else [{"role": "system", "content": instructions}]
         return [*first, *messages]
