@@ -32,7 +32,7 @@ from benchmarks.timing import device_name
 from paged.kernels.backend import load_kernels
 from paged.kernels.checks import TrustedContents
 from paged.kernels.routing import ExpertRows, RoutingOptions
-from paged.model.config import TensorNames
+from paged.model.families.moe import STACK_NAMES
 from paged.model.weights.loading import open_tensors
 from paged.model.weights.panels import PANEL_FORMS, PanelExperts, PanelWeight
 
@@ -214,7 +214,7 @@ def loading(rounds: int, side: int) -> dict[str, Any]:
         first = memory.numpy()  # the same memory; torch would take microseconds for a number
 
         def load() -> None:
-            with open_tensors(Path(directory), TensorNames()) as sources:
+            with open_tensors(Path(directory), STACK_NAMES) as sources:
                 for i, name in enumerate(names):
                     sources[name].read(out=memory)
                     assert first[0, 0] == i % 100

@@ -90,15 +90,19 @@ class TensorNames:
     def in_decoder(self, name: str) -> str | None:
         """Return the name in a checkpoint of the decoder alone, or None for an unknown tensor."""
         found = _with_other_start(name, self.prefixes)
-        if found is None or not found.startswith(LAYERS):
+        if found is None or not self.parts or not found.startswith(LAYERS):
             return found
         layer, _, part = found.removeprefix(LAYERS).partition(".")
         return f"{LAYERS}{layer}.{_with_other_start(part, self.parts) or part}"
 
     def stack_of(self, name: str) -> ExpertStack | None:
         """Return what a tensor of this name, as `in_decoder` gives it, holds of experts; None: no stack."""
-        part = name.removeprefix(LAYERS).partition(".")[2] if name.startswith(LAYERS) else ""
-        return next((stack for stack in self.stacks if stack.name == part), None)
+        for stack in self.stacks:
+            if name.endswith(stack.name) and name.startswith(LAYERS):
+                _, _, part = name.removeprefix(LAYERS).partition(".")
+                if part == stack.name:
+                    return stack
+        return None
 
     def in_checkpoint(self, name: str) -> str:
         """Return a name by which `in_decoder` would find the tensor of this name."""
@@ -131,7 +135,7 @@ def _with_other_start(name: str, starts: tuple[tuple[str, str], ...]) -> str | N
     """Replace the first listed prefix that a name begins with; None if it begins with none of them."""
     for old, new in starts:
         if name.startswith(old):
-            return new + name[len(old) :]
+            return name if old == new else new + name[len(old) :]
     return None
 
 

@@ -67,7 +67,9 @@ def _find_tensors(directory: Path, names: TensorNames, files: ExitStack) -> Sour
             own_name = names.in_decoder(name)
             if own_name is None:
                 raise _unknown(path, [name], tensor.config)
-            for each, own in experts_of(own_name, tensor, names):
+            stack = names.stack_of(own_name)
+            parts = [(own_name, tensor)] if stack is None else experts_of(own_name, tensor, stack)
+            for each, own in parts:
                 if (known := found.get(each)) is not None:
                     again = "" if known.name == name else f", as {known.name}"
                     raise CheckpointError(f"{path}: {name} is in {known.path.name} too{again}")

@@ -64,7 +64,7 @@ class SafetensorsFile(OpenFile):
             raise CheckpointError(f"{self.path}: is truncated or no safetensors file ({size} bytes)")
         text = self.read_bytes(8, length)
         try:
-            header = json.loads(_check_brackets(text), object_pairs_hook=_unique_keys)
+            header = _parse(text)
             metadata = header.pop("__metadata__", {})
             _check_metadata(metadata)
             self.has_data = HEADER_ONLY not in (metadata or {})
@@ -102,7 +102,7 @@ class SafetensorsFile(OpenFile):
                     f"{self.path}: {name} has {end - start} bytes, which is not what {dtype}{shape} takes"
                 )
         reached = 0
-        for name, (_, _, start, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
+        for start, end, name in sorted((start, end, name) for name, (_, _, start, end) in entries.items()):
             if start != reached:
                 raise CheckpointError(
                     f"{self.path}: {name} begins at byte {start} of the data, but the one before ends at "
@@ -115,17 +115,35 @@ class SafetensorsFile(OpenFile):
             )
 
 
-def _check_brackets(header: bytearray) -> bytearray:
-    """Return the header. Raises ValueError if it has lists and objects that no tensor has.
+def _parse(text: bytearray) -> dict[str, Any]:
+    """Parse a header. Raises ValueError for damaged JSON, and for a name that is there twice."""
+    bare = _without_strings(text)
+    num_keys = _check_brackets(bare)
+    header: dict[str, Any] = json.loads(text)
+    # Parsing keeps one of equal names: there are fewer then than there were colons.
+    if num_keys != len(header) + sum(len(entry) for entry in header.values() if isinstance(entry, dict)):
+        header = json.loads(text, object_pairs_hook=_unique_keys)
+    return header
 
-    They take many times the memory of their text.
+
+def _without_strings(text: bytearray) -> bytes:
+    """Return what is between the strings of JSON."""
+    if b"\\" in text:
+        return _STRING.sub(b"", text)
+    return b"".join(bytes(text).split(b'"')[::2])  # in a tenth of the time
+
+
+def _check_brackets(bare: bytes) -> int:
+    """Return the number of keys of a header, without its strings.
+
+    Raises ValueError if it has lists and objects that no tensor has: they take many times the memory of
+    their text.
     """
-    bare = _STRING.sub(b"", header)
     num_lists, num_objects, num_keys = (bare.count(character) for character in (b"[", b"{", b":"))
     # A tensor is one object of two lists. It has three keys and is the value of a fourth.
     if num_lists > 2 * num_objects or 4 * num_objects > num_keys + 16:
         raise ValueError(f"{num_lists} lists and {num_objects} objects are more than its tensors need")
-    return header
+    return num_keys
 
 
 def _read_entry(entry: dict[str, Any]) -> Entry:
@@ -135,9 +153,11 @@ def _read_entry(entry: dict[str, Any]) -> Entry:
     shape = entry["shape"]
     if not isinstance(shape, list) or len(shape) > MAX_RANK:
         raise ValueError(f"an entry is {shown(entry)}")
-    numbers = [start, end, *shape]
-    if not isinstance(dtype, str) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+    if not isinstance(dtype, str):
         raise ValueError(f"an entry is {shown(entry)}")
+    for number in (start, end, *shape):
+        if type(number) is not int or not 0 <= number < 2**63:
+            raise ValueError(f"an entry is {shown(entry)}")
     return dtype, shape, start, end
 
 

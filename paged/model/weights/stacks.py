@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...errors import CheckpointError
-from ..config import TensorNames
+from ..config import ExpertStack
 from .open_file import FileTensor
 from .sources import StoredTensor
 
 MAX_EXPERTS = 4096
 
 
-def experts_of(name: str, tensor: StoredTensor, names: TensorNames) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the tensors that one of this name in the decoder holds: those of each expert, or itself.
+def experts_of(name: str, tensor: StoredTensor, stack: ExpertStack) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the tensors that a stack of this name in the decoder holds, those of each expert; of a GGUF file
+    itself.
 
     Raises CheckpointError for a stack that does not divide into what it should hold.
     """
-    stack = names.stack_of(name)
-    if stack is None or not isinstance(tensor, FileTensor):
+    if not isinstance(tensor, FileTensor):
         yield name, tensor
         return
     place = f"{tensor.path}: {tensor.name} has shape {tensor.shape}, "
