@@ -26,6 +26,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +93,19 @@ def run_job(kind: str, folder: Path) -> None:
     write(str(folder / "out"))
 
 
-def engine_processes() -> list[psutil.Process]:
-    """Return the engine processes of jobs and applications."""
-    found = psutil.process_iter(["cmdline"])
-    return [each for each in found if {POISON, launcher.ENGINE_PROCESS} & {*(each.info["cmdline"] or [])}]
+def engine_processes(pid: int) -> list[psutil.Process]:
+    """Return the engine processes of the cluster that a process has started."""
+    found = []
+    for each in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if POISON in each.cmdline():
+                found.append(each)
+    return found
 
 
-def kill_one(choose: random.Random) -> str:
-    """Kill an engine process or its actor. Return what."""
-    engines = engine_processes()
+def kill_one(choose: random.Random, pid: int) -> str:
+    """Kill an engine process of a job, or its actor. Return what."""
+    engines = engine_processes(pid)
     if not engines:
         return "nothing"
     engine = choose.choice(engines)
@@ -136,6 +141,7 @@ def check_data(kind: str, engine: LLMEngine, num: int, every_s: float, seed: int
     """Run a job that is disturbed, and compare its rows."""
     choose = random.Random(seed)
     killed: Counter[str] = Counter()
+    left: list[psutil.Process] = []  # that must end with the job that is killed
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_rows(kind, folder, num)
@@ -147,13 +153,15 @@ def check_data(kind: str, engine: LLMEngine, num: int, every_s: float, seed: int
                 job.wait(every_s)
             except subprocess.TimeoutExpired:
                 if not killed["the job"] and any((folder / "out").glob("*")):
+                    left += engine_processes(job.pid)
                     job.kill()
                     job.wait()
                     killed["the job"] += 1
                     job = subprocess.Popen(command)
                 else:
-                    killed[kill_one(choose)] += 1
+                    killed[kill_one(choose, job.pid)] += 1
         assert job.returncode == 0, f"exit code {job.returncode}"
+        assert not psutil.wait_procs(left, 60)[1], "engine processes are left"
         found = read_rows(kind, folder)
     seconds = time.monotonic() - started
     assert sorted(row["id"] for row in found) == [*range(num)], "a row is missing, or there twice"
@@ -228,7 +236,8 @@ def check_serve() -> None:
 
         metrics = httpx.get("http://127.0.0.1:8124/metrics").text
         assert "paged:request_success_total" in metrics
-        killed = engine_processes()[0].parent()
+        engines = engine_processes(os.getpid())
+        killed = engines[0].parent()
         assert killed is not None
         killed.kill()
         psutil.wait_procs([killed], 10)
@@ -236,16 +245,10 @@ def check_serve() -> None:
         for _ in range(20):
             ask()
         print(f"a replica was killed: 20 new rounds took {time.monotonic() - started:.1f} s, none failed")
+        engines += engine_processes(os.getpid())
         serve.shutdown()
         ray.shutdown()
-
-
-def check_nothing_left() -> None:
-    """Wait until no engine process is left."""
-    until = time.monotonic() + 60
-    while left := engine_processes():
-        assert time.monotonic() < until, left
-        time.sleep(0.1)
+        assert not psutil.wait_procs(engines, 60)[1], "engine processes are left"
 
 
 def main() -> None:
@@ -268,7 +271,6 @@ def main() -> None:
             check_data(kind, engine, args.rows, args.every, args.seed)
     else:
         check_serve()
-    check_nothing_left()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ from ..errors import ConfigError
 
 LOCAL_CLUSTER = "local"  # the address of a cluster that is started here
 OLDEST = (2, 49)
-CONNECTS_S = 10.0  # in which a cluster has to take a connection
+CONNECTS_S = 10.0  # in which a cluster has to take a connection, and to answer
+# Of HTTP/2, on which gRPC is built: both sides begin with settings, here with a frame of none.
+FRAME_HEAD_BYTES = 9
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 
 class Share(NamedTuple):
@@ -65,15 +68,18 @@ def join(address: str | None) -> bool:
     try:
         ray.init(address=address, log_to_driver=True, logging_level="warning")
     except (RuntimeError, ConnectionError, ValueError) as error:
-        raise ConfigError(
-            f"the Ray cluster at {address} cannot be joined: {error}; is it one of Ray, and has this machine "
-            "the cluster's token (RAY_AUTH_TOKEN, or ~/.ray/auth_token)?"
-        ) from error
+        hint = ""
+        if isinstance(error, ConnectionError):
+            hint = (
+                "; a cluster that asks for a token is joined with RAY_AUTH_MODE=token and its token in "
+                "RAY_AUTH_TOKEN or ~/.ray/auth_token"
+            )
+        raise ConfigError(f"the Ray cluster at {address} cannot be joined: {error}{hint}") from error
     return False
 
 
 def _require_answer(address: str) -> None:
-    """Raise ConfigError unless something listens at host:port. Ray itself would wait for minutes."""
+    """Raise ConfigError unless a server of gRPC listens at host:port. Ray would wait, and then exit."""
     if address.startswith("ray://"):
         raise ConfigError(
             f"{address} is one of Ray Client, which carries no streams; run the command on a node of the "
@@ -85,7 +91,12 @@ def _require_answer(address: str) -> None:
             return
         raise ConfigError(f"the address of a Ray cluster must be HOST:PORT, auto or local; got {address!r}")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECTS_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECTS_S) as link:
+            if os.environ.get("RAY_USE_TLS", "0") in ("0", "false"):
+                link.sendall(GREETING)
+                answer = link.recv(FRAME_HEAD_BYTES)
+                if answer[3:4] != GREETING[-FRAME_HEAD_BYTES:][3:4]:
+                    raise OSError("what listens there is no cluster of Ray")
     except OSError as error:
         raise ConfigError(
             f"no Ray cluster answers at {address} within {CONNECTS_S:.0f} s: {error}; "

@@ -192,16 +192,20 @@ def test_an_engine_that_hangs_or_is_gone_hides_no_other():
                 await asyncio.sleep(60)
             return EnginePicture.of(new_scheduler(), Schedule())
 
-    async def watch() -> dict[str, Any]:
+    async def watch() -> list[list[Any]]:
         found = gallery.Gallery(Engines(), 3)
+        views = []
         with found.watching():
-            for _ in range(2):
-                await found.wait()
-            return json.loads(found.view(None))
+            for num in (3, 1, 2):  # engines leave and come
+                found.resize(num)
+                while (engines := json.loads(found.view(None))["engines"])[0] is None:
+                    await found.wait()
+                views.append(engines)
+        return views
 
-    first, *others = asyncio.run(watch())["engines"]
-    assert first["num_blocks"] == 16
-    assert others == [None, None]
+    for num, (first, *others) in zip((3, 1, 2), asyncio.run(watch()), strict=True):
+        assert first["num_blocks"] == 16
+        assert others == [None] * (num - 1)
 
 
 def test_the_end_of_the_server_ends_the_stream(engine):
