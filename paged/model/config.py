@@ -39,6 +39,11 @@ class ExpertStack(NamedTuple):
     parts: tuple[str, ...]
     flat: bool = False
 
+    @property
+    def rank(self) -> int:
+        """The number of its dimensions."""
+        return 4 if self.flat else 2 if self.parts[0].endswith("bias") else 3
+
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
@@ -49,7 +54,7 @@ class TensorNames:
     skipped_prefixes: of tensors that are not loaded: those of other parts, and of multi-token prediction.
     ignored_suffixes: of tensors that are not parameters.
     stacks: tensors of experts, that a checkpoint may have in place of a tensor for each.
-    only_stacks: it has no tensor for each.
+    only_stacks: errors name tensors of experts by their places in these.
     """
 
     # The last is for checkpoints of the model without its head, such as Qwen3-Embedding.
@@ -74,7 +79,13 @@ class TensorNames:
         )
         parts = self.parts + text.parts
         stacks = self.stacks + text.stacks
-        return replace(self, skipped_prefixes=self.skipped_prefixes + skipped, parts=parts, stacks=stacks)
+        return replace(
+            self,
+            skipped_prefixes=self.skipped_prefixes + skipped,
+            parts=parts,
+            stacks=stacks,
+            only_stacks=text.only_stacks,
+        )
 
     def in_decoder(self, name: str) -> str | None:
         """Return the name in a checkpoint of the decoder alone, or None for an unknown tensor."""
@@ -99,11 +110,18 @@ class TensorNames:
             layer, _, part = name.removeprefix(LAYERS).partition(".")
             parts = tuple((ours, theirs) for theirs, ours in self.parts)
             if self.only_stacks:
-                part = _EXPERT.sub(r"mlp.experts.\2[\1]", part)
+                part = self._in_stack(part)
             name = f"{LAYERS}{layer}.{_with_other_start(part, parts) or part}"
         for theirs, ours in self.prefixes:
             if name.startswith(ours):
                 yield theirs + name[len(ours) :]
+
+    def _in_stack(self, part: str) -> str:
+        """Return the name of a tensor of an expert as that of its place in a stack."""
+        expert = _EXPERT.fullmatch(part)
+        if expert is None:
+            return part
+        return next((f"{s.name}[{expert[1]}]" for s in self.stacks if expert[2] in s.parts), part)
 
 
 LLAMA_NAMES = TensorNames()

@@ -120,7 +120,7 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "flat stack": (
         lambda tensors: tensors | {"model.layers.0.mlp.experts.down_proj": torch.zeros(8)},
-        "down_proj has shape [8], but must have those of 1 to 4096 experts",
+        "down_proj has shape [8], but must have 3 dimensions, the first of 1 to 4096 experts",
     ),
 }
 
@@ -131,6 +131,45 @@ def test_damaged_experts_are_named(damage, tmp_path):
     directory = rewritten("qwen3_moe", tmp_path / "model", change)
     with pytest.raises(CheckpointError, match=re.escape(message)):
         new_engine(directory)
+
+
+GRANITE = "model.layers.1.block_sparse_moe.input_linear.weight"
+GPT_OSS = "model.layers.1.mlp.experts.gate_up_proj_bias"
+GEMMA4 = "model.layers.1.router.per_expert_scale"
+# Of families whose experts are stacks alone: the tensor, what becomes of it, and the error.
+STACK_DAMAGES: dict[str, tuple[str, str, Callable[[Tensor], Tensor] | None, str]] = {
+    "missing": ("granitemoe", GRANITE, None, f"{GRANITE}[0], {GRANITE}[1], {GRANITE}[2] … are missing"),
+    "more": ("granitemoe", GRANITE, lambda x: torch.cat([x, x[:1]]), f"{GRANITE}[8] is not part of"),
+    "transposed": (
+        "granitemoe",
+        GRANITE,
+        lambda x: x.transpose(1, 2),
+        f"{GRANITE}[0] has shape [32, 48], but config.json makes it [24, 64]",
+    ),
+    "odd": ("granitemoe", GRANITE, lambda x: x[:, 1:], "rows must divide into gate_proj.weight and up_proj"),
+    "rank": ("granitemoe", GRANITE, lambda x: x[None], "has shape [1, 8, 48, 64], but must have 3 dim"),
+    "bias": ("gpt_oss", GPT_OSS, lambda x: x[:7], f"{GPT_OSS}[7] is missing"),
+    "rank of bias": ("gpt_oss", GPT_OSS, lambda x: x[None], "has shape [1, 8, 48], but must have 2 dim"),
+    "scale": ("gemma4-experts", GEMMA4, None, f"{GEMMA4} is missing from the checkpoint"),
+    "few scales": (
+        "gemma4-experts",
+        GEMMA4,
+        lambda x: x[:7],
+        f"{GEMMA4} has shape [7], but config.json makes",
+    ),
+}
+
+
+def test_damaged_stacks_are_named(tmp_path):
+    for damage, (family, name, change, message) in STACK_DAMAGES.items():
+
+        def changed(tensors: Tensors, name: str = name, change: Any = change) -> Tensors:
+            own = tensors.pop(name)
+            return tensors if change is None else tensors | {name: change(own)}
+
+        directory = rewritten(family, tmp_path / damage, changed)
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            new_engine(directory)
 
 
 def test_layers_that_predict_further_tokens_are_skipped(tmp_path):
@@ -166,8 +205,37 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_experts": 4096, "num_hidden_layers": 1024},
         f"num_experts 4096 of all layers must be at most {MOST_EXPERTS}, got 4194304",
     ),
-    "groups": ("Glm4Moe", {"n_group": 3, "topk_group": 2}, "multiple of num_groups, got 128 and 3"),
-    "kept": ("Glm4Moe", {"n_group": 2, "topk_group": 3}, "num_kept_groups must be between 1 and 2, got 3"),
+    "groups": (
+        "Glm4Moe",
+        {"n_group": 3, "topk_group": 2},
+        "n_routed_experts 128 must be a multiple of n_group 3",
+    ),
+    "kept": ("Glm4Moe", {"n_group": 2, "topk_group": 3}, "topk_group 3 must be at most n_group 2"),
+    "few-kept": (
+        "Glm4Moe",
+        {"n_group": 64, "topk_group": 2},
+        "num_experts_per_tok 8 must be at most the 4 experts in topk_group 2 of n_group 64",
+    ),
+    "groups-of-one": (
+        "Glm4Moe",
+        {"n_group": 128, "topk_group": 64},
+        "n_group 128 must be at most half of n_routed_experts 128",
+    ),
+    "none-chosen": (
+        "Mixtral",
+        {"num_experts_per_tok": 0},
+        "num_experts_per_tok must be from 1 to 256, got 0",
+    ),
+    "softmax-only": (
+        "Mixtral",
+        {"scoring_func": "tanh"},
+        "scoring_func 'tanh' is not supported; 'softmax' is",
+    ),
+    "greedy-only": (
+        "Olmoe",
+        {"topk_method": "group_limited"},
+        "topk_method 'group_limited' is not supported",
+    ),
     "scoring": (
         "Glm4Moe",
         {"scoring_func": "softmax"},

@@ -110,6 +110,7 @@ def gemma4(hf: Config) -> ModelConfig:
             ),
             parts=() if experts is None else GEMMA4_PARTS,
             stacks=() if experts is None else GEMMA4_STACKS,
+            only_stacks=experts is not None,
         ),
     )
 

@@ -155,6 +155,7 @@ GRANITE_NAMES = TensorNames(
         ExpertStack("mlp.experts.input_linear.weight", ("gate_proj.weight", "up_proj.weight")),
         ExpertStack("mlp.experts.output_linear.weight", ("down_proj.weight",)),
     ),
+    only_stacks=True,
 )
 GPT_OSS_NAMES = TensorNames(
     stacks=tuple(
@@ -166,7 +167,8 @@ GPT_OSS_NAMES = TensorNames(
             ExpertStack(f"mlp.experts.{part}_blocks", (f"{part}.weight_packed",), flat=True),
             ExpertStack(f"mlp.experts.{part}_scales", (f"{part}.weight_scale",)),
         )
-    )
+    ),
+    only_stacks=True,
 )
 
 
@@ -196,11 +198,31 @@ def read_experts(
     if num_chosen > num_experts:
         raise CheckpointError(f"{chosen} {num_chosen} must be at most {count} {num_experts}")
     options = RoutingOptions(num_chosen=num_chosen, **routing)
-    try:
-        options.check(num_experts)
-    except ValueError as error:
-        raise CheckpointError(f"experts cannot be routed: {error}") from None
+    _require(hf, "scoring_func", "sigmoid" if options.score == "sigmoid" else "softmax")
+    _require(hf, "topk_method", "noaux_tc" if fields.get("correction_bias") else "greedy")
+    _check_groups(options, num_experts, count, chosen)
     return ExpertsSpec(num_experts=num_experts, size=size(hf, inner), routing=options, **fields)
+
+
+def _check_groups(options: RoutingOptions, num_experts: int, count: str, chosen: str) -> None:
+    """Raise CheckpointError unless the groups of experts are alike, and those kept have enough for a token.
+
+    count, chosen: the keys of the number of experts, and of those of a token.
+    """
+    groups = f"n_group {options.num_groups}"
+    kept = f"topk_group {options.num_kept_groups}"
+    if num_experts % options.num_groups:
+        raise CheckpointError(f"{count} {num_experts} must be a multiple of {groups}")
+    if options.num_kept_groups > options.num_groups:
+        raise CheckpointError(f"{kept} must be at most {groups}")
+    group_size = num_experts // options.num_groups
+    if options.group_score == "best_two" and options.num_groups > 1 and group_size < 2:
+        raise CheckpointError(f"{groups} must be at most half of {count} {num_experts}")
+    if options.num_chosen > (most := options.num_kept_groups * group_size):
+        raise CheckpointError(
+            f"{chosen} {options.num_chosen} must be at most the {most} experts in {kept} of {groups}"
+        )
+    options.check(num_experts)
 
 
 def _number_of_experts(hf: Config, key: str) -> int:
@@ -289,8 +311,6 @@ def mixtral(hf: Config) -> ModelConfig:
 
 def glm4_moe(hf: Config) -> ModelConfig:
     """Read GLM-4.5 and 4.6. The layers beyond num_hidden_layers predict further tokens, and are left out."""
-    _require(hf, "scoring_func", "sigmoid")
-    _require(hf, "topk_method", "noaux_tc")
     rope = read_rope({"partial_rotary_factor": 0.5, **hf}, partial=True)
     qk_norm = "head" if flag(hf, "use_qk_norm") else None
     attention = read_attention(hf, rope=rope, qkv_bias=flag(hf, "attention_bias"), qk_norm=qk_norm)
@@ -323,7 +343,6 @@ def glm4_moe(hf: Config) -> ModelConfig:
 
 def minimax_m2(hf: Config) -> ModelConfig:
     """Read MiniMax-M2. Its files have rotary_dim for what transformers calls partial_rotary_factor."""
-    _require(hf, "scoring_func", "sigmoid")
     if hf.get("shared_intermediate_size"):
         given = shown(hf["shared_intermediate_size"])
         raise UnsupportedModelError(f"shared_intermediate_size {given} is not supported; 0 is")
@@ -383,9 +402,9 @@ def gpt_oss(hf: Config) -> ModelConfig:
 
 # What Gemma 4's checkpoints call the parts of its experts.
 GEMMA4_PARTS = (
-    ("router.proj.", "mlp.router."),
     ("router.scale", "mlp.router_norm.weight"),
     ("router.per_expert_scale", "mlp.router.per_expert_scale"),
+    ("router.proj.", "mlp.router."),
     ("experts.", "mlp.experts."),
 )
 GEMMA4_STACKS = stacks_of()

@@ -80,7 +80,11 @@ def _open_file(path: Path, names: TensorNames) -> Iterator[Mapping[str, StoredTe
     """Open a file, or a GGUF file with its other parts, and find its tensors by their names in it."""
     if is_gguf(path.name):
         with open_gguf(path) as gguf:
-            yield {name: tensor for name, tensor in presented(gguf).items() if name not in ROPE_FACTORS}
+            yield {
+                name: tensor
+                for name, tensor in presented(gguf).items()
+                if name not in ROPE_FACTORS and names.is_read(name)
+            }
     else:
         with SafetensorsFile(path, names) as file:
             yield file.tensors
@@ -291,15 +295,17 @@ def _check_names(wanted: Mapping[str, Wanted], sources: Sources, names: TensorNa
     if absent:
         # A model that makes embeddings needs no head, so its checkpoint may lack one that is not tied.
         only_head = "; tie_word_embeddings true in config.json uses the embedding as head"
-        missing = _some(sorted(map(names.in_checkpoint, absent)))
+        missing = _some(sorted(set(map(names.in_checkpoint, absent))))
         hint = only_head if absent == {HEAD} else ""
         raise CheckpointError(f"{directory}: {missing} missing from the checkpoint{hint}")
     tied_head = set() if HEAD in wanted else {HEAD}
     modules = {name.rpartition(".")[0] for name in wanted if not name.endswith(".weight")}
     extra = sorted(
-        sources[name].name
-        for name in set(sources) - set(wanted) - tied_head
-        if not _is_idle_bias(name, modules, sources)
+        {
+            sources[name].name
+            for name in set(sources) - set(wanted) - tied_head
+            if not _is_idle_bias(name, modules, sources)
+        }
     )
     if extra:
         first = next(source for source in sources.values() if source.name == extra[0])

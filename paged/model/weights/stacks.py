@@ -24,8 +24,10 @@ def experts_of(name: str, tensor: StoredTensor, names: TensorNames) -> Iterator[
         yield name, tensor
         return
     place = f"{tensor.path}: {tensor.name} has shape {tensor.shape}, "
-    if len(tensor.shape) < 2 + stack.flat or not 1 <= tensor.shape[0] <= MAX_EXPERTS:
-        raise CheckpointError(f"{place}but must have those of 1 to {MAX_EXPERTS} experts")
+    if len(tensor.shape) != stack.rank or not 1 <= tensor.shape[0] <= MAX_EXPERTS:
+        raise CheckpointError(
+            f"{place}but must have {stack.rank} dimensions, the first of 1 to {MAX_EXPERTS} experts"
+        )
     num_experts, num_rows, *columns = tensor.shape
     if num_rows % len(stack.parts):
         raise CheckpointError(f"{place}but its rows must divide into {' and '.join(stack.parts)}")
