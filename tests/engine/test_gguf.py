@@ -20,6 +20,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    GptOssConfig,
     LlamaConfig,
     Olmo3Config,
     PreTrainedConfig,
@@ -33,7 +35,7 @@ from paged import CheckpointError, ConfigError, SamplingParams, UnsupportedModel
 from paged.model.hf_config import read_config
 from paged.model.hub import resolve
 from paged.model.layers.rotary import scaled_frequencies
-from paged.model.weights.gguf_file import GgufTensor, open_gguf
+from paged.model.weights.gguf_file import GGML_TYPES, GgufTensor, open_gguf
 from paged.simulate.cost import layer_bytes, table_bytes
 from tests.support.checkpoints import CONFIGS, SHAPE, Reference, new_engine, ragged_prompts, random_model
 from tests.support.gguf_files import Stored, Typed, write_gguf
@@ -83,6 +85,18 @@ OWN: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **SHAPE, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, norm_topk_prob=True
     ),
+    "gpt_oss": lambda: GptOssConfig(
+        **(CONFIGS["gpt_oss"]().to_dict() | {"swiglu_limit": 7.0, "swiglu_alpha": 1.702})
+    ),
+    "gemma4-keys-as-values": lambda: Gemma4TextConfig(
+        **{**SHAPE, "num_hidden_layers": 5},
+        layer_types=[f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
+        sliding_window=24,
+        global_head_dim=40,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+    ),
     "qwen2_moe": lambda: Qwen2MoeConfig(
         **SHAPE,
         num_experts=6,
@@ -94,6 +108,7 @@ OWN: dict[str, Callable[[], PreTrainedConfig]] = {
 SAME = [
     *("llama-tied-bias", "llama-linear", "llama-llama3", "llama-yarn", "mistral", "qwen2", "qwen3", "phi3"),
     *("phi3-longrope", "granite", "olmo2", "glm4", "gpt2", "gpt_neox", "olmoe", "mixtral"),
+    *("granitemoe", "glm4_moe", "minimax_m2", "gemma4", "gemma4-experts"),
 ]
 
 
@@ -196,6 +211,24 @@ def test_quantised_experts(tmp_path):
     path = write_experts(tmp_path / "model.gguf", model)
     engine = assert_same_tokens(model, path, tmp_path / "hf", [33, 2, 9], 4)
     assert "GGUF Q8_0 and GGUF Q4_0" in str(engine.runner.model.stored_weights)
+
+
+KINDS = [kind.name for kind in GGML_TYPES.values() if kind.in_blocks]
+
+
+def test_experts_of_every_type(tmp_path):
+    """Stacks with biases, whose gates and ups are of one type in the first layer, as in gpt-oss' files."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 5, "num_local_experts": 4}
+    model = random_model(GptOssConfig(**(OWN["gpt_oss"]().to_dict() | sizes | {"layer_types": None})))
+    kinds = iter(["MXFP4"] * 2 + KINDS * 2)
+    types = {
+        f"blk.{layer}.ffn_{part}_exps.weight": next(kinds)
+        for layer in range(5)
+        for part in ("gate", "up", "down")
+    }
+    assert {*types.values()} == {*KINDS}
+    path = write_model(tmp_path / "model.gguf", model, lambda name: types.get(name, "F32"))
+    assert_same_tokens(model, path, tmp_path / "hf", [9, 3], 2)
 
 
 def test_experts_that_contradict_the_metadata_are_named(tmp_path):

@@ -25,6 +25,8 @@ def test_numbers_are_those_of_llama_cpp(kind):
     for place in kind.factors:
         data[:, :, place + 1][data[:, :, place + 1] & 0x7C == 0x7C] = 0x83  # no infinity: it is refused
         data[::7, 0, place : place + 2] = 0
+    for place in kind.exponents:
+        data[:, :, place] %= 251  # no infinity, no NaN
     data = data.flatten(1)
     expected = quants.dequantize(data.numpy(), quants.GGMLQuantizationType[kind.name])
     weight = format_in(kind).weight({"weight": data})
@@ -152,6 +154,11 @@ def test_factors_are_numbers(tmp_path):
     data[4 * 210 + 208 : 4 * 210 + 210] = b"\x00\xfc"  # -inf
     path = write_gguf(tmp_path / "a.gguf", {}, {"w": stored._replace(data=bytes(data))})
     assert f"w has an infinite factor or NaN at byte {96 + 4 * 210 + 208}" in refusal(path)
+    stored, _ = in_type("MXFP4", torch.randn(3, 64), torch.Generator())
+    data = bytearray(stored.data)
+    data[4 * 17] = 255
+    path = write_gguf(tmp_path / "a.gguf", {}, {"w": stored._replace(data=bytes(data))})
+    assert f"w has an infinite factor or NaN at byte {96 + 4 * 17}" in refusal(path)
 
 
 def split_key(no: int, count: int, total: int) -> dict[str, Typed]:

@@ -208,6 +208,16 @@ BUGS = {
             "pairs[group] >> 1 & 0x3030303030303030",
         ),
     ],
+    block_type("MXFP4"): [
+        (
+            "gguf",
+            "a scale is half of itself",
+            GGUF,
+            "_half_bytes(blocks, 1), Factors(scales)",
+            "_half_bytes(blocks, 1), Factors(scales / 2)",
+        ),
+        ("gguf", "zero has a sign", GGUF, "tuple(number or 0.0 for number in E2M1)", "E2M1"),
+    ],
     block_type("IQ4_NL"): [
         ("gguf", "an entry of the table is wrong", GGUF, "-83, -65, -49", "-83, -64, -49"),
     ],
@@ -225,8 +235,8 @@ BUGS = {
             "gguf",
             "gates and ups of stacked experts are exchanged",
             "model/gguf_names",
-            "_with_experts(gate: str, up: str,",
-            "_with_experts(up: str, gate: str,",
+            '("ffn_gate_exps.", f"mlp.experts.{gate}."),',
+            '("ffn_up_exps.", f"mlp.experts.{gate}."), ("ffn_gate_exps.", f"mlp.experts.{up}."),',
         ),
         (
             "gguf",
@@ -250,6 +260,63 @@ BUGS = {
             "model/gguf/config",
             "_qwen2(source) | _experts(source, renormalised=False)",
             "_qwen2(source) | _experts(source, renormalised=True)",
+        ),
+    ],
+    gguf_family("gpt_oss"): [
+        (
+            "gguf",
+            "YaRN rounds its bounds",
+            "model/gguf/config",
+            'hf["rope_parameters"]["truncate"] = False',
+            "pass",
+        ),
+        (
+            "gguf",
+            "gates and ups are read as if they alternated",
+            "model/gguf_names",
+            "interleaved=False)",
+            "interleaved=True)",
+        ),
+    ],
+    gguf_family("glm4_moe"): [
+        (
+            "gguf",
+            "layers that predict further tokens are computed",
+            "model/gguf/config",
+            'hf["num_hidden_layers"] - num_extra',
+            'hf["num_hidden_layers"]',
+        ),
+        (
+            "gguf",
+            "all layers have experts",
+            "model/gguf/config",
+            'metadata.integer("leading_dense_block_count", 0)',
+            'metadata.integer("leading_dense_block_count", 0) * 0',
+        ),
+        (
+            "gguf",
+            "weights are not scaled",
+            "model/gguf/config",
+            'metadata.number("expert_weights_scale", 1.0)',
+            'metadata.number("expert_weights_scale", 1.0) * 0 + 1.0',
+        ),
+    ],
+    gguf_family("granitemoe"): [
+        (
+            "gguf",
+            "rows of Q and K stay interleaved",
+            "model/gguf_names",
+            '"granitemoe": Converted(_QWEN_MOE, interleaved=True)',
+            '"granitemoe": Converted(_QWEN_MOE)',
+        ),
+    ],
+    gguf_family("gemma4"): [
+        (
+            "gguf",
+            "all dimensions rotate",
+            "model/gguf/config",
+            "num_rotated / (width // 2)",
+            "1.0",
         ),
     ],
     gguf_family("gemma2"): [

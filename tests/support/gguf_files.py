@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -93,6 +94,9 @@ def in_type(name: str, weight: Tensor, generator: torch.Generator) -> tuple[Stor
             values *= -1 if kind.num_inputs == 32 else 1
             values *= _MIDDLES[name]
         blocks[..., place : place + 2] = values.half().view(torch.uint8).view(*shape[:2], 2)
+    for place in kind.exponents:
+        middle = 127 + round(math.log2(size))
+        blocks[..., place] = torch.randint(middle - 1, middle + 2, shape[:2], generator=generator)
     floats = format_in(kind).weight({"weight": blocks.flatten(1)}).floats()
     return Stored(name, weight.shape, blocks.numpy().tobytes()), floats.view(weight.shape)
 
@@ -109,5 +113,6 @@ _SIZES = {
     "Q5_K": 500.0,
     "Q6_K": 1400.0,
     "IQ4_XS": 1200.0,
+    "MXFP4": 2.9,
 }
 _MIDDLES = {"Q4_1": 7.5, "Q5_1": 15.5, "Q4_K": 7.5, "Q5_K": 15.5}

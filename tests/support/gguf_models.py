@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,15 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "olmo3": "olmo2",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "gpt_oss": "gpt-oss",
+    "glm4_moe": "glm4moe",
+    "minimax_m2": "minimax-m2",
     "gpt_neox": "gptneox",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
 }
-INTERLEAVED = ("llama", "granite", "smollm3")
+INTERLEAVED = ("llama", "granite", "granitemoe", "smollm3")
 # From keys of config.json to those of the metadata; whichever there are.
 KEYS = {
     "num_hidden_layers": "block_count",
@@ -40,9 +44,20 @@ KEYS = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
     "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "n_routed_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
+    "top_k_experts": "expert_used_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "num_nextn_predict_layers": "nextn_predict_layers",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+    "num_kv_shared_layers": "attention.shared_kv_layers",
 }
 
 
@@ -50,24 +65,55 @@ def metadata_of(config: Any) -> dict[str, Any]:
     """Return the metadata of a model, without a tokenizer."""
     name = ARCHITECTURES.get(config.model_type, config.model_type)
     found: dict[str, Any] = {}
+    values = config.to_dict()
     for theirs, ours in KEYS.items():
-        value = getattr(config, theirs, None)
+        value = values.get(theirs, None if name == "gemma4" else getattr(config, theirs, None))
         if value is not None:
             found[ours] = value
     if name == "gpt2":
         found["feed_forward_length"] = config.n_inner
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = values.get("head_dim") or config.hidden_size // config.num_attention_heads
     found["attention.key_length"] = found["attention.value_length"] = head_dim
+    if name in ("gpt-oss", "minimax-m2"):
+        found["expert_feed_forward_length"] = config.intermediate_size
+    if name == "glm4moe":
+        found["block_count"] += config.num_nextn_predict_layers
+        found["expert_weights_norm"] = config.norm_topk_prob
+    if name in ("glm4moe", "minimax-m2"):
+        found["expert_gating_func"] = 2
+    if name == "gemma4":
+        found |= _gemma4(values, head_dim)
     window = getattr(config, "sliding_window", None)
     if window is not None and name != "smollm3":
         found["attention.sliding_window"] = window
     elif name == "phi3":
         found["attention.sliding_window"] = 0
-    if config.model_type == "olmo3":
+    if name in ("olmo2", "gemma4") and config.model_type != "olmo2":
         kinds = [kind == "sliding_attention" for kind in config.layer_types]
         found["attention.sliding_window_pattern"] = kinds
-    found |= _rope(config, name, head_dim)
+    found |= _rope(config, name, found["attention.key_length"])
     return {"general.architecture": name} | {f"{name}.{key}": value for key, value in found.items()}
+
+
+def _gemma4(values: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """Return what layers have of their own. head_dim: with a window."""
+    num_layers = values["num_hidden_layers"]
+    num_wide = values["num_kv_shared_layers"] if values["use_double_wide_mlp"] else 0
+    inner = values["intermediate_size"]
+    own = [values["per_layer_config"].get(str(layer), {}) for layer in range(num_layers)]
+    width = max(each.get("head_dim", head_dim) for each in own)
+    heads = [each.get("num_key_value_heads", values["num_key_value_heads"]) for each in own]
+    return {
+        "attention.key_length": width,
+        "attention.value_length": width,
+        "attention.key_length_swa": head_dim,
+        "attention.value_length_swa": head_dim,
+        "attention.head_count_kv": heads if len({*heads}) > 1 else heads[0],
+        "feed_forward_length": [inner] * (num_layers - num_wide) + [2 * inner] * num_wide
+        if num_wide
+        else inner,
+        "rope.dimension_count_swa": head_dim,
+    }
 
 
 def _rope(config: Any, name: str, head_dim: int) -> dict[str, Any]:
@@ -76,7 +122,8 @@ def _rope(config: Any, name: str, head_dim: int) -> dict[str, Any]:
         return {}
     rope = ropes.get("full_attention", ropes)
     found: dict[str, Any] = {"rope.freq_base": float(rope["rope_theta"])}
-    found["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    part = 1.0 if name == "gemma4" else rope.get("partial_rotary_factor", 1.0)
+    found["rope.dimension_count"] = int(head_dim * part)
     if "sliding_attention" in ropes:
         found["rope.freq_base_swa"] = float(ropes["sliding_attention"]["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
@@ -117,23 +164,69 @@ def write_model(
             tensors[own], numbers = in_type(kind, weight, generator)
             if kind != "F32":
                 parameter.copy_(_restored(own, numbers, model.config, metadata))
+    if model.config.model_type == "glm4_moe":
+        tensors |= _further_layers(model.config, tensors)
     for name, values in _extra(model.config, metadata).items():
         tensors[name], _ = in_type("F32", values, generator)
     changed = {**metadata, **(more or {})}
     return write_gguf(path, {key: value for key, value in changed.items() if value is not None}, tensors)
 
 
+def _further_layers(config: Any, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return what layers beyond the last have, which predict further tokens."""
+    last = config.num_hidden_layers - 1
+    found = {
+        name.replace(f"blk.{last}.", f"blk.{last + 1}."): stored
+        for name, stored in tensors.items()
+        if name.startswith(f"blk.{last}.")
+    }
+    return found | {f"blk.{last + 1}.nextn.enorm.weight": tensors["output_norm.weight"]}
+
+
 def _named(model: Any, metadata: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters by their names in a file: gates and ups of experts apart, and one row as a vector."""
-    for name, parameter in model.named_parameters():
-        if name.endswith("experts.gate_up_proj"):
-            for part, own in zip(("gate", "up"), parameter.chunk(2, dim=1), strict=True):
-                yield name_of(name.replace("gate_up", part) + ".weight", metadata), own
-        elif "experts." in name:
-            yield name_of(f"{name}.weight", metadata), parameter
+    parameters = [*model.named_parameters(), *_buffers(model)]
+    for name, parameter in parameters:
+        if "experts.gate_up_proj" in name and metadata["general.architecture"] != "gemma4":
+            is_bias = name.endswith("_bias")
+            last = name.removesuffix("_bias").replace("gate_up", "{}") + (".bias" if is_bias else ".weight")
+            last = last.replace("block_sparse_moe.", "mlp.")
+            for part, own in zip(("gate", "up"), _halves(model.config, parameter, is_bias), strict=True):
+                yield name_of(last.format(part), metadata), own
+        elif name.endswith("per_expert_scale"):
+            yield f"blk.{name.split('.')[2]}.ffn_down_exps.scale", parameter
+        elif name.endswith("router.scale"):
+            yield f"blk.{name.split('.')[2]}.ffn_gate_inp.scale", parameter
+        elif "experts." in name and "shared_experts." not in name:
+            is_transposed = model.config.model_type == "gpt_oss" and parameter.dim() == 3
+            own = parameter.transpose(1, 2) if is_transposed else parameter
+            kind = "bias" if name.endswith("_bias") else "weight"
+            last = name.removesuffix("_bias").replace("block_sparse_moe.", "mlp.")
+            yield name_of(f"{last}.{kind}", metadata), own
+        elif name.endswith("sinks"):
+            yield f"{name_of(name, metadata)}.weight", parameter
         else:
+            name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+            name = name.replace("layer_scalar", "layer_scalar.weight").replace(
+                "block_sparse_moe.router.", "block_sparse_moe.gate."
+            )
             one_row = name.endswith("shared_expert_gate.weight")
             yield name_of(name, metadata), parameter[0] if one_row else parameter
+
+
+def _buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that files have."""
+    for name, buffer in model.named_buffers():
+        if name.endswith(("e_score_correction_bias", "layer_scalar")):
+            yield name, buffer
+
+
+def _halves(config: Any, parameter: Tensor, is_bias: bool) -> Sequence[Tensor]:
+    """Return views of gates and ups of experts. Those of gpt-oss alternate, and its weights are [in, out]."""
+    if config.model_type != "gpt_oss":
+        return parameter.chunk(2, dim=1)
+    rows = parameter if is_bias else parameter.transpose(1, 2)
+    return rows[:, ::2], rows[:, 1::2]
 
 
 def name_of(name: str, metadata: Mapping[str, Any]) -> str:
@@ -150,7 +243,7 @@ def name_of(name: str, metadata: Mapping[str, Any]) -> str:
 
 def _converted(own: str, weight: Tensor, config: Any, metadata: Mapping[str, Any]) -> Tensor:
     architecture = metadata["general.architecture"]
-    if architecture.startswith("gemma") and own.endswith("norm.weight"):
+    if architecture in ("gemma2", "gemma3") and own.endswith("norm.weight"):
         return weight + 1
     if architecture == "gpt2" and weight.dim() == 2 and own.startswith("blk."):
         return weight.T
@@ -179,6 +272,12 @@ def _order(own: str, weight: Tensor, config: Any, metadata: Mapping[str, Any]) -
 def _extra(config: Any, metadata: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of rotary embeddings."""
     ropes = getattr(config, "rope_parameters", None) or {}
+    if config.model_type == "gemma4_text":
+        count = metadata["gemma4.attention.key_length"] // 2
+        rotated = int(ropes["full_attention"]["partial_rotary_factor"] * count)
+        factors = torch.ones(count)
+        factors[rotated:] = 1e30
+        return {"rope_freqs.weight": factors}
     if ropes.get("rope_type") == "longrope":
         return {
             f"rope_factors_{kind}.weight": torch.tensor(ropes[f"{kind}_factor"]) for kind in ("long", "short")

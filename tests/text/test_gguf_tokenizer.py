@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import GemmaTokenizer
 
 from paged import CheckpointError, UnsupportedModelError
 from paged.model.gguf.metadata import Metadata
@@ -232,6 +233,40 @@ def test_rules_and_templates(tmp_path):
     assert read_ends(metadata) == [bos, original.token_to_id("<|im_end|>")]  # which EOS does not name
     values |= {"tokenizer.chat_templates": ["tools"], "tokenizer.chat_template.tools": "{{ tools }}"}
     assert written(tmp_path, Metadata(metadata.path, values)).chat_templates["tools"] == "{{ tools }}"
+
+
+def test_gemma4():
+    """Spaces are letters of words, merges are listed, and what has no token is bytes."""
+    letters = ["a", "b", "c", "▁", "\n"]
+    made = ["ab", "▁▁", "▁a", "\n\n", "▁ab", "abc"]
+    merges = [("a", "b"), ("▁", "▁"), ("▁", "ab"), ("▁", "a"), ("\n", "\n"), ("ab", "c")]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *letters, *made, *(f"<0x{i:02X}>" for i in range(256))]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    theirs = GemmaTokenizer(vocab=vocab, merges=merges)
+    keys = {
+        "tokens": tokens,
+        "token_type": array("i", [3] * 4 + [1] * 11 + [6] * 256),
+        "merges": [" ".join(merge) for merge in merges],
+        "model": "gemma4",
+    } | {f"{name}_token_id": i for i, name in enumerate(("padding", "eos", "bos", "unknown"))}
+    whole, _ = make_tokenizer(metadata_of(**keys))
+    own = Tokenizer.from_str(json.dumps(whole))
+    for text in ("ab  abc\n\n\n", " a b", "é<eos>cab", "", "\n ab"):
+        ids = own.encode(text).ids
+        assert ids == [2, *theirs(text, add_special_tokens=False).input_ids]
+        assert own.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert own.encode("é").ids == [2, vocab["<0xC3>"], vocab["<0xA9>"]]
+
+
+def test_ends_of_gpt_oss():
+    """Its <|end|> ends a part of an answer, unlike Phi-3's."""
+    for tokens, expected in (
+        (["a", "<|end|>", "<|endoftext|>"], [1, 2]),
+        (["a", "<|end|>", "<|call|>", "<|return|>"], [2, 3]),
+    ):
+        types = array("i", [1] + [3] * (len(tokens) - 1))
+        values = {"model": "gpt2", "tokens": tokens, "token_type": types, "eos_token_id": len(tokens) - 1}
+        assert read_ends(metadata_of(**values)) == expected
 
 
 def test_phi3_takes_blanks_after_its_tokens(tmp_path):

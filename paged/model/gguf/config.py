@@ -23,12 +23,15 @@ from .metadata import Metadata
 # hidden_size would make.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 _NO_ROPE_INTERVAL = 4  # of SmolLM3
-_LOCAL_THETA = 10000.0  # of Gemma 3
+_LOCAL_THETA = 10000.0  # of Gemma 3 and 4
 # Of all Llama 3.1, 3.2 and 3.3.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Architectures whose models llama.cpp gives a head of their own in any case.
 _UNTIED = ("olmo2", "gptneox")
-_SOFTMAX = 1  # the number of llama.cpp for weights of experts from a softmax over all of them
+# The numbers of llama.cpp for weights of experts: a softmax over all of them, sigmoids, and a softmax over a
+# token's own.
+_SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3
+_UNROTATED = 1e29  # Gemma 4's files have 1e30 for dimensions that are not rotated
 _QUANTIZATION_VERSION = 2  # of blocks, since May 2023
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -153,9 +156,19 @@ def _dtype(tensors: Mapping[str, GgufTensor]) -> str:
 
 
 def _sizes(source: ConfigSource) -> dict[str, Any]:
-    """Read what all families have."""
+    """Read what all families have, of layers that are alike."""
     metadata = source.metadata
-    num_heads = metadata.integer("attention.head_count")
+    hf = _outer_sizes(source)
+    return hf | {
+        "intermediate_size": metadata.integer("feed_forward_length"),
+        "num_key_value_heads": metadata.integer("attention.head_count_kv", hf["num_attention_heads"]),
+        "head_dim": head_dim_of(metadata),
+    }
+
+
+def _outer_sizes(source: ConfigSource) -> dict[str, Any]:
+    """Read the sizes that no layer has of its own."""
+    metadata = source.metadata
     num_layers = metadata.integer("block_count")
     if not 1 <= num_layers <= len(source.tensors):
         raise CheckpointError(
@@ -164,31 +177,32 @@ def _sizes(source: ConfigSource) -> dict[str, Any]:
     return {
         "vocab_size": source.tensor("token_embd.weight").shape[0],
         "hidden_size": metadata.integer("embedding_length"),
-        "intermediate_size": metadata.integer("feed_forward_length"),
         "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.integer("attention.head_count_kv", num_heads),
-        "head_dim": head_dim_of(metadata),
+        "num_attention_heads": metadata.integer("attention.head_count"),
         "max_position_embeddings": metadata.integer("context_length"),
     }
 
 
-def head_dim_of(metadata: Metadata) -> int:
-    """Return the head dimension. Raises CheckpointError for a value of another size."""
+def head_dim_of(metadata: Metadata, of: str = "") -> int:
+    """Return the head dimension. Raises CheckpointError for a value of another size.
+
+    of: "_swa" for layers with a window, where they have another.
+    """
     num_heads = metadata.integer("attention.head_count")
     hidden_size = metadata.integer("embedding_length")
     if num_heads < 1 or hidden_size < num_heads:
         raise CheckpointError(
             f"{metadata.path}: attention.head_count {num_heads} does not fit embedding_length {hidden_size}"
         )
-    key: int = metadata.integer("attention.key_length", hidden_size // num_heads)
-    value = metadata.integer("attention.value_length", key)
+    key: int = metadata.integer(f"attention.key_length{of}", hidden_size // num_heads)
+    value = metadata.integer(f"attention.value_length{of}", key)
     if key != value:
         raise UnsupportedModelError(
-            f"{metadata.path}: attention.value_length {value} other than key_length {key} is not supported"
+            f"{metadata.path}: attention.value_length{of} {value} other than key_length{of} {key} is not "
+            "supported"
         )
     if key < 1:
-        raise CheckpointError(f"{metadata.path}: attention.key_length must be at least 1, got {key}")
+        raise CheckpointError(f"{metadata.path}: attention.key_length{of} must be at least 1, got {key}")
     return key
 
 
@@ -306,16 +320,17 @@ def _qwen3(source: ConfigSource) -> dict[str, Any]:
     return _qwen2(source) | {"attention_bias": "blk.0.attn_q.bias" in source.tensors}
 
 
-def _experts(source: ConfigSource, *, renormalised: bool) -> dict[str, Any]:
+def _experts(source: ConfigSource, *, renormalised: bool, scores: int = _SOFTMAX) -> dict[str, Any]:
     """Read what mixtures of experts share.
 
     renormalised: whether llama.cpp divides the weights of a token's experts by their sum in such models.
+    scores: what it makes them of.
 
     Raises UnsupportedModelError for another routing.
     """
     metadata = source.metadata
     for key, given, known in (
-        ("expert_gating_func", metadata.integer("expert_gating_func", _SOFTMAX), _SOFTMAX),
+        ("expert_gating_func", metadata.integer("expert_gating_func", scores), scores),
         ("expert_weights_norm", metadata.flag("expert_weights_norm", renormalised), renormalised),
     ):
         if given != known:
@@ -344,6 +359,43 @@ def _qwen2moe(source: ConfigSource) -> dict[str, Any]:
     hf["qkv_bias"] = "blk.0.attn_q.bias" in source.tensors
     hf["moe_intermediate_size"] = source.metadata.integer("expert_feed_forward_length")
     hf["shared_expert_intermediate_size"] = source.metadata.integer("expert_shared_feed_forward_length")
+    return hf
+
+
+def _gpt_oss(source: ConfigSource) -> dict[str, Any]:
+    """Read gpt-oss, whose YaRN does not round its bounds to whole dimensions; llama.cpp rounds them."""
+    hf = _decoder(source) | _experts(source, renormalised=False, scores=_SOFTMAX_OF_CHOSEN)
+    hf["intermediate_size"] = source.metadata.integer("expert_feed_forward_length")
+    hf["attention_bias"] = "blk.0.attn_q.bias" in source.tensors
+    hf["sliding_window"] = source.metadata.integer("attention.sliding_window")
+    hf["layer_types"] = _layer_types(source, 2, hf["num_hidden_layers"])
+    if hf["rope_parameters"]["rope_type"] == "yarn":
+        hf["rope_parameters"]["truncate"] = False
+    return hf
+
+
+def _glm4moe(source: ConfigSource) -> dict[str, Any]:
+    """Read GLM-4.5, whose block_count includes layers that predict further tokens."""
+    metadata = source.metadata
+    renormalised = metadata.flag("expert_weights_norm", False)
+    hf = _glm4(source) | _experts(source, renormalised=renormalised, scores=_SIGMOID)
+    num_extra = metadata.integer("nextn_predict_layers", 0)
+    return hf | {
+        "num_hidden_layers": hf["num_hidden_layers"] - num_extra,
+        "num_nextn_predict_layers": num_extra,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in source.tensors,
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "n_shared_experts": metadata.integer("expert_shared_count"),
+        "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0),
+        "n_group": metadata.integer("expert_group_count", 1),
+        "topk_group": metadata.integer("expert_group_used_count", 1),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+    }
+
+
+def _minimax_m2(source: ConfigSource) -> dict[str, Any]:
+    hf = _decoder(source) | _experts(source, renormalised=True, scores=_SIGMOID)
+    hf["intermediate_size"] = source.metadata.integer("expert_feed_forward_length")
     return hf
 
 
@@ -388,6 +440,11 @@ def _granite(source: ConfigSource) -> dict[str, Any]:
         "logits_scaling": "logit_scale",
     }
     return hf | {ours: source.metadata.number(theirs) for ours, theirs in multipliers.items()}
+
+
+def _granitemoe(source: ConfigSource) -> dict[str, Any]:
+    # The softmax of all experts over the sum of a token's own is that of its own.
+    return _granite(source) | _experts(source, renormalised=True)
 
 
 def _olmo2(source: ConfigSource) -> dict[str, Any]:
@@ -440,7 +497,9 @@ def _smollm3(source: ConfigSource) -> dict[str, Any]:
 
 
 def _glm4(source: ConfigSource) -> dict[str, Any]:
-    return _decoder(source) | {"attention_bias": "blk.0.attn_q.bias" in source.tensors}
+    hf = _decoder(source) | {"attention_bias": "blk.0.attn_q.bias" in source.tensors}
+    hf["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
+    return hf
 
 
 def _gemma2(source: ConfigSource) -> dict[str, Any]:
@@ -457,6 +516,85 @@ def _gemma3(source: ConfigSource) -> dict[str, Any]:
     hf["rope_parameters"] = {"full_attention": hf["rope_parameters"], "sliding_attention": local}
     hf["final_logit_softcapping"] = source.metadata.number("final_logit_softcapping", None)
     return hf
+
+
+def _gemma4(source: ConfigSource) -> dict[str, Any]:
+    """Read Gemma 4, whose layers with full attention have heads of their own."""
+    metadata = source.metadata
+    hf = _outer_sizes(source)
+    num_layers = hf["num_hidden_layers"]
+    layer_types = _layer_types(source, 6, num_layers)
+    full = [layer for layer, kind in enumerate(layer_types) if kind == "full_attention"]
+    kv_heads = metadata.integers("attention.head_count_kv", num_layers)
+    width = head_dim_of(metadata)
+    own_width = head_dim_of(metadata, "_swa")
+    num_shared = metadata.integer("attention.shared_kv_layers", 0)
+    inner = metadata.integers("feed_forward_length", num_layers)
+    is_wide = inner[-1] == 2 * inner[0]
+    num_wide = num_shared if is_wide else 0
+    if inner != [inner[0]] * (num_layers - num_wide) + [2 * inner[0]] * num_wide:
+        raise UnsupportedModelError(
+            f"{metadata.path}: feed_forward_length {shown(inner)} is not supported; twice the first in the "
+            f"{num_shared} layers that share K and V is"
+        )
+    hf |= {
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": is_wide,
+        "num_key_value_heads": kv_heads[0],
+        "head_dim": own_width,
+        "per_layer_config": {
+            str(layer): {"head_dim": width if layer in full else own_width, "num_key_value_heads": heads}
+            for layer, heads in enumerate(kv_heads)
+        },
+        "num_kv_shared_layers": num_shared,
+        "layer_types": layer_types,
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", None),
+        "attention_bias": "blk.0.attn_q.bias" in source.tensors,
+        "attention_k_eq_v": bool(full) and f"blk.{full[0]}.attn_v.weight" not in source.tensors,
+        "hidden_size_per_layer_input": metadata.integer("embedding_length_per_layer_input", 0),
+        "rope_parameters": _gemma4_ropes(source, width, own_width),
+    }
+    if hf["hidden_size_per_layer_input"]:
+        hf["vocab_size_per_layer_input"] = source.tensor("per_layer_token_embd.weight").shape[0]
+    if metadata.integer("expert_count", 0):
+        experts = _experts(source, renormalised=True)
+        hf |= {
+            "enable_moe_block": True,
+            "num_experts": experts["num_local_experts"],
+            "top_k_experts": experts["num_experts_per_tok"],
+            "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        }
+    return hf
+
+
+def _gemma4_ropes(source: ConfigSource, width: int, own_width: int) -> dict[str, Any]:
+    """Read the rotary embeddings of layers with full attention, and of those with a window.
+
+    width, own_width: of their heads, all of which they rotate.
+    """
+    metadata = source.metadata
+    for key, dims in (("rope.dimension_count", width), ("rope.dimension_count_swa", own_width)):
+        if (given := metadata.integer(key, dims)) != dims:
+            raise UnsupportedModelError(f"{metadata.path}: {key} {given} is not supported; {dims} is")
+    factors = source.factors("rope_freqs.weight", width // 2) or [1.0] * (width // 2)
+    num_rotated = factors.count(1.0)
+    if any(factor < _UNROTATED for factor in factors[num_rotated:]):
+        raise UnsupportedModelError(
+            f"{metadata.path}: rope_freqs.weight {shown(factors)} is not supported; ones and then 1e30 are"
+        )
+    return {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": metadata.number("rope.freq_base"),
+            "partial_rotary_factor": num_rotated / (width // 2),
+        },
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": metadata.number("rope.freq_base_swa", _LOCAL_THETA),
+        },
+    }
 
 
 def _gemma(source: ConfigSource, every: int) -> dict[str, Any]:
@@ -503,6 +641,10 @@ _FAMILIES: Mapping[str, tuple[str, str, Read]] = {
     "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2moe),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3moe),
     "olmoe": ("olmoe", "OlmoeForCausalLM", _olmoe),
+    "gpt-oss": ("gpt_oss", "GptOssForCausalLM", _gpt_oss),
+    "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM", _glm4moe),
+    "minimax-m2": ("minimax_m2", "MiniMaxM2ForCausalLM", _minimax_m2),
+    "granitemoe": ("granitemoe", "GraniteMoeForCausalLM", _granitemoe),
     "phi3": ("phi3", "Phi3ForCausalLM", _phi3),
     "granite": ("granite", "GraniteForCausalLM", _granite),
     "olmo2": ("olmo2", "Olmo2ForCausalLM", _olmo2),
@@ -510,6 +652,7 @@ _FAMILIES: Mapping[str, tuple[str, str, Read]] = {
     "glm4": ("glm4", "Glm4ForCausalLM", _glm4),
     "gemma2": ("gemma2", "Gemma2ForCausalLM", _gemma2),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM", _gemma3),
+    "gemma4": ("gemma4_text", "Gemma4ForCausalLM", _gemma4),
     "gpt2": ("gpt2", "GPT2LMHeadModel", _gpt2),
     "gptneox": ("gpt_neox", "GPTNeoXForCausalLM", _gptneox),
 }

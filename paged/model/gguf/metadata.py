@@ -63,6 +63,15 @@ class Metadata:
             raise UnsupportedModelError(f"{self.path}: {key} differs by layer, which is not supported")
         raise self._wrong(key, "a whole number", value)
 
+    def integers(self, key: str, count: int) -> list[int]:
+        """Return a whole number for each of so many layers. The file may have one for all."""
+        value = self._find(key, _REQUIRED)
+        if not isinstance(value, array):
+            return [self.integer_of(key, value)] * count
+        if len(value) != count:
+            raise CheckpointError(f"{self.path}: {key} has {len(value)} values for {count} layers")
+        return [self.integer_of(key, each) for each in value]
+
     def integer_of(self, key: str, value: Any) -> int:
         """Return a value that must be a whole number."""
         if type(value) is not int:

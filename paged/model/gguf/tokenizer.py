@@ -27,6 +27,11 @@ _ENDS = (
     "<|end_of_text|>",
     "<|eom_id|>",
     "<EOT>",
+    "<|return|>",  # gpt-oss
+    "<|call|>",
+    "[e~[",  # MiniMax-M2
+    "<turn|>",  # Gemma 4
+    "<|tool_response>",
 )
 
 
@@ -69,7 +74,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer(_CL100K)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer(_QWEN2, normalizer="NFC")),
-    "gpt-4o": PreTokenizer(_O200K),
+    **dict.fromkeys(("gpt-4o", "minimax-m2"), PreTokenizer(_O200K)),
     "tekken": PreTokenizer(_TEKKEN, whole_tokens=True, adds_bos=True),
 }
 
@@ -101,14 +106,17 @@ def make_tokenizer(metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises UnsupportedModelError for another kind of tokenizer, and CheckpointError for what is missing.
     """
     kind = metadata.text(f"{_PREFIX}model")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise UnsupportedModelError(
-            f"{metadata.path}: {_PREFIX}model {kind!r} is not supported; supported are gpt2 and llama"
+            f"{metadata.path}: {_PREFIX}model {kind!r} is not supported; supported are gpt2, llama and gemma4"
         )
     vocabulary = read_vocabulary(metadata)
+    if kind == "gpt2":
+        return _byte_level(vocabulary)
     if kind == "llama":
-        return _sentencepiece(vocabulary)
-    return _byte_level(vocabulary)
+        defaults = {"bos": 1, "eos": 2, "unk": 0}  # of SentencePiece
+        return _sentencepiece(vocabulary, defaults, merges_of(vocabulary, _scores_of(vocabulary)))
+    return _sentencepiece(vocabulary, {}, _merges_in(metadata, vocabulary.ids), adds_space=False)
 
 
 def read_vocabulary(metadata: Metadata) -> Vocabulary:
@@ -147,7 +155,7 @@ def _byte_level(vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Any]]
     model = {
         "type": "BPE",
         "vocab": ids,
-        "merges": [_halves(metadata, ids, merge) for merge in metadata.strings(f"{_PREFIX}merges")],
+        "merges": _merges_in(metadata, ids),
         "ignore_merges": kind.whole_tokens,
     }
     steps: list[dict[str, Any]] = []
@@ -168,32 +176,52 @@ def _byte_level(vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Any]]
     return _finished(vocabulary, whole, specials, adds_bos=kind.adds_bos)
 
 
-def _halves(metadata: Metadata, ids: Mapping[str, int], merge: str) -> list[str]:
+def _merges_in(metadata: Metadata, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return the merges that a file lists."""
+    return [_halves(metadata, ids, merge) for merge in metadata.strings(f"{_PREFIX}merges")]
+
+
+def _halves(metadata: Metadata, ids: Mapping[str, int], merge: str) -> tuple[str, str]:
     first, _, second = merge.partition(" ")
     if not (first in ids and second in ids and first + second in ids):
         raise CheckpointError(
             f"{metadata.path}: {_PREFIX}merges has {shown(merge)}, which makes no token of two"
         )
-    return [first, second]
+    return first, second
 
 
-def _sentencepiece(vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Make a tokenizer like that of SentencePiece: pairs merge in the order of scores of what they make."""
+def _scores_of(vocabulary: Vocabulary) -> Sequence[float]:
+    """Return the scores of tokens."""
     metadata = vocabulary.metadata
-    scores = metadata.numbers(f"{_PREFIX}scores", "fd")
+    scores: Sequence[float] = metadata.numbers(f"{_PREFIX}scores", "fd")
     if len(scores) != len(vocabulary.tokens):
         raise CheckpointError(
             f"{metadata.path}: {_PREFIX}scores has {len(scores)} values for {len(vocabulary.tokens)} tokens"
         )
     if any(map(math.isnan, scores)):
         raise CheckpointError(f"{metadata.path}: {_PREFIX}scores has a value that is NaN")
+    return scores
+
+
+def _sentencepiece(
+    vocabulary: Vocabulary,
+    defaults: Mapping[str, int],
+    merges: Sequence[tuple[str, str]],
+    *,
+    adds_space: bool = True,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Make a tokenizer like that of SentencePiece, which has a token for each byte.
+
+    defaults: the ids of special tokens that the file does not name. merges: pairs, the first ones first.
+    adds_space: whether a text begins with a space where the file does not say.
+    """
+    metadata = vocabulary.metadata
     for key in ("remove_extra_whitespaces", "precompiled_charsmap"):
         if metadata.values.get(_PREFIX + key):
             raise UnsupportedModelError(f"{metadata.path}: {_PREFIX}{key} is not supported")
-    defaults = {"bos": 1, "eos": 2, "unk": 0}  # of SentencePiece
     specials = {ours: vocabulary.id_of(theirs, defaults.get(ours)) for ours, theirs in _SPECIAL.items()}
     unknown = None if specials["unk"] is None else vocabulary.tokens[specials["unk"]]
-    adds_space = metadata.flag(f"{_PREFIX}add_space_prefix", True)
+    adds_space = metadata.flag(f"{_PREFIX}add_space_prefix", adds_space)
     replaced: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
@@ -210,7 +238,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, An
         "model": {
             "type": "BPE",
             "vocab": dict(vocabulary.ids),
-            "merges": merges_of(vocabulary, scores),
+            "merges": merges,
             "unk_token": unknown,
             "fuse_unk": True,
             "byte_fallback": True,
@@ -323,4 +351,6 @@ def read_ends(metadata: Metadata) -> list[int]:
         i = vocabulary.ids.get(token)
         if i is not None and vocabulary.types[i] == _CONTROL:
             found.add(i)
+    if {"<|return|>", "<|call|>"} <= vocabulary.ids.keys():  # of gpt-oss, whose <|end|> ends a part
+        found.discard(vocabulary.ids.get("<|end|>"))
     return sorted(i for i in found if i is not None)

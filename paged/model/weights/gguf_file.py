@@ -35,6 +35,7 @@ _MAX_DEPTH = 4  # of arrays in arrays
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 2**16
 _INFINITE = 0x7C  # the bits of a float16's high byte that NaN and infinity have
+_NAN_EXPONENT = 0xFF  # the e8m0 that is NaN
 _CHUNK = 2**20  # bytes of the header that are read at once
 _LEAST_PAIR = 8 + 1 + 4 + 1  # bytes of a key of one letter and its value
 _LEAST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8
@@ -49,6 +50,7 @@ class GgmlType(NamedTuple):
     """How numbers are stored: plainly, or in blocks of `num_inputs` numbers that share factors.
 
     factors: the bytes of a block at which float16s begin.
+    exponents: those that are powers of two, e8m0.
     """
 
     name: str
@@ -56,6 +58,7 @@ class GgmlType(NamedTuple):
     num_inputs: int = 1
     factors: tuple[int, ...] = ()
     dtype: torch.dtype = torch.uint8  # of what is read: numbers, or the bytes of blocks
+    exponents: tuple[int, ...] = ()
 
     @property
     def in_blocks(self) -> bool:
@@ -78,6 +81,7 @@ GGML_TYPES = {
     23: GgmlType("IQ4_XS", 136, 256, (0,)),
     28: GgmlType("F64", 8, dtype=torch.float64),
     30: GgmlType("BF16", 2, dtype=torch.bfloat16),
+    39: GgmlType("MXFP4", 17, 32, exponents=(0,)),
 }
 # The names of the others, for errors.
 _OTHER_TYPES = {
@@ -98,7 +102,6 @@ _OTHER_TYPES = {
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
     40: "NVFP4",
 }
 
@@ -148,14 +151,21 @@ class GgufTensor(FileTensor):
         found = FileTensor.read(self, rows, out)
         for place in self.type.factors:
             high_bytes = found.view(-1, self.type.num_bytes)[:, place + 1]
-            if bool((wrong := high_bytes & _INFINITE == _INFINITE).any()):
-                block = int(wrong.nonzero()[0])
-                first_row, *_ = rows.indices(self.shape[0])
-                start = self.start + first_row * self.shape[-1] + block * self.type.num_bytes
-                raise CheckpointError(
-                    f"{self.path}: {self.name} has an infinite factor or NaN at byte {start + place}"
-                )
+            self._check_factors(high_bytes & _INFINITE == _INFINITE, place, rows)
+        for place in self.type.exponents:
+            exponents = found.view(-1, self.type.num_bytes)[:, place]
+            self._check_factors(exponents == _NAN_EXPONENT, place, rows)
         return found
+
+    def _check_factors(self, wrong: Tensor, place: int, rows: slice) -> None:
+        """Raise CheckpointError if the factor of a block is wrong, which is at this byte of it."""
+        if bool(wrong.any()):
+            block = int(wrong.nonzero()[0])
+            first_row, *_ = rows.indices(self.shape[0])
+            start = self.start + first_row * self.shape[-1] + block * self.type.num_bytes
+            raise CheckpointError(
+                f"{self.path}: {self.name} has an infinite factor or NaN at byte {start + place}"
+            )
 
 
 class GgufFile(OpenFile):

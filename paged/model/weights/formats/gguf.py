@@ -17,10 +17,13 @@ from ....kernels.half_bytes import HalfBytes
 from ..coded import CodedWeight, Factors
 from ..gguf_file import GgmlType, GgufTensor
 from ..stored import Layout, StoredFormat, StoredPart
+from .fp4 import E2M1
 
 _NUMBERS_AT_A_TIME = 2**18  # that are unpacked in several steps, so that they stay in a cache
 _CENTRED = tuple(float(code - 8) for code in range(16))
 _COUNTED = tuple(map(float, range(16)))
+# e2m1, but llama.cpp has no -0.
+_MXFP4 = tuple(number or 0.0 for number in E2M1)
 # Of IQ4_NL and IQ4_XS: denser around 0.
 _NON_LINEAR = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
 
@@ -126,6 +129,11 @@ def _iq4_xs(blocks: Tensor) -> CodedWeight:
     return CodedWeight(_half_bytes(blocks, 8), Factors(scales, scale_unit=_float16(blocks, 0)), _NON_LINEAR)
 
 
+def _mxfp4(blocks: Tensor) -> CodedWeight:
+    scales = blocks[..., 0].contiguous().view(torch.float8_e8m0fnu).to(torch.bfloat16)
+    return CodedWeight(_half_bytes(blocks, 1), Factors(scales), _MXFP4)
+
+
 _READERS: Mapping[str, Callable[[Tensor], CodedWeight]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -137,6 +145,7 @@ _READERS: Mapping[str, Callable[[Tensor], CodedWeight]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }
 
 
