@@ -116,9 +116,10 @@ def clamped_swiglu(
 ) -> Tensor:  # [num_tokens, size]
     """Return gate sigmoid(alpha gate) (up + 1), with gate at most `limit` and up within ± limit (gpt-oss)."""
     gate, up = upcast(x).chunk(2, dim=-1)
-    gate = gate.clamp(max=limit)
-    up = up.clamp(min=-limit, max=limit)
-    return (gate * torch.sigmoid(gate * alpha) * (up + 1)).to(x.dtype)
+    most = float(limit)  # torch takes no int beyond 64 bits
+    gate = gate.clamp(max=most)
+    up = up.clamp(min=-most, max=most)
+    return (gate * torch.sigmoid(gate * float(alpha)) * (up + 1)).to(x.dtype)
 
 
 def route(
@@ -139,7 +140,8 @@ def route(
         ranked = ranked + correction_bias
     order = ranked.argsort(dim=-1, descending=True, stable=True)
     if options.num_groups > 1:
-        best = ranked.view(num_tokens, options.num_groups, -1).sort(-1, descending=True).values
+        shape = num_tokens, options.num_groups, num_experts // options.num_groups
+        best = ranked.view(shape).sort(-1, descending=True).values
         score = best[..., 0] if options.group_score == "best" else best[..., 0] + best[..., 1]
         kept = score.argsort(dim=-1, descending=True, stable=True)[:, : options.num_kept_groups]
         groups = order // (num_experts // options.num_groups)

@@ -113,6 +113,7 @@ def _required(call: Call) -> tuple[str, ...]:
         "grouped_linear": ("x", "weight", "offsets"),
         "sum_experts": ("x", "places", "weights"),
         "linear": ("x", "bias"),
+        "grouped_panel_linear": ("x", "offsets"),
         "pack": ("weight",),
         "pack_codes": ("codes", "scale"),
     }.get(call.name, ("x", "query", "seq_lens", "scale", "logits", "weight", "cache", "pairs", "indices"))

@@ -48,7 +48,7 @@ def valid_call(backend: BackendName, generator: random.Random) -> Call:
     if backend == "triton":
         makers.append(_filter_logits)
     if backend == "numba":
-        makers += [_linear, _pack, _pack_codes, _pad, _panel_rows, _widen_rows]
+        makers += [_linear, _grouped_panels, _pack, _pack_codes, _pad, _panel_rows, _widen_rows]
     return generator.choice(makers)(kernels, generator)
 
 
@@ -189,14 +189,18 @@ def _sum_experts(kernels: Kernels, generator: random.Random) -> Call:
         "places": rows.places,
         "weights": torch.rand(rows.places.shape),
     }
+    optional: tuple[str, ...] = ()
     if generator.random() < 0.5:
         arguments["shared"] = torch.randn(len(rows.places), size).to(dtype)
+        optional = ("shared",)
         if generator.random() < 0.5:
             arguments["shared_gate"] = torch.randn(len(rows.places), 1)
+            optional = ("shared_gate",)  # which goes with the other
     return Call(
         "sum_experts",
         kernels.sum_experts,
         arguments,
+        optional=optional,
         indices={"places": len(rows.sources)},
         expected=reference.sum_experts,
     )
@@ -488,6 +492,33 @@ def _linear(_: Kernels, generator: random.Random) -> Call:
     return Call(
         "linear", lambda **given: linear(**_assembled(given, "weight")), arguments, optional=("bias", "dtype")
     )
+
+
+def _grouped_panels(_: Kernels, generator: random.Random) -> Call:
+    from paged.kernels.panels import ExpertPanels, Panels, grouped_panel_linear, pad
+
+    fields = _panel_fields(generator)  # of the first expert
+    others = [Panels(**{key.removeprefix("panels."): x for key, x in fields.items()})] * 2
+    dtype = torch.bfloat16 if fields["panels.weight"].dim() == 4 else _dtype(generator)
+    _, rows = _expert_rows(generator, 3)
+    bias = pad(torch.randn(fields["panels.out_features"]), gated=fields["panels.gated"])
+    arguments = {
+        **fields,
+        "x": torch.randn(len(rows.places), 64).to(dtype),
+        "bias": bias,
+        "offsets": rows.offsets,
+        "sources": rows.sources,
+        "dtype": generator.choice([None, torch.float32]),
+    }
+
+    def launch(**given: Any) -> Tensor:
+        given = _assembled(given, "weight")
+        own_bias = given.pop("bias")
+        biases = None if own_bias is None else [own_bias, bias, bias]
+        return grouped_panel_linear(weight=ExpertPanels([given.pop("weight"), *others], biases), **given)
+
+    indices = {"sources": len(rows.places)}
+    return Call("grouped_panel_linear", launch, arguments, optional=("bias", "dtype"), indices=indices)
 
 
 def _panel_rows(_: Kernels, generator: random.Random) -> Call:
