@@ -11,10 +11,10 @@ import hashlib
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -26,10 +26,14 @@ from paged.kernels.attention_options import AttentionOptions
 from paged.kernels.backend import load_kernels
 from paged.kernels.cpu.products.amx import HAS_TILES
 from paged.kernels.cpu.simd.vectors import HAS_DOT, HAS_LOOKUP, VECTOR_BYTES
-from paged.model.weights.panels import PANEL_FORMS
+from paged.kernels.routing import RoutingOptions, Score
+from paged.model.weights.coded import CodedWeight, Factors
+from paged.model.weights.formats.fp4 import E2M1
+from paged.model.weights.panels import PANEL_FORMS, PanelCodes, PanelExperts, PanelWeight
 
 RECORD = Path(__file__).parent / "golden.json"
 NUM_PARAMETER_SETS = 50
+COUNTED = tuple(map(float, range(16)))
 PROMPTS = [
     "def fibonacci(n):",
     "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n",
@@ -99,6 +103,8 @@ def _kernel_cases() -> Iterator[tuple[str, list[Tensor]]]:
         yield from ((f"attention {case} {name}", results) for case, results in _attention_cases(dtype))
         if dtype != torch.float16:
             yield from ((f"linear {case} {name}", results) for case, results in _linear_cases(dtype))
+            yield from ((f"experts {case} {name}", results) for case, results in _expert_cases(dtype))
+    yield from _routing_cases()
     yield from _sampling_cases()
 
 
@@ -193,6 +199,69 @@ def _linear_cases(dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor]]]:
             if in_features % 64 == 0:
                 gated = PANEL_FORMS[None](weight, gated=True)
                 yield f"{out_features}x{in_features} gated of {kept}", [gated(x, None)]
+
+
+def _routing_cases() -> Iterator[tuple[str, list[Tensor]]]:
+    """Choose experts in every way, with ties and a NaN, and sort rows by them."""
+    kernels = load_kernels("numba")
+    logits = 4 * _numbers(9, 36)
+    logits[1] = logits[1].round()
+    logits[2, 5] = torch.nan
+    groups = {"num_groups": 4, "num_kept_groups": 2}
+    for score in get_args(Score):
+        for more in ({}, groups, {**groups, "group_score": "best_two", "renormalise": True, "scale": 1.5}):
+            options = RoutingOptions(num_chosen=5, score=score, **more)
+            bias = _numbers(36, seed=16) if score == "sigmoid" else None
+            experts, weights = kernels.route(logits.clone(), options, bias, _numbers(36, seed=17).abs())
+            yield f"route {score} {' '.join(more)}", [experts, weights]
+    yield "sort_by_expert", [*kernels.sort_by_expert(experts, 36)]
+
+
+def _expert_cases(dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor]]]:
+    """Multiply rows by their experts in every form of weights: experts with no, one, few and many rows."""
+    kernels = load_kernels("numba")
+    offsets = torch.tensor([0, 1, 1, 18, 88], dtype=torch.int32)
+    sources = torch.arange(88) % 30
+    biases = [_numbers(80, seed=18 + expert) for expert in range(4)]
+    for name, make in _expert_forms(dtype).items():
+        for gated in (False, True):
+            forms = [make(expert, gated) for expert in range(4)]
+            for form, bias in zip(forms, biases, strict=True):
+                form.lay_out(bias.to(dtype))
+            product = PanelExperts(forms, with_bias=True)
+            yield f"{name}{' gated' * gated}", [product(_numbers(30, 128, dtype=dtype), offsets, sources)]
+    out = _numbers(88, 80, dtype=dtype)
+    places = torch.from_numpy(np.random.default_rng(2).permutation(88).reshape(22, 4))
+    shared = _numbers(22, 80, dtype=dtype, seed=19)
+    weights = _numbers(22, 4).abs()
+    yield "sum", [kernels.sum_experts(out, places, weights)]
+    yield "sum with shared", [kernels.sum_experts(out, places, weights, shared, _numbers(22, 1))]
+    yield "clamped_swiglu", [kernels.clamped_swiglu(4 * _numbers(5, 74, dtype=dtype), 7.0, 1.702)]
+
+
+def _expert_forms(dtype: torch.dtype) -> dict[str, Callable[[int, bool], PanelWeight]]:
+    """Return how each form of weights [80, 128] is made: of an expert by its number, gated or not."""
+
+    def floats(expert: int) -> Tensor:
+        return (_numbers(80, 128, seed=20 + expert) / 16).to(dtype)
+
+    def of_codes(kind: str, expert: int, gated: bool) -> PanelWeight:
+        draw = np.random.default_rng([expert, 3])
+        codes = torch.from_numpy(draw.integers(0, 256, (80, 128)).astype(np.uint8))
+        exponents = torch.from_numpy(draw.integers(-4, 4, (80, 4)).astype(np.float32))
+        powers = torch.exp2(exponents)
+        weight = {
+            "mxfp4": CodedWeight(codes & 15, Factors(powers.bfloat16()), E2M1),
+            "q8_0": CodedWeight(codes.view(torch.int8), Factors((powers / 3).half())),
+            "q4_1": CodedWeight(codes & 15, Factors(powers.half(), offset=-powers.half()), COUNTED),
+        }[kind]
+        return PanelCodes(weight, "gated" if gated else "layer", dtype=dtype)
+
+    plain = {
+        name or "plain": lambda expert, gated, form=form: form(floats(expert), gated=gated)
+        for name, form in PANEL_FORMS.items()
+    }
+    return plain | {kind: partial(of_codes, kind) for kind in ("mxfp4", "q8_0", "q4_1")}
 
 
 def _sampling_cases() -> Iterator[tuple[str, list[Tensor]]]:
