@@ -82,6 +82,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "sliding_window": 512,
     },
+    # Qwen3-30B-A3B has 128 experts in each of 48 layers, of which a token has 8.
+    "qwen3-moe-0.4b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 1024,
+        "moe_intermediate_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 32000,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
     # Phi-3-mini has 32 layers of width 3072.
     "phi3-1b": {
         "model_type": "phi3",

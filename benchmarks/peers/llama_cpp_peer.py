@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ LIBRARY = Path(os.environ.get("LLAMA_CPP_LIBRARY", _INSTALLED))
 _FILE_TYPES = {"float32": 0, "Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15, "bfloat16": 32}
 _NAMES = {
     **GGUF_NAMES,
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate.": "ffn_gate_inp.",
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
@@ -133,12 +137,17 @@ class LlamaCpp:
 
 
 def write_gguf(model: Path, path: Path) -> None:
-    """Write the weights of a Llama checkpoint as a GGUF in float32, without a tokenizer."""
+    """Write the weights of a checkpoint of Llama or Qwen3-MoE as a GGUF in float32, without a tokenizer."""
     import gguf
 
     config = json.loads((model / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    writer = gguf.GGUFWriter(path, "llama")
+    is_llama = config["model_type"] == "llama"
+    writer = gguf.GGUFWriter(path, "llama" if is_llama else "qwen3moe")
+    if not is_llama:
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -154,10 +163,10 @@ def write_gguf(model: Path, path: Path) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    for name, weight in read_safetensors(model / "model.safetensors"):
+    for name, weight in stacked(read_safetensors(model / "model.safetensors")):
         for theirs, ours in _NAMES.items():
             name = name.replace(theirs, ours)
-        if ".attn_q." in name or ".attn_k." in name:
+        if is_llama and (".attn_q." in name or ".attn_k." in name):
             # llama.cpp rotates neighbouring elements, transformers the two halves of a head.
             halves = weight.reshape(heads if ".attn_q." in name else kv_heads, 2, -1, weight.shape[1])
             weight = halves.swapaxes(1, 2).reshape(weight.shape)
@@ -166,6 +175,20 @@ def write_gguf(model: Path, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def stacked(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield tensors, those of experts as stacks under their names in a GGUF file."""
+    import numpy as np
+
+    stacks: dict[str, dict[int, Any]] = {}
+    for name, array in tensors:
+        if (match := re.fullmatch(r"(.*)mlp\.experts\.(\d+)\.(\w+)_proj\.weight", name)) is None:
+            yield name, array
+        else:
+            stacks.setdefault(f"{match[1]}ffn_{match[3]}_exps.weight", {})[int(match[2])] = array
+    for name, experts in stacks.items():
+        yield name, np.stack([experts[i] for i in range(len(experts))])
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, Any]]:
