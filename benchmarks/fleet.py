@@ -183,7 +183,7 @@ def on_cpu() -> Iterator[dict[str, Any]]:
         file = Path(folder) / "coefficients.json"
         file.write_text(json.dumps(fitted["coefficients"]))
         for row in fleets([Machine(fitted["model"], "H100", coefficients=str(file))]):
-            yield {**row, "a replica": f"{fitted['model']}, a core of {fitted['cpu']}"}
+            yield {**row, "a replica": f"{fitted['model']} on a core"}
 
 
 def stages() -> Iterator[dict[str, Any]]:
@@ -207,20 +207,18 @@ def stages() -> Iterator[dict[str, Any]]:
 
 
 def slices() -> Iterator[dict[str, Any]]:
-    """Yield a row for 64 and 128 replicas of the same fleet, whose requests are equally long.
+    """Yield a row for 64 and 128 replicas of the same fleet, of which both stand for all.
 
-    Else the longest answer, which comes last, would decide the throughput of a few seconds.
+    No throughput: that of a few seconds depends on the longest answer, which comes last.
     """
     machine = Machine("8B", "H100")
     rate = 128 * USED * machine.most()
     for router in ("least-loaded", "prefix-aware"):
         for count in (64, 128):
-            workload = Workload(requests=int(rate * count / 128 * SECONDS), rate=rate, **EVEN)
-            found = machine.fleet(workload, replicas=128, router=router, slice=count)
+            found = _simulated(machine, rate, 128, router, count)
             yield {
                 "router": router,
                 "simulated of 128": count,
-                "requests/s": found["requests_per_s"],
                 "first token p50, ms": 1e3 * found["ttft_s"]["p50"],
                 "p99": 1e3 * found["ttft_s"]["p99"],
                 "hits %": 100 * found["hit_rate"],
