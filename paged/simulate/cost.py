@@ -295,6 +295,6 @@ def blocks_that_fit(portion: Portion, sheet: DataSheet, utilization: float, bloc
     if num_blocks < 1:
         raise ConfigError(
             f"no block fits beside {weights / GIB:.1f} GiB of weights in {usable_gib:.1f} GiB; "
-            "take a larger GPU or more of them (tensor_parallel_size, pipeline_parallel_size), or give num_blocks"
+            "take a larger GPU or several (tensor_parallel_size, pipeline_parallel_size), or give num_blocks"
         )
     return num_blocks

@@ -296,7 +296,7 @@ class Fleet:
         return choose_among(self._router, token_ids, self._loads)
 
     def _load(self, number: int, num_tokens: int, now: float) -> None:
-        """Record that a living replica has got a request, and have it begin a step unless one is in flight."""
+        """Record that a living replica has got a request. Have it begin a step unless one is in flight."""
         load = self._loads[number]
         assert load is not None, "a dead replica has got a request"
         self._loads[number] = load + num_tokens

@@ -111,7 +111,7 @@ class Workload:
                 raise ConfigError(f"{name} needs {condition}; leave it out, or give that")
 
     def sliced(self, share: float) -> Self:
-        """Return a workload of as many requests, with a share of the rate. Raises ConfigError if it has none."""
+        """Return a workload of as many requests with a share of the rate. Raises ConfigError without one."""
         if self.trace is not None or self.rate == math.inf:
             given = "a trace" if self.trace is not None else "rate inf"
             raise ConfigError(f"slice needs a finite rate, of which it takes its share; got {given}")

@@ -1,4 +1,4 @@
-"""Planning with `paged simulate`: ranks, links, deaths, slices, and what real engines do with the same trace."""
+"""Planning with `paged simulate`: ranks, links, deaths, slices, and real engines beside simulated ones."""
 
 import itertools
 import json
@@ -92,7 +92,7 @@ def test_exchanges_are_those_of_the_real_shards(name):
 
 @pytest.mark.parametrize("name", ["llama", "gemma4", "gpt2", "qwen3_moe"])
 def test_portions_make_up_the_model(name):
-    """Of two stages, of two shards where there are no experts: all weights are there once, tied heads twice."""
+    """Of two stages of shards: all weights are there once, but for tied heads and positions."""
     model = read_model(str(checkpoint(name)))
     count = 1 if name == "qwen3_moe" else 2
     cut = model.num_layers - 1
@@ -189,7 +189,7 @@ def test_a_dead_replica_gets_nothing_and_begins_anew(traced, one_second):
     assert [first > 0 for first, _ in heads] == [True] * 4 + [False] * 5
     assert [second for _, second in heads][:5] == [0, 0, 0, 0, 5]
     assert (statistics.num_finished, statistics.num_moved, statistics.num_deaths) == (9, 4, 1)
-    # Those that were moved got their first token before, and their last one after as many steps as they lacked.
+    # Those that were moved had got their first token, and lack as many steps as before.
     assert max(statistics.latencies[""].ttft) <= 2
     assert max(statistics.latencies[""].e2e) == pytest.approx(10, abs=1)
 
@@ -275,5 +275,5 @@ def test_bad_plans(fleet, engine, message):
 
 
 def test_slices_need_a_rate():
-    with pytest.raises(PagedError, match="slice needs a finite rate, .*; got rate inf"):
+    with pytest.raises(PagedError, match="of which it takes its share; got rate inf"):
         Workload(rate=float("inf")).sliced(0.5)
