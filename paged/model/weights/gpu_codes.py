@@ -130,9 +130,13 @@ def _log_once(text: str) -> None:
 
 
 def quantized_form(name: str, weight: Tensor, role: Role) -> PackedCodesWeight:
+    """Make the form of a weight in floats, `quantized`."""
+    return PackedCodesWeight(quantized(name, weight), role, dtype=weight.dtype)
+
+
+def quantized(name: str, weight: Tensor) -> CodedWeight:
     """Quantise a weight in floats to "int8" or "int4" of `quantization`, on its device."""
-    coded = _int8(weight) if name == "int8" else _int4(weight)
-    return PackedCodesWeight(coded, role, dtype=weight.dtype)
+    return _int8(weight) if name == "int8" else _int4(weight)
 
 
 def _int8(weight: Tensor) -> CodedWeight:
