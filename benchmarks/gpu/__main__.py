@@ -48,6 +48,7 @@ SECTIONS = [
     "prefill",
     "layers",
     "coded_linear",
+    "experts",
     "engine",
 ]
 _TESTS_SHARE = 0.33  # of the budget, at most

@@ -52,7 +52,8 @@ def report_of(result: dict[str, Any], beside: Path) -> str:
         told = row.get("skipped") or f"{row['tokens_per_s']:,.0f} output tokens/s in {row['seconds']:.1f} s"
         lines.append(f"{row['case'].capitalize()}: {told}.\n")
     lines += [f"Failed: {name}.\n" for name, section in sections.items() if section["error"]]
-    lines += [attention_table(sections), layer_table(sections), coded_table(sections), skipped_list(sections)]
+    lines += [attention_table(sections), layer_table(sections), coded_table(sections)]
+    lines += [experts_table(sections), skipped_list(sections)]
     for picture in sorted(result["path"].parent.glob(f"{result['path'].stem}-*.png")):
         lines.append(f"![{picture.stem}]({picture.relative_to(beside).as_posix()})")
     return "\n".join(line for line in lines if line) + "\n"
@@ -88,6 +89,26 @@ def coded_table(sections: dict[str, Any]) -> str:
     return _markdown(head, [[*_measured(row), _ratio(row, row["floats"])] for row in rows])
 
 
+def experts_table(sections: dict[str, Any]) -> str:
+    """Return the table of mixtures of experts, beside what torch has for the same weights in floats."""
+    head = [
+        "experts",
+        "µs",
+        "GB/s",
+        "TFLOP/s",
+        "of limit",
+        "a loop of torch.matmul ÷ ours",
+        "_grouped_mm ÷ ours",
+    ]
+    cells = []
+    for row in _timed(sections, "experts"):
+        others = row.get("others", {})
+        cells.append(
+            [*_measured(row), *(_ratio(row, others.get(name, {})) for name in ("loop", "grouped_mm"))]
+        )
+    return _markdown(head, cells)
+
+
 def skipped_list(sections: dict[str, Any]) -> str:
     """List what was not measured, by reason."""
     reasons: dict[str, list[str]] = {}
@@ -95,7 +116,7 @@ def skipped_list(sections: dict[str, Any]) -> str:
         for row in section["rows"]:
             if isinstance(row.get("skipped"), str):
                 reasons.setdefault(f"{row['case']}: {row['skipped']}", [])
-            for name, comparator in row.get("comparators", {}).items():
+            for name, comparator in (row.get("comparators", {}) | row.get("others", {})).items():
                 if "skipped" in comparator:
                     reasons.setdefault(f"{name}: {comparator['skipped']}", []).append(row["case"])
     lines = [
@@ -109,10 +130,14 @@ def print_summary(result: dict[str, Any]) -> None:
     from benchmarks.common import print_json, print_table
 
     sections = result["sections"]
-    shown = [*attention_rows(sections), *_timed(sections, "layers"), *_timed(sections, "coded_linear")]
+    shown = attention_rows(sections)
+    for name in ("layers", "coded_linear", "experts"):
+        shown += _timed(sections, name)
     rows = []
     for row in shown:
-        theirs_of = row.get("comparators") or ({"torch.matmul": row["floats"]} if "floats" in row else {})
+        theirs_of = row.get("comparators") or row.get("others") or {}
+        if "floats" in row:
+            theirs_of = {"torch.matmul": row["floats"]}
         others = {name: _ratio(row, theirs) for name, theirs in theirs_of.items()}
         told = ", ".join(f"{name} {ratio}" for name, ratio in others.items() if ratio)
         rows.append(dict(zip(("kernel", "us", "GB/s", "TFLOP/s", "of limit"), _measured(row), strict=True)))

@@ -26,6 +26,14 @@ os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
 from benchmarks.cases import TINY_LAYER, Case, LayerShape, attention_case, layer_cases
 from benchmarks.coded_cases import FORMATS, LINEARS_8B, TINY_LINEARS, coded_cases
 from benchmarks.common import checkpoint, nano_vllm_workload
+from benchmarks.expert_cases import (
+    TINY_FORMS,
+    TINY_MIXTURE,
+    WEIGHT_FORMS,
+    MixtureShape,
+    expert_cases,
+    routing_case,
+)
 from benchmarks.gpu.comparator_names import readiness_key
 from benchmarks.gpu.comparators import COMPARATORS, Skip, adapt
 from benchmarks.shapes import AttentionShape, attention_shapes, tiny_shapes
@@ -43,6 +51,7 @@ WEIGHTS = {
     "prefill": 10,
     "layers": 2,
     "coded_linear": 6,
+    "experts": 4,
     "engine": 9,
 }
 # Make and load a random checkpoint, compile the kernels, generate 134 thousand tokens.
@@ -175,11 +184,32 @@ class Worker:
                     continue
                 for case in coded_cases(linear, *shape, name, row_counts, self.dtype, self.device):
                     row = self.measure(case.name, case.cost, case.check, case.run)
-                    theirs = time_call(case.run_floats, self.device, tiny=self.tiny)
-                    us = theirs.seconds * 1e6
-                    yield row | {
-                        "floats": {"us": us, "theirs_over_ours": us / row["us"], "graph": theirs.graph}
-                    }
+                    yield row | {"floats": self.beside(case.run_floats, row["us"])}
+
+    def experts(self) -> Iterator[Row]:
+        """Measure routing, and products of experts beside torch's of the same weights in floats."""
+        shape, token_counts = (TINY_MIXTURE, (5,)) if self.tiny else (MixtureShape(), (1, 64, 4096))
+        x_of = partial(torch.randn, dtype=self.dtype, device=self.device)
+        for num_tokens in token_counts:
+            routing = routing_case(shape, num_tokens, self.kernels, x_of)
+            yield self.measure(routing.name, routing.cost, routing.check, routing.run)
+        for form in TINY_FORMS if self.tiny else WEIGHT_FORMS:
+            if time.time() > self.until:
+                yield {"case": f"{form} of experts", "skipped": "out of time"}
+                continue
+            for case in expert_cases(shape, form, token_counts, self.kernels, x_of):
+                row = self.measure(case.name, case.cost, case.check, case.run)
+                others = {name: self.beside(call, row["us"]) for name, call in case.others().items()}
+                yield row | {"others": others}
+
+    def beside(self, call: Callable[[], Any], ours: float) -> Row:
+        """Return the time of what torch has for the same, or the reason why it has nothing."""
+        try:
+            timing = time_call(call, self.device, tiny=self.tiny)
+        except (AttributeError, RuntimeError) as error:
+            return {"skipped": str(error).strip().splitlines()[0][:200]}
+        us = timing.seconds * 1e6
+        return {"us": us, "theirs_over_ours": us / ours, "graph": timing.graph}
 
     def row(self, case: Case) -> Row:
         """Compare one of our kernels with the reference, then time it against its limit."""

@@ -151,7 +151,7 @@ class Decoder(nn.Module):
         self.kernels = kernels
         self.part = part = ModelPart.whole(config.num_layers) if part is None else part
         self.stored_weights: StoredWeights | None = None
-        self.dtype = torch.get_default_dtype()
+        self.dtype = torch.empty(0).dtype  # of parameters that are made here
         self.embedding: Embedding | None = None
         self.head: Linear | None = None
         self.positions: Embedding | None = None

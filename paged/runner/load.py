@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ..device.devices import check_attention, is_here, resolve_backend, weights_in_panels
 from ..device.host_memory import freed_at_once
@@ -118,7 +120,7 @@ def open_model(
             has_coded_linear=kernels.has_coded_linear,
             num_shards=sizes.shard.count,
         )
-        with torch.device("meta"), _default_dtype(dtype):
+        with torch.device("meta"), _ParametersOf(dtype):
             whole = Decoder(model_config, kernels)
             model = whole if sizes.part is None else Decoder(model_config, kernels, sizes.part)
         if config.quantization == "int4":
@@ -154,11 +156,20 @@ def _without_unused(sources: Sources, quantization: Quantization, kv_scales: Fou
     return used
 
 
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+class _ParametersOf(TorchFunctionMode):
+    """Context in which torch.empty makes tensors of this dtype, where it is given none, on this thread alone.
+
+    The default of torch is one for all threads, which may make engines of several dtypes, or run others.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", "") == "empty":
+            kwargs.setdefault("dtype", self.dtype)
+        return function(*args, **kwargs)

@@ -18,11 +18,13 @@ from benchmarks import coded_cases, roofline, timing
 from benchmarks.cases import attention_case
 from benchmarks.coded_cases import FORMATS
 from benchmarks.compiled import hot_loop
+from benchmarks.expert_cases import TINY_FORMS, ExpertsCase, MixtureShape, expert_cases
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import gpu_tests, sanitizer
 from benchmarks.gpu.comparators import COMPARATORS, Skip, adapt
 from benchmarks.gpu.report import attention_table, write_report
 from benchmarks.shapes import WITH_SLOW, attention_shapes, decode, prefill, skewed, tiny_shapes
+from paged.kernels.backend import load_kernels
 from paged.kernels.codes import coded_linear
 from tests.support.served import eventually
 
@@ -75,6 +77,30 @@ def test_a_tiny_run_has_every_format_of_codes(tiny_run):
         assert row["floats"]["us"] == pytest.approx(row["floats"]["theirs_over_ours"] * row["us"])
 
 
+def test_a_tiny_run_has_experts(tiny_run):
+    rows = tiny_run[0]["sections"]["experts"]["rows"]
+    products = [f"{form}, {linear}" for form in TINY_FORMS for linear in ("gate and up", "down")]
+    assert [row["case"] for row in rows] == [f"{name}, 5 tokens" for name in ("routing", *products)]
+    for row in rows[1:]:
+        assert row["others"]["loop"]["theirs_over_ours"] > 0
+        assert "us" in row["others"]["grouped_mm"] or row["others"]["grouped_mm"]["skipped"]
+
+
+def test_a_product_of_experts_proves_itself_right_before_it_is_timed(monkeypatch):
+    shape = MixtureShape(3, 2, 32, 32)
+    case, down = expert_cases(shape, "int8", (5,), load_kernels("triton"), torch.randn)
+    assert case.check() < 1e-6
+    assert down.check() < 1e-6
+    torch.testing.assert_close(case.others()["loop"](), case.run())
+    product = ExpertsCase.product
+    monkeypatch.setattr(ExpertsCase, "product", lambda *given: product(*given) * 1.01)
+    with pytest.raises(AssertionError, match="relative error"):
+        case.check()
+    monkeypatch.setattr(ExpertsCase, "product", lambda *given: product(*given) + len(given[1]) / 1e6)
+    with pytest.raises(AssertionError, match="other bits alone"):
+        case.check()
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_product_with_codes_proves_itself_right_before_it_is_timed(monkeypatch, name):
     (case,) = coded_cases.coded_cases("small", 16, 256, name, (3,), torch.float32, CPU)
@@ -107,7 +133,7 @@ def test_pictures_and_tables_are_made_of_the_json(tiny_run, tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu", "--report", "--out", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     assert (out / "README.md").read_text() == made
-    for name in ("decode", "layers", "coded_linear"):
+    for name in ("decode", "layers", "coded_linear", "experts"):
         for row in result["sections"][name]["rows"]:
             assert f"| {row['case']} | " in made
     # The page of a folder that is named results is beside it.

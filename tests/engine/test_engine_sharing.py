@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from paged import BeamSearchParams, LLMEngine, RequestError, SamplingParams
 from paged.errors import QueueFullError
+from paged.model.decoder import Decoder
 from paged.requests.request import RequestOutput
+from paged.runner import load as model_load
 from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts, reference
 
 PROMPTS = ragged_prompts([30, 1, 61, 8, 16, 17, 63])
@@ -36,6 +42,30 @@ def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
 
 def samples_of(output: RequestOutput) -> list[list[int]]:
     return [completion.token_ids for completion in output.outputs]
+
+
+def test_engines_of_two_dtypes_are_made_at_once():
+    """Each thread has the dtype of its own engine, and torch's default stays what it is."""
+    dtypes = ["float32", "bfloat16"] * 2
+    directory = str(checkpoint("llama"))
+    together = Barrier(len(dtypes))
+    models = []
+
+    def met(*args: Any) -> Decoder:
+        together.wait(60)
+        return Decoder(*args)
+
+    def make(dtype: str) -> None:
+        engine = LLMEngine(directory, dtype=dtype, device="cpu", skip_tokenizer_init=True, num_blocks=64)
+        models.append((dtype, engine.runner.model))
+
+    with mock.patch.object(model_load, "Decoder", met), ThreadPoolExecutor(len(dtypes)) as threads:
+        for done in [threads.submit(make, dtype) for dtype in dtypes]:
+            done.result(60)
+    assert torch.get_default_dtype() == torch.float32
+    assert len(models) == len(dtypes)
+    for dtype, model in models:
+        assert {model.dtype, *(each.dtype for each in model.parameters())} == {getattr(torch, dtype)}
 
 
 # --- samples and forks

@@ -14,6 +14,7 @@ from torch import Tensor
 from paged import SamplingParams
 from paged.kernels.backend import load_kernels
 from paged.model.layers.linear import Embedding, Linear
+from paged.model.weights import gpu_codes
 from paged.model.weights.coded import CodedWeight, Factors
 from paged.model.weights.coded_forms import CodedProduct
 from paged.model.weights.forms import EachExpert, PlainWeight, StackedExperts
@@ -146,6 +147,25 @@ def test_experts_are_multiplied_together():
     stacked = plain[0].of_experts(plain, biases, kernels)
     assert isinstance(stacked, StackedExperts)
     torch.testing.assert_close(stacked(x, offsets, sources), expected)
+
+
+def test_experts_with_orders_of_inputs_are_multiplied_together(monkeypatch):
+    """With the bits of each one's product, part by part; no offset is asked of the device."""
+    monkeypatch.setattr(gpu_codes, "_PART_ELEMENTS", 6 * 32)
+    weights = [coded_weight("gptq", 64, 32, 16) for _ in range(4)]
+    weights = [each if i == 2 else replace(each, order=torch.randperm(32)) for i, each in enumerate(weights)]
+    forms = [on_device(each) for each in weights]
+    alone = EachExpert(forms, None)
+    offsets = torch.tensor([0, 2, 2, 20, 21], dtype=torch.int32, device=DEVICE)
+    sources = torch.randint(0, 5, (21,), device=DEVICE)
+    x = torch.randn(5, 32, device=DEVICE)
+    expected = alone(x, offsets, sources)
+    together = forms[1].of_experts(forms, None, load_kernels("triton"))
+    assert isinstance(together, CodedExperts)
+    assert torch.equal(together(x, offsets, sources), expected)
+    assert torch.equal(together(x[sources], offsets, None), expected)
+    given = (each.to("meta") for each in (x, together.orders, offsets, sources))
+    assert gpu_codes._in_stored_order(*given).shape == (21, 32)  # meta tensors have no values
 
 
 def test_engine_routes_as_torch_does():

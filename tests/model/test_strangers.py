@@ -62,6 +62,8 @@ HEADERS = {
     "more digits than Python reads": f'{{"a": {entry(offsets="[0, " + "9" * 5000 + "]")}}}',
     "an offset beyond 64 bits": f'{{"a": {entry(offsets="[0, " + "9" * 300 + "]")}}}',
     "lists": '{"a": [' + ", ".join(["[]"] * 10**6) + "]}",
+    "lists behind an escaped quote": '{"a' + chr(92) + '"": [' + ", ".join(["[]"] * 10**6) + "]}",
+    "quotes": '{"a": ' + '"' * 10**6 + "}",
     "nested lists": '{"a": ' + "[" * 10**5 + "]" * 10**5 + "}",
     "objects": '{"a": [' + ", ".join(["{}"] * 10**6) + "]}",
     "an escape sequence as dtype": f'{{"a": {entry().replace("F32", "X" + chr(92) + "u001b[2J")}}}',
@@ -75,7 +77,9 @@ def test_headers(copy, case):
     refused(lambda: SafetensorsFile(file), "model.safetensors")
 
 
-@pytest.mark.parametrize("case", ["lists", "nested lists", "objects"])
+@pytest.mark.parametrize(
+    "case", ["lists", "lists behind an escaped quote", "quotes", "nested lists", "objects"]
+)
 def test_a_header_takes_at_most_four_times_its_memory(copy, case):
     file = with_header(copy / "model.safetensors", HEADERS[case])
     tracemalloc.start()

@@ -12,7 +12,8 @@ import torch
 
 from paged import LLMEngine, SamplingParams
 from paged.engine import prefixes
-from paged.errors import PagedError
+from paged.errors import ConfigError, PagedError
+from paged.model.part import check_shards
 from paged.ranks.driver import DriverRunner
 from paged.ranks.layout import RankLayout
 from paged.runner.model_runner import ModelRunner
@@ -103,6 +104,33 @@ def test_logits_are_those_of_one_process(model):
 @pytest.mark.parametrize("model", SHARDED)
 def test_stages_of_shards_compute_the_same(model):
     _compare(model, *SHARDED[model], num_shards=2)
+
+
+# The other families of experts, whose layers are like those above otherwise.
+FAMILIES_OF_EXPERTS = (
+    "gemma4-experts",  # beside the MLP, in layers of two groups
+    "glm4_moe",  # behind a dense layer
+    "gpt_oss",
+    "granitemoe",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+)
+
+
+@pytest.mark.parametrize("model", FAMILIES_OF_EXPERTS)
+def test_stages_have_experts_of_each_family(model):
+    """The tokens are those of one process, and shards are refused by name."""
+    plain = new_engine(model)
+    expected = generated(plain, PROMPTS, [greedy(5)] * len(PROMPTS))
+    with ranked_engines(2):
+        ranked = new_engine(model)
+        assert generated(ranked, PROMPTS, [greedy(5)] * len(PROMPTS)) == expected
+        own = {layer.attention.layer for layer in ranked.runner.model.layers}
+        assert 0 < len(own) < plain.runner.model_config.num_layers
+    with pytest.raises(ConfigError, match=f"{plain.runner.model_config.architecture} has experts"):
+        check_shards(plain.runner.model_config, 2)
 
 
 def _compare(model: str, num_stages: int, options: dict[str, Any], num_shards: int = 1) -> None:

@@ -92,6 +92,23 @@ def test_swapping_pays_when_it_takes_less_time_than_recomputing():
     assert [faster.swap_pays(round(sooner * x)) for x in (0.99, 1.01)] == [False, True]
 
 
+def test_each_row_of_a_mixture_of_experts_takes_longer_to_read():
+    """What speculation expects of steps that it has not measured."""
+    dense = Sizes(EngineConfig(model="demo"), MODEL, "cpu", "bfloat16")
+    times = [dense.relative_step_time(rows) for rows in (1, 5)]
+    assert times == [pytest.approx(1 + 1 / 24), pytest.approx(1 + 5 / 24)]
+    model = read_model(str(checkpoint("qwen3_moe")))  # 3 of 8 experts in two layers of three
+    mixture = Sizes(EngineConfig(model="a mixture"), model, "cpu", "bfloat16")
+    expert = 2 * 3 * 48 * 20
+    others = model.num_layer_params - 8 * expert
+    read = (others + 8 * (1 - (5 / 8) ** 5) * expert) / (others + 3 * expert)
+    assert mixture.relative_step_time(5) == pytest.approx(read + 5 / 24)
+    # Recomputing multiplies by the experts of a token alone.
+    recomputed = 2 * (others + 3 * expert) + model.num_attention_dims
+    rate = 2 * mixture.kv_bytes_per_token / (recomputed / 100e9)
+    assert [replace(mixture, host_bytes_per_s=rate * x).swap_pays(1) for x in (0.99, 1.01)] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

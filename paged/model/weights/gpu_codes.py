@@ -30,7 +30,9 @@ from .quantization import INT4_TABLE, Int4Weight, int4_codes, int8_codes
 
 logger = logging.getLogger(__name__)
 
-_PART_ELEMENTS = 2**24  # that are quantised at once, so that they take little memory on their way
+_PART_ELEMENTS = (
+    2**24
+)  # that are quantised or put in order at once, so that they take little memory on their way
 
 
 class PackedCodesWeight(TableForm):
@@ -59,17 +61,18 @@ class PackedCodesWeight(TableForm):
         self, forms: Sequence[WeightForm], biases: Sequence[Tensor] | None, kernels: Kernels
     ) -> ExpertsForm:
         """Stack the weights. Each form gives its own up, so that only those of one layer are there twice."""
-        alike = [form for form in forms if isinstance(form, PackedCodesWeight) and self._stacks_with(form)]
+        layout = self.packed.layout
+        alike = [
+            form for form in forms if isinstance(form, PackedCodesWeight) and form.packed.layout == layout
+        ]
         if len(alike) < len(forms):
-            _log_once("experts in codes of several kinds, or with an order of inputs, have a product each")
+            _log_once("experts in codes of several kinds have a product each")
             return super().of_experts(forms, biases, kernels)
         stacked = stack_codes((form.packed for form in alike), len(alike))
         for expert, form in enumerate(alike):
             form.packed = stacked.of_expert(expert)
-        return CodedExperts(stacked, None if biases is None else torch.stack([*biases]))
-
-    def _stacks_with(self, other: PackedCodesWeight) -> bool:
-        return other._order is None and other.packed.layout == self.packed.layout
+        bias = None if biases is None else torch.stack([*biases])
+        return CodedExperts(stacked, bias, _orders_of([form._order for form in alike], layout.num_inputs))
 
 
 class CodedExperts(ExpertsForm):
@@ -77,12 +80,40 @@ class CodedExperts(ExpertsForm):
 
     gated = is_recordable = False
 
-    def __init__(self, packed: PackedExperts, bias: Tensor | None) -> None:
+    def __init__(self, packed: PackedExperts, bias: Tensor | None, orders: Tensor | None = None) -> None:
         self.packed = packed
         self.bias = bias
+        self.orders = orders  # i64[num_experts, num_inputs]: which input each stored one is; None: itself
 
     def __call__(self, x: Tensor, offsets: Tensor, sources: Tensor | None) -> Tensor:
+        if self.orders is not None:
+            x = _in_stored_order(x, self.orders, offsets, sources)
+            sources = None
         return grouped_coded_linear(x, self.packed, offsets, sources, self.bias)
+
+
+def _orders_of(orders: Sequence[Tensor | None], num_inputs: int) -> Tensor | None:
+    """Return the orders of inputs of all experts; None if no expert has another one than the model's."""
+    first = next((order for order in orders if order is not None), None)
+    if first is None:
+        return None
+    own = torch.arange(num_inputs, dtype=first.dtype, device=first.device)
+    return torch.stack([own if order is None else order for order in orders])
+
+
+def _in_stored_order(x: Tensor, orders: Tensor, offsets: Tensor, sources: Tensor | None) -> Tensor:
+    """Return the rows of a grouped product, each with its inputs in the stored order of its expert.
+
+    Which rows an expert has stays on the device.
+    """
+    num_rows = len(x) if sources is None else len(sources)
+    rows = torch.arange(num_rows, dtype=offsets.dtype, device=x.device)
+    experts = torch.searchsorted(offsets, rows, right=True) - 1
+    out = x.new_empty(num_rows, x.shape[1])
+    for part in _parts(num_rows, x.shape[1]):
+        held = x[part] if sources is None else x.index_select(0, sources[part])
+        torch.gather(held, 1, orders.index_select(0, experts[part]), out=out[part])
+    return out
 
 
 def coded_form(weight: CodedWeight, role: Role, *, dtype: torch.dtype) -> PackedCodesWeight | CodedProduct:
@@ -99,9 +130,13 @@ def _log_once(text: str) -> None:
 
 
 def quantized_form(name: str, weight: Tensor, role: Role) -> PackedCodesWeight:
+    """Make the form of a weight in floats, `quantized`."""
+    return PackedCodesWeight(quantized(name, weight), role, dtype=weight.dtype)
+
+
+def quantized(name: str, weight: Tensor) -> CodedWeight:
     """Quantise a weight in floats to "int8" or "int4" of `quantization`, on its device."""
-    coded = _int8(weight) if name == "int8" else _int4(weight)
-    return PackedCodesWeight(coded, role, dtype=weight.dtype)
+    return _int8(weight) if name == "int8" else _int4(weight)
 
 
 def _int8(weight: Tensor) -> CodedWeight:

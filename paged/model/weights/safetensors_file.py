@@ -36,6 +36,7 @@ STORED_DTYPES = {
 HEADER_ONLY = "paged.header_only"  # in the metadata of a file that has no data: see `model.headers`
 HEADER_CEILING = 100 * 2**20
 MAX_RANK = 8
+_SPLIT_AT_ONCE = 2**16  # bytes of a header
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
 Entry = tuple[str, list[int], int, int]  # dtype, shape, start and end of a tensor in a file
@@ -126,14 +127,21 @@ def _parse(text: bytearray) -> dict[str, Any]:
     return header
 
 
-def _without_strings(text: bytearray) -> bytes:
+def _without_strings(text: bytearray) -> bytearray:
     """Return what is between the strings of JSON."""
     if b"\\" in text:
         return _STRING.sub(b"", text)
-    return b"".join(bytes(text).split(b'"')[::2])  # in a tenth of the time
+    # In a tenth of the time. The pieces of a short part take little memory, however many quotes it has.
+    bare = bytearray()
+    is_inside = 0
+    for start in range(0, len(text), _SPLIT_AT_ONCE):
+        pieces = bytes(text[start : start + _SPLIT_AT_ONCE]).split(b'"')
+        bare += b"".join(pieces[is_inside::2])
+        is_inside ^= (len(pieces) - 1) % 2
+    return bare
 
 
-def _check_brackets(bare: bytes) -> int:
+def _check_brackets(bare: bytearray) -> int:
     """Return the number of keys of a header, without its strings.
 
     Raises ValueError if it has lists and objects that no tensor has: they take many times the memory of
