@@ -239,7 +239,12 @@ def test_a_server_and_its_end(tmp_path):
     with (
         systemd,
         subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env=environment, cwd=Path(__file__).parents[2]
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=Path(__file__).parents[2],
+            start_new_session=True,
         ) as process,
     ):
         try:
@@ -269,7 +274,7 @@ def test_a_server_and_its_end(tmp_path):
             request = urllib.request.Request(f"{url}/v1/completions", long, headers)
             with urllib.request.urlopen(request, timeout=20) as response:
                 assert response.readline()
-                process.send_signal(signal.SIGTERM)
+                os.killpg(process.pid, signal.SIGTERM)  # as torchrun does
                 assert response.read().endswith(b"data: [DONE]\n\n")
             assert process.wait(20) == 0
             assert systemd.recv(100) == b"STOPPING=1"
