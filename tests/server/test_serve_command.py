@@ -230,7 +230,7 @@ def test_a_server_and_its_end(tmp_path):
     starts has its key. Every line is JSON, also those of its engine process.
     """
     command = [sys.executable, "-m", "paged", "serve", "demo", "--device", "cpu", "--num-blocks", "64"]
-    command += ["--log-format", "json"]
+    command += ["--log-format", "json", "--no-resume"]  # its engine must not end before its requests
     environment = {**os.environ, "PAGED_PORT": "0", "OMP_NUM_THREADS": "1", "PAGED_API_KEY": "topsecret"}
     systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     systemd.bind(str(tmp_path / "notify"))
