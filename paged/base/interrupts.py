@@ -1,4 +1,4 @@
-"""Ctrl-C that waits until the records of a step are complete."""
+"""Signals that are left to the parent process, and Ctrl-C that waits until a step's records are complete."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from typing import Any
 _get_handler: Any = getattr(signal, "_signal").getsignal  # noqa: B009
 _set_handler: Any = getattr(signal, "_signal").signal  # noqa: B009
 _SIGINT = int(signal.SIGINT)
+
+
+def leave_signals_to_parent() -> None:
+    """Ignore the signals that a terminal or a supervisor sends to a whole process group.
+
+    For a process that ends when its parent does, which may have work for it until then.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class HeldInterrupts:

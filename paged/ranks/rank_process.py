@@ -22,6 +22,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from ..base.interrupts import leave_signals_to_parent
 from ..config import EngineConfig
 from ..errors import PagedError, RankError
 from .channel import Channel, Message
@@ -119,7 +120,6 @@ class RankProcess:
             transport=transport,
             peers=membership,
         )
-        self.heartbeat.loaded()
         if agreed is None:
             membership.tell_figures(runner.kv_cache.num_bytes, cpu_features())
         return runner
@@ -127,6 +127,7 @@ class RankProcess:
     def run(self, runner: FollowerRunner) -> None:
         """Compute steps until the driver ends the plans. Raises RankError if another rank is lost."""
         self.set_state("computes")
+        self.heartbeat.loaded()
         try:
             runner.run(self.heartbeat.beat)
         finally:
@@ -151,8 +152,7 @@ class RankProcess:
 
 def follow_parent(descriptor: int) -> int:
     """Serve the driver at the other end of the socket with this descriptor. Return the exit code."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # they come to the whole group, and are for the driver
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     channel = Channel(connection)
@@ -286,6 +286,8 @@ def _follow_torchrun(config: EngineConfig, torchrun: Torchrun, private: Path) ->
             num_local=torchrun.num_local,
         )
         runner = own.load(store, host=torchrun.own_address(), message_timeout_s=config.rank_timeout_s)
+        # What ends torchrun here may end the driver, too, which has requests to finish: it is waited for.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         own.run(runner)
         own.end()
     except Exception as error:

@@ -70,6 +70,16 @@ def app(
     return serve.deployment(**terms)(_Replica).bind({"model": model, **given}, server_options)
 
 
+def app_of_config(args: dict[str, Any]) -> serve.Application:
+    """Return the application that the arguments in a config file of Serve describe: those of `app` by name.
+
+    Raises ConfigError.
+    """
+    if "model" not in args:
+        raise ConfigError("the application's args need model, a directory or an id of the hub")
+    return app(**args)
+
+
 def _resources(options: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
     """Return what an actor asks for: a GPU for each rank of the model, or a core for each of its threads."""
     if options.get("device", "auto").startswith("cuda"):

@@ -134,7 +134,9 @@ class App:
         if authorization is None and is_of_messages(exchange.route):
             key = exchange.header("x-api-key")
             authorization = None if key is None else f"Bearer {key}"
-        exchange.key = self._front.gate.check(exchange.access, authorization)
+        caller = self._front.gate.check(exchange.access, authorization)
+        exchange.key = caller.usage
+        exchange.owner = caller.owner
 
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         if scope["type"] == "http":  # no websocket, which the server refuses

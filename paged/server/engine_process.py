@@ -10,7 +10,6 @@ import gc
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -21,6 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from ..base.interrupts import leave_signals_to_parent
 from ..config import EngineConfig
 from ..engine.async_base import Deadline, is_compiled_quickly
 from ..engine.engine import LLMEngine
@@ -446,8 +446,7 @@ def take_share(start: frames.Start) -> None:
 
 def main() -> None:
     """Serve the front end at the other end of the socket whose descriptor is the argument."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # they come to the whole group, and are for the front end
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()
     log = log_to_stderr()
     log_uncaught_errors()
     connection = socket.socket(fileno=int(sys.argv[1]))

@@ -96,7 +96,7 @@ class FrontEnd:
         )
         self.gate = Gate(options.api_key, self.keys, options.admin_key)
         self.is_paused = False
-        self.gallery = Gallery(engine, options.replicas)
+        self.gallery = Gallery(engine, options.replicas, self._owners)
         self.drain: Callable[[], None] = self.stop
         self._limits = Limits(
             max_logprobs=options.max_logprobs,
@@ -301,6 +301,7 @@ class FrontEnd:
             engine_ids=engine_ids,
             user=call.user,
             account="" if exchange.key is None else call.tenant,
+            owner=exchange.owner,
             trace=TraceContext.parse(exchange.header("traceparent"), exchange.header("tracestate")),
         )
         self.observers.begin(record)
@@ -371,6 +372,10 @@ class FrontEnd:
     def is_idle(self) -> bool:
         """Whether no request is being answered or prepared."""
         return not (self._open or self._num_preparing)
+
+    def _owners(self) -> dict[str, str | None]:
+        """Return whose the engine's requests are that are in progress."""
+        return {engine_id: record.owner for record in self._open for engine_id in record.engine_ids}
 
     @property
     def open_records(self) -> list[RequestRecord]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -20,23 +20,31 @@ PERIOD_S = 0.25  # between two pictures of an engine
 MOST_SHARE = 0.005  # of an engine's time that the making of pictures may take
 MOST_WATCHERS = 64
 
-# What a picture has of the whole engine, of which a tenant is told no more than sizes.
+# What a picture has of the whole engine, of which an owner of requests is told no more than sizes.
 _OF_ENGINE = tuple(field.name for field in fields(EnginePicture) if field.name != "requests")
-_OF_TENANT = ("time", "block_size")
+_OF_OWNER = ("time", "block_size")
 
 
 class Gallery:
-    """The newest picture of each engine, and what is told of them to an operator or a tenant.
+    """The newest picture of each engine, and what is told of them to the operator or an owner of requests.
+
+    owners: returns whose the engine's requests are, by their ids.
 
     What an engine is asked follows from its answers: the next picture is not asked for before the last one
     came, and later where its making took long.
     """
 
-    def __init__(self, engine: AsyncEngine[Any], num_engines: int) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine[Any],
+        num_engines: int,
+        owners: Callable[[], Mapping[str, str | None]] = dict,
+    ) -> None:
         self._engine = engine
         self._num_engines = num_engines
+        self._owners = owners
         self._pictures: list[EnginePicture | None] = [None] * num_engines
-        self._views: dict[str | None, bytes] = {}  # of these pictures, by tenant
+        self._views: dict[str | None, bytes] = {}  # of these pictures, by owner
         self._next: asyncio.Event | None = None  # of the next picture of any engine
         self._making: list[asyncio.Task[None]] = []
         self.num_watchers = 0
@@ -80,13 +88,17 @@ class Gallery:
         assert self._next is not None, "nothing is watched"
         await self._next.wait()
 
-    def view(self, tenant: str | None) -> bytes:
-        """Return the newest pictures as JSON: of a tenant's requests alone, or all with None."""
-        view = self._views.get(tenant)
+    def view(self, owner: str | None) -> bytes:
+        """Return the newest pictures as JSON: of an owner's requests alone, or all with None."""
+        view = self._views.get(owner)
         if view is None:
-            engines = [picture and _view_of(picture, tenant) for picture in self._pictures]
-            scope = "all" if tenant is None else "tenant"
-            view = self._views[tenant] = msgspec.json.encode({"scope": scope, "engines": engines})
+            if owner is None:
+                engines = [picture and _view_of_all(picture) for picture in self._pictures]
+            else:
+                own = {request_id for request_id, each in self._owners().items() if each == owner}
+                engines = [picture and _view_of_own(picture, own) for picture in self._pictures]
+            scope = "all" if owner is None else "own"
+            view = self._views[owner] = msgspec.json.encode({"scope": scope, "engines": engines})
         return view
 
     async def _make(self, replica: int) -> None:
@@ -106,16 +118,19 @@ class Gallery:
             await asyncio.sleep(pause_s)
 
 
-def _view_of(picture: EnginePicture, tenant: str | None) -> dict[str, Any]:
-    if tenant is None:
-        view = {name: getattr(picture, name) for name in _OF_ENGINE}
-        return {**view, "requests": [_described(each, _ids_of(each)) for each in picture.requests]}
-    view = {name: getattr(picture, name) for name in _OF_TENANT}
-    own = [each for each in picture.requests if each.tenant == tenant]
+def _view_of_all(picture: EnginePicture) -> dict[str, Any]:
+    view = {name: getattr(picture, name) for name in _OF_ENGINE}
+    return {**view, "requests": [_described(each, _ids_of(each)) for each in picture.requests]}
+
+
+def _view_of_own(picture: EnginePicture, own: set[str]) -> dict[str, Any]:
+    view = {name: getattr(picture, name) for name in _OF_OWNER}
     # Numbers of its own: those of the engine tell how much others have.
     numbers = dict[int, int]()
     requests = []
-    for each in own:
+    for each in picture.requests:
+        if each.request_id not in own:
+            continue
         blocks = [numbers.setdefault(block, len(numbers)) for block in _ids_of(each)]
         requests.append(_described(each, blocks))
     return {**view, "requests": requests}

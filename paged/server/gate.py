@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..protocol.endpoints import Access
 from .access.key_file import digest_of
@@ -12,6 +13,18 @@ from .access.limits import KeyUsage
 from .http.failures import HttpError
 
 NO_KEY = "this server needs a key; send it in the header authorization: Bearer KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose a request is, by the key that it bears.
+
+    owner: the tenant of the key, or which key of --api-key it is; None for the operator, and without keys.
+    usage: what belongs to a tenant's key.
+    """
+
+    owner: str | None = None
+    usage: KeyUsage | None = None
 
 
 class Gate:
@@ -27,8 +40,8 @@ class Gate:
         self._admin = [] if admin_key is None else _digests_of([admin_key])
         self._digests = _digests_of(api_keys)
 
-    def check(self, access: Access, authorization: str | None) -> KeyUsage | None:
-        """Return what belongs to the key of a request, where keys are tenants'.
+    def check(self, access: Access, authorization: str | None) -> Caller:
+        """Return whose a request is.
 
         authorization: the header; None without it.
 
@@ -40,17 +53,18 @@ class Gate:
         has_keys = self._keys is not None or (is_for_keys and bool(self._digests))
         has_keys |= access == "watch" and bool(self._admin)  # what all requests do is not for all
         if access == "all" or not (has_keys or access == "admin"):
-            return None
+            return Caller()
         kind, _, given = (authorization or "").partition(" ")
         token = given.strip().encode("latin-1") if kind.lower() == "bearer" else b""
-        if access != "keys" and _is_one_of(token, self._admin):
-            return None
+        if access != "keys" and _place_among(token, self._admin) is not None:
+            return Caller()
         if access == "admin":
             raise _unauthorized("this route needs the admin key")
         if self._keys is None:
-            if not _is_one_of(token, self._digests):
+            place = _place_among(token, self._digests)
+            if place is None:
                 raise _unauthorized(NO_KEY)
-            return None
+            return Caller(f"key {place}")
         usage = self._keys.find(token)
         if usage is None:
             raise _unauthorized(NO_KEY)
@@ -58,19 +72,22 @@ class Gate:
             raise _unauthorized("this key is no longer valid; ask the operator of the server for another one")
         if access == "operator":
             raise _forbidden("this route needs the admin key, as it tells of all tenants")
-        return usage
+        return Caller(usage.entry.tenant, usage)
 
 
-def _digests_of(keys: Sequence[str]) -> list[bytes]:
+def _digests_of(keys: Sequence[str]) -> list[tuple[bytes, bytes]]:
     # In a header, some clients encode what is not ASCII as latin-1, and others as UTF-8.
-    return [digest_of(key.encode(coding)) for key in keys for coding in ("latin-1", "utf-8")]
+    return [(digest_of(key.encode("latin-1")), digest_of(key.encode("utf-8"))) for key in keys]
 
 
-def _is_one_of(token: bytes, digests: Sequence[bytes]) -> bool:
-    """Return whether a token has one of these digests. The time it takes tells nothing about them."""
+def _place_among(token: bytes, keys: Sequence[tuple[bytes, bytes]]) -> int | None:
+    """Return which of these keys a token is. The time it takes tells nothing about others."""
     digest = digest_of(token)
-    matches = [hmac.compare_digest(digest, known) for known in digests]  # all of them
-    return any(matches)
+    found = None
+    for place, digests in enumerate(keys):  # all of them
+        matches = [hmac.compare_digest(digest, known) for known in digests]
+        found = place if any(matches) else found
+    return found
 
 
 def _forbidden(message: str) -> HttpError:

@@ -15,7 +15,7 @@ from .telemetry.records import RequestRecord
 
 
 class ResponseKey(NamedTuple):
-    """Which response. owner: the tenant whose key made it; "" where keys are no tenants'."""
+    """Which response. owner: the tenant, or the key, that made it; "" without keys."""
 
     owner: str
     response_id: str

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import re
 import shutil
 import subprocess
+import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,13 @@ import yaml
 
 from paged import EngineConfig
 from paged.protocol.endpoints import MONITORED
+from paged.ranks.__main__ import main as probe
+from paged.ranks.heartbeat import DIRECTORY_PREFIX, HeartbeatFile
 from paged.scheduler.stats import EngineStats
 from paged.server.options import ServeOptions
 from paged.server.telemetry.families import METRIC_FAMILIES
 from paged.server.telemetry.metrics import ServerMetrics
+from tests.support.crd_schemas import SOURCES, crd_schema
 from tests.support.kubernetes_schemas import EXTRACT, manifests
 from tests.support.scheduler_cases import new_scheduler
 
@@ -114,10 +120,20 @@ def drain_s(words: list[str]) -> float:
 @pytest.mark.parametrize("file", sorted(manifests()))
 def test_manifests_match_the_published_schemas(file):
     """An extract of them; python -m tests.support.kubernetes_schemas makes it again once they use more."""
-    schema = json.loads(EXTRACT.read_text())["files"][file]
-    jsonschema.Draft202012Validator(schema).validate(manifests()[file])
-    wrong = {**manifests()[file], "spec": {**manifests()[file]["spec"], "selectr": {}}}
-    assert not jsonschema.Draft202012Validator(schema).is_valid(wrong)
+    manifest = manifests()[file]
+    is_custom = manifest["kind"] in SOURCES
+    schema = crd_schema(manifest["kind"]) if is_custom else json.loads(EXTRACT.read_text())["files"][file]
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.validate(manifest)
+    wrong = [{**manifest, "spec": {**manifest["spec"], "selectr": {}}}]
+    if is_custom:  # amid the pods that it describes
+        text = json.dumps(manifest)
+        wrong += [
+            json.loads(text.replace('"image":', '"imag":', 1)),
+            json.loads(text.replace('"containerPort": 8000', '"containerPort": "http"', 1)),
+            {**manifest, "apiVersion": manifest["apiVersion"] + "beta1"},
+        ]
+    assert not any(map(validator.is_valid, wrong))
 
 
 def test_the_deployment_fits_the_server():
@@ -149,6 +165,65 @@ def test_the_deployment_fits_the_server():
         found["autoscaling.yaml"]["spec"]["scaleTargetRef"]["name"]
         == found["deployment.yaml"]["metadata"]["name"]
     )
+
+
+def test_the_ranks_fit_the_server(tmp_path, monkeypatch, capsys):
+    found = manifests()
+    group = found["ranks/leaderworkerset.yaml"]["spec"]["leaderWorkerTemplate"]
+    leader, worker = (group[name] for name in ("leaderTemplate", "workerTemplate"))
+    (serving,), (following,) = (pod["spec"]["containers"] for pod in (leader, worker))
+    command = serving["command"]
+    assert following["command"] == command
+    server = command[command.index("serve") :]
+    given = dict(word.removeprefix("--").split("=") for word in command if "=" in word)
+    options = ServeOptions.__dataclass_fields__.keys() | EngineConfig.__dataclass_fields__.keys()
+    assert {word.split("=")[0].removeprefix("--").replace("-", "_") for word in server[2:]} <= options
+    assert int(given["pipeline-parallel-size"]) == group["size"] * int(given["nproc-per-node"])
+    drain = float(given["drain-delay"]) + float(given["drain-timeout"])
+    for pod in (leader, worker):
+        assert drain < float(given["shutdown-timeout"]) < pod["spec"]["terminationGracePeriodSeconds"]
+    for selector, pods in (("service.yaml", [leader]), ("networkpolicy.yaml", [leader, worker])):
+        spec = found[f"ranks/{selector}"]["spec"]
+        wanted = spec.get("selector") or spec["podSelector"]["matchLabels"]
+        for pod in (leader, worker):
+            assert (wanted.items() <= pod["metadata"]["labels"].items()) == (pod in pods)
+    # The probe of a worker: no rank, one that loads, and one whose process has ended.
+    python, flag, module, *arguments = following["livenessProbe"]["exec"]["command"]
+    assert (python, flag, module) == ("python", "-m", "paged.ranks")
+    assert following["startupProbe"]["exec"] == following["livenessProbe"]["exec"]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert probe(arguments) == 1
+    (folder := tmp_path / f"{DIRECTORY_PREFIX}x").mkdir()
+    HeartbeatFile(folder, 1, 30)
+    assert probe(arguments) == 0
+    monkeypatch.setattr(HeartbeatFile, "_write", lambda _: None)
+    file = next(folder.glob("*.json"))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "timeout_s": 1, "time": 0}))
+    assert probe(arguments) == 1
+    assert "has written nothing" in capsys.readouterr().out
+
+
+def test_the_rayservice_fits_ray_serve():
+    """What paged.ray.serve.app takes; without Ray its arguments are compared with its source."""
+    spec = manifests()["ray/rayservice.yaml"]["spec"]
+    (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    module, _, name = application["import_path"].partition(":")
+    tree = ast.parse((DEPLOY.parent / f"{module.replace('.', '/')}.py").read_text())
+    defined = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
+    assert len(defined[name].args.args) == 1  # which Serve asks of what it calls
+    app = defined["app"].args
+    own = {each.arg for each in (*app.args, *app.kwonlyargs)}
+    assert application["args"].keys() <= own | EngineConfig.__dataclass_fields__.keys()
+    assert application["args"].get("server", {}).keys() <= ServeOptions.__dataclass_fields__.keys()
+    cluster = spec["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    pins = (DEPLOY.parent / "constraints.txt").read_text()
+    assert f"ray=={cluster['rayVersion']}\n" in pins
+    (workers,) = cluster["workerGroupSpecs"]
+    (worker,) = workers["template"]["spec"]["containers"]
+    # One replica of the application fits a worker.
+    assert application["args"]["num_threads"] < int(worker["resources"]["limits"]["cpu"])
+    assert application["args"]["deployment"]["num_replicas"] == workers["replicas"]
 
 
 def test_compose_mounts_what_is_there():
@@ -203,7 +278,12 @@ def test_the_image_is_made_of_what_is_there():
     for name in re.findall(r"PAGED_(\w+)=", text):
         assert name.lower() in ServeOptions.__dataclass_fields__
     # torch comes first, from the index for CPUs, so that nothing later takes the build for CUDA.
-    assert text.index("${TORCH}") < text.index('".[cpu,server]"')
+    assert text.index("${TORCH}") < text.index('".[${EXTRAS}]"')
+    extras = {extra for line in re.findall(r"EXTRAS=(\S+)", text) for extra in line.split(",")}
+    assert (
+        extras
+        <= tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    )
 
 
 def test_the_unit_waits_for_the_drain():

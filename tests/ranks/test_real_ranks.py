@@ -21,7 +21,7 @@ import pytest
 
 from paged import EngineDeadError, LLMEngine, RankError, SamplingParams
 from paged.ranks import local_rank
-from paged.ranks.heartbeat import find_troubles
+from paged.ranks.heartbeat import DIRECTORY_PREFIX, _states_in, find_troubles
 from tests import rank_deaths
 from tests.rank_deaths import OPTIONS, add_requests, end_rank, failing_restarts, finish, left_behind, ranks_of
 from tests.support.served import eventually
@@ -165,10 +165,18 @@ def test_ranks_end_with_the_process_that_has_started_them(tmp_path):
     eventually(lambda: not private.exists())
 
 
+def _has_loaded(files: Path, pid: int) -> bool:
+    states = [state for folder in files.glob(f"{DIRECTORY_PREFIX}*") for state in _states_in(folder)]
+    return any(state.pid == pid and state.timeout_s is not None for state in states)
+
+
 def test_processes_of_torchrun_compute_for_the_first():
-    """Two nodes of one process each, with the environment that torchrun gives them."""
+    """Two nodes of one process each, with the environment that torchrun gives them.
+
+    The second one's torchrun sends SIGTERM, as a pod's does that ends with the first one's: it goes on.
+    """
     command = [sys.executable, "-m", "paged", "generate", "def add(a, b):", "--temperature", "0"]
-    sizes = ["--max-tokens", "8", "--num-blocks", "64", "--num-threads", "1", "--device", "cpu"]
+    sizes = ["--max-tokens", "200", "--num-blocks", "64", "--num-threads", "1", "--device", "cpu"]
     environment = {
         **os.environ,
         "WORLD_SIZE": "2",
@@ -179,7 +187,7 @@ def test_processes_of_torchrun_compute_for_the_first():
     def run(rank: int, *more: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [*command, *sizes, "--pipeline-parallel-size", "2", *more],
-            env={**environment, "RANK": str(rank)},
+            env={**environment, "RANK": str(rank), "TMPDIR": tempfile.gettempdir()},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -187,12 +195,15 @@ def test_processes_of_torchrun_compute_for_the_first():
         )
 
     nodes = [run(0), run(1)]
+    files = Path(tempfile.gettempdir())
+    eventually(lambda: _has_loaded(files, nodes[1].pid) or nodes[1].poll() is not None)
+    nodes[1].send_signal(signal.SIGTERM)
     out, err = nodes[0].communicate(timeout=240)
     assert nodes[1].communicate(timeout=240)[0] == ""
     assert [node.returncode for node in nodes] == [0, 0], err
     assert "rank 0 (stage 1 of 2" in err
     engine = LLMEngine("demo", device="cpu", num_threads=1, num_blocks=64)
     (output,) = engine.generate(
-        ["def add(a, b):"], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False
+        ["def add(a, b):"], SamplingParams(temperature=0, max_tokens=200), use_tqdm=False
     )
     assert out == f"def add(a, b):{output.outputs[0].text}\n"

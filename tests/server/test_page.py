@@ -117,8 +117,8 @@ def test_who_watches_sees_what_is_theirs(engine, tmp_path):
         with completions(served, *bodies):
             for key, scope, tenants in (
                 ("root", "all", "aab"),
-                ("key-a", "tenant", "aa"),
-                ("key-b", "tenant", "b"),
+                ("key-a", "own", "aa"),
+                ("key-b", "own", "b"),
             ):
                 with watching(served, bearing(key)) as events:
                     for event in events:
@@ -134,22 +134,25 @@ def test_who_watches_sees_what_is_theirs(engine, tmp_path):
         assert served.request("GET", "/watch", headers=bearing("other"))[0] == 401
 
 
-@pytest.mark.parametrize(
-    ("options", "allowed", "refused"),
-    [
-        ({"api_key": "k"}, ["k"], [""]),
-        ({"admin_key": "r"}, ["r"], [""]),
-        ({"api_key": "k", "admin_key": "r"}, "kr", [""]),
-    ],
-    ids=str,
-)
-def test_a_server_with_any_key_shows_nothing_without_one(engine, options, allowed, refused):
-    with serving(engine, **options) as served:
-        for key in allowed:
-            with watching(served, bearing(key)) as events:
-                assert next(events)["scope"] == "all"
-        for key in refused:
-            assert served.request("GET", "/watch", headers=bearing(key))[0] == 401
+def test_the_picture_of_all_blocks_needs_the_admin_key(engine):
+    """Who has a key of --api-key sees what was sent with it; without a key nothing is shown."""
+    with serving(engine, api_key=["k", "ä"], admin_key="r") as served:
+        body = {"prompt": PROMPT, "user": "someone"}
+        with completions(served, *[(body, bearing(key)) for key in ("k", "k", "ä")]):
+            for key, scope, num in (("r", "all", 3), ("k", "own", 2), ("ä", "own", 1)):
+                with watching(served, bearing(key)) as events:
+                    for event in events:
+                        (view,) = event["engines"]
+                        if len(view["requests"]) == num:
+                            break
+                assert event["scope"] == scope
+                assert len(view["requests"]) == num
+                assert ("num_used_blocks" in view) == (scope == "all")
+        assert served.request("GET", "/watch")[0] == 401
+    with serving(engine, admin_key="r") as served:
+        with watching(served, bearing("r")) as events:
+            assert next(events)["scope"] == "all"
+        assert served.request("GET", "/watch")[0] == 401
 
 
 def test_pictures_are_made_for_watchers_alone_and_seldom(engine, monkeypatch):

@@ -230,7 +230,7 @@ def test_a_server_and_its_end(tmp_path):
     starts has its key. Every line is JSON, also those of its engine process.
     """
     command = [sys.executable, "-m", "paged", "serve", "demo", "--device", "cpu", "--num-blocks", "64"]
-    command += ["--log-format", "json"]
+    command += ["--log-format", "json", "--no-resume"]  # its engine must not end before its requests
     environment = {**os.environ, "PAGED_PORT": "0", "OMP_NUM_THREADS": "1", "PAGED_API_KEY": "topsecret"}
     systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     systemd.bind(str(tmp_path / "notify"))
@@ -239,7 +239,12 @@ def test_a_server_and_its_end(tmp_path):
     with (
         systemd,
         subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env=environment, cwd=Path(__file__).parents[2]
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=Path(__file__).parents[2],
+            start_new_session=True,
         ) as process,
     ):
         try:
@@ -269,7 +274,7 @@ def test_a_server_and_its_end(tmp_path):
             request = urllib.request.Request(f"{url}/v1/completions", long, headers)
             with urllib.request.urlopen(request, timeout=60) as response:
                 assert response.readline()
-                process.send_signal(signal.SIGTERM)
+                os.killpg(process.pid, signal.SIGTERM)  # as torchrun does
                 assert response.read().endswith(b"data: [DONE]\n\n")
             assert process.wait(60) == 0
             assert systemd.recv(100) == b"STOPPING=1"

@@ -3,7 +3,8 @@
 python -m tests.support.kubernetes_schemas
 
 writes tests/deploy/kubernetes_schemas.json from the package kubernetes-validate, which holds the schemas of
-every version: all names of fields where the files have objects, and the types of those that are used.
+every version: all names of fields where the files have objects, and the types of those that are used. Custom
+resources have schemas of their own: crd_schemas.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 import yaml
 
+from .crd_schemas import SOURCES
+
 ROOT = Path(__file__).parents[2]
 MANIFESTS = ROOT / "deploy" / "kubernetes"
 EXTRACT = ROOT / "tests" / "deploy" / "kubernetes_schemas.json"
@@ -25,7 +28,8 @@ UNUSED = False
 
 def manifests() -> dict[str, dict[str, Any]]:
     """Return the objects for Kubernetes by the names of their files."""
-    return {file.name: yaml.safe_load(file.read_text()) for file in sorted(MANIFESTS.glob("*.yaml"))}
+    files = sorted(MANIFESTS.rglob("*.yaml"))
+    return {file.relative_to(MANIFESTS).as_posix(): yaml.safe_load(file.read_text()) for file in files}
 
 
 def _published(name: str) -> Any:
@@ -82,6 +86,7 @@ def main() -> None:
     extract = {
         name: _cut(_published(_file_of(manifest)), manifest, definitions)
         for name, manifest in manifests().items()
+        if manifest["kind"] not in SOURCES
     }
     EXTRACT.parent.mkdir(exist_ok=True)
     EXTRACT.write_text(json.dumps({"version": VERSION, "files": extract}, indent=1) + "\n")

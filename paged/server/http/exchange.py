@@ -53,6 +53,7 @@ class Exchange:
     record: of the request, once its body was accepted.
     access: for which its key was checked; None where no route needs one.
     key: that the request bears, where keys are tenants'.
+    owner: of what the request makes and may see; None without keys, and for the operator, who sees all.
     admission: of the request within the limits of its key, once its body was read.
     error: that ended the response, after it had begun.
     """
@@ -75,6 +76,7 @@ class Exchange:
         "max_body_bytes",
         "method",
         "num_body_bytes",
+        "owner",
         "receive",
         "received",
         "record",
@@ -115,6 +117,7 @@ class Exchange:
         self.record: RequestRecord | None = None
         self.access: Access | None = None
         self.key: KeyUsage | None = None
+        self.owner: str | None = None
         self.admission: Admission | None = None
         self.error: Exception | None = None
 

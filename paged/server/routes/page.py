@@ -48,7 +48,7 @@ class PageRoute:
 
 
 class WatchRoute:
-    """Pictures of the engines as events: a tenant gets its own requests, all others everything."""
+    """Pictures of the engines as events: who has a key gets their own requests, all others everything."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -58,7 +58,6 @@ class WatchRoute:
         if not front.options.page:
             raise _no_page(exchange)
         gallery = front.gallery
-        tenant = None if exchange.key is None else exchange.key.entry.tenant
         response = StreamedResponse(exchange)
         front.keep_alive.on_write(response)
         try:
@@ -68,7 +67,7 @@ class WatchRoute:
                         with suppress(TimeoutError):
                             async with asyncio.timeout(CLOSED_LOOK_S):
                                 await gallery.wait()
-                            await response.write(b"data: " + gallery.view(tenant) + b"\n\n")
+                            await response.write(b"data: " + gallery.view(exchange.owner) + b"\n\n")
                             front.keep_alive.on_write(response)
                             await asyncio.sleep(PERIOD_S)
                 await response.write(b"", more=False)

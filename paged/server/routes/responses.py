@@ -18,7 +18,7 @@ from .generation import AnswerRoute
 
 
 def _key(exchange: Exchange, response_id: str) -> ResponseKey:
-    owner = "" if exchange.key is None else exchange.key.entry.tenant
+    owner = exchange.owner or ""
     return ResponseKey(owner, response_id)
 
 

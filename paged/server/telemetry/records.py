@@ -91,6 +91,7 @@ class RequestRecord:
     trace: of the client; `Observers.begin` replaces it by the server's own span where traces are exported.
         Its `traceparent` is a header of the response.
     account: the tenant of its key, "" without a file of keys.
+    owner: who may see it besides the operator; None without keys.
     is_ended: whether the operator ends it.
     token_latencies: count the seconds between two tokens, for each engine; set by `Observers.begin`.
     """
@@ -106,6 +107,7 @@ class RequestRecord:
     engine_ids: Sequence[str] = ()
     user: str = ""
     account: str = ""
+    owner: str | None = None
     is_ended: bool = False
     trace: TraceContext | None = None
     token_latencies: Sequence[Histogram] = ()
