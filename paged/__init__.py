@@ -10,6 +10,7 @@ from .config import EngineConfig
 from .errors import (
     CheckpointError,
     ConfigError,
+    DivisionError,
     EngineDeadError,
     PagedError,
     QueueFullError,
@@ -45,6 +46,7 @@ __all__ = [
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
+    "DivisionError",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineConfig",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from .base.arguments import strict
 from .base.validation import check_bool, check_int, check_number, shown
-from .errors import ConfigError
+from .errors import ConfigError, DivisionError
 from .speculative_config import SpeculativeConfig
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -101,7 +101,7 @@ class EngineConfig:
     pipeline_parallel_size: how many stages the layers are divided into, each in processes of its own; see
         docs/parallel.md.
     tensor_parallel_size: how many processes the weights of each layer are divided among, in each stage.
-    pipeline_layers: the number of layers of each stage, in their order; None divides them by their bytes.
+    pipeline_layers: the number of layers of each stage, in their order; None takes about equal bytes.
     rank_timeout_s: seconds after which a process that does not answer the others within a step is taken for
         one that hangs; longer than the longest step.
     rank_restarts: how often processes of the model that end are replaced, after which the engine is dead.
@@ -237,12 +237,12 @@ class EngineConfig:
             for size in sizes:
                 check_int(ConfigError, "pipeline_layers", size, 1)
             if len(sizes) != num_stages:
-                raise ConfigError(
+                raise DivisionError(
                     f"pipeline_layers must have a number for each of the {num_stages} stages of "
                     f"pipeline_parallel_size, got {shown(sizes)}"
                 )
         if self.num_ranks > 1 and ":" in self.device:
-            raise ConfigError(
+            raise DivisionError(
                 f"device {self.device!r} is one device, and each of the {self.num_ranks} processes of the "
                 "model needs its own: give 'cuda'"
             )

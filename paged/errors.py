@@ -2,6 +2,7 @@
 
 PagedError
 ├── ConfigError            an engine option is wrong, or does not fit this machine
+│   └── DivisionError      the model cannot be divided among as many processes
 ├── RequestError           a prompt or sampling parameter is wrong; only that request is refused
 │   ├── QueueFullError     max_waiting requests, or max_queued_tokens, wait already
 │   └── RequestTimeoutError    timeout_s has passed before the request reached the engine
@@ -49,6 +50,10 @@ class PagedError(ValueError):
 
 class ConfigError(PagedError):
     """An engine option is wrong, or does not fit this machine."""
+
+
+class DivisionError(ConfigError):
+    """The model, or the machine, cannot be divided among processes as the options say."""
 
 
 class RequestError(PagedError):

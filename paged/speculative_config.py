@@ -96,7 +96,7 @@ class SpeculativeConfig:
         if isinstance(given, str):
             try:
                 given = json.loads(given)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"speculative_config must be JSON such as {_FORM}: {error}") from error
         if not isinstance(given, Mapping):
             raise ConfigError(f"speculative_config must be a dict such as {_FORM}, got {shown(given)}")

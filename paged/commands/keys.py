@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Annotated
 
 import typer
 
 from ..errors import ConfigError
-from ..server.access.key_file import KEY_TABLE, line_of, new_key
+from ..server.access.key_file import KEY_TABLE, Moment, line_of, new_key
 from .headings import CommandGroup, GroupedCommand
 
 keys = typer.Typer(cls=CommandGroup)
@@ -57,6 +58,8 @@ def new(
         concurrent_requests=concurrent_requests,
         expires=expires,
     )
+    if expires is not None and Moment().parse("expires", expires) <= time.time():
+        raise ConfigError(f"--expires {expires} has passed already; give a later time, or none")
     print(line)
     print(f"the key, which is not shown again: {key}", file=sys.stderr)
     return 0

@@ -18,8 +18,12 @@ from ..model.generation_config import GENERATION_FIELDS
 from ..sampling_params import SamplingParams
 from .headings import heading_of
 
-# Added to the help of fields that are mappings: how the command line writes one.
-FORMS = {"logit_bias": " As ID=BIAS.", "tenant_weights": " As a=1,b=2."}
+# Added to the help of fields that hold several values: how the command line writes one.
+FORMS = {
+    "logit_bias": " As ID=BIAS.",
+    "tenant_weights": " As a=1,b=2.",
+    "pipeline_layers": " As --pipeline-layers 12 --pipeline-layers 10.",
+}
 # vLLM's short names of options.
 SHORT = {"pipeline_parallel_size": "-pp", "tensor_parallel_size": "-tp"}
 # What a docstring says of None, which cannot be typed: where it is the default, that is shown instead.

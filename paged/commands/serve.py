@@ -113,9 +113,8 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
     from ..server.telemetry.records import Observer
     from ..server.telemetry.request_log import RequestLog, announce, set_up_logging
 
-    if options.api_keys is not None:
-        # Until the keys can be read again.
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # Until it can be logged, or the keys can be read again.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     allow_many_connections()
     set_up_logging(options.log_format)
     observers: list[Observer] = [RequestLog()]
@@ -154,8 +153,7 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
         )
         loop = asyncio.get_running_loop()
         beside = [loop.create_task(_collect_garbage(front)), loop.create_task(_stop_without(engine, server))]
-        if front.keys is not None:
-            loop.add_signal_handler(signal.SIGHUP, front.on_hangup)
+        loop.add_signal_handler(signal.SIGHUP, front.on_hangup)
         with Drain(front, server, delay_s=options.drain_delay, timeout_s=options.drain_timeout) as drain:
             front.drain = drain.begin
             await server.listen(*listeners)

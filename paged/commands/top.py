@@ -37,6 +37,10 @@ def top(
     ] = "http://127.0.0.1:8000",
     interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.01, max=3600.0)] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one view and exit.")] = False,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(envvar="PAGED_ADMIN_KEY", help="Key of a server's operator, where it has tenants."),
+    ] = None,
 ) -> int:
     """Show what a server does: requests, tokens per second, latencies, memory. Ctrl-C ends it.
 
@@ -51,13 +55,13 @@ def top(
     address = metrics_url(url)
     console = Console()
     if once:
-        before = scrape(address)
+        before = scrape(address, admin_key)
         time.sleep(interval)
-        console.print(view(address, before, scrape(address), whole=True))
+        console.print(view(address, before, scrape(address, admin_key), whole=True))
         return 0
     # The default of this process would end it with the cursor hidden.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    views = _views(address, interval)
+    views = _views(address, interval, admin_key)
     first = next(views)
     try:
         if console.is_terminal:
@@ -72,16 +76,16 @@ def top(
     return 0
 
 
-def _views(address: str, interval: float) -> Iterator[Group]:
+def _views(address: str, interval: float, key: str | None) -> Iterator[Group]:
     """Yield a first view without rates at once, then one view for each interval, without end."""
     from ..server.telemetry.scrape import ScrapeError, scrape
 
-    before = scrape(address)
+    before = scrape(address, key)
     yield view(address, before, before)
     while True:
         time.sleep(interval)
         try:
-            after = scrape(address)
+            after = scrape(address, key)
         except ScrapeError as error:
             yield Group(view(address, before, before), Text(str(error), style="red"))
             continue
@@ -107,7 +111,7 @@ def view(address: str, before: Scrape, after: Scrape, *, whole: bool = False) ->
 def _blocks(after: Scrape) -> Text:
     states = after.by_label.get("kv_cache_blocks")
     if states:
-        return blocks_bar(states["used"], states["cached"], states["free"])
+        return blocks_bar(*(states.get(state, 0.0) for state in ("used", "cached", "free")))
     used = after.values.get("kv_cache_usage_perc", 0.0) / len(after.engines)
     return blocks_bar(used, 0.0, 1.0 - used)
 

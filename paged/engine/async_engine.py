@@ -53,6 +53,7 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
     def __init__(self, model: str, *, stream_interval_s: float = STREAM_INTERVAL_S, **options: Any) -> None:
         check_interval(stream_interval_s)
         self._start(LLMEngine(model, **options), stream_interval_s)
+        self._own_engine = self._thread.engine
 
     @classmethod
     def from_engine(cls, engine: LLMEngine, *, stream_interval_s: float = STREAM_INTERVAL_S) -> Self:
@@ -72,6 +73,7 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
         self.max_model_len = engine.max_model_len
         self.text = engine.text
         self.prompts = engine.prompts
+        self._own_engine: LLMEngine | None = None  # which ends with this one
         self._thread = EngineThread(engine, stream_interval_s)
         self._engines = [self._thread]
         # Stops the thread also when this object is collected, and before the interpreter exits.
@@ -108,6 +110,8 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
         """Abort all requests, whose readers get EngineDeadError, and end the thread after its step."""
         self._finalizer()
         self._thread.stop()
+        if self._own_engine is not None:
+            self._own_engine.shutdown()
 
     # How requests reach the thread
 

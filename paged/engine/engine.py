@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +15,10 @@ from ..base.arguments import check_call, with_arguments_of
 from ..base.from_vllm import ExplainsMissing, missing
 from ..base.validation import check_bool
 from ..config import EngineConfig, check_policy
-from ..errors import ConfigError, RequestError, UsageError
+from ..errors import ConfigError, EngineDeadError, RequestError, UsageError
 from ..model.hf_config import read_config
 from ..model.hub import resolve
-from ..ranks.start import new_executor
+from ..ranks.start import new_executor, starting_together
 from ..requests.prompts import Prompt
 from ..requests.request import RequestOutput
 from ..runner.swap_rate import measure_swap_rate
@@ -72,13 +72,16 @@ class LLMEngine(metaclass=ExplainsMissing):
     @with_arguments_of(EngineConfig)
     def __init__(self, model: str, **options: Any) -> None:
         self.config = config = EngineConfig(model, **options)
-        self.directory = directory = resolve(config.model, config.revision)
-        self.model_config = read_config(directory)
-        self.text = text = ModelText(config, directory, self.model_config)
-        draft = find_draft_model(config, self.model_config, text.tokenizer)
+        with starting_together(config):
+            self.directory = directory = resolve(config.model, config.revision)
+            self.model_config = read_config(directory)
+            self.text = text = ModelText(config, directory, self.model_config)
+            draft = find_draft_model(config, self.model_config, text.tokenizer)
         self.runner = runner = new_executor(config, self.model_config, directory, draft)
-        if config.num_ranks > 1:  # also when this object is collected, and before the interpreter exits
-            weakref.finalize(self, runner.close)
+        # Also when this object is collected, and before the interpreter exits.
+        self._end_ranks: Callable[[], object] = lambda: None
+        if config.num_ranks > 1:
+            self._end_ranks = weakref.finalize(self, runner.close)
         self.tokenizer = text.tokenizer
         self.sampling_defaults = text.sampling_defaults
         self.eos_token_ids = text.eos_token_ids
@@ -137,6 +140,20 @@ class LLMEngine(metaclass=ExplainsMissing):
         max_tokens: the default where generation_config.json has no max_new_tokens.
         """
         return self.text.params_of(given, max_tokens)
+
+    def shutdown(self) -> None:
+        """End the other processes of a model over several. No step can run any more.
+
+        `with LLMEngine(...) as engine:` does it at its end. The memory is free once the engine is collected.
+        """
+        self._end_ranks()
+        self.core.dead = self.core.dead or EngineDeadError("the engine was shut down; make a new one")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
     def describe(self) -> str:
         """Return a line about the model and its KV cache."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from ..errors import ConfigError
+from ..errors import DivisionError
 from .config import ModelConfig
 from .spec import AttentionSpec, ExpertsSpec, KVShape
 
@@ -108,11 +108,11 @@ class ModelPart:
 
 
 def check_shards(config: ModelConfig, count: int) -> None:
-    """Raise ConfigError, which lists what is possible, unless a model can be divided into so many shards."""
+    """Raise DivisionError, listing what is possible, unless a model can be divided into so many shards."""
     if count == 1:
         return
     if any(isinstance(part, ExpertsSpec) for layer in config.layers for part in layer.feed_forwards):
-        raise ConfigError(
+        raise DivisionError(
             f"tensor_parallel_size {count} is for dense models, and {config.architecture} has experts; "
             "pipeline_parallel_size divides its layers"
         )
@@ -122,7 +122,7 @@ def check_shards(config: ModelConfig, count: int) -> None:
         listed = "no number of shards does"
         if fitting:
             listed = f"these numbers do: {', '.join(map(str, fitting))}"
-        raise ConfigError(f"tensor_parallel_size {count} does not divide {obstacle}; {listed}")
+        raise DivisionError(f"tensor_parallel_size {count} does not divide {obstacle}; {listed}")
 
 
 def _obstacle(config: ModelConfig, count: int) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +44,11 @@ class HeartbeatFile:
         self.has_loaded = True
         self._write()
 
+    def waits(self) -> None:
+        """Say that the rank waits for one that loads, which may take long, until `loaded` is called."""
+        self.has_loaded = False
+        self._write()
+
     def beat(self, step: int | None = None) -> None:
         """Say that the rank begins a step, or without one that it waits for the next one."""
         if step is not None:
@@ -65,6 +71,15 @@ class HeartbeatFile:
             os.replace(partial, self.path)
 
 
+def remove_private(directory: Path) -> None:
+    """Remove a private directory, into which other threads and processes may write meanwhile."""
+    # What they write then fails, and would otherwise keep the directory from being removed.
+    gone = directory.with_name(f"gone-{directory.name}")
+    with suppress(OSError):  # another process was first
+        os.rename(directory, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
 @dataclass(frozen=True)
 class RankState:
     """What the heartbeat file of a rank says."""
@@ -73,7 +88,7 @@ class RankState:
     pid: int
     step: int
     time: float
-    timeout_s: float | None  # None while the rank loads
+    timeout_s: float | None  # None while the rank, or one that it waits for, loads
 
     @property
     def exists(self) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from ..config import EngineConfig
-from ..errors import ConfigError
+from ..errors import DivisionError
 from ..model.config import ModelConfig
 from ..model.part import check_shards
 
@@ -31,12 +31,12 @@ class RankLayout:
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig) -> Self:
-        """Divide a model as the options say. Raises ConfigError where it cannot be divided so."""
+        """Divide a model as the options say. Raises DivisionError where it cannot be divided so."""
         num_stages = config.pipeline_parallel_size
         num_shards = config.tensor_parallel_size
         check_shards(model, num_shards)
         if num_stages > model.num_layers:
-            raise ConfigError(
+            raise DivisionError(
                 f"pipeline_parallel_size {num_stages} is more than the {model.num_layers} layers of the model"
             )
         joined = _joined(model)
@@ -80,12 +80,12 @@ def cut_layers(costs: Sequence[int], num_stages: int, joined: Iterable[tuple[int
 
     costs: of each layer. joined: pairs of layers that must be in one stage.
 
-    Raises ConfigError if the joined layers allow fewer stages.
+    Raises DivisionError if the joined layers allow fewer stages.
     """
     num_layers = len(costs)
     cuts = _allowed_cuts(num_layers, joined)
     if num_stages > len(cuts) - 1:
-        raise ConfigError(
+        raise DivisionError(
             f"pipeline_parallel_size {num_stages}: layers that read the K and V of others stay with them, so "
             f"this model can be cut into at most {len(cuts) - 1} stages"
         )
@@ -141,16 +141,16 @@ def _allowed_cuts(num_layers: int, joined: Iterable[tuple[int, int]]) -> list[in
 def _given_layers(
     sizes: Sequence[int], num_layers: int, joined: Iterable[tuple[int, int]]
 ) -> tuple[range, ...]:
-    """Return the layers of stages of these sizes. Raises ConfigError if they do not fit the model."""
+    """Return the layers of stages of these sizes. Raises DivisionError if they do not fit the model."""
     if sum(sizes) != num_layers:
-        raise ConfigError(
+        raise DivisionError(
             f"pipeline_layers {[*sizes]} are {sum(sizes)} layers, and the model has {num_layers}"
         )
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     for source, reader in joined:
         for end in ends[:-1]:
             if source < end <= reader:
-                raise ConfigError(
+                raise DivisionError(
                     f"pipeline_layers {[*sizes]} part layer {reader} from layer {source}, whose K and V it "
                     f"reads; cuts are possible at {_listed(_allowed_cuts(num_layers, joined)[1:-1])}"
                 )

@@ -80,24 +80,29 @@ class Meeting:
 
     def failure(self) -> PagedError | None:
         """Return the error that a rank has told."""
-        if not self._store.check([_FAILED]):
-            return None
-        kind, message = json.loads(self._store.get(_FAILED))
-        found: PagedError = getattr(errors, kind, RankError)(message)
-        return found
+        return _error_of(self._store.get(_FAILED)) if self._store.check([_FAILED]) else None
 
     def _raise_failure(self) -> None:
         if (error := self.failure()) is not None:
             raise error
 
 
-def post_failure(store: Store, rank: int, error: BaseException) -> None:
-    """Have all ranks that wait, or will, raise this error of a rank, unless another one was first."""
+def post_failure(store: Store, rank: int, error: BaseException) -> PagedError:
+    """Have all ranks that wait, or will, raise this error of a rank, unless another one was first.
+
+    Returns the error that they raise.
+    """
     kind = type(error).__name__ if isinstance(error, PagedError) else "RankError"
     text = str(error) if isinstance(error, PagedError) else f"{type(error).__name__}: {error}"
     if not isinstance(error, RankError):
         text = f"rank {rank} on {socket.gethostname()}: {text}"
-    store.compare_set(_FAILED, "", json.dumps([kind, text]))
+    return _error_of(store.compare_set(_FAILED, "", json.dumps([kind, text])))
+
+
+def _error_of(posted: bytes) -> PagedError:
+    kind, message = json.loads(posted)
+    found: PagedError = getattr(errors, kind, RankError)(message)
+    return found
 
 
 def require_equal(facts: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
@@ -105,4 +110,7 @@ def require_equal(facts: Sequence[dict[str, Any]], names: Sequence[str]) -> None
     for rank, own in enumerate(facts):
         for key, value in facts[0].items():
             if own.get(key) != value:
-                raise RankError(f"{names[rank]} has {key} {own.get(key)}, and the driver has {value}")
+                raise RankError(
+                    f"{names[rank]} has {key} {own.get(key)}, and the driver has {value}; "
+                    "all ranks need the same"
+                )

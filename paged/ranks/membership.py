@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -12,13 +15,16 @@ from typing import Any, Protocol
 
 import torch.distributed
 
-from ..errors import RankError
+from ..errors import PagedError, RankError
 from .layout import RankLayout
-from .meeting import COME_S, Meeting, Store, require_equal
+from .meeting import COME_S, Meeting, Store, post_failure, require_equal
 from .place import Torchrun
 
 _STORES: Any = torch.distributed  # which does not say that it exports them
 _STORE_TIMEOUT = timedelta(seconds=COME_S)
+_LINGER_S = 0.5  # in which the others read an error in the store of a process that then ends
+
+logger = logging.getLogger(__name__)
 
 
 class Regroups(Protocol):
@@ -134,3 +140,25 @@ def torchrun_store(torchrun: Torchrun) -> Store:
     # A process that torchrun starts anew finds the keys of the last attempt there.
     store: Store = _STORES.PrefixStore(f"paged/{torchrun.attempt}", tcp_store)
     return store
+
+
+@contextmanager
+def failing_together(store: Store, torchrun: Torchrun) -> Iterator[None]:
+    """Have all of torchrun's ranks raise the error that ends one of them, with the name of that one."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            posted = post_failure(store, torchrun.rank, error)
+        except RuntimeError as lost:  # the store is gone with the process that had it
+            if isinstance(error, PagedError):
+                raise error from None
+            reason = str(error).partition("\n")[0]
+            raise RankError(
+                f"rank {torchrun.rank} has lost the others at {torchrun.address}:{torchrun.port}: {reason}"
+            ) from lost
+        if not isinstance(error, PagedError):
+            logger.exception("rank %d has failed", torchrun.rank)
+        if torchrun.rank == 0 and not torchrun.hosts_store:
+            time.sleep(_LINGER_S)
+        raise posted from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..config import EngineConfig
-from ..errors import ConfigError, RankError
+from ..errors import DivisionError, RankError
 from .layout import split_evenly
 
 LOOPBACK = "127.0.0.1"
@@ -68,6 +68,10 @@ class Torchrun:
                 f"{config.pipeline_parallel_size} with tensor_parallel_size {config.tensor_parallel_size} "
                 f"needs {config.num_ranks}"
             )
+        if not 0 <= rank < num_ranks:
+            raise RankError(
+                f"RANK must be from 0 to {num_ranks - 1}, with WORLD_SIZE {num_ranks}, got {rank}"
+            )
         if config.rank_restarts:
             raise RankError(
                 f"rank_restarts {config.rank_restarts} is for ranks that the engine starts itself; torchrun "
@@ -82,12 +86,13 @@ class Torchrun:
 
         Host names need not resolve to it, and often resolve to loopback.
         """
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((self.address, self.port))  # sends nothing
-            except OSError as error:
-                raise RankError(f"MASTER_ADDR {self.address} cannot be reached: {error}") from None
-            return str(probe.getsockname()[0])
+        try:
+            family, _, _, _, place = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(place)  # sends nothing
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            raise RankError(f"MASTER_ADDR {self.address} cannot be reached: {error}") from None
 
 
 def follows(config: EngineConfig) -> bool:
@@ -120,7 +125,7 @@ def _cores_of(cpus: set[int]) -> list[list[int]]:
 def share_of(config: EngineConfig, index: int, count: int) -> EngineConfig:
     """Return the options of one of the ranks of a machine, which divide its memory and its cores.
 
-    Raises ConfigError where there are fewer GPUs or cores than ranks.
+    Raises DivisionError where there are fewer GPUs or cores than ranks.
     """
     import torch
 
@@ -136,7 +141,7 @@ def share_of(config: EngineConfig, index: int, count: int) -> EngineConfig:
     if device.type == "cuda":
         num_gpus = torch.cuda.device_count()
         if num_gpus < count:
-            raise ConfigError(f"{count} processes of a model need as many GPUs; there are {num_gpus}")
+            raise DivisionError(f"{count} processes of a model need as many GPUs; there are {num_gpus}")
     elif config.num_threads is None:
         # What a follower may use is its share, to which it is bound. The first rank checks that all have one.
         is_bound = index > 0 and sys.platform == "linux"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -26,7 +25,7 @@ from ..base.interrupts import leave_signals_to_parent
 from ..config import EngineConfig
 from ..errors import PagedError, RankError
 from .channel import Channel, Message
-from .heartbeat import DIRECTORY_PREFIX, HeartbeatFile
+from .heartbeat import DIRECTORY_PREFIX, HeartbeatFile, remove_private
 from .layout import RankLayout
 from .meeting import ENDED, post_failure
 from .place import LOOPBACK, Torchrun, bind_to_share, share_of
@@ -191,6 +190,7 @@ def _follow(own: RankProcess, channel: Channel, groups: SimpleQueue[int], start:
                 return 0
             except RankError:
                 own.set_state("lost")
+                own.heartbeat.waits()
             own.rejoin(runner, groups.get())
     except Exception as error:
         is_starting = own.state == "loads" and agreed is None
@@ -219,7 +219,7 @@ def _read_orders(
     while os.getppid() == driver and time.monotonic() < until:
         time.sleep(0.01)
     if os.getppid() != driver:
-        shutil.rmtree(own.private, ignore_errors=True)
+        remove_private(own.private)
     os._exit(0)
 
 
@@ -239,17 +239,22 @@ def follow_torchrun(options: Mapping[str, Any]) -> int:
 
     options: of `LLMEngine`, as rank 0 has them.
 
-    Raises RankError if another rank is lost, and what the engine of rank 0 raises.
+    Raises RankError if another rank is lost, and otherwise what all ranks raise.
     """
     config = EngineConfig(**options)
     torchrun = Torchrun.of(config)
     assert torchrun is not None, "torchrun has not started this process"
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    # By this, torchrun ends the others of its machine when one has ended. No thread but one gets it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     if config.num_threads is None:
         bind_to_share(torchrun.local_rank, torchrun.num_local)
     with tempfile.TemporaryDirectory(prefix=DIRECTORY_PREFIX, ignore_cleanup_errors=True) as private:
-        return _follow_torchrun(config, torchrun, Path(private))
+        computes = threading.Event()
+        arguments = (Path(private), computes)
+        threading.Thread(target=_end_by_signal, args=arguments, name="paged-end", daemon=True).start()
+        return _follow_torchrun(config, torchrun, Path(private), computes)
 
 
 def join() -> int:
@@ -271,12 +276,27 @@ def _end_with_stdin() -> None:
     os._exit(0)
 
 
-def _follow_torchrun(config: EngineConfig, torchrun: Torchrun, private: Path) -> int:
+def _end_by_signal(private: Path, computes: threading.Event) -> None:
+    """Wait for SIGTERM, and end the process then. Its main thread may wait for another rank.
+
+    A rank that computes goes on: what ends torchrun here may end the driver, too, which has requests to
+    finish, and tells this rank when it has.
+    """
+    number = signal.sigwait({signal.SIGTERM})
+    while computes.is_set():
+        number = signal.sigwait({signal.SIGTERM})
+    remove_private(private)
+    os._exit(128 + number)
+
+
+def _follow_torchrun(
+    config: EngineConfig, torchrun: Torchrun, private: Path, computes: threading.Event
+) -> int:
     from ..model.hub import resolve
-    from .membership import torchrun_store
+    from .membership import failing_together, torchrun_store
 
     store = torchrun_store(torchrun)
-    try:
+    with failing_together(store, torchrun):
         own = RankProcess(
             config,
             resolve(config.model, config.revision),
@@ -286,11 +306,7 @@ def _follow_torchrun(config: EngineConfig, torchrun: Torchrun, private: Path) ->
             num_local=torchrun.num_local,
         )
         runner = own.load(store, host=torchrun.own_address(), message_timeout_s=config.rank_timeout_s)
-        # What ends torchrun here may end the driver, too, which has requests to finish: it is waited for.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        computes.set()
         own.run(runner)
         own.end()
-    except Exception as error:
-        post_failure(store, torchrun.rank, error)
-        raise
     return 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..config import EngineConfig
-from ..errors import ConfigError
+from ..errors import DivisionError
 from ..model.config import ModelConfig
 from ..runner.draft_model import DraftCheckpoint
 from ..runner.model_runner import ModelRunner
@@ -16,7 +18,7 @@ def new_executor(
 ) -> ModelRunner:
     """Load a model, divided as the options say. `close` ends the processes that were started.
 
-    Raises ConfigError where the options do not fit the model or this machine, and RankError where processes
+    Raises DivisionError where the options do not fit the model or this machine, and RankError where processes
     end, do not come, or do not fit together.
     """
     if config.num_ranks == 1:
@@ -29,13 +31,13 @@ def new_executor(
     from .supervision import Ranks
 
     if draft is not None:
-        raise ConfigError(
+        raise DivisionError(
             f"speculative_config with a draft model is for one process, and there are {config.num_ranks} of "
             "the model; method 'ngram', 'suffix' or 'grammar' goes with several"
         )
     layout = RankLayout.of(config, model_config)
     ranks = Ranks(config, layout, directory)
-    try:
+    with ranks.starting():
         membership = ranks.membership
         membership.agree(facts_of(config, directory))
         own = share_of(config, ranks.local_index, ranks.num_local)
@@ -49,7 +51,20 @@ def new_executor(
             supervision=ranks,
         )
         ranks.begin(membership.tell_figures(runner.kv_cache.num_bytes, cpu_features()))
-    except BaseException as error:
-        ranks.fail(error)
-        raise
     return runner
+
+
+@contextmanager
+def starting_together(config: EngineConfig) -> Iterator[None]:
+    """Have torchrun's other ranks raise, too, what keeps this process from coming to meet them."""
+    try:
+        yield
+    except Exception:
+        from .place import Torchrun
+
+        if (torchrun := Torchrun.of(config)) is None:
+            raise
+        from .membership import failing_together, torchrun_store
+
+        with failing_together(torchrun_store(torchrun), torchrun):
+            raise

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import socket
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..config import EngineConfig
 from ..errors import PagedError, RankError
 from .facts import plain_options
-from .heartbeat import DIRECTORY_PREFIX, HeartbeatFile
+from .heartbeat import DIRECTORY_PREFIX, HeartbeatFile, remove_private
 from .layout import RankLayout
 from .local_rank import RANK_END_S, LocalRank
-from .meeting import ENDED, post_failure
-from .membership import Membership, RankFigures, local_store, name_of, torchrun_store
+from .meeting import ENDED
+from .membership import Membership, RankFigures, failing_together, local_store, name_of, torchrun_store
 from .place import LOOPBACK, Torchrun
 from .transport import GlooTransport
 
@@ -48,6 +47,12 @@ class Ranks:
         self._layout = layout
         self._directory = directory
         self._torchrun = torchrun = Torchrun.of(config)
+        if torchrun is not None and torchrun.rank:
+            raise RankError(
+                f"this is torchrun's process {torchrun.rank}, and process 0 alone makes an engine; have "
+                "torchrun start a command, in which the others follow: -m paged serve, generate, run-batch, "
+                "chat or bench"
+            )
         self._local: dict[int, LocalRank] = {}
         self._changed = threading.Event()
         self._is_closed = False
@@ -226,11 +231,18 @@ class Ranks:
                 with suppress(RankError):  # the next step will raise it, too
                     self.transport.send_message(b"")
 
-    def fail(self, error: BaseException) -> None:
-        """End all ranks, as this one cannot load or meet them. Those of torchrun raise the error, too."""
-        with suppress(RuntimeError):  # the store is gone
-            post_failure(self._store, 0, error)
-        self.close()
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """End all ranks if this one cannot load or meet them. Those of torchrun raise the same error."""
+        try:
+            if self._torchrun is None:
+                yield
+            else:
+                with failing_together(self._store, self._torchrun):
+                    yield
+        except BaseException:
+            self.close()
+            raise
 
     def close(self, end: Callable[[], None] = lambda: None) -> None:
         """End the processes that were started here, and remove their files.
@@ -251,12 +263,13 @@ class Ranks:
         until = time.monotonic() + RANK_END_S
         for local in self._local.values():
             local.wait(until)
-        shutil.rmtree(self._private, ignore_errors=True)
+        remove_private(self._private)
 
     def describe(self) -> str:
         """Return what each rank holds, the driver first."""
         parts = [
-            f"{name_of(self._layout, rank, each.host if self._torchrun else None)} has "
+            f"{name_of(self._layout, rank, each.host if self._torchrun else None)}"
+            f"{', the driver, which computes the last stage,' if not rank else ''} has "
             f"{each.weight_bytes / 2**20:,.0f} MiB of weights and {each.kv_bytes / 2**20:,.0f} MiB of KV"
             for rank, each in enumerate(self.figures)
         ]

@@ -25,6 +25,7 @@ from .http.exchange import ClientGone, Exchange, request_id_of
 from .http.failures import HttpError
 from .routes.table import HANDLERS, Handler
 from .telemetry.records import CLIENT_GONE
+from .telemetry.request_log import announce
 
 RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
@@ -154,7 +155,10 @@ class _Path:
         exchange: Exchange = scope[EXCHANGE]
         # The key was checked for the path. Should the router ever read a path in another way, nothing opens.
         assert exchange.access in (None, self._access), "the key was checked for another route"
+        path = exchange.route  # which a handler may replace by its template, for the metrics
         await self._handlers["GET" if exchange.method == "HEAD" else exchange.method](exchange)
+        if self._access == "admin" and exchange.method == "POST":
+            announce(f"the operator has sent POST {path!a}, status {exchange.status}")
 
 
 class _Cors(CORSMiddleware):

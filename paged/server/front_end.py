@@ -223,6 +223,9 @@ class FrontEnd:
 
     def on_hangup(self) -> None:
         """Read the keys file again in a task of its own, and log what came of it."""
+        if self.keys is None:
+            announce("SIGHUP changes nothing: there is no keys file, --api-keys, to be read again")
+            return
 
         async def reload() -> None:
             try:

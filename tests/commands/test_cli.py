@@ -792,3 +792,16 @@ def test_warmup_refuses_before_it_loads(run):
     assert run.refused("warmup", "--dtype", "float33").startswith("paged: dtype must be one of")
     message = run.refused("warmup", "--kv-cache-dtype", "int4")
     assert message.startswith("paged: kv_cache_dtype must be one of auto, ")
+
+
+def test_a_model_that_cannot_be_divided_is_an_error_of_all_its_processes(run):
+    """With exit code 1, which each of them has."""
+    for options, message in (
+        (("-tp", 5), "these numbers do: 2, 4, 8"),
+        (("-pp", 9), "pipeline_parallel_size 9 is more than the 4 layers of the model"),
+        (("-pp", 2, "--device", "cuda:0"), "needs its own: give 'cuda'"),
+        (("-pp", 2, "--pipeline-layers", 4), "a number for each of the 2 stages"),
+    ):
+        code, out, err = run("generate", "x", *options)
+        assert (code, out) == (1, "")
+        assert message in err

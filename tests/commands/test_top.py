@@ -40,14 +40,19 @@ vllm:time_to_first_token_seconds_sum{engine="0",model_name="m"} 2.0
 """
 
 
+keys = []  # with which the metrics were asked for
+
+
 @contextlib.contextmanager
 def serving(answer):
     """Serve GET /metrics. Yield the address, and the list of the paths that were asked for."""
     paths = []
+    keys.clear()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             paths.append(self.path)
+            keys.append(self.headers["authorization"])
             status, body = answer()
             self.send_response(status)
             self.send_header("content-type", CONTENT_TYPE)
@@ -112,7 +117,7 @@ def demo():
 def test_one_view(run, demo):
     url, paths = demo
     code, out, err = run("top", url, "--once", "--interval", 0.01)
-    assert (code, err, paths) == (0, "", ["/metrics", "/metrics"])
+    assert (code, err, paths, keys) == (0, "", ["/metrics", "/metrics"], [None, None])
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert lines[0] == f"de[b]mo at {url}/metrics"
     assert lines[1].split()[1:] == ["█" * 20 + "▓" * 5 + "░" * 25]
@@ -167,12 +172,17 @@ def test_addresses_and_answers_that_are_none(run):
     assert "is a URL such as" in run.fails("top", "ftp://x")
     for answer, message in (
         ((404, b""), "answers 404"),
+        ((403, b""), "give the key of its operator by PAGED_ADMIN_KEY"),
         ((200, b"<html>"), "text format of Prometheus"),
         ((200, b"up 1\n"), "no metrics of an engine"),
         ((200, b'x:num_requests_running{a="1" 3\n'), "text format of Prometheus"),
     ):
         with serving(lambda answer=answer: answer) as (url, _):
             assert message in run.fails("top", url)
+    nothing = VLLM.partition("\n")[0].encode()  # of any engine yet
+    with serving(lambda: (200, nothing + b"\n")) as (url, _):
+        assert run("top", url, "--once", "--interval", 0.01, "--admin-key", "k")[0] == 0
+        assert keys == ["Bearer k"] * 2
     evil = VLLM.replace('"m"', '"\x1b[2J"').encode()
     with serving(lambda: (200, evil)) as (url, _):
         assert "\\x1b[2J" in run("top", url, "--once", "--interval", 0.01)[1]

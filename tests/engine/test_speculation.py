@@ -427,6 +427,7 @@ def test_options_reach_the_drafter_and_statistics_count():
         ({"method": "suffix", "prompt_lookup_max": 4}, "goes with method 'ngram'"),
         ({"method": "grammar", "prompt_lookup_min": 3}, "goes with methods 'ngram' and 'suffix'"),
         ("{", "speculative_config must be JSON such as"),
+        ("[" * 100_000, "speculative_config must be JSON such as"),
         ("[1]", "speculative_config must be a dict such as"),
         (4, "speculative_config must be a dict such as"),
     ],

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
 
 import paged
-from paged import CheckpointError, ConfigError, EngineConfig, RankError
+from paged import CheckpointError, ConfigError, EngineConfig, LLMEngine, RankError
 from paged.device import threads
 from paged.model.hub import resolve
 from paged.ranks import heartbeat
 from paged.ranks.facts import OF_ONE_RANK, facts_of, header_hash, plain_options
 from paged.ranks.heartbeat import HeartbeatFile, find_troubles
 from paged.ranks.meeting import Meeting, post_failure, require_equal
+from paged.ranks.membership import failing_together
 from paged.ranks.place import Torchrun, follows, share_of
 
 NAMES = ["rank 0", "rank 1", "rank 2"]
@@ -36,6 +39,13 @@ def test_all_ranks_learn_the_values_of_all_or_the_same_error():
         for waiting in [threads.submit(each.gather, "y", 1) for each in meetings[:2]]:
             with pytest.raises(ConfigError, match=r"^rank 2 on \S+: no room$"):
                 waiting.result()
+    torchrun = Torchrun.of(EngineConfig("demo", pipeline_parallel_size=2), TORCHRUN)
+    assert torchrun is not None
+    with (
+        pytest.raises(ConfigError, match=r"^rank 2 on \S+: no room$"),
+        failing_together(store, torchrun),
+    ):
+        raise RankError("rank 2 sends nothing")
 
 
 def test_a_rank_that_never_comes_is_named():
@@ -57,7 +67,9 @@ def test_versions_options_and_checkpoints_are_compared(tmp_path):
     facts = facts_of(config, demo)
     require_equal([facts, facts_of(EngineConfig("demo", pipeline_parallel_size=2, seed=5), demo)], NAMES)
     other = facts_of(EngineConfig("demo", pipeline_parallel_size=2, dtype="bfloat16"), demo)
-    with pytest.raises(RankError, match=r"^rank 1 has dtype bfloat16, and the driver has auto$"):
+    with pytest.raises(
+        RankError, match=r"^rank 1 has dtype bfloat16, and the driver has auto; all ranks need "
+    ):
         require_equal([facts, other, facts], NAMES)
     with pytest.raises(RankError, match=r"rank 1 has torch's version 0\.1, and the driver has"):
         require_equal([facts, facts | {"torch's version": "0.1"}], NAMES)
@@ -96,6 +108,7 @@ def test_options_cross_as_json_whatever_they_are():
         ({"MASTER_ADDR": ""}, {}, "RANK is set and MASTER_ADDR is not"),
         ({"WORLD_SIZE": "3"}, {}, "torchrun has started 3 processes, and pipeline_parallel_size 2 with"),
         ({"RANK": "x"}, {}, "must be as torchrun sets them"),
+        ({"RANK": "2"}, {}, "RANK must be from 0 to 1, with WORLD_SIZE 2, got 2"),
         ({}, {"rank_restarts": 1}, "give torchrun --max-restarts"),
     ],
     ids=str,
@@ -106,14 +119,23 @@ def test_an_environment_that_fits_no_ranks_is_refused(changes, options, message)
         Torchrun.of(config, TORCHRUN | changes)
 
 
-def test_an_environment_of_torchrun_is_read():
+def test_an_environment_of_torchrun_is_read(monkeypatch):
     config = EngineConfig("demo", pipeline_parallel_size=2)
     found = Torchrun.of(config, TORCHRUN)
     assert found is not None
     assert (found.rank, found.num_local, found.own_address()) == (1, 1, "127.0.0.1")
+    with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        other = Torchrun.of(config, TORCHRUN | {"MASTER_ADDR": "::1"})
+        assert other is not None
+        assert other.own_address() == "::1"
     assert Torchrun.of(config, {}) is None
     assert Torchrun.of(EngineConfig("demo"), TORCHRUN) is None  # one process does not ask
     assert not follows(config)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RankError, match="torchrun's process 1, and process 0 alone makes an engine"):
+        LLMEngine("demo", pipeline_parallel_size=2, device="cpu")
 
 
 def test_ranks_of_a_machine_take_a_thread_for_each_core_of_their_share(monkeypatch):
@@ -146,6 +168,13 @@ def test_a_probe_tells_ranks_that_hang_or_have_ended(tmp_path, monkeypatch):
     assert find_troubles(tmp_path, 1004.0) == (2, [])
     now[0] += 2
     ranks[0].beat()
+    ranks[1].waits()  # for another one, which is started again
+    assert find_troubles(tmp_path, 5000.0)[1] == [
+        f"rank 0 (process {os.getpid()}) has written nothing for 3996 s, since step 8"
+    ]
+    now[0] -= 4.5
+    ranks[1].loaded()
+    now[0] += 4.5
     own = os.getpid()
     assert find_troubles(tmp_path, 1006.0) == (
         2,

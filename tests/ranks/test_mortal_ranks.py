@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from paged import AsyncLLMEngine, EngineDeadError, LLMEngine, RankError
+from paged.engine import async_engine
 from paged.errors import dead_engine
 from tests.rank_deaths import OPTIONS, add_requests, finish
 from tests.support.mortal_ranks import mortal_engine
@@ -55,3 +56,20 @@ def test_a_rank_that_ends_while_nothing_is_computed_is_noticed(single, monkeypat
                 await engine.stats()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_an_async_engine_ends_the_ranks_of_its_own_engine_alone(is_own, single, monkeypatch):
+    ended: list[bool] = []
+    monkeypatch.setattr(single.core, "dead", None)
+    monkeypatch.setattr(single, "_end_ranks", lambda: ended.append(True))
+    monkeypatch.setattr(async_engine, "LLMEngine", lambda *_, **__: single)
+    engine = AsyncLLMEngine("demo") if is_own else AsyncLLMEngine.from_engine(single)
+    engine.shutdown()
+    assert ended == [True] * is_own
+    with single:
+        assert (single.core.dead is not None) == is_own
+    add_requests(single, 5)
+    with pytest.raises(EngineDeadError, match="the engine was shut down; make a new one"):
+        single.step()
+    single.abort_request([group.request_id for group in single.unfinished()])

@@ -65,7 +65,7 @@ def engine(directory: Path) -> Iterator[LLMEngine]:
     assert directory.exists()  # its environment is that of ranks that start later, too
     engine = LLMEngine("demo", pipeline_parallel_size=2, rank_timeout_s=TIMEOUT_S, rank_restarts=3, **OPTIONS)
     yield engine
-    engine.runner.close()
+    engine.shutdown()
 
 
 def expected(single: LLMEngine, seed: int) -> dict[str, list[int]]:
@@ -207,3 +207,16 @@ def test_processes_of_torchrun_compute_for_the_first():
         ["def add(a, b):"], SamplingParams(temperature=0, max_tokens=200), use_tqdm=False
     )
     assert out == f"def add(a, b):{output.outputs[0].text}\n"
+
+
+def test_torchrun_ends_a_rank_that_waits_and_no_file_is_left(tmp_path):
+    """By SIGTERM, as when another one of its machine has ended."""
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    command = [sys.executable, "-m", "paged", "generate", "x", "--pipeline-parallel-size", "2"]
+    environment = {**os.environ, **place, "TMPDIR": str(tmp_path)}
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([*command, "--device", "cpu"], env=environment, cwd=root) as process:
+        eventually(lambda: any(tmp_path.glob(f"{DIRECTORY_PREFIX}*")))
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert not [*tmp_path.glob(f"*{DIRECTORY_PREFIX}*")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import random
 import re
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,7 @@ def refusal_of(path: str) -> str | None:
 def test_a_new_key_is_shown_once_and_its_line_fits_the_file(monkeypatch, capsys, tmp_path):
     with running(monkeypatch, capsys) as run:
         options = ["--weight", "2", "--priorities", "high", "5", "--models", "m", "--expires", "2027-01-31"]
+        options[-1] = f"{date.today().year + 2}-01-31"
         code, out, err = run("keys", "new", "--tenant", "t", *options)
         assert code == 0
         key = err.split()[-1]
@@ -178,6 +181,7 @@ def test_a_new_key_is_shown_once_and_its_line_fits_the_file(monkeypatch, capsys,
         assert (entry.tenant, entry.weight, entry.priorities) == ("t", 2, (-10.0, 5.0))
         assert key not in out
         assert "weight is wrong" in run.fails("keys", "new", "--tenant", "t", "--weight", "0")
+        assert "has passed already" in run.fails("keys", "new", "--tenant", "t", "--expires", "2020-01-31")
 
 
 @pytest.mark.parametrize(
@@ -455,7 +459,8 @@ def test_the_operator_pauses_and_resets(operated):
     eventually(lambda: drained == [True])
 
 
-def test_the_operator_reloads_keys(operated):
+def test_the_operator_reloads_keys(operated, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "paged.server.requests")
     path = Path(operated.front.keys.path)
     whole = path.read_text()
     path.write_text("{\n")
@@ -463,6 +468,12 @@ def test_the_operator_reloads_keys(operated):
     assert (status, "line 1: it must be a JSON object" in body["error"]["message"]) == (400, True)
     path.write_text(whole)
     assert operate(operated, "reload-keys") == (200, {"keys": 2})
+    # Once, as what was refused has changed nothing.
+    eventually(lambda: caplog.messages == ["the operator has sent POST '/admin/reload-keys', status 200"])
+    caplog.clear()
+    monkeypatch.setattr(operated.front, "keys", None)
+    operated.front.on_hangup()
+    assert "there is no keys file" in caplog.text
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -59,13 +59,17 @@ def metrics_url(url: str) -> str:
     return parts._replace(path=path if path.endswith("/metrics") else f"{path}/metrics").geturl()
 
 
-def scrape(url: str) -> Scrape:
-    """Fetch the metrics from this address. Raises ScrapeError."""
+def scrape(url: str, key: str | None = None) -> Scrape:
+    """Fetch the metrics from this address, with a key if one is given. Raises ScrapeError."""
+    request = Request(url)
+    if key is not None:  # not for another server, should this one redirect
+        request.add_unredirected_header("authorization", f"Bearer {key}")
     try:
-        with urlopen(url, timeout=TIMEOUT_S) as response:
+        with urlopen(request, timeout=TIMEOUT_S) as response:
             body: bytes = response.read(MAX_BYTES)
     except HTTPError as error:
-        raise ScrapeError(f"{url} answers {error.code} {error.reason}") from None
+        needs_key = "; give the key of its operator by PAGED_ADMIN_KEY" if error.code in (401, 403) else ""
+        raise ScrapeError(f"{url} answers {error.code} {error.reason}{needs_key}") from None
     except (OSError, ValueError) as error:
         reason = error.reason if isinstance(error, URLError) else error
         raise ScrapeError(f"no server answers at {url}: {reason}") from None
@@ -89,7 +93,7 @@ def parse(url: str, body: bytes) -> Scrape:
         sample.labels for family in own if family.name.endswith(f":{_FIRST}") for sample in family.samples
     ]
     result.model_names = tuple(sorted({_printable(label.get("model_name", "")) for label in labels}))
-    result.engines = tuple(sorted({label.get("engine", "0") for label in labels}))
+    result.engines = tuple(sorted({label.get("engine", "0") for label in labels})) or ("0",)
     return result
 
 
@@ -120,7 +124,7 @@ def _add(result: Scrape, family: Metric, name: str) -> None:
     if family.type == "histogram":
         buckets = defaultdict[float, float](float)
         for sample in family.samples:
-            if sample.name.endswith("_bucket"):
+            if sample.name.endswith("_bucket") and "le" in sample.labels:
                 buckets[float(sample.labels["le"])] += sample.value
         result.buckets[name] = dict(buckets)
         return
