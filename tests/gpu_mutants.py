@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from tests.mutants import ROOT, planted
 from tests.support.fake_cuda import load_guard
 
-SHARES = 6
+SHARES = 12
 
 
 class Mutant(NamedTuple):

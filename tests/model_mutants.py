@@ -32,7 +32,7 @@ from tests.gpu_mutants import plant
 from tests.mutants import planted
 from tests.support import family_bugs, format_bugs, rank_bugs, resume_bugs
 
-SHARES = 24
+SHARES = 48
 MUTANTS = [*family_bugs.MUTANTS, *format_bugs.MUTANTS, *resume_bugs.MUTANTS, *rank_bugs.MUTANTS]
 
 

@@ -68,9 +68,10 @@ def run_shards(shards: list[list[str]], deadline: float) -> list[str]:
 
 
 def engine_tests(tiny: bool) -> list[str]:
-    """Return the files outside of kernel tests with a test marked `gpu`."""
+    """Return the files outside of kernel tests with a test marked `gpu`, or one of these."""
     if tiny:
-        return ["tests/engine/test_on_gpu.py::test_results_are_those_of_a_cpu"]
+        test = "tests/engine/test_on_gpu.py::test_results_are_those_of_a_cpu"
+        return [f"{test}[{place}-a grammar]" for place in ("cuda", "cpu")]
     return [file for file in _test_files() if not _is_of_kernels(file) and "pytest.mark.gpu" in _text(file)]
 
 

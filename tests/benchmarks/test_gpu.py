@@ -24,6 +24,7 @@ from benchmarks.gpu.comparators import COMPARATORS, Skip, adapt
 from benchmarks.gpu.report import attention_table, write_report
 from benchmarks.shapes import WITH_SLOW, attention_shapes, decode, prefill, skewed, tiny_shapes
 from paged.kernels.codes import coded_linear
+from tests.support.served import eventually
 
 ROOT = Path(__file__).parents[2]
 TINY = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
@@ -173,18 +174,21 @@ def test_a_worker_that_dies_loses_one_section(monkeypatch):
     assert errors == {"decode": None, "prefill": "the process ended with exit code -11", "engine": None}
 
 
-def test_comparators_that_crash_or_do_not_compile_are_not_tried():
+def test_comparators_that_crash_or_do_not_compile_are_not_tried(tmp_path):
     lines = [
         {"comparator": "sdpa_flash, D 128", "ready": True, "reasons": ["dense"]},
         {"comparator": "varlen_attn, D 128", "ready": False, "reasons": ["needs a GPU"]},
     ]
-    program = "import sys, time; print(sys.argv[1], flush=True); "
+    told = tmp_path / "told"
+    program = "import sys, time; print(sys.argv[1], flush=True); open(sys.argv[2], 'w'); "
     for last, seconds, why in (
         ("sys.exit(3)", 60, "crashed on a small batch, exit code 3"),
-        ("time.sleep(600)", 5, "did not compile in time"),
+        ("time.sleep(600)", 0, "did not compile in time"),
     ):
-        command = [sys.executable, "-c", program + last, "\n".join(map(json.dumps, lines))]
+        told.unlink(missing_ok=True)
+        command = [sys.executable, "-c", program + last, "\n".join(map(json.dumps, lines)), str(told)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            eventually(told.exists)
             not_ready = gpu.ready_comparators(process, time.time() + seconds)
         assert "sdpa_flash, D 128" not in not_ready
         assert not_ready["varlen_attn, D 128"] == "needs a GPU"

@@ -284,7 +284,7 @@ def test_keys_of_a_real_terminal():
 
         def wait_for(pattern):
             nonlocal shown
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while not (found := re.search(pattern, shown, re.DOTALL)):
                 assert time.monotonic() < deadline, shown
                 if select.select([master], [], [], 1)[0]:
@@ -298,5 +298,5 @@ def test_keys_of_a_real_terminal():
             os.write(master, b"\x03")
             wait_for(">>> ")
         os.write(master, b"\x04")
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=60) == 0
         os.close(master)

@@ -1,12 +1,12 @@
 """The command line, run in this process except where only a fresh one can show the behaviour."""
 
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from paged.model.families.multimodal import NATIVE
 from paged.protocol.jobs import read_jobs
 from paged.scheduler.schedule import StepOutput
 from tests.support.command_line import write
+from tests.support.served import eventually
 
 SMALL = ("--num-blocks", "64", "--device", "cpu")
 HEADING = re.compile(r"^(\w+):$", re.MULTILINE)
@@ -504,14 +505,14 @@ def test_a_killed_run_goes_on(run, tmp_path):
     prompts = write(tmp_path / "p.jsonl", *lines)
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     argv = ("generate", "--prompts", str(prompts), *SMALL, "--output")
-    with paged_process(*argv, str(output), "--resume") as process:
-        deadline = time.monotonic() + 120
-        while not output.exists() or output.read_bytes().count(b"\n") < 1:
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        process.kill()
-    assert 1 <= output.read_bytes().count(b"\n") < 6
+    num_done = 6
+    while num_done == 6:  # on a busy machine it may have ended before it is killed
+        output.unlink(missing_ok=True)
+        with paged_process(*argv, str(output), "--resume") as process:
+            eventually(lambda: output.exists() and b"\n" in output.read_bytes())
+            process.kill()
+        num_done = output.read_bytes().count(b"\n")
+    assert 1 <= num_done < 6
     assert run(*argv, output, "--resume")[0] == run(*argv, whole)[0] == 0
     assert output.read_bytes() == whole.read_bytes()
 
@@ -737,9 +738,10 @@ LONG = (
 
 def test_interrupt_is_quiet():
     with paged_process(*LONG) as process:
+        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # too small for the whole answer
         assert process.stdout.read(9) == "def f(x):"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=120)
     # A shell reports it as 130.
     assert process.returncode == -signal.SIGINT
     assert err.count("\n") == 1
@@ -751,7 +753,7 @@ def test_closed_pipe_is_quiet():
         assert process.stdout.read(9) == "def f(x):"
         process.stdout.close()
         err = process.stderr.read()
-        process.wait(timeout=60)
+        process.wait(timeout=120)
     assert "Traceback" not in err
     assert "Error" not in err
 

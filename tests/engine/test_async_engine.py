@@ -9,7 +9,6 @@ import importlib
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
 from functools import partial
@@ -63,7 +62,7 @@ def engine(sync) -> Iterator[AsyncLLMEngine]:
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine in an event loop of its own, with a generous timeout."""
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 async def read(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
@@ -122,7 +121,7 @@ def test_64_streams_get_what_each_gets_alone_and_sync(sync, kind):
 
         def readers_turn() -> None:
             # A fast engine could be done before the first read, which would get everything at once.
-            asyncio.run_coroutine_threadsafe(asyncio.sleep(0.001), loop).result(30)
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0.001), loop).result(60)
 
         async with AsyncLLMEngine.from_engine(sync, stream_interval_s=0.0) as engine:
             streams = [read(engine.generate(p, s)) for p, s in zip(prompts, params, strict=True)]
@@ -148,7 +147,7 @@ def test_tokens_kept_back_are_shown_before_prompts_are_computed(sync, kind, monk
     def held(schedule: Schedule) -> StepOutput:
         # Slow steps until the second request joins, so that the first does not end before.
         if is_joined.wait(0.1) and not schedule.is_decode:
-            assert is_shown.wait(30)
+            assert is_shown.wait(60)
         return execute(schedule)
 
     async def main() -> list[list[RequestOutput]]:
@@ -181,7 +180,7 @@ def test_tokens_kept_back_are_shown_before_a_call(sync, monkeypatch):
             while sync.scheduler.running[0].num_output_tokens < 2:
                 await asyncio.sleep(0)
             is_shown = threading.Event()
-            call = asyncio.create_task(engine.call(lambda _: is_shown.wait(30)))
+            call = asyncio.create_task(engine.call(lambda _: is_shown.wait(60)))
             await anext(stream)
             is_shown.set()
             assert await call
@@ -519,7 +518,7 @@ def test_what_takes_long_to_compile_holds_up_neither_loop_nor_engine(monkeypatch
             slow = asyncio.create_task(read(engine.generate("x", SamplingParams(max_tokens=2, **fields))))
             while not entered.is_set():
                 await asyncio.sleep(0)
-            await asyncio.wait_for(read(engine.generate("x", GREEDY)), 30)
+            await asyncio.wait_for(read(engine.generate("x", GREEDY)), 60)
             go_on.set()
             await slow
 
@@ -531,7 +530,7 @@ def test_a_second_reader_is_refused_and_the_first_goes_on(engine):
         gate = threading.Event()
 
         def wait(_output, logits):
-            gate.wait(30)  # no output before the second reader has come
+            gate.wait(60)  # no output before the second reader has come
             return logits
 
         stream = engine.generate(PROMPTS[0], replace(GREEDY, logits_processors=[wait]))
@@ -569,8 +568,10 @@ def test_chat_answers_as_the_synchronous_engine_does():
 @pytest.mark.parametrize("kind", [CUMULATIVE, DELTA])
 def test_a_fork_is_a_stream_of_its_own(engine, kind):
     async def main() -> None:
+        forked = threading.Event()
+
         def slow(_output, logits):
-            time.sleep(0.002)  # so that the parent lives when it is forked
+            forked.wait(0.1)  # so that the parent lives when it is forked
             return logits
 
         params = replace(LONG, output_kind=kind, logits_processors=[slow])
@@ -580,6 +581,7 @@ def test_a_fork_is_a_stream_of_its_own(engine, kind):
             await engine.fork("parent", "child", {"n": 2})
         child = await engine.fork("parent", "child")
         other = await engine.fork("parent", sampling_params=replace(GREEDY, max_tokens=390))
+        forked.set()
         outputs = await asyncio.gather(*map(read, (parent, child, other)))
         tokens = [
             [t for o in out for t in o.outputs[0].token_ids] if kind is DELTA else None for out in outputs
@@ -711,7 +713,7 @@ def test_a_cancelled_or_refused_report_leaves_nothing(sync):
     async def main() -> None:
         async with AsyncLLMEngine.from_engine(sync) as engine:
             started, is_over = threading.Event(), threading.Event()
-            with patched_execute(sync, lambda: started.set() or is_over.wait(30)):
+            with patched_execute(sync, lambda: started.set() or is_over.wait(60)):
                 task = asyncio.create_task(engine.score(PROMPTS[1], [[1]] * 5, "s"))
                 await asyncio.to_thread(started.wait)
                 task.cancel()

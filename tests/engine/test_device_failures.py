@@ -127,8 +127,8 @@ def test_an_error_or_ctrl_c_between_upload_and_download_loses_nothing(gpu):
     for _ in range(2):  # the second run of an engine has fewer tensors to make
         gpu.fault = counter = Fault(0, RuntimeError())
         assert outputs_of(engine) == expected
-    places = random.Random(1).sample(range(1, counter.num_calls + 1), 4)
-    for at, error in zip(places, [RuntimeError("no launch"), KeyboardInterrupt()] * 2, strict=True):
+    places = random.Random(1).sample(range(1, counter.num_calls + 1), 2)
+    for at, error in zip(places, [RuntimeError("no launch"), KeyboardInterrupt()], strict=True):
         gpu.fault = fault = Fault(at, error)
         assert outputs_of(engine) == expected, (at, error)
         assert fault.num_calls > at

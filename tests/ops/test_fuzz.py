@@ -16,11 +16,13 @@ def test_wrong_calls_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("call", "status"), [("os.abort()", -6), ("time.sleep(60)", 1), ("os._exit(7)", 7)], ids=str
+    ("call", "status", "longest_s"),
+    [("os.abort()", -6, 60), ("time.sleep(60)", 1, 0.5)],
+    ids=str,
 )
-def test_a_call_that_does_not_return_is_reported(call, status, monkeypatch):
+def test_a_call_that_does_not_return_is_reported(call, status, longest_s, monkeypatch):
     program = f"from tests.ops import fuzz; import os, time; fuzz.outcome_of = lambda *_: {call}"
-    monkeypatch.setattr(fuzz, "PROGRAM", ("-c", f"{program}; fuzz.LONGEST_S = 0.5; fuzz.main()"))
+    monkeypatch.setattr(fuzz, "PROGRAM", ("-c", f"{program}; fuzz.LONGEST_S = {longest_s}; fuzz.main()"))
     report = fuzz.run_backends(("torch",), 1, only=3)["torch"]
     assert report["refused"] == 0
     (defect,) = report["defects"]

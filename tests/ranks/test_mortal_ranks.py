@@ -28,7 +28,7 @@ def test_tokens_are_those_of_one_process_wherever_ranks_end(num_stages, num_shar
             add_requests(engine, seed)
             assert finish(engine) == finish(single)
             engine.block_manager.check()
-        assert engine.stats().num_rank_restarts > 6
+        assert engine.stats().num_rank_restarts > 2
         assert engine.stats().num_swap_preemptions > 0
 
 
@@ -54,4 +54,4 @@ def test_a_rank_that_ends_while_nothing_is_computed_is_noticed(single, monkeypat
             with pytest.raises(EngineDeadError, match="rank 1, was ended by SIGKILL"):
                 await engine.stats()
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 60))

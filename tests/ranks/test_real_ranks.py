@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
@@ -22,17 +24,20 @@ from paged.ranks import local_rank
 from paged.ranks.heartbeat import find_troubles
 from tests import rank_deaths
 from tests.rank_deaths import OPTIONS, add_requests, end_rank, failing_restarts, finish, left_behind, ranks_of
+from tests.support.served import eventually
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are processes that Linux can end")
-TIMEOUT_S = 1.5
+TIMEOUT_S = 3.0
 
 
-def eventually(is_so: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Wait until something is so."""
-    until = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < until, "it is not so in time"
-        time.sleep(0.02)
+def unused_port() -> int:
+    """Return a port that nothing listens on, of those that the system gives to no connection."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(first_given // 2, first_given)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,15 +73,15 @@ def expected(single: LLMEngine, seed: int) -> dict[str, list[int]]:
     return finish(single)
 
 
-def test_answers_after_three_timeouts_without_work(engine, single):
+def test_answers_after_a_timeout_without_work(engine, single):
     """Meanwhile the ranks wait without computing, and nothing listens but on loopback."""
     add_requests(engine, 0)
     assert finish(engine) == expected(single, 0)
     (rank,) = ranks_of(engine)._local.values()
     process = psutil.Process(rank.pid)
     used = sum(process.cpu_times()[:2])
-    time.sleep(3 * TIMEOUT_S)
-    assert sum(process.cpu_times()[:2]) - used < 0.1 * 3 * TIMEOUT_S  # a loop without a wait takes all of it
+    time.sleep(1.5 * TIMEOUT_S)
+    assert sum(process.cpu_times()[:2]) - used < 0.15 * TIMEOUT_S  # a loop without a wait takes all of it
     assert find_troubles() == (2, [])
     for each in (process, psutil.Process()):
         addresses = {found.laddr.ip for found in each.net_connections("inet") if found.status == "LISTEN"}
@@ -147,14 +152,14 @@ def test_ranks_end_with_the_process_that_has_started_them(tmp_path):
         "options = {'model': 'demo', 'pipeline_parallel_size': 2}\n"
         "start = {'rank': 1, 'options': options, 'directory': '/', 'private': sys.argv[1], 'num_local': 2}\n"
         "start |= {'group': 0, 'agreed': None}\n"
-        "print(LocalRank(1, 'rank 1', start, on_end=print).pid, flush=True); time.sleep(60)\n"
+        "print(LocalRank(1, 'rank 1', start, on_end=print).pid, flush=True); time.sleep(600)\n"
     )
     private = tmp_path / "private"
     private.mkdir()
     with subprocess.Popen([sys.executable, "-c", code, private], stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         pid = int(driver.stdout.readline())
-        eventually(lambda: (private / "rank-1.json").exists(), 20)
+        eventually(lambda: (private / "rank-1.json").exists())
         driver.kill()
     eventually(lambda: not psutil.pid_exists(pid))
     eventually(lambda: not private.exists())
@@ -162,12 +167,14 @@ def test_ranks_end_with_the_process_that_has_started_them(tmp_path):
 
 def test_processes_of_torchrun_compute_for_the_first():
     """Two nodes of one process each, with the environment that torchrun gives them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [sys.executable, "-m", "paged", "generate", "def add(a, b):", "--temperature", "0"]
     sizes = ["--max-tokens", "8", "--num-blocks", "64", "--num-threads", "1", "--device", "cpu"]
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(unused_port()),
+    }
 
     def run(rank: int, *more: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -180,8 +187,8 @@ def test_processes_of_torchrun_compute_for_the_first():
         )
 
     nodes = [run(0), run(1)]
-    out, err = nodes[0].communicate(timeout=60)
-    assert nodes[1].communicate(timeout=60)[0] == ""
+    out, err = nodes[0].communicate(timeout=240)
+    assert nodes[1].communicate(timeout=240)[0] == ""
     assert [node.returncode for node in nodes] == [0, 0], err
     assert "rank 0 (stage 1 of 2" in err
     engine = LLMEngine("demo", device="cpu", num_threads=1, num_blocks=64)

@@ -14,12 +14,12 @@ from paged.errors import RankError
 from paged.ranks.transport import GlooTransport, ShardGroup
 
 
-def connected(num_ranks: int, timeout_s: float = 10.0, **options: float) -> list[GlooTransport]:
+def connected(num_ranks: int, **options: float) -> list[GlooTransport]:
     """Return the transports of ranks that have met, all in this process."""
     store = HashStore()
-    store.set_timeout(timedelta(seconds=10))
+    store.set_timeout(timedelta(seconds=60))
     transports = [
-        GlooTransport(num_ranks, rank, timeout_s=timeout_s, host="127.0.0.1", **options)
+        GlooTransport(num_ranks, rank, timeout_s=60.0, host="127.0.0.1", **options)
         for rank in range(num_ranks)
     ]
     with ThreadPoolExecutor(num_ranks) as pool:
@@ -71,7 +71,8 @@ def test_traffic_in_both_directions_does_not_block():
 
 
 def test_a_rank_that_is_late_or_gone_is_an_error():
-    driver, follower = connected(2, timeout_s=0.3)
+    driver, follower = connected(2)
+    driver._timeout = timedelta(seconds=0.3)
     with pytest.raises(RankError, match="rank 1 sends nothing"):
         driver.receive((4,), torch.float32, 1)
     follower.close()

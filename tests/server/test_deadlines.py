@@ -64,14 +64,14 @@ def test_chats_that_hang_end_at_their_deadline_and_starve_no_completion(served, 
 
 
 def test_a_worker_that_hangs_is_replaced_and_chats_are_answered_again(served, hung, monkeypatch):
-    limits = WorkerLimits(wall_s=0.2)
+    limits = WorkerLimits(wall_s=1.0)
     for worker in hung:
         monkeypatch.setattr(worker, "limits", limits)
     processes = [worker._process for worker in hung]
     with ThreadPoolExecutor(8) as pool:
         answers = [*pool.map(lambda _: chat(served), range(len(hung)))]
     assert {status for status, _ in answers} == {400}
-    assert "the chat template takes more than 0.2 s" in answers[0][1]
+    assert "the chat template takes more than 1 s" in answers[0][1]
     monkeypatch.undo()
     assert {process.returncode for process in processes} == {-signal.SIGKILL}
     assert chat(served)[0] == 200
@@ -81,7 +81,7 @@ def test_a_text_that_is_tokenized_too_long_ends_at_its_deadline(served):
     """The threads of tokenization are all taken by others."""
     go_on = threading.Event()
     pool = served.front.engine.text.tokenizing
-    taken = [pool.submit(go_on.wait, 20) for _ in range(pool._max_workers)]
+    taken = [pool.submit(go_on.wait, 60) for _ in range(pool._max_workers)]
     try:
         for path, body in (
             ("/v1/completions", {"prompt": LONG_PROMPT, "max_tokens": 1}),

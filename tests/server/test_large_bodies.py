@@ -12,7 +12,7 @@ from paged.protocol.calls.completions import CompletionCall
 from paged.server.http import exchange
 from paged.text.tokenizer import Tokenizer
 from tests.server.test_refusals import LONG, posted
-from tests.support.served import eventually, serving
+from tests.support.served import eventually, serving, unhurried
 
 COMPLETION = "/v1/completions"
 
@@ -44,13 +44,13 @@ def test_others_are_answered_while_a_text_is_tokenized(served, monkeypatch):
 
     def held(tokenizer, text, **options):
         is_begun.set()
-        assert is_answered.wait(10)
+        assert is_answered.wait(60)
         return encode(tokenizer, text, **options)
 
     monkeypatch.setattr(Tokenizer, "encode", held)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(served.post, "/tokenize", prompt="def " * 1900)
-        assert is_begun.wait(10)
+        assert is_begun.wait(60)
         assert served.request("GET", "/health")[0] == 200
         is_answered.set()
         assert answer.result()["count"] >= 1900
@@ -63,7 +63,7 @@ def test_others_are_answered_while_a_large_request_is_prepared_or_answered(name,
 
     def held(call, *args, **options):
         is_begun.set()
-        assert is_answered.wait(10)
+        assert is_answered.wait(60)
         return work(call, *args, **options)
 
     monkeypatch.setattr(CompletionCall, name, held)
@@ -71,7 +71,7 @@ def test_others_are_answered_while_a_large_request_is_prepared_or_answered(name,
     assert len(json.dumps(body)) > exchange.PARSED_AT_ONCE
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(served.post, COMPLETION, **body)
-        assert is_begun.wait(10)
+        assert is_begun.wait(60)
         assert served.request("GET", "/health")[0] == 200
         is_answered.set()
         assert len(answer.result()["choices"]) == 50
@@ -104,7 +104,7 @@ def test_bodies_of_requests_in_progress_are_bounded(engine):
             eventually(lambda: budget.num_bytes == 200_000)
             check_refused()
         eventually(lambda: budget.num_bytes == 0)
-        with served.connect() as client:  # one that is being answered
+        with unhurried(engine), served.connect() as client:  # one that is being answered
             client.sendall(posted({**LONG, "bad_words": ["x" * 80_000] * 2}))
             eventually(lambda: served.num_requests == 1)
             assert budget.num_bytes > 150_000

@@ -48,7 +48,7 @@ def test_lines_that_are_not_read_are_dropped_and_counted(blocks, pipe, monkeypat
     numbers: list[int] = []
     dropped = 0
     while len(numbers) + dropped < COUNT:
-        assert select.select([reader], [], [], 20)[0], "a line is lost"
+        assert select.select([reader], [], [], 60)[0], "a line is lost"
         text += os.read(reader, 4096)
         numbers = [int(number) for number in re.findall(rb"line (\d+)\n", text)]
         dropped = sum(map(int, re.findall(rb"(\d+) lines of the log were dropped", text)))

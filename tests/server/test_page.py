@@ -23,18 +23,18 @@ from paged.server import gallery
 from tests.server.test_keys import bearing, line, write
 from tests.support.chromium import chromium_page, find_chromium
 from tests.support.scheduler_cases import new_scheduler
-from tests.support.served import Served, eventually, serving
+from tests.support.served import PATIENCE_S, Served, eventually, serving
 
 PROMPT = "import os\nimport sys\n" * 24
 SECRET = "classified"
-MOST_EVENTS = 40  # that are read: in ten seconds
+MOST_EVENTS = 480  # that are read: in two minutes
 RUNNING = {"model": "demo", "max_tokens": 1500, "ignore_eos": True}
 
 
 @contextmanager
 def watching(served: Served, headers: dict[str, str] | None = None) -> Iterator[Iterator[dict[str, Any]]]:
     """Yield the events of /watch."""
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE_S)
     connection.request("GET", "/watch", headers=headers or {})
     response = connection.getresponse()
     assert response.status == 200, response.read()
@@ -53,7 +53,7 @@ def completions(served: Served, *requests: tuple[dict[str, Any], dict[str, str]]
     """Have completions run, each of a body and headers, until the context ends."""
     connections = []
     for body, headers in requests:
-        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE_S)
         sent = {"content-type": "application/json", **headers}
         connection.request("POST", "/v1/completions", json.dumps({**RUNNING, "stream": True, **body}), sent)
         assert connection.getresponse().status == 200

@@ -27,7 +27,7 @@ class Harness:
     def submit(self, name: str, left_s: float | None = None) -> None:
         def prepare() -> str:
             self.begun.put(name)
-            assert self.is_over or self.go_on[name].wait(20)
+            assert self.is_over or self.go_on[name].wait(60)
             if name.endswith("wrong"):
                 raise ValueError(name)
             return name
@@ -48,10 +48,10 @@ class Harness:
             self.go_on[name].set()
 
     def next_begun(self) -> str:
-        return self.begun.get(timeout=20)
+        return self.begun.get(timeout=60)
 
     def next_event(self) -> tuple[str, Any]:
-        return self.events.get(timeout=20)
+        return self.events.get(timeout=60)
 
 
 @pytest.fixture

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
-import os
 import random
 import signal
+import sys
 import threading
 import time
 
 import pytest
 
 from tests.support.command_line import running, write
+from tests.support.served import eventually
 
 EVENTS = "text/event-stream"
 GREEDY = ("--temperature", "0", "--max-tokens", "5")
@@ -176,9 +177,9 @@ def test_an_interrupt_ends_the_answer_of_a_server(run):
     def answer(handler):
         if len(handler.body["messages"]) == 1:
             send(handler, 200, EVENTS, delta("hi"))
-            time.sleep(0.1)  # the chat waits for more
-            os.kill(os.getpid(), signal.SIGINT)
-            handler.connection.settimeout(5)
+            eventually(lambda: "hi" in sys.stdout.getvalue())  # the chat has shown it
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            handler.connection.settimeout(60)
             assert handler.rfile.read() == b""
             cut.set()
         else:
@@ -187,7 +188,7 @@ def test_an_interrupt_ends_the_answer_of_a_server(run):
 
     with answering(answer) as url:
         code, out, err = run("chat", "--url", url, "--model", "m", typed="a\nb\n")
-        assert cut.wait(10)
+        assert cut.wait(60)
     assert (code, out.split(">>> ")[1:3]) == (0, ["hi\n", "yes\n"])
     assert "paged:" not in err
 
@@ -226,6 +227,7 @@ def test_a_load_on_the_server(run, served, tmp_path):
 def test_the_terms_of_a_load_are_kept(run):
     """Never more at a time than asked for, at the times of the seed; a request that fails is counted."""
     lock, now, most, bodies, times = threading.Lock(), [0], [0], [], []
+    together = threading.Barrier(2, timeout=60)  # so that the first two are there at once
     usage = {"prompt_tokens": 4, "completion_tokens": 2}
 
     def answer(handler):
@@ -235,7 +237,9 @@ def test_the_terms_of_a_load_are_kept(run):
             bodies.append(handler.body["prompt"])
             times.append(time.perf_counter())
             is_first = len(bodies) == 1
-        time.sleep(0.01)
+            is_early = "--max-concurrency" in sys.argv and len(bodies) <= 2
+        if is_early:
+            together.wait()
         with lock:
             now[0] -= 1
         if is_first:

@@ -31,7 +31,7 @@ FLAGS = (
         "--disable-features=Translate",
     ),
 )
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 def find_chromium() -> str | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 from paged.runner.model_runner import ModelRunner
-from paged.server.engine_process import main
+from paged.server import engine_process
 
 UNLUCKY, SLOW = 13, 14
-SLOW_S = 2.5
+SLOW_UNTIL = "PAGED_TEST_SLOW_UNTIL"  # names the file whose coming ends the step that takes long
 
 
 def failing(execute: Any) -> Any:
@@ -18,7 +20,8 @@ def failing(execute: Any) -> Any:
         if UNLUCKY in lengths:
             raise RuntimeError("a step that fails")
         if SLOW in lengths:
-            time.sleep(SLOW_S)
+            while not Path(os.environ[SLOW_UNTIL]).exists():
+                time.sleep(0.01)
         return execute(self, schedule)
 
     return run
@@ -26,4 +29,5 @@ def failing(execute: Any) -> Any:
 
 if __name__ == "__main__":
     ModelRunner.execute = failing(ModelRunner.execute)  # type: ignore[method-assign]
-    main()
+    engine_process.HEARTBEAT_S = 0.1
+    engine_process.main()

@@ -212,7 +212,7 @@ class Bystander:
         """Wait until the server is idle. Return what is left of requests."""
         if finding := await self.ask():
             return [finding]
-        for _ in range(100):
+        for _ in range(600):
             left = await self._left()
             if not left:
                 return []

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from paged import AsyncLLMEngine
 from paged.scheduler.stats import EngineStats
 from paged.server.app import new_app, new_metrics_app
 from paged.server.front_end import FrontEnd
@@ -20,6 +21,7 @@ from paged.server.http.listener import Listeners, Server, bind_all, new_event_lo
 from paged.server.options import ServeOptions
 
 EVENTS = "text/event-stream"
+PATIENCE_S = 120.0  # for what comes within a moment where nothing else runs
 
 
 @dataclass
@@ -37,7 +39,7 @@ class Served:
 
     def stats(self) -> EngineStats:
         """Return the stats of the engine as they are now."""
-        return asyncio.run_coroutine_threadsafe(self.front.engine.stats(), self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(self.front.engine.stats(), self.loop).result(PATIENCE_S)
 
     @property
     def num_requests(self) -> int:
@@ -50,7 +52,7 @@ class Served:
         return len(self.server.server_state.connections)
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
 
     def request(
         self,
@@ -65,7 +67,7 @@ class Served:
         """
         given = {} if isinstance(body, bytes | None) else {"content-type": "application/json"}
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         try:
             connection.request(method, path, data, {**given, **(headers or {})})
             response = connection.getresponse()
@@ -142,18 +144,43 @@ def serving(
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert started.wait(20)
+    assert started.wait(PATIENCE_S)
     try:
         yield served[0]
     finally:
         stop[0]()
-        thread.join(20)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+@contextmanager
+def held(engine: AsyncLLMEngine) -> Iterator[None]:
+    """Have an engine of this process compute nothing, so that its requests last as long as the test."""
+    go_on = threading.Event()
+    call = engine._thread.call(lambda _: go_on.wait(PATIENCE_S))
+    try:
+        yield
+    finally:
+        go_on.set()
+        call.result()
+
+
+@contextmanager
+def unhurried(engine: AsyncLLMEngine) -> Iterator[None]:
+    """Have each step of an engine of this process take a while, so that no long request ends meanwhile."""
+    runner = engine._thread.call(lambda engine: engine.runner).result()
+    execute, is_over = runner.execute, threading.Event()
+    runner.execute = lambda schedule: (is_over.wait(0.05), execute(schedule))[1]
+    try:
+        yield
+    finally:
+        is_over.set()
+        del runner.execute
+
+
+def eventually(holds: Callable[[], bool]) -> None:
     """Wait until a condition holds."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline, "it never held"
         time.sleep(0.005)

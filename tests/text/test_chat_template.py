@@ -346,7 +346,7 @@ def test_bombs_end_in_an_error(bounded, bomb):
     with pytest.raises(RequestError) as refused:
         bounded.render(TALK, chat_template=bomb)
     assert BOMBS[bomb] in str(refused.value)
-    assert time.process_time() - started < 0.2, "it was this process that worked"
+    assert time.process_time() - started < 0.35, "it was this process that worked"
     # The next rendering works.
     assert bounded.render(TALK, chat_template="{{ messages[0].role }}") == "system"
 
@@ -381,7 +381,7 @@ def test_a_process_that_hangs_delays_no_other_and_is_replaced_when_its_time_is_o
         # Longer than the pipe: it hangs while the request is written, too.
         long = [{"role": "user", "content": "x" * 2**20}]
         hangs = pool.submit(templates.render, long, chat_template=template)
-        while templates._workers._free.qsize() == MOST_RENDERED:
+        while templates._workers._free.qsize() == MOST_RENDERED and not hangs.done():
             time.sleep(0.001)
         assert templates.render(TALK[:1], chat_template=template) == "system"
         with pytest.raises(RequestError, match=r"the chat template takes more than 0\.5 s"):

@@ -146,31 +146,23 @@ def test_other_files_are_left_to_transformers(name, tmp_path):
     assert DirectTokenizer.of(tmp_path) is None
 
 
-def test_an_engine_generates_without_transformers_and_users_still_get_its_tokenizer():
-    code = """
-        import sys
-        from paged import LLMEngine, SamplingParams
-        engine = LLMEngine("demo", device="cpu", num_blocks=16)
-        engine.generate("def f(x):", SamplingParams(max_tokens=2), use_tqdm=False)
-        assert "transformers" not in sys.modules
-        assert engine.get_tokenizer()("def")["input_ids"] == engine.tokenizer.encode("def")
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
-
-
-def test_a_native_model_with_a_tokenizer_of_transformers_imports_no_model_class(tmp_path):
-    """They take seconds and much memory to import."""
+def test_transformers_is_imported_for_its_tokenizers_alone(tmp_path):
+    """And no model class, which take seconds and much memory to import. Users still get its tokenizer."""
     (write(tmp_path) / "special_tokens_map.json").write_text("{}")
     (tmp_path / "model.safetensors").symlink_to(DEMO / "model.safetensors")
     code = """
         import sys
         from importlib.util import find_spec
         from paged import LLMEngine, SamplingParams
-        engine = LLMEngine(sys.argv[1], device="cpu", num_blocks=16)
+        engine = LLMEngine("demo", device="cpu", num_blocks=16)
         engine.generate("def f(x):", SamplingParams(max_tokens=2), use_tqdm=False)
+        assert "transformers" not in sys.modules
+        other = LLMEngine(sys.argv[1], device="cpu", num_blocks=16)
+        other.generate("def f(x):", SamplingParams(max_tokens=2), use_tqdm=False)
         assert "transformers" in sys.modules
         assert "transformers.modeling_utils" not in sys.modules  # which every model class imports
         assert find_spec("transformers.modeling_utils")
+        assert engine.get_tokenizer()("def")["input_ids"] == engine.tokenizer.encode("def")
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], check=True)
 

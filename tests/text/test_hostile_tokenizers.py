@@ -117,7 +117,7 @@ def test_files_that_break_the_library_are_refused_in_one_line(kind, tmp_path):
     message = refused(write(tmp_path, **BROKEN[kind]))
     assert message.startswith(str(tmp_path))
     if kind == "growth-without-end":
-        assert "the tokenizer takes more than 1024 MiB of memory" in message
+        assert re.search(r"the tokenizer takes more than (1024 MiB of memory|0\.5 s)", message)
 
 
 def test_the_report_of_a_panic_does_not_reach_the_terminal(tmp_path):
@@ -145,7 +145,7 @@ def test_a_decoder_that_panics_is_refused(tmp_path):
 # A tokenizer that passes the probe, and the texts that it fails on.
 EXPANDING = {"type": "Sequence", "normalizers": [replace("b", "b" * 999)] * 3}
 HARD = {
-    "a" * 40 + "!": "retry-limit-in-match over",
+    "a" * 40 + "!": "retry-limit-in-match over|takes more than 0.5 s",
     "c" * 4000: "takes more than 0.5 s",
     "b": "takes more than",  # 1024 MiB, which may take longer than 0.5 s
 }
@@ -160,7 +160,7 @@ def test_a_prompt_that_exceeds_the_limits_is_refused_alone(tmp_path):
     engine.add_request("good", "a c", params)
     engine.step()
     for text, reason in HARD.items():
-        with pytest.raises(RequestError, match=re.escape(reason)):
+        with pytest.raises(RequestError, match=reason):
             engine.add_request("hard", text, params)
     engine.add_request("after", "a c", params)
     outputs = {}

@@ -120,7 +120,7 @@ def test_a_copy_of_the_project_compiles_nothing(tmp_path, monkeypatch):
 
 # A process with kernels of its own, which are quick to compile. It begins when it reads a line.
 STARTING = """
-    import time
+    import os, time
     from paged.kernels.cpu import compiling
     from paged.runner.compile_bar import compile_bar
 
@@ -134,7 +134,9 @@ STARTING = """
 
     def compile_kernel(function):
         compiled.append(function.__name__)
-        time.sleep(0.2)  # so that the other process comes to this kernel meanwhile
+        open(f"{os.environ['MEETING']}/{os.getpid()}", "w").close()
+        while len(os.listdir(os.environ["MEETING"])) < int(os.environ["NUM_MEETING"]):
+            time.sleep(0.01)  # so that each of them compiles some
         compile(function)
 
     compiling.compile_kernel = compile_kernel
@@ -148,32 +150,34 @@ STARTING = """
 """
 
 
-def start(tmp_path):
+def start(tmp_path, num_meeting=1):
     command = [sys.executable, "-c", textwrap.dedent(STARTING)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    environment |= {"MEETING": str(tmp_path / "meeting"), "NUM_MEETING": str(num_meeting)}
+    (tmp_path / "meeting").mkdir(exist_ok=True)
     process = subprocess.Popen(command, **pipes, text=True, env=environment)
     assert process.stdout.readline() == "ready\n"
     return process
 
 
 def test_processes_that_start_at_once_share_the_work_and_later_ones_are_silent(tmp_path):
-    both = [start(tmp_path) for _ in range(2)]
+    both = [start(tmp_path, num_meeting=2) for _ in range(2)]
     for process in both:
         process.stdin.write("\n")
         process.stdin.flush()
-    (first, told), (second, _) = (process.communicate(timeout=60) for process in both)
+    (first, told), (second, _) = (process.communicate(timeout=180) for process in both)
     assert sorted([*first.split(), *second.split()]) == [f"kernel{i}" for i in range(6)]
     assert first.strip()
     assert second.strip()
     assert "compiling 6 kernels for this CPU, once: about 3 s\ncompiled 6 of 6 kernels" in told
-    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".o"] * 6  # no lock is left
+    assert sorted(file.suffix for file in (tmp_path / "cache").iterdir()) == [".o"] * 6  # no lock is left
     for line in ("\n", "terminal\n"):
-        assert start(tmp_path).communicate(line, timeout=60) == ("\n", "")
+        assert start(tmp_path).communicate(line, timeout=180) == ("\n", "")
 
 
 def test_a_terminal_gets_a_bar(tmp_path):
-    _, told = start(tmp_path).communicate("terminal\n", timeout=60)
+    _, told = start(tmp_path).communicate("terminal\n", timeout=180)
     assert "compiling 6 kernels for this CPU, once: about 3 s |" in told
     assert "| 6/6 in 0" in told
     assert "compiled" not in told
