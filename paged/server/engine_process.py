@@ -213,7 +213,7 @@ class EngineServer:
                 except Exception as error:  # of a request; the others go on
                     self.link.send(frames.Refused(getattr(order, "key", None), *described(error)))
             code = 0  # the front end has ended
-        except BaseException:
+        except BaseException:  # of any kind: the process ends, and is replaced
             logger.exception("the orders of the front end cannot be read")
         finally:
             self.end(code)
@@ -449,7 +449,7 @@ def main() -> None:
     try:
         take_share(start)
         engine = LLMEngine(**start.options)
-    except Exception as error:
+    except Exception as error:  # told to the front end, which raises it
         link.send(frames.Refused(None, *described(error)))
         return
     server = EngineServer(engine, start.stream_interval_s, link, orders)
