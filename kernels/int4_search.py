@@ -33,7 +33,8 @@ def best_fit(levels: Tensor) -> tuple[Tensor, Tensor]:
 
     levels: float32; size is a power of two. Groups with NaN, or with equal numbers, have NaN.
     """
-    codes, scratch = torch.empty_like(levels), torch.empty_like(levels)
+    codes = torch.empty_like(levels)
+    scratch = torch.empty_like(levels)
     sums = _sum(scratch.copy_(levels))
     best: Fit | None = None
     for factor, shift in RANGES:

@@ -72,7 +72,9 @@ def _bind(cache: Tensor, pairs: Tensor, target: Tensor | None) -> tuple[BoundLau
             raise ValueError(f"{name} must be contiguous within a block, got strides {tensor.stride()}")
     check_launchable("pairs", pairs)
     check_contiguous("pairs", pairs)
-    num_pairs, num_planes, size = len(pairs), len(cache), cache.shape[2:].numel()
+    num_pairs = len(pairs)
+    num_planes = len(cache)
+    size = cache.shape[2:].numel()
     bits = _BITS[cache.element_size()]
     if num_pairs == 0:
         return None, bits

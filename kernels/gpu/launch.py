@@ -118,7 +118,9 @@ class BoundLaunch:
         grid: tuple[int, ...] | Callable[[CompiledKernel | None], tuple[int, ...]],
         **fixed: Any,
     ) -> None:
-        self._kernel, self._grid, self._fixed = kernel, grid, fixed
+        self._kernel = kernel
+        self._grid = grid
+        self._fixed = fixed
         self._rest = tuple(fixed[name] for name in kernel.arg_names if name in fixed)
         self._compiled: _Compiled | None = None
 
@@ -144,7 +146,8 @@ class BoundLaunch:
 
     def _dispatch(self, tensors: tuple[Any, ...]) -> None:
         """Launch through Triton, and keep the kernel that it found."""
-        kernel, names = self._kernel, self._kernel.arg_names
+        kernel = self._kernel
+        names = self._kernel.arg_names
         arguments = dict(zip(names[: len(tensors)], tensors, strict=True)) | self._fixed
         grid = self._grid  # another thread may replace it meanwhile, by the same
         if callable(grid):

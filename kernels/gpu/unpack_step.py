@@ -167,7 +167,8 @@ def _bind(
 ) -> _Bound:
     """Check the arguments. sizes: num_tokens, the width of tables, programs of a row, and block_size."""
     num_tokens, width, num_programs, block_size = sizes
-    num_step_rows, num_groups = len(cu_seqlens_q) - 1, len(seat_tables)
+    num_step_rows = len(cu_seqlens_q) - 1
+    num_groups = len(seat_tables)
     for name, tensor, shape, dtype in (
         ("rows", rows, (None, NUM_COLUMNS), torch.int32),
         ("cu_seqlens_q", cu_seqlens_q, (None,), torch.int32),
@@ -183,7 +184,8 @@ def _bind(
             check_device(name, tensor, rows.device)
             check_contiguous(name, tensor)
             check_launchable(name, tensor)
-    num_rows, num_more = len(rows), 0 if sources is None else len(sources)
+    num_rows = len(rows)
+    num_more = 0 if sources is None else len(sources)
     if not 1 <= num_step_rows <= num_rows:
         raise ValueError(f"cu_seqlens_q must be of 1 to {num_rows} rows, got {num_step_rows}")
     launch = BoundLaunch(

@@ -113,7 +113,7 @@ class BatchRun:
             self.ignored.update(line.call.ignored)
             self.ignored.update(["request_id"] if line.call.request_id is not None else [])
             return _Entry(line, line.call, [*line.call.prompts(self._engine.text)])
-        except Exception as error:
+        except Exception as error:  # of any kind: it is the line's result
             self._refuse(line, error)
             return None
 
@@ -122,7 +122,7 @@ class BatchRun:
         try:
             with entry.call.naming_field():
                 output = await self._output_of(entry, index)
-        except Exception as error:
+        except Exception as error:  # of any kind: it is the line's result
             if isinstance(error, EngineDeadError) and not self._engine.is_running:
                 raise
             if not entry.is_closed:

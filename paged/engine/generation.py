@@ -148,7 +148,7 @@ class Generation:
                 group = call_with_error_prefix(f"prompts[{self._num_made}]", self._next_group)
             except StopIteration:
                 self._is_exhausted = True
-            except Exception as error:
+            except Exception as error:  # raised once the prompts before it are done
                 self._is_exhausted = True
                 self._error = error
             else:

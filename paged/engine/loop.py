@@ -163,7 +163,7 @@ class EngineLoop:
                     raise self.engine.core.dead
                 if not self._is_stopping and self.engine.core.has_work():
                     self._step()
-        except BaseException as error:
+        except BaseException as error:  # of any kind: told to all who wait
             logger.exception("the engine has stopped")
             self._die(error)
         else:
@@ -208,7 +208,7 @@ class EngineLoop:
                     future.set_result(function(self.engine))
                 except Exception as error:  # raised to the caller; the engine goes on
                     future.set_exception(error)
-                except BaseException as error:
+                except BaseException as error:  # SystemExit, say: it ends this thread, too
                     future.set_exception(_stopped_by(error))
                     raise
         self._deliver()

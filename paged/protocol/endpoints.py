@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from ..base.validation import shown
@@ -37,7 +37,7 @@ MESSAGES_PATH = "/v1/messages"
 ADMIN_PREFIX = "/admin/"  # of the paths of that access, and of no others
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Endpoint:
     """A method and a path of the server, added to ROUTES.
 
@@ -54,6 +54,7 @@ class Endpoint:
     path: str
     summary: str
     answer: str | None
+    _: KW_ONLY
     call: type[Call] | None = None
     media: str = JSON
     streamed: str | None = None
@@ -85,147 +86,94 @@ class Endpoint:
 
 
 POST_CHAT = Endpoint(
-    method="POST",
-    path="/v1/chat/completions",
-    summary="Answer a conversation",
-    call=ChatCall,
-    answer="ChatCompletion",
-    streamed=_EVENTS,
+    "POST", "/v1/chat/completions", "Answer a conversation", "ChatCompletion", call=ChatCall, streamed=_EVENTS
 )
 POST_COMPLETIONS = Endpoint(
-    method="POST",
-    path="/v1/completions",
-    summary="Complete one or several prompts",
+    "POST",
+    "/v1/completions",
+    "Complete one or several prompts",
+    "Completion",
     call=CompletionCall,
-    answer="Completion",
     streamed=_EVENTS,
 )
 POST_RESPONSE = Endpoint(
-    method="POST",
-    path="/v1/responses",
-    summary="Answer the items of a conversation",
+    "POST",
+    "/v1/responses",
+    "Answer the items of a conversation",
+    "Response",
     call=ResponseCall,
-    answer="Response",
     streamed=_EVENTS,
 )
-GET_RESPONSE = Endpoint(
-    method="GET",
-    path="/v1/responses/{response}",
-    summary="Return a stored response",
-    answer="Response",
-)
-DELETE_RESPONSE = Endpoint(
-    method="DELETE",
-    path="/v1/responses/{response}",
-    summary="Forget a stored response",
-    answer="Any",
-)
-POST_CANCEL = Endpoint(
-    method="POST",
-    path="/v1/responses/{response}/cancel",
-    summary="End a response in progress",
-    answer="Response",
-)
+GET_RESPONSE = Endpoint("GET", "/v1/responses/{response}", "Return a stored response", "Response")
+DELETE_RESPONSE = Endpoint("DELETE", "/v1/responses/{response}", "Forget a stored response", "Any")
+POST_CANCEL = Endpoint("POST", "/v1/responses/{response}/cancel", "End a response in progress", "Response")
 POST_MESSAGE = Endpoint(
-    method="POST",
-    path=MESSAGES_PATH,
-    summary="Answer the messages of a conversation",
+    "POST",
+    MESSAGES_PATH,
+    "Answer the messages of a conversation",
+    "Message",
     call=MessageCall,
-    answer="Message",
     error="MessageError",
     streamed=_EVENTS,
 )
 POST_COUNT_TOKENS = Endpoint(
-    method="POST",
-    path=f"{MESSAGES_PATH}/count_tokens",
-    summary="Return how many tokens the messages have",
+    "POST",
+    f"{MESSAGES_PATH}/count_tokens",
+    "Return how many tokens the messages have",
+    "MessageTokens",
     call=MessageCountCall,
-    answer="MessageTokens",
     error="MessageError",
 )
 POST_EMBEDDINGS = Endpoint(
-    method="POST",
-    path="/v1/embeddings",
-    summary="Embed one or several texts",
-    call=EmbeddingCall,
-    answer="Embeddings",
+    "POST", "/v1/embeddings", "Embed one or several texts", "Embeddings", call=EmbeddingCall
 )
 POST_SCORE = Endpoint(
-    method="POST",
-    path="/v1/score",
-    summary="Return the log-probabilities of continuations",
-    call=ScoreCall,
-    answer="Scores",
+    "POST", "/v1/score", "Return the log-probabilities of continuations", "Scores", call=ScoreCall
 )
 POST_TOKENIZE = Endpoint(
-    method="POST",
-    path="/tokenize",
-    summary="Return the tokens of a text or a conversation",
-    call=TokenizeCall,
-    answer="Tokens",
+    "POST", "/tokenize", "Return the tokens of a text or a conversation", "Tokens", call=TokenizeCall
 )
-POST_DETOKENIZE = Endpoint(
-    method="POST", path="/detokenize", summary="Return the text of tokens", call=DetokenizeCall, answer="Text"
-)
+POST_DETOKENIZE = Endpoint("POST", "/detokenize", "Return the text of tokens", "Text", call=DetokenizeCall)
 POST_GENERATE, POST_GENERATE_BATCH = (
     Endpoint(
-        method="POST",
-        path=path,
-        summary="Complete prompts, each with its own result",
+        "POST",
+        path,
+        "Complete prompts, each with its own result",
+        "Results",
         call=GenerateCall,
-        answer="Results",
         streamed=_LINES,
     )
     for path in ("/generate", "/generate/batch")
 )
-GET_MODELS = Endpoint(method="GET", path="/v1/models", summary="List the model's names", answer="Models")
-GET_MODEL = Endpoint(
-    method="GET", path="/v1/models/{model}", summary="Return one of the model's names", answer="Model"
-)
-GET_HEALTH = Endpoint(
-    method="GET",
-    path="/health",
-    summary="Return whether the engine runs",
-    answer="Any",
-    access="all",
-    is_probe=True,
-)
+GET_MODELS = Endpoint("GET", "/v1/models", "List the model's names", "Models")
+GET_MODEL = Endpoint("GET", "/v1/models/{model}", "Return one of the model's names", "Model")
+GET_HEALTH = Endpoint("GET", "/health", "Return whether the engine runs", "Any", access="all", is_probe=True)
 GET_READY = Endpoint(
-    method="GET",
-    path="/ready",
-    summary="Return whether requests are accepted",
-    answer="Any",
-    access="all",
-    is_probe=True,
+    "GET", "/ready", "Return whether requests are accepted", "Any", access="all", is_probe=True
 )
-GET_VERSION = Endpoint(
-    method="GET", path="/version", summary="Return the version of paged", answer="Version", access="public"
-)
+GET_VERSION = Endpoint("GET", "/version", "Return the version of paged", "Version", access="public")
 GET_METRICS = Endpoint(
-    method="GET",
-    path="/metrics",
-    summary="Return metrics in the form of Prometheus",
-    answer=None,
+    "GET",
+    "/metrics",
+    "Return metrics in the form of Prometheus",
+    None,
     media=_PLAIN,
     access="operator",
     is_probe=True,
 )
-GET_OPENAPI = Endpoint(
-    method="GET", path="/openapi.json", summary="Return this description", answer="Any", access="public"
-)
+GET_OPENAPI = Endpoint("GET", "/openapi.json", "Return this description", "Any", access="public")
 GET_WATCH = Endpoint(
-    method="GET",
-    path="/watch",
-    summary="Tell what the engines compute and whose their blocks are, up to four times a second",
-    answer=None,
+    "GET",
+    "/watch",
+    "Tell what the engines compute and whose their blocks are, up to four times a second",
+    None,
     media=_EVENTS,
     access="watch",
 )
 # The page, by the path of each of its files.
 PAGE_FILES = {
-    Endpoint(
-        method="GET", path=path, summary=summary, answer=None, media=media, access="all"
-    ): path.removeprefix("/") or "page/index.html"
+    Endpoint("GET", path, summary, None, media=media, access="all"): path.removeprefix("/")
+    or "page/index.html"
     for path, media, summary in (
         ("/", "text/html", "Return the page to chat with the model and to watch the engine"),
         ("/page/style.css", "text/css", "Return the look of the page"),
@@ -236,17 +184,13 @@ PAGE_FILES = {
     )
 }
 GET_REQUESTS = Endpoint(
-    method="GET",
-    path="/admin/requests",
-    summary="List the requests in progress, without their prompts",
-    answer="Any",
-    access="admin",
+    "GET", "/admin/requests", "List the requests in progress, without their prompts", "Any", access="admin"
 )
 POST_END = Endpoint(
-    method="POST",
-    path="/admin/requests/{request}/end",
-    summary="End the requests in progress that have this id",
-    answer="Any",
+    "POST",
+    "/admin/requests/{request}/end",
+    "End the requests in progress that have this id",
+    "Any",
     access="admin",
 )
 POST_REPLICAS = Endpoint(
@@ -257,7 +201,7 @@ POST_REPLICAS = Endpoint(
     access="admin",
 )
 POST_PAUSE, POST_RESUME, POST_DRAIN, POST_RESET_PREFIX_CACHE, POST_RELOAD_KEYS = (
-    Endpoint(method="POST", path=f"{ADMIN_PREFIX}{name}", summary=summary, answer="Any", access="admin")
+    Endpoint("POST", f"{ADMIN_PREFIX}{name}", summary, "Any", access="admin")
     for name, summary in (
         ("pause", "Refuse new requests until /admin/resume; those in progress go on"),
         ("resume", "Accept new requests again"),

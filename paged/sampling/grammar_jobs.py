@@ -124,7 +124,7 @@ class MaskJob:
         bits = self.bits[row]
         try:
             matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        except BaseException as error:
+        except BaseException as error:  # of this output alone; a Rust panic is not an Exception
             self._errors[row] = error
 
     def _consume(self, executor: Any) -> None:

@@ -259,7 +259,7 @@ def _in_thread(kind: str, compile_it: Callable[[], CompiledGrammar]) -> Compiled
             f"structured_outputs {kind} was not compiled within {COMPILE_TIMEOUT_S:g} s; make it smaller",
             param="structured_outputs",
         ) from error
-    except BaseException as error:
+    except BaseException as error:  # of the library; a Rust panic is not an Exception
         if result.done():
             if isinstance(error, _NamedPartError):
                 raise RequestError(_one_line(str(error)), param=error.param) from error

@@ -102,14 +102,14 @@ class App:
             await self._router(scope, receive, send)
         except ClientGone as gone:
             front.end(exchange, CLIENT_GONE, gone)
-        except Exception as error:
+        except Exception as error:  # of any kind: the client gets an answer
             failure = await front.failure_of(error, exchange.request_id)
             front.end(exchange, failure.status, error)
             if exchange.status is not None:  # too late for another response: the connection is closed
                 raise
             body = error_in_form_of(exchange.route, failure.status, failure.body, exchange.request_id)
             await exchange.respond_json(failure.status, body, failure.headers)
-        except BaseException as error:
+        except BaseException as error:  # cancelled, most of all
             front.end(exchange, CLIENT_GONE, error)
             raise
         else:

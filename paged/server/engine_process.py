@@ -221,7 +221,7 @@ class EngineServer:
                 except Exception as error:  # of a request; the others go on
                     self.link.send(frames.Refused(getattr(order, "key", None), *described(error)))
             code = 0  # the front end has ended
-        except BaseException:
+        except BaseException:  # of any kind: the process ends, and is replaced
             logger.exception("the orders of the front end cannot be read")
         finally:
             self.end(code)

@@ -230,7 +230,7 @@ class FrontEnd:
         async def reload() -> None:
             try:
                 announce(f"the keys file has been read again: {await self.reload_keys()} keys")
-            except Exception as error:
+            except Exception as error:  # of any kind: the keys of before stay in force
                 logger.error("the keys file is not in force, the one before is: %s", error)
 
         self._reloading = asyncio.get_running_loop().create_task(reload())  # or it might be collected

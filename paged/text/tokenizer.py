@@ -182,7 +182,7 @@ class Tokenizer:
             text = self._tokenizer.decode(
                 token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
-        except BaseException as error:
+        except BaseException as error:  # a Rust panic is not an Exception
             if not is_panic(error):
                 raise
             raise RequestError(f"the tokenizer cannot decode this: {first_line(error)}") from error

@@ -133,7 +133,8 @@ def _removes(part: Part | None) -> bool:
 
 
 def _replacement(part: Part) -> int:
-    (form, pattern), size = _pattern(part), _size(part["content"])
+    form, pattern = _pattern(part)
+    size = _size(part["content"])
     if form == "Regex" and matches_nothing(pattern):  # the library panics
         raise _UnboundedError(f"regular expression {pattern[:80]!r} matches empty text")
     return max(1, size if form == "Regex" else ceil(size / _size(pattern)))

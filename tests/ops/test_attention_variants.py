@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paged.kernels import reference
@@ -64,7 +64,7 @@ def batches(draw):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     batch=batches(),
     seed=st.integers(0, 2**16),

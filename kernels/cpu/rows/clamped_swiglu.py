@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ... import reference
 from ...arguments import checked
-from ..launch.tasks import Task, addresses
+from ..launch.tasks import Task
 from ..simd.memory import some_of
-from ..simd.numbers import ITEM_SIZES, KINDS
+from ..simd.numbers import ITEM_SIZES
 from ..simd.vectors import LANES, add, function, gated_by, multiply, splat, where_greater
-from .row_kernel import by_kind, has_regular_rows, rows_of_unit, units_of_rows
+from .row_kernel import by_kind, has_regular_rows, rows_of_unit, run_on_halves
 
 CLAMPED_SWIGLU = Task(
     ("x", "out"), ("kind", "num_rows", "size", "x_stride", "rows_per_unit"), ("limit", "alpha")
@@ -57,19 +57,4 @@ def clamped_swiglu(x: Tensor, limit: float, alpha: float) -> Tensor:  # [n, 2 * 
     """Return gate sigmoid(alpha gate) (up + 1); see `reference.clamped_swiglu`."""
     if not has_regular_rows(x):
         return reference.clamped_swiglu(x, limit, alpha)
-    num_rows = x.shape[0]
-    size = x.shape[1] // 2
-    out = x.new_empty(num_rows, size)
-    num_units, per_unit = units_of_rows(num_rows, 2 * size)
-    CLAMPED_SWIGLU.run(
-        num_units,
-        *addresses(x, out),
-        KINDS[x.dtype],
-        num_rows,
-        size,
-        x.stride(0) * x.itemsize,
-        per_unit,
-        float(limit),
-        float(alpha),
-    )
-    return out
+    return run_on_halves(CLAMPED_SWIGLU, x, float(limit), float(alpha))

@@ -45,7 +45,9 @@ ROTARY_STORE_KV = Task(
 
 @by_kind
 def _rotary_row(kind: int) -> Any:
-    size_of, (load, store), (load_float, _) = ITEM_SIZES[kind], some_of(kind), some_of(FLOAT32)
+    size_of = ITEM_SIZES[kind]
+    load, store = some_of(kind)
+    load_float, _ = some_of(FLOAT32)
     normalize = make_normalize(kind)
 
     @function
@@ -104,7 +106,7 @@ def _make_store(store_head: Any) -> Any:
 @by_kind
 def _store_row(kind: int) -> Any:
     size_of = ITEM_SIZES[kind]
-    (load, store) = some_of(kind)
+    load, store = some_of(kind)
 
     @function
     def store_head(args, head, to, scale, fixed):  # noqa: ARG001

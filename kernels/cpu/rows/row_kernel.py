@@ -63,6 +63,21 @@ def run_on_rows(
     task.run(num_units, *addresses(*tensors, *others), *numbers)
 
 
+def run_on_halves(task: Task, x: Tensor, *options: float) -> Tensor:  # [n, 2 * size] -> [n, size]
+    """Launch a kernel over rows of gates and ups side by side. Return its output.
+
+    The kernel's record has, in this order: the addresses of x and of the output; kind, num_rows, size, the
+    stride of x in bytes, rows_per_unit; the options.
+    """
+    num_rows = x.shape[0]
+    size = x.shape[1] // 2
+    out = x.new_empty(num_rows, size)
+    num_units, per_unit = units_of_rows(num_rows, 2 * size)
+    numbers = (KINDS[x.dtype], num_rows, size, x.stride(0) * x.itemsize, per_unit, *options)
+    task.run(num_units, *addresses(x, out), *numbers)
+    return out
+
+
 def padded_width(num_rows: int, size: int, itemsize: int) -> int:
     """Return the row stride of a norm's output, in numbers."""
     is_padded = num_rows > FEW_ROWS and size * itemsize % PAGE_BYTES == 0

@@ -6,11 +6,11 @@ from torch import Tensor
 
 from ...arguments import checked
 from ...plain.rows.silu_and_mul import silu_and_mul as by_torch
-from ..launch.tasks import Task, addresses
+from ..launch.tasks import Task
 from ..simd.memory import some_of
-from ..simd.numbers import ITEM_SIZES, KINDS
+from ..simd.numbers import ITEM_SIZES
 from ..simd.vectors import LANES, function, multiply, silu
-from .row_kernel import by_kind, has_regular_rows, rows_of_unit, units_of_rows
+from .row_kernel import by_kind, has_regular_rows, rows_of_unit, run_on_halves
 
 SILU_AND_MUL = Task(("x", "out"), ("kind", "num_rows", "size", "x_stride", "rows_per_unit"))
 
@@ -45,17 +45,4 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
     """Return silu(gate) * up, where x is gate and up side by side; see `reference.silu_and_mul`."""
     if not has_regular_rows(x):
         return by_torch(x)
-    num_rows = x.shape[0]
-    size = x.shape[1] // 2
-    out = x.new_empty(num_rows, size)
-    num_units, per_unit = units_of_rows(num_rows, 2 * size)
-    SILU_AND_MUL.run(
-        num_units,
-        *addresses(x, out),
-        KINDS[x.dtype],
-        num_rows,
-        size,
-        x.stride(0) * x.itemsize,
-        per_unit,
-    )
-    return out
+    return run_on_halves(SILU_AND_MUL, x)

@@ -19,7 +19,8 @@ def _copier(kind):
     That is the order of memory. float32 is copied too: rows that are a power of two apart share few sets of
     the L1 cache, so every register tile would read them from further away.
     """
-    (load_vector, _), size = LOADERS[kind], ITEM_SIZES[kind]
+    load_vector, _ = LOADERS[kind]
+    size = ITEM_SIZES[kind]
 
     @function
     def copy(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):

@@ -62,7 +62,8 @@ def bind_prefill(
     configs: Configs,
 ) -> BoundLaunch:
     """Bind the launch for all sequences that are no decodes."""
-    config, num_seqs = configs.choose("prefill"), len(block_tables)
+    config = configs.choose("prefill")
+    num_seqs = len(block_tables)
     layer = _layer(query, key_cache, value_cache, options)
     # sum_i ceil(query_len_i / BLOCK_Q) is at most this, whatever the lengths: no need to know them here.
     num_q_blocks = query.shape[0] // config.BLOCK_Q + num_seqs
@@ -153,7 +154,8 @@ def _numbers(block_tables: Tensor, options: AttentionOptions) -> dict[str, Any]:
 
 def _layer(query: Tensor, key_cache: Tensor, value_cache: Tensor, options: AttentionOptions) -> Layer:
     """Return what is compiled for."""
-    (_, num_heads, head_dim), (_, block_size, num_kv_heads, value_dim) = query.shape, value_cache.shape
+    _, num_heads, head_dim = query.shape
+    _, block_size, num_kv_heads, value_dim = value_cache.shape
     # The largest power of two, and what is left over: 80 = 64 + 16, 576 = 512 + 64.
     block_d = 1 << (head_dim.bit_length() - 1)
     rest = head_dim - block_d

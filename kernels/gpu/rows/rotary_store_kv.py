@@ -201,7 +201,8 @@ def rotary_store_kv(
     for a slot outside the cache or named twice.
     """
     tensors = qkv, cos, sin, key_cache, value_cache, slot_mapping
-    weights, scales = (query_norm_weight, key_norm_weight), (key_scales, value_scales)
+    weights = (query_norm_weight, key_norm_weight)
+    scales = (key_scales, value_scales)
     fixed = fixed_key_scales, fixed_value_scales
     key = combination((*tensors, *weights, *scales, *fixed), eps, unit_offset)
     launch, num_heads = _launches.find(key, *tensors, *weights, eps, unit_offset, *scales, *fixed)
@@ -234,7 +235,9 @@ def _bind(
     """Check the arguments. Return the launch, and the number of query heads."""
     check_launchable("qkv", qkv)
     num_tokens, num_all_heads, head_dim = qkv.shape
-    block_size, num_kv_heads, cache_dtype = 1, 0, qkv.dtype
+    block_size = 1
+    num_kv_heads = 0
+    cache_dtype = qkv.dtype
     strides: tuple[int, ...] = (0, 0, 0)
     tensors = {
         "qkv": qkv,
@@ -258,9 +261,11 @@ def _bind(
                 f"value_cache must have key_cache's strides {key_cache.stride()}, got {value_cache.stride()}"
             )
         _, block_size, num_kv_heads, _ = key_cache.shape
-        strides, cache_dtype = key_cache.stride()[:3], key_cache.dtype
+        strides = key_cache.stride()[:3]
+        cache_dtype = key_cache.dtype
     check_target(cache_dtype, current_target())
-    num_heads, half = num_all_heads - 2 * num_kv_heads, head_dim // 2
+    num_heads = num_all_heads - 2 * num_kv_heads
+    half = head_dim // 2
     # Whatever the model, two warps move a tile 16 bytes a thread, on AMD too. In a smaller one two threads
     # would own a pair, and one could read a query that the other had already written.
     block_half = triton.next_power_of_2(half)

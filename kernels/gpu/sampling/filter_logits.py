@@ -210,7 +210,9 @@ class BlockMaxima:
 
     def __init__(self, logits: Tensor, *, moments: bool, highest: bool = False) -> None:
         num_rows, vocab_size = logits.shape
-        self.num_blocks, self._moments, self._highest = triton.cdiv(vocab_size, BLOCK), moments, highest
+        self.num_blocks = triton.cdiv(vocab_size, BLOCK)
+        self._moments = moments
+        self._highest = highest
         self._size = num_rows, self.num_blocks
         self._launch = BoundLaunch(
             _maxima_kernel,

@@ -88,7 +88,8 @@ def apply_penalties(
     check_launchable("logits", logits)
     for name, tensor in tensors.items():
         check_contiguous(name, tensor)
-    num_items, size = len(rows), logits.shape[1]
+    num_items = len(rows)
+    size = logits.shape[1]
     if num_items == 0:
         return
     _penalties_kernel[(num_items, triton.cdiv(size, _CHUNK))](

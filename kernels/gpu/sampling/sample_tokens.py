@@ -169,7 +169,8 @@ def sample_tokens(
     filters = Filters(min_p, top_n_sigma, typical_p, top_k, top_p)
     tensors = logits, seeds, positions, temperature, *filters, highest
     bound = _launches.find(combination(tensors), *tensors)
-    n, device = len(logits), logits.device
+    n = len(logits)
+    device = logits.device
     out = torch.empty(n, dtype=torch.int64, device=device)
     if bound is None:
         return out

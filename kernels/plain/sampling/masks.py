@@ -20,7 +20,8 @@ def mask_logits(
     table = _byte_table(logits.device)
     if logits.is_cpu:
         # On this thread alone: beside other work, torch's threads wait 100 ms for each other.
-        values, biases = logits.numpy(), table.numpy()
+        values = logits.numpy()
+        biases = table.numpy()
         for row, own in zip(rows.tolist(), allowed.numpy().view(np.uint8), strict=True):
             values[row] += biases[own].reshape(-1)[:size]
         return

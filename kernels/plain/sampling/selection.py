@@ -43,7 +43,8 @@ def smallest_bound(
     at, most = _rectangle(row, num)
     inside = torch.full((num, most), torch.inf, device=numbers.device)
     heavy = torch.zeros_like(inside)
-    inside[row, at], heavy[row, at] = numbers.reshape(-1)[places], weights.reshape(-1)[places]
+    inside[row, at] = numbers.reshape(-1)[places]
+    heavy[row, at] = weights.reshape(-1)[places]
     inside, order = inside.sort(dim=1)
     short = heavy.gather(1, order).double().cumsum(1) + sums.gather(1, reached) < target
     # Added up in another order, all of a bin may be short of the target by a rounding: then it is the last.
@@ -66,7 +67,8 @@ def candidates(
     at, most = _rectangle(row, num)
     values = torch.full((num, most), -torch.inf, device=x.device)
     tokens = torch.zeros(num, most, dtype=torch.int64, device=x.device)
-    values[row, at], tokens[row, at] = x.reshape(-1)[places], places - row * vocab_size
+    values[row, at] = x.reshape(-1)[places]
+    tokens[row, at] = places - row * vocab_size
     values, order = values.sort(dim=1, descending=True, stable=True)
     return values, tokens.gather(1, order)
 
@@ -164,7 +166,8 @@ def column_sums_between(
     # numpy compares, and multiplies and adds in one pass, in half of torch's time.
     inside = x.numpy() > low.numpy()
     inside &= x.numpy() < high.numpy()
-    (full, rest), (kept, kept_rest) = _matrix(x), _matrix(torch.from_numpy(inside))
+    full, rest = _matrix(x)
+    kept, kept_rest = _matrix(torch.from_numpy(inside))
     reduced = torch.from_numpy(np.einsum("nhw,nhw->nw", full.numpy(), kept.numpy()))
     reduced[:, : rest.shape[1]] += rest * kept_rest
     return reduced

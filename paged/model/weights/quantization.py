@@ -71,7 +71,8 @@ class Int8Weight(TableForm):
 
     def by_tiles(self, x: Tensor) -> Tensor:
         """Compute x Wᵀ by float products of dequantised tiles."""
-        (num_outputs, num_inputs), dtype = self.codes.shape, x.dtype
+        num_outputs, num_inputs = self.codes.shape
+        dtype = x.dtype
         x = x.to(_product_dtype(dtype))
         out = x.new_empty(len(x), num_outputs)
         scratch = x.new_empty(_tile_rows(num_inputs), num_inputs)
@@ -99,7 +100,8 @@ class Int4Weight(WeightForm):
     KERNEL_ROWS = INT4_KERNEL_ROWS
 
     def __init__(self, weight: Tensor) -> None:
-        (self.num_outputs, num_inputs), self.dtype = weight.shape, weight.dtype
+        self.num_outputs, num_inputs = weight.shape
+        self.dtype = weight.dtype
         # Half the outputs of a panel, which has four float32 vectors of them in torch's layout.
         half = 32 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 16
         self.num_groups = num_inputs // self.GROUP
@@ -140,7 +142,8 @@ class Int4Weight(WeightForm):
 
     def by_tiles(self, x: Tensor) -> Tensor:
         """Compute x Wᵀ by float products of dequantised tiles."""
-        (num_panels, _, half), dtype = self.packed.shape, x.dtype
+        num_panels, _, half = self.packed.shape
+        dtype = x.dtype
         x = x.to(_product_dtype(dtype))
         out = x.new_empty(len(x), 2, num_panels * half)
         for side, outputs, tile in self._float_tiles(x.dtype):

@@ -35,7 +35,7 @@ async def finished_outcomes(
             tasks = [
                 group.create_task(_last(stream, on_output, check)) async for stream in cooperatively(streams)
             ]
-    except BaseExceptionGroup as errors:
+    except BaseExceptionGroup as errors:  # all others are cancelled
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
@@ -172,7 +172,7 @@ class MergedOutcomes:
             return await self._ready.get()
         try:
             return _Arrival(0, await anext(self._streams[0]), asyncio.Event())
-        except Exception as error:
+        except Exception as error:  # raised where the outputs are read
             return _Arrival(0, error, asyncio.Event())
 
     async def _pump(self, index: int, stream: RequestStream) -> None:
@@ -181,5 +181,5 @@ class MergedOutcomes:
                 sent = asyncio.Event()
                 self._ready.put_nowait(_Arrival(index, output, sent))
                 await sent.wait()
-        except Exception as error:
+        except Exception as error:  # raised where the outputs are read
             self._ready.put_nowait(_Arrival(index, error, asyncio.Event()))

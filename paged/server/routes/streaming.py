@@ -130,7 +130,7 @@ async def send_stream(
                     await response.write(part)
                     if keep_alive is not None:
                         keep_alive.on_write(response)
-    except Exception as error:
+    except Exception as error:  # of any kind: the last event tells it
         if not response.has_begun:
             raise
         exchange.error = error

@@ -293,7 +293,7 @@ class Observers:
         for observer in self._observers:
             try:
                 tell(observer)
-            except Exception:
+            except Exception:  # a wrong observer must not fail what it is told of
                 logger.exception("%s failed to record a request", type(observer).__name__)
 
 
