@@ -143,7 +143,8 @@ class ResponseCall(ConversationCall):
             raise RequestError(
                 "truncation 'auto' needs a server that has a tokenizer: send fewer items", param="truncation"
             )
-        most = context - min(self.values.get("max_output_tokens", 1), context // 2)
+        room: int = self.values.get("max_output_tokens", 1)
+        most = context - min(room, context // 2)
 
         def fits(cut: Sequence[Message]) -> bool:
             self.conversation.messages = self._with_instructions(cut)
