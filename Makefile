@@ -56,8 +56,9 @@ test-newest-server:
 	$(VENV)-newest-server/bin/python -m pip install --upgrade uvicorn httptools starlette uvloop
 	$(VENV)-newest-server/bin/python -m pytest tests/server $(ARGS)
 
-# Clients of the server for tests/server/test_clients.py, which are not Python or conflict with what paged needs.
-clients: $(VENV)-clients/litellm/.installed $(VENV)-clients/javascript/.installed
+# Clients of the server for tests/server/test_clients.py and test_coding_agents.py, which are not Python or conflict
+# with what paged needs.
+clients: $(VENV)-clients/litellm/.installed $(VENV)-clients/javascript/.installed $(VENV)-clients/agents/.installed
 
 $(VENV)-clients/litellm/.installed:
 	$(PYTHON) -m venv $(@D)
@@ -65,7 +66,14 @@ $(VENV)-clients/litellm/.installed:
 	touch $@
 
 $(VENV)-clients/javascript/.installed:
-	npm install --prefix $(@D) --no-audit --no-fund openai@7.57.0
+	npm install --prefix $(@D) --no-audit --no-fund openai@7.57.0 @anthropic-ai/sdk@1.14.0 @openai/agents@0.20.0 \
+	  zod@4.6.7 ai@7.0.173 @ai-sdk/openai@4.0.118 @ai-sdk/anthropic@4.0.105
+	touch $@
+
+# Coding agents, 1.2 GB. Their programs are in packages for each processor: no script of theirs has to be run.
+$(VENV)-clients/agents/.installed:
+	npm install --prefix $(@D) --no-audit --no-fund --ignore-scripts @anthropic-ai/claude-code@2.1.332 \
+	  @openai/codex@0.171.0 opencode-ai@1.18.33
 	touch $@
 
 # HAProxy for `python -m tests.rolling_restarts`. This wheel has the program with its libraries.

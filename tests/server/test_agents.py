@@ -101,6 +101,46 @@ def test_a_response_goes_on_from_a_stored_one(server, client):
     assert client.responses.cancel(kept[-1]).id == kept[-1]  # it has ended: nothing changes
 
 
+def test_the_oldest_items_are_left_out_of_an_input_beyond_the_context(client):
+    asked = {**ASKED, "instructions": "Be brief."}
+    most = 2048 - ASKED["max_output_tokens"]
+    turn = {"role": "user", "content": "abc " * 60}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "x"}
+    items = [call, *[turn] * 8, output, *[turn] * 40]
+    with pytest.raises(openai.BadRequestError, match="max_model_len") as caught:
+        client.responses.create(**{**asked, "input": items})
+    assert caught.value.param == "input"
+    cut = client.responses.create(**{**asked, "input": items}, truncation="auto")
+    assert cut.truncation == "auto"
+    one, two = (
+        client.responses.create(**{**asked, "input": [turn] * num}).usage.input_tokens for num in (1, 2)
+    )
+    num_kept = 1 + (most - one) // (two - one)
+    alone = client.responses.create(**{**asked, "input": [turn] * num_kept})
+    assert most - (two - one) < alone.usage.input_tokens <= most
+    assert (alone.output_text, alone.usage.input_tokens) == (cut.output_text, cut.usage.input_tokens)
+    with pytest.raises(openai.BadRequestError, match="max_model_len"):
+        client.responses.create(**{**asked, "input": "abc " * 4000}, truncation="auto")
+
+
+def test_an_item_of_a_stored_response_may_be_referred_to(client):
+    first = client.responses.create(**ASKED)
+    (said,) = first.output
+    asked = {**ASKED, "store": False}
+    items = [{"role": "user", "content": ASKED["input"]}, said, {"role": "user", "content": "And tomorrow?"}]
+    whole = client.responses.create(**{**asked, "input": items})
+    items[1] = {"type": "item_reference", "id": said.id}
+    referred = client.responses.create(**{**asked, "input": items})
+    assert (referred.output_text, referred.usage) == (whole.output_text, whole.usage)
+    others = (client.with_options(api_key="second"), said.id), (client, f"{said.id}1"), (client, "x")
+    for asking, item_id in others:
+        items[1] = {"type": "item_reference", "id": item_id}
+        with pytest.raises(openai.NotFoundError) as caught:
+            asking.responses.create(**{**asked, "input": items})
+        assert caught.value.param == "input[1].id"
+
+
 def test_tools_in_several_turns_and_parsed_answers(client):
     tools = [{"type": "function", **TOOL}, {"type": "web_search"}]  # the latter is left out
     forced = {**ASKED, "tools": tools, "max_output_tokens": 300, "parallel_tool_calls": False}

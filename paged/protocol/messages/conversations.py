@@ -151,4 +151,6 @@ def _joined(content: str | Sequence[Block]) -> str:
 
 
 def _text_of(block: Block) -> str:
-    return f"Found the tool {block['tool_name']}." if block["type"] == "tool_reference" else block["text"]
+    if block["type"] == "tool_reference":
+        return f"Found the tool {block['tool_name']}."
+    return str(block["text"])

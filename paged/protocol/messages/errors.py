@@ -18,6 +18,7 @@ _TYPES = {
     UNAVAILABLE: "overloaded_error",
     TIMED_OUT: "timeout_error",
 }
+_UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 def message_error(status: int, body: dict[str, Any], request_id: str | None = None) -> dict[str, Any]:
@@ -30,6 +31,8 @@ def message_error(status: int, body: dict[str, Any], request_id: str | None = No
     message = error["message"]
     if param is not None and param not in message:
         message = f"{param}: {message}"
+    # Anthropic's clients then go on without threads.
+    details = {"details": _UNTHREADED} if param == "thread" else {}
     kind = _TYPES.get(status, "invalid_request_error" if status < FAILED else "api_error")
     identity = {} if request_id is None else {"request_id": request_id}
-    return {"type": "error", "error": {"type": kind, "message": message}, **identity}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}, **identity}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...errors import RequestError
@@ -16,9 +17,9 @@ from ..calls.conversation_call import ConversationCall
 from ..fields.builtin_tools import functions_of
 from ..fields.sampling import check_most_logprobs
 from ..limits import Limits
-from .events import ResponseEvents
+from .events import RESPONSE_PREFIX, ResponseEvents
 from .fields import RESPONSE_TABLE, TEXT_LOGPROBS
-from .items import Message, messages_of, turn_of, with_instructions
+from .items import Item, Message, messages_of, turn_of, with_instructions
 from .truncation import fitting
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ Keep = Callable[[dict[str, Any], Sequence[Message]], None]
 class ResponseCall(ConversationCall):
     """A body of /v1/responses.
 
-    previous_response_id: the stored response that it goes on from; then `go_on` comes before all else.
+    previous_response_id: the stored response that it goes on from.
+    references: the items of stored responses that the input refers to, by their place in it.
+    needs_stored: whether there are either; then `go_on` comes before all else.
     wants_store: whether the response is to be stored, if it can be.
     keep: stores the response and the conversation with it; None if nothing is stored.
     is_cancelled: whether the client has cancelled the response.
@@ -65,7 +68,12 @@ class ResponseCall(ConversationCall):
         self.is_cancelled = False
         self._params: SamplingParams | None = None
         self._messages: list[Message] | None = None
-        if self.previous_response_id is None:
+        given = values["input"]
+        items = () if isinstance(given, str) else given
+        self.references: dict[int, str] = {
+            i: item["id"] for i, item in enumerate(items) if item["type"] == "item_reference"
+        }
+        if not self.needs_stored:
             self.go_on(())
 
     def read(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -87,10 +95,21 @@ class ResponseCall(ConversationCall):
         # Items repeat what outputs have: a name for all.
         return values, [*dict.fromkeys(re.sub(r"\[\d+\]", "[]", name) for name in ignored)]
 
-    def go_on(self, earlier: Sequence[Message]) -> None:
-        """Set the conversation, which goes on from an earlier one. Raises RequestError naming the field."""
+    @property
+    def needs_stored(self) -> bool:
+        """Whether the conversation has parts in stored responses."""
+        return self.previous_response_id is not None or bool(self.references)
+
+    def go_on(self, earlier: Sequence[Message], referred: Mapping[int, Item] = MappingProxyType({})) -> None:
+        """Set the conversation, which goes on from an earlier one. Raises RequestError naming the field.
+
+        referred: the items that the input refers to, by their place in it.
+        """
         values = self.values
-        self._messages = messages_of(values["input"], earlier)
+        given = values["input"]
+        if referred:
+            given = [referred.get(i, item) for i, item in enumerate(given)]
+        self._messages = messages_of(given, earlier)
         messages = self._with_instructions(self._messages)
         if not messages:
             raise RequestError("input is empty, and there are no instructions", param="input")
@@ -105,8 +124,10 @@ class ResponseCall(ConversationCall):
     def prompts(self, text: ModelText) -> Sequence[Prompt]:
         """Return the rendered conversation."""
         if self._messages is None:
-            earlier = self.previous_response_id
-            raise RequestError(f"there is no response {earlier!r} here", param="previous_response_id")
+            param = "input" if self.previous_response_id is None else "previous_response_id"
+            raise RequestError(
+                f"{param} is about stored responses, of which there are none here", param=param
+            )
         if self.values.get("truncation") == "auto":
             self._truncate(self._messages, text)
         return super().prompts(text)
@@ -117,19 +138,21 @@ class ResponseCall(ConversationCall):
     def _truncate(self, messages: Sequence[Message], text: ModelText) -> None:
         """Leave out as few of the oldest messages as makes the rest fit the context. Raises RequestError."""
         context = self.limits.max_model_len
-        if context is None or text.tokenizer is None:
+        tokenizer = text.tokenizer
+        if context is None or tokenizer is None:
             raise RequestError(
                 "truncation 'auto' needs a server that has a tokenizer: send fewer items", param="truncation"
             )
-        most = context - min(self.values.get("max_output_tokens", 1), context // 2)
+        room: int = self.values.get("max_output_tokens", 1)
+        most = context - min(room, context // 2)
 
         def fits(cut: Sequence[Message]) -> bool:
             self.conversation.messages = self._with_instructions(cut)
             prompt = self.conversation.prompt(text)
             rendered = prompt["prompt"]
-            if text.tokenizer.least_tokens(rendered, most):
+            if tokenizer.least_tokens(rendered, most):
                 return False
-            tokens = text.tokenizer.encode(rendered, add_special_tokens=prompt["add_special_tokens"])
+            tokens = tokenizer.encode(rendered, add_special_tokens=prompt["add_special_tokens"])
             return len(tokens) <= most
 
         with self.naming_field(self.PROMPT_FIELD):
@@ -143,7 +166,7 @@ class ResponseCall(ConversationCall):
     @staticmethod
     def response_id(identity: str) -> str:
         """Return the id of the response, which is a part of paths."""
-        return f"resp_{identity.replace('/', '_')}"
+        return f"{RESPONSE_PREFIX}{identity.replace('/', '_')}"
 
     def body(
         self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str

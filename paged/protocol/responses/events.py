@@ -16,6 +16,13 @@ from ..chat_output.parts import ContentDelta, Part, ReasoningDelta, ToolArgument
 
 Event = dict[str, Any]
 Item = dict[str, Any]
+RESPONSE_PREFIX = "resp_"  # of the ids of responses
+
+
+def response_of_item(item_id: str) -> str:
+    """Return the id of the response that has the item of an id."""
+    _, _, rest = item_id.partition("_")
+    return f"{RESPONSE_PREFIX}{rest.rpartition('_')[0]}"
 
 
 @dataclass(slots=True)
@@ -176,7 +183,7 @@ class ResponseEvents(TypedEvents):
     def _begin(self, fields: Item) -> list[Event]:
         """Begin an item, whose id begins with that in the fields. Return the events."""
         events = self._end_open("completed")
-        identity = self.head.id.removeprefix("resp_")
+        identity = self.head.id.removeprefix(RESPONSE_PREFIX)
         item = self._open = _OpenItem({**fields, "id": f"{fields['id']}_{identity}_{len(self._items)}"})
         added = {"output_index": len(self._items), "item": item.as_json("in_progress")}
         return [*events, self._event("response.output_item.added", **added)]

@@ -20,6 +20,7 @@ from ..limits import MAX_MESSAGES, MAX_TOP_LOGPROBS
 
 MAX_METADATA = 16  # entries
 _OF_OUTPUTS = "outputs have it; it is not shown to the model"
+_OF_CLIENTS = "clients that parse outputs add it"
 _TEXT_FIELD = Field("text", Text(), "the text", required=True)
 
 
@@ -33,7 +34,13 @@ _INPUT_TEXT = FieldTable(
 _PARTS = {
     "input_text": _INPUT_TEXT,
     "output_text": FieldTable(
-        "a part", [_type("output_text"), _TEXT_FIELD, *ignored("annotations logprobs", _OF_OUTPUTS)]
+        "a part",
+        [
+            _type("output_text"),
+            _TEXT_FIELD,
+            *ignored("annotations logprobs", _OF_OUTPUTS),
+            *ignored("parsed", _OF_CLIENTS),
+        ],
     ),
     "refusal": FieldTable("a part", [_type("refusal"), Field("refusal", Text(), "the text", required=True)]),
 }
@@ -59,6 +66,7 @@ CALL_ITEM = FieldTable(
         Field("name", Text(1), "the function", required=True),
         Field("arguments", Text(), "its arguments as JSON", required=True),
         *ignored("id status", _OF_OUTPUTS),
+        *ignored("parsed_arguments", _OF_CLIENTS),
         *refused("namespace", "functions have none"),
         *refused("caller", "only the model calls functions", {"type": "direct"}),
     ],
@@ -95,11 +103,19 @@ REASONING_ITEM = FieldTable(
         *ignored("encrypted_content", "reasoning is sent as content"),
     ],
 )
+REFERENCE_ITEM = FieldTable(
+    "an item",
+    [
+        _type("item_reference"),
+        Field("id", Text(1, 256), "of an item of a stored response, which it stands for", required=True),
+    ],
+)
 ITEMS = {
     "message": MESSAGE_ITEM,
     "function_call": CALL_ITEM,
     "function_call_output": OUTPUT_ITEM,
     "reasoning": REASONING_ITEM,
+    "item_reference": REFERENCE_ITEM,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 from ...protocol.calls.call import AnswerCall
 from ...protocol.endpoints import DELETE_RESPONSE, GET_RESPONSE, POST_CANCEL, POST_RESPONSE
 from ...protocol.responses.call import ResponseCall
+from ...protocol.responses.events import response_of_item
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange
 from ..http.failures import HttpError
-from ..responses import ResponseInProgress, ResponseKey
+from ..responses import ResponseInProgress, ResponseKey, StoredResponse
 from .generation import AnswerRoute
 
 
@@ -24,8 +26,13 @@ def _key(exchange: Exchange, response_id: str) -> ResponseKey:
 
 def _no_response(front: FrontEnd, response_id: str, param: str | None = None) -> HttpError:
     stores = front.responses.max_bytes
-    why = "it may have left the memory of --response-store" if stores else "this server stores none"
-    return HttpError(404, f"there is no response {response_id!r} here: {why}", param=param, code="not_found")
+    why = "it may have left the memory of" if stores else "this server stores none without"
+    return HttpError(
+        404,
+        f"there is no response {response_id!r} here: {why} --response-store",
+        param=param,
+        code="not_found",
+    )
 
 
 class ResponsesRoute(AnswerRoute):
@@ -36,15 +43,40 @@ class ResponsesRoute(AnswerRoute):
         self._front = front
 
     def take(self, exchange: Exchange, call: AnswerCall) -> None:
-        """Complete a call with the conversation of an earlier response. Raises HttpError if there is none."""
+        """Complete a call with what it needs of stored responses. Raises HttpError if it is not there."""
         assert isinstance(call, ResponseCall)
-        earlier = call.previous_response_id
-        if earlier is None:
+        if not call.needs_stored:
             return
-        found = self._front.responses.find(_key(exchange, earlier))
+        earlier = call.previous_response_id
+        messages: list[dict[str, Any]] = []
+        if earlier is not None:
+            messages = json.loads(self._find(exchange, earlier, "previous_response_id").messages)
+        call.go_on(messages, self._referred(exchange, call.references))
+
+    def _find(self, exchange: Exchange, response_id: str, param: str) -> StoredResponse:
+        """Return a stored response. Raises HttpError naming the field that is about it."""
+        found = self._front.responses.find(_key(exchange, response_id))
         if found is None:
-            raise _no_response(self._front, earlier, "previous_response_id")
-        call.go_on(json.loads(found.messages))
+            raise _no_response(self._front, response_id, param)
+        return found
+
+    def _referred(self, exchange: Exchange, references: Mapping[int, str]) -> dict[int, dict[str, Any]]:
+        """Return the items of stored responses that an input refers to, by their place in it.
+
+        Raises HttpError for one that is not there.
+        """
+        outputs: dict[str, dict[str, Any]] = {}  # the items of each response, by their ids
+        found = {}
+        for i, item_id in references.items():
+            param = f"input[{i}].id"
+            response_id = response_of_item(item_id)
+            if response_id not in outputs:
+                body = json.loads(self._find(exchange, response_id, param).body)
+                outputs[response_id] = {item["id"]: item for item in body["output"]}
+            if item_id not in outputs[response_id]:
+                raise HttpError(404, f"there is no item {item_id!r} here", param=param, code="not_found")
+            found[i] = outputs[response_id][item_id]
+        return found
 
     def answering(
         self, exchange: Exchange, call: AnswerCall, identity: str, created: int
