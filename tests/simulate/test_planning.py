@@ -194,6 +194,24 @@ def test_a_dead_replica_gets_nothing_and_begins_anew(traced, one_second):
     assert max(statistics.latencies[""].e2e) == pytest.approx(10, abs=1)
 
 
+def test_a_step_that_a_death_interrupts_is_lost(traced, one_second):
+    """Its end is nothing to the replica that serves in its place at once."""
+    lines = [{"timestamp": t, "input_tokens": 9, "output_tokens": 3} for t in (0, 0.5)]
+    workload = traced(*lines)
+    config = FleetConfig(coefficients=one_second, mtbf=1e9, restart_s=0.0)
+    fleet = Fleet(config, EngineConfig(model="demo", num_blocks=500))
+    admit = fleet._admit
+
+    def admitted(arrival, now):
+        if now == 0.5 and not fleet.statistics.num_deaths:
+            fleet._die(0, now)
+        return admit(arrival, now)
+
+    fleet._admit = admitted
+    _, arrivals = workload.open()
+    assert [*fleet.run(arrivals).latencies[""].e2e] == [3.5, 3.0]
+
+
 def test_slices_stand_for_large_fleets():
     """128 replicas, and 64 with half of their load: throughput and p99 differ by at most 5 %."""
     workload = Workload(requests=4000, rate=60_000.0, input_len="uniform:50-150", output_len="uniform:4-8")
