@@ -20,6 +20,7 @@ import signal
 import string
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -209,9 +210,13 @@ async def _end_processes(client: EngineClient, rng: random.Random, num: int) -> 
 
 
 def engine_processes() -> list[psutil.Process]:
-    """Return the engine processes of this machine."""
-    found = psutil.process_iter(["cmdline"])
-    return [each for each in found if ENGINE_PROCESS in (each.info["cmdline"] or [])]
+    """Return the engine processes that this one has started, perhaps through Ray."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if ENGINE_PROCESS in each.cmdline():
+                found.append(each)
+    return found
 
 
 def run_processes(

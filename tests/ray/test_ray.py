@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -54,9 +55,13 @@ def engine() -> LLMEngine:
 
 
 def processes_of(module: str) -> list[psutil.Process]:
-    """Return the processes of actors that run a module."""
-    found = psutil.process_iter(["cmdline"])
-    return [each for each in found if module in (each.info["cmdline"] or [])]
+    """Return the processes of the cluster here that run a module."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if module in each.cmdline():
+                found.append(each)
+    return found
 
 
 def engine_processes() -> list[psutil.Process]:
