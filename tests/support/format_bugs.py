@@ -310,7 +310,7 @@ BUGS = {
             '"granitemoe": Converted(_QWEN_MOE)',
         ),
     ],
-    gguf_family("gemma4"): [
+    gguf_family("gemma4-experts"): [
         (
             "gguf",
             "all dimensions rotate",
