@@ -1,6 +1,7 @@
-"""What do two stages cost beside one process? Their steps, messages and links with a delay.
+"""What do two stages, or two shards, cost beside one process? Their steps, messages and links with a delay.
 
     python -m benchmarks.parallel                        # the 15M shape
+    python -m benchmarks.parallel --split shards         # of each layer, in place of stages
     python -m benchmarks.parallel --model tinyllama-1.1b --batches 1 16
     python -m benchmarks.parallel --links 0.2 5 50       # milliseconds that everything takes on its way
 
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +42,7 @@ from paged.ranks.follower import FollowerRunner
 from paged.ranks.layout import RankLayout
 from paged.ranks.transport import GlooTransport
 
+SPLITS = {"stages": "pipeline_parallel_size", "shards": "tensor_parallel_size"}
 TIMEOUT_S = 120.0
 CLOCK = time.CLOCK_MONOTONIC  # the same in all processes of a machine
 
@@ -112,7 +114,7 @@ class Place:
 
 
 def follow(directory: Path, delay_s: float, options: dict[str, Any]) -> None:
-    """Be the first stage. Write when the first kernel of each step began, after its message was sent."""
+    """Be the other rank. Write when the first kernel of each step began, after its message was sent."""
     config = EngineConfig(**{**options, "num_threads": _share(options["num_threads"])})
     model_config = read_config(Path(config.model))
     place = Place(directory, 1, delay_s)
@@ -120,20 +122,24 @@ def follow(directory: Path, delay_s: float, options: dict[str, Any]) -> None:
     common: dict[str, Any] = {"layout": layout, "transport": place.transport, "peers": place}
     runner = FollowerRunner(config, model_config, Path(config.model), rank=1, **common)
     began: list[float] = []
-    compute_part = follower_module.compute_part
 
-    def timed(*args: Any) -> Any:
-        began.append(time.clock_gettime(CLOCK) - place.transport.sent_at)
-        return compute_part(*args)
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            began.append(time.clock_gettime(CLOCK) - place.transport.sent_at)
+            return function(*args)
 
-    with mock.patch.object(follower_module, "compute_part", timed):
+        return call
+
+    # A stage computes a part, another shard of the driver's stage all that the driver does.
+    functions = {name: timed(getattr(follower_module, name)) for name in ("compute_part", "compute")}
+    with mock.patch.multiple(follower_module, **functions):
         runner.run()
     (directory / "began").write_text(json.dumps(began))
 
 
 @contextmanager
-def two_stages(delay_s: float, options: dict[str, Any]) -> Iterator[tuple[LLMEngine, list[float]]]:
-    """Yield an engine of two stages, and a list that has the followers' times at the end."""
+def two_ranks(delay_s: float, options: dict[str, Any]) -> Iterator[tuple[LLMEngine, list[float]]]:
+    """Yield an engine of two ranks, and a list that has the followers' times at the end."""
     times: list[float] = []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -191,17 +197,17 @@ def tokens_of(engine: LLMEngine, batch: int, num_tokens: int) -> tuple[list[list
 
 
 def compare(options: dict[str, Any], delay_s: float, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each batch: tokens per second of one process and of two stages."""
+    """Return a row for each batch: tokens per second of one process and of two ranks."""
     rows = []
-    one = LLMEngine(**{**options, "pipeline_parallel_size": 1})
-    with two_stages(delay_s, options) as (two, times):
+    one = LLMEngine(**{name: value for name, value in options.items() if name != SPLITS[args.split]})
+    with two_ranks(delay_s, options) as (two, times):
         sizes: list[int] = []
         send = two.runner._transport.send_message
         two.runner._transport.send_message = lambda data: (sizes.append(len(data)), send(data))  # type: ignore[method-assign]
         for batch in args.batches:
             alone, _ = tokens_of(one, batch, args.tokens)
-            staged, _ = tokens_of(two, batch, args.tokens)
-            assert alone == staged, "the tokens of two stages are others"
+            divided, _ = tokens_of(two, batch, args.tokens)
+            assert alone == divided, f"the tokens of two {args.split} are others"
             sizes.clear()
             rounds = [
                 [tokens_of(engine, batch, args.tokens)[1] for engine in (one, two)]
@@ -213,7 +219,7 @@ def compare(options: dict[str, Any], delay_s: float, args: argparse.Namespace) -
                     "link ms": delay_s * 1e3,
                     "batch": batch,
                     "one process, tokens/s": statistics.median(first),
-                    "two stages, tokens/s": statistics.median(second),
+                    f"two {args.split}, tokens/s": statistics.median(second),
                     "ratio": statistics.median(second) / statistics.median(first),
                     "spread": max(
                         (max(each) - min(each)) / statistics.median(each) for each in (first, second)
@@ -230,7 +236,7 @@ def _spread(values: list[float]) -> float:
 
 
 def main() -> None:
-    """Compare, or be the first stage of a comparison."""
+    """Compare, or be the other rank of a comparison."""
     if sys.argv[1:2] == ["--follow"]:
         directory, delay_s, options = sys.argv[2:]
         follow(Path(directory), float(delay_s), json.loads(options))
@@ -238,12 +244,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="llama-15m")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--split", choices=SPLITS, default="stages")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, default=32, help="of each request")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--threads", type=int, default=os.cpu_count(), help="of one process; stages divide them"
-    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of one process; two divide them")
     parser.add_argument("--links", type=float, nargs="+", default=[0.0], help="delays in milliseconds")
     args = parser.parse_args()
     options = {
@@ -255,7 +260,7 @@ def main() -> None:
         "num_blocks": 8 * max(args.batches) + 64,
         "max_model_len": 32 + args.tokens,
         "max_num_batched_tokens": 4096,
-        "pipeline_parallel_size": 2,
+        SPLITS[args.split]: 2,
         "num_threads": args.threads,
     }
     rows = [row for delay in args.links for row in compare(options, delay / 1e3, args)]

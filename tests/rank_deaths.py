@@ -28,7 +28,7 @@ from unittest import mock
 
 import psutil
 
-from paged import LLMEngine, SamplingParams
+from paged import LLMEngine, RankError, SamplingParams
 from paged.ranks import local_rank
 from paged.ranks.heartbeat import DIRECTORY_PREFIX
 from paged.ranks.supervision import Ranks
@@ -87,6 +87,29 @@ def end_rank(engine: LLMEngine, rank: int, way: str, directory: Path) -> None:
         partial = directory / "partial"
         partial.write_text(f"{rank} {way}")
         partial.rename(directory / "failure")
+
+
+@contextlib.contextmanager
+def noting_errors() -> Iterator[list[float]]:
+    """Yield a list to which the time is added whenever a driver notices that a rank is lost."""
+    times: list[float] = []
+    recover = Ranks.recover
+
+    def noted(self: Ranks, error: BaseException) -> RankError | None:
+        times.append(time.perf_counter())
+        return recover(self, error)
+
+    with mock.patch.object(Ranks, "recover", noted):
+        yield times
+
+
+def summary(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Return the median and the most of each way."""
+    return {
+        way: {"median": round(statistics.median(each), 3), "most": round(max(each), 3)}
+        for way, each in seconds.items()
+        if each
+    }
 
 
 def add_requests(engine: LLMEngine, seed: int, num_requests: int = 6) -> None:
@@ -198,8 +221,9 @@ def main() -> None:
     choose = random.Random(args.seed)
     before = left_behind()
     single = LLMEngine("demo", **OPTIONS)
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    with tempfile.TemporaryDirectory() as name, failing_restarts(Path(name)):
+    to_error: dict[str, list[float]] = {way: [] for way in WAYS}
+    to_token: dict[str, list[float]] = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory() as name, failing_restarts(Path(name)), noting_errors() as errors:
         directory = Path(name)
         engine = new_ranked_engine(
             directory, pipeline_parallel_size=args.stages, rank_restarts=2 * args.num_deaths
@@ -214,12 +238,17 @@ def main() -> None:
             end_rank(engine, rank, way, directory)
             started = time.perf_counter()
             num_before = engine.stats().num_rank_restarts
-            while engine.has_unfinished_requests() and engine.stats().num_rank_restarts == num_before:
-                for output in engine.step():
-                    if output.finished:
-                        found[output.request_id] = [*output.outputs[0].token_ids]
-            if engine.stats().num_rank_restarts > num_before:  # else it is noticed by the next requests
-                seconds[way].append(time.perf_counter() - started)
+            errors.clear()
+            while engine.has_unfinished_requests():
+                outputs = engine.step()
+                found |= {
+                    output.request_id: [*output.outputs[0].token_ids] for output in outputs if output.finished
+                }
+                # Otherwise it is noticed by the next requests.
+                if outputs and engine.stats().num_rank_restarts > num_before:
+                    to_error[way].append(errors[0] - started)
+                    to_token[way].append(time.perf_counter() - started)
+                    break
             found |= finish(engine)
             assert found == expected, f"death {death}: {way} of rank {rank} in a {moment}"
             (directory / "failure").unlink(missing_ok=True)  # the requests were done before
@@ -227,13 +256,12 @@ def main() -> None:
         num_restarts = engine.stats().num_rank_restarts
         engine.runner.close()
     assert left_behind() == before
-    medians = {way: round(statistics.median(each), 2) for way, each in seconds.items() if each}
     print(
         f"{args.num_deaths} deaths of {args.stages - 1} processes, {num_restarts} restarts: all tokens are "
         "those of one process, nothing is left"
     )
-    figures = {"num_deaths": args.num_deaths, "num_restarts": num_restarts, "seconds_to_new_group": medians}
-    print(json.dumps(figures))
+    figures = {"seconds_to_error": summary(to_error), "seconds_to_next_token": summary(to_token)}
+    print(json.dumps({"num_deaths": args.num_deaths, "num_restarts": num_restarts, **figures}))
 
 
 if __name__ == "__main__":

@@ -52,8 +52,7 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
 
     def __init__(self, model: str, *, stream_interval_s: float = STREAM_INTERVAL_S, **options: Any) -> None:
         check_interval(stream_interval_s)
-        self._start(LLMEngine(model, **options), stream_interval_s)
-        self._own_engine = self._thread.engine
+        self._start(LLMEngine(model, **options), stream_interval_s, is_own=True)
 
     @classmethod
     def from_engine(cls, engine: LLMEngine, *, stream_interval_s: float = STREAM_INTERVAL_S) -> Self:
@@ -65,15 +64,15 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
         if engine.has_unfinished_requests():
             raise UsageError("the engine has unfinished requests; finish or abort them first")
         self = cls.__new__(cls)
-        self._start(engine, stream_interval_s)
+        self._start(engine, stream_interval_s, is_own=False)
         return self
 
-    def _start(self, engine: LLMEngine, stream_interval_s: float) -> None:
+    def _start(self, engine: LLMEngine, stream_interval_s: float, *, is_own: bool) -> None:
         self.config = engine.config
         self.max_model_len = engine.max_model_len
         self.text = engine.text
         self.prompts = engine.prompts
-        self._own_engine: LLMEngine | None = None  # which ends with this one
+        self._own_engine = engine if is_own else None  # which ends with this one
         self._thread = EngineThread(engine, stream_interval_s)
         self._engines = [self._thread]
         # Stops the thread also when this object is collected, and before the interpreter exits.
