@@ -170,7 +170,11 @@ MUTANTS = {
         ),
         ("the window ends a token early", "max(0, start - window + 1)", "max(0, start - window + 2)"),
         ("windows drop nothing", "if first > dropped:", "if False:"),
-        ("a dropped block is kept", "self.pool.free(gone)", "pass"),
+        (
+            "a dropped block is kept",
+            "table[dropped:first]\n            gone.reverse()\n            self.pool.free(gone)",
+            "table[dropped:first]",
+        ),
         ("a dropped block is not noted", "seq.num_dropped[group] = first\n\n", "pass\n\n"),
         ("beginnings are evicted before ends", "blocks.reverse()  # the cache loses", "pass  #"),
         (
@@ -319,8 +323,8 @@ MUTANTS = {
         ),
         (
             "after an empty run nothing is computed again",
-            "num_known - 1 + len(run))",
-            "num_known)",
+            "min(request.num_computed_tokens, request.num_tokens - 1)",
+            "request.num_computed_tokens",
         ),
         (
             "a token computed again is written into a shared block",
@@ -429,7 +433,7 @@ MUTANTS = {
         ),
         (
             "newcomers that are not in the step are not sent",
-            "absent = [request for request in schedule.newcomers if request not in present]",
+            "absent = [request for request in changed if request not in present]",
             "absent = []",
         ),
         (
@@ -439,8 +443,8 @@ MUTANTS = {
         ),
         (
             "a newcomer's token is not sent",
-            "if is_new or row >= part.num_decodes:",
-            "if row >= part.num_decodes:",
+            "if is_new or row >= part.num_decodes or",
+            "if row >= part.num_decodes or",
         ),
     ],
     "scheduler/waiting": [
@@ -518,7 +522,7 @@ MUTANTS = {
         ),
         ("fair: a tenant that comes back is noted twice", "if tenant not in self._in_heap:", "if True:"),
         ("fair: goes by old counters", "elif counter != self.service[tenant]:", "elif False:"),
-        ("fair: the preempted are charged again", "if not request.ran_before:", "if True:"),
+        ("fair: the preempted are charged again", "if not (request.ran_before or", "if not (False or"),
         (
             "fair: the preempted go last",
             "self._queues[tenant].move_to_end(request.arrival, last=False)",

@@ -15,14 +15,14 @@ from typing import Any, Protocol
 
 import torch.distributed
 
-from ..errors import PagedError, RankError
+from ..errors import DivisionError, PagedError, RankError
 from .layout import RankLayout
 from .meeting import COME_S, Meeting, Store, post_failure, require_equal
 from .place import Torchrun
 
 _STORES: Any = torch.distributed  # which does not say that it exports them
 _STORE_TIMEOUT = timedelta(seconds=COME_S)
-_LINGER_S = 0.5  # in which the others read an error in the store of a process that then ends
+_LINGER_S = 20.0  # the process that has the store waits so long, at most, until the others know its error
 
 logger = logging.getLogger(__name__)
 
@@ -144,12 +144,16 @@ def torchrun_store(torchrun: Torchrun) -> Store:
 
 @contextmanager
 def failing_together(store: Store, torchrun: Torchrun) -> Iterator[None]:
-    """Have all of torchrun's ranks raise the error that ends one of them, with the name of that one."""
+    """Have all of torchrun's ranks raise the error that ends one of them, with the name of that one.
+
+    So it is a RankError or a DivisionError, whatever ended that one.
+    """
     try:
         yield
     except Exception as error:
         try:
             posted = post_failure(store, torchrun.rank, error)
+            store.set(_knows(torchrun.rank), "")
         except RuntimeError as lost:  # the store is gone with the process that had it
             if isinstance(error, PagedError):
                 raise error from None
@@ -160,5 +164,17 @@ def failing_together(store: Store, torchrun: Torchrun) -> Iterator[None]:
         if not isinstance(error, PagedError):
             logger.exception("rank %d has failed", torchrun.rank)
         if torchrun.rank == 0 and not torchrun.hosts_store:
-            time.sleep(_LINGER_S)
-        raise posted from error
+            _wait_for_others(store, torchrun.num_ranks)
+        raise (posted if isinstance(posted, DivisionError) else RankError(str(posted))) from error
+
+
+def _knows(rank: int) -> str:
+    """Return the key of a rank that has the error which ends all."""
+    return f"knows/{rank}"
+
+
+def _wait_for_others(store: Store, num_ranks: int) -> None:
+    others = [_knows(rank) for rank in range(1, num_ranks)]
+    until = time.monotonic() + _LINGER_S
+    while not store.check(others) and time.monotonic() < until:
+        time.sleep(0.01)

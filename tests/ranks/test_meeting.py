@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
 import paged
-from paged import CheckpointError, ConfigError, EngineConfig, LLMEngine, RankError
+from paged import CheckpointError, ConfigError, EngineConfig, LLMEngine, PagedError, RankError
 from paged.device import threads
 from paged.model.hub import resolve
 from paged.ranks import heartbeat
@@ -26,6 +29,13 @@ from paged.ranks.place import Torchrun, follows, share_of
 
 NAMES = ["rank 0", "rank 1", "rank 2"]
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def fail_together(store: Any, torchrun: Torchrun) -> Exception:
+    """Return what a rank raises when it finds that another one sends nothing."""
+    with pytest.raises(PagedError) as raised, failing_together(store, torchrun):
+        raise RankError("rank 2 sends nothing")
+    return raised.value
 
 
 def test_all_ranks_learn_the_values_of_all_or_the_same_error():
@@ -41,11 +51,14 @@ def test_all_ranks_learn_the_values_of_all_or_the_same_error():
                 waiting.result()
     torchrun = Torchrun.of(EngineConfig("demo", pipeline_parallel_size=2), TORCHRUN)
     assert torchrun is not None
-    with (
-        pytest.raises(ConfigError, match=r"^rank 2 on \S+: no room$"),
-        failing_together(store, torchrun),
-    ):
-        raise RankError("rank 2 sends nothing")
+    # The first one has the store, and ends only when the others know.
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(fail_together, store, replace(torchrun, rank=0))
+        with pytest.raises(TimeoutError):
+            first.result(0.05)
+        for error in (fail_together(store, torchrun), first.result()):
+            assert type(error) is RankError
+            assert re.fullmatch(r"rank 2 on \S+: no room", str(error))
 
 
 def test_a_rank_that_never_comes_is_named():
