@@ -9,6 +9,7 @@ from .base.from_vllm import missing as _missing
 from .config import EngineConfig
 from .errors import (
     CheckpointError,
+    ClusterError,
     ConfigError,
     DivisionError,
     EngineDeadError,
@@ -44,6 +45,7 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CheckpointError",
+    "ClusterError",
     "CompletionOutput",
     "ConfigError",
     "DivisionError",

@@ -56,6 +56,10 @@ class DivisionError(ConfigError):
     """The model, or the machine, cannot be divided among processes as the options say."""
 
 
+class ClusterError(ConfigError):
+    """Ray is not installed, no cluster of it answers, or the cluster has too little room for the engines."""
+
+
 class RequestError(PagedError):
     """A prompt or a sampling parameter is wrong; only that request is refused."""
 

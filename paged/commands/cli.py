@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..errors import DivisionError, PagedError, RankError
+from ..errors import ClusterError, DivisionError, PagedError, RankError
 from .bench import bench
 from .chat import chat
 from .common import EXIT_FAILED, EXIT_USAGE, complain
@@ -48,7 +48,7 @@ def main() -> None:
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         sys.exit(app(prog_name="paged", standalone_mode=False))
-    except (RankError, DivisionError) as error:
+    except (RankError, DivisionError, ClusterError) as error:
         complain(str(error))
         sys.exit(EXIT_FAILED)
     except PARSER_ERROR as error:

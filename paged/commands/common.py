@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import EngineConfig
-from ..errors import ConfigError, PagedError
+from ..errors import ClusterError, ConfigError, PagedError
 from ..sampling_params import SamplingParams, StructuredOutputsParams, biases_of
 from ..simulate.workload import read_shares
 from .headings import MODEL, OUTPUT
@@ -98,7 +98,7 @@ def launcher_of(ray: str | None, options: Mapping[str, Any], replicas: int) -> L
     try:
         from ..ray.launcher import connect
     except ImportError:
-        raise ConfigError("--ray needs ray, which is not installed: pip install 'paged[ray]'") from None
+        raise ClusterError("--ray needs ray, which is not installed: pip install 'paged[ray]'") from None
     return connect(ray, options, replicas)
 
 

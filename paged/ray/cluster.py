@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from ..errors import ConfigError
+from ..errors import ClusterError, ConfigError
 
 LOCAL_CLUSTER = "local"  # the address of a cluster that is started here
 OLDEST = (2, 49)
@@ -52,12 +52,12 @@ def join(address: str | None) -> bool:
 
     address: of the cluster; None: RAY_ADDRESS, or else one that is started here, as for "local".
 
-    Raises ConfigError if none answers, or if it has another version of Ray or Python.
+    Raises ClusterError if none answers, or if it has another version of Ray or Python.
     """
     version = tuple(int(part) for part in ray.__version__.split(".")[:2])
     if version < OLDEST:
         least = ".".join(map(str, OLDEST))
-        raise ConfigError(f"ray must be {least} or newer, and {ray.__version__} is installed")
+        raise ClusterError(f"ray must be {least} or newer, and {ray.__version__} is installed")
     if ray.is_initialized():
         return False
     address = address or os.environ.get("RAY_ADDRESS") or LOCAL_CLUSTER
@@ -74,12 +74,12 @@ def join(address: str | None) -> bool:
                 "; a cluster that asks for a token is joined with RAY_AUTH_MODE=token and its token in "
                 "RAY_AUTH_TOKEN or ~/.ray/auth_token"
             )
-        raise ConfigError(f"the Ray cluster at {address} cannot be joined: {error}{hint}") from error
+        raise ClusterError(f"the Ray cluster at {address} cannot be joined: {error}{hint}") from error
     return False
 
 
 def _require_answer(address: str) -> None:
-    """Raise ConfigError unless a server of gRPC listens at host:port. Ray would wait, and then exit."""
+    """Raise ClusterError unless a server of gRPC listens at host:port. Ray would wait, and then exit."""
     if address.startswith("ray://"):
         raise ConfigError(
             f"{address} is one of Ray Client, which carries no streams; run the command on a node of the "
@@ -98,7 +98,7 @@ def _require_answer(address: str) -> None:
                 if answer[3:4] != GREETING[-FRAME_HEAD_BYTES:][3:4]:
                     raise OSError("what listens there is no cluster of Ray")
     except OSError as error:
-        raise ConfigError(
+        raise ClusterError(
             f"no Ray cluster answers at {address} within {CONNECTS_S:.0f} s: {error}; "
             "`ray start --head` starts one"
         ) from error
@@ -110,7 +110,7 @@ def share_of(options: Mapping[str, Any], replicas: int, *, num_reserved: int = 0
     replicas: engines, each with a process for every rank of the model.
     num_reserved: cores that the engines leave to others.
 
-    Raises ConfigError if the cluster has less than all of them need.
+    Raises ClusterError if the cluster has less than all of them need.
     """
     free = free_share()
     num_cpus = max(0, free.num_cpus - num_reserved)
@@ -125,7 +125,7 @@ def share_of(options: Mapping[str, Any], replicas: int, *, num_reserved: int = 0
     has = num_gpus if on_gpu else num_cpus
     need = num_processes * (share.num_gpus or share.num_cpus)
     if need > has:
-        raise ConfigError(
+        raise ClusterError(
             f"{described(f'{replicas} replicas', num_ranks, share)} need more than the cluster has free: "
             f"{num_cpus} CPU cores{_besides(num_reserved)} and {num_gpus} GPUs"
         )

@@ -24,7 +24,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ..errors import ConfigError
+from ..errors import ClusterError, ConfigError
 from ..server.frames import Start
 from ..server.launcher import LocalProcess, socket_pair, start_process
 from ..text.worker import ROOT
@@ -291,12 +291,12 @@ class RayLauncher:
         return ours, RayProcess(theirs, start, self._share, self._environment)
 
     def check_room(self, num: int) -> None:
-        """Raise ConfigError unless the cluster has so many more shares free."""
+        """Raise ClusterError unless the cluster has so many more shares free."""
         need = self._share.times(num * self._num_ranks)
         until = time.monotonic() + ROOM_S
         while not (free := free_share()).holds(need):
             if time.monotonic() > until:
-                raise ConfigError(
+                raise ClusterError(
                     f"{described(f'{num} more replicas', self._num_ranks, self._share)} need more than "
                     f"the cluster has free: {free.listed}"
                 )
