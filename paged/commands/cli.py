@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -47,7 +48,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        sys.exit(app(prog_name="paged", standalone_mode=False))
+        sys.exit(app(_spelled_out(sys.argv[1:]), prog_name="paged", standalone_mode=False))
     except (RankError, DivisionError, ClusterError) as error:
         complain(str(error))
         sys.exit(EXIT_FAILED)
@@ -60,6 +61,16 @@ def main() -> None:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     complain(message)
     sys.exit(EXIT_USAGE)
+
+
+def _spelled_out(arguments: Sequence[str]) -> list[str]:
+    """Return arguments in which --ray has a value, which may be left out. The parser has no such options."""
+    result = []
+    for argument in arguments:
+        if result[-1:] == ["--ray"] and argument.startswith("-"):
+            result[-1] = "--ray="
+        result.append(argument)
+    return [*result[:-1], "--ray="] if result[-1:] == ["--ray"] else result
 
 
 @app.callback(invoke_without_command=True)

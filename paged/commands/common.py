@@ -99,7 +99,7 @@ def launcher_of(ray: str | None, options: Mapping[str, Any], replicas: int) -> L
         from ..ray.launcher import connect
     except ImportError:
         raise ClusterError("--ray needs ray, which is not installed: pip install 'paged[ray]'") from None
-    return connect(ray, options, replicas)
+    return connect(ray or None, options, replicas)
 
 
 def start(options: Mapping[str, Any]) -> LLMEngine:

@@ -107,8 +107,8 @@ class ServeOptions:
     response_store: bytes of memory for responses that previous_response_id goes on from, of which the
         oldest leave; 0 stores none.
     replicas: number of engine processes, each with its own GPU or share of the cores.
-    ray: a Ray cluster whose nodes run the engine processes: HOST:PORT, "auto" for that of RAY_ADDRESS or of
-        this machine, or "local" for one that is started here.
+    ray: a Ray cluster whose nodes run the engine processes: HOST:PORT, "auto" for one that runs on this
+        machine, or "local" for one that is started here; without a value that of RAY_ADDRESS, else "local".
     router: which replica gets a request: "round-robin", "least-loaded" or "prefix-aware".
     stream_interval_s: longest time in seconds for which tokens of a stream are held back to be sent together,
         where sending each by itself would take more than one percent of the time; 0 never holds back.

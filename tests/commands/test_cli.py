@@ -595,6 +595,16 @@ def test_wrong_flags(run, argv, message):
     assert message in run.refused(*argv)
 
 
+def test_the_address_of_ray_may_be_left_out():
+    for given, read in (
+        (["serve", "m", "--ray"], ["serve", "m", "--ray="]),
+        (["serve", "--ray", "--port", "1", "m"], ["serve", "--ray=", "--port", "1", "m"]),
+        (["serve", "--ray", "auto", "m"], ["serve", "--ray", "auto", "m"]),
+        ([], []),
+    ):
+        assert cli._spelled_out(given) == read
+
+
 def test_empty_stdin(run):
     assert "stdin is empty" in run.refused("generate", stdin="")
 
