@@ -120,9 +120,7 @@ def test_replicas_of_several_ranks_come_and_leave_and_end(engine):
             tasks = [asyncio.create_task(read(prompt)) for prompt in prompts]
             while (await client.stats()).num_running < len(prompts):
                 await asyncio.sleep(0.01)
-            with pytest.raises(
-                ClusterError, match="1 more replicas of 2 ranks of 1 CPU cores need"
-            ):
+            with pytest.raises(ClusterError, match="1 more replicas of 2 ranks of 1 CPU cores need"):
                 await client.resize(3)
             processes_of("paged.ranks")[0].kill()
             await client.resize(1)
