@@ -80,7 +80,7 @@ def alone_us(path: str, num: int = 20_000) -> float:
     assert usage.entry.sha256 == digest_of(KEY.encode())
     started = time.process_time()
     for i in range(num):
-        found = gate.check("keys", HEADER)
+        found = gate.check("keys", HEADER).usage
         assert found is not None
         priority_of(found.entry, None)
         salt_of(found.entry, None)

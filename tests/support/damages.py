@@ -73,8 +73,10 @@ def damaged(call: Call, generator: random.Random) -> tuple[dict[str, Any], list[
 
 
 def _may_cancel(damage: Damage, other: Damage) -> bool:
-    """Return whether one may mend the other: by a larger table, by no_grad, or by memory of its own."""
+    """Return whether one may mend the other: by a larger table, no_grad, memory of its own, or its dtype."""
     words = damage.what + other.what
+    if " becomes " in damage.what and damage.what.split()[-1] == other.what.split()[-1]:
+        return True
     return "shares" in words or NO_GRAD in words or ("of dimension" in words and " at " in words)
 
 
