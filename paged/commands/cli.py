@@ -65,7 +65,7 @@ def main() -> None:
 
 def _spelled_out(arguments: Sequence[str]) -> list[str]:
     """Return arguments in which --ray has a value, which may be left out. The parser has no such options."""
-    result = []
+    result = list[str]()
     for argument in arguments:
         if result[-1:] == ["--ray"] and argument.startswith("-"):
             result[-1] = "--ray="
