@@ -20,7 +20,6 @@ import signal
 import string
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +33,7 @@ from paged.server import supervised_engine
 from paged.server.engine_client import EngineClient
 from paged.server.launcher import ENGINE_PROCESS
 from tests.support.mortal_engines import LEAVING, MortalEngines
+from tests.support.own_processes import processes_of
 
 OPTIONS: dict[str, Any] = {"num_blocks": 512, "num_threads": 1, "max_num_seqs": 64, "device": "cpu"}
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
@@ -209,16 +209,6 @@ async def _end_processes(client: EngineClient, rng: random.Random, num: int) -> 
                 await asyncio.sleep(0.01)
 
 
-def engine_processes() -> list[psutil.Process]:
-    """Return the engine processes that this one has started, perhaps through Ray."""
-    found = []
-    for each in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if ENGINE_PROCESS in each.cmdline():
-                found.append(each)
-    return found
-
-
 def run_processes(
     engine: LLMEngine, num_deaths: int, num_requests: int, seed: int, ray: str | None = None
 ) -> None:
@@ -230,7 +220,7 @@ def run_processes(
     me = psutil.Process()
     options = {**OPTIONS, "device": "auto"}
     launcher = launcher_of(ray, options, 2)
-    before = me.num_fds(), len(me.children()), {each.pid for each in engine_processes()}
+    before = me.num_fds(), len(me.children()), {each.pid for each in processes_of(ENGINE_PROCESS)}
 
     async def main() -> None:
         client = EngineClient("demo", replicas=2, max_restarts=10**6, launcher=launcher, **options)
@@ -252,7 +242,7 @@ def run_processes(
         asyncio.run(main())
     until = time.monotonic() + 60
     while True:
-        after = me.num_fds(), len(me.children()), {each.pid for each in engine_processes()}
+        after = me.num_fds(), len(me.children()), {each.pid for each in processes_of(ENGINE_PROCESS)}
         # Ray opens and closes files of its own.
         if after[1:] == before[1:] and (ray is not None or after == before):
             return

@@ -26,7 +26,6 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from paged import LLMEngine, SamplingParams
 from paged.requests.seeds import derived_seed
 from paged.server import launcher
 from tests.support.failing_engine_process import UNLUCKY
+from tests.support.own_processes import processes_of
 
 ROOT = str(Path(__file__).parents[1])
 POISON = "tests.support.failing_engine_process"
@@ -93,19 +93,9 @@ def run_job(kind: str, folder: Path) -> None:
     write(str(folder / "out"))
 
 
-def engine_processes(pid: int) -> list[psutil.Process]:
-    """Return the engine processes of the cluster that a process has started."""
-    found = []
-    for each in psutil.Process(pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if POISON in each.cmdline():
-                found.append(each)
-    return found
-
-
 def kill_one(choose: random.Random, pid: int) -> str:
     """Kill an engine process of a job, or its actor. Return what."""
-    engines = engine_processes(pid)
+    engines = processes_of(POISON, pid)
     if not engines:
         return "nothing"
     engine = choose.choice(engines)
@@ -153,7 +143,7 @@ def check_data(kind: str, engine: LLMEngine, num: int, every_s: float, seed: int
                 job.wait(every_s)
             except subprocess.TimeoutExpired:
                 if not killed["the job"] and any((folder / "out").glob("*")):
-                    left += engine_processes(job.pid)
+                    left += processes_of(POISON, job.pid)
                     job.kill()
                     job.wait()
                     killed["the job"] += 1
@@ -236,7 +226,7 @@ def check_serve() -> None:
 
         metrics = httpx.get("http://127.0.0.1:8124/metrics").text
         assert "paged:request_success_total" in metrics
-        engines = engine_processes(os.getpid())
+        engines = processes_of(POISON, os.getpid())
         killed = engines[0].parent()
         assert killed is not None
         killed.kill()
@@ -245,7 +235,7 @@ def check_serve() -> None:
         for _ in range(20):
             ask()
         print(f"a replica was killed: 20 new rounds took {time.monotonic() - started:.1f} s, none failed")
-        engines += engine_processes(os.getpid())
+        engines += processes_of(POISON, os.getpid())
         serve.shutdown()
         ray.shutdown()
         assert not psutil.wait_procs(engines, 60)[1], "engine processes are left"

@@ -7,10 +7,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from paged import LLMEngine, SamplingParams
@@ -19,6 +17,7 @@ from paged.errors import ClusterError, ConfigError
 from paged.requests.seeds import derived_seed
 from paged.server.engine_client import EngineClient
 from paged.server.launcher import ENGINE_PROCESS
+from tests.support.own_processes import processes_of
 
 ray = pytest.importorskip("ray", reason="engines on Ray need ray: pip install 'paged[ray]'")
 pytestmark = [
@@ -54,21 +53,6 @@ def engine() -> LLMEngine:
     return LLMEngine("demo", **OPTIONS)
 
 
-def processes_of(module: str) -> list[psutil.Process]:
-    """Return the processes of the cluster here that run a module."""
-    found = []
-    for each in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if module in each.cmdline():
-                found.append(each)
-    return found
-
-
-def engine_processes() -> list[psutil.Process]:
-    """Return the engine processes of all actors."""
-    return processes_of(ENGINE_PROCESS)
-
-
 def test_requests_go_on_when_processes_and_actors_are_killed(engine):
     prompts = [f"def f{i}(x):" for i in range(24)]
     expected = [o.outputs[0].token_ids for o in engine.generate(prompts, PARAMS, use_tqdm=False)]
@@ -84,7 +68,7 @@ def test_requests_go_on_when_processes_and_actors_are_killed(engine):
 
             tasks = [asyncio.create_task(read(prompt)) for prompt in prompts]
             await asyncio.sleep(0.1)
-            first, second = engine_processes()
+            first, second = processes_of(ENGINE_PROCESS)
             first.kill()
             actor = second.parent()
             assert actor is not None
@@ -97,7 +81,7 @@ def test_requests_go_on_when_processes_and_actors_are_killed(engine):
             return found
 
     assert asyncio.run(main()) == expected
-    assert not engine_processes()
+    assert not processes_of(ENGINE_PROCESS)
 
 
 def test_replicas_of_several_ranks_come_and_leave_and_end(engine):
@@ -128,7 +112,7 @@ def test_replicas_of_several_ranks_come_and_leave_and_end(engine):
 
     assert asyncio.run(main()) == expected
     until = time.monotonic() + 60
-    while engine_processes() or processes_of("paged.ranks"):
+    while processes_of(ENGINE_PROCESS) or processes_of("paged.ranks"):
         assert time.monotonic() < until
         time.sleep(0.05)
 
@@ -179,7 +163,7 @@ def test_serve_has_the_routes_of_the_server(engine):
         assert (
             "".join(part.choices[0].text for part in client.completions.create(**body, stream=True)) == text
         )
-        engine_processes()[0].kill()
+        processes_of(ENGINE_PROCESS)[0].kill()
         assert [client.completions.create(**body).choices[0].text for _ in range(6)] == [text] * 6
         with pytest.raises(BadRequestError, match="max_tokens must be"):
             client.completions.create(**{**body, "max_tokens": -1})

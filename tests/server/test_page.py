@@ -143,6 +143,7 @@ def test_the_picture_of_all_blocks_needs_the_admin_key(engine):
                 with watching(served, bearing(key)) as events:
                     for event in events:
                         (view,) = event["engines"]
+                        assert len(view["requests"]) <= num
                         if len(view["requests"]) == num:
                             break
                 assert event["scope"] == scope

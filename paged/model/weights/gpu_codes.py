@@ -30,9 +30,8 @@ from .quantization import INT4_TABLE, Int4Weight, int4_codes, int8_codes
 
 logger = logging.getLogger(__name__)
 
-_PART_ELEMENTS = (
-    2**24
-)  # that are quantised or put in order at once, so that they take little memory on their way
+# What is quantised or put in order at once, so that it takes little memory on its way.
+_PART_ELEMENTS = 2**24
 
 
 class PackedCodesWeight(TableForm):
