@@ -113,7 +113,7 @@ def test_langchain_answers_in_a_structure(method, chat):
 @pytest.mark.parametrize("name", ASSISTANT_BODIES)
 def test_coding_assistants(name, server):
     """Their conversations are answered in events of the form that they join."""
-    body = {**ASSISTANT_BODIES[name], "model": MODEL}
+    body = {**ASSISTANT_BODIES[name], "model": MODEL, "ignore_eos": True}
     body["max_completion_tokens" if name == "shell" else "max_tokens"] = 8
     status, headers, data = server.request("POST", CHAT, body)
     assert status == 200, data

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from ...requests.request import CompletionOutput, RequestOutput
-from ..chat_output.parts import OutputParser, Part
-from ..chat_output.plan import PlainText
+from ..chat_output.parts import ContentDelta, OutputParser, Part
 from .chats import ChatForm
 from .chunks import Chunks, Head
 from .usage import Usage
@@ -33,13 +32,16 @@ class TypedEvents(Chunks):
 
     def chunks_of(self, choice: int, completion: CompletionOutput) -> list[dict[str, Any]]:  # noqa: ARG002
         """Return the events of a delta."""
-        if self._parser is None:
-            self._parser = PlainText() if self.form.new_parser is None else self.form.new_parser()
         self.see(completion)
+        if completion.finish_reason is not None:
+            self.completion = completion
+        if self.form.new_parser is None:
+            return self.take(ContentDelta(completion.text)) if completion.text else []
+        if self._parser is None:
+            self._parser = self.form.new_parser()
         parts = self._parser.feed(completion.text)
         if completion.finish_reason is not None:
             parts += self._parser.finish()
-            self.completion = completion
         return [event for part in self.form.shown(parts) for event in self.take(part)]
 
     def see(self, completion: CompletionOutput) -> None:

@@ -29,13 +29,10 @@ def response_of_item(item_id: str) -> str:
 class _OpenItem:
     """An item whose text grows. fields: those that do not change; texts: what it has so far."""
 
+    kind: str
     fields: Item
     texts: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def kind(self) -> str:
-        return str(self.fields["type"])
 
     def as_json(self, status: str) -> Item:
         """Return the item as it is, or without content if it is only announced."""
@@ -159,17 +156,28 @@ class ResponseEvents(TypedEvents):
 
     def _add_text(self, kind: str, text: str) -> list[Event]:
         """Return the events of more text of an item of a kind."""
-        is_open = self._open is not None and self._open.kind == kind
-        events = [] if is_open else self._begin_text(kind)
-        assert self._open is not None
-        self._open.texts.append(text)
-        if kind == "reasoning":
-            return [*events, self._of_open("response.reasoning_text.delta", content_index=0, delta=text)]
-        logprobs = self._logprobs
-        self._logprobs = []
-        self._open.logprobs += logprobs
-        name = "response.output_text.delta"
-        return [*events, self._of_open(name, content_index=0, delta=text, logprobs=logprobs)]
+        item = self._open
+        events = [] if item is not None and item.kind == kind else self._begin_text(kind)
+        item = self._open
+        assert item is not None
+        item.texts.append(text)
+        name = "response.output_text.delta" if kind == "message" else "response.reasoning_text.delta"
+        # As `_of_open` and `_event` make it: most events are of this kind.
+        delta: Event = {
+            "type": name,
+            "sequence_number": self._num_events,
+            "item_id": item.fields["id"],
+            "output_index": len(self._items),
+            "content_index": 0,
+            "delta": text,
+        }
+        self._num_events += 1
+        if kind == "message":
+            item.logprobs += self._logprobs
+            delta["logprobs"] = self._logprobs
+            self._logprobs = []
+        events.append(delta)
+        return events
 
     def _begin_text(self, kind: str) -> list[Event]:
         fields = {"type": kind, "id": "msg", "role": "assistant"}
@@ -184,7 +192,8 @@ class ResponseEvents(TypedEvents):
         """Begin an item, whose id begins with that in the fields. Return the events."""
         events = self._end_open("completed")
         identity = self.head.id.removeprefix(RESPONSE_PREFIX)
-        item = self._open = _OpenItem({**fields, "id": f"{fields['id']}_{identity}_{len(self._items)}"})
+        item_id = f"{fields['id']}_{identity}_{len(self._items)}"
+        item = self._open = _OpenItem(fields["type"], {**fields, "id": item_id})
         added = {"output_index": len(self._items), "item": item.as_json("in_progress")}
         return [*events, self._event("response.output_item.added", **added)]
 

@@ -53,7 +53,7 @@ def event(value: Any) -> bytes:
 def named_event(value: dict[str, Any]) -> bytes:
     """Return a value as a server-sent event that is named by its type."""
     name: str = value["type"]
-    return b"event: " + name.encode() + b"\n" + event(value)
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_json(value))
 
 
 class KeepAlive:
