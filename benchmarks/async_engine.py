@@ -77,7 +77,8 @@ def main() -> None:
 
 def timed(run: Callable[[], Tokens]) -> tuple[float, float]:
     """Run once. Return the wall time and the processor time of all threads, in seconds."""
-    started, started_cpu = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
+    started_cpu = time.process_time()
     run()
     return time.perf_counter() - started, time.process_time() - started_cpu
 

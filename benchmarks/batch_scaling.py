@@ -71,7 +71,9 @@ def run(engine: LLMEngine, batch: int, max_tokens: int) -> dict[str, float]:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params)
-    finished, peak_blocks, started = [], 0, time.perf_counter()
+    finished = []
+    peak_blocks = 0
+    started = time.perf_counter()
     while engine.has_unfinished_requests():
         finished += [output for output in engine.step() if output.finished]
         peak_blocks = max(peak_blocks, engine.stats().num_used_blocks)

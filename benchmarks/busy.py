@@ -75,7 +75,8 @@ def tokens_per_second(engine: LLMEngine, num_streams: int, seconds: float) -> fl
     prompts = [[1 + i] * (8 + i % 8) for i in range(num_streams)]
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
     engine.generate(prompts, params, use_tqdm=False)
-    started, num_tokens = time.perf_counter(), 0
+    started = time.perf_counter()
+    num_tokens = 0
     while time.perf_counter() < started + seconds:
         num_tokens += MAX_TOKENS * len(engine.generate(prompts, params, use_tqdm=False))
     return num_tokens / (time.perf_counter() - started)

@@ -65,7 +65,8 @@ def compile_kernel(
     from tests.support.binary_figures import figures
     from tests.support.kernel_launches import DTYPES, launch_attention
 
-    kernels, dtype = load_kernels("triton"), torch.bfloat16
+    kernels = load_kernels("triton")
+    dtype = torch.bfloat16
     sizes = {"num_tokens": 40} if use == "prefill" else {"num_tokens": 1, "num_seqs": 1}
     with compiling(target) as launches:
         launch_attention(kernels, head_dim, group, dtype, block_size, cache=cache, **sizes)
@@ -129,7 +130,9 @@ def _nvidia_loops(code: str) -> list[list[str]]:
 
 
 def _amd_loops(code: str) -> list[list[str]]:
-    loops, labels, ops = [], dict[str, int](), list[str]()
+    loops = []
+    labels = dict[str, int]()
+    ops = list[str]()
     for line in code.splitlines():
         if label := re.match(r"(\.LBB\w+):", line):
             labels[label.group(1)] = len(ops)

@@ -65,7 +65,8 @@ class LLGuidance:
             state = self._grammars.start(StructuredOutputsParams(json=schema))
         except RequestError as error:
             raise RefusedError(str(error)) from error
-        matcher, vocabulary = state.matcher, state.vocabulary
+        matcher = state.matcher
+        vocabulary = state.vocabulary
 
         class _Walk:
             def mask(self) -> NDArray[np.int32]:

@@ -96,7 +96,8 @@ def time_steps(
         clock.spent.clear()
         started = time.thread_time()
         engine.core.step()
-        whole, spent = time.thread_time() - started, clock.spent
+        whole = time.thread_time() - started
+        spent = clock.spent
         times["schedule"].append(spent["schedule"])
         times["upload"].append(spent["execute"] - spent["compute"])
         times["launch"].append(spent["compute"])
@@ -163,11 +164,15 @@ class _Happened:
 class _Launched(CompiledKernel):  # type: ignore[misc]  (untyped)
     """A compiled kernel that does nothing."""
 
-    module, function, packed_metadata = None, 0, ()
-    n_regs, metadata = 128, SimpleNamespace(shared=64 * 1024, num_warps=4)
+    module = None
+    function = 0
+    packed_metadata = ()
+    n_regs = 128
+    metadata = SimpleNamespace(shared=64 * 1024, num_warps=4)
 
     def __init__(self, name: str, launched: Counter[str]) -> None:
-        self.name, self._launched = name, launched
+        self.name = name
+        self._launched = launched
 
     def launch_metadata(self, *_: Any) -> None: ...
 
@@ -210,7 +215,8 @@ class _Stub:
     gated = False
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
-        self._size, self._dtype = size, dtype
+        self._size = size
+        self._dtype = dtype
 
     def __call__(self, x: Tensor, _: Tensor | None) -> Tensor:
         return x.new_empty(x.shape[0], self._size, dtype=self._dtype)

@@ -118,12 +118,14 @@ def score(form: dict[str, str], stream: list[int], share: float) -> float:
     """Return the demo's nats per token."""
     engine = new_engine("demo", {**form, "skip_tokenizer_init": True})
     length = engine.max_model_len - 1
-    nats, num_tokens = 0.0, 0
+    nats = 0.0
+    num_tokens = 0
     for start in range(0, len(stream) - 1, length * max(1, round(1 / share))):
         rest = stream[start + 1 : start + 1 + length]
         (output,) = engine.score([stream[start]], [rest], use_tqdm=False)
         assert output.logprob is not None, output.error
-        nats, num_tokens = nats - output.logprob, num_tokens + len(rest)
+        nats -= output.logprob
+        num_tokens += len(rest)
     return nats / num_tokens
 
 
@@ -153,7 +155,8 @@ def score_prose(model: str, form: dict[str, str], num_tokens: int) -> float:
 @contextmanager
 def weights_as_floats(dtype: torch.dtype) -> Iterator[None]:
     """Round weights in codes to bfloat16, in a model of any dtype: every form is made of the same floats."""
-    make, check = Forms.make, load._require_no_blocks
+    make = Forms.make
+    check = load._require_no_blocks
 
     def make_of_floats(self: Forms, weight: Weight, role: Role, num_precise: int = 0) -> WeightForm:
         if isinstance(weight, CodedWeight):
@@ -164,11 +167,13 @@ def weights_as_floats(dtype: torch.dtype) -> Iterator[None]:
             weight = floats
         return make(self, weight, role, num_precise)
 
-    Forms.make, load._require_no_blocks = make_of_floats, lambda *_: None  # type: ignore[method-assign, assignment]
+    Forms.make = make_of_floats
+    load._require_no_blocks = lambda *_: None  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        Forms.make, load._require_no_blocks = make, check  # type: ignore[method-assign]
+        Forms.make = make
+        load._require_no_blocks = check  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -120,7 +120,8 @@ def step() -> Figure:
         _note(axes, 0, y + 0.3, f"{name}, seq_len {positions.stop}")
         for position in range(BLOCK_SIZE * len(tables[name])):
             at = 4 + position + 0.3 * (position // BLOCK_SIZE)
-            is_new, exists = position in positions, position < positions.stop
+            is_new = position in positions
+            exists = position < positions.stop
             label = f"{name.lower()}{position}" if exists else ""
             _cell(axes, at, y, label, name if is_new else "shared" if exists else "")
         for place, block in enumerate(tables[name]):

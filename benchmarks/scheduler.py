@@ -114,7 +114,8 @@ class Plain:
 
     def __init__(self, num_running: int, args: argparse.Namespace) -> None:
         rng = random.Random(0)
-        self.free, self.hashes = deque(range(args.num_blocks)), dict[int, int]()
+        self.free = deque(range(args.num_blocks))
+        self.hashes = dict[int, int]()
         self.refcounts = [0] * args.num_blocks
         self.waiting: deque[PlainSequence] = deque()
         self.running: deque[PlainSequence] = deque()
@@ -153,8 +154,11 @@ class PlainSequence:
     """A sequence of the plain loop: tokens and blocks."""
 
     def __init__(self, tokens: list[int]) -> None:
-        self.tokens, self.blocks, self.hash = tokens, list[int](), 0
-        self.num_tokens, self.last_token = len(tokens), tokens[-1]
+        self.tokens = tokens
+        self.blocks = list[int]()
+        self.hash = 0
+        self.num_tokens = len(tokens)
+        self.last_token = tokens[-1]
 
     def append(self, token: int) -> None:
         """Append one token."""

@@ -72,7 +72,8 @@ class Served:
 
     def __init__(self, directory: str, case: Case) -> None:
         options = {**OPTIONS, "max_num_seqs": case.seqs}
-        self.case, self.engine = case, LLMEngine(directory, device="cpu", skip_tokenizer_init=True, **options)
+        self.case = case
+        self.engine = LLMEngine(directory, device="cpu", skip_tokenizer_init=True, **options)
         workload = case.workload(self.engine.model_config.vocab_size)
         for i, (prompt, max_tokens) in enumerate(zip(workload.prompts, workload.max_tokens, strict=True)):
             params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -80,7 +81,8 @@ class Served:
         self.steps: list[tuple[Work, float]] = []  # and its seconds
         self.seconds = 0.0
         self.first_tokens: dict[str, float] = {}
-        self.num_tokens, self.num_wanted = 0, workload.num_output_tokens
+        self.num_tokens = 0
+        self.num_wanted = workload.num_output_tokens
         self._windows = window_shares(self.engine.model_config)
         self._schedule = self.engine.scheduler.schedule
         self.engine.scheduler.schedule = self._recorded
@@ -175,7 +177,8 @@ def predict(directory: str, case: Case, coefficients: dict[str, float]) -> tuple
 
 def row(directory: str, runs: Sequence[Served], coefficients: dict[str, float]) -> dict:
     """Return predicted and measured figures of one case."""
-    case, num_tokens = runs[0].case, runs[0].num_tokens
+    case = runs[0].case
+    num_tokens = runs[0].num_tokens
     seconds, first_tokens = predict(directory, case, coefficients)
     ratios = sorted(run.seconds / seconds for run in runs)
     return {

@@ -46,7 +46,8 @@ def main() -> None:
 
 def step_in_parts(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
     """Run one step and append the time of each part."""
-    runner, times = engine.runner, [time.perf_counter()]
+    runner = engine.runner
+    times = [time.perf_counter()]
     schedule = engine.scheduler.schedule()
     times.append(time.perf_counter())
     plan = runner.plan(schedule)
@@ -73,7 +74,9 @@ def step_in_parts(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
 
 def without_forward(engine: LLMEngine, step: Callable[[], Any], num_steps: int) -> float:
     """Return the median milliseconds of a step, without the model and its head."""
-    runner, spent, times = engine.runner, [0.0], []
+    runner = engine.runner
+    spent = [0.0]
+    times = []
     compute = runner.compute
 
     def timed(batch: Batch) -> Any:
@@ -85,7 +88,8 @@ def without_forward(engine: LLMEngine, step: Callable[[], Any], num_steps: int) 
 
     runner.compute = timed  # type: ignore[method-assign]
     for _ in range(num_steps):
-        spent[0], started = 0.0, time.perf_counter()
+        spent[0] = 0.0
+        started = time.perf_counter()
         step()
         times.append(time.perf_counter() - started - spent[0])
     runner.compute = compute  # type: ignore[method-assign]

@@ -128,7 +128,8 @@ class Running:
         stack: ExitStack,
     ) -> None:
         at_once = max(1, int(args.batch_size * strategy.at_once))
-        self.strategy, self.batch_size = strategy, at_once if strategy.in_batches else None
+        self.strategy = strategy
+        self.batch_size = at_once if strategy.in_batches else None
         threads = max(1, args.threads // strategy.num_processes)
         lengths = [len(p) + n for p, n in zip(workload.prompts, workload.max_tokens, strict=True)]
         options: dict[str, Any] = {
@@ -151,7 +152,8 @@ class Running:
         count = len(self.workers)
         started = time.perf_counter()
         for i, worker in enumerate(self.workers):
-            prompts, max_tokens = workload.prompts[i::count], workload.max_tokens[i::count]
+            prompts = workload.prompts[i::count]
+            max_tokens = workload.max_tokens[i::count]
             worker.send("run", prompts=prompts, max_tokens=max_tokens, batch_size=self.batch_size)
         parts = [worker.receive() for worker in self.workers]
         seconds = time.perf_counter() - started

@@ -109,7 +109,8 @@ def parse_args() -> argparse.Namespace:
 def tests_section(tiny: bool, seconds: float) -> dict[str, Any]:
     """Run the tests of the engine, then of the kernels: a section of two rows."""
     print(f"tests, for at most {seconds:.0f} s", flush=True)
-    started, rows = time.time(), []
+    started = time.time()
+    rows = []
     num_processes = 1 if tiny else max(1, min(12, (os.cpu_count() or 2) - 2))
     for case, files, share in (
         ("engine tests", engine_tests(tiny), 0.5),

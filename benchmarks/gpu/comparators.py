@@ -87,7 +87,9 @@ def flex_attention(case: Case) -> Call:
     from torch.nn.attention.experimental._paged_attention import PagedAttention
 
     batch = Batch(case)
-    page, num_seqs, device = 128, len(batch.contexts), str(batch.query.device)
+    page = 128
+    num_seqs = len(batch.contexts)
+    device = str(batch.query.device)
     if len(set(batch.contexts)) > 1 and batch.query_len > 1:
         raise Skip("one mask for queries of one length")
     longest = -(-max(batch.contexts) // page) * page

@@ -31,7 +31,8 @@ def write_report(results: Path) -> Path:
 
 def report_of(result: dict[str, Any], beside: Path) -> str:
     """Return one result as Markdown."""
-    device, sections = result["device"], result["sections"]
+    device = result["device"]
+    sections = result["sections"]
     lines = [f"## {device['name']}, {result['date'][:10]}\n"]
     if not result["meaningful"]:
         lines.append("**In Triton's interpreter: the times mean nothing.**\n")

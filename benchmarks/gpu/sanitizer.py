@@ -46,7 +46,8 @@ def sanitize(program: str, tool: str, tests: list[str]) -> dict[str, Any]:
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    summary, passed = _SUMMARY.findall(done.stdout), _PASSED.search(done.stdout)
+    summary = _SUMMARY.findall(done.stdout)
+    passed = _PASSED.search(done.stdout)
     found = sum(map(int, summary)) if summary else None
     error = None
     if found or done.returncode == _FOUND:

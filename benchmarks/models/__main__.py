@@ -115,7 +115,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
     if args.quick:
-        args.rounds, args.scale, args.max_tokens = 1, 0.05, 4
+        args.rounds = 1
+        args.scale = 0.05
+        args.max_tokens = 4
     return args
 
 
@@ -126,7 +128,8 @@ def batches(section: str, args: argparse.Namespace) -> tuple[int, ...]:
 
 def run_family(shape: str, args: argparse.Namespace, turns: Turns, rows: dict[str, list[Row]]) -> None:
     """Run one shape against its Llama and generate(), in the same rounds, and add to the rows."""
-    directory, twin = checkpoint(shape), f"{shape}-as-llama"
+    directory = checkpoint(shape)
+    twin = f"{shape}-as-llama"
     others = []
     if "llama" in rows:
         others.append(Way("llama", checkpoint(twin), batches("llama", args)))

@@ -15,7 +15,8 @@ from benchmarks.common import peak_rss_mib
 
 def main() -> None:
     """Import paged, start an engine, generate one token; measure each."""
-    model, with_classes = sys.argv[1], "--classes" in sys.argv
+    model = sys.argv[1]
+    with_classes = "--classes" in sys.argv
     phases = [("before", 0.0, peak_rss_mib())]
     times = [time.perf_counter()]
 

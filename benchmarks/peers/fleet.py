@@ -77,7 +77,10 @@ class Fleet:
     """
 
     def __init__(self, ways: list[Way], options: dict[str, Any], room: float, environments: Path) -> None:
-        self.ways, self.options, self.room, self.environments = list(ways), options, room, environments
+        self.ways = list(ways)
+        self.options = options
+        self.room = room
+        self.environments = environments
         self.left_out: dict[str, str] = {}
         self.load_s: dict[Way, list[float]] = {}  # from the start of the process until it answers
         self._alive: dict[Way, Worker] = {}  # in the order of their last call

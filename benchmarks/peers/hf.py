@@ -48,7 +48,8 @@ class Generate:
                 stopping_criteria=[clock],
             )
             for i, row in zip(batch, out[:, ids.shape[1] :].tolist(), strict=True):
-                tokens[i], first[i] = row[: max_tokens[i]], clock.at
+                tokens[i] = row[: max_tokens[i]]
+                first[i] = clock.at
         return tokens, first
 
 

@@ -104,12 +104,14 @@ def load(folder: Path) -> ctypes.CDLL:
     lib = ctypes.CDLL(str(path))
     for name, (result, *arguments) in _FUNCTIONS.items():
         function = getattr(lib, name)
-        function.restype, function.argtypes = result, arguments
+        function.restype = result
+        function.argtypes = arguments
     backends = ctypes.CDLL(str(next(folder.glob("libggml.*"))))
     backends.ggml_backend_load_all_from_path.argtypes = [c_char_p]
     backends.ggml_backend_load_all_from_path(str(folder).encode())
     lib.llama_backend_init()
-    made, files = lib.llama_context_default_params(), lib.llama_model_quantize_default_params()
+    made = lib.llama_context_default_params()
+    files = lib.llama_model_quantize_default_params()
     found = (made.n_ctx, made.n_batch, made.n_ubatch, made.n_seq_max, made.type_k, made.type_v, files.nthread)
     if found != (512, 2048, 512, 1, 1, 1, 0) or made.defrag_thold != -1 or not files.quantize_output_tensor:
         raise RuntimeError(f"{path}: other structs than in llama_cpp_library.py; its defaults are {found}")

@@ -53,7 +53,8 @@ class LlamaCpp:
             return
         lib = llama_cpp_library.load(LIBRARY)
         params = lib.llama_model_quantize_default_params()
-        params.ftype, params.nthread = _FILE_TYPES[options.dtype], options.threads
+        params.ftype = _FILE_TYPES[options.dtype]
+        params.nthread = options.threads
         unfinished = path.with_suffix(".unfinished")
         failed = lib.llama_model_quantize(str(source).encode(), str(unfinished).encode(), params)
         assert not failed, f"llama_model_quantize gave {failed}"
@@ -126,9 +127,13 @@ class LlamaCpp:
         return sampled
 
     def _add(self, token: int, position: int, sequence: int, *, wanted: bool) -> None:
-        batch, row = self.batch, self.batch.n_tokens
-        batch.token[row], batch.pos[row], batch.logits[row] = token, position, wanted
-        batch.n_seq_id[row], batch.seq_id[row][0] = 1, sequence
+        batch = self.batch
+        row = self.batch.n_tokens
+        batch.token[row] = token
+        batch.pos[row] = position
+        batch.logits[row] = wanted
+        batch.n_seq_id[row] = 1
+        batch.seq_id[row][0] = sequence
         batch.n_tokens += 1
 
     def _most_likely(self, row: int) -> int:

@@ -12,7 +12,8 @@ class Paged:
     def __init__(self, options: Options) -> None:
         from paged import LLMEngine
 
-        model, precision = options.model, {}
+        model = options.model
+        precision = {}
         if options.dtype in ("int8", "int4"):
             precision = {"dtype": "bfloat16", "quantization": options.dtype}
         elif options.dtype in ("float32", "bfloat16"):
@@ -42,5 +43,6 @@ class Paged:
             params = [SamplingParams(temperature=0, max_tokens=max_tokens[i], ignore_eos=True) for i in batch]
             outputs = self.engine.generate([prompts[i] for i in batch], params, use_tqdm=False)
             for i, output in zip(batch, outputs, strict=True):
-                tokens[i], first[i] = output.outputs[0].token_ids, output.metrics.first_token_time
+                tokens[i] = output.outputs[0].token_ids
+                first[i] = output.metrics.first_token_time
         return tokens, first

@@ -89,7 +89,8 @@ class Server:
     """Answers calls for one system."""
 
     def __init__(self, name: str) -> None:
-        self.cls, self.system = load_class(name), None
+        self.cls = load_class(name)
+        self.system = None
 
     def prepare(self, **options: Any) -> None:
         """Convert the checkpoint if the system needs another format. Done in a separate process."""

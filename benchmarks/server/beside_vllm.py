@@ -67,7 +67,8 @@ def measure(model: str, clients: list[int], *, rounds: int) -> list[dict[str, An
 
 def measure_budgets(model: str, clients: int, budgets: list[int]) -> list[dict[str, Any]]:
     """Return a row for each token budget of a step of `paged serve`, without vLLM's server."""
-    python, directory = Path(interpreter("vllm")), text_checkpoint(model)
+    python = Path(interpreter("vllm"))
+    directory = text_checkpoint(model)
     rows = []
     for budget in budgets:
         with _server("paged", python, directory, clients, "--max-num-batched-tokens", str(budget)) as server:

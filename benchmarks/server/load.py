@@ -132,7 +132,8 @@ class _Connection(asyncio.Protocol):
         self._received = []
 
     def _send(self) -> None:
-        self._received, self._missing = [], None
+        self._received = []
+        self._missing = None
         request = self._run.next_request()
         if request is not None:
             self._sent_at = time.perf_counter()
@@ -147,7 +148,8 @@ class _Run:
     """One load."""
 
     def __init__(self, load: Load) -> None:
-        self.load, self.outcome = load, Outcome()
+        self.load = load
+        self.outcome = Outcome()
         self._statuses = Counter[str]()
         self._requests = [_request(load, body) for body in load.bodies]
         self._num_sent = self._num_held = 0

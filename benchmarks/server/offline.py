@@ -65,7 +65,8 @@ async def _serve(options: dict[str, Any]) -> None:
     async with AsyncLLMEngine(**options) as engine:
         print(json.dumps("ready"), flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
-            order, started = json.loads(line), time.perf_counter()
+            order = json.loads(line)
+            started = time.perf_counter()
             if "prompt" in order:
                 params = SamplingParams(
                     temperature=0.0, max_tokens=2, ignore_eos=True, output_kind=RequestOutputKind.DELTA

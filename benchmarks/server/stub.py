@@ -37,7 +37,9 @@ class StubStream:
     ) -> None:
         self.request_id = request_id
         self.on_prompt: OnPrompt | None = None
-        self._engine, self._prompt, self._params = engine, prompt, params
+        self._engine = engine
+        self._prompt = prompt
+        self._params = params
         self._parsed: ParsedPrompt | None = None
         self._num_tokens = 0
         self._times = RequestMetrics(0.0, 0.0, 0.0)
@@ -88,7 +90,9 @@ class StubEngine:
         self.text = ModelText(self.config, directory, model_config)
         self.max_model_len = 2**20
         self.prompts = self.text.new_parser(self.max_model_len)
-        self.is_running, self.errored, self.is_idle = True, False, is_idle
+        self.is_running = True
+        self.errored = False
+        self.is_idle = is_idle
         self.dead_error: EngineDeadError | None = None
         self._ids = itertools.count()
 
