@@ -67,6 +67,8 @@ def test_a_response_goes_on_from_a_stored_one(server, client):
     assert (first.status, first.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (first.store, first.metadata, first.usage.output_tokens) == (True, {"a": "b"}, 12)
     assert client.responses.retrieve(first.id) == first
+    with pytest.raises(openai.BadRequestError, match="a stored response has ended"):
+        client.responses.retrieve(first.id, stream=True)
     # The same conversation as items, without the earlier instructions.
     follow = {**ASKED, "input": "And tomorrow?"}
     items = [
@@ -135,7 +137,7 @@ def test_an_item_of_a_stored_response_may_be_referred_to(client):
     assert (referred.output_text, referred.usage) == (whole.output_text, whole.usage)
     others = (client.with_options(api_key="second"), said.id), (client, f"{said.id}1"), (client, "x")
     for asking, item_id in others:
-        items[1] = {"type": "item_reference", "id": item_id}
+        items[1] = {"id": item_id}  # the type may be left out
         with pytest.raises(openai.NotFoundError) as caught:
             asking.responses.create(**{**asked, "input": items})
         assert caught.value.param == "input[1].id"
@@ -165,6 +167,11 @@ def test_tools_in_several_turns_and_parsed_answers(client):
     with pytest.raises(openai.BadRequestError, match="no finite value") as caught:
         client.responses.create(**ASKED, text={"format": form})
     assert caught.value.param.startswith("text.format.schema")
+    assert "text.format is refused" in caught.value.body["message"]
+    odd = [{"type": "function", "name": "f", "parameters": bad}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**ASKED, tools=odd, tool_choice="required")
+    assert caught.value.body["message"].startswith(caught.value.param)
     parsed = client.responses.parse(**{**ASKED, "max_output_tokens": 300}, text_format=Weather)
     assert isinstance(parsed.output_parsed, Weather)
     assert parsed.status == "completed"

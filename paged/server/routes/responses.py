@@ -24,12 +24,12 @@ def _key(exchange: Exchange, response_id: str) -> ResponseKey:
     return ResponseKey(owner, response_id)
 
 
-def _no_response(front: FrontEnd, response_id: str, param: str | None = None) -> HttpError:
+def _absent(front: FrontEnd, what: str, param: str | None = None) -> HttpError:
     stores = front.responses.max_bytes
     why = "it may have left the memory of" if stores else "this server stores none without"
     return HttpError(
         404,
-        f"there is no response {response_id!r} here: {why} --response-store",
+        f"there is no {what} here: {why} --response-store",
         param=param,
         code="not_found",
     )
@@ -50,14 +50,15 @@ class ResponsesRoute(AnswerRoute):
         earlier = call.previous_response_id
         messages: list[dict[str, Any]] = []
         if earlier is not None:
-            messages = json.loads(self._find(exchange, earlier, "previous_response_id").messages)
+            what = f"response {earlier!r}"
+            messages = json.loads(self._find(exchange, earlier, what, "previous_response_id").messages)
         call.go_on(messages, self._referred(exchange, call.references))
 
-    def _find(self, exchange: Exchange, response_id: str, param: str) -> StoredResponse:
-        """Return a stored response. Raises HttpError naming the field that is about it."""
+    def _find(self, exchange: Exchange, response_id: str, what: str, param: str) -> StoredResponse:
+        """Return a stored response. Raises HttpError, naming the field that is about it and what is absent."""
         found = self._front.responses.find(_key(exchange, response_id))
         if found is None:
-            raise _no_response(self._front, response_id, param)
+            raise _absent(self._front, what, param)
         return found
 
     def _referred(self, exchange: Exchange, references: Mapping[int, str]) -> dict[int, dict[str, Any]]:
@@ -71,10 +72,11 @@ class ResponsesRoute(AnswerRoute):
             param = f"input[{i}].id"
             response_id = response_of_item(item_id)
             if response_id not in outputs:
-                body = json.loads(self._find(exchange, response_id, param).body)
+                stored = self._find(exchange, response_id, f"item {item_id!r}", param)
+                body = json.loads(stored.body)
                 outputs[response_id] = {item["id"]: item for item in body["output"]}
             if item_id not in outputs[response_id]:
-                raise HttpError(404, f"there is no item {item_id!r} here", param=param, code="not_found")
+                raise _absent(self._front, f"item {item_id!r}", param)
             found[i] = outputs[response_id][item_id]
         return found
 
@@ -100,9 +102,15 @@ class ResponseRoute:
     async def __call__(self, exchange: Exchange) -> None:
         response_id = exchange.route.removeprefix(f"{POST_RESPONSE.path}/")
         exchange.route = GET_RESPONSE.path  # for the metrics
+        if exchange.query.get("stream") == "true":
+            raise HttpError(
+                400,
+                "stream is not supported here: a stored response has ended, ask for it without",
+                param="stream",
+            )
         found = self._front.responses.find(_key(exchange, response_id))
         if found is None:
-            raise _no_response(self._front, response_id)
+            raise _absent(self._front, f"response {response_id!r}")
         await exchange.respond(200, found.body)
 
 
@@ -116,7 +124,7 @@ class DeleteResponseRoute:
         response_id = exchange.route.removeprefix(f"{POST_RESPONSE.path}/")
         exchange.route = DELETE_RESPONSE.path
         if not self._front.responses.forget(_key(exchange, response_id)):
-            raise _no_response(self._front, response_id)
+            raise _absent(self._front, f"response {response_id!r}")
         body: dict[str, Any] = {"id": response_id, "object": "response", "deleted": True}
         await exchange.respond_json(200, body)
 
@@ -142,5 +150,5 @@ class CancelRoute:
             return
         found = front.responses.find(key)
         if found is None:
-            raise _no_response(front, response_id)
+            raise _absent(front, f"response {response_id!r}")
         await exchange.respond(200, found.body)
