@@ -242,7 +242,7 @@ class ListOf(Kind):
 
 
 def named_parts(kind: Kind, name: str, value: Any) -> tuple[Any, list[str]]:
-    """Return what `kind.parts` does. The param of an error is the name, unless a part of the value has one."""
+    """Return what `kind.parts` does. An error is about the name, unless a part of the value is named."""
     try:
         return kind.parts(name, value)
     except PagedError as error:

@@ -94,6 +94,9 @@ def test_a_response_goes_on_from_a_stored_one(server, client):
     kept = [one.id for one in made if responses.find(ResponseKey("first", one.id))]
     assert kept == [one.id for one in made[-len(kept) :]]
     assert 0 < len(kept) < 6
+    large = {str(i): "x" * 512 for i in range(16)}  # more than all of the memory: the others stay
+    assert not client.responses.create(**ASKED, metadata=large).store
+    assert all(responses.find(ResponseKey("first", one)) for one in kept)
     other = client.with_options(api_key="second").responses
     for ask in (other.retrieve, other.delete, other.cancel):
         with pytest.raises(openai.NotFoundError):
@@ -220,6 +223,7 @@ def test_an_agent_calls_two_tools_and_ends(server):
 def test_messages_and_their_tools(claude):
     message = claude.messages.create(**MESSAGE, extra_body={"temperature": 0})
     assert (message.role, message.stop_reason, message.usage.output_tokens) == ("assistant", "max_tokens", 12)
+    assert message._request_id in message.id
     count = claude.messages.count_tokens(model="demo", messages=MESSAGE["messages"])
     assert count.input_tokens == message.usage.input_tokens
     (text,) = (block.text for block in message.content)

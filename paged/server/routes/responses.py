@@ -55,7 +55,7 @@ class ResponsesRoute(AnswerRoute):
         call.go_on(messages, self._referred(exchange, call.references))
 
     def _find(self, exchange: Exchange, response_id: str, what: str, param: str) -> StoredResponse:
-        """Return a stored response. Raises HttpError, naming the field that is about it and what is absent."""
+        """Return a stored response. Raises HttpError, which says what is absent, and names its field."""
         found = self._front.responses.find(_key(exchange, response_id))
         if found is None:
             raise _absent(self._front, what, param)
