@@ -31,7 +31,14 @@ RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
 )
 # Headers of responses that a page in a browser may read.
-EXPOSED_HEADERS = ("x-request-id", "request-id", "x-paged-ignored", "x-should-retry", "retry-after", *RATE_LIMIT_HEADERS)
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "request-id",
+    "x-paged-ignored",
+    "x-should-retry",
+    "retry-after",
+    *RATE_LIMIT_HEADERS,
+)
 EXCHANGE = "paged.exchange"  # the exchange of a request, in its scope
 
 

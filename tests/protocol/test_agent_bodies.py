@@ -76,7 +76,12 @@ WRONG = [
         "that of an earlier tool_use",
     ),
     (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice", "tool_choice 'any' needs tools"),
-    (MESSAGES, {"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice", "tool_choice 'tool' needs tools"),
+    (
+        MESSAGES,
+        {"tool_choice": {"type": "tool", "name": "f"}},
+        "tool_choice",
+        "tool_choice 'tool' needs tools",
+    ),
     (MESSAGES, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0]", "user, assistant, system"),
     (
         MESSAGES,

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from ...engine.async_base import RequestStream
 from ...protocol.calls.call import AnswerCall
 from ...protocol.endpoints import DELETE_RESPONSE, GET_RESPONSE, POST_CANCEL, POST_RESPONSE
 from ...protocol.responses.call import ResponseCall
 from ...protocol.responses.events import response_of_item
 from ..front_end import FrontEnd
-from ..http.exchange import Exchange
+from ..http.exchange import Exchange, encode_json
 from ..http.failures import HttpError
 from ..responses import ResponseInProgress, ResponseKey, StoredResponse
 from .generation import AnswerRoute
+from .readers import OnOutput
 
 
 def _key(exchange: Exchange, response_id: str) -> ResponseKey:
@@ -91,6 +93,25 @@ class ResponsesRoute(AnswerRoute):
         if call.wants_store and responses.max_bytes:
             call.keep = partial(responses.store, key)
         return responses.in_progress(key, ResponseInProgress(call, exchange.record, identity, created))
+
+    async def _answered(
+        self,
+        exchange: Exchange,
+        call: AnswerCall,
+        streams: Sequence[RequestStream],
+        terms: tuple[str, int, str],
+        on_output: OnOutput,
+    ) -> bytes | None:
+        """Return the whole response, or send it as a stream. One that was cancelled is not asked for again."""
+        assert isinstance(call, ResponseCall)
+        try:
+            return await super()._answered(exchange, call, streams, terms, on_output)
+        except HttpError:
+            if not call.is_cancelled:
+                raise
+        if call.stream:  # of which nothing was sent
+            raise HttpError(400, "the response was cancelled before it began", code="cancelled")
+        return encode_json(call.chunks(*terms).response("cancelled"))
 
 
 class ResponseRoute:
