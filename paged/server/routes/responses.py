@@ -102,7 +102,7 @@ class ResponsesRoute(AnswerRoute):
         terms: tuple[str, int, str],
         on_output: OnOutput,
     ) -> bytes | None:
-        """Return the whole response, or send it as a stream. One that was cancelled is not asked for again."""
+        """Return the whole response, or send it as a stream. A client asks for no cancelled one again."""
         assert isinstance(call, ResponseCall)
         try:
             return await super()._answered(exchange, call, streams, terms, on_output)
