@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..errors import PagedError, RequestError, UnknownArgumentError
-from .kinds import AnyJSON, Kind, Schema, check_unicode_within, nullable
+from ..errors import RequestError, UnknownArgumentError
+from .kinds import AnyJSON, Kind, Schema, check_unicode_within, named_parts, nullable
 from .validation import shown
 
 # The names of longer fields are not compared with known ones, which takes quadratic time.
@@ -102,12 +102,8 @@ class FieldTable:
             elif value is None:
                 continue
             elif field.effect is Effect.HONOURED:
-                try:
-                    values[name], nested = field.kind.parts(path + name, value)
-                    without_effect += nested
-                except PagedError as error:
-                    error.param = error.param or path + name
-                    raise
+                values[name], nested = named_parts(field.kind, path + name, value)
+                without_effect += nested
             elif field.effect is Effect.IGNORED:
                 without_effect.append(path + name)
             elif field.refuses(value):

@@ -11,7 +11,7 @@ from numbers import Number as AnyNumber
 from types import NoneType
 from typing import Any, ClassVar, get_args, get_type_hints
 
-from ..errors import RequestError
+from ..errors import PagedError, RequestError
 from .validation import MAX_INT, check_bool, check_int, check_number, number_limits, plain, shown
 
 Schema = dict[str, Any]
@@ -239,6 +239,15 @@ class ListOf(Kind):
 
     def __str__(self) -> str:
         return f"list of {self.item}"
+
+
+def named_parts(kind: Kind, name: str, value: Any) -> tuple[Any, list[str]]:
+    """Return what `kind.parts` does. An error is about the name, unless a part of the value is named."""
+    try:
+        return kind.parts(name, value)
+    except PagedError as error:
+        error.param = error.param or name
+        raise
 
 
 def check_length(name: str, value: Any, shortest: int, longest: int | None) -> None:

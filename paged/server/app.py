@@ -31,7 +31,14 @@ RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
 )
 # Headers of responses that a page in a browser may read.
-EXPOSED_HEADERS = ("x-request-id", "x-paged-ignored", "x-should-retry", "retry-after", *RATE_LIMIT_HEADERS)
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "request-id",
+    "x-paged-ignored",
+    "x-should-retry",
+    "retry-after",
+    *RATE_LIMIT_HEADERS,
+)
 EXCHANGE = "paged.exchange"  # the exchange of a request, in its scope
 
 
@@ -94,6 +101,8 @@ class App:
             budget=front.body_budget,
             responses=front.response_budget,
         )
+        if is_of_messages(exchange.route):  # where Anthropic's clients look for it
+            exchange.extra_headers.append((b"request-id", exchange.request_id.encode()))
         scope[EXCHANGE] = exchange
         scope["app"] = self
         try:

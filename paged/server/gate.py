@@ -12,7 +12,10 @@ from .access.keys import Keys
 from .access.limits import KeyUsage
 from .http.failures import HttpError
 
-NO_KEY = "this server needs a key; send it in the header authorization: Bearer KEY"
+NO_KEY = (
+    "this server needs a key that it knows; send it in the header authorization: Bearer KEY, or to "
+    "/v1/messages as x-api-key: KEY"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,15 +60,18 @@ class Responses:
         self._in_progress: dict[ResponseKey, ResponseInProgress] = {}
         self._lock = threading.Lock()  # large answers are made, and so stored, in another thread
 
-    def store(self, key: ResponseKey, body: dict[str, Any], messages: Sequence[dict[str, Any]]) -> None:
-        """Store a response, and let others leave for it."""
+    def store(self, key: ResponseKey, body: dict[str, Any], messages: Sequence[dict[str, Any]]) -> bool:
+        """Store a response, and let others leave for it. Return False if it takes more than all may."""
         made = StoredResponse(*(json.dumps(value).encode() for value in (body, [*messages])))
         with self._lock:
             self._remove(key)
+            if made.size > self.max_bytes:
+                return False
             self._stored[key] = made
             self.num_bytes += made.size
             while self.num_bytes > self.max_bytes:
                 self._remove(next(iter(self._stored)))
+        return True
 
     def find(self, key: ResponseKey) -> StoredResponse | None:
         """Return a stored response; None if there is none."""

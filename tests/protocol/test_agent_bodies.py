@@ -12,7 +12,7 @@ from paged.protocol.limits import Limits
 from paged.protocol.messages.events import whole_members
 from paged.protocol.responses.items import messages_of, num_system, with_instructions
 from paged.protocol.responses.truncation import fitting
-from tests.support.api_fields import BODIES, MESSAGE_TOOLS, MESSAGES, RESPONSE_TOOLS, RESPONSES
+from tests.support.api_fields import BODIES, COUNT, MESSAGE_TOOLS, MESSAGES, RESPONSE_TOOLS, RESPONSES
 
 LIMITS = Limits(chat_format=ChatFormat.of(tool_call_parser="hermes", enable_auto_tool_choice=True))
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
@@ -46,7 +46,9 @@ WRONG = [
     (RESPONSES, {"tools": RESPONSE_TOOLS, "top_logprobs": 1}, "top_logprobs", "may call tools"),
     (RESPONSES, {"background": True}, "background", "not supported"),
     (RESPONSES, {"max_tokens": 5}, "max_tokens", "max_output_tokens"),
-    (RESPONSES, {"include": ["nonsense"]}, "include", "must be one of"),
+    (RESPONSES, {"include": ["nonsense"]}, "include[0]", "must be one of"),
+    (RESPONSES, {"metadata": {"a": 1}}, "metadata.a", "must be a string"),
+    (RESPONSES, {"input": [{**CALL, "async": True}]}, "input[0].async", "one after the other"),
     (MESSAGES, {"max_tokens": None}, "max_tokens", "max_tokens is missing"),
     (
         MESSAGES,
@@ -74,6 +76,12 @@ WRONG = [
         "that of an earlier tool_use",
     ),
     (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice", "tool_choice 'any' needs tools"),
+    (
+        MESSAGES,
+        {"tool_choice": {"type": "tool", "name": "f"}},
+        "tool_choice",
+        "tool_choice 'tool' needs tools",
+    ),
     (MESSAGES, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0]", "user, assistant, system"),
     (
         MESSAGES,
@@ -81,6 +89,20 @@ WRONG = [
         "messages[0].content[0]",
         "text, tool_result",
     ),
+    (
+        MESSAGES,
+        {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "x"}, USE]}]},
+        "messages[1].content[1]",
+        "no tool_result after it",
+    ),
+    (
+        MESSAGES,
+        {"messages": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]},
+        "messages[1].content[0]",
+        "no text after it to continue",
+    ),
+    (COUNT, {"mcp_servers": [{}]}, "mcp_servers", "own tools"),
+    (MESSAGES, {"tools": [{**MESSAGE_TOOLS[0], "name": "f" * 129}]}, "tools[0].name", "1 to 128 letters"),
     (MESSAGES, {"tools": MESSAGE_TOOLS * 2}, "tools[1].name", r"tools\[1\]\.name"),
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type", "built-in tool"),
 ]
@@ -119,6 +141,8 @@ def test_what_claude_code_adds_is_no_part_of_the_prompt_or_is_text():
         MESSAGES,
         {
             **BODIES[MESSAGES],
+            "tools": [{**MESSAGE_TOOLS[0], "name": "f" * 128}],
+            "output_config": {"task_budget": {"type": "tokens", "total": 9}},
             "system": [billing, {"type": "text", "text": "Be brief."}],
             "messages": [
                 USER,
@@ -130,7 +154,7 @@ def test_what_claude_code_adds_is_no_part_of_the_prompt_or_is_text():
     )
     system, _, _, result = call.conversation.messages
     assert (system["content"], result["content"]) == ("Be brief.", "Found the tool g.")
-    assert call.ignored == ("system[0]",)
+    assert call.ignored == ("output_config.task_budget", "system[0]")
 
 
 def random_conversation(rng: random.Random) -> list[dict]:

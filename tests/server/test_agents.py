@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import agents
@@ -67,6 +68,8 @@ def test_a_response_goes_on_from_a_stored_one(server, client):
     assert (first.status, first.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (first.store, first.metadata, first.usage.output_tokens) == (True, {"a": "b"}, 12)
     assert client.responses.retrieve(first.id) == first
+    with pytest.raises(openai.BadRequestError, match="a stored response has ended"):
+        client.responses.retrieve(first.id, stream=True)
     # The same conversation as items, without the earlier instructions.
     follow = {**ASKED, "input": "And tomorrow?"}
     items = [
@@ -92,6 +95,9 @@ def test_a_response_goes_on_from_a_stored_one(server, client):
     kept = [one.id for one in made if responses.find(ResponseKey("first", one.id))]
     assert kept == [one.id for one in made[-len(kept) :]]
     assert 0 < len(kept) < 6
+    large = {str(i): "x" * 512 for i in range(16)}  # more than all of the memory: the others stay
+    assert not client.responses.create(**ASKED, metadata=large).store
+    assert all(responses.find(ResponseKey("first", one)) for one in kept)
     other = client.with_options(api_key="second").responses
     for ask in (other.retrieve, other.delete, other.cancel):
         with pytest.raises(openai.NotFoundError):
@@ -135,7 +141,7 @@ def test_an_item_of_a_stored_response_may_be_referred_to(client):
     assert (referred.output_text, referred.usage) == (whole.output_text, whole.usage)
     others = (client.with_options(api_key="second"), said.id), (client, f"{said.id}1"), (client, "x")
     for asking, item_id in others:
-        items[1] = {"type": "item_reference", "id": item_id}
+        items[1] = {"id": item_id}  # the type may be left out
         with pytest.raises(openai.NotFoundError) as caught:
             asking.responses.create(**{**asked, "input": items})
         assert caught.value.param == "input[1].id"
@@ -165,6 +171,11 @@ def test_tools_in_several_turns_and_parsed_answers(client):
     with pytest.raises(openai.BadRequestError, match="no finite value") as caught:
         client.responses.create(**ASKED, text={"format": form})
     assert caught.value.param.startswith("text.format.schema")
+    assert "text.format is refused" in caught.value.body["message"]
+    odd = [{"type": "function", "name": "f", "parameters": bad}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**ASKED, tools=odd, tool_choice="required")
+    assert caught.value.body["message"].startswith(caught.value.param)
     parsed = client.responses.parse(**{**ASKED, "max_output_tokens": 300}, text_format=Weather)
     assert isinstance(parsed.output_parsed, Weather)
     assert parsed.status == "completed"
@@ -213,6 +224,7 @@ def test_an_agent_calls_two_tools_and_ends(server):
 def test_messages_and_their_tools(claude):
     message = claude.messages.create(**MESSAGE, extra_body={"temperature": 0})
     assert (message.role, message.stop_reason, message.usage.output_tokens) == ("assistant", "max_tokens", 12)
+    assert message._request_id in message.id
     count = claude.messages.count_tokens(model="demo", messages=MESSAGE["messages"])
     assert count.input_tokens == message.usage.input_tokens
     (text,) = (block.text for block in message.content)
@@ -298,3 +310,10 @@ def test_streams_that_are_left_or_cancelled_free_their_blocks(server, client, cl
     assert server.stats().num_used_blocks == 0
     with pytest.raises(openai.NotFoundError):
         client.responses.cancel(first.id)
+    # Whoever waits for the whole of a response gets one that was cancelled, and does not ask again.
+    with ThreadPoolExecutor(1) as pool:
+        waiting = client.with_options(max_retries=2).responses.create
+        whole = pool.submit(waiting, **{**long, "extra_body": {"ignore_eos": True, "request_id": "mine"}})
+        eventually(lambda: server.num_requests == 1)
+        assert client.responses.cancel("resp_mine").status == "cancelled"
+        assert whole.result().status == "cancelled"

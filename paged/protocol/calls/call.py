@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # What the engine calls some fields of bodies; None for that of the prompts.
 _ENGINE_FIELDS = {"prompt": None, "prompt_token_ids": None, "tenant": "user"}
+# What it calls the constraint, at the beginning of messages.
+_CONSTRAINT = re.compile(r"^structured_outputs( (json|json_object|structural_tag)\b)?")
 
 
 class OwnNames:
@@ -107,13 +109,18 @@ class Call(ABC):
             return self.PROMPT_FIELD if _ENGINE_FIELDS[name] is None else _ENGINE_FIELDS[name]
         return self.NAMES.of(error.param)
 
+    def name_field(self, error: PagedError, default: str | None = None) -> None:
+        """Let an error name the field of the body that it is about, in its message too."""
+        error.param = self.param_of(error) or default
+        error.args = (self.NAMES.of(str(error)),)
+
     @contextmanager
     def naming_field(self, default: str | None = None) -> Iterator[None]:
         """Let an error from within name the field of the body that it is about."""
         try:
             yield
         except PagedError as error:
-            error.param = self.param_of(error) or default
+            self.name_field(error, default)
             raise
 
 
@@ -165,6 +172,13 @@ class GenerationCall(Call):
         return (
             self.NAMES.of(self.field_of_constraint(part or None)) if name == "structured_outputs" else param
         )
+
+    def name_field(self, error: PagedError, default: str | None = None) -> None:
+        """Let an error name the field of the body that it is about, in its message too."""
+        field = self.field_of_constraint(None)
+        if field != "structured_outputs":
+            error.args = (_CONSTRAINT.sub(field, str(error)),)
+        super().name_field(error, default)
 
     def field_of_constraint(self, part: str | None) -> str:
         """Return the field of the body from which a part of the engine's structured_outputs comes.

@@ -72,7 +72,8 @@ def tool_choice_of(given: str | Mapping[str, Any] | None, tools: Sequence[Tool])
     if given == "none":
         return ToolChoice("none")
     if not tools:
-        raise RequestError(f"tool_choice {shown(given)} needs tools", param="tool_choice")
+        kind = given if isinstance(given, str) else given["type"]
+        raise RequestError(f"tool_choice {kind!r} needs tools", param="tool_choice")
     if isinstance(given, str):
         return ToolChoice(given)
     if given["type"] == "function":

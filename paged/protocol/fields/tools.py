@@ -12,25 +12,28 @@ from ...base.validation import shown
 from ...errors import RequestError
 from ..chat_output.tools import MAX_FUNCTION_NAME, MAX_TOOLS
 
-_NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_FUNCTION_NAME}}}")
-
 
 class FunctionName(Text):
-    """The name of a function."""
+    """The name of a function, of at most `longest` characters."""
 
     def parse(self, name: str, value: Any) -> str:
-        if not isinstance(value, str) or not _NAME.fullmatch(value):
-            raise RequestError(
-                f"{name} must be 1 to {MAX_FUNCTION_NAME} letters, digits, underscores or hyphens, "
-                f"got {shown(value)}"
-            )
+        if not isinstance(value, str) or not re.fullmatch(self._pattern, value):
+            raise RequestError(f"{name} must be {self}, got {shown(value)}")
         return value
 
+    @property
+    def _pattern(self) -> str:
+        return f"[A-Za-z0-9_-]{{{self.shortest},{self.longest}}}"
+
     def schema(self) -> Schema:
-        return {"type": "string", "pattern": f"^{_NAME.pattern}$"}
+        return {"type": "string", "pattern": f"^{self._pattern}$"}
 
     def __str__(self) -> str:
-        return f"1 to {MAX_FUNCTION_NAME} letters, digits, underscores or hyphens"
+        return f"{self.shortest} to {self.longest} letters, digits, underscores or hyphens"
+
+
+FUNCTION_NAME = FunctionName(1, MAX_FUNCTION_NAME)
+LONG_FUNCTION_NAME = FunctionName(1, 2 * MAX_FUNCTION_NAME)  # in the APIs of agents
 
 
 class ArgumentsSchema(JSONObject):
@@ -48,7 +51,7 @@ class ArgumentsSchema(JSONObject):
         return "JSON schema of type object"
 
 
-_NAME_FIELD = Field("name", FunctionName(), "the name of the function", required=True)
+_NAME_FIELD = Field("name", FUNCTION_NAME, "the name of the function", required=True)
 _TYPE_FIELD = Field("type", Choice(("function",)), "what the tool is", required=True)
 FUNCTION_TABLE = FieldTable(
     "a function",

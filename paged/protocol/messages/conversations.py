@@ -22,7 +22,9 @@ MESSAGES_NAMES = OwnNames(
     (r"\btools\[(\d+)\]\.function\.", r"tools[\1]."),
     (r"\btool_choice\.function\.name\b", "tool_choice.name"),
     (r"\btool_choice 'required'", "tool_choice 'any'"),
+    (r"\btool_choice 'function'", "tool_choice 'tool'"),
     (r"^stop\b", "stop_sequences"),
+    (r"^continue_final_message\b", "an assistant's message at the end"),
     (r"^user$", "metadata.user_id"),
 )
 _MODES = {"auto": "auto", "any": "required", "none": "none"}
@@ -48,8 +50,20 @@ def chat_of(values: Mapping[str, Any], limits: Limits) -> tuple[dict[str, Any], 
         chat["tool_choice"] = _MODES.get(choice["type"], named)
         chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use", False)
     if values["messages"][-1]["role"] == "assistant":
+        _check_continued(values["messages"])
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     return chat, left_out
+
+
+def _check_continued(given: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RequestError unless the last message, an assistant's, ends with text to continue."""
+    content = given[-1]["content"]
+    if isinstance(content, str) or not content or content[-1]["type"] == "text":
+        return
+    kind = content[-1]["type"]
+    where = f"messages[{len(given) - 1}].content[{len(content) - 1}]"
+    why = "has no tool_result after it" if kind == "tool_use" else "has no text after it to continue"
+    raise RequestError(f"{where} is a {kind} block at the end, which {why}", param=where)
 
 
 def _output(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ..chat_output.tools import MAX_TOOLS
 from ..fields.builtin_tools import FunctionOrBuiltin
 from ..fields.common import COMMON_FIELDS, TEMPLATE_KWARGS
 from ..fields.sampling import TOKEN_FIELDS
-from ..fields.tools import ArgumentsSchema, FunctionName
+from ..fields.tools import LONG_FUNCTION_NAME, ArgumentsSchema
 from ..limits import MAX_MESSAGES, MAX_NAME_LENGTH, MAX_STOP_STRINGS
 
 BILLING_HEADER = "x-anthropic-billing-header:"  # of a text for the hosted API, not for the model
@@ -104,7 +104,7 @@ CUSTOM_TOOL = FieldTable(
     "a tool",
     [
         Field("type", Choice(("custom",)), "what it is; may be left out"),
-        Field("name", FunctionName(), "the name of the function", required=True),
+        Field("name", LONG_FUNCTION_NAME, "the name of the function", required=True),
         Field("description", Text(), "what it does, for the model"),
         Field("input_schema", ArgumentsSchema(), "the schema of its arguments", required=True),
         Field("strict", Boolean(), "demand arguments that match the schema also where the model chooses"),
@@ -123,18 +123,24 @@ TOOL_CHOICES = {
     "none": FieldTable("tool_choice", [_type("none")]),
     "tool": FieldTable(
         "tool_choice",
-        [_type("tool"), Field("name", FunctionName(), "the function", required=True), _SINGLE],
+        [_type("tool"), Field("name", LONG_FUNCTION_NAME, "the function", required=True), _SINGLE],
     ),
 }
 _DISPLAY = Field(
     "display", Choice(("summarized", "updates", "omitted")), '"omitted" leaves the text of thinking out'
 )
+_UNBOUND = [*ignored("block_binding", "thinking of any conversation is accepted")]
 THINKING_KINDS = {
     "enabled": FieldTable(
         "thinking",
-        [_type("enabled"), _DISPLAY, *ignored("budget_tokens", "thinking ends with max_tokens alone")],
+        [
+            _type("enabled"),
+            _DISPLAY,
+            *_UNBOUND,
+            *ignored("budget_tokens", "thinking ends with max_tokens alone"),
+        ],
     ),
-    "adaptive": FieldTable("thinking", [_type("adaptive"), _DISPLAY]),
+    "adaptive": FieldTable("thinking", [_type("adaptive"), _DISPLAY, *_UNBOUND]),
     "disabled": FieldTable("thinking", [_type("disabled")]),
 }
 OUTPUT_TABLE = FieldTable(
@@ -158,6 +164,7 @@ OUTPUT_TABLE = FieldTable(
             ),
             "the form of the answer",
         ),
+        *ignored("task_budget", "it is not shown to the model"),
     ],
 )
 METADATA_TABLE = FieldTable(
@@ -198,6 +205,10 @@ _PROMPT_FIELDS = [
     *_CACHED,
     *ignored("speed inference_geo user_profile_id workspace_id", "all requests are served alike"),
     *ignored("context_management", "the conversation is used as it is sent"),
+    *ignored("billing_policy", "it belongs to a hosted API"),
+    *refused("mcp_servers", "the caller's own tools can call them", []),
+    *refused("compaction thread", "conversations are stored nowhere: send all messages"),
+    *refused("output_format", 'its place is output_config: {"format": ...}'),
 ]
 MESSAGES_TABLE = FieldTable(
     "/v1/messages",
@@ -210,11 +221,8 @@ MESSAGES_TABLE = FieldTable(
         Field("metadata", ObjectOf(METADATA_TABLE), "whose request it is"),
         Field("stream", Boolean(), "send the answer as server-sent events while it is generated"),
         *ignored("service_tier", "all requests are served alike; see priority"),
-        *ignored("diagnostics billing_policy fallbacks fallback_credit_token", "they belong to a hosted API"),
+        *ignored("diagnostics fallbacks fallback_credit_token", "they belong to a hosted API"),
         *refused("container", "no code runs here"),
-        *refused("mcp_servers", "the caller's own tools can call them", []),
-        *refused("compaction thread", "conversations are stored nowhere: send all messages"),
-        *refused("output_format", 'its place is output_config: {"format": ...}'),
         *refused("stop", "its name is stop_sequences"),
         *refused("n", "a message is one answer", 1),
     ],

@@ -25,7 +25,7 @@ from .truncation import fitting
 if TYPE_CHECKING:
     from ...engine.model_text import ModelText
 
-Keep = Callable[[dict[str, Any], Sequence[Message]], None]
+Keep = Callable[[dict[str, Any], Sequence[Message]], bool]
 
 
 class ResponseCall(ConversationCall):
@@ -35,7 +35,8 @@ class ResponseCall(ConversationCall):
     references: the items of stored responses that the input refers to, by their place in it.
     needs_stored: whether there are either; then `go_on` comes before all else.
     wants_store: whether the response is to be stored, if it can be.
-    keep: stores the response and the conversation with it; None if nothing is stored.
+    keep: stores the response and the conversation with it, and returns whether there is room for it; None if
+        nothing is stored.
     is_cancelled: whether the client has cancelled the response.
     """
 
@@ -189,7 +190,7 @@ class ResponseCall(ConversationCall):
 
     def _on_end(self, response: dict[str, Any]) -> None:
         if self.keep is not None and self._messages is not None:
-            self.keep(response, [*self._messages, *turn_of(response["output"])])
+            response["store"] = self.keep(response, [*self._messages, *turn_of(response["output"])])
 
     def _terms(self) -> dict[str, Any]:
         """Return the fields of the response that repeat what was asked for."""

@@ -8,14 +8,25 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...base.fields import Field, FieldTable, ObjectOf, Tagged, ignored, refused
-from ...base.kinds import Boolean, Choice, Integer, JSONObject, Kind, ListOf, OneOf, Schema, Text
+from ...base.kinds import (
+    Boolean,
+    Choice,
+    Integer,
+    JSONObject,
+    Kind,
+    ListOf,
+    OneOf,
+    Schema,
+    Text,
+    named_parts,
+)
 from ...base.validation import shown
 from ...errors import RequestError
 from ..chat_output.tools import MAX_TOOLS
 from ..fields.builtin_tools import FunctionOrBuiltin
 from ..fields.common import COMMON_FIELDS, EFFORTS, TEMPLATE_KWARGS
 from ..fields.sampling import TOKEN_FIELDS, sampling_field
-from ..fields.tools import ArgumentsSchema, FunctionName
+from ..fields.tools import LONG_FUNCTION_NAME, ArgumentsSchema
 from ..limits import MAX_MESSAGES, MAX_TOP_LOGPROBS
 
 MAX_METADATA = 16  # entries
@@ -67,6 +78,7 @@ CALL_ITEM = FieldTable(
         Field("arguments", Text(), "its arguments as JSON", required=True),
         *ignored("id status", _OF_OUTPUTS),
         *ignored("parsed_arguments", _OF_CLIENTS),
+        *refused("async", "calls are answered one after the other", False),
         *refused("namespace", "functions have none"),
         *refused("caller", "only the model calls functions", {"type": "direct"}),
     ],
@@ -106,7 +118,7 @@ REASONING_ITEM = FieldTable(
 REFERENCE_ITEM = FieldTable(
     "an item",
     [
-        _type("item_reference"),
+        Field("type", Choice(("item_reference",)), "what it is; may be left out"),
         Field("id", Text(1, 256), "of an item of a stored response, which it stands for", required=True),
     ],
 )
@@ -120,22 +132,26 @@ ITEMS = {
 
 
 class _Item(Tagged):
-    """An item, of which a message may come without its type."""
+    """An item. A message and a reference may come without their type."""
 
     def parts(self, name: str, value: Any) -> tuple[dict[str, Any], list[str]]:
-        if isinstance(value, Mapping) and "role" in value and value.get("type") is None:
-            value = {**value, "type": "message"}
+        if isinstance(value, Mapping) and value.get("type") is None:
+            if "role" in value:
+                value = {**value, "type": "message"}
+            elif "id" in value:
+                value = {**value, "type": "item_reference"}
         return super().parts(name, value)
 
     def schema(self) -> Schema:
-        return {"anyOf": [MESSAGE_ITEM.schema(), *super().schema()["anyOf"]]}
+        untyped = [MESSAGE_ITEM.schema(), REFERENCE_ITEM.schema()]
+        return {"anyOf": [*untyped, *super().schema()["anyOf"]]}
 
 
 FUNCTION_TOOL = FieldTable(
     "a tool",
     [
         _type("function"),
-        Field("name", FunctionName(), "the name of the function", required=True),
+        Field("name", LONG_FUNCTION_NAME, "the name of the function", required=True),
         Field("description", Text(), "what it does, for the model"),
         Field("parameters", ArgumentsSchema(), "the schema of its arguments; by default it has none"),
         Field("strict", Boolean(), "demand arguments that match the schema also where the model chooses"),
@@ -148,7 +164,7 @@ RESPONSE_BUILTINS = re.compile(
     r"(web_search|file_search|computer|code_interpreter|image_generation|mcp|custom|namespace|tool_search"
     r"|local_shell|shell|apply_patch|programmatic_tool_calling)[a-z0-9_]*"
 )
-_NAMED = Field("name", FunctionName(), "the function", required=True)
+_NAMED = Field("name", LONG_FUNCTION_NAME, "the function", required=True)
 RESPONSE_CHOICES = {
     "function": FieldTable("tool_choice", [_type("function"), _NAMED]),
     "allowed_tools": FieldTable(
@@ -212,7 +228,7 @@ class _Includable(Choice):
     """A part of an output, of which only log-probabilities are returned."""
 
     def parts(self, name: str, value: Any) -> tuple[str, list[str]]:
-        found = self.parse(name, value)
+        found, _ = named_parts(Choice(self.values), name, value)
         return found, [] if found == TEXT_LOGPROBS else [name]
 
 
@@ -227,10 +243,11 @@ class ResponseMetadata(Kind):
             raise RequestError(
                 f"{name} must be an object of at most {MAX_METADATA} texts, got {shown(value)}"
             )
-        return {
-            Text(longest=64).parse(f"{name}'s key", key): Text(longest=512).parse(f"{name}.{key}", text)
-            for key, text in value.items()
-        }
+        found = {}
+        for key, text in value.items():
+            Text(longest=64).parse(f"{name}'s key", key)
+            found[key], _ = named_parts(Text(longest=512), f"{name}.{key}", text)
+        return found
 
     def schema(self) -> Schema:
         names = {"type": "string", "maxLength": 64}

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -44,7 +45,7 @@ class Exchange:
     budget: of the bodies of all requests.
     responses: the budget of all whole responses.
     num_body_bytes: of the request, once its body was read.
-    route: the path below --root-path.
+    route: the path below --root-path. query: the parameters behind it.
     request_id: in the response's header x-request-id: the client's own if it is short and printable.
     extra_headers: are added to the response.
     status: of the response, once it has begun.
@@ -77,6 +78,7 @@ class Exchange:
         "method",
         "num_body_bytes",
         "owner",
+        "query",
         "receive",
         "received",
         "record",
@@ -103,6 +105,7 @@ class Exchange:
         self._responses = responses
         self.method: str = scope["method"]
         self.route: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        self.query: dict[str, str] = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         self.max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
         self._budget = budget

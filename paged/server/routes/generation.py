@@ -120,7 +120,7 @@ async def _finished_outputs(
 
     def check(outcome: Outcome) -> None:
         if isinstance(outcome, PagedError):
-            outcome.param = call.param_of(outcome)
+            call.name_field(outcome)
             raise outcome
         if failure := failure_of([outcome]):
             raise HttpError(*failure)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from ...engine.async_base import RequestStream
 from ...protocol.calls.call import AnswerCall
 from ...protocol.endpoints import DELETE_RESPONSE, GET_RESPONSE, POST_CANCEL, POST_RESPONSE
 from ...protocol.responses.call import ResponseCall
 from ...protocol.responses.events import response_of_item
 from ..front_end import FrontEnd
-from ..http.exchange import Exchange
+from ..http.exchange import Exchange, encode_json
 from ..http.failures import HttpError
 from ..responses import ResponseInProgress, ResponseKey, StoredResponse
 from .generation import AnswerRoute
+from .readers import OnOutput
 
 
 def _key(exchange: Exchange, response_id: str) -> ResponseKey:
@@ -24,12 +26,12 @@ def _key(exchange: Exchange, response_id: str) -> ResponseKey:
     return ResponseKey(owner, response_id)
 
 
-def _no_response(front: FrontEnd, response_id: str, param: str | None = None) -> HttpError:
+def _absent(front: FrontEnd, what: str, param: str | None = None) -> HttpError:
     stores = front.responses.max_bytes
     why = "it may have left the memory of" if stores else "this server stores none without"
     return HttpError(
         404,
-        f"there is no response {response_id!r} here: {why} --response-store",
+        f"there is no {what} here: {why} --response-store",
         param=param,
         code="not_found",
     )
@@ -50,14 +52,15 @@ class ResponsesRoute(AnswerRoute):
         earlier = call.previous_response_id
         messages: list[dict[str, Any]] = []
         if earlier is not None:
-            messages = json.loads(self._find(exchange, earlier, "previous_response_id").messages)
+            what = f"response {earlier!r}"
+            messages = json.loads(self._find(exchange, earlier, what, "previous_response_id").messages)
         call.go_on(messages, self._referred(exchange, call.references))
 
-    def _find(self, exchange: Exchange, response_id: str, param: str) -> StoredResponse:
-        """Return a stored response. Raises HttpError naming the field that is about it."""
+    def _find(self, exchange: Exchange, response_id: str, what: str, param: str) -> StoredResponse:
+        """Return a stored response. Raises HttpError, which says what is absent, and names its field."""
         found = self._front.responses.find(_key(exchange, response_id))
         if found is None:
-            raise _no_response(self._front, response_id, param)
+            raise _absent(self._front, what, param)
         return found
 
     def _referred(self, exchange: Exchange, references: Mapping[int, str]) -> dict[int, dict[str, Any]]:
@@ -71,10 +74,11 @@ class ResponsesRoute(AnswerRoute):
             param = f"input[{i}].id"
             response_id = response_of_item(item_id)
             if response_id not in outputs:
-                body = json.loads(self._find(exchange, response_id, param).body)
+                stored = self._find(exchange, response_id, f"item {item_id!r}", param)
+                body = json.loads(stored.body)
                 outputs[response_id] = {item["id"]: item for item in body["output"]}
             if item_id not in outputs[response_id]:
-                raise HttpError(404, f"there is no item {item_id!r} here", param=param, code="not_found")
+                raise _absent(self._front, f"item {item_id!r}", param)
             found[i] = outputs[response_id][item_id]
         return found
 
@@ -90,6 +94,25 @@ class ResponsesRoute(AnswerRoute):
             call.keep = partial(responses.store, key)
         return responses.in_progress(key, ResponseInProgress(call, exchange.record, identity, created))
 
+    async def _answered(
+        self,
+        exchange: Exchange,
+        call: AnswerCall,
+        streams: Sequence[RequestStream],
+        terms: tuple[str, int, str],
+        on_output: OnOutput,
+    ) -> bytes | None:
+        """Return the whole response, or send it as a stream. A client asks for no cancelled one again."""
+        assert isinstance(call, ResponseCall)
+        try:
+            return await super()._answered(exchange, call, streams, terms, on_output)
+        except HttpError:
+            if not call.is_cancelled:
+                raise
+        if call.stream:  # of which nothing was sent
+            raise HttpError(400, "the response was cancelled before it began", code="cancelled")
+        return encode_json(call.chunks(*terms).response("cancelled"))
+
 
 class ResponseRoute:
     """A stored response."""
@@ -100,9 +123,15 @@ class ResponseRoute:
     async def __call__(self, exchange: Exchange) -> None:
         response_id = exchange.route.removeprefix(f"{POST_RESPONSE.path}/")
         exchange.route = GET_RESPONSE.path  # for the metrics
+        if exchange.query.get("stream") == "true":
+            raise HttpError(
+                400,
+                "stream is not supported here: a stored response has ended, ask for it without",
+                param="stream",
+            )
         found = self._front.responses.find(_key(exchange, response_id))
         if found is None:
-            raise _no_response(self._front, response_id)
+            raise _absent(self._front, f"response {response_id!r}")
         await exchange.respond(200, found.body)
 
 
@@ -116,7 +145,7 @@ class DeleteResponseRoute:
         response_id = exchange.route.removeprefix(f"{POST_RESPONSE.path}/")
         exchange.route = DELETE_RESPONSE.path
         if not self._front.responses.forget(_key(exchange, response_id)):
-            raise _no_response(self._front, response_id)
+            raise _absent(self._front, f"response {response_id!r}")
         body: dict[str, Any] = {"id": response_id, "object": "response", "deleted": True}
         await exchange.respond_json(200, body)
 
@@ -142,5 +171,5 @@ class CancelRoute:
             return
         found = front.responses.find(key)
         if found is None:
-            raise _no_response(front, response_id)
+            raise _absent(front, f"response {response_id!r}")
         await exchange.respond(200, found.body)

@@ -59,7 +59,7 @@ class Events(Framing):
         values: list[dict[str, Any]] = []
         for index, outcome in outcomes:
             if isinstance(outcome, PagedError):
-                outcome.param = self._call.param_of(outcome)
+                self._call.name_field(outcome)
                 raise outcome
             if outcome.finished and (failure := failure_of([outcome])):
                 raise HttpError(*failure)
