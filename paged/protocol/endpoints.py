@@ -104,7 +104,9 @@ POST_RESPONSE = Endpoint(
     call=ResponseCall,
     streamed=_EVENTS,
 )
-GET_RESPONSE = Endpoint("GET", "/v1/responses/{response}", "Return a stored response", "Response")
+GET_RESPONSE = Endpoint(
+    "GET", "/v1/responses/{response}", "Return a response that is stored or in progress", "Response"
+)
 DELETE_RESPONSE = Endpoint("DELETE", "/v1/responses/{response}", "Forget a stored response", "Any")
 POST_CANCEL = Endpoint("POST", "/v1/responses/{response}/cancel", "End a response in progress", "Response")
 POST_MESSAGE = Endpoint(

@@ -259,6 +259,12 @@ def test_compose_mounts_what_is_there():
     assert source["url"] == "http://prometheus:9090"
 
 
+def test_each_file_is_in_the_documentation():
+    text = (DEPLOY.parent / "docs" / "serving.md").read_text()
+    files = [file.relative_to(DEPLOY) for file in DEPLOY.rglob("*") if file.is_file()]
+    assert not [file for file in files if f"(../deploy/{file}" not in text]
+
+
 def test_the_image_is_made_of_what_is_there():
     text = (DEPLOY / "Dockerfile").read_text()
     root = DEPLOY.parent

@@ -302,6 +302,7 @@ def test_streams_that_are_left_or_cancelled_free_their_blocks(server, client, cl
     eventually(lambda: server.num_requests == 0)
     stream = client.responses.create(**long, stream=True)
     first = next(stream).response
+    assert client.responses.retrieve(first.id).status == "in_progress"
     cancelled = client.responses.cancel(first.id)
     assert (cancelled.id, cancelled.status) == (first.id, "cancelled")
     *_, last = stream

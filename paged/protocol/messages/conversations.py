@@ -22,6 +22,7 @@ MESSAGES_NAMES = OwnNames(
     (r"\btools\[(\d+)\]\.function\.", r"tools[\1]."),
     (r"\btool_choice\.function\.name\b", "tool_choice.name"),
     (r"\btool_choice 'required'", "tool_choice 'any'"),
+    (r"'required', a named tool", "'any', a named tool"),
     (r"\btool_choice 'function'", "tool_choice 'tool'"),
     (r"^stop\b", "stop_sequences"),
     (r"^continue_final_message\b", "an assistant's message at the end"),

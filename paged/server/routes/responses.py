@@ -37,6 +37,11 @@ def _absent(front: FrontEnd, what: str, param: str | None = None) -> HttpError:
     )
 
 
+def _without_output(front: FrontEnd, response: ResponseInProgress, status: str) -> dict[str, Any]:
+    """Return a response in progress: its output is what its own client gets."""
+    return response.call.chunks(response.identity, response.created, front.names[0]).response(status)
+
+
 class ResponsesRoute(AnswerRoute):
     """Responses, whole or streamed, which may go on from a stored one."""
 
@@ -115,7 +120,7 @@ class ResponsesRoute(AnswerRoute):
 
 
 class ResponseRoute:
-    """A stored response."""
+    """A stored response, or one in progress."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -129,9 +134,15 @@ class ResponseRoute:
                 "stream is not supported here: a stored response has ended, ask for it without",
                 param="stream",
             )
-        found = self._front.responses.find(_key(exchange, response_id))
+        front = self._front
+        key = _key(exchange, response_id)
+        response = front.responses.find_in_progress(key)
+        if response is not None:
+            await exchange.respond_json(200, _without_output(front, response, "in_progress"))
+            return
+        found = front.responses.find(key)
         if found is None:
-            raise _absent(self._front, f"response {response_id!r}")
+            raise _absent(front, f"response {response_id!r}")
         await exchange.respond(200, found.body)
 
 
@@ -166,8 +177,7 @@ class CancelRoute:
             response.call.is_cancelled = True
             response.record.is_ended = True
             await front.engine.abort(response.record.engine_ids)
-            events = response.call.chunks(response.identity, response.created, front.names[0])
-            await exchange.respond_json(200, events.response("cancelled"))
+            await exchange.respond_json(200, _without_output(front, response, "cancelled"))
             return
         found = front.responses.find(key)
         if found is None:
