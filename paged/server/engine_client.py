@@ -228,8 +228,8 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         # Deltas would leave out the text of the given tokens.
         in_full = bool(given) and kind is RequestOutputKind.CUMULATIVE
         inbox = Inbox(request_id, parsed.text, parsed.token_ids, kind, account=account, in_full=in_full)
-        sent = params if in_full else _sent_as(params)
-        wire = frames.params_to_wire(replace(sent, timeout_s=spec.timeout_s))
+        sent_kind = kind if in_full else _sent_kind(params)
+        wire = frames.params_to_wire(params, output_kind=sent_kind, timeout_s=spec.timeout_s)
         order = frames.Generate(
             self._supervisor.next_key(),
             request_id,
@@ -238,7 +238,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
             wire,
             spec.tenant,
             given,
-            is_whole=_comes_whole(sent, kind),
+            is_whole=_comes_whole(sent_kind, kind),
         )
         request = SentRequest(self._supervisor, order, inbox, params)
         self._supervisor.begin(request, self._choose(parsed.token_ids))
@@ -274,8 +274,8 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         else:
             own = replace(params, priority=params.priority or parent.params.priority)
             kind = params.output_kind
-        sent = _sent_as(own)
-        wire = None if params is None else frames.params_to_wire(sent)
+        sent_kind = _sent_kind(own)
+        wire = None if params is None else frames.params_to_wire(own, output_kind=sent_kind)
         key = self._supervisor.next_key()
         timeout_s = parent.left_s if own.timeout_s is None or params is None else own.timeout_s
         order = frames.Generate(
@@ -283,10 +283,10 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
             new_request_id,
             parent.order.token_ids,
             parent.order.namespace,
-            frames.params_to_wire(replace(sent, timeout_s=timeout_s)),
+            frames.params_to_wire(own, output_kind=sent_kind, timeout_s=timeout_s),
             parent.order.tenant,
             [],
-            is_whole=_comes_whole(sent, kind),
+            is_whole=_comes_whole(sent_kind, kind),
         )
         inbox = Inbox(
             new_request_id,
@@ -360,16 +360,16 @@ def _sendable_options(config: EngineConfig, options: dict[str, Any]) -> dict[str
     return sent
 
 
-def _sent_as(params: SamplingParams) -> SamplingParams:
-    """Return parameters for an engine process, which sends only what is new.
+def _sent_kind(params: SamplingParams) -> RequestOutputKind:
+    """Return the kind of outputs of an engine process, which sends only what is new.
 
     What has come is what another process would go on from. The best of several samples are known at the end.
     """
     if params.output_kind is RequestOutputKind.CUMULATIVE or params.best_of is None:
-        return replace(params, output_kind=RequestOutputKind.DELTA)
-    return params
+        return RequestOutputKind.DELTA
+    return params.output_kind
 
 
-def _comes_whole(sent: SamplingParams, kind: RequestOutputKind) -> bool:
+def _comes_whole(sent_kind: RequestOutputKind, kind: RequestOutputKind) -> bool:
     """Return whether new tokens come for the case alone that their process ends."""
-    return sent.output_kind is RequestOutputKind.DELTA and not comes_in_parts(kind)
+    return sent_kind is RequestOutputKind.DELTA and not comes_in_parts(kind)
