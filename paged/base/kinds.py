@@ -372,7 +372,8 @@ def check_fields(config: Any) -> None:
 
     Raises RequestError naming the field.
     """
-    for name, kind, is_optional in _fields_of(type(config)):
+    owner: type = type(config)
+    for name, kind, is_optional in _fields_of(owner):
         value = getattr(config, name)
         if type(value) not in _PLAIN and isinstance(value, AnyNumber):
             value = plain(value)
@@ -385,7 +386,7 @@ _PLAIN = (NoneType, bool, int, float, str, tuple)  # types of which no value is 
 
 
 @cache
-def _fields_of(owner: type[Any]) -> list[tuple[str, Kind | None, bool]]:
+def _fields_of(owner: type) -> list[tuple[str, Kind | None, bool]]:
     """Return name and kind of each field of a dataclass, and whether its type says that it may be None."""
     hints = get_type_hints(owner)
     return [(f.name, f.metadata.get("kind"), NoneType in get_args(hints[f.name])) for f in fields(owner)]

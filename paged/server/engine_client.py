@@ -20,7 +20,7 @@ from ..engine.embedding import EmbeddingSpec
 from ..engine.model_text import ModelText
 from ..engine.request_spec import Prepared, ReportTerms, RequestSpec
 from ..engine.scoring import ScoreSpec
-from ..errors import ConfigError, RequestError
+from ..errors import ConfigError, RequestError, ResourceError
 from ..model.hf_config import read_config
 from ..model.hub import resolve
 from ..ranks.place import Torchrun
@@ -341,7 +341,7 @@ def _check_share(config: EngineConfig, replicas: int) -> None:
     is_shared = replicas > 1 and config.device == "cpu" and sys.platform == "linux"
     num_processes = replicas * config.num_ranks
     if is_shared and num_processes > (cores := len(os.sched_getaffinity(0))):
-        raise ConfigError(f"{replicas} replicas need {num_processes} CPU cores; there are {cores}")
+        raise ResourceError(f"{replicas} replicas need {num_processes} CPU cores; there are {cores}")
     if replicas > 1 and ":" in config.device:
         raise ConfigError(f"{replicas} replicas have a GPU each; give device 'cuda', got {config.device!r}")
 
