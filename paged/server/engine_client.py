@@ -129,6 +129,11 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         await self._attach()
         return [replica.stats for replica in self._supervisor.replicas]
 
+    @property
+    def removed_stats(self) -> Mapping[int, EngineStats]:
+        """The stats of the engines that `resize` has removed, by number, with the totals as they left."""
+        return self._supervisor.removed
+
     async def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
         """Divide the engines among tenants by these weights, as `LLMEngine.set_tenant_weights` does.
 
