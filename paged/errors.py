@@ -2,13 +2,16 @@
 
 PagedError
 ├── ConfigError            an engine option is wrong, or does not fit this machine
-│   └── DivisionError      the model cannot be divided among as many processes
+│   ├── DivisionError      the model cannot be divided among as many processes
+│   └── ResourceError      the machine lacks what the options need: memory, cores, a GPU, a port, a package
+│       └── ClusterError   the same of Ray and its cluster
 ├── RequestError           a prompt or sampling parameter is wrong; only that request is refused
 │   ├── QueueFullError     max_waiting requests, or max_queued_tokens, wait already
 │   └── RequestTimeoutError    timeout_s has passed before the request reached the engine
 ├── UnknownArgumentError   a keyword that does not exist (also a TypeError)
 ├── UnsupportedModelError  a model, or a feature of its config, that is not implemented
 ├── CheckpointError        files that are missing, damaged, or disagree with their config
+├── FileError              a file of prompts or results holds something else, is in use, or cannot be written
 ├── RequestKillsEngineError    an engine process ended three times while it computed the request
 ├── RankError              a process of a model over several has ended or hangs, or they do not fit together
 ├── EngineDeadError        the async engine was shut down, a step of it raised, or a GPU failed for good
@@ -56,7 +59,11 @@ class DivisionError(ConfigError):
     """The model, or the machine, cannot be divided among processes as the options say."""
 
 
-class ClusterError(ConfigError):
+class ResourceError(ConfigError):
+    """The machine lacks what the options need: memory, cores, a GPU, a port, a file of keys, a package."""
+
+
+class ClusterError(ResourceError):
     """Ray is not installed, no cluster of it answers, or the cluster has too little room for the engines."""
 
 
@@ -88,6 +95,10 @@ class CheckpointError(PagedError):
     """Files that are missing, damaged, or disagree with their config."""
 
     MAX_LENGTH = 500
+
+
+class FileError(PagedError):
+    """A file of prompts or results holds something else, is in use, or cannot be written."""
 
 
 class EngineDeadError(PagedError):

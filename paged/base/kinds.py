@@ -382,18 +382,20 @@ def check_fields(config: Any) -> None:
     Raises RequestError naming the field.
     """
     owner: type = type(config)
-    optional = _optional_fields(owner)
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if isinstance(value, AnyNumber) and not isinstance(value, int | float):
+    for name, kind, is_optional in _fields_of(owner):
+        value = getattr(config, name)
+        if type(value) not in _PLAIN and isinstance(value, AnyNumber):
             value = plain(value)
-            object.__setattr__(config, f.name, value)
-        kind = f.metadata.get("kind")
-        if kind is not None and not (value is None and f.name in optional):
-            kind.check(f.name, value)
+            object.__setattr__(config, name, value)
+        if kind is not None and not (value is None and is_optional):
+            kind.check(name, value)
+
+
+_PLAIN = (NoneType, bool, int, float, str, tuple)  # types of which no value is a number of numpy
 
 
 @cache
-def _optional_fields(owner: type) -> frozenset[str]:
-    """Return the names of the fields of a dataclass that may be None by their types."""
-    return frozenset(name for name, hint in get_type_hints(owner).items() if NoneType in get_args(hint))
+def _fields_of(owner: type) -> list[tuple[str, Kind | None, bool]]:
+    """Return name and kind of each field of a dataclass, and whether its type says that it may be None."""
+    hints = get_type_hints(owner)
+    return [(f.name, f.metadata.get("kind"), NoneType in get_args(hints[f.name])) for f in fields(owner)]

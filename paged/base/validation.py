@@ -73,16 +73,17 @@ def check_number(
     above: bool = False,
 ) -> float:
     """Return `value` if it is finite and in [minimum, maximum] (`above`: not minimum), else raise `error`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # An int may be too large for a float.
+    if isinstance(value, int | float) and is_number and -sys.float_info.max <= value <= sys.float_info.max:
+        if minimum <= value <= maximum and not (above and value == minimum):
+            return float(value)
+        wanted = []
+    else:
+        wanted = ["finite" if is_number else "a number"]
     limits = number_limits(minimum, maximum, above=above)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        message = f"{name} must be {', '.join(['a number', *limits])}, got {shown(value)}"
-        raise error(message, param=field_of(name))
-    if not -sys.float_info.max <= value <= sys.float_info.max:  # an int may be too large for a float
-        message = f"{name} must be {', '.join(['finite', *limits])}, got {shown(value)}"
-        raise error(message, param=field_of(name))
-    if value < minimum or value > maximum or (above and value == minimum):
-        raise error(f"{name} must be {' and '.join(limits)}, got {shown(value)}", param=field_of(name))
-    return float(value)
+    text = ", ".join([*wanted, *limits]) if wanted else " and ".join(limits)
+    raise error(f"{name} must be {text}, got {shown(value)}", param=field_of(name))
 
 
 def number_limits(minimum: float, maximum: float, *, above: bool) -> list[str]:

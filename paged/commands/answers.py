@@ -10,7 +10,7 @@ from ..errors import PagedError
 from ..sampling_params import MAX_SEED, SamplingParams
 from . import common
 from .api_client import ApiClient, ApiExchange, part_of
-from .common import CliError
+from .common import CliError, FailedError
 
 if TYPE_CHECKING:
     from ..engine.engine import LLMEngine
@@ -61,12 +61,12 @@ class EngineAnswers:
         """Do nothing: a step, which must not be disturbed, ends soon."""
 
     def report_end(self) -> None:
-        """Raise CliError for an error of the engine, and complain of an answer that was cut."""
+        """Raise FailedError for an error of the engine, and complain of an answer that was cut."""
         completion = self._completion
         if completion is None:
             return
         if completion.finish_reason == "error":
-            raise CliError(str(completion.stop_reason))
+            raise FailedError(str(completion.stop_reason))
         if completion.finish_reason == "abort":
             common.complain(str(completion.stop_reason))
         elif completion.finish_reason == "length" and len(completion.token_ids) != self._params.max_tokens:

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..base.validation import shown
-from ..errors import PagedError
+from ..errors import ConfigError, PagedError
 
 # In this order. The server's own variable comes first, so that one name serves both sides of a test.
 KEY_VARIABLES = ("PAGED_API_KEY", "OPENAI_API_KEY")
@@ -46,7 +46,7 @@ class ApiAddress:
 class ApiClient:
     """Talks to one server, with a connection for each request, from any number of threads.
 
-    Raises ApiError for an address or a key that cannot be one.
+    Raises ConfigError for an address or a key that cannot be one.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -56,7 +56,7 @@ class ApiClient:
         except ValueError:
             is_address = False
         if not is_address or parts.query or parts.fragment or not url.isascii() or " " in url:
-            raise ApiError(f"--url is an address such as http://127.0.0.1:8000, got {shown(url)}")
+            raise ConfigError(f"--url is an address such as http://127.0.0.1:8000, got {shown(url)}")
         self._is_secure = parts.scheme == "https"
         self._host = parts.hostname or ""
         self._port = parts.port
@@ -66,7 +66,7 @@ class ApiClient:
         key = api_key or next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
         if key is not None:
             if not key.isascii() or not key.isprintable():
-                raise ApiError("the API key has characters that no header can hold")
+                raise ConfigError("the API key has characters that no header can hold")
             self._headers["authorization"] = f"Bearer {key}"
 
     def first_model(self) -> str:

@@ -17,7 +17,7 @@ from ..sampling_params import SamplingParams
 from ..simulate.statistics import percentile
 from . import common
 from .bench_serve import serve
-from .common import CliError
+from .common import CliError, FailedError
 from .headings import CommandGroup, GroupedCommand
 from .options import with_options
 
@@ -182,7 +182,7 @@ def _timed(
 ) -> tuple[float, int]:
     """Complete the prompts. Return the seconds and the number of output tokens.
 
-    Raises CliError if an output is not as long as it should be, which no figure would show.
+    Raises FailedError if an output is not as long as it should be, which no figure would show.
     """
     started = time.perf_counter()
     outputs = engine.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=show_progress)
@@ -190,7 +190,7 @@ def _timed(
     samples = [sample for output in outputs for sample in output.outputs]
     for sample in samples:
         if len(sample.token_ids) != params.max_tokens:
-            raise CliError(f"a request ended early: {sample.stop_reason or sample.finish_reason}")
+            raise FailedError(f"a request ended early: {sample.stop_reason or sample.finish_reason}")
     return elapsed, sum(len(sample.token_ids) for sample in samples)
 
 

@@ -18,12 +18,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import PagedError
+from ..errors import FileError, PagedError
 from ..protocol.jobs import check_writable, read_jobs
 from ..simulate.statistics import percentile
 from . import common
 from .api_client import ApiAddress, ApiClient, part_of
-from .common import CliError
+from .common import CliError, FailedError
 from .options import with_options
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -113,7 +113,7 @@ def serve(
     done = [answer for answer in answers if answer.error is None]
     errors = [answer.error for answer in answers if answer.error is not None]
     if not done:
-        raise CliError(f"all {num_prompts} requests failed, the first with: {errors[0]}")
+        raise FailedError(f"all {num_prompts} requests failed, the first with: {errors[0]}")
     figures = figures_of(done, duration) | {"failed": len(errors)}
     terms = {
         "request_rate": request_rate if request_rate < math.inf else "inf",
@@ -143,14 +143,14 @@ def _chat(text: str) -> dict[str, Any]:
 
 
 def _from_file(file: Path, is_chat: bool) -> list[dict[str, Any]]:
-    """Return the fields of the prompts of a file. Raises RequestError, CliError or OSError."""
+    """Return the fields of the prompts of a file. Raises FileError or OSError."""
     jobs = [job.prompt for job in read_jobs(file, {})]
     if not jobs:
-        raise CliError(f"{file} has no prompts")
+        raise FileError(f"{file} has no prompts")
     if not is_chat:
         return [{"prompt": next(iter(prompt.values()))} for prompt in jobs]
     if not all("prompt" in prompt for prompt in jobs):
-        raise CliError(f"{file} has prompts of token ids, which {CHATS} does not take")
+        raise FileError(f"{file} has prompts of token ids, which {CHATS} does not take")
     return [_chat(prompt["prompt"]) for prompt in jobs]
 
 

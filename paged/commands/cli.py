@@ -15,10 +15,17 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..errors import ClusterError, DivisionError, PagedError, RankError
+from ..errors import (
+    ConfigError,
+    DivisionError,
+    PagedError,
+    RequestError,
+    ResourceError,
+    UnknownArgumentError,
+)
 from .bench import bench
 from .chat import chat
-from .common import EXIT_FAILED, EXIT_USAGE, complain
+from .common import EXIT_FAILED, EXIT_USAGE, CliError, complain
 from .generate import generate
 from .headings import CommandGroup, GroupedCommand
 from .keys import keys
@@ -32,6 +39,9 @@ from .top import top
 # The base class of parser errors: click's in older versions of Typer, Typer's own copy in newer ones.
 PARSER_ERROR: type[Any] = typer.BadParameter.__mro__[2]
 
+# Errors of what was typed, in flags, prompts, variables and files of options.
+TYPED = (CliError, ConfigError, RequestError, UnknownArgumentError)
+
 app = typer.Typer(
     cls=CommandGroup,
     pretty_exceptions_enable=False,
@@ -41,7 +51,10 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line and exit with its code."""
+    """Run the command line and exit with its code.
+
+    2 is for what was typed, and would be wrong again; 1 for what cannot be done here and now.
+    """
     # Ctrl-C ends the process at once and without a traceback, as nothing needs cleaning up.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Characters that the terminal cannot encode are escaped.
@@ -49,18 +62,21 @@ def main() -> None:
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         sys.exit(app(_spelled_out(sys.argv[1:]), prog_name="paged", standalone_mode=False))
-    except (RankError, DivisionError, ClusterError) as error:
-        complain(str(error))
-        sys.exit(EXIT_FAILED)
     except PARSER_ERROR as error:
         where = error.ctx.command_path if error.ctx is not None else "paged"
-        message = f"{error.format_message()} (see {where} --help)"
-    except (PagedError, UnicodeDecodeError) as error:  # UnicodeDecodeError comes from stdin
-        message = str(error)
+        complain(f"{error.format_message()} (see {where} --help)")
+        code = EXIT_USAGE
+    except PagedError as error:
+        complain(str(error))
+        is_lacking = isinstance(error, ResourceError | DivisionError)
+        code = EXIT_USAGE if isinstance(error, TYPED) and not is_lacking else EXIT_FAILED
+    except UnicodeDecodeError as error:  # from stdin, or a file that is no text
+        complain(str(error))
+        code = EXIT_FAILED
     except OSError as error:
-        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    complain(message)
-    sys.exit(EXIT_USAGE)
+        complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        code = EXIT_FAILED
+    sys.exit(code)
 
 
 def _spelled_out(arguments: Sequence[str]) -> list[str]:

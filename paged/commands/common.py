@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import EngineConfig
-from ..errors import ClusterError, ConfigError, PagedError
+from ..errors import ClusterError, PagedError, ResourceError
 from ..sampling_params import SamplingParams, StructuredOutputsParams, biases_of
 from ..simulate.workload import read_shares
 from .headings import MODEL, OUTPUT
@@ -65,7 +65,11 @@ UNKNOWN_OPTIONS = "the options of the earlier results in {} are not known; going
 
 
 class CliError(PagedError):
-    """An error in the command line, or in a file that it names."""
+    """An error in the command line."""
+
+
+class FailedError(PagedError):
+    """What a command was to do has failed: an answer ended with an error, or none came."""
 
 
 def complain(message: str) -> None:
@@ -74,7 +78,7 @@ def complain(message: str) -> None:
 
 
 def require_server(command: str) -> None:
-    """Raise ConfigError unless what the server needs is installed."""
+    """Raise ResourceError unless what the server needs is installed."""
     try:
         import httptools  # noqa: F401
         import msgspec  # noqa: F401
@@ -84,7 +88,7 @@ def require_server(command: str) -> None:
         import uvloop  # noqa: F401
         import yaml  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
+        raise ResourceError(
             f"{command} needs {error.name}, which is not installed: pip install 'paged[server]'"
         ) from None
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import FileError
 from ..protocol.jobs import outcome_of, read_jobs
 from ..protocol.result_file import NO_RESULTS, ResultFile, earlier_results
 from ..protocol.run_options import RunOptions
@@ -86,7 +87,7 @@ def generate(
             return file.complete(engine_options, live=live, hidden=output is None and sys.stdout.isatty())
     with ResultFile(output, prompts) as results:
         if results.size and not (overwrite or resume):
-            raise CliError(f"{output} has results already; --resume goes on, --overwrite begins again")
+            raise FileError(f"{output} has results already; --resume goes on, --overwrite begins again")
         earlier = earlier_results(results, jobs) if resume else NO_RESULTS
         run_options = RunOptions(output, engine_options, sampling, prompts)
         has_known_options = run_options.check() if earlier.size else True

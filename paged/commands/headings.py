@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..config import EngineConfig
-from ..errors import PagedError
+from ..errors import UnknownArgumentError
 from ..sampling_params import SamplingParams
 from ..server.options import ServeOptions
 from .api_client import ApiAddress
@@ -95,7 +95,7 @@ class GroupedCommand(TyperCommand):
                 formatter.write_dl(sections[heading])
 
 
-class UnknownCommandError(PagedError):
+class UnknownCommandError(UnknownArgumentError):
     """A command that does not exist."""
 
 

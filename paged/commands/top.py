@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from .common import CliError
+from ..errors import ResourceError
 from .live_view import blocks_bar
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def top(
     try:
         from ..server.telemetry.scrape import metrics_url, scrape
     except ImportError as error:
-        raise CliError(f"paged top needs {error.name}: pip install 'paged[server]'") from None
+        raise ResourceError(f"paged top needs {error.name}: pip install 'paged[server]'") from None
     address = metrics_url(url)
     console = Console()
     if once:

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 
 from ..config import EngineConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, ResourceError
 from ..kernels.backend import BackendName, Kernels, has_numba
 from ..kernels.gpu.target import in_interpreter
 
@@ -30,7 +30,9 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}")
     count = torch.cuda.device_count() if device.type == "cuda" else 1
     if (device.index or 0) >= count:
-        raise ConfigError(f"device {name!r} does not exist: torch sees {count} GPUs; device='cpu' needs none")
+        raise ResourceError(
+            f"device {name!r} does not exist: torch sees {count} GPUs; device='cpu' needs none"
+        )
     return device
 
 
@@ -136,7 +138,7 @@ def check_attention(
         try:
             dims = kernels.head_dims()
         except ValueError as error:
-            raise ConfigError(f"attention_backend {kernels.name!r}: {error}") from error
+            raise ResourceError(f"attention_backend {kernels.name!r}: {error}") from error
         if other := [head_dim for head_dim in sorted(head_dims) if head_dim not in dims]:
             raise ConfigError(
                 f"attention_backend {kernels.name!r} takes a head_dim from {dims[0]} to {dims[-1]} on this "
@@ -146,7 +148,7 @@ def check_attention(
             kernels.check_cache_dtype(kv_dtype)
         except ValueError as error:
             name = config.kv_cache_dtype
-            raise ConfigError(
+            raise ResourceError(
                 f"kv_cache_dtype {name!r} is not available here, but 'int8' is: {error}"
             ) from error
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch
 
-from ..errors import ConfigError, DivisionError
+from ..errors import ConfigError, DivisionError, ResourceError
 
 # torch takes its number of threads from these when it is imported.
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -30,8 +30,8 @@ def set_threads(engine: Any, wanted: int | None) -> int:
     It holds for the whole process, and stays when the engine is gone. None means `usable_cores`, unless
     another engine, `torch.set_num_threads` or one of VARIABLES has set a number.
 
-    Raises ConfigError for more threads than CPUs, and for another number than that of an engine which is
-    alive, because that would change its speed and the last bits of its sums.
+    Raises ResourceError for more threads than CPUs, and ConfigError for another number than that of an engine
+    which is alive, because that would change its speed and the last bits of its sums.
     """
     now = torch.get_num_threads()
     most = os.cpu_count() or 1
@@ -39,7 +39,7 @@ def set_threads(engine: Any, wanted: int | None) -> int:
     if wanted is None:
         wanted = others or (now if _is_chosen(now) else usable_cores())
     elif wanted > most:
-        raise ConfigError(f"num_threads must be at most {most}, the CPUs of this machine, got {wanted}")
+        raise ResourceError(f"num_threads must be at most {most}, the CPUs of this machine, got {wanted}")
     elif others not in (None, wanted):
         raise ConfigError(
             f"num_threads {wanted}: another engine of this process has {others}, and engines of one process "

@@ -352,6 +352,16 @@ class AsyncEngine(ABC, Generic[E]):
         return await self._engines[replica].picture()
 
     @property
+    def removed_stats(self) -> Mapping[int, EngineStats]:
+        """The stats of the engines that `resize` has removed, by number."""
+        return {}
+
+    @property
+    def num_engines(self) -> int:
+        """How many engines there are, those that are replaced included."""
+        return len(self._engines)
+
+    @property
     def queued_tokens(self) -> list[int]:
         """The tokens that wait in each engine that has not ended, as far as they are known.
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from ..base.strict_json import parse_json
 from ..base.validation import shown
-from ..errors import RequestError, reject_unknown
+from ..errors import FileError, RequestError, reject_unknown
 from .calls.call import AnswerCall
 from .calls.vectors import EmbeddingCall
 from .endpoints import parse_call
@@ -98,10 +98,10 @@ class IdentitySet:
 def count_lines(file: Path) -> int:
     """Return the number of lines that are not blank.
 
-    Raises RequestError if the file is a pipe, which `read_lines` could not read again.
+    Raises FileError if the file is a pipe, which `read_lines` could not read again.
     """
     if file.is_fifo() or file.is_char_device():
-        raise RequestError(f"{file}: not a file that can be read twice; write what comes from it to a file")
+        raise FileError(f"{file}: not a file that can be read twice; write what comes from it to a file")
     with file.open("rb") as lines:
         return sum(not line.isspace() for line in lines)
 
@@ -179,7 +179,7 @@ class BatchOutput:
     options: of this run, which must be those of the earlier results.
     retry_failed: replace the errors of earlier runs, whose lines are not in `done`.
 
-    Raises RequestError naming the file if it contains other data, naming the options that are different, and
+    Raises FileError naming the file if it contains other data, naming the options that are different, and
     the errors of `ResultFile`.
     """
 
@@ -218,7 +218,7 @@ class BatchOutput:
                     self.done.add(match[1].decode())
                     self.num_failed += failed
             elif line.endswith(b"\n") or not line.startswith(PREFIX[: len(line)]):
-                raise RequestError(
+                raise FileError(
                     f"{self._file.path}:{number}: not a result of `paged run-batch`; name another file"
                 )
         return size, has_failed

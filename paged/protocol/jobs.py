@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..base.strict_json import parse_json
 from ..base.validation import shown
-from ..errors import RequestError, reject_unknown
+from ..errors import FileError, RequestError, reject_unknown
 from ..requests.request import CompletionOutput, Logprob, RequestOutput
 from ..sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -43,12 +43,12 @@ def read_jobs(file: Path, sampling: dict[str, Any]) -> list[Job]:
 
     sampling: the parameters that a line does not give. Blank lines are skipped.
 
-    Raises RequestError naming file and line, or a type of file that holds no prompts; OSError if the file
+    Raises FileError naming file and line, or a type of file that holds no prompts; OSError if the file
     cannot be read.
     """
     suffix = file.suffix.lower()
     if suffix not in TEXT_LINES + JSON_LINES:
-        raise RequestError(
+        raise FileError(
             f"{file}: prompts come from .txt files or files without a suffix, one per line, or from .jsonl "
             f"and .ndjson files, one object per line; {suffix} is neither"
         )
@@ -60,21 +60,21 @@ def read_jobs(file: Path, sampling: dict[str, Any]) -> list[Job]:
             if line.strip():
                 jobs.append(parse(line.decode("utf-8-sig"), sampling))
         except (ValueError, RecursionError) as error:  # from the decoder, json, and our own
-            raise RequestError(f"{file}:{number}: {error}") from error
+            raise FileError(f"{file}:{number}: {error}") from error
     return jobs
 
 
 def check_writable(output: Path, *inputs: Path) -> None:
-    """Raise RequestError, naming the file, if results cannot be written to it.
+    """Raise FileError, naming the file, if results cannot be written to it.
 
     inputs: files that must not be overwritten.
     """
     if not output.parent.is_dir():
-        raise RequestError(f"{output}: no such directory: {output.parent}")
+        raise FileError(f"{output}: no such directory: {output.parent}")
     if output.is_dir() or not os.access(output if output.exists() else output.parent, os.W_OK):
-        raise RequestError(f"{output}: not a file that can be written")
+        raise FileError(f"{output}: not a file that can be written")
     if output.exists() and any(output.samefile(file) for file in inputs):
-        raise RequestError(f"{output}: this would overwrite the input; name another file")
+        raise FileError(f"{output}: this would overwrite the input; name another file")
 
 
 def sampling_from_json(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from ..errors import RequestError
+from ..errors import FileError
 from .jobs import Job, check_writable
 
 
@@ -21,14 +21,14 @@ class ResultFile:
     A result is written by one call as soon as it exists. A killed run leaves whole lines and perhaps a
     partial one, which the next run truncates.
 
-    Raises RequestError naming the file if it cannot be written, is one of the inputs, a pipe or a device, or
+    Raises FileError naming the file if it cannot be written, is one of the inputs, a pipe or a device, or
     is being written by another process.
     """
 
     def __init__(self, path: Path, *inputs: Path) -> None:
         check_writable(path, *inputs)
         if path.exists() and not path.is_file():
-            raise RequestError(f"{path}: not a regular file; results must be readable again")
+            raise FileError(f"{path}: not a regular file; results must be readable again")
         self.path = path
         # Unbuffered: each line reaches the operating system before the next one is begun.
         self._file = path.open("ab", buffering=0)
@@ -96,7 +96,7 @@ def _lock(file: FileIO, path: Path) -> None:
     except BlockingIOError:
         is_current = False
     if not is_current:
-        raise RequestError(f"{path}: another process is writing this file")
+        raise FileError(f"{path}: another process is writing this file")
 
 
 class Earlier(NamedTuple):
@@ -113,14 +113,14 @@ NO_RESULTS = Earlier(0, 0, 0)
 def earlier_results(file: ResultFile, jobs: Sequence[Job]) -> Earlier:
     """Return how many of these prompts, from the first on, have results in the file.
 
-    Raises RequestError naming the first line that is not the result of its prompt.
+    Raises FileError naming the first line that is not the result of its prompt.
     """
     num_done = num_failed = size = 0
     for line in file.lines():
         is_whole = line.endswith(b"\n")
         head = _head(num_done, jobs[num_done]) if num_done < len(jobs) else None
         if head is None or not (line.startswith(head) or (not is_whole and head.startswith(line))):
-            raise RequestError(
+            raise FileError(
                 f"{file.path}:{num_done + 1}: not the result of prompt {num_done} of this file of prompts; "
                 "name another output, or replace this one with --overwrite"
             )

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..base.validation import shown
 from ..config import EngineConfig
-from ..errors import ConfigError
+from ..errors import FileError
 from .jobs import check_writable
 
 # Options on which no result depends (docs/exactness.md); whether a request fits is the exception. A run may
@@ -35,7 +35,7 @@ class RunOptions:
     results: the file, beside which NAME.options.json keeps them.
     engine: arguments of LLMEngine. more: other options; None is one that is not given.
 
-    Raises RequestError if they cannot be kept.
+    Raises FileError if they cannot be kept.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RunOptions:
     def check(self) -> bool:
         """Return whether the options of the earlier results are known.
 
-        Raises ConfigError naming the differences between these and those.
+        Raises FileError naming the differences between these and those.
         """
         try:
             kept = json.loads(self.path.read_bytes())
@@ -69,7 +69,7 @@ class RunOptions:
         except (ValueError, RecursionError):
             kept = None
         if not isinstance(kept, dict):
-            raise ConfigError(
+            raise FileError(
                 f"{self.path}: not the options of a run; delete it to go on without comparing them"
             )
         now = self._options
@@ -79,7 +79,7 @@ class RunOptions:
             if kept.get(name) != now.get(name)
         ]
         if differences:
-            raise ConfigError(
+            raise FileError(
                 f"{self._results} was begun with other options: {'; '.join(differences)}. Go on with the "
                 "options that it was begun with, or name another output"
             )

@@ -13,7 +13,7 @@ import torch
 
 from ..config import QUANTIZATIONS
 from ..device.devices import is_here
-from ..errors import ConfigError
+from ..errors import ConfigError, ResourceError
 from ..kernels.backend import Kernels
 from ..model.spec import ExpertsSpec, FeedForwardSpec
 from ..model.weights.loading import StoredWeights
@@ -323,7 +323,7 @@ def shortage(footprint: Footprint) -> str:
 
 
 def require_room(sizes: Sizes, device: torch.device, directory: Path) -> None:
-    """Raise ConfigError if the weights will not fit: before they are read.
+    """Raise ResourceError if the weights will not fit: before they are read.
 
     Files that take less than half of what is free are not looked into.
     """
@@ -338,4 +338,4 @@ def require_room(sizes: Sizes, device: torch.device, directory: Path) -> None:
     kernels = new_kernels(sizes, device, checked=False)
     footprint = Footprint.of(sizes, memory, device, directory, kernels)
     if footprint.weight_bytes > memory.free:
-        raise ConfigError(f"no memory for the weights on {device}{of_draft}: {shortage(footprint)}")
+        raise ResourceError(f"no memory for the weights on {device}{of_draft}: {shortage(footprint)}")

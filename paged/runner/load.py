@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..device.devices import check_attention, is_here, resolve_backend, weights_in_panels
 from ..device.host_memory import freed_at_once
-from ..errors import ConfigError
+from ..errors import ConfigError, ResourceError
 from ..kernels.backend import Kernels, load_kernels
 from ..kernels.checks import in_debug_mode
 from ..model.config import ModelConfig
@@ -51,7 +51,7 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
             with freed_at_once():
                 model.load(loader)
         except torch.OutOfMemoryError as error:
-            raise ConfigError(
+            raise ResourceError(
                 f"no memory for the weights on {device}: take a smaller model or a narrower dtype, or end "
                 f"other processes there; {error}"
             ) from error
@@ -61,12 +61,12 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
 
 
 def new_kernels(sizes: Sizes, device: torch.device, *, checked: bool) -> Kernels:
-    """Return the kernels of the backend that is asked for. Raises ConfigError if it is not installed."""
+    """Return the kernels of the backend that is asked for. Raises ResourceError if it is not installed."""
     try:
         backend = resolve_backend(sizes.config.attention_backend, device)
         return load_kernels(backend, compile_bar if has_terminal() else None, checked=checked)
     except ImportError as error:  # Triton or numba
-        raise ConfigError(str(error)) from error
+        raise ResourceError(str(error)) from error
 
 
 def check_kernels(sizes: Sizes, device: torch.device, kernels: Kernels) -> None:

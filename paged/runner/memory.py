@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from ..config import EngineConfig
-from ..errors import ConfigError
+from ..errors import ResourceError
 from ..kernels.backend import Kernels
 from ..model.cache.kv_cache import KVCache
 from ..requests.request import Request, RequestInputs
@@ -28,7 +28,7 @@ def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, ru
 
     run_step: runs one step; on a GPU, where the memory that a step takes is measured.
 
-    Raises ConfigError if no token fits.
+    Raises ResourceError if no token fits.
     """
     if device.type == "cpu":
         free = kv_bytes_on_cpu(sizes.config)
@@ -38,7 +38,7 @@ def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, ru
     num_blocks = sizes.blocks_in(free)
     if not num_blocks:
         least = sizes.block_bytes * len(sizes.layout.groups)
-        raise ConfigError(
+        raise ResourceError(
             f"no memory for a KV cache: {free / 2**20:,.0f} MiB are left, a block in each layer group "
             f"takes {least / 2**20:,.2f} MiB; raise {'cpu' if device.type == 'cpu' else 'gpu'}"
             "_memory_utilization, or lower max_num_batched_tokens or max_num_seqs"
@@ -70,7 +70,7 @@ def kv_bytes_on_gpu(config: EngineConfig, device: torch.device, peak_bytes: int)
 def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) -> int:
     """Run a step of the largest size. Return the bytes that torch held at its peak, without the KV cache.
 
-    Raises ConfigError if there is no memory for it.
+    Raises ResourceError if there is no memory for it.
     """
     lengths = largest_step(sizes)
     num_blocks = len(sizes.layout.groups) * sum(-(-n // sizes.block_size) for n in lengths)
@@ -94,7 +94,7 @@ def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) ->
         run_step(schedule, kv_cache)
         torch.cuda.synchronize(device)
     except torch.OutOfMemoryError as error:
-        raise ConfigError(
+        raise ResourceError(
             f"no memory for a step of {sum(lengths):,} tokens beside the weights on {device}: lower "
             f"max_num_batched_tokens or max_num_seqs, or end other processes there; {error}"
         ) from error
@@ -105,7 +105,7 @@ def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) ->
 
 
 def new_kv_cache(sizes: Sizes, device: torch.device, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
-    """Allocate a KV cache. Raises ConfigError if memory is short."""
+    """Allocate a KV cache. Raises ResourceError if memory is short."""
     dtype: torch.dtype = getattr(torch, sizes.kv_dtype)
     common = num_blocks, sizes.block_size, dtype, device, num_host_blocks
     try:
@@ -117,7 +117,7 @@ def new_kv_cache(sizes: Sizes, device: torch.device, num_blocks: int, num_host_b
     except RuntimeError as error:  # torch has no narrower one for a CPU
         size = sizes.block_bytes / 2**30
         host = f" with {num_host_blocks * size:,.1f} GiB on the host" if num_host_blocks else ""
-        raise ConfigError(
+        raise ResourceError(
             f"no memory for num_blocks {num_blocks}: {num_blocks * size:,.1f} GiB{host} cannot be "
             f"allocated on {device}; lower it, or leave it out to use what is free"
         ) from error

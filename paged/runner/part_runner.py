@@ -16,7 +16,7 @@ from ..config import EngineConfig
 from ..device.devices import resolve_device, resolve_dtype, sum_in_float32, target_of
 from ..device.threads import set_threads
 from ..device.transfers import Sent, Transfers, Upload
-from ..errors import ConfigError
+from ..errors import ResourceError
 from ..model.config import ModelConfig
 from ..model.part import ModelPart
 from .draft_model import DraftCheckpoint, with_draft
@@ -120,12 +120,12 @@ class PartRunner:
         """Add the figures of the engine, and what would fit, to the error of one that does not."""
         try:
             yield
-        except ConfigError as error:
+        except ResourceError as error:
             kernels = self.model.kernels
             footprint = Footprint.of(self.sizes, Memory.of(self.device), self.device, directory, kernels)
             memory = Memory.of(self.device, footprint.weight_bytes)
             footprint = replace(footprint, memory=memory)
-            raise ConfigError(f"{error}; {shortage(footprint)}") from error
+            raise ResourceError(f"{error}; {shortage(footprint)}") from error
 
     def send_moves(self, plan: ComputedPart, upload: Upload) -> tuple[Sent | None, Sent | None, Sent | None]:
         """Add the pairs of blocks that a step moves to the upload, for `_move_blocks`."""

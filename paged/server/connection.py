@@ -62,6 +62,7 @@ class EngineConnection(asyncio.Protocol):
         self._reader = frames.FrameReader(frames.decode_report)
         self.loop: asyncio.AbstractEventLoop | None = None
         self._transport: asyncio.WriteTransport | None = None
+        self._unsent: list[bytes] = []  # frames of this turn of the loop
         self._is_closed: asyncio.Future[None] | None = None
         self._ready: asyncio.Future[frames.Ready] | None = None
         self.dead: EngineDeadError | None = None
@@ -117,9 +118,19 @@ class EngineConnection(asyncio.Protocol):
         inbox.account.join(key, self._hold)
 
     def _send(self, order: frames.Order) -> None:
+        """Send an order with the others of this turn of the loop, as each arrival wakes the process."""
         self.check()
+        assert self.loop is not None
+        frame = frames.encode(order)
+        if not self._unsent:
+            self.loop.call_soon(self._flush)
+        self._unsent.append(frame)
+
+    def _flush(self) -> None:
         assert self._transport is not None
-        self._transport.write(frames.encode(order))
+        if self.dead is None:
+            self._transport.write(b"".join(self._unsent))
+        self._unsent.clear()
 
     def tell(self, order: frames.Weigh | frames.ForgetPrefixes) -> None:
         """Send an order of no request. Raises EngineDeadError."""

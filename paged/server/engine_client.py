@@ -20,7 +20,7 @@ from ..engine.embedding import EmbeddingSpec
 from ..engine.model_text import ModelText
 from ..engine.request_spec import Prepared, ReportTerms, RequestSpec
 from ..engine.scoring import ScoreSpec
-from ..errors import ConfigError, RequestError
+from ..errors import ConfigError, RequestError, ResourceError
 from ..model.hf_config import read_config
 from ..model.hub import resolve
 from ..ranks.place import Torchrun
@@ -129,6 +129,11 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         await self._attach()
         return [replica.stats for replica in self._supervisor.replicas]
 
+    @property
+    def removed_stats(self) -> Mapping[int, EngineStats]:
+        """The stats of the engines that `resize` has removed, by number, with the totals as they left."""
+        return self._supervisor.removed
+
     async def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
         """Divide the engines among tenants by these weights, as `LLMEngine.set_tenant_weights` does.
 
@@ -228,8 +233,8 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         # Deltas would leave out the text of the given tokens.
         in_full = bool(given) and kind is RequestOutputKind.CUMULATIVE
         inbox = Inbox(request_id, parsed.text, parsed.token_ids, kind, account=account, in_full=in_full)
-        sent = params if in_full else _sent_as(params)
-        wire = frames.params_to_wire(replace(sent, timeout_s=spec.timeout_s))
+        sent_kind = kind if in_full else _sent_kind(params)
+        wire = frames.params_to_wire(params, output_kind=sent_kind, timeout_s=spec.timeout_s)
         order = frames.Generate(
             self._supervisor.next_key(),
             request_id,
@@ -238,7 +243,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
             wire,
             spec.tenant,
             given,
-            is_whole=_comes_whole(sent, kind),
+            is_whole=_comes_whole(sent_kind, kind),
         )
         request = SentRequest(self._supervisor, order, inbox, params)
         self._supervisor.begin(request, self._choose(parsed.token_ids))
@@ -274,8 +279,8 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         else:
             own = replace(params, priority=params.priority or parent.params.priority)
             kind = params.output_kind
-        sent = _sent_as(own)
-        wire = None if params is None else frames.params_to_wire(sent)
+        sent_kind = _sent_kind(own)
+        wire = None if params is None else frames.params_to_wire(own, output_kind=sent_kind)
         key = self._supervisor.next_key()
         timeout_s = parent.left_s if own.timeout_s is None or params is None else own.timeout_s
         order = frames.Generate(
@@ -283,10 +288,10 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
             new_request_id,
             parent.order.token_ids,
             parent.order.namespace,
-            frames.params_to_wire(replace(sent, timeout_s=timeout_s)),
+            frames.params_to_wire(own, output_kind=sent_kind, timeout_s=timeout_s),
             parent.order.tenant,
             [],
-            is_whole=_comes_whole(sent, kind),
+            is_whole=_comes_whole(sent_kind, kind),
         )
         inbox = Inbox(
             new_request_id,
@@ -341,7 +346,7 @@ def _check_share(config: EngineConfig, replicas: int) -> None:
     is_shared = replicas > 1 and config.device == "cpu" and sys.platform == "linux"
     num_processes = replicas * config.num_ranks
     if is_shared and num_processes > (cores := len(os.sched_getaffinity(0))):
-        raise ConfigError(f"{replicas} replicas need {num_processes} CPU cores; there are {cores}")
+        raise ResourceError(f"{replicas} replicas need {num_processes} CPU cores; there are {cores}")
     if replicas > 1 and ":" in config.device:
         raise ConfigError(f"{replicas} replicas have a GPU each; give device 'cuda', got {config.device!r}")
 
@@ -360,16 +365,16 @@ def _sendable_options(config: EngineConfig, options: dict[str, Any]) -> dict[str
     return sent
 
 
-def _sent_as(params: SamplingParams) -> SamplingParams:
-    """Return parameters for an engine process, which sends only what is new.
+def _sent_kind(params: SamplingParams) -> RequestOutputKind:
+    """Return the kind of outputs of an engine process, which sends only what is new.
 
     What has come is what another process would go on from. The best of several samples are known at the end.
     """
     if params.output_kind is RequestOutputKind.CUMULATIVE or params.best_of is None:
-        return replace(params, output_kind=RequestOutputKind.DELTA)
-    return params
+        return RequestOutputKind.DELTA
+    return params.output_kind
 
 
-def _comes_whole(sent: SamplingParams, kind: RequestOutputKind) -> bool:
+def _comes_whole(sent_kind: RequestOutputKind, kind: RequestOutputKind) -> bool:
     """Return whether new tokens come for the case alone that their process ends."""
-    return sent.output_kind is RequestOutputKind.DELTA and not comes_in_parts(kind)
+    return sent_kind is RequestOutputKind.DELTA and not comes_in_parts(kind)

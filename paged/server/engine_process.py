@@ -27,7 +27,7 @@ from ..engine.engine import LLMEngine
 from ..engine.loop import EngineLoop, Recipient
 from ..engine.request_spec import ReportSpec, RequestSpec
 from ..engine.scoring import ScoreOutput
-from ..errors import ConfigError, EngineDeadError, PagedError, QueueFullError
+from ..errors import EngineDeadError, PagedError, QueueFullError, ResourceError
 from ..requests.request import Logprob, Request, RequestOutput
 from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.picture import EnginePicture
@@ -405,15 +405,15 @@ def refusal_of(start: frames.Start, error: BaseException) -> frames.Refused:
 
 
 def check_affinity() -> None:
-    """Raise ConfigError where processes cannot be given cores of their own."""
+    """Raise ResourceError where processes cannot be given cores of their own."""
     if sys.platform != "linux":
-        raise ConfigError("several replicas on a CPU need Linux, where each gets its share of the cores")
+        raise ResourceError("several replicas on a CPU need Linux, where each gets its share of the cores")
 
 
 def take_share(start: frames.Start) -> None:
     """Restrict this process, and those of its model, to their own GPUs, or to their share of the cores.
 
-    Raises ConfigError if there are fewer than processes.
+    Raises ResourceError if there are fewer than processes.
     """
     if start.num_replicas == 1:
         return
@@ -429,7 +429,7 @@ def take_share(start: frames.Start) -> None:
     count, what = (num_gpus, "GPUs") if num_gpus else (len(cores), "CPU cores")
     if count < num_processes:
         of_each = f" of {num_ranks} processes each" if num_ranks > 1 else ""
-        raise ConfigError(
+        raise ResourceError(
             f"{start.num_replicas} replicas{of_each} need {num_processes} {what}; there are {count}"
         )
     if num_gpus:

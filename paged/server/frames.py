@@ -340,12 +340,15 @@ class FrameReader(Generic[T]):
         return found
 
 
-def params_to_wire(params: SamplingParams) -> Any:
-    """Return parameters as a frame holds them. Raises RequestError for values that cannot be sent."""
+def params_to_wire(params: SamplingParams, **changes: Any) -> Any:
+    """Return parameters as a frame holds them. Raises RequestError for values that cannot be sent.
+
+    changes: valid values that take the place of those of `params`.
+    """
     for name, reason in NOT_SENT.items():
         if getattr(params, name):
             raise RequestError(f"{name} cannot be given here: {reason}")
-    given = {name: getattr(params, name) for name in _DEFAULTS}
+    given = {name: getattr(params, name) for name in _DEFAULTS} | changes
     sent = {name: _sendable(value) for name, value in given.items() if value != _DEFAULTS[name]}
     return Params(**sent)
 

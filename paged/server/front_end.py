@@ -215,11 +215,14 @@ class FrontEnd:
 
     async def resize(self, replicas: int) -> None:
         """Run so many engines from now on. Raises ConfigError, and what `EngineClient.resize` raises."""
-        options = replace(self.options, replicas=replicas)
-        self.metrics.expect(replicas)
-        await self.engine.resize(replicas)
-        self.options = options
-        self.gallery.resize(replicas)
+        replace(self.options, replicas=replicas)  # checks the number
+        try:
+            await self.engine.resize(replicas)
+        finally:  # what fails may have changed nothing, or be the last of several steps
+            num = self.engine.num_engines
+            self.options = replace(self.options, replicas=num)
+            self.metrics.expect(num)
+            self.gallery.resize(num)
 
     def on_hangup(self) -> None:
         """Read the keys file again in a task of its own, and log what came of it."""

@@ -119,8 +119,11 @@ class SupervisedEngine:
         self._start = msgspec.structs.replace(self._start, num_replicas=num_sharing)
         return self._begin()
 
-    def begin_another(self, replica: int, num_sharing: int) -> SupervisedEngine:
-        """Start the first process of an engine that must be like this one, with a number of its own."""
+    def begin_another(self, replica: int, num_sharing: int, earlier: EngineStats | None) -> SupervisedEngine:
+        """Start the first process of an engine that must be like this one, with a number of its own.
+
+        earlier: of the engine that had this number before, whose totals go on.
+        """
         options = dict(self._start.options)
         start = msgspec.structs.replace(
             self._start, options=options, replica=replica, num_replicas=num_sharing
@@ -128,6 +131,10 @@ class SupervisedEngine:
         another = SupervisedEngine(start, self._owner, self._launcher)
         another._first = self._first
         another._start_s = self._start_s
+        if earlier is not None:
+            another._earlier = earlier
+            another._num_restarts = earlier.num_restarts
+            another.num_resumed = earlier.num_resumed
         return another
 
     @property

@@ -21,6 +21,7 @@ from ..errors import (
 )
 from ..requests.request import TIMEOUT_MESSAGE
 from ..routing.router import choose_among, new_router
+from ..scheduler.stats import EngineStats
 from . import frames
 from .connection import EngineConnection, call_in_loop, caused
 from .launcher import Launcher
@@ -40,6 +41,8 @@ class Supervisor:
 
     A request waits here while no process can have it. One whose processes ended twice is computed alone until
     its next token: it may be what ended them.
+
+    removed: the stats of the engines that were removed, by number, with the totals as they left.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Supervisor:
         self._looked_at = time.monotonic()
         self._is_closed = False
         self.replicas: list[SupervisedEngine] = []
+        self.removed: dict[int, EngineStats] = {}
         try:
             for start in starts:
                 self.replicas.append(SupervisedEngine(start, self, launcher))
@@ -375,6 +379,7 @@ class Supervisor:
             if num <= len(self.replicas):
                 leaving = self.replicas[num:]
                 await asyncio.gather(*map(self._leave, leaving))
+                self.removed |= {each.replica: each.stats for each in leaving}
                 # Numbers stay places in this list.
                 del self.replicas[num:]
                 return
@@ -390,7 +395,7 @@ class Supervisor:
         new = self._new
         try:
             for number in range(len(self.replicas), num):
-                new.append(first.begin_another(number, num_sharing))
+                new.append(first.begin_another(number, num_sharing, self.removed.get(number)))
             starts = [self._start(each, each.connection) for each in new]
             for failure in await asyncio.gather(*starts, return_exceptions=True):
                 if failure is not None:
@@ -405,6 +410,8 @@ class Supervisor:
             new.clear()
             raise
         self.replicas += new
+        for each in new:
+            self.removed.pop(each.replica, None)
         new.clear()
         self._dispatch()
 

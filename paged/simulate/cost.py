@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
 from ..base.validation import check_number
-from ..errors import ConfigError
+from ..errors import ConfigError, ResourceError
 from ..model.config import ModelConfig
 from ..runner.sizes import GIB
 from ..scheduler.schedule import Schedule
@@ -285,7 +285,7 @@ def table_bytes(model: ModelConfig, num_params: int) -> float:
 
 
 def blocks_that_fit(portion: Portion, sheet: DataSheet, utilization: float, block_bytes: int) -> int:
-    """Return how many blocks fit beside a rank's weights. Raises ConfigError if none does.
+    """Return how many blocks fit beside a rank's weights. Raises ResourceError if none does.
 
     utilization: the share of the GPU's memory that may be used.
     """
@@ -293,7 +293,7 @@ def blocks_that_fit(portion: Portion, sheet: DataSheet, utilization: float, bloc
     weights = layer_bytes(portion.model) + table_bytes(portion.model, portion.num_table_params)
     num_blocks = math.floor((sheet.memory_gib * GIB * utilization - weights) / block_bytes)
     if num_blocks < 1:
-        raise ConfigError(
+        raise ResourceError(
             f"no block fits beside {weights / GIB:.1f} GiB of weights in {usable_gib:.1f} GiB; "
             "take a larger GPU or several (tensor_parallel_size, pipeline_parallel_size), or give num_blocks"
         )

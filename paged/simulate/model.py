@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError
 from ..model.config import ModelConfig
 from ..model.hf_config import read_config
 from ..model.hub import resolve_config
@@ -14,15 +14,15 @@ from ..model.hub import resolve_config
 def read_model(model: str, revision: str | None = None) -> ModelConfig:
     """Read the config of a model: a local directory, a hub id or "demo". No weights are needed.
 
-    Raises ConfigError if there is no config.json, CheckpointError or UnsupportedModelError if it is invalid.
+    Raises CheckpointError if there is no config.json, or it is invalid, and UnsupportedModelError.
     """
     try:
         directory = resolve_config(model, revision)
     except CheckpointError as error:
-        raise ConfigError(f"model: {error}") from error
+        raise CheckpointError(f"model: {error}") from error
     file = directory / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{file}: no such file; model must be 'demo', a hub id or a directory with it")
+        raise CheckpointError(f"{file}: no such file; model must be 'demo', a hub id or a directory with it")
     config = read_config(directory)
     if config.layer_bits is None or not any(directory.glob("*.safetensors")):
         return config

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..errors import ConfigError
+from ..errors import ResourceError
 
 NUM_INTERVALS = 512
 
 
 def check_matplotlib() -> None:
-    """Raise ConfigError if matplotlib is not installed."""
+    """Raise ResourceError if matplotlib is not installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ConfigError("a plot needs matplotlib: pip install 'paged[plots]'") from error
+        raise ResourceError("a plot needs matplotlib: pip install 'paged[plots]'") from error
 
 
 class Timeline:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..base.validation import check_int, check_number
-from ..errors import RequestError
+from ..errors import FileError, RequestError
 
 NAMES = ("timestamp", "input_tokens", "prompt_token_ids", "output_tokens", "tenant", "priority", "prefix_id")
 MAX_TOKENS = 2**24  # a longer request is a mistake, and its token ids would fill the memory
@@ -30,7 +30,7 @@ class TraceLine(NamedTuple):
 def read_trace(file: Path) -> list[TraceLine]:
     """Return the requests of a file, sorted by time. Blank lines are skipped.
 
-    Raises RequestError naming file and line, OSError if the file cannot be read.
+    Raises FileError naming file and line, OSError if the file cannot be read.
     """
     lines = []
     with file.open("rb") as source:
@@ -39,9 +39,9 @@ def read_trace(file: Path) -> list[TraceLine]:
                 if line.strip():
                     lines.append(_parse(line))
             except (ValueError, RecursionError) as error:  # from the decoder, json, and our own
-                raise RequestError(f"{file}:{number}: {error}") from error
+                raise FileError(f"{file}:{number}: {error}") from error
     if not lines:
-        raise RequestError(f"{file}: there is no request in it")
+        raise FileError(f"{file}: there is no request in it")
     lines.sort(key=lambda line: line.timestamp)
     start = lines[0].timestamp
     return [line._replace(timestamp=line.timestamp - start) for line in lines]

@@ -398,14 +398,14 @@ def test_one_bad_prompt_stops_none_of_the_others(run, loaded, tmp_path):
 )
 def test_a_bad_line_is_named(run, tmp_path, line, message):
     prompts = write(tmp_path / "p.jsonl", {"prompt": "fine"}, "", line)
-    error = run.refused("generate", "--prompts", prompts)
+    error = run.refused("generate", "--prompts", prompts, code=1)
     assert f"{prompts}:3: " in error
     assert message in error
 
 
 def test_other_types_of_files_are_named(run, tmp_path):
     for name in ("p.csv", "p.json", "p.JSON"):
-        error = run.refused("generate", "--prompts", write(tmp_path / name, '{"prompt": "x"}'))
+        error = run.refused("generate", "--prompts", write(tmp_path / name, '{"prompt": "x"}'), code=1)
         assert error.startswith(
             f"paged: {tmp_path / name}: prompts come from .txt files or files without a suffix"
         )
@@ -427,21 +427,21 @@ def test_results_are_not_overwritten_unasked(run, tmp_path):
     argv = ("generate", "--prompts", prompts, *GREEDY, "--output", output)
     with run.monkeypatch.context() as patched:
         patched.setattr(common, "start", lambda _: pytest.fail("the model was loaded"))
-        assert run.fails(*argv) == (
+        assert run.fails(*argv, code=1) == (
             f"paged: {output} has results already; --resume goes on, --overwrite begins again"
         )
-        assert f"{output}:1: not the result of prompt 0 of this file" in run.fails(*argv, "--resume")
+        assert f"{output}:1: not the result of prompt 0 of this file" in run.fails(*argv, "--resume", code=1)
         assert "give one of them" in run.fails(*argv, "--resume", "--overwrite")
         assert "stdout is none" in run.fails("generate", "--prompts", prompts, "--resume")
         assert "/dev/null is none" in run.fails(*argv[:-1], "/dev/null", "--resume")
         assert "results of --prompts" in run.fails("generate", "x", "--overwrite")
         patched.setattr(common, "start", fails)
-        assert run(*argv, "--overwrite")[0] == 2
+        assert run(*argv, "--overwrite")[0] == 1
     assert output.read_text() == "of another run\n"  # an engine that cannot start loses nothing
     assert run(*argv, "--overwrite")[0] == 0
     assert [json.loads(line)["prompt"] for line in output.read_text().splitlines()] == ["a", "b"]
     output.write_text(output.read_text() * 2)
-    assert f"{output}:3: not the result of prompt 2" in run.fails(*argv, "--resume")
+    assert f"{output}:3: not the result of prompt 2" in run.fails(*argv, "--resume", code=1)
     assert run(*argv[:-1], "/dev/null")[:2] == (0, "")
 
 
@@ -482,7 +482,7 @@ def test_a_run_goes_on_with_the_options_that_it_was_begun_with(run, tmp_path):
     for cut in (whole[: whole.index(b"\n") + 5], whole):
         output.write_bytes(cut)
         code, _, err = run(*argv, "--resume", "--max-tokens", "3", *SMALL)
-        assert code == 2
+        assert code == 1
         assert f"{output} was begun with other options: max_tokens was 2 and is 3. Go on with" in err
         assert output.read_bytes() == cut
         assert run(*argv, "--resume", "--max-tokens", "2", "--num-threads", "1", "--device", "cpu")[0] == 0
@@ -520,7 +520,7 @@ def test_a_killed_run_goes_on(run, tmp_path):
 def test_a_line_that_is_no_text_is_named(run, tmp_path):
     prompts = tmp_path / "p.txt"
     prompts.write_bytes(b"fine\n\xff\n")
-    assert f"{prompts}:2: " in run.refused("generate", "--prompts", prompts)
+    assert f"{prompts}:2: " in run.refused("generate", "--prompts", prompts, code=1)
 
 
 def test_empty_file_gives_empty_output(run, tmp_path):
@@ -592,7 +592,7 @@ def test_empty_file_gives_empty_output(run, tmp_path):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_flags(run, argv, message):
-    assert message in run.refused(*argv)
+    assert message in run.refused(*argv, code=1 if "No such file" in message else 2)
 
 
 def test_the_address_of_ray_may_be_left_out():
@@ -612,13 +612,16 @@ def test_empty_stdin(run):
 def test_missing_files(run, tmp_path):
     prompts = write(tmp_path / "p.txt", "x")
     missing = tmp_path / "missing" / "p.txt"
-    assert run.refused("generate", "--prompts", missing) == f"paged: {missing}: No such file or directory"
-    assert f"{tmp_path}: " in run.refused("generate", "--prompts", tmp_path)
-    assert f"no such directory: {missing.parent}" in run.refused(
-        "generate", "--prompts", prompts, "--output", missing
+    assert (
+        run.refused("generate", "--prompts", missing, code=1)
+        == f"paged: {missing}: No such file or directory"
     )
-    assert f"{tmp_path}: " in run.refused("generate", "--prompts", prompts, "--output", tmp_path)
-    assert "would overwrite" in run.refused("generate", "--prompts", prompts, "--output", prompts)
+    assert f"{tmp_path}: " in run.refused("generate", "--prompts", tmp_path, code=1)
+    assert f"no such directory: {missing.parent}" in run.refused(
+        "generate", "--prompts", prompts, "--output", missing, code=1
+    )
+    assert f"{tmp_path}: " in run.refused("generate", "--prompts", prompts, "--output", tmp_path, code=1)
+    assert "would overwrite" in run.refused("generate", "--prompts", prompts, "--output", prompts, code=1)
     assert prompts.read_text() == "x\n"
 
 
@@ -626,10 +629,11 @@ def test_unknown_models(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     missing = tmp_path / "missing"
     assert (
-        run.fails("generate", "x", "--model", missing) == f"paged: no such directory or GGUF file: {missing}"
+        run.fails("generate", "x", "--model", missing, code=1)
+        == f"paged: no such directory or GGUF file: {missing}"
     )
-    assert "config.json" in run.fails("generate", "x", "--model", tmp_path)
-    assert "is a file" in run.fails("generate", "x", "--model", write(tmp_path / "file"))
+    assert "config.json" in run.fails("generate", "x", "--model", tmp_path, code=1)
+    assert "is a file" in run.fails("generate", "x", "--model", write(tmp_path / "file"), code=1)
 
 
 @pytest.mark.parametrize(
@@ -647,10 +651,10 @@ def test_every_command_takes_the_model_in_the_same_ways(run, argv, is_positional
     monkeypatch.chdir(tmp_path)
     write(Path("in.jsonl"), {"custom_id": "1"})
     said = "no such directory or GGUF file: ./nowhere"
-    assert said in run.fails(*argv.split(), "--model", "./nowhere")
+    assert said in run.fails(*argv.split(), "--model", "./nowhere", code=1)
     if is_positional:
-        assert said in run.fails(*argv.split(), "./nowhere")
-        assert said in run.fails(*argv.split(), "./nowhere", "--model", "./nowhere")
+        assert said in run.fails(*argv.split(), "./nowhere", code=1)
+        assert said in run.fails(*argv.split(), "./nowhere", "--model", "./nowhere", code=1)
         assert "the model is given twice, as a and as --model b; leave one out" in run.refused(
             *argv.split(), "a", "--model", "b"
         )

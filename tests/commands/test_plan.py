@@ -65,7 +65,7 @@ def test_a_plan_as_text(run, monkeypatch):
 def test_bad_input(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     missing = tmp_path / "missing"
-    assert run.refused("plan", missing) == f"paged: no such directory or GGUF file: {missing}"
+    assert run.refused("plan", missing, code=1) == f"paged: no such directory or GGUF file: {missing}"
     message = run.refused("plan", "demo", "--device", "H300")
     assert message.startswith(
         "paged: device must be auto, cpu, cuda or cuda:N of this machine, or one of A100"
@@ -77,9 +77,9 @@ def test_bad_input(run, tmp_path, monkeypatch):
     shutil.copy(DEMO / "config.json", tmp_path)
     (tmp_path / "model.safetensors").symlink_to(DEMO / "model.safetensors")
     edit_json(tmp_path / "config.json", intermediate_size=96)
-    assert "but config.json makes it" in run.refused("plan", tmp_path, "--device", "H200")
+    assert "but config.json makes it" in run.refused("plan", tmp_path, "--device", "H200", code=1)
     edit_json(tmp_path / "config.json", num_key_value_heads=3)
-    assert "num_key_value_heads" in run.refused("plan", tmp_path, "--device", "H200")
+    assert "num_key_value_heads" in run.refused("plan", tmp_path, "--device", "H200", code=1)
 
 
 class Repository:
@@ -127,4 +127,6 @@ def test_hub_id_that_cannot_be_fetched(run, monkeypatch):
         raise OSError("404: no such model\nand more")
 
     monkeypatch.setattr(hub, "hf_hub_download", fail)
-    assert run.refused("plan", "nowhere").endswith(" could be fetched from the hub: 404: no such model")
+    assert run.refused("plan", "nowhere", code=1).endswith(
+        " could be fetched from the hub: 404: no such model"
+    )

@@ -327,7 +327,7 @@ def test_a_run_goes_on_with_the_options_that_it_was_begun_with(run, tmp_path):
     half = whole[: whole.index(b"\n") + 5]
     for cut in (half, whole):
         output.write_bytes(cut)
-        message = run.refused("run-batch", batch, output, "--seed", "1", "--chat-template", "plain")
+        message = run.refused("run-batch", batch, output, "--seed", "1", "--chat-template", "plain", code=1)
         assert (
             f"{output} was begun with other options: chat_template was not given and is 'plain'; seed was"
             in message
@@ -406,13 +406,13 @@ def test_failed_lines_are_answered_again(run, tmp_path, monkeypatch):
     # It fails before the new content is in place, and after that, at the first new result.
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", fails)
-        assert run(*argv, "m1", "--retry-failed")[0] == 2
+        assert run(*argv, "m1", "--retry-failed")[0] == 1
     assert output.read_bytes() == before
     names = ["in.jsonl", "link.jsonl", "out.jsonl", "out.jsonl.options.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     with monkeypatch.context() as patched:
         patched.setattr(ResultFile, "write", fails)
-        assert run(*argv, "m1", "--retry-failed")[0] == 2
+        assert run(*argv, "m1", "--retry-failed")[0] == 1
     assert [*by_custom_id(output).values()] == good
     with output.open("ab") as file:
         file.write(before[:30])
@@ -435,13 +435,15 @@ def test_nothing_else_is_written_over(run, tmp_path):
     other = write(tmp_path / "notes.txt", "a note")
     for text in ("a note\n", "a note", '{"id": "x"}\n'):
         other.write_text(text)
-        assert f"{other}:1: not a result of `paged run-batch`" in run.refused("run-batch", source, other)
+        assert f"{other}:1: not a result of `paged run-batch`" in run.refused(
+            "run-batch", source, other, code=1
+        )
         assert other.read_text() == text
-    assert "would overwrite the input" in run.refused("run-batch", source, source)
-    assert "No such file" in run.refused("run-batch", tmp_path / "missing", tmp_path / "out")
-    assert "no such directory" in run.refused("run-batch", source, tmp_path / "missing" / "out")
+    assert "would overwrite the input" in run.refused("run-batch", source, source, code=1)
+    assert "No such file" in run.refused("run-batch", tmp_path / "missing", tmp_path / "out", code=1)
+    assert "no such directory" in run.refused("run-batch", source, tmp_path / "missing" / "out", code=1)
     assert "missing.jinja: No such" in run.refused(
-        "run-batch", source, tmp_path / "out", "--chat-template", "missing.jinja"
+        "run-batch", source, tmp_path / "out", "--chat-template", "missing.jinja", code=1
     )
     assert "block_size must be" in run.refused("run-batch", source, tmp_path / "out", "--block-size", "3")
     refused = run.refused("run-batch", source, tmp_path / "out", "--router", "round-robin")
@@ -449,13 +451,15 @@ def test_nothing_else_is_written_over(run, tmp_path):
     assert "replicas must be from 1 to 1024, got 0" in run.refused(
         "run-batch", source, tmp_path / "out", "--replicas", "0"
     )
-    assert "/dev/null: not a regular file" in run.refused("run-batch", source, "/dev/null")
+    assert "/dev/null: not a regular file" in run.refused("run-batch", source, "/dev/null", code=1)
     assert "/dev/null: not a file that can be read twice" in run.refused(
-        "run-batch", "/dev/null", tmp_path / "out"
+        "run-batch", "/dev/null", tmp_path / "out", code=1
     )
     with (tmp_path / "out").open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert "another process is writing this file" in run.refused("run-batch", source, tmp_path / "out")
+        assert "another process is writing this file" in run.refused(
+            "run-batch", source, tmp_path / "out", code=1
+        )
 
 
 def test_a_set_of_identities_is_a_set():

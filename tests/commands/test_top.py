@@ -168,7 +168,7 @@ def test_addresses_and_answers_that_are_none(run):
     with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert f"no server answers at http://{address}/metrics" in run.fails("top", address)
+        assert f"no server answers at http://{address}/metrics" in run.fails("top", address, code=1)
     assert "is a URL such as" in run.fails("top", "ftp://x")
     for answer, message in (
         ((404, b""), "answers 404"),
@@ -178,7 +178,7 @@ def test_addresses_and_answers_that_are_none(run):
         ((200, b'x:num_requests_running{a="1" 3\n'), "text format of Prometheus"),
     ):
         with serving(lambda answer=answer: answer) as (url, _):
-            assert message in run.fails("top", url)
+            assert message in run.fails("top", url, code=1)
     nothing = VLLM.partition("\n")[0].encode()  # of any engine yet
     with serving(lambda: (200, nothing + b"\n")) as (url, _):
         assert run("top", url, "--once", "--interval", 0.01, "--admin-key", "k")[0] == 0

@@ -4,7 +4,8 @@ from dataclasses import fields
 
 import pytest
 
-from paged import ConfigError, EngineConfig, SamplingParams, StructuredOutputsParams
+from paged import EngineConfig, SamplingParams, StructuredOutputsParams
+from paged.errors import FileError
 from paged.protocol.run_options import WITHOUT_EFFECT, RunOptions
 
 # Another value of each option.
@@ -89,12 +90,12 @@ def test_every_option_is_compared_or_changes_no_result(begun):
             continue
         was = "'demo'" if name == "model" else "not given"
         with pytest.raises(
-            ConfigError, match=f"results.jsonl was begun with other options: {name} was {was} and"
+            FileError, match=f"results.jsonl was begun with other options: {name} was {was} and"
         ):
             run.check()
         run.keep()
         assert run.check()
-        with pytest.raises(ConfigError, match=f": {name} was .* and is {was}. Go on with"):
+        with pytest.raises(FileError, match=f": {name} was .* and is {was}. Go on with"):
             begun().check()
         begun().keep()
 
@@ -105,7 +106,7 @@ def test_a_default_may_be_spelt_out(begun):
 
 def test_all_differences_are_named(begun):
     begun({"seed": 3, "dtype": "float32"}, stop=["a"]).keep()
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(FileError) as error:
         begun({"seed": 3}, stop=["b"], top_k=2).check()
     assert "options: dtype was 'float32' and is not given; stop was ['a'] and is ['b']; top_k" in str(
         error.value
@@ -117,7 +118,7 @@ def test_files_that_hold_no_options(begun, tmp_path):
     assert [*tmp_path.iterdir()] == [file]
     for text in ("", "[]", "{", "[" * 100_000, b"\xff"):
         file.write_bytes(text.encode() if isinstance(text, str) else text)
-        with pytest.raises(ConfigError, match="not the options of a run; delete it to go on"):
+        with pytest.raises(FileError, match="not the options of a run; delete it to go on"):
             begun().check()
     file.unlink()
     assert not begun().check()

@@ -10,8 +10,11 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from paged.routing.router import ROUTERS, new_router
 from paged.server import connection, supervised_engine, supervisor
@@ -39,6 +42,20 @@ def finished(served: Served) -> dict[tuple[str, str], float]:
     )
     assert found
     return {(engine, reason): float(count) for engine, reason, count in found if float(count)}
+
+
+def counts(served: Served) -> tuple[set[str], dict[Any, float]]:
+    """Return the engines that have gauges, and the values of all counters and histograms."""
+    text = served.request("GET", "/metrics")[2].decode()
+    engines = set()
+    values = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if family.type != "gauge":
+                values[sample.name, *sorted(sample.labels.items())] = sample.value
+            elif "engine" in sample.labels:
+                engines.add(sample.labels["engine"])
+    return engines, values
 
 
 def test_embeddings_and_scores_count_for_their_engine(pair):
@@ -120,20 +137,25 @@ def test_engines_leave_and_come_while_streams_run(pair, monkeypatch):
     body = {"prompt": "def f(", "temperature": 0, "max_tokens": 1000, "ignore_eos": True}
     whole = pair.post("/v1/completions", **body)
     _, last = processes(pair.front.engine)
-    counts = finished(pair)
+    seen = [counts(pair)]
     with ThreadPoolExecutor(2) as pool:
         streams = [pool.submit(pair.events, "/v1/completions", **body) for _ in range(2)]
         eventually(lambda: pair.stats().num_running == 2)
         assert resized(pair, 1) == (200, "")
         assert last.wait(0), "its process has not ended"
         assert len(processes(pair.front.engine)) == 1
+        seen.append(counts(pair))
         assert resized(pair, 2) == (200, "")
         for stream in streams:
             *events, _ = stream.result()
             assert "".join(json.loads(e)["choices"][0]["text"] for e in events) == whole["choices"][0]["text"]
     assert pair.front.engine._supervisor.replicas[0].num_resumed >= 1
+    seen.append(counts(pair))
+    assert [engines for engines, _ in seen] == [{"0", "1"}, {"0"}, {"0", "1"}]
+    for (_, old), (_, new) in pairwise(seen):
+        fallen = {key: (count, new.get(key)) for key, count in old.items() if new.get(key, -1) < count}
+        assert not fallen, "a count fell"
     before = finished(pair)
-    assert all(before[key] >= count for key, count in counts.items()), "a count fell"
     pair.post("/v1/embeddings", input=[[5], [6], [7], [8]])
     after = finished(pair)
     assert [after[engine, "stop"] - before.get((engine, "stop"), 0) for engine in "01"] == [2, 2]
@@ -149,6 +171,7 @@ def test_how_many_engines_there_cannot_be(pair):
     ):
         status, said = resized(pair, number)
         assert (status, message in said) == (400, True), said
+        assert not re.search(rb'engine="[^01]', pair.request("GET", "/metrics")[2])
     assert len(processes(pair.front.engine)) == pair.front.options.replicas == 2
 
 

@@ -146,22 +146,22 @@ def test_answers_that_are_none(run, tmp_path, status, kind, parts, out, message)
     """Each is one line of an error, for a chat and for a load."""
     with answering(lambda handler: send(handler, status, kind, *parts)) as url:
         code, shown, err = run("chat", "--url", url, "--model", "m", stdin="a\nb")
-        assert (code, shown) == (2, out)
+        assert (code, shown) == (1, out)
         assert message in err.splitlines()[-1]
         file = tmp_path / "talk.json"
         code, _, err = run("chat", "--url", url, "--model", "m", typed=f"a\n/save {file}\n")
         assert (code, json.loads(file.read_text())) == (0, [])
         assert message in err
         load = ("bench", "serve", "--url", url, "--model", "m", "--num-prompts", "2")
-        line = run.fails(*load, "--endpoint", "/v1/chat/completions")
+        line = run.fails(*load, "--endpoint", "/v1/chat/completions", code=1)
         assert line.startswith("paged: all 2 requests failed, the first with: ")
         assert message in line
 
 
 def test_addresses_and_options_that_are_wrong(run):
     with answering(lambda handler: send(handler, 200, "text/html", b"<html>")) as url:
-        assert "/v1/models is no list of models in JSON" in run.fails("chat", "--url", url)
-    assert "no server of HTTP answers at" in run.fails("chat", "--url", url)  # it has ended
+        assert "/v1/models is no list of models in JSON" in run.fails("chat", "--url", url, code=1)
+    assert "no server of HTTP answers at" in run.fails("chat", "--url", url, code=1)  # it has ended
     assert "--url is an address such as" in run.refused("chat", "--url", "ftp://a")
     assert "these options: --dtype, --num-blocks" in run.refused(
         "chat", "--url", url, "--num-blocks", "3", "--dtype", "float32"

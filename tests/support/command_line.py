@@ -38,15 +38,15 @@ class Run:
         out, err = self.capsys.readouterr()
         return left.value.code or 0, out, err
 
-    def refused(self, *argv: Any, stdin: str | None = None) -> str:
+    def refused(self, *argv: Any, stdin: str | None = None, code: int = common.EXIT_USAGE) -> str:
         """Return the one line of an error that is found before the model is loaded."""
         self.monkeypatch.setattr(common, "start", lambda _: pytest.fail("the model was loaded"))
-        return self.fails(*argv, stdin=stdin)
+        return self.fails(*argv, stdin=stdin, code=code)
 
-    def fails(self, *argv: Any, stdin: str | None = None) -> str:
-        """Return the one line of an error."""
-        code, out, err = self(*argv, stdin=stdin)
-        assert (code, out) == (2, "")
+    def fails(self, *argv: Any, stdin: str | None = None, code: int = common.EXIT_USAGE) -> str:
+        """Return the one line of an error; `code` is 1 where what was typed could be done elsewhere."""
+        found, out, err = self(*argv, stdin=stdin)
+        assert (found, out) == (code, "")
         *before, line = err.splitlines()
         assert line.startswith("paged: ")
         assert "Traceback" not in err

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import ConfigError
+from ...errors import ConfigError, ResourceError
 from ...kernels.int4_search import LEVELS, best_fit
 from .forms import TableForm, WeightForm
 
@@ -254,14 +254,14 @@ def require_quantization(name: str, device: torch.device, dtype: torch.dtype) ->
 
 
 def require_kernels(name: str) -> None:
-    """Raise ConfigError unless this torch has the kernels. They are private to it, so they are tried out."""
+    """Raise ResourceError unless this torch has the kernels. They are private to it: they are tried out."""
     for form in (Int8Weight, Int4Weight) if name == "int4" else (Int8Weight,):
         try:
             works = _agrees_with_itself(form)
         except (AttributeError, RuntimeError, TypeError):
             works = False
         if not works:
-            raise ConfigError(
+            raise ResourceError(
                 f"quantization {name!r} needs kernels that torch {torch.__version__} lacks or has changed "
                 f"({form.__name__}); leave it out, or install a version that constraints.txt names"
             )

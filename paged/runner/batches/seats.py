@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...device.transfers import Sent, Upload, arrived
-from ...errors import ConfigError
+from ...errors import ResourceError
 from ...kernels.steps import (
     ENTRIES,
     FIRST_ENTRY,
@@ -66,7 +66,7 @@ class SeatedBatches:
 
     `HostBatches` is the reference.
 
-    Raises ConfigError if there is no memory for so many seats.
+    Raises ResourceError if there is no memory for so many seats.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SeatedBatches:
             self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
             self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
         except torch.OutOfMemoryError as error:
-            raise ConfigError(
+            raise ResourceError(
                 f"no memory for the block tables of max_num_seqs {max_num_seqs} requests, each of "
                 f"max_model_len {max_model_len} tokens: {4 * math.prod(shape) / 2**20:,.0f} MiB cannot be "
                 f"allocated on {device}; lower either"

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...base.fields import Field, FieldTable
 from ...base.kinds import Integer, Kind, ListOf, Number, Schema, Text
-from ...errors import ConfigError, PagedError, RequestError
+from ...errors import ConfigError, PagedError, RequestError, ResourceError
 from ...protocol.fields.priority import PriorityKind
 from ...protocol.limits import MAX_NAME_LENGTH
 
@@ -172,13 +172,13 @@ def _text_of(path: str) -> str:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"the keys file {path} cannot be read: {reason}") from None
+        raise ResourceError(f"the keys file {path} cannot be read: {reason}") from None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"the keys file {path} is not a regular file")
+            raise ResourceError(f"the keys file {path} is not a regular file")
         if status.st_mode & _OTHERS:
-            raise ConfigError(
+            raise ResourceError(
                 f"the keys file {path} can be read or written by others (mode {status.st_mode & 0o777:o}); "
                 f"allow it to the server's user alone: chmod 600 {path}"
             )

@@ -18,7 +18,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from ...errors import ConfigError
+from ...errors import ResourceError
 from ..options import ServeOptions
 from .acceptor import NUM_SPARE, Acceptor
 from .connection import ConnectionContext, OnRefusal
@@ -41,7 +41,7 @@ class Listeners(NamedTuple):
 
 @contextlib.contextmanager
 def bind_all(options: ServeOptions) -> Iterator[Listeners]:
-    """Yield the sockets of a server, which are closed at the end. Raises ConfigError as `bind`."""
+    """Yield the sockets of a server, which are closed at the end. Raises ResourceError as `bind`."""
     with contextlib.ExitStack() as stack:
         main = stack.enter_context(bind(options))
         metrics = None
@@ -53,7 +53,7 @@ def bind_all(options: ServeOptions) -> Iterator[Listeners]:
 def bind(options: ServeOptions) -> socket.socket:
     """Return a socket that is bound to the address, and does not listen yet.
 
-    Raises ConfigError if the address is in use or not one of this machine.
+    Raises ResourceError if the address is in use or not one of this machine.
     """
     if options.uds is None:
         return _bound(options.host, options.port, "--port")
@@ -68,13 +68,13 @@ def _bound(host: str, port: int, flag: str) -> socket.socket:
 
 @contextlib.contextmanager
 def _explained(where: str, way_out: str) -> Iterator[None]:
-    """Turn an OSError from within into a ConfigError."""
+    """Turn an OSError from within into a ResourceError."""
     try:
         yield
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"{where} is in use by another server; take {way_out}") from None
-        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from None
+            raise ResourceError(f"{where} is in use by another server; take {way_out}") from None
+        raise ResourceError(f"cannot listen on {where}: {error.strerror or error}") from None
 
 
 def _bind_port(host: str, port: int) -> socket.socket:
@@ -128,7 +128,7 @@ def allow_many_connections() -> None:
 def connection_limit(wanted: int | None) -> int:
     """Return the limit of connections: as many as are wanted, by default as the limit of open files allows.
 
-    Raises ConfigError if more are wanted.
+    Raises ResourceError if more are wanted.
     """
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = num_files == resource.RLIM_INFINITY
@@ -136,7 +136,7 @@ def connection_limit(wanted: int | None) -> int:
     if wanted is None:
         return min(most, MOST_BY_DEFAULT)
     if wanted > most and not unlimited:
-        raise ConfigError(
+        raise ResourceError(
             f"max_connections must be at most {most}, as this process may open {num_files} files "
             f"(ulimit -n); got {wanted}"
         )
@@ -234,7 +234,7 @@ class Server(uvicorn.Server):
         self._on_start()
 
     async def listen(self, listener: socket.socket, metrics: socket.socket | None = None) -> None:
-        """Serve until `stop` is called. Raises ConfigError if the address was taken meanwhile.
+        """Serve until `stop` is called. Raises ResourceError if the address was taken meanwhile.
 
         metrics: of --metrics-port.
         """
@@ -243,7 +243,7 @@ class Server(uvicorn.Server):
         except OSError as error:
             if self.started or error.errno != errno.EADDRINUSE:
                 raise
-            raise ConfigError(
+            raise ResourceError(
                 "{}:{} was taken by another server while the model loaded; take another --port".format(
                     *listener.getsockname()[:2]
                 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -31,6 +33,8 @@ from .records import (
     RequestProgress,
     RequestRecord,
 )
+
+T = TypeVar("T")
 
 # Not OpenMetrics, in which prometheus_client writes the colon of the names as an underscore.
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -64,8 +68,8 @@ class ServerMetrics(Observer):
         self._routes = frozenset(routes)
         self._prefix = prefix
         self._lengths = length_bounds(max_model_len)
-        self._histograms: list[dict[str, Histogram]] = []  # by engine, then by name
-        self._token_latencies: list[Histogram] = []
+        self._histograms = _ByEngine(self._new_histograms)  # then by name
+        self._token_latencies = _ByEngine(lambda i: self._histograms[i]["inter_token_latency_seconds"])
         # By family, then by the values of the labels.
         self._counts: dict[str, Counter[tuple[str, ...]]] = {
             family.name: Counter() for family in (*REQUESTS, *SERVER) if family.kind != "histogram"
@@ -74,14 +78,16 @@ class ServerMetrics(Observer):
         self.expect(num_engines)
 
     def expect(self, num_engines: int) -> None:
-        """Count requests of so many engines. What was counted for those that leave stays."""
-        histograms = [family for family in REQUESTS if family.kind == "histogram"]
-        for engine in range(len(self._histograms), num_engines):
-            own = {family.name: Histogram(family.bounds or self._lengths) for family in histograms}
-            self._histograms.append(own)
-            self._token_latencies.append(own["inter_token_latency_seconds"])
-            for reason in FINISH_REASONS:
-                self._count_finish(engine, reason, 0)
+        """Show so many engines, before they have finished a request too. What others have counted stays."""
+        for engine in range(num_engines):
+            self._token_latencies[engine]
+
+    def _new_histograms(self, engine: int) -> dict[str, Histogram]:
+        """Return the histograms of an engine, and show its other counts as 0."""
+        for reason in FINISH_REASONS:
+            self._count_finish(engine, reason, 0)
+        histograms = (family for family in REQUESTS if family.kind == "histogram")
+        return {family.name: Histogram(family.bounds or self._lengths) for family in histograms}
 
     def begin(self, record: RequestRecord) -> None:
         """Count a request as in progress, and let its record count the time between tokens."""
@@ -126,13 +132,16 @@ class ServerMetrics(Observer):
         """Count a response."""
         self._counts["http_responses"][self._route(route), str(status)] += 1
 
-    def render(self, stats: Mapping[int, EngineStats]) -> bytes:
+    def render(
+        self, stats: Mapping[int, EngineStats], removed: Mapping[int, EngineStats] = MappingProxyType({})
+    ) -> bytes:
         """Return the body of GET /metrics, whose content type is CONTENT_TYPE.
 
         stats: the newest statistics by engine; an engine without any has no metrics of its own.
+        removed: of engines that are no more. Their counts stay, so that no sum over engines falls.
         """
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Rendering(self._families(stats)))
+        registry.register(_Rendering(self._families(stats, removed)))
         ProcessCollector(registry=registry)
         return generate_latest(registry)
 
@@ -185,11 +194,14 @@ class ServerMetrics(Observer):
 
     # Rendering
 
-    def _families(self, stats: Mapping[int, EngineStats]) -> Iterator[Metric]:
+    def _families(
+        self, stats: Mapping[int, EngineStats], removed: Mapping[int, EngineStats]
+    ) -> Iterator[Metric]:
         for family in METRIC_FAMILIES:
             metric = _new_metric(self._prefix, family)
             if family.read is not None:
-                for engine, newest in stats.items():
+                shown = stats if family.kind == "gauge" else {**stats, **removed}
+                for engine, newest in shown.items():
                     self._add_reading(metric, family, engine, newest)
             else:
                 self._add_own(metric, family, stats)
@@ -210,7 +222,7 @@ class ServerMetrics(Observer):
 
     def _add_own(self, metric: Metric, family: MetricFamily, stats: Mapping[int, EngineStats]) -> None:
         if family.kind == "histogram":
-            for engine, histograms in enumerate(self._histograms):
+            for engine, histograms in self._histograms.items():
                 histogram = histograms[family.name]
                 labels = (self._model_name, str(engine))
                 _add_histogram(metric, labels, histogram.bounds, histogram.snapshot())
@@ -233,6 +245,17 @@ class ServerMetrics(Observer):
             ((str(s.block_size), *described, str(engine), share, str(s.num_blocks)), 1)
             for engine, s in stats.items()
         ]
+
+
+class _ByEngine(dict[int, T]):
+    """What is made for an engine when it is first asked for."""
+
+    def __init__(self, make: Callable[[int], T]) -> None:
+        self._make = make
+
+    def __missing__(self, engine: int) -> T:
+        self[engine] = made = self._make(engine)
+        return made
 
 
 class _Rendering(Collector):

@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from ...errors import PagedError
+from ...errors import ConfigError, PagedError
 
 TIMEOUT_S = 5.0
 MAX_BYTES = 16 * 2**20
@@ -54,7 +54,7 @@ def metrics_url(url: str) -> str:
     except ValueError:
         is_address = False
     if not is_address:
-        raise ScrapeError(f"the address of a server is a URL such as http://127.0.0.1:8000, got {url!r}")
+        raise ConfigError(f"the address of a server is a URL such as http://127.0.0.1:8000, got {url!r}")
     path = parts.path.rstrip("/")
     return parts._replace(path=path if path.endswith("/metrics") else f"{path}/metrics").geturl()
 

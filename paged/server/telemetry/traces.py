@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from ... import __version__
-from ...errors import ConfigError
+from ...errors import ConfigError, ResourceError
 from .records import CLIENT_GONE, Ending, Observer, RequestRecord
 from .trace_context import TraceContext
 
@@ -40,12 +40,12 @@ class Traces(Observer):
     endpoint: the collector's URL for traces over HTTP, such as http://localhost:4318/v1/traces.
     exporter: in its place, where the spans go.
 
-    Raises ConfigError if the extra is not installed.
+    Raises ResourceError if the extra is not installed.
     """
 
     def __init__(self, endpoint: str, *, exporter: SpanExporter | None = None) -> None:
         if not HAS_OTEL:
-            raise ConfigError(
+            raise ResourceError(
                 "otlp_traces_endpoint needs the OpenTelemetry SDK, which is not installed; "
                 "pip install 'paged[otel]'"
             )
