@@ -7,9 +7,13 @@ import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import ray
-
 from ..errors import ClusterError, ConfigError
+from .missing import explained
+
+try:
+    import ray
+except ImportError as error:
+    raise explained(error) from None
 
 LOCAL_CLUSTER = "local"  # the address of a cluster that is started here
 OLDEST = (2, 49)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ray import serve
-
 from ..config import EngineConfig
 from ..errors import ConfigError, EngineDeadError
 from ..server.launcher import LocalLauncher
 from ..server.options import MAX_WAITING, ServeOptions
+from .missing import explained
+
+try:
+    from ray import serve
+except ImportError as error:
+    raise explained(error) from None
 
 # Serve listens, divides and restarts, each in its own way.
 OF_SERVE = frozenset(
