@@ -89,10 +89,11 @@ def _require_answer(address: str) -> None:
             f"{address} is one of Ray Client, which carries no streams; run the command on a node of the "
             "cluster, and give HOST:PORT or auto"
         )
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit():
-        if address == "auto":
-            return
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 2**16
+    if not (host and is_port):
         raise ConfigError(f"the address of a Ray cluster must be HOST:PORT, auto or local; got {address!r}")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), CONNECTS_S) as link:

@@ -53,8 +53,9 @@ class FleetConfig:
     replicas: number of engines, each with a GPU of its own, or as many as it has ranks.
     slice: simulate only so many of the replicas, with their share of the rate, and multiply the throughput:
         for fleets of hundreds. None simulates all.
-    router: "round-robin"; "least-loaded", the fewest outstanding tokens; "prefix-aware", the replica that
-        was sent most of the prompt before, unless its load is too high.
+    router: "round-robin"; "least-loaded", the fewest tokens of unfinished requests, of which those without
+        an output count four times; "prefix-aware", the replica that was sent most of the prompt before,
+        unless its load is too high.
     coefficients: a JSON file with step_s, token_s, seq_s, context_s and pair_s, measured seconds that replace
         those of the data sheet; None takes the data sheet.
     flops_efficiency: share of the data sheet's compute that kernels reach.

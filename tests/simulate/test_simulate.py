@@ -298,7 +298,9 @@ class TestRouters:
         """Where first tokens wait for prompts, and most requests decode, turns are hard to beat."""
         file = tmp_path / "fit.json"
         file.write_text('{"step_s": 0.07, "token_s": 2e-4}')
-        workload = Workload(requests=400, rate=20.0, input_len="uniform:256-768", output_len="lognormal:60,0.8")
+        workload = Workload(
+            requests=400, rate=20.0, input_len="uniform:256-768", output_len="lognormal:60,0.8"
+        )
         fleet = {"replicas": 8, "coefficients": str(file)}
         p99 = {
             router: run(workload, {**fleet, "router": router}, num_blocks=2000).summary()["ttft_s"]["p99"]
