@@ -61,6 +61,7 @@ class HeartbeatFile:
         state = {
             "rank": self._rank,
             "pid": os.getpid(),
+            "started": _start_of(os.getpid()),
             "step": self.step,
             "time": self._written_at,
             "timeout_s": self._timeout_s if self.has_loaded else None,
@@ -80,19 +81,32 @@ def remove_private(directory: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
+def _start_of(pid: int) -> str | None:
+    """Return when a process began, in the words of Linux; None for one that has ended, or elsewhere."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state == "Z" else fields[18]
+
+
 @dataclass(frozen=True)
 class RankState:
     """What the heartbeat file of a rank says."""
 
     rank: int
     pid: int
+    started: str | None  # None on systems that do not tell
     step: int
     time: float
     timeout_s: float | None  # None while the rank, or one that it waits for, loads
 
     @property
     def exists(self) -> bool:
-        """Whether there is a process of that number."""
+        """Whether there is this process, and not a later one of its number, as in a container's next life."""
+        if self.started is not None:
+            return _start_of(self.pid) == self.started
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:

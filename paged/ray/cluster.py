@@ -7,9 +7,13 @@ import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import ray
-
 from ..errors import ClusterError, ConfigError
+from .missing import explained
+
+try:
+    import ray
+except ImportError as error:
+    raise explained(error) from None
 
 LOCAL_CLUSTER = "local"  # the address of a cluster that is started here
 OLDEST = (2, 49)
@@ -85,10 +89,11 @@ def _require_answer(address: str) -> None:
             f"{address} is one of Ray Client, which carries no streams; run the command on a node of the "
             "cluster, and give HOST:PORT or auto"
         )
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit():
-        if address == "auto":
-            return
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 2**16
+    if not (host and is_port):
         raise ConfigError(f"the address of a Ray cluster must be HOST:PORT, auto or local; got {address!r}")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), CONNECTS_S) as link:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ray import serve
-
+from ..base.validation import shown
 from ..config import EngineConfig
 from ..errors import ConfigError, EngineDeadError
 from ..server.launcher import LocalLauncher
 from ..server.options import MAX_WAITING, ServeOptions
+from .missing import explained
+
+try:
+    from ray import serve
+except ImportError as error:
+    raise explained(error) from None
 
 # Serve listens, divides and restarts, each in its own way.
 OF_SERVE = frozenset(
@@ -57,17 +62,28 @@ def app(
 
     Raises ConfigError.
     """
-    given = {"max_waiting": MAX_WAITING, **options}
-    config = EngineConfig(model, **given)
+    from ..server.engine_client import sendable_options
+
+    for name, terms in (("deployment", deployment), ("server", server)):
+        if not isinstance(terms, Mapping | None):
+            raise ConfigError(f"{name} must be options by name, got {shown(terms)}")
+    if "replicas" in options:
+        raise ConfigError("replicas are Serve's: give deployment={'num_replicas': ...}")
+    config = EngineConfig(model, **{"max_waiting": MAX_WAITING, **options})
+    given = sendable_options(config, {"max_waiting": MAX_WAITING, **options})
     server_options = dict(server or {})
     if refused := sorted(OF_SERVE & server_options.keys()):
         raise ConfigError(
             f"{', '.join(refused)} of server are for Serve itself: see serve.start and deployment"
         )
     ServeOptions(**server_options)
-    terms = {"max_ongoing_requests": config.max_num_seqs + MAX_WAITING, **(deployment or {})}
-    terms.setdefault("ray_actor_options", _resources(options, config.num_ranks))
-    return serve.deployment(**terms)(_Replica).bind({"model": model, **given}, server_options)
+    of_serve = {"max_ongoing_requests": config.max_num_seqs + MAX_WAITING, **(deployment or {})}
+    of_serve.setdefault("ray_actor_options", _resources(options, config.num_ranks))
+    try:
+        deployed = serve.deployment(**of_serve)(_Replica)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"deployment: {error}") from error
+    return deployed.bind({"model": model, **given}, server_options)
 
 
 def app_of_config(args: dict[str, Any]) -> serve.Application:

@@ -9,6 +9,17 @@ from typing import Protocol
 from ..errors import ConfigError
 
 _MOST_LOAD = 2**62
+WAITING_WEIGHT = 4  # as in the balancing of vLLM
+
+
+def load_of(num_tokens: int, *, has_output: bool) -> int:
+    """Return what an unfinished request adds to the load of its replica.
+
+    num_tokens: of its prompt and its output so far.
+    has_output: whether its replica has sent a token of it. Until then its prompt is to be computed, for
+        which the first tokens of later requests wait, whereas each step has room for all that decode.
+    """
+    return num_tokens if has_output else WAITING_WEIGHT * num_tokens
 
 
 class Router(Protocol):
@@ -17,7 +28,7 @@ class Router(Protocol):
     def choose(self, token_ids: Sequence[int], loads: Sequence[int]) -> int:
         """Return the number of a replica. Between two calls some may have come, or the last ones gone.
 
-        loads: for each replica the tokens of its unfinished requests, prompt and output so far.
+        loads: for each replica the sum of `load_of` of its unfinished requests.
         """
 
     def forget(self, replica: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 
 from .. import errors
 from ..errors import EngineDeadError, PagedError
+from ..routing.router import load_of
 from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from . import frames
@@ -47,7 +48,7 @@ class Owner(Protocol):
 class EngineConnection(asyncio.Protocol):
     """A process that runs an engine. It ends when this object's process does.
 
-    load: tokens of its unfinished requests, prompt and output so far.
+    load: for routers, the sum of `load_of` of its unfinished requests.
     loop: the event loop that reads and writes; None before `attach`.
     heard_at: when it last sent something, on the clock time.monotonic. Heartbeats come every second.
     moved_at: when it last had nothing to do, or had ended a step.
@@ -113,8 +114,7 @@ class EngineConnection(asyncio.Protocol):
         request.replica = self.replica
         request.was_sent = True
         self.requests[key] = request
-        self._loads[key] = request.num_tokens
-        self.load += request.num_tokens
+        self._weigh(request, has_output=False)
         inbox.account.join(key, self._hold)
 
     def _send(self, order: frames.Order) -> None:
@@ -295,12 +295,16 @@ class EngineConnection(asyncio.Protocol):
         if request is None:  # its reader is gone
             return
         num = request.inbox.put(request.take(output))
-        if not output.finished:
-            self._loads[key] += num
-            self.load += num
+        if num and not output.finished:
+            self._weigh(request, has_output=True)
         self._bound(request)
         if num and request.is_alone:
             self._owner.on_token_alone(request)
+
+    def _weigh(self, request: SentRequest, *, has_output: bool) -> None:
+        load = load_of(request.num_tokens, has_output=has_output)
+        self.load += load - self._loads.get(request.key, 0)
+        self._loads[request.key] = load
 
     def _bound(self, request: SentRequest) -> None:
         """End a request whose answer is too large to be held."""

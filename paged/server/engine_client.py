@@ -99,7 +99,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         model_config = read_config(directory)
         num_sharing = replicas if launcher.divides_machine else 1
         _check_share(config, num_sharing)
-        sent = {"model": model, **_sendable_options(config, options), **launcher.engine_options}
+        sent = {"model": model, **sendable_options(config, options), **launcher.engine_options}
         starts = [
             frames.Start(sent, stream_interval_s, log_format, replica, num_sharing, socket.gethostname())
             for replica in range(replicas)
@@ -351,7 +351,7 @@ def _check_share(config: EngineConfig, replicas: int) -> None:
         raise ConfigError(f"{replicas} replicas have a GPU each; give device 'cuda', got {config.device!r}")
 
 
-def _sendable_options(config: EngineConfig, options: dict[str, Any]) -> dict[str, Any]:
+def sendable_options(config: EngineConfig, options: dict[str, Any]) -> dict[str, Any]:
     """Return options of an engine as plain values. Raises ConfigError for what cannot be sent."""
     if not isinstance(config.scheduling_policy, str):
         policy = shown(config.scheduling_policy)

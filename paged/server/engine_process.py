@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import select
 import socket
@@ -83,7 +84,7 @@ class FrameOutbox(Recipient):
     def __init__(self, key: int, request_id: str, server: EngineServer, *, is_whole: bool = False) -> None:
         super().__init__()
         self._is_whole = is_whole
-        self._put_at = time.monotonic()
+        self._put_at = -math.inf  # the first one is not late: routers count a request without any for more
         self.key = key
         self.request_id = request_id
         self._server = server

@@ -110,8 +110,8 @@ class Supervisor:
     def choose(self, token_ids: Sequence[int]) -> SupervisedEngine | None:
         """Return the engine for a prompt; None while all are replaced, or compute a request alone."""
         replicas = [each for each in self.replicas if self._is_open(each) and not each.is_leaving]
-        if len(replicas) < 2:
-            return replicas[0] if replicas else None
+        if not replicas:
+            return None
         # A process that hangs gets requests only if all do.
         fit = [replica for replica in replicas if replica.is_fit] or replicas
         loads = [each.connection.load if each in fit else None for each in self.replicas]

@@ -53,8 +53,9 @@ class FleetConfig:
     replicas: number of engines, each with a GPU of its own, or as many as it has ranks.
     slice: simulate only so many of the replicas, with their share of the rate, and multiply the throughput:
         for fleets of hundreds. None simulates all.
-    router: "round-robin"; "least-loaded", the fewest outstanding tokens; "prefix-aware", the replica that
-        was sent most of the prompt before, unless its load is too high.
+    router: "round-robin"; "least-loaded", the fewest tokens of unfinished requests, of which those without
+        an output count four times; "prefix-aware", the replica that was sent most of the prompt before,
+        unless its load is too high.
     coefficients: a JSON file with step_s, token_s, seq_s, context_s and pair_s, measured seconds that replace
         those of the data sheet; None takes the data sheet.
     flops_efficiency: share of the data sheet's compute that kernels reach.
@@ -207,8 +208,7 @@ class Fleet:
         self.replicas = [self._new_replica() for _ in range(fleet.num_simulated)]
         self._lives = [0] * fleet.num_simulated
         self._router = new_router(fleet.router, self._sizes.block_size)
-        # Tokens of each replica's unfinished requests; None while it is dead.
-        self._loads: list[int | None] = [0] * fleet.num_simulated
+        self._dead: set[int] = set()
         self._events: list[Event] = []
         self._num_causes = 0  # events that are no deaths and restarts, which alone never end
         self._waiting: list[Request | Arrival] = []  # while all replicas are dead
@@ -287,20 +287,19 @@ class Fleet:
             return request
         if arrival.following:
             self._conversations[request_id] = arrival
-        self._load(number, request.num_tokens, now)
+        self._wake(number, now)
         return None
 
     def _choose(self, token_ids: Sequence[int]) -> int | None:
         """Return the number of a replica; None while all are dead."""
-        if all(load is None for load in self._loads):
+        if len(self._dead) == len(self.replicas):
             return None
-        return choose_among(self._router, token_ids, self._loads)
+        loads = [None if i in self._dead else each.load for i, each in enumerate(self.replicas)]
+        return choose_among(self._router, token_ids, loads)
 
-    def _load(self, number: int, num_tokens: int, now: float) -> None:
-        """Record that a living replica has got a request. Have it begin a step unless one is in flight."""
-        load = self._loads[number]
-        assert load is not None, "a dead replica has got a request"
-        self._loads[number] = load + num_tokens
+    def _wake(self, number: int, now: float) -> None:
+        """Have a replica that has got a request begin a step unless one is in flight."""
+        assert number not in self._dead, "a dead replica has got a request"
         if not self.replicas[number].awake:
             self.replicas[number].awake = True
             self._push(Event(now, STEP, number, self._lives[number]))
@@ -319,19 +318,14 @@ class Fleet:
     def _end_step(self, number: int, now: float, think_time: float) -> int:
         """End the step of a replica. Return how many requests finished."""
         num_sampled, finished = self.replicas[number].end_step(now)
-        load = self._loads[number]
-        assert load is not None, "a dead replica has ended a step"
-        load += num_sampled
         if num_sampled:
             self._num_vain_deaths = 0
         for request in finished:
-            load -= request.num_tokens
             self.statistics.finish(request)
             arrival = self._conversations.pop(request.request_id, None)
             if arrival is not None:
                 turn = arrival.next_turn(request.token_ids, now + think_time)
                 self._push(Event(turn.time, NEXT_TURN, int(request.request_id), arrival=turn))
-        self._loads[number] = load
         return len(finished)
 
     # Deaths
@@ -352,7 +346,7 @@ class Fleet:
         self.statistics.die(requests)
         self.replicas[number] = self._new_replica()
         self._lives[number] += 1
-        self._loads[number] = None
+        self._dead.add(number)
         self._router.forget(number)
         self._push(Event(now + self._config.restart_s, RESTART, number))
         for request in requests:
@@ -364,11 +358,12 @@ class Fleet:
         if number is None:
             self._waiting.append(request)
         else:
-            self._load(number, self.replicas[number].take_over(request).num_tokens, now)
+            self.replicas[number].take_over(request)
+            self._wake(number, now)
 
     def _restart(self, number: int, now: float) -> int:
         """Let a replica serve again. Return how many waiting requests it refuses."""
-        self._loads[number] = 0
+        self._dead.discard(number)
         self._expect_death(number, now)
         waiting = self._waiting
         self._waiting = []

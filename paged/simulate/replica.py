@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ..drafting.drafter import Draft
 from ..errors import QueueFullError
 from ..requests.request import Request, RequestInputs, RequestMetrics, RequestStatus
+from ..routing.router import load_of
 from ..runner.sizes import Sizes
 from ..scheduler.drafts import Drafts
 from ..scheduler.schedule import Schedule
@@ -47,6 +48,7 @@ class Replica:
     """The real scheduler and block manager, one step at a time, or as many at once as there are stages.
 
     acceptance: the share of draft tokens that are accepted, by their place; without any there are no drafts.
+    load: for routers, the sum of `load_of` of its unfinished requests.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class Replica:
         self.now = 0.0
         self.in_flight: deque[Step] = deque()
         self.awake = False  # whether a step is in flight or about to begin
+        self.load = 0
+        self._silent: dict[str, int] = {}  # tokens, when they came, of requests without an output since
         self._pipeline = pipeline
         self._max_model_len = sizes.max_model_len
         self.manager = sizes.new_block_manager(num_blocks, num_host_blocks)
@@ -92,7 +96,7 @@ class Replica:
         )
         request = Request(inputs, metrics=RequestMetrics(arrival.time))
         try:
-            self.scheduler.add(request)
+            self._queue(request)
         except QueueFullError:
             return Refusal.QUEUE_FULL
         return request
@@ -101,8 +105,13 @@ class Replica:
         """Queue a request whose replica died. Return the one that goes on after its tokens so far."""
         moved = Request(replace(request.inputs, is_resumed=True), metrics=request.metrics)
         moved.token_ids += request.output_token_ids
-        self.scheduler.add(moved)
+        self._queue(moved)
         return moved
+
+    def _queue(self, request: Request) -> None:
+        self.scheduler.add(request)
+        self._silent[request.request_id] = request.num_tokens
+        self.load += load_of(request.num_tokens, has_output=False)
 
     def unfinished(self) -> list[Request]:
         """Return the running requests by rank, then the waiting ones."""
@@ -136,6 +145,12 @@ class Replica:
         generated_before = self.scheduler.counters.num_generated_tokens
         advanced = self.scheduler.update(step, tokens, runs=runs)
         num_sampled = self.scheduler.counters.num_generated_tokens - generated_before
+        self.load += num_sampled
+        for request in advanced if self._silent else ():
+            if (num := self._silent.pop(request.request_id, None)) is not None:
+                self.load += load_of(num, has_output=True) - load_of(num, has_output=False)
         if self.scheduler.counters.num_finished == num_finished:
             return num_sampled, []
-        return num_sampled, [r for r in advanced if r.status is RequestStatus.FINISHED]
+        finished = [r for r in advanced if r.status is RequestStatus.FINISHED]
+        self.load -= sum(load_of(request.num_tokens, has_output=True) for request in finished)
+        return num_sampled, finished

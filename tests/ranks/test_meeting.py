@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -199,6 +200,9 @@ def test_a_probe_tells_ranks_that_hang_or_have_ended(tmp_path, monkeypatch):
     HeartbeatFile(private, 0, 3.0)
     assert find_troubles(tmp_path, 1005.0) == (0, [])  # left by ranks that were all killed
     assert ended.path.exists()
+    state = {**json.loads(ended.path.read_text()), "pid": own, "started": "1"}
+    ended.path.write_text(json.dumps(state))
+    assert find_troubles(tmp_path, 5000.0) == (0, [])  # another process has the number now
 
 
 def test_the_probe_imports_no_torch(tmp_path):

@@ -15,6 +15,7 @@ from paged import LLMEngine, SamplingParams
 from paged.commands import common
 from paged.errors import ClusterError, ConfigError
 from paged.requests.seeds import derived_seed
+from paged.scheduler.policies import FirstComeFirstServed
 from paged.server.engine_client import EngineClient
 from paged.server.launcher import ENGINE_PROCESS
 from tests.support.own_processes import processes_of
@@ -174,9 +175,8 @@ def test_serve_has_the_routes_of_the_server(engine):
 def test_what_cannot_be():
     from ray.data import from_items
 
-    from paged.ray.cluster import join, share_of
-    from paged.ray.data import generate
-    from paged.ray.serve import app
+    from paged.ray import app, generate
+    from paged.ray.cluster import _require_answer, join, share_of
 
     with pytest.raises(ClusterError, match="9 replicas of 1 CPU cores need more than the cluster has free"):
         share_of(OPTIONS, 9)
@@ -193,6 +193,17 @@ def test_what_cannot_be():
         common.launcher_of("auto", {**OPTIONS, "pipeline_parallel_size": 2, "rank_restarts": 1}, 1)
     with pytest.raises(ConfigError, match="a row has one text, and n is 2"):
         generate(from_items([{"prompt": "x", "id": 1}]), "demo", {"n": 2}, id_column="id")
-    with pytest.raises(ConfigError, match="port of server"):
-        app("demo", server={"port": 1})
+    for wrong, message in (
+        ({"server": {"port": 1}}, "port of server"),
+        ({"server": 3}, "server must be options by name, got 3"),
+        ({"deployment": {"num_replica": 2}}, "deployment: .*'num_replica'"),
+        ({"deployment": {"num_replicas": -1}}, "deployment: 1 validation error"),
+        ({"replicas": 2}, "num_replicas"),
+        ({"scheduling_policy": FirstComeFirstServed()}, "must be a name"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            app("demo", **wrong)
+    for address in ("nonsense", "host:99999", ":6379", "host:²"):
+        with pytest.raises(ConfigError, match=f"must be HOST:PORT, auto or local; got '{address}'"):
+            _require_answer(address)
     assert join(None) is False  # there is one

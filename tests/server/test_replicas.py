@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -12,16 +13,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paged.routing.router import ROUTERS, new_router
+from paged.routing.router import ROUTERS, WAITING_WEIGHT, new_router
 from paged.server import connection, supervised_engine, supervisor
 from paged.server.engine_client import EngineClient
 from tests.server.test_refusals import LONG, posted
 from tests.support.mortal_engines import processes
-from tests.support.served import Served, eventually, serving
+from tests.support.served import PATIENCE_S, Served, eventually, serving
 
 OPTIONS = {"device": "cpu", "num_threads": 1, "num_blocks": 256, "max_num_seqs": 1}
 
@@ -69,6 +71,17 @@ def test_embeddings_and_scores_count_for_their_engine(pair):
     assert sorted(after[key] - before[key] for key in before) == [1, 2]
 
 
+def waits_weigh_more(served: Served) -> bool:
+    """Return whether each engine's load is that of a request that it computes, and of one that waits."""
+
+    async def look() -> bool:
+        connections = [each.connection for each in served.front.engine._supervisor.replicas]
+        pairs = [(each.load, [r.num_tokens for r in each.requests.values()]) for each in connections]
+        return all(load == computed + WAITING_WEIGHT * waiting for load, (computed, waiting) in pairs)
+
+    return asyncio.run_coroutine_threadsafe(look(), served.loop).result(PATIENCE_S)
+
+
 def test_what_a_client_leaves_counts_for_its_engine(pair):
     """Two long requests keep the engines busy, so that an embedding waits in each."""
     before = finished(pair)
@@ -78,6 +91,7 @@ def test_what_a_client_leaves_counts_for_its_engine(pair):
         with pair.connect() as waiting:
             waiting.sendall(posted({"input": ["a", "a"]}, "/v1/embeddings"))
             eventually(lambda: pair.stats().num_waiting == 2)
+            eventually(lambda: waits_weigh_more(pair))
         eventually(lambda: pair.stats().num_waiting == 0)
     eventually(lambda: pair.num_requests == 0)
     eventually(lambda: not pair.front.open_records)
@@ -116,12 +130,20 @@ def test_a_process_that_hangs_gets_no_requests_and_is_replaced(pair, monkeypatch
     _, headers, data = pair.request("GET", "/health")
     assert "engine process 1 has sent nothing for" in json.loads(data)["error"]["message"]
     assert headers["retry-after"] == "1"
-    pair.loop.call_soon_threadsafe(pair.front.engine._supervisor.look)
-    eventually(lambda: pair.stats().num_restarts == 1)
+    with routed(pair) as router:
+        pair.loop.call_soon_threadsafe(pair.front.engine._supervisor.look)
+        eventually(lambda: pair.stats().num_restarts == 1)
+        router.forget.assert_called_once_with(1)
     assert (status("/health"), status("/ready")) == (200, 200)
     eventually(lambda: all(each.is_fit for each in pair.front.engine._supervisor.replicas))
     assert processes(pair.front.engine)[0] is first
     assert second.how_ended(0) == "by signal SIGKILL"
+
+
+def routed(served: Served) -> Any:
+    """Watch the calls of the router."""
+    supervised = served.front.engine._supervisor
+    return mock.patch.object(supervised, "_router", mock.Mock(wraps=supervised._router))
 
 
 def resized(served: Served, number: object) -> tuple[int, str]:
@@ -141,7 +163,10 @@ def test_engines_leave_and_come_while_streams_run(pair, monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         streams = [pool.submit(pair.events, "/v1/completions", **body) for _ in range(2)]
         eventually(lambda: pair.stats().num_running == 2)
-        assert resized(pair, 1) == (200, "")
+        with routed(pair) as router:
+            assert resized(pair, 1) == (200, "")
+            router.forget.assert_called_once_with(1)
+            router.choose.assert_called()  # also where there is one: it knows what that has when others come
         assert last.wait(0), "its process has not ended"
         assert len(processes(pair.front.engine)) == 1
         seen.append(counts(pair))

@@ -34,7 +34,7 @@ def serve(workload, fleet=None, **options):
         replica.scheduler.check()
         assert not replica.scheduler.has_unfinished()
         assert replica.manager.pool.num_used == 0
-    assert not any(simulated._loads)
+    assert not any(each.load for each in simulated.replicas)
     return simulated
 
 

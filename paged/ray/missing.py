@@ -1,0 +1,9 @@
+"""What to install where Ray is not."""
+
+from __future__ import annotations
+
+
+def explained(error: ImportError) -> ImportError:
+    """Return the error of an import of Ray with what to install."""
+    what = error.name or "ray"
+    return type(error)(f"paged.ray needs {what}, which is not installed: pip install 'paged[ray]'", name=what)
