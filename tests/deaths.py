@@ -191,22 +191,30 @@ def run_round(
 
 
 async def _end_processes(client: EngineClient, rng: random.Random, num: int) -> None:
-    """Kill or stop engine processes, or kill their actors, each while none computes a request alone."""
+    """End engine processes, sometimes both at once, each while none computes a request alone."""
     supervisor = client._supervisor
     while num:
         await asyncio.sleep(rng.uniform(0.1, 0.8))
-        replica = rng.choice(supervisor.replicas)
-        if replica.is_up and replica.connection.requests and supervisor._alone is None:
-            process = replica.connection._process
-            own = psutil.Process(process.pid)
-            parent = own.parent()
-            if parent is not None and parent.pid != os.getpid() and rng.random() < 0.4:
-                parent.kill()
-            else:
-                own.send_signal(rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
-            num -= 1
-            while replica.connection._process is process:
-                await asyncio.sleep(0.01)
+        busy = [each for each in supervisor.replicas if each.is_up and each.connection.requests]
+        if not busy or supervisor._alone is not None:
+            continue
+        rng.shuffle(busy)
+        chosen = [each.connection for each in busy[: rng.choice([1, 1, 1, 2])][:num]]
+        for connection in chosen:
+            _end_process(connection._process.pid, rng)
+        num -= len(chosen)
+        while any(each.connection in chosen for each in supervisor.replicas):
+            await asyncio.sleep(0.01)
+
+
+def _end_process(pid: int, rng: random.Random) -> None:
+    """Kill or stop an engine process, or kill its actor."""
+    own = psutil.Process(pid)
+    parent = own.parent()
+    if parent is not None and parent.pid != os.getpid() and rng.random() < 0.4:
+        parent.kill()
+    else:
+        own.send_signal(rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
 
 
 def run_processes(
@@ -221,6 +229,9 @@ def run_processes(
     options = {**OPTIONS, "device": "auto"}
     launcher = launcher_of(ray, options, 2)
     before = me.num_fds(), len(me.children()), {each.pid for each in processes_of(ENGINE_PROCESS)}
+    asked = requests(rng, num_requests)
+    prompts, params = zip(*asked, strict=True)
+    expected = engine.generate([*prompts], [*params], use_tqdm=False)
 
     async def main() -> None:
         client = EngineClient("demo", replicas=2, max_restarts=10**6, launcher=launcher, **options)
@@ -228,9 +239,6 @@ def run_processes(
             ending = asyncio.create_task(_end_processes(client, rng, num_deaths))
             num_rounds = 0
             while not ending.done():
-                asked = requests(rng, num_requests)
-                prompts, params = zip(*asked, strict=True)
-                expected = await asyncio.to_thread(engine.generate, [*prompts], [*params], use_tqdm=False)
                 await check(client, asked, expected, rng.randrange(1000))
                 num_rounds += 1
             await ending

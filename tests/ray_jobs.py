@@ -1,6 +1,6 @@
 """A job of Ray Data and an application of Ray Serve on a local cluster, whose processes are killed:
 
-    python -m tests.ray_jobs data [--rows 600] [--every 4]    # seconds from kill to kill
+    python -m tests.ray_jobs data [--rows 600]
     python -m tests.ray_jobs serve
 
 data: rows from JSONL, and again from Parquet. Engines and their actors are killed; one row is wrong, another
@@ -26,6 +26,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,17 @@ import psutil
 from paged import LLMEngine, SamplingParams
 from paged.requests.seeds import derived_seed
 from paged.server import launcher
-from tests.support.failing_engine_process import UNLUCKY
+from tests.support.failing_engine_process import STEPS, UNLUCKY
 from tests.support.own_processes import processes_of
 
 ROOT = str(Path(__file__).parents[1])
 POISON = "tests.support.failing_engine_process"
 OPTIONS: dict[str, Any] = {"num_blocks": 2048, "num_threads": 1, "max_num_seqs": 32, "device": "cpu"}
 MAX_TOKENS = 60
+# Steps that an engine process does before it is killed. In the first ones it may compute rows alone that
+# others ended with, and a row that is alone in an engine that ends is an error.
+LIFE = (120, 250)
+NOTHING_S = 120.0  # without a step, after which a job counts as stuck
 WRONG = 5  # rows of these numbers
 FATAL = 77
 
@@ -58,11 +63,14 @@ def rows(num: int) -> list[dict[str, Any]]:
     return found
 
 
-def start_ray() -> None:
-    """Start a cluster whose processes find what this one finds."""
+def start_ray(**variables: str) -> None:
+    """Start a cluster whose processes find what this one finds, and have these variables."""
     import ray
 
-    environment = {"env_vars": {"PYTHONPATH": ROOT}, "worker_process_setup_hook": end_engines_by_poison}
+    environment = {
+        "env_vars": {"PYTHONPATH": ROOT, **variables},
+        "worker_process_setup_hook": end_engines_by_poison,
+    }
     terms = {"include_dashboard": False, "logging_level": "error", "log_to_driver": False}
     ray.init(address="local", num_cpus=6, runtime_env=environment, **terms)
 
@@ -73,7 +81,7 @@ def run_job(kind: str, folder: Path) -> None:
 
     from paged.ray.data import generate
 
-    start_ray()
+    start_ray(**{STEPS: str(folder / "steps")})
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.checkpoint_config = ray.data.checkpoint.CheckpointConfig(
@@ -93,18 +101,34 @@ def run_job(kind: str, folder: Path) -> None:
     write(str(folder / "out"))
 
 
-def kill_one(choose: random.Random, pid: int) -> str:
+def wait_engine(job: subprocess.Popen[bytes], steps: Path, num: int) -> psutil.Process | None:
+    """Wait for an engine process of a job that has done so many steps; None if the job ends before."""
+    until = time.monotonic() + NOTHING_S
+    most = 0
+    while job.poll() is None:
+        for engine in processes_of(POISON, job.pid):
+            file = steps / str(engine.pid)
+            found = file.stat().st_size if file.exists() else 0
+            if found >= num:
+                return engine
+            if found != most:
+                most = found
+                until = time.monotonic() + NOTHING_S
+        assert time.monotonic() < until, f"no step within {NOTHING_S:.0f} s"
+        time.sleep(0.02)
+    return None
+
+
+def kill_one(choose: random.Random, engine: psutil.Process) -> str:
     """Kill an engine process of a job, or its actor. Return what."""
-    engines = processes_of(POISON, pid)
-    if not engines:
-        return "nothing"
-    engine = choose.choice(engines)
-    actor = engine.parent()
-    if choose.random() < 0.5 or actor is None:
-        engine.kill()
-        return "an engine"
-    actor.kill()
-    return "an actor"
+    with suppress(psutil.NoSuchProcess):  # it was a row that ended it
+        actor = engine.parent()
+        if choose.random() < 0.5 or actor is None:
+            engine.kill()
+            return "an engine"
+        actor.kill()
+        return "an actor"
+    return "nothing"
 
 
 def write_rows(kind: str, folder: Path, num: int) -> None:
@@ -127,29 +151,30 @@ def read_rows(kind: str, folder: Path) -> list[dict[str, Any]]:
     return [row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()]
 
 
-def check_data(kind: str, engine: LLMEngine, num: int, every_s: float, seed: int) -> None:
+def check_data(kind: str, engine: LLMEngine, num: int, seed: int) -> None:
     """Run a job that is disturbed, and compare its rows."""
     choose = random.Random(seed)
     killed: Counter[str] = Counter()
     left: list[psutil.Process] = []  # that must end with the job that is killed
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        (folder / "steps").mkdir()
         write_rows(kind, folder, num)
         command = [sys.executable, "-m", "tests.ray_jobs", "job", "--kind", kind, "--folder", name]
         started = time.monotonic()
         job = subprocess.Popen(command)
         while job.poll() is None:
-            try:
-                job.wait(every_s)
-            except subprocess.TimeoutExpired:
-                if not killed["the job"] and any((folder / "out").glob("*")):
-                    left += processes_of(POISON, job.pid)
-                    job.kill()
-                    job.wait()
-                    killed["the job"] += 1
-                    job = subprocess.Popen(command)
-                else:
-                    killed[kill_one(choose, job.pid)] += 1
+            disturbed = wait_engine(job, folder / "steps", choose.randint(*LIFE))
+            if disturbed is None:
+                break
+            if not killed["the job"] and any((folder / "out").glob("*")):
+                left += processes_of(POISON, job.pid)
+                job.kill()
+                job.wait()
+                killed["the job"] += 1
+                job = subprocess.Popen(command)
+            else:
+                killed[kill_one(choose, disturbed)] += 1
         assert job.returncode == 0, f"exit code {job.returncode}"
         assert not psutil.wait_procs(left, 60)[1], "engine processes are left"
         found = read_rows(kind, folder)
@@ -246,7 +271,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", choices=["data", "serve", "job"])
     parser.add_argument("--rows", type=int, default=600)
-    parser.add_argument("--every", type=float, default=4.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", choices=["jsonl", "parquet"], help="of a job, which `data` starts")
     parser.add_argument("--folder", type=Path)
@@ -258,7 +282,7 @@ def main() -> None:
     if args.what == "data":
         engine = LLMEngine("demo", **OPTIONS)
         for kind in ("jsonl", "parquet") if args.kind is None else (args.kind,):
-            check_data(kind, engine, args.rows, args.every, args.seed)
+            check_data(kind, engine, args.rows, args.seed)
     else:
         check_serve()
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..base.validation import check_int, shown
 from ..config import EngineConfig
@@ -18,15 +21,28 @@ from ..sampling_params import RequestOutputKind, SamplingParams
 from .cluster import share_of
 
 if TYPE_CHECKING:
+    from ray.actor import ActorHandle
     from ray.data import Dataset
 
     from ..server.engine_client import EngineClient
 
-ROWS_OF_BLOCK = 64  # Ray computes a block again as a whole, so they are small
 ROWS_OF_BATCH = 8  # many small batches at once: the engine never waits for the last rows of one
-RESULTS = ("text", "token_ids", "finish_reason", "error")
+ROWS_OF_BLOCK = 4 * ROWS_OF_BATCH  # Ray computes a block again as a whole; so many batches of it run at once
+MOST_ENDS = (
+    2  # of actors, with a batch before it is computed alone, and with a row alone before it is an error
+)
 IDS_AT_ONCE = 2**16  # rows whose ids are read together
 QUEUE_FULL_S = 0.02  # until a row is sent again that found the engine's queue full
+
+
+class Result(NamedTuple):
+    """The columns of results of a row."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +66,16 @@ def generate(
     has a result; a row that is wrong, or that ends its engine twice, has its error there. The seed of a row
     comes from its id, so that a row which is computed again has the same tokens.
 
+    A batch whose actor has ended is computed again. After two ends its rows are computed one after another,
+    with nothing beside them in their actor: a row that ends two actors so has its error.
+
     sampling_params: of all rows; n is 1.
     id_column: a column of texts or integers, no two alike.
     prompt_column: a column of texts or of lists of token ids.
     messages_column: a column of conversations, in place of prompts.
     replicas: actors, each with an engine in a process of its own, which is replaced when it ends.
-    max_restarts: of one engine within ten minutes.
+    max_restarts: of one engine within ten minutes, and of one actor in a row, without a row or batch that is
+        done in between. The dataset raises an error after more.
     check_ids: look before anything is computed whether each row has an id and no two have the same, for
         which the column is read once. Without it a row that has none has an error, and rows with the same
         one have the same seed.
@@ -63,7 +83,7 @@ def generate(
 
     Raises ConfigError and RequestError for wrong arguments, before anything is computed.
     """
-    from ray.data import ActorPoolStrategy
+    import ray
 
     check_int(ConfigError, "replicas", replicas, 1)
     config = EngineConfig(model, **options)
@@ -74,7 +94,7 @@ def generate(
     for name in needed:
         if name not in columns:
             raise ConfigError(f"the dataset has no column {name!r}; it has {', '.join(columns)}")
-    for name in RESULTS:
+    for name in Result._fields:
         if name in columns:
             raise ConfigError(
                 f"the dataset has a column {name!r}, which the results would replace; rename it"
@@ -89,18 +109,29 @@ def generate(
         _Generator,
         batch_size=ROWS_OF_BATCH,
         batch_format="pyarrow",
-        compute=ActorPoolStrategy(
-            size=replicas, max_tasks_in_flight_per_actor=at_once, max_concurrent_calls_per_actor=at_once
-        ),
+        **_pool(replicas, at_once),
         fn_constructor_kwargs={
+            "ledger": ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Ledger).remote(),
             "columns": needed,
             "is_chat": messages_column is not None,
             "params": params,
+            "num_places": at_once,
             "options": {"model": model, "max_restarts": max_restarts, **engine_options},
         },
         num_cpus=of_engine.num_cpus,
         num_gpus=of_engine.num_gpus,
     )
+
+
+def _pool(size: int, at_once: int) -> dict[str, Any]:
+    """Return the arguments of map_batches for so many actors, each with so many calls at once."""
+    from ray.data import ActorPoolStrategy
+
+    limits = {"size": size, "max_tasks_in_flight_per_actor": at_once}
+    newer = "max_concurrent_calls_per_actor"  # than Ray 2.49, whose argument newer ones warn of
+    if newer in inspect.signature(ActorPoolStrategy).parameters:
+        return {"compute": ActorPoolStrategy(**limits, **{newer: at_once})}
+    return {"compute": ActorPoolStrategy(**limits), "max_concurrency": at_once}
 
 
 def _check_ids(dataset: Dataset, column: str) -> None:
@@ -135,19 +166,99 @@ def _params(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams 
     return replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
+class _Ledger:
+    """Counts the ends of a job's actors with the work that each had begun. An actor itself, of one thread."""
+
+    def __init__(self) -> None:
+        self._begun: dict[str, set[str]] = {}  # by each actor, since it started
+        self._ends: Counter[str] = Counter()  # of actors, with each batch and row
+        self._ends_in_a_row: Counter[str] = Counter()  # of each actor, since it was last done with something
+        self._results: dict[str, Result] = {}  # of rows that were computed alone, whose batch is not done
+
+    def start(self, actor: str) -> int:
+        """Note that an actor starts, perhaps again. Return how often it has ended with nothing done."""
+        if actor in self._begun:
+            self._ends.update(self._begun[actor])
+            self._ends_in_a_row[actor] += 1
+        self._begun[actor] = set()
+        return self._ends_in_a_row[actor]
+
+    def known(self, work: str) -> tuple[int, Result | None]:
+        """Return how many actors have ended with a batch or row, and the result of a row that has one."""
+        return self._ends[work], self._results.get(work)
+
+    def begin(self, actor: str, work: str) -> None:
+        """Note that an actor begins with a batch or row."""
+        self._begun[actor].add(work)
+
+    def keep(self, actor: str, row: str, result: Result) -> None:
+        """Keep the result of a row that was computed alone, should the actor end before its batch is done."""
+        self._results[row] = result
+        self._note_done(actor, row)
+
+    def done(self, actor: str, batch: str, rows: Sequence[str]) -> None:
+        """Note that an actor is done with a batch."""
+        for row in rows:
+            self._results.pop(row, None)
+        self._note_done(actor, batch)
+
+    def _note_done(self, actor: str, work: str) -> None:
+        self._begun[actor].discard(work)
+        del self._ends_in_a_row[actor]
+        if self._ends[work] < MOST_ENDS:  # what ends actors would end others if it was computed again
+            del self._ends[work]
+
+
+class _Room:
+    """Where batches are computed: some together, or one alone. They enter in the order in which they come."""
+
+    def __init__(self, num_places: int) -> None:
+        self._door = asyncio.Lock()
+        self._num_places = num_places
+        self._places = asyncio.Semaphore(num_places)
+
+    @asynccontextmanager
+    async def place(self, *, alone: bool) -> AsyncIterator[None]:
+        """Enter once there is a place, or once all others have left."""
+        num = self._num_places if alone else 1
+        async with self._door:
+            for _ in range(num):
+                await self._places.acquire()
+        try:
+            yield
+        finally:
+            for _ in range(num):
+                self._places.release()
+
+
 class _Generator:
     """An actor's function: answers the rows of many batches at once with one engine."""
 
     def __init__(
         self,
+        ledger: ActorHandle[_Ledger],
         columns: tuple[str, str],
         params: SamplingParams | None,
         options: Mapping[str, Any],
+        num_places: int,
         *,
         is_chat: bool,
     ) -> None:
+        import ray
+
         from ..server.engine_client import EngineClient
 
+        # Ray 2.49 asks for the loop of this thread, which newer versions of uvloop do not make by themselves.
+        asyncio.set_event_loop(asyncio.new_event_loop())
+        self._ledger = ledger
+        self._actor = ray.get_runtime_context().get_actor_id()
+        self._room = _Room(num_places)
+        num = ray.get(ledger.start.remote(self._actor))
+        if num > options["max_restarts"]:
+            raise EngineDeadError(
+                f"an actor has ended {num} times in a row with no row done, and max_restarts is "
+                f"{options['max_restarts']}; Ray's logs of the actor and of its node say why"
+            )
         self._id_column, self._input_column = columns
         self._is_chat = is_chat
         self._engine: EngineClient = _started(partial(EngineClient, **options), options["max_restarts"])
@@ -158,26 +269,46 @@ class _Generator:
         """Return the batch with the columns of results."""
         ids = batch.column(self._id_column).to_pylist()
         inputs = batch.column(self._input_column).to_pylist()
-        results = await asyncio.gather(*map(self._row, ids, inputs))
+        batch_name = repr(ids)
+        num_ends, _ = await self._ledger.known.remote(batch_name)
+        alone = num_ends >= MOST_ENDS
+        async with self._room.place(alone=alone):
+            await self._ledger.begin.remote(self._actor, batch_name)
+            if alone:
+                results = [await self._row_alone(*row) for row in zip(ids, inputs, strict=True)]
+            else:
+                results = await asyncio.gather(*map(self._row, ids, inputs))
+            self._ledger.done.remote(self._actor, batch_name, [*map(repr, ids)] if alone else [])
         return _with_results(batch, results)
 
-    async def _row(
-        self, row_id: Any, given: Any
-    ) -> tuple[str | None, list[int] | None, str | None, str | None]:
+    async def _row_alone(self, row_id: Any, given: Any) -> Result:
+        """Return the results of a row that is computed alone, or its error if it has ended actors so."""
+        name = repr(row_id)
+        num_ends, kept = await self._ledger.known.remote(name)
+        if kept is not None:
+            return Result(*kept)
+        if num_ends >= MOST_ENDS:
+            return Result(error=f"{num_ends} actors ended while they computed this row and nothing else")
+        await self._ledger.begin.remote(self._actor, name)
+        result = await self._row(row_id, given)
+        self._ledger.keep.remote(self._actor, name, result)
+        return result
+
+    async def _row(self, row_id: Any, given: Any) -> Result:
         """Return the results of a row, or its error. Others go on, whatever that is."""
         try:
             output = await self._output(row_id, given)
         except PagedError as error:
             if not self._engine.is_running:
                 raise
-            return None, None, None, str(error)
+            return Result(error=str(error))
         except Exception as error:
             logger.exception("the row %r failed", row_id)
-            return None, None, None, f"{type(error).__name__}: {error}"
+            return Result(error=f"{type(error).__name__}: {error}")
         completion = output.outputs[0]
         if completion.finish_reason in ("error", "abort"):
-            return None, None, None, str(completion.stop_reason or completion.finish_reason)
-        return completion.text, [*completion.token_ids], completion.finish_reason, None
+            return Result(error=str(completion.stop_reason or completion.finish_reason))
+        return Result(completion.text, [*completion.token_ids], completion.finish_reason)
 
     async def _output(self, row_id: Any, given: Any) -> RequestOutput:
         if row_id is None:
@@ -211,11 +342,11 @@ def _started(start: Callable[[], EngineClient], max_restarts: int) -> EngineClie
             logger.warning("%s; it is started again", error)
 
 
-def _with_results(batch: Any, results: Sequence[tuple[Any, ...]]) -> Any:
+def _with_results(batch: Any, results: Sequence[Result]) -> Any:
     """Return an Arrow table with the columns of results."""
     import pyarrow
 
     types = (pyarrow.string(), pyarrow.list_(pyarrow.int64()), pyarrow.string(), pyarrow.string())
-    for name, kind, values in zip(RESULTS, types, zip(*results, strict=True), strict=True):
+    for name, kind, values in zip(Result._fields, types, zip(*results, strict=True), strict=True):
         batch = batch.append_column(name, pyarrow.array(values, kind))
     return batch

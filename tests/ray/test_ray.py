@@ -28,6 +28,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
+from paged.ray import data  # noqa: E402
+
 ROOT = str(Path(__file__).parents[2])
 OPTIONS = {"num_blocks": 1024, "num_threads": 1, "device": "cpu"}
 PARAMS = SamplingParams(max_tokens=400, seed=5, ignore_eos=True)
@@ -52,6 +54,14 @@ def cluster() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def engine() -> LLMEngine:
     return LLMEngine("demo", **OPTIONS)
+
+
+def wait_no_processes(module: str) -> None:
+    """Wait until none of the processes that run a module is left: they end soon after their actors."""
+    until = time.monotonic() + 60
+    while processes_of(module):
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_requests_go_on_when_processes_and_actors_are_killed(engine):
@@ -82,7 +92,7 @@ def test_requests_go_on_when_processes_and_actors_are_killed(engine):
             return found
 
     assert asyncio.run(main()) == expected
-    assert not processes_of(ENGINE_PROCESS)
+    wait_no_processes(ENGINE_PROCESS)
 
 
 def test_replicas_of_several_ranks_come_and_leave_and_end(engine):
@@ -112,21 +122,31 @@ def test_replicas_of_several_ranks_come_and_leave_and_end(engine):
             return await asyncio.gather(*tasks)
 
     assert asyncio.run(main()) == expected
-    until = time.monotonic() + 60
-    while processes_of(ENGINE_PROCESS) or processes_of("paged.ranks"):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_no_processes(ENGINE_PROCESS)
+    wait_no_processes("paged.ranks")
 
 
-def test_rows_have_the_same_tokens_whatever_is_killed(engine):
+FATAL = "a prompt that ends its actor"
+
+
+class Mortal(data._Generator):
+    """An actor's function that ends its actor for one prompt."""
+
+    async def _output(self, row_id, given):
+        if given == FATAL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super()._output(row_id, given)
+
+
+def test_rows_have_the_same_tokens_whatever_ends_their_actor(engine, monkeypatch):
     from ray.data import from_items
 
-    from paged.ray.data import generate
-
+    monkeypatch.setattr(data, "_Generator", Mortal)
     rows = [{"id": i, "prompt": f"def f{i}(x):"} for i in range(100)]
     rows[7]["prompt"] = "x " * 9000
     rows[9]["id"] = None
-    dataset = generate(
+    rows[11]["prompt"] = FATAL
+    dataset = data.generate(
         from_items(rows),
         "demo",
         {"max_tokens": 30},
@@ -139,11 +159,23 @@ def test_rows_have_the_same_tokens_whatever_is_killed(engine):
     assert len(found) == 100
     assert "the prompt has" in found[rows[7]["prompt"]]["error"]
     assert "the row has no id" in found[rows[9]["prompt"]]["error"]
+    assert found[FATAL]["error"] == "2 actors ended while they computed this row and nothing else"
     for row in (rows[0], rows[99]):
         params = SamplingParams(max_tokens=30, seed=derived_seed(0, str(row["id"])) >> 1)
         (expected,) = engine.generate(row["prompt"], params, use_tqdm=False)
         assert found[row["prompt"]]["token_ids"] == expected.outputs[0].token_ids
         assert found[row["prompt"]]["error"] is None
+
+
+def test_a_job_ends_whose_actors_end_with_nothing_done(monkeypatch):
+    from ray.data import from_items
+    from ray.exceptions import RayError
+
+    monkeypatch.setattr(data, "_Generator", Mortal)
+    rows = from_items([{"id": 1, "prompt": FATAL}])
+    dataset = data.generate(rows, "demo", id_column="id", max_restarts=0, **OPTIONS)
+    with pytest.raises(RayError, match="ended 1 times in a row with no row done, and max_restarts is 0"):
+        dataset.take_all()
 
 
 def test_serve_has_the_routes_of_the_server(engine):
@@ -181,14 +213,14 @@ def test_what_cannot_be():
     with pytest.raises(ClusterError, match="9 replicas of 1 CPU cores need more than the cluster has free"):
         share_of(OPTIONS, 9)
     with pytest.raises(ConfigError, match="the dataset has no column 'id'; it has prompt"):
-        generate(from_items([{"prompt": "x"}]), "demo", id_column="id")
+        data.generate(from_items([{"prompt": "x"}]), "demo", id_column="id")
     for ids, message in (
         ([1, None, 2], "1 of 3 rows have no id"),
         ([1, 2, 1], "id must differ from row to row, and 2 rows have 1"),
     ):
         rows = [{"prompt": "x", "id": each} for each in ids]
         with pytest.raises(ConfigError, match=message):
-            generate(from_items(rows), "demo", id_column="id", **OPTIONS)
+            data.generate(from_items(rows), "demo", id_column="id", **OPTIONS)
     with pytest.raises(ConfigError, match="rank_restarts 1 is for ranks that an engine starts itself"):
         common.launcher_of("auto", {**OPTIONS, "pipeline_parallel_size": 2, "rank_restarts": 1}, 1)
     with pytest.raises(ConfigError, match="a row has one text, and n is 2"):

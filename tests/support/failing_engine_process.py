@@ -11,6 +11,9 @@ from paged.runner.model_runner import ModelRunner
 from paged.server import engine_process
 
 UNLUCKY, SLOW = 13, 14
+STEPS = (
+    "PAGED_TEST_STEPS"  # names a folder, in which a file of each process gets a byte for each of its steps
+)
 SLOW_UNTIL = "PAGED_TEST_SLOW_UNTIL"  # names the file whose coming ends the step that takes long
 
 
@@ -22,6 +25,9 @@ def failing(execute: Any) -> Any:
         if SLOW in lengths:
             while not Path(os.environ[SLOW_UNTIL]).exists():
                 time.sleep(0.01)
+        if (folder := os.environ.get(STEPS)) is not None:
+            with Path(folder, str(os.getpid())).open("ab") as file:
+                file.write(b".")
         return execute(self, schedule)
 
     return run
