@@ -70,7 +70,7 @@ class EnginePicture:
     num_generated_tokens: int
     num_preemptions: int
     num_cached_tokens: int
-    num_queried_tokens: int
+    num_prompt_tokens: int
 
     @classmethod
     def of(cls, scheduler: Scheduler, schedule: Schedule) -> EnginePicture:
@@ -101,7 +101,7 @@ class EnginePicture:
             num_generated_tokens=counters.num_generated_tokens,
             num_preemptions=counters.num_recomputed + counters.num_swapped,
             num_cached_tokens=counters.num_cached_tokens,
-            num_queried_tokens=counters.num_queried_tokens,
+            num_prompt_tokens=counters.num_prompt_tokens,
         )
 
 

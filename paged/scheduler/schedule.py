@@ -233,9 +233,8 @@ class SchedulerCounters:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_generated_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_queried_tokens: int = 0  # of prompts looked up in the prefix cache
     num_prompt_tokens: int = 0  # of the requests that ran, the cached among them
+    num_cached_tokens: int = 0
     num_recomputed: int = 0  # preemptions by recompute
     num_swapped: int = 0  # preemptions by swap
     num_finished: int = 0  # requests, the aborted not among them
@@ -266,7 +265,9 @@ class SchedulerCounters:
             accepted_at[place] += 1
 
     def count_first_run(self, request: Request) -> None:
-        """Add a request that leaves the queue for the first time."""
-        self.num_cached_tokens += request.num_cached_tokens or 0
-        self.num_queried_tokens += request.num_tokens
+        """Add a request that leaves the queue for the first time.
+
+        Tokens that it generated before, in another engine or as a part of its parent, do not count.
+        """
         self.num_prompt_tokens += request.num_prompt_tokens
+        self.num_cached_tokens += min(request.num_cached_tokens or 0, request.num_prompt_tokens)

@@ -31,8 +31,8 @@ class EngineStats:
     A block is free, used (held by a running request or pinned), or cached (held by no request, found by its
     tokens). A block that a step in flight may still read counts as used.
 
-    num_queried_tokens: tokens of requests looked up in the prefix cache when they first ran; 0 if it is off.
     num_prompt_tokens: of the requests that ran so far, the num_cached_tokens among them.
+    num_queried_tokens: the same, or 0 if there is no prefix cache.
     num_prefill_tokens, num_decode_tokens: computed so far, including those computed again after a preemption.
     num_generated_tokens: drawn so far.
     step_seconds, step_tokens: of all steps, by the bounds SECONDS_OF_STEP and TOKENS_OF_STEP of `histogram`.
@@ -166,7 +166,7 @@ class EngineStats:
             num_used_host_blocks=host.num_used,
             utilization=used / pool.num_blocks,
             waste=1 - filled / slots if slots else 0.0,
-            prefix_hit_rate=counters.num_cached_tokens / max(1, counters.num_queried_tokens),
+            prefix_hit_rate=counters.num_cached_tokens / max(1, counters.num_prompt_tokens),
             num_recompute_preemptions=counters.num_recomputed,
             num_swap_preemptions=counters.num_swapped,
             num_steps=counters.num_steps,
@@ -175,7 +175,7 @@ class EngineStats:
             num_prefill_tokens=counters.num_prefill_tokens,
             num_decode_tokens=counters.num_decode_tokens,
             num_cached_tokens=counters.num_cached_tokens,
-            num_queried_tokens=counters.num_queried_tokens if manager.enable_prefix_caching else 0,
+            num_queried_tokens=counters.num_prompt_tokens if manager.enable_prefix_caching else 0,
             num_prompt_tokens=counters.num_prompt_tokens,
             num_generated_tokens=counters.num_generated_tokens,
             num_drafts=counters.num_drafts,

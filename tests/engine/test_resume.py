@@ -42,7 +42,12 @@ def run(engine: LLMEngine, params: SamplingParams, given: list[int]) -> list[Req
 def test_the_tokens_are_those_of_an_undisturbed_run(engine, params, num_given):
     (whole,) = engine.generate(PROMPT, params, use_tqdm=False)
     given = whole.outputs[0].token_ids[:num_given]
+    before = engine.stats()
     last = run(engine, params, given)[-1]
+    after = engine.stats()
+    # Of the given tokens some are cached too; they are no tokens of a prompt.
+    counts = [after.num_prompt_tokens - before.num_prompt_tokens, len(whole.prompt_token_ids)]
+    assert counts[0] == counts[1] >= after.num_cached_tokens - before.num_cached_tokens
     assert last.outputs[0] == whole.outputs[0]
     assert last.prompt_token_ids == whole.prompt_token_ids
 

@@ -113,7 +113,7 @@ def test_of_a_cached_prompt_only_the_last_block_is_computed():
     (again,) = added(scheduler, new_request("a", 24, 1))
     assert run_step(scheduler) == {"a": 8}
     assert again.num_cached_tokens == 16
-    assert (scheduler.counters.num_cached_tokens, scheduler.counters.num_queried_tokens) == (16, 48)
+    assert (scheduler.counters.num_cached_tokens, scheduler.counters.num_prompt_tokens) == (16, 48)
 
 
 def test_requests_of_one_step_share_their_prompt():

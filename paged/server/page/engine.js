@@ -120,7 +120,7 @@ class EngineView {
     const first = this.history[0];
     const seconds = picture.time - first.time;
     const rate = (name) => (seconds > 0 ? Math.max(0, (picture[name] - first[name]) / seconds) : 0);
-    const hits = picture.num_queried_tokens ? picture.num_cached_tokens / picture.num_queried_tokens : 0;
+    const hits = picture.num_prompt_tokens ? picture.num_cached_tokens / picture.num_prompt_tokens : 0;
     const generated = rate("num_generated_tokens");
     this.drawTiles([
       ["Running", number(picture.num_running), `of ${number(picture.max_num_seqs)}`],

@@ -138,7 +138,7 @@ TOTALS = (
         "prompt_tokens_by_source",
         "Prompt tokens by source: local_compute or local_cache_hit.",
         lambda s: {
-            "local_compute": max(0, s.num_prompt_tokens - s.num_cached_tokens),
+            "local_compute": s.num_prompt_tokens - s.num_cached_tokens,
             "local_cache_hit": s.num_cached_tokens,
         },
         "source",
