@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -170,7 +170,7 @@ class _Ledger:
     """Counts the ends of a job's actors with the work that each had begun. An actor itself, of one thread."""
 
     def __init__(self) -> None:
-        self._begun: dict[str, set[str]] = {}  # by each actor, since it started
+        self._begun = defaultdict[str, set[str]](set)  # by each actor, since it started
         self._ends: Counter[str] = Counter()  # of actors, with each batch and row
         self._ends_in_a_row: Counter[str] = Counter()  # of each actor, since it was last done with something
         self._results: dict[str, Result] = {}  # of rows that were computed alone, whose batch is not done
