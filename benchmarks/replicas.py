@@ -15,6 +15,11 @@ A ratio is the median over the rounds, whose ways run in turns.
 compares two engine processes that are children with two in actors of a local Ray cluster: tokens/s of many
 requests at once, the first token of one alone, and for each, after a process is killed, the seconds until all
 its requests have a next token and until it serves again.
+
+    python -m benchmarks.replicas --ray-batch
+
+compares `paged run-batch --replicas 2` with the same on a local Ray cluster: lines/s from the first line of
+the output to the last.
 """
 
 from __future__ import annotations
@@ -59,14 +64,19 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ray", action="store_true", help="compare with engines on a Ray cluster")
+    parser.add_argument("--ray-batch", action="store_true", help="compare batches on a Ray cluster")
     args = parser.parse_args()
     model = text_checkpoint(args.model)
     if args.ray:
-        print_json({"benchmark": "replicas", "ray": _compare_with_ray(model, args.rounds), **vars(args)})
+        print_json({"benchmark": "replicas", **vars(args), "ray": _compare_with_ray(model, args.rounds)})
         return
     with tempfile.TemporaryDirectory() as folder:
         lines = [_line(i, [1 + i % 199] * 16, 32 + i % 32) for i in range(args.lines)]
         batch = _Batch(Path(folder), model, lines)
+        if args.ray_batch:
+            ratio = _compare_batches(batch, Path(folder), args.rounds)
+            print_json({"benchmark": "replicas", **vars(args), "ray_batch": ratio})
+            return
         ways: dict[str, Way] = {"--replicas 2": batch.replicas, "two commands": batch.two_commands}
         found = {"batch": _compare(ways, Path(folder), args.rounds, "two commands")}
     with tempfile.TemporaryDirectory() as folder:
@@ -116,6 +126,20 @@ class _Batch:
         pairs = enumerate(zip(self.halves, outputs, strict=True))
         _wait([self._start(half, out, "--num-threads", "1", core=i) for i, (half, out) in pairs])
         output.write_bytes(b"".join(out.read_bytes() for out in outputs))
+
+    def lines_per_s(self, output: Path, *options: str) -> float:
+        """Compute it with two engine processes. Return the lines in a second, once there is one."""
+        process = self._start(self.whole, output, "--replicas", "2", "--num-threads", "1", *options)
+        seen: list[tuple[float, int]] = []  # times, and bytes of the output
+        while process.poll() is None:
+            size = output.stat().st_size if output.exists() else 0
+            if size > (seen[-1][1] if seen else 0):
+                seen.append((time.perf_counter(), size))
+            time.sleep(0.01)
+        _wait([process])
+        (began, before), (ended, whole) = seen[0], seen[-1]
+        num_lines = len(output.read_bytes()[before:whole].splitlines())
+        return num_lines / (ended - began)
 
     def _start(self, source: Path, output: Path, *options: str, core: int | None = None) -> Process:
         bound = [] if core is None else ["taskset", "--cpu-list", str(core)]
@@ -236,6 +260,22 @@ async def _measure(engines: Sequence[_Engines], rounds: int) -> None:
     finally:
         for own in engines:
             await own.client.__aexit__()
+
+
+def _compare_batches(batch: _Batch, folder: Path, rounds: int) -> float:
+    """Compare batches of engines that are children with those on Ray. Print a table; return the ratio."""
+    ways: dict[str, tuple[str, ...]] = {"children": (), "on Ray": ("--ray", "local")}
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    expected = None
+    for number in range(rounds):
+        for name, options in ways.items():
+            output = folder / f"{name}.{number}.jsonl"
+            speeds[name].append(batch.lines_per_s(output, *options))
+            texts = _texts(output)
+            assert expected in (None, texts), f"{name}: other texts"
+            expected = texts
+    print_table([{"engines": name, "lines/s": statistics.median(own)} for name, own in speeds.items()])
+    return statistics.median(ray / own for own, ray in zip(*speeds.values(), strict=True))
 
 
 def _wait(processes: Sequence[Process]) -> None:

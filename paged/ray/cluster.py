@@ -18,6 +18,7 @@ except ImportError as error:
 LOCAL_CLUSTER = "local"  # the address of a cluster that is started here
 OLDEST = (2, 49)
 CONNECTS_S = 10.0  # in which a cluster has to take a connection, and to answer
+ROOM_S = 5.0  # in which the cluster has to tell that what an actor or a task had is free
 # Of HTTP/2, on which gRPC is built: both sides begin with settings, here with a frame of none.
 FRAME_HEAD_BYTES = 9
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -14,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..base.validation import check_int, shown
 from ..config import EngineConfig
-from ..errors import ConfigError, EngineDeadError, PagedError, QueueFullError
+from ..errors import ClusterError, ConfigError, EngineDeadError, PagedError, QueueFullError
 from ..requests.request import RequestOutput
 from ..requests.seeds import derived_seed
 from ..sampling_params import RequestOutputKind, SamplingParams
-from .cluster import share_of
+from .cluster import ROOM_S, Share, share_of
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -88,12 +89,13 @@ def generate(
     check_int(ConfigError, "replicas", replicas, 1)
     config = EngineConfig(model, **options)
     params = _params(sampling_params)
+    share = _share(options, replicas)
     schema = dataset.schema()
     columns = [] if schema is None else schema.names
     needed = (id_column, messages_column or prompt_column)
     for name in needed:
         if name not in columns:
-            raise ConfigError(f"the dataset has no column {name!r}; it has {', '.join(columns)}")
+            raise ConfigError(f"the dataset has no column {name!r}; it has {', '.join(columns) or 'none'}")
     for name in Result._fields:
         if name in columns:
             raise ConfigError(
@@ -101,7 +103,6 @@ def generate(
             )
     if check_ids:
         _check_ids(dataset, id_column)
-    share = share_of(options, replicas, num_reserved=1)  # Ray Data reads and writes with it
     of_engine = share.times(config.num_ranks)  # whose processes are all on the node of its actor
     at_once = max(2, 2 * config.max_num_seqs // ROWS_OF_BATCH)
     engine_options = options if share.num_gpus else {**options, "num_threads": share.num_cpus}
@@ -121,6 +122,18 @@ def generate(
         num_cpus=of_engine.num_cpus,
         num_gpus=of_engine.num_gpus,
     )
+
+
+def _share(options: Mapping[str, Any], replicas: int) -> Share:
+    """Return what each process of an engine gets. Tasks that have just read the dataset may still have it."""
+    until = time.monotonic() + ROOM_S
+    while True:
+        try:
+            return share_of(options, replicas, num_reserved=1)  # Ray Data reads and writes with it
+        except ClusterError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(ROOM_S / 20)
 
 
 def _pool(size: int, at_once: int) -> dict[str, Any]:

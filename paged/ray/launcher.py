@@ -28,12 +28,11 @@ from ..errors import ClusterError, ConfigError
 from ..server.frames import Start
 from ..server.launcher import LocalProcess, socket_pair, start_process
 from ..text.worker import ROOT
-from .cluster import Share, described, free_share, join, num_ranks_of, share_of
+from .cluster import ROOM_S, Share, described, free_share, join, num_ranks_of, share_of
 
 CARRIED_BYTES = 2**20  # at once: as a rule the frame of a step
 PLACE_S = 60.0  # in which the cluster has to start an actor: what it needs was free
 MOST_UNREAD = 64  # parts that the stream of an actor is ahead of its reader
-ROOM_S = 5.0  # in which the cluster has to tell that what an actor had is free
 LOSS_S = 2.0  # from the end of a rank until its engine is ended, which may tell more of it before
 
 logger = logging.getLogger(__name__)

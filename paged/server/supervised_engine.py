@@ -92,6 +92,10 @@ class SupervisedEngine:
             self._restarts.popleft()
         return len(self._restarts) < most
 
+    def forgive_restarts(self) -> None:
+        """Count none of the restarts so far: what ended its processes is known, and gone."""
+        self._restarts.clear()
+
     def count_ranks(self) -> None:
         """Count the processes of the model that its process has replaced by itself as restarts, too."""
         num = self.connection.stats.num_rank_restarts

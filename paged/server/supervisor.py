@@ -293,6 +293,8 @@ class Supervisor:
                 f"{num} engine processes ended while they computed this request, the last one nothing else"
             )
             self._fail(request, RequestKillsEngineError(message))
+            for replica in self.replicas:
+                replica.forgive_restarts()
         elif not self._terms.resume or not request.can_go_on:
             self._fail(request, error)
         else:

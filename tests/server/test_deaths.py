@@ -213,6 +213,19 @@ def test_a_request_that_ends_each_process_ends_three(engines):
     asyncio.run(asyncio.wait_for(main(), 120))
 
 
+def test_restarts_for_a_request_that_is_found_do_not_count(engines):
+    async def main() -> None:
+        with mortal(engines[:1], max_restarts=3) as (client, lives):
+            lives.is_fatal = lambda engine: "poison" in engine.core.groups
+            async with client:
+                for _ in range(2):
+                    with pytest.raises(RequestKillsEngineError):
+                        await anext(client.generate("x", LONG, "poison"))
+                assert (await read(client.generate("x", LONG), 0.0))[-1].finished
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
 def test_a_router_forgets_a_replica():
     router = PrefixAware(2)
     prompt = [*range(9)]
