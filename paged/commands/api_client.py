@@ -231,6 +231,13 @@ def part_of(event: Mapping[str, Any]) -> tuple[str, str | None]:
         raise ApiError(f"the server sent an event that is no part of an answer: {shown(event)}") from None
 
 
+def has_text(event: Mapping[str, Any]) -> bool:
+    """Return whether an event adds text to the first choice, or reasoning before it. Raises ApiError."""
+    text, _ = part_of(event)
+    delta = event["choices"][0].get("delta", {}) if event["choices"] else {}
+    return bool(text or delta.get("reasoning") or delta.get("reasoning_content"))
+
+
 def _message(body: Any) -> str | None:
     """Return the message of an error, in the form of OpenAI, vLLM or FastAPI; None if there is none."""
     error = body.get("error", body) if isinstance(body, dict) else None

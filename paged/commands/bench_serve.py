@@ -22,7 +22,7 @@ from ..errors import FileError, PagedError
 from ..protocol.jobs import check_writable, read_jobs
 from ..simulate.statistics import percentile
 from . import common
-from .api_client import ApiAddress, ApiClient, part_of
+from .api_client import ApiAddress, ApiClient, has_text
 from .common import CliError, FailedError
 from .options import with_options
 
@@ -179,8 +179,7 @@ def _ask(client: ApiClient, path: str, body: Mapping[str, Any]) -> TimedAnswer:
     try:
         with client.request("POST", path, body) as exchange:
             for event in exchange.events():
-                text, _ = part_of(event)
-                if text:
+                if has_text(event):
                     answer.parts.append(time.perf_counter())
                 if usage := event.get("usage"):
                     answer.num_input_tokens = int(usage["prompt_tokens"])

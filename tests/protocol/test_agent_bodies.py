@@ -157,6 +157,26 @@ def test_what_claude_code_adds_is_no_part_of_the_prompt_or_is_text():
     assert call.ignored == ("output_config.task_budget", "system[0]")
 
 
+def test_messages_of_one_role_after_the_other_are_one_turn():
+    said = [{"role": "assistant", "content": text} for text in ("a", "b")]
+    given = [
+        USER,
+        USER,
+        *said,
+        {"role": "assistant", "content": [USE]},
+        {"role": "user", "content": [RESULT]},
+    ]
+    call = parse_call(MESSAGES, {**BODIES[MESSAGES], "messages": [*given, USER]}, LIMITS)
+    asked, answer, result, more = call.conversation.messages
+    assert asked == {"role": "user", "content": [{"type": "text", "text": "x"}] * 2}
+    assert (answer["content"], answer["tool_calls"][0]["id"], result["role"], more) == (
+        "ab",
+        "c",
+        "tool",
+        USER,
+    )
+
+
 def random_conversation(rng: random.Random) -> list[dict]:
     """Return messages, of which some call tools whose results come later, or never."""
     messages = [{"role": "system"}] * rng.randint(0, 2)

@@ -147,7 +147,7 @@ def test_an_item_of_a_stored_response_may_be_referred_to(client):
         assert caught.value.param == "input[1].id"
 
 
-def test_tools_in_several_turns_and_parsed_answers(client):
+def test_tools_in_several_turns_and_parsed_answers(client, caplog):
     tools = [{"type": "function", **TOOL}, {"type": "web_search"}]  # the latter is left out
     forced = {**ASKED, "tools": tools, "max_output_tokens": 300, "parallel_tool_calls": False}
     with client.responses.stream(**forced, tool_choice="required") as stream:
@@ -166,6 +166,7 @@ def test_tools_in_several_turns_and_parsed_answers(client):
         **forced, tool_choice={"type": "function", "name": "weather"}
     )
     assert raw.headers["x-paged-ignored"] == "tools[1]"
+    assert "are left out: web_search" in caplog.text
     bad = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
     form = {"type": "json_schema", "name": "a", "schema": bad}
     with pytest.raises(openai.BadRequestError, match="no finite value") as caught:

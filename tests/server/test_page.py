@@ -230,10 +230,11 @@ def test_in_a_browser(engine, tmp_path):
     with serving(engine, api_keys=keys, admin_key="root") as served, chromium_page(CHROMIUM) as page:
         page.open(served.url)
         page.wait("document.getElementById('keybox')?.open")  # it asks for the keys
-        page.run(
-            "document.getElementById('key').value = 'key-a', document.getElementById('admin').value = 'root'"
-        )
-        page.run("document.querySelector('#keybox button').click()")
+        for key in ("wrong, 鍵", "key-a"):  # it asks again
+            page.wait("document.getElementById('keybox').open")
+            page.run(f"document.getElementById('key').value = '{key}'")
+            page.run("document.getElementById('admin').value = 'root'")
+            page.run("document.querySelector('#keybox button').click()")
         page.wait("document.getElementById('state').textContent === 'live'")
         # Who has no key is refused, which the console shows; nothing else may be there.
         assert all("401" in error for error in page.errors)

@@ -226,6 +226,16 @@ def test_a_load_on_the_server(run, served, tmp_path):
     assert lengths[0] < lengths[1]
 
 
+def test_reasoning_is_text_of_a_load(run):
+    thought = {"choices": [{"delta": {"reasoning_content": "hm"}}]}
+    last = {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 2}}
+    argv = ("--model", "m", "--num-prompts", "2", "--endpoint", "/v1/chat/completions")
+    parts = (thought, thought, last, b"data: [DONE]\n\n")
+    with answering(lambda handler: send(handler, 200, EVENTS, *parts)) as url:
+        code, out, _ = run("bench", "serve", "--url", url, *argv)
+    assert (code, figures_in(out)["Total generated tokens"]) == (0, "4")
+
+
 def test_the_terms_of_a_load_are_kept(run):
     """Never more at a time than asked for, at the times of the seed; a request that fails is counted."""
     lock, now, most, bodies, times = threading.Lock(), [0], [0], [], []

@@ -70,5 +70,6 @@ def functions_of(
                 param=f"tools[{i}].type",
             )
     if left_out:
-        logger.info("built-in tools of a request were left out: %s", ", ".join(left_out.values()))
+        kinds = ", ".join(dict.fromkeys(left_out.values()))
+        logger.warning("built-in tools of a request are left out: %s", kinds)  # a server shows nothing below
     return functions, [*left_out]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from .fields import BILLING_HEADER
 
 Message = dict[str, Any]
 Block = Mapping[str, Any]
+NamedBlock = tuple[str, Block]  # with its path in the body
 # What these bodies name otherwise than a chat does.
 MESSAGES_NAMES = OwnNames(
     (r"\bresponse_format\.json_schema\.schema\b", "output_config.format.schema"),
@@ -100,32 +102,38 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return the messages of a chat. Raises RequestError for a result without its call."""
     messages: list[Message] = []
     open_calls: set[str] = set()
-    for i, message in enumerate(given):
-        content = message["content"]
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if message["role"] == "assistant":
-            messages.append(_assistant(f"messages[{i}].content", blocks))
+    # Messages of one role after the other are one turn: many templates take no others.
+    for role, turn in itertools.groupby(enumerate(given), lambda each: each[1]["role"]):
+        blocks = [block for i, message in turn for block in _named_blocks(i, message["content"])]
+        if role == "assistant":
+            messages.append(_assistant(blocks))
             open_calls = {call["id"] for call in messages[-1].get("tool_calls", ())}
-        elif message["role"] == "user":
-            messages += _user(f"messages[{i}].content", blocks, open_calls)
+        elif role == "user":
+            messages += _user(blocks, open_calls)
         else:
-            messages.append({"role": "system", "content": _joined(content)})
+            messages.append({"role": "system", "content": _joined([block for _, block in blocks])})
     return messages
 
 
-def _user(name: str, blocks: Sequence[Block], open_calls: set[str]) -> Iterator[Message]:
+def _named_blocks(index: int, content: str | Sequence[Block]) -> Iterator[NamedBlock]:
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    yield from ((f"messages[{index}].content[{i}]", block) for i, block in enumerate(content))
+
+
+def _user(blocks: Sequence[NamedBlock], open_calls: set[str]) -> Iterator[Message]:
     """Yield the results of the calls before, and what the user says.
 
     open_calls: the ids of calls without a result, of which those with one are removed.
     """
     texts: list[Block] = []
-    for i, block in enumerate(blocks):
+    for name, block in blocks:
         if block["type"] == "text":
             texts.append({"type": "text", "text": block["text"]})
             continue
         call_id = block["tool_use_id"]
         if call_id not in open_calls:
-            where = f"{name}[{i}].tool_use_id"
+            where = f"{name}.tool_use_id"
             raise RequestError(
                 f"{where} {call_id!r} is no tool_use of the assistant's message before it that has no result",
                 param=where,
@@ -137,11 +145,11 @@ def _user(name: str, blocks: Sequence[Block], open_calls: set[str]) -> Iterator[
         yield {"role": "user", "content": texts[0]["text"] if is_one else texts}
 
 
-def _assistant(name: str, blocks: Sequence[Block]) -> Message:
+def _assistant(blocks: Sequence[NamedBlock]) -> Message:
     """Return the message of the blocks. Raises RequestError for two calls with an id."""
     message: Message = {"role": "assistant"}
     call_ids = set[str]()
-    for i, block in enumerate(blocks):
+    for name, block in blocks:
         match block["type"]:
             case "text":
                 message["content"] = message.get("content", "") + block["text"]
@@ -149,7 +157,7 @@ def _assistant(name: str, blocks: Sequence[Block]) -> Message:
                 message["reasoning"] = message.get("reasoning", "") + block["thinking"]
             case "tool_use":
                 if block["id"] in call_ids:
-                    where = f"{name}[{i}].id"
+                    where = f"{name}.id"
                     raise RequestError(f"{where} {block['id']!r} is that of an earlier tool_use", param=where)
                 call_ids.add(block["id"])
                 arguments = json.dumps(block["input"], ensure_ascii=False)

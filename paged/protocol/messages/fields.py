@@ -115,7 +115,7 @@ CUSTOM_TOOL = FieldTable(
         *ignored("defer_loading", "all tools are shown from the beginning"),
     ],
 )
-MESSAGE_BUILTINS = re.compile(r"[a-z0-9_]+_20\d{6}|tool_search_tool_(bm25|regex)|mcp_toolset")
+MESSAGE_BUILTINS = re.compile(r"[a-z0-9_]{1,64}_20\d{6}|tool_search_tool_(bm25|regex)|mcp_toolset")
 _SINGLE = Field("disable_parallel_tool_use", Boolean(), "at most one call")
 TOOL_CHOICES = {
     "auto": FieldTable("tool_choice", [_type("auto"), _SINGLE]),
@@ -176,7 +176,8 @@ _PROMPT_FIELDS = [
     Field(
         "messages",
         ListOf(Tagged("role", MESSAGES_BY_ROLE), 1, MAX_MESSAGES),
-        "the conversation; an assistant's message at its end is continued",
+        "the conversation, in which messages of one role after the other are one; an assistant's message "
+        "at its end is continued",
         required=True,
     ),
     Field(

@@ -162,7 +162,7 @@ FUNCTION_TOOL = FieldTable(
 )
 RESPONSE_BUILTINS = re.compile(
     r"(web_search|file_search|computer|code_interpreter|image_generation|mcp|custom|namespace|tool_search"
-    r"|local_shell|shell|apply_patch|programmatic_tool_calling)[a-z0-9_]*"
+    r"|local_shell|shell|apply_patch|programmatic_tool_calling)[a-z0-9_]{0,64}"
 )
 _NAMED = Field("name", LONG_FUNCTION_NAME, "the function", required=True)
 RESPONSE_CHOICES = {

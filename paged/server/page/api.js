@@ -24,7 +24,8 @@ export class ApiError extends Error {
 // Fetch a path. Throws ApiError with the server's own message.
 export async function request(path, { key, body, signal, id } = {}) {
   const headers = {};
-  if (key) headers.authorization = `Bearer ${key}`;
+  // A header is bytes: those of a key in UTF-8, which the server knows.
+  if (key) headers.authorization = `Bearer ${String.fromCharCode(...new TextEncoder().encode(key))}`;
   if (id) headers["x-request-id"] = id;
   if (body !== undefined) headers["content-type"] = "application/json";
   const response = await fetch(path, {
