@@ -21,6 +21,11 @@ def _downwards(n: int) -> array[int]:
     return array("i", range(n - 1, -1, -1))
 
 
+def bytes_of_pool(num_blocks: int, block_size: int) -> int:
+    """Return the bytes that the arrays of a pool take."""
+    return 4 * num_blocks * (8 + block_size)
+
+
 class BlockPool:
     """The blocks of one memory, each in one of four states.
 

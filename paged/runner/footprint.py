@@ -13,6 +13,7 @@ import torch
 
 from ..config import QUANTIZATIONS
 from ..device.devices import is_here
+from ..device.free_memory import free_on_cpu
 from ..errors import ConfigError, ResourceError
 from ..kernels.backend import Kernels
 from ..model.spec import ExpertsSpec, FeedForwardSpec
@@ -20,7 +21,7 @@ from ..model.weights.loading import StoredWeights
 from ..model.weights.samples import SampledWeight, WeightSampler
 from ..model.weights.weight_files import find_weight_files
 from .load import new_kernels, open_model
-from .memory import free_on_cpu, largest_step, max_partial_bytes
+from .memory import largest_step, max_partial_bytes
 from .sizes import ELEMENT_BYTES, GIB, Sizes, draft_sizes
 
 # The parts of a model by the beginning of a module's name, or of its place in a layer.

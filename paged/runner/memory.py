@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-import psutil
 import torch
 
 from ..config import EngineConfig
+from ..device.free_memory import free_on_cpu
 from ..errors import ResourceError
 from ..kernels.backend import Kernels
 from ..model.cache.kv_cache import KVCache
@@ -49,12 +48,6 @@ def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, ru
 def kv_bytes_on_cpu(config: EngineConfig) -> int:
     """Return cpu_memory_utilization's share of the RAM that is free now, within the container's limit."""
     return int(free_on_cpu() * config.cpu_memory_utilization)
-
-
-def free_on_cpu() -> float:
-    """Return the bytes of RAM that are free now, within the container's limit."""
-    available: int = psutil.virtual_memory().available
-    return min(available, _cgroup_free_bytes())
 
 
 def kv_bytes_on_gpu(config: EngineConfig, device: torch.device, peak_bytes: int) -> int:
@@ -136,13 +129,3 @@ def max_partial_bytes(sizes: Sizes, kernels: Kernels) -> int:
     max_rows = 2 * sizes.config.max_num_seqs  # the last layers may attend twice for a sequence
     widest = max(shape.value_dim for shape in sizes.model.kv_shapes)
     return kernels.partial_bytes(max_rows, sizes.max_model_len, sizes.num_heads, widest)
-
-
-def _cgroup_free_bytes() -> float:
-    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if not limit.exists() or limit.read_text().strip() == "max":
-        return float("inf")
-    # Cached file pages count as used, but the kernel drops them when memory is needed.
-    stat = dict(line.split() for line in used.with_name("memory.stat").read_text().splitlines())
-    cached = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
-    return max(0, int(limit.read_text()) - int(used.read_text()) + cached)

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..base.validation import changed, check_int, check_number, shown
+from ..blocks.pool import bytes_of_pool
 from ..config import EngineConfig
-from ..errors import ConfigError
+from ..device.free_memory import free_on_cpu
+from ..errors import ConfigError, ResourceError
 from ..requests.request import Request
 from ..routing.router import ROUTERS, choose_among, new_router
-from ..runner.sizes import Sizes
+from ..runner.sizes import GIB, Sizes
 from .cost import DATA_SHEETS, Coefficients, Roofline, blocks_that_fit
 from .links import RankLink
 from .model import read_model
@@ -204,6 +206,7 @@ class Fleet:
         self._acceptance = (
             read_acceptance(fleet.speculative_acceptance) if fleet.speculative_acceptance else []
         )
+        self._check_memory()
         self._rng = random.Random(seed)
         self.replicas = [self._new_replica() for _ in range(fleet.num_simulated)]
         self._lives = [0] * fleet.num_simulated
@@ -218,6 +221,18 @@ class Fleet:
         self.statistics = Statistics(self.num_blocks, fleet.replicas, fleet.num_simulated, timeline)
         for number in range(fleet.num_simulated):
             self._expect_death(number, 0.0)
+
+    def _check_memory(self) -> None:
+        """Raise ConfigError if the block managers of all replicas take more memory than this machine has."""
+        pools = (self.num_blocks, self._sizes.block_size), (self._num_host_blocks, 0)
+        num_replicas = self._config.num_simulated
+        needed = num_replicas * sum(bytes_of_pool(*pool) for pool in pools)
+        if needed > (free := free_on_cpu()):
+            raise ResourceError(
+                f"{num_replicas:,} x {self.num_blocks:,} blocks take {needed / GIB:,.1f} GiB to simulate, and "
+                f"{free / GIB:.1f} GiB are free here; let a slice of the replicas stand for all, such as 64, "
+                "or give fewer num_blocks or a smaller swap_space"
+            )
 
     def _new_replica(self) -> Replica:
         link = RankLink.of(self._config.link, self._config.gpu)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import pytest
 
-from paged.blocks.pool import BlockPool
+from paged.blocks.pool import BlockPool, bytes_of_pool
 from paged.blocks.prefix_chain import HashBlock, PrefixChain, sha256_block
 from paged.errors import UsageError
 
@@ -307,3 +308,10 @@ def test_chain_grows_as_if_at_once_and_a_fork_by_itself():
     fork.extend([1, 2, 7, 8], 2, 2)
     assert (chain.digests, chain.data) == (chain_of([1, 2, 3, 4]).digests, chain_of([1, 2, 3, 4]).data)
     assert (fork.digests, fork.data) == (chain_of([1, 2, 7, 8]).digests, chain_of([1, 2, 7, 8]).data)
+
+
+@pytest.mark.parametrize("block_size", [0, 16])
+def test_the_memory_of_a_pool(block_size):
+    parts = vars(BlockPool(1000, block_size)).values()
+    taken = sum(memoryview(each).nbytes for each in parts if isinstance(each, array | bytearray))
+    assert taken == pytest.approx(bytes_of_pool(1000, block_size), rel=0.01)

@@ -283,6 +283,11 @@ def test_two_real_replicas_hit_as_often_as_simulated(traced, one_second):
         ({"restart_s": 9.0}, {}, "restart_s needs mtbf"),
         ({"mtbf": 9, "restart_s": -1}, {}, "restart_s must be at least 0, got -1"),
         ({"slice": 2}, {}, "slice must be from 1 to 1, got 2"),
+        (
+            {"replicas": 9_999_999},
+            {},
+            "9,999,999 x 500 blocks take 447.0 GiB to simulate, and .* free here; let a slice",
+        ),
         ({"mtbf": 1e-9}, {}, "mtbf 1e-09: 1,000 replicas died, .*; give a longer one"),
     ],
     ids=str,
