@@ -1,25 +1,24 @@
-"""What do several engine processes of one machine give a batch?
+"""What do several engine processes of one machine give?
 
-    python -m benchmarks.replicas
+    python -m benchmarks.replicas                               # all sections
+    python -m benchmarks.replicas --sections batch --rounds 2
 
 batch: `paged run-batch` with two engine processes of one thread each, against two commands that are started
-by hand for half of the lines each, from start to end. All must give the same texts.
+by hand for half of the lines each, from start to end. All must give the same texts. With --ray: two engine processes
+that are children against two in actors of a local Ray cluster, lines/s from the first line of the output to
+the last.
 
 prefixes: questions about a few long texts, in random order, over two engine processes whose caches hold half
 of the texts: routers against each other. `prefix-aware` sends a text to the engine that has it.
 
+sizes: 1 to 512 requests at once on one process with all cores, on two replicas and on two stages: tokens/s,
+the speed-up over the one process, and the memory of the processes (PSS). All must give the same tokens.
+
+processes: of two engine processes the time to start, tokens/s of many requests at once, the first token of
+one alone, and after one is killed, the seconds until all its requests have a next token and until it serves
+again. With --ray: beside two in actors of a local Ray cluster.
+
 A ratio is the median over the rounds, whose ways run in turns.
-
-    python -m benchmarks.replicas --ray
-
-compares two engine processes that are children with two in actors of a local Ray cluster: tokens/s of many
-requests at once, the first token of one alone, and for each, after a process is killed, the seconds until all
-its requests have a next token and until it serves again.
-
-    python -m benchmarks.replicas --ray-batch
-
-compares `paged run-batch --replicas 2` with the same on a local Ray cluster: lines/s from the first line of
-the output to the last.
 """
 
 from __future__ import annotations
@@ -39,6 +38,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.common import print_json, print_table
 from benchmarks.server.text_checkpoint import text_checkpoint
 from paged import SamplingParams
@@ -50,46 +51,99 @@ NUM_TEXTS = 50
 TEXT_TOKENS = 512
 QUESTIONS = 8  # about each text
 BLOCK_SIZE = 16
-RAY_OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "num_blocks": 4096, "max_num_seqs": 64}
-RAY_REQUESTS = 128
+OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "num_blocks": 4096, "max_num_seqs": 64}
+NUM_REQUESTS = 128
+NUM_TOKENS = 64  # of each
 FIRST_TOKENS = 40
+SIZES = (1, 8, 64, 256, 512)  # requests at once
+# Each has all cores of the machine.
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "two replicas": {"replicas": 2},
+    "two stages": {"pipeline_parallel_size": 2},
+}
+SIZES_OPTIONS: dict[str, Any] = {"device": "cpu", "num_blocks": 4096, "max_num_seqs": max(SIZES)}
 Way = Callable[[Path], None]
 Process = subprocess.Popen[str]
 
 
 def main() -> None:
     """Run the sections, and print a table for each."""
+    sections = {"batch": _batch, "prefixes": _prefixes, "sizes": _sizes, "processes": _processes}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--sections", nargs="+", choices=sections, default=[*sections])
     parser.add_argument("--model", default="llama-15m")
-    parser.add_argument("--lines", type=int, default=1500)
+    parser.add_argument("--lines", type=int, default=1500, help="of the batch")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ray", action="store_true", help="compare with engines on a Ray cluster")
-    parser.add_argument("--ray-batch", action="store_true", help="compare batches on a Ray cluster")
+    parser.add_argument(
+        "--ray", action="store_true", help="of batch and processes: compare with engines on a Ray cluster"
+    )
     args = parser.parse_args()
     model = text_checkpoint(args.model)
-    if args.ray:
-        print_json({"benchmark": "replicas", **vars(args), "ray": _compare_with_ray(model, args.rounds)})
-        return
+    found = {name: sections[name](model, args) for name in args.sections}
+    print_json({"benchmark": "replicas", **vars(args), **found})
+
+
+def _batch(model: str, args: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         lines = [_line(i, [1 + i % 199] * 16, 32 + i % 32) for i in range(args.lines)]
         batch = _Batch(Path(folder), model, lines)
-        if args.ray_batch:
-            ratio = _compare_batches(batch, Path(folder), args.rounds)
-            print_json({"benchmark": "replicas", **vars(args), "ray_batch": ratio})
-            return
+        if args.ray:
+            return {"on Ray": _compare_batches(batch, Path(folder), args.rounds)}
         ways: dict[str, Way] = {"--replicas 2": batch.replicas, "two commands": batch.two_commands}
-        found = {"batch": _compare(ways, Path(folder), args.rounds, "two commands")}
+        return _compare(ways, Path(folder), args.rounds, "two commands")
+
+
+def _prefixes(model: str, args: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         texts = _Batch(Path(folder), model, _questions())
         # Half of the texts, and the requests that are computed.
         num_blocks = NUM_TEXTS // 2 * TEXT_TOKENS // BLOCK_SIZE + 256
         options = ("--num-blocks", str(num_blocks), "--block-size", str(BLOCK_SIZE), "--max-num-seqs", "8")
-        ways = {
+        ways: dict[str, Way] = {
             router: lambda file, router=router: texts.replicas(file, "--router", router, *options)
             for router in ("prefix-aware", "least-loaded", "round-robin")
         }
-        found["prefixes"] = _compare(ways, Path(folder), args.rounds, "round-robin")
-    print_json({"benchmark": "replicas", **found, **vars(args)})
+        return _compare(ways, Path(folder), args.rounds, "round-robin")
+
+
+def _sizes(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    engines = {
+        name: _Engines(model, LocalLauncher(), **SIZES_OPTIONS, **division)
+        for name, division in DIVISIONS.items()
+    }
+    rows = asyncio.run(_load_sizes(engines, args.rounds))
+    print_table(rows)
+    return rows
+
+
+async def _load_sizes(engines: dict[str, _Engines], rounds: int) -> list[dict[str, Any]]:
+    """Return a row for each number of requests at once, with the columns of each division."""
+    rows = []
+    try:
+        for size in SIZES:
+            row: dict[str, Any] = {"requests": size}
+            for own in engines.values():
+                await own.load(size)  # the first one compiles
+                own.seconds.clear()
+            expected = None
+            for _ in range(rounds):
+                for name, own in engines.items():
+                    found = await own.load(size)
+                    assert expected in (None, found), f"{name}: other tokens"
+                    expected = found
+            base = statistics.median(engines["one process"].seconds)
+            for name, own in engines.items():
+                seconds = statistics.median(own.seconds)
+                row[f"{name}, tokens/s"] = size * NUM_TOKENS / seconds
+                if name != "one process":
+                    row[f"{name}, speed-up"] = base / seconds
+                row[f"{name}, MiB"] = own.mebibytes
+            rows.append(row)
+    finally:
+        for own in engines.values():
+            await own.client.__aexit__()
+    return rows
 
 
 def _line(number: int, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
@@ -149,18 +203,18 @@ class _Batch:
 
 
 class _Engines:
-    """Two engine processes, and what is measured of them.
+    """Engine processes, and what is measured of them.
 
-    start_s: how long both took to start.
+    start_s: how long all took to start.
     seconds: of each load.
     first_s: until the first token, of one request alone.
     moved_s, serving_s: from a death to the next token of each request, and until a new process serves.
     """
 
-    def __init__(self, model: str, launcher: Launcher) -> None:
+    def __init__(self, model: str, launcher: Launcher, **options: Any) -> None:
         started = time.perf_counter()
         self.client = EngineClient(
-            model, replicas=2, launcher=launcher, max_restarts=1000, router="round-robin", **RAY_OPTIONS
+            model, launcher=launcher, max_restarts=1000, router="round-robin", **options
         )
         self.start_s = time.perf_counter() - started
         self.seconds: list[float] = []
@@ -176,9 +230,16 @@ class _Engines:
     async def load(self, num_requests: int) -> list[list[int]]:
         """Compute many requests at once. Return their tokens."""
         started = time.perf_counter()
-        found = await asyncio.gather(*(_read(self.stream(i, 64), []) for i in range(num_requests)))
+        found = await asyncio.gather(*(_read(self.stream(i, NUM_TOKENS), []) for i in range(num_requests)))
         self.seconds.append(time.perf_counter() - started)
         return found
+
+    @property
+    def mebibytes(self) -> float:
+        """The memory of the processes, and of those that they have started; shared pages count once."""
+        first = [psutil.Process(each.connection._process.pid) for each in self.client._supervisor.replicas]
+        every = {process for one in first for process in (one, *one.children(recursive=True))}
+        return sum(process.memory_full_info().pss for process in every) / 2**20
 
     async def first_token(self, number: int) -> None:
         """Measure the first token of a request that is alone."""
@@ -221,18 +282,18 @@ async def _read(stream: RequestStream, times: list[float]) -> list[int]:
     return [*token_ids]
 
 
-def _compare_with_ray(model: str, rounds: int) -> dict[str, Any]:
-    """Compare engines that are children with those on a local Ray cluster. Print a table."""
-    from paged.ray.launcher import connect
+def _processes(model: str, args: argparse.Namespace) -> dict[str, Any]:
+    engines = {"children": _Engines(model, LocalLauncher(), replicas=2, **OPTIONS)}
+    if args.ray:
+        from paged.ray.launcher import connect
 
-    over_ray = connect("local", RAY_OPTIONS, 2)
-    engines = {"children": _Engines(model, LocalLauncher()), "on Ray": _Engines(model, over_ray)}
-    asyncio.run(_measure([*engines.values()], rounds))
+        engines["on Ray"] = _Engines(model, connect("local", OPTIONS, 2), replicas=2, **OPTIONS)
+    asyncio.run(_measure([*engines.values()], args.rounds))
     rows = [
         {
             "engines": name,
             "start s": own.start_s,
-            "tokens/s": RAY_REQUESTS * 64 / statistics.median(own.seconds),
+            "tokens/s": NUM_REQUESTS * NUM_TOKENS / statistics.median(own.seconds),
             "first token ms": 1e3 * statistics.median(own.first_s),
             "death to token s": statistics.median(own.moved_s),
             "death to serving s": statistics.median(own.serving_s),
@@ -249,7 +310,7 @@ async def _measure(engines: Sequence[_Engines], rounds: int) -> None:
     try:
         for i in range(rounds):
             for own in engines:
-                found = await own.load(RAY_REQUESTS)
+                found = await own.load(NUM_REQUESTS)
                 assert expected in (None, found), "they give other tokens"
                 expected = found
             for number in range(FIRST_TOKENS):

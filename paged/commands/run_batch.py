@@ -96,6 +96,7 @@ class _Job(NamedTuple):
 async def _answer(job: _Job, options: Mapping[str, Any], processes: Mapping[str, Any]) -> None:
     """Answer the lines that have no result yet, with a progress bar."""
     from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
 
     from ..protocol.batch_file import BATCH_LIMITS, read_lines
     from ..protocol.chat_output.chat_format import ChatFormat
@@ -105,7 +106,9 @@ async def _answer(job: _Job, options: Mapping[str, Any], processes: Mapping[str,
     async with _started(options, processes) as engine:
         chat_format = ChatFormat.of_model(engine.text, chat_template=job.template, **job.parsers)
         limits = replace(BATCH_LIMITS, chat_template=job.template, chat_format=chat_format)
-        with tqdm(total=job.total, initial=num_done, desc="Batch", unit="line") as bar:
+        bar = tqdm(total=job.total, initial=num_done, desc="Batch", unit="line")
+        # Lines about processes that end have their own lines above the bar.
+        with logging_redirect_tqdm(), bar:
             num_engines = processes.get("replicas", 1)
             run = BatchRun(engine, job.output, job.model, bar.update, num_engines=num_engines)
             await run.answer(read_lines(job.source, job.output.done, limits))

@@ -41,6 +41,7 @@ class RunOptions:
     def __init__(
         self, results: Path, engine: Mapping[str, Any], more: Mapping[str, Any], *inputs: Path
     ) -> None:
+        check_writable(results, *inputs)  # first, so that it is what an error names
         self._results = results
         target = results.resolve()
         self.path = target.with_name(f"{target.name}.options.json")

@@ -42,7 +42,9 @@ from .telemetry.log_queue import log_to_stderr, log_uncaught_errors
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-WHOLE_S = 1.0  # between two outputs of a request whose reader gets all of it at the end
+# Between two outputs of a request whose reader gets all of it at the end: what is computed again at most
+# when its process ends.
+WHOLE_S = 4.0
 STATS_S = 0.25  # they are collected at most this often
 MOST_PREPARED = 2  # requests with a grammar or long texts that are prepared beside the steps
 RECEIVED_BYTES = 2**16

@@ -229,9 +229,9 @@ class Fleet:
         needed = num_replicas * sum(bytes_of_pool(*pool) for pool in pools)
         if needed > (free := free_on_cpu()):
             raise ResourceError(
-                f"{num_replicas:,} x {self.num_blocks:,} blocks take {needed / GIB:,.1f} GiB to simulate, and "
-                f"{free / GIB:.1f} GiB are free here; let a slice of the replicas stand for all, such as 64, "
-                "or give fewer num_blocks or a smaller swap_space"
+                f"{num_replicas:,} x {self.num_blocks:,} blocks take {needed / GIB:,.1f} GiB to simulate, "
+                f"and {free / GIB:.1f} GiB are free here; let a slice of the replicas stand for all, such as "
+                "64, or give fewer num_blocks or a smaller swap_space"
             )
 
     def _new_replica(self) -> Replica:

@@ -441,7 +441,8 @@ def test_nothing_else_is_written_over(run, tmp_path):
         assert other.read_text() == text
     assert "would overwrite the input" in run.refused("run-batch", source, source, code=1)
     assert "No such file" in run.refused("run-batch", tmp_path / "missing", tmp_path / "out", code=1)
-    assert "no such directory" in run.refused("run-batch", source, tmp_path / "missing" / "out", code=1)
+    missing = tmp_path / "missing" / "out"
+    assert f"{missing}: no such directory" in run.refused("run-batch", source, missing, code=1)
     assert "missing.jinja: No such" in run.refused(
         "run-batch", source, tmp_path / "out", "--chat-template", "missing.jinja", code=1
     )
