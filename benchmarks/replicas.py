@@ -4,9 +4,9 @@
     python -m benchmarks.replicas --sections batch --rounds 2
 
 batch: `paged run-batch` with two engine processes of one thread each, against two commands that are started
-by hand for half of the lines each, from start to end. All must give the same texts. With --ray: two engine processes
-that are children against two in actors of a local Ray cluster, lines/s from the first line of the output to
-the last.
+by hand for half of the lines each, from start to end. All must give the same texts. With --ray: two engine
+processes that are children against two in actors of a local Ray cluster, lines/s from the first line of the
+output to the last.
 
 prefixes: questions about a few long texts, in random order, over two engine processes whose caches hold half
 of the texts: routers against each other. `prefix-aware` sends a text to the engine that has it.

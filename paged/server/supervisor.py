@@ -71,6 +71,7 @@ class Supervisor:
         self._is_closed = False
         self.replicas: list[SupervisedEngine] = []
         self.removed: dict[int, EngineStats] = {}
+        self._has_answered = False  # a process, since restarts were forgiven
         try:
             for start in starts:
                 self.replicas.append(SupervisedEngine(start, self, launcher))
@@ -154,7 +155,7 @@ class Supervisor:
         """Abort a request whose reader is gone."""
         if request.connection is not None:
             request.connection.abort(request)
-        self.on_end(request)
+        self._forget(request)
 
     def end(self, request_id: str) -> None:
         """Abort an unfinished request, if there is one, whose reader waits for its last output."""
@@ -164,7 +165,7 @@ class Supervisor:
         if request.connection is not None:
             request.connection.end(request)
             return
-        self.on_end(request)
+        self._forget(request)
         if isinstance(request.order, frames.Generate):
             request.inbox.put(request.aborted())
         else:
@@ -181,7 +182,7 @@ class Supervisor:
         self._fail(request, RequestTimeoutError(TIMEOUT_MESSAGE))
 
     def _fail(self, request: SentRequest, error: PagedError) -> None:
-        self.on_end(request)
+        self._forget(request)
         # One for each reader: those that raise the same error would add to its traceback.
         own = type(error)(str(error))
         own.__cause__ = error.__cause__
@@ -241,7 +242,11 @@ class Supervisor:
     # Of the processes: `Owner`
 
     def on_end(self, request: SentRequest) -> None:
-        """Forget a request that has ended."""
+        """Forget a request that its process has ended."""
+        self._has_answered = True
+        self._forget(request)
+
+    def _forget(self, request: SentRequest) -> None:
         self._waiting.pop(request, None)
         request.cancel_timer()
         if self._requests.get(request.request_id) is request:
@@ -293,12 +298,19 @@ class Supervisor:
                 f"{num} engine processes ended while they computed this request, the last one nothing else"
             )
             self._fail(request, RequestKillsEngineError(message))
-            for replica in self.replicas:
-                replica.forgive_restarts()
+            self._forgive_restarts()
         elif not self._terms.resume or not request.can_go_on:
             self._fail(request, error)
         else:
             self._wait(request)
+
+    def _forgive_restarts(self) -> None:
+        """Count no restarts for a request that is found, unless each request since the last one was such."""
+        if not self._has_answered:
+            return
+        self._has_answered = False
+        for replica in self.replicas:
+            replica.forgive_restarts()
 
     def _begin_replacing(self, replica: SupervisedEngine, error: EngineDeadError) -> None:
         assert self._loop is not None

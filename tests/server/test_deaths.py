@@ -218,10 +218,13 @@ def test_restarts_for_a_request_that_is_found_do_not_count(engines):
         with mortal(engines[:1], max_restarts=3) as (client, lives):
             lives.is_fatal = lambda engine: "poison" in engine.core.groups
             async with client:
-                for _ in range(2):
+                for good in (1, 1, 0):
+                    for _ in range(good):
+                        assert (await read(client.generate("x", LONG), 0.0))[-1].finished
                     with pytest.raises(RequestKillsEngineError):
                         await anext(client.generate("x", LONG, "poison"))
-                assert (await read(client.generate("x", LONG), 0.0))[-1].finished
+                with pytest.raises(EngineDeadError):  # nothing was answered between the last two
+                    await anext(client.generate("x", LONG))
 
     asyncio.run(asyncio.wait_for(main(), 120))
 
