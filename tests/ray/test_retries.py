@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -37,6 +38,20 @@ class Method:
         return answer
 
 
+@dataclass
+class Outcome:
+    """What has become of a job.
+
+    errors: of rows.
+    alone: how often each row was alone in an actor that others killed.
+    num_ends: of actors.
+    """
+
+    errors: dict[int, str | None] = field(default_factory=dict)
+    alone: Counter[int] = field(default_factory=Counter)
+    num_ends: int = 0
+
+
 class Life(data._Generator):
     """An actor from its start to its end."""
 
@@ -48,6 +63,8 @@ class Life(data._Generator):
         self._poison = poison
         self._rng = rng
         self.running: set[int] = set()
+        self.num_done = 0
+        self.most_rows: int | None = None  # after which it ends
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def _row(self, row_id: int, given: int) -> Any:
@@ -55,62 +72,83 @@ class Life(data._Generator):
         self.running.add(row_id)
         for _ in range(self._rng.randrange(3)):
             await asyncio.sleep(0)
-        if row_id in self._poison:
+        if row_id in self._poison or self.num_done == self.most_rows:
             if not self.end.done():
                 self.end.set_result(None)
             await asyncio.get_running_loop().create_future()
         self.running.discard(row_id)
+        self.num_done += 1
         return data.Result(str(row_id), [row_id], "stop")
 
 
-async def run(rng: random.Random, num_batches: int, poison: set[int], num_kills: int) -> tuple[Any, Any, int]:
-    """Compute all rows on two actors, of which others kill some. Return the rows' errors, how often each one
-    was alone in an actor that was killed, and the number of ends.
-    """
+async def run(rng: random.Random, blocks: list[list[int]], poison: set[int], num_kills: int) -> Outcome:
+    """Compute blocks of two batches on two actors, of which others kill some."""
     handle = Handle(data._Ledger())
-    waiting = [[*range(i, i + ROWS_OF_BATCH)] for i in range(0, num_batches * ROWS_OF_BATCH, ROWS_OF_BATCH)]
-    errors: dict[int, str | None] = {}
-    alone: Counter[int] = Counter()
-    num_ends = 0
+    found = Outcome()
+    num_left = num_kills
 
-    async def compute(life: Life, ids: list[int]) -> None:
-        found = await life(pyarrow.table({"id": ids, "prompt": ids}))
-        errors.update(zip(ids, found.column("error").to_pylist(), strict=True))
+    async def compute(life: Life, block: list[int]) -> None:
+        halves = block[:ROWS_OF_BATCH], block[ROWS_OF_BATCH:]
+        tables = await asyncio.gather(*(life(pyarrow.table({"id": ids, "prompt": ids})) for ids in halves))
+        for ids, table in zip(halves, tables, strict=True):
+            found.errors.update(zip(ids, table.column("error").to_pylist(), strict=True))
 
-    async def act(actor: str, batches: list[list[int]]) -> None:
-        nonlocal num_ends, num_kills
-        while any(ids[0] not in errors for ids in batches):
+    async def act(actor: str, own: list[list[int]]) -> None:
+        nonlocal num_left
+        while left := [block for block in own if block[0] not in found.errors]:
             await handle.start.remote(actor)
             life = Life(handle, actor, poison, rng)
-            tasks = [asyncio.create_task(compute(life, ids)) for ids in batches if ids[0] not in errors]
+            tasks = [asyncio.create_task(compute(life, block)) for block in left]
             everything = asyncio.gather(*tasks)
             while not (everything.done() or life.end.done()):
                 await asyncio.sleep(0)
-                if num_kills and not everything.done() and rng.random() < 0.05:
-                    num_kills -= 1
+                if num_left and not everything.done() and rng.random() < 0.05:
+                    num_left -= 1
                     if len(life.running) == 1:
-                        alone.update(life.running)
+                        found.alone.update(life.running)
                     break
+            found.num_ends += not everything.done()
             everything.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            num_ends += any(ids[0] not in errors for ids in batches)
 
-    await asyncio.wait_for(asyncio.gather(act("a", waiting[::2]), act("b", waiting[1::2])), 60)
-    return errors, alone, num_ends
+    await asyncio.wait_for(asyncio.gather(act("a", blocks[::2]), act("b", blocks[1::2])), 60)
+    return found
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_only_rows_that_end_two_actors_alone_are_errors(seed):
     rng = random.Random(seed)
-    num_batches = rng.randrange(2, 12)
-    num_rows = num_batches * ROWS_OF_BATCH
-    poison = set(rng.sample(range(num_rows), rng.choice([0, 1, 2, min(8, num_rows // 2)])))
+    num_rows = 2 * ROWS_OF_BATCH * rng.randrange(1, 7)
+    ids = [*range(num_rows)]
+    blocks = [ids[i : i + 2 * ROWS_OF_BATCH] for i in range(0, num_rows, 2 * ROWS_OF_BATCH)]
+    poison = set(rng.sample(ids, rng.choice([0, 1, 2, min(8, num_rows // 2)])))
     num_kills = rng.choice([0, 6])
-    errors, alone, num_ends = asyncio.run(run(rng, num_batches, poison, num_kills))
-    assert sorted(errors) == [*range(num_rows)]
-    found = {row for row, error in errors.items() if error is not None}
-    assert poison <= found
-    assert all(alone[row] for row in found - poison)
+    found = asyncio.run(run(rng, blocks, poison, num_kills))
+    assert sorted(found.errors) == ids
+    wrong = {row for row, error in found.errors.items() if error is not None}
+    assert poison <= wrong
+    assert all(found.alone[row] for row in wrong - poison)
     # Both actors may end twice before rows are alone, and then twice with each.
-    assert num_ends <= 4 + 2 * len(poison) + num_kills
-    assert all("computed this row and nothing else" in errors[row] for row in found)
+    assert found.num_ends <= 4 + 2 * len(poison) + num_kills
+    assert all("computed this row and nothing else" in found.errors[row] for row in wrong)
+
+
+def test_rows_that_are_done_alone_are_kept():
+    """An actor that ends after each row comes to the end of a batch."""
+    handle = Handle(data._Ledger())
+    ids = [*range(ROWS_OF_BATCH)]
+
+    async def main() -> int:
+        for num_ends in range(50):
+            await handle.start.remote("a")
+            life = Life(handle, "a", set(), random.Random(0))
+            life.most_rows = 1
+            batch = asyncio.create_task(life(pyarrow.table({"id": ids, "prompt": ids})))
+            await asyncio.wait([batch, life.end], return_when=asyncio.FIRST_COMPLETED)
+            if batch.done():
+                return num_ends
+            batch.cancel()
+            await asyncio.gather(batch, return_exceptions=True)
+        return 50
+
+    assert asyncio.run(main()) <= data.MOST_ENDS + ROWS_OF_BATCH
