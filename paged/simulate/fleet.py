@@ -230,8 +230,8 @@ class Fleet:
         if needed > (free := free_on_cpu()):
             raise ConfigError(
                 f"{num_replicas:,} x {self.num_blocks:,} blocks take {needed / GIB:,.1f} GiB to simulate, "
-                f"and {free / GIB:.1f} GiB are free here; let a slice of the replicas stand for all, such as 64, "
-                "or give fewer num_blocks or a smaller swap_space"
+                f"and {free / GIB:.1f} GiB are free here; let a slice of the replicas stand for all, such as "
+                "64, or give fewer num_blocks or a smaller swap_space"
             )
 
     def _new_replica(self) -> Replica:
