@@ -55,6 +55,7 @@ class Ranks:
             )
         self._local: dict[int, LocalRank] = {}
         self._changed = threading.Event()
+        self._lost: RankError | None = None  # why one of torchrun's ranks cannot be reached
         self._is_closed = False
         self.num_restarts = 0
         self._on_loss: Callable[[], Callable[[], object] | None] = lambda: None
@@ -114,7 +115,9 @@ class Ranks:
         self.heartbeat.beat(number)
 
     def check(self) -> None:
-        """Raise RankError if a process that was started here has ended."""
+        """Raise RankError if a process that was started here has ended, or one of torchrun's is lost."""
+        if self._lost is not None:
+            raise self._lost
         for local in self._local.values():
             if local.has_ended:
                 raise RankError(f"{local.name}, {local.how_it_ended()}")
@@ -146,7 +149,9 @@ class Ranks:
             self.close()
             return RankError("the ranks were ended, as their step was interrupted")
         if self._torchrun is not None:
-            return self._loss(error)
+            loss = self._loss(error)
+            remove_private(self._private)  # a server ends this process as soon as it knows
+            return loss
         troubles = self._find_troubles()
         while troubles or isinstance(error, RankError):
             reason = RankError("; ".join(troubles.values()) or str(error))
@@ -228,8 +233,16 @@ class Ranks:
             elif time.monotonic() - self._sent_at >= pause_s:
                 self._sent_at = time.monotonic()
                 self.heartbeat.beat()
-                with suppress(RankError):  # the next step will raise it, too
+                try:
                     self.transport.send_message(b"")
+                except RankError as error:  # the next step would raise it, too
+                    self._on_silence(error)
+
+    def _on_silence(self, error: RankError) -> None:
+        """Take note that a message could not be sent. Ends of processes that were started here tell more."""
+        if self._torchrun is not None and not self._is_closed:
+            self._lost = error
+            self._changed.set()
 
     @contextmanager
     def starting(self) -> Iterator[None]:

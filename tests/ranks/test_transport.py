@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -10,8 +11,13 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from paged import EngineConfig
 from paged.errors import RankError
+from paged.ranks import supervision
+from paged.ranks.layout import RankLayout
+from paged.ranks.supervision import Ranks
 from paged.ranks.transport import GlooTransport, ShardGroup
+from paged.simulate.model import read_model
 
 
 def connected(num_ranks: int, **options: float) -> list[GlooTransport]:
@@ -85,3 +91,41 @@ def test_a_rank_that_is_late_or_gone_is_an_error():
     driver, follower = connected(2, message_timeout_s=0.3)  # under torchrun
     with pytest.raises(RankError, match="rank 0 sends nothing"):
         follower.receive_message()
+
+
+def test_an_idle_driver_notices_that_a_rank_of_torchrun_is_gone(monkeypatch, tmp_path):
+    """Its server would say that it is ready, and lose the next request. No file is left."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(supervision, "torchrun_store", lambda _: HashStore())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(supervision, "RANK_END_S", 0.1)
+    monkeypatch.setattr(supervision, "ANSWER_S", 0.1)
+    config = EngineConfig("demo", pipeline_parallel_size=2, rank_timeout_s=1.0)
+    ranks = Ranks(config, RankLayout.of(config, read_model("demo")), tmp_path)
+    ranks.transport, follower = connected(2)
+    noticed = Loss()
+    ranks.watch(noticed.on_loss)
+    ranks.begin(())
+    for _ in range(2):
+        assert follower.receive_message() == b""  # it is idle
+    ranks.check()
+    follower.close()
+    assert noticed.event.wait(60)
+    with pytest.raises(RankError, match="rank 1 receives nothing") as lost:
+        ranks.check()
+    assert "rank 1 receives nothing" in str(ranks.recover(lost.value))
+    assert not [*tmp_path.iterdir()]
+    ranks.close()
+
+
+class Loss:
+    """What is told of a loss."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def on_loss(self) -> None:
+        """Note it."""
+        self.event.set()
