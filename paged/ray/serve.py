@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import ray
 from ray import serve
 
 from ..config import EngineConfig
-from ..errors import ConfigError, EngineDeadError
+from ..errors import ClusterError, ConfigError, EngineDeadError
 from ..server.launcher import LocalLauncher
 from ..server.options import MAX_WAITING, ServeOptions
 
@@ -33,6 +35,12 @@ OF_SERVE = frozenset(
         "drain_timeout",
     }
 )
+
+if inspect.signature(serve.ingress).parameters["app"].default is inspect.Parameter.empty:
+    raise ClusterError(
+        f"Serve of ray {ray.__version__} takes no application that a replica makes itself; install a newer "
+        "one: 2.60.0 is tested"
+    )
 
 
 def app(
