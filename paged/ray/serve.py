@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from ..base.validation import shown
 from ..config import EngineConfig
-from ..errors import ConfigError, EngineDeadError
+from ..errors import ClusterError, ConfigError, EngineDeadError
 from ..server.launcher import LocalLauncher
 from ..server.options import MAX_WAITING, ServeOptions
 from .missing import explained
 
 try:
+    import ray
     from ray import serve
 except ImportError as error:
     raise explained(error) from None
@@ -38,6 +40,12 @@ OF_SERVE = frozenset(
         "drain_timeout",
     }
 )
+
+if inspect.signature(serve.ingress).parameters["app"].default is inspect.Parameter.empty:
+    raise ClusterError(
+        f"Serve of ray {ray.__version__} takes no application that a replica makes itself; install a newer "
+        "one: 2.60.0 is tested"
+    )
 
 
 def app(
