@@ -18,7 +18,8 @@ processes: of two engine processes the time to start, tokens/s of many requests 
 one alone, and after one is killed, the seconds until all its requests have a next token and until it serves
 again. With --ray: beside two in actors of a local Ray cluster.
 
-A ratio is the median over the rounds, whose ways run in turns.
+A ratio is the median over the rounds, whose ways run in turns. That of CPU seconds, of all processes from
+start to end, depends less on what else the machine does.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def main() -> None:
     """Run the sections, and print a table for each."""
     sections = {"batch": _batch, "prefixes": _prefixes, "sizes": _sizes, "processes": _processes}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--sections", nargs="+", choices=sections, default=[*sections])
+    parser.add_argument("--sections", nargs="+", choices=sections, help="all; with --ray, processes")
     parser.add_argument("--model", default="llama-15m")
     parser.add_argument("--lines", type=int, default=1500, help="of the batch")
     parser.add_argument("--rounds", type=int, default=3)
@@ -80,7 +81,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     model = text_checkpoint(args.model)
-    found = {name: sections[name](model, args) for name in args.sections}
+    chosen = args.sections or (["processes"] if args.ray else [*sections])
+    found = {name: sections[name](model, args) for name in chosen}
     print_json({"benchmark": "replicas", **vars(args), **found})
 
 
@@ -348,13 +350,16 @@ def _wait(processes: Sequence[Process]) -> None:
 def _compare(ways: dict[str, Way], folder: Path, rounds: int, base: str) -> dict[str, float]:
     """Compute a batch in all ways in turns. Print a table; return the speed of each over that of the base."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    computed: dict[str, list[float]] = {name: [] for name in ways}
     expected = None
     for number in range(rounds):
         for name, way in ways.items():
             output = folder / f"{name}.{number}.jsonl"
             started = time.perf_counter()
+            used = _cpu_s()
             way(output)
             seconds[name].append(time.perf_counter() - started)
+            computed[name].append(_cpu_s() - used)
             texts = _texts(output)
             assert expected in (None, texts), f"{name} gives other texts"
             expected = texts
@@ -364,11 +369,25 @@ def _compare(ways: dict[str, Way], folder: Path, rounds: int, base: str) -> dict
     }
     print_table(
         [
-            {"way": name, "s": statistics.median(times), f"speed of {base}": speed[name]}
+            {
+                "way": name,
+                "s": statistics.median(times),
+                f"speed of {base}": speed[name],
+                "CPU s": statistics.median(computed[name]),
+                f"CPU s of {base}": statistics.median(
+                    own / b for own, b in zip(computed[name], computed[base], strict=True)
+                ),
+            }
             for name, times in seconds.items()
         ]
     )
     return speed
+
+
+def _cpu_s() -> float:
+    """Return the CPU seconds of the processes that have been waited for, and of theirs."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def _texts(output: Path) -> dict[str, str]:
