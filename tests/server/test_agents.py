@@ -16,7 +16,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from paged.server.responses import ResponseKey
-from tests.support.served import Served, eventually, serving
+from tests.support.served import Served, eventually, serving, unhurried
 
 STORE = 6000  # bytes: two or three responses
 
@@ -293,7 +293,7 @@ def test_errors_and_keys_of_messages(server, claude):
         list(claude.messages.create(**long, stream=True))
 
 
-def test_streams_that_are_left_or_cancelled_free_their_blocks(server, client, claude):
+def test_streams_that_are_left_or_cancelled_free_their_blocks(server, client, claude, engine):
     long = {**ASKED, "max_output_tokens": 1900, "extra_body": {"ignore_eos": True}}
     with client.responses.create(**long, stream=True) as stream:
         next(stream)
@@ -301,10 +301,11 @@ def test_streams_that_are_left_or_cancelled_free_their_blocks(server, client, cl
     with claude.messages.create(**{**MESSAGE, **text}, stream=True) as stream:
         next(stream)
     eventually(lambda: server.num_requests == 0)
-    stream = client.responses.create(**long, stream=True)
-    first = next(stream).response
-    assert client.responses.retrieve(first.id).status == "in_progress"
-    cancelled = client.responses.cancel(first.id)
+    with unhurried(engine):
+        stream = client.responses.create(**long, stream=True)
+        first = next(stream).response
+        assert client.responses.retrieve(first.id).status == "in_progress"
+        cancelled = client.responses.cancel(first.id)
     assert (cancelled.id, cancelled.status) == (first.id, "cancelled")
     *_, last = stream
     assert (last.type, last.response.status) == ("response.failed", "cancelled")
@@ -313,7 +314,7 @@ def test_streams_that_are_left_or_cancelled_free_their_blocks(server, client, cl
     with pytest.raises(openai.NotFoundError):
         client.responses.cancel(first.id)
     # Whoever waits for the whole of a response gets one that was cancelled, and does not ask again.
-    with ThreadPoolExecutor(1) as pool:
+    with unhurried(engine), ThreadPoolExecutor(1) as pool:
         waiting = client.with_options(max_retries=2).responses.create
         whole = pool.submit(waiting, **{**long, "extra_body": {"ignore_eos": True, "request_id": "mine"}})
         eventually(lambda: server.num_requests == 1)
