@@ -6,12 +6,10 @@ import asyncio
 import inspect
 import logging
 import time
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..base.validation import check_int, shown
 from ..config import EngineConfig
@@ -20,6 +18,7 @@ from ..requests.request import RequestOutput
 from ..requests.seeds import derived_seed
 from ..sampling_params import RequestOutputKind, SamplingParams
 from .cluster import ROOM_S, Share, share_of
+from .ledger import MOST_ENDS, Ledger, Result, Room
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -29,20 +28,8 @@ if TYPE_CHECKING:
 
 ROWS_OF_BATCH = 8  # many small batches at once: the engine never waits for the last rows of one
 ROWS_OF_BLOCK = 4 * ROWS_OF_BATCH  # Ray computes a block again as a whole; so many batches of it run at once
-MOST_ENDS = (
-    2  # of actors, with a batch before it is computed alone, and with a row alone before it is an error
-)
 IDS_AT_ONCE = 2**16  # rows whose ids are read together
 QUEUE_FULL_S = 0.02  # until a row is sent again that found the engine's queue full
-
-
-class Result(NamedTuple):
-    """The columns of results of a row."""
-
-    text: str | None = None
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    error: str | None = None
 
 
 logger = logging.getLogger(__name__)
@@ -112,7 +99,7 @@ def generate(
         batch_format="pyarrow",
         **_pool(replicas, at_once),
         fn_constructor_kwargs={
-            "ledger": ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Ledger).remote(),
+            "ledger": ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Ledger).remote(),
             "columns": needed,
             "is_chat": messages_column is not None,
             "params": params,
@@ -179,77 +166,12 @@ def _params(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams 
     return replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
-class _Ledger:
-    """Counts the ends of a job's actors with the work that each had begun. An actor itself, of one thread."""
-
-    def __init__(self) -> None:
-        self._begun = defaultdict[str, set[str]](set)  # by each actor, since it started
-        self._ends: Counter[str] = Counter()  # of actors, with each batch and row
-        self._ends_in_a_row: Counter[str] = Counter()  # of each actor, since it was last done with something
-        self._results: dict[str, Result] = {}  # of rows that were computed alone, whose batch is not done
-
-    def start(self, actor: str) -> int:
-        """Note that an actor starts, perhaps again. Return how often it has ended with nothing done."""
-        if actor in self._begun:
-            self._ends.update(self._begun[actor])
-            self._ends_in_a_row[actor] += 1
-        self._begun[actor] = set()
-        return self._ends_in_a_row[actor]
-
-    def known(self, work: str) -> tuple[int, Result | None]:
-        """Return how many actors have ended with a batch or row, and the result of a row that has one."""
-        return self._ends[work], self._results.get(work)
-
-    def begin(self, actor: str, work: str) -> None:
-        """Note that an actor begins with a batch or row."""
-        self._begun[actor].add(work)
-
-    def keep(self, actor: str, row: str, result: Result) -> None:
-        """Keep the result of a row that was computed alone, should the actor end before its batch is done."""
-        self._results[row] = result
-        self._note_done(actor, row)
-
-    def done(self, actor: str, batch: str, rows: Sequence[str]) -> None:
-        """Note that an actor is done with a batch."""
-        for row in rows:
-            self._results.pop(row, None)
-        self._note_done(actor, batch)
-
-    def _note_done(self, actor: str, work: str) -> None:
-        self._begun[actor].discard(work)
-        del self._ends_in_a_row[actor]
-        if self._ends[work] < MOST_ENDS:  # what ends actors would end others if it was computed again
-            del self._ends[work]
-
-
-class _Room:
-    """Where batches are computed: some together, or one alone. They enter in the order in which they come."""
-
-    def __init__(self, num_places: int) -> None:
-        self._door = asyncio.Lock()
-        self._num_places = num_places
-        self._places = asyncio.Semaphore(num_places)
-
-    @asynccontextmanager
-    async def place(self, *, alone: bool) -> AsyncIterator[None]:
-        """Enter once there is a place, or once all others have left."""
-        num = self._num_places if alone else 1
-        async with self._door:
-            for _ in range(num):
-                await self._places.acquire()
-        try:
-            yield
-        finally:
-            for _ in range(num):
-                self._places.release()
-
-
 class _Generator:
     """An actor's function: answers the rows of many batches at once with one engine."""
 
     def __init__(
         self,
-        ledger: ActorHandle[_Ledger],
+        ledger: ActorHandle[Ledger],
         columns: tuple[str, str],
         params: SamplingParams | None,
         options: Mapping[str, Any],
@@ -265,7 +187,7 @@ class _Generator:
         asyncio.set_event_loop(asyncio.new_event_loop())
         self._ledger = ledger
         self._actor = ray.get_runtime_context().get_actor_id()
-        self._room = _Room(num_places)
+        self._room = Room(num_places)
         num = ray.get(ledger.start.remote(self._actor))
         if num > options["max_restarts"]:
             raise EngineDeadError(

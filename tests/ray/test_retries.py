@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("ray", reason="engines on Ray need ray: pip install 'paged[ray]'")
 pyarrow = pytest.importorskip("pyarrow")
 
-from paged.ray import data  # noqa: E402
+from paged.ray import data, ledger  # noqa: E402
 
 ROWS_OF_BATCH = 4
 
@@ -58,7 +58,7 @@ class Life(data._Generator):
     def __init__(self, handle: Handle, actor: str, poison: set[int], rng: random.Random) -> None:
         self._ledger = handle
         self._actor = actor
-        self._room = data._Room(4)
+        self._room = ledger.Room(4)
         self._id_column, self._input_column = "id", "prompt"
         self._poison = poison
         self._rng = rng
@@ -78,12 +78,12 @@ class Life(data._Generator):
             await asyncio.get_running_loop().create_future()
         self.running.discard(row_id)
         self.num_done += 1
-        return data.Result(str(row_id), [row_id], "stop")
+        return ledger.Result(str(row_id), [row_id], "stop")
 
 
 async def run(rng: random.Random, blocks: list[list[int]], poison: set[int], num_kills: int) -> Outcome:
     """Compute blocks of two batches on two actors, of which others kill some."""
-    handle = Handle(data._Ledger())
+    handle = Handle(ledger.Ledger())
     found = Outcome()
     num_left = num_kills
 
@@ -135,7 +135,7 @@ def test_only_rows_that_end_two_actors_alone_are_errors(seed):
 
 def test_rows_that_are_done_alone_are_kept():
     """An actor that ends after each row comes to the end of a batch."""
-    handle = Handle(data._Ledger())
+    handle = Handle(ledger.Ledger())
     ids = [*range(ROWS_OF_BATCH)]
 
     async def main() -> int:
@@ -151,4 +151,4 @@ def test_rows_that_are_done_alone_are_kept():
             await asyncio.gather(batch, return_exceptions=True)
         return 50
 
-    assert asyncio.run(main()) <= data.MOST_ENDS + ROWS_OF_BATCH
+    assert asyncio.run(main()) <= ledger.MOST_ENDS + ROWS_OF_BATCH

@@ -1,0 +1,86 @@
+"""Ledger: what is known of the batches and rows of a job of Ray Data whose actors end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+# Ends of actors with a batch before it is computed alone, and with a row alone before it is an error.
+MOST_ENDS = 2
+
+
+class Result(NamedTuple):
+    """The columns of results of a row."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+class Ledger:
+    """Counts the ends of a job's actors with the work that each had begun. An actor itself, of one thread."""
+
+    def __init__(self) -> None:
+        self._begun = defaultdict[str, set[str]](set)  # by each actor, since it started
+        self._ends: Counter[str] = Counter()  # of actors, with each batch and row
+        self._ends_in_a_row: Counter[str] = Counter()  # of each actor, since it was last done with something
+        self._results: dict[str, Result] = {}  # of rows that were computed alone, whose batch is not done
+
+    def start(self, actor: str) -> int:
+        """Note that an actor starts, perhaps again. Return how often it has ended with nothing done."""
+        if actor in self._begun:
+            self._ends.update(self._begun[actor])
+            self._ends_in_a_row[actor] += 1
+        self._begun[actor] = set()
+        return self._ends_in_a_row[actor]
+
+    def known(self, work: str) -> tuple[int, Result | None]:
+        """Return how many actors have ended with a batch or row, and the result of a row that has one."""
+        return self._ends[work], self._results.get(work)
+
+    def begin(self, actor: str, work: str) -> None:
+        """Note that an actor begins with a batch or row."""
+        self._begun[actor].add(work)
+
+    def keep(self, actor: str, row: str, result: Result) -> None:
+        """Keep the result of a row that was computed alone, should the actor end before its batch is done."""
+        self._results[row] = result
+        self._note_done(actor, row)
+
+    def done(self, actor: str, batch: str, rows: Sequence[str]) -> None:
+        """Note that an actor is done with a batch."""
+        for row in rows:
+            self._results.pop(row, None)
+        self._note_done(actor, batch)
+
+    def _note_done(self, actor: str, work: str) -> None:
+        self._begun[actor].discard(work)
+        del self._ends_in_a_row[actor]
+        if self._ends[work] < MOST_ENDS:  # what ends actors would end others if it was computed again
+            del self._ends[work]
+
+
+class Room:
+    """Where batches are computed: some together, or one alone. They enter in the order in which they come."""
+
+    def __init__(self, num_places: int) -> None:
+        self._door = asyncio.Lock()
+        self._num_places = num_places
+        self._places = asyncio.Semaphore(num_places)
+
+    @asynccontextmanager
+    async def place(self, *, alone: bool) -> AsyncIterator[None]:
+        """Enter once there is a place, or once all others have left."""
+        num = self._num_places if alone else 1
+        async with self._door:
+            for _ in range(num):
+                await self._places.acquire()
+        try:
+            yield
+        finally:
+            for _ in range(num):
+                self._places.release()
