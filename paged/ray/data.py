@@ -67,8 +67,8 @@ def generate(
     has a result; a row that is wrong, or that ends its engine twice, has its error there. The seed of a row
     comes from its id, so that a row which is computed again has the same tokens.
 
-    A batch whose actor has ended is computed again. After two ends its rows are computed one after another,
-    with nothing beside them in their actor: a row that ends two actors so has its error.
+    A batch whose actor has ended is computed again. After two ends it has nothing beside it in its actor, and
+    after one more its rows are computed one after another: a row that ends two actors so has its error.
 
     sampling_params: of all rows; n is 1.
     id_column: a column of texts or integers, no two alike.
@@ -200,20 +200,21 @@ class _Ledger:
         """Return how many actors have ended with a batch or row, and the result of a row that has one."""
         return self._ends[work], self._results.get(work)
 
-    def begin(self, actor: str, work: str) -> None:
-        """Note that an actor begins with a batch or row."""
-        self._begun[actor].add(work)
+    def begin(self, actor: str, works: Sequence[str]) -> None:
+        """Note that an actor begins with a batch or row, under each of these names."""
+        self._begun[actor].update(works)
 
     def keep(self, actor: str, row: str, result: Result) -> None:
         """Keep the result of a row that was computed alone, should the actor end before its batch is done."""
         self._results[row] = result
         self._note_done(actor, row)
 
-    def done(self, actor: str, batch: str, rows: Sequence[str]) -> None:
-        """Note that an actor is done with a batch."""
+    def done(self, actor: str, works: Sequence[str], rows: Sequence[str]) -> None:
+        """Note that an actor is done with a batch, under each of its names."""
         for row in rows:
             self._results.pop(row, None)
-        self._note_done(actor, batch)
+        for work in works:
+            self._note_done(actor, work)
 
     def _note_done(self, actor: str, work: str) -> None:
         self._begun[actor].discard(work)
@@ -282,16 +283,18 @@ class _Generator:
         """Return the batch with the columns of results."""
         ids = batch.column(self._id_column).to_pylist()
         inputs = batch.column(self._input_column).to_pylist()
-        batch_name = repr(ids)
-        num_ends, _ = await self._ledger.known.remote(batch_name)
+        name = repr(ids)
+        num_ends, _ = await self._ledger.known.remote(name)
         alone = num_ends >= MOST_ENDS
+        names = [name, f"{name} alone"] if alone else [name]
         async with self._room.place(alone=alone):
-            await self._ledger.begin.remote(self._actor, batch_name)
-            if alone:
+            num_ends_alone, _ = await self._ledger.known.remote(names[-1]) if alone else (0, None)
+            await self._ledger.begin.remote(self._actor, names)
+            if num_ends_alone:
                 results = [await self._row_alone(*row) for row in zip(ids, inputs, strict=True)]
             else:
                 results = await asyncio.gather(*map(self._row, ids, inputs))
-            self._ledger.done.remote(self._actor, batch_name, [*map(repr, ids)] if alone else [])
+            self._ledger.done.remote(self._actor, names, [*map(repr, ids)] if alone else [])
         return _with_results(batch, results)
 
     async def _row_alone(self, row_id: Any, given: Any) -> Result:
@@ -302,7 +305,7 @@ class _Generator:
             return Result(*kept)
         if num_ends >= MOST_ENDS:
             return Result(error=f"{num_ends} actors ended while they computed this row and nothing else")
-        await self._ledger.begin.remote(self._actor, name)
+        await self._ledger.begin.remote(self._actor, [name])
         result = await self._row(row_id, given)
         self._ledger.keep.remote(self._actor, name, result)
         return result
