@@ -44,7 +44,7 @@ OPTIONS: dict[str, Any] = {"num_blocks": 2048, "num_threads": 1, "max_num_seqs":
 MAX_TOKENS = 60
 # Steps that an engine process does before it is killed. In the first ones it may compute rows alone that
 # others ended with, and a row that is alone in an engine that ends is an error.
-LIFE = (120, 250)
+LIFE = (120, 400)
 NOTHING_S = 120.0  # without a step, after which a job counts as stuck
 WRONG = 5  # rows of these numbers
 FATAL = 77

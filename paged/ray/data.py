@@ -18,7 +18,7 @@ from ..requests.request import RequestOutput
 from ..requests.seeds import derived_seed
 from ..sampling_params import RequestOutputKind, SamplingParams
 from .cluster import ROOM_S, Share, share_of
-from .ledger import MOST_ENDS, Ledger, Result, Room
+from .retries import MOST_ENDS, BatchRoom, RetryLedger, RowResult
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -54,8 +54,8 @@ def generate(
     has a result; a row that is wrong, or that ends its engine twice, has its error there. The seed of a row
     comes from its id, so that a row which is computed again has the same tokens.
 
-    A batch whose actor has ended is computed again. After two ends its rows are computed one after another,
-    with nothing beside them in their actor: a row that ends two actors so has its error.
+    A batch whose actor has ended is computed again. After two ends it has nothing beside it in its actor, and
+    after one more its rows are computed one after another: a row that ends two actors so has its error.
 
     sampling_params: of all rows; n is 1.
     id_column: a column of texts or integers, no two alike.
@@ -83,7 +83,7 @@ def generate(
     for name in needed:
         if name not in columns:
             raise ConfigError(f"the dataset has no column {name!r}; it has {', '.join(columns) or 'none'}")
-    for name in Result._fields:
+    for name in RowResult._fields:
         if name in columns:
             raise ConfigError(
                 f"the dataset has a column {name!r}, which the results would replace; rename it"
@@ -99,7 +99,7 @@ def generate(
         batch_format="pyarrow",
         **_pool(replicas, at_once),
         fn_constructor_kwargs={
-            "ledger": ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Ledger).remote(),
+            "ledger": ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(RetryLedger).remote(),
             "columns": needed,
             "is_chat": messages_column is not None,
             "params": params,
@@ -171,7 +171,7 @@ class _Generator:
 
     def __init__(
         self,
-        ledger: ActorHandle[Ledger],
+        ledger: ActorHandle[RetryLedger],
         columns: tuple[str, str],
         params: SamplingParams | None,
         options: Mapping[str, Any],
@@ -187,7 +187,7 @@ class _Generator:
         asyncio.set_event_loop(asyncio.new_event_loop())
         self._ledger = ledger
         self._actor = ray.get_runtime_context().get_actor_id()
-        self._room = Room(num_places)
+        self._room = BatchRoom(num_places)
         num = ray.get(ledger.start.remote(self._actor))
         if num > options["max_restarts"]:
             raise EngineDeadError(
@@ -204,46 +204,48 @@ class _Generator:
         """Return the batch with the columns of results."""
         ids = batch.column(self._id_column).to_pylist()
         inputs = batch.column(self._input_column).to_pylist()
-        batch_name = repr(ids)
-        num_ends, _ = await self._ledger.known.remote(batch_name)
+        name = repr(ids)
+        num_ends, _ = await self._ledger.known.remote(name)
         alone = num_ends >= MOST_ENDS
+        names = [name, f"{name} alone"] if alone else [name]
         async with self._room.place(alone=alone):
-            await self._ledger.begin.remote(self._actor, batch_name)
-            if alone:
+            num_ends_alone, _ = await self._ledger.known.remote(names[-1]) if alone else (0, None)
+            await self._ledger.begin.remote(self._actor, names)
+            if num_ends_alone:
                 results = [await self._row_alone(*row) for row in zip(ids, inputs, strict=True)]
             else:
                 results = await asyncio.gather(*map(self._row, ids, inputs))
-            self._ledger.done.remote(self._actor, batch_name, [*map(repr, ids)] if alone else [])
+            self._ledger.done.remote(self._actor, names, [*map(repr, ids)] if alone else [])
         return _with_results(batch, results)
 
-    async def _row_alone(self, row_id: Any, given: Any) -> Result:
+    async def _row_alone(self, row_id: Any, given: Any) -> RowResult:
         """Return the results of a row that is computed alone, or its error if it has ended actors so."""
         name = repr(row_id)
         num_ends, kept = await self._ledger.known.remote(name)
         if kept is not None:
-            return Result(*kept)
+            return RowResult(*kept)
         if num_ends >= MOST_ENDS:
-            return Result(error=f"{num_ends} actors ended while they computed this row and nothing else")
-        await self._ledger.begin.remote(self._actor, name)
+            return RowResult(error=f"{num_ends} actors ended while they computed this row and nothing else")
+        await self._ledger.begin.remote(self._actor, [name])
         result = await self._row(row_id, given)
         self._ledger.keep.remote(self._actor, name, result)
         return result
 
-    async def _row(self, row_id: Any, given: Any) -> Result:
+    async def _row(self, row_id: Any, given: Any) -> RowResult:
         """Return the results of a row, or its error. Others go on, whatever that is."""
         try:
             output = await self._output(row_id, given)
         except PagedError as error:
             if not self._engine.is_running:
                 raise
-            return Result(error=str(error))
+            return RowResult(error=str(error))
         except Exception as error:
             logger.exception("the row %r failed", row_id)
-            return Result(error=f"{type(error).__name__}: {error}")
+            return RowResult(error=f"{type(error).__name__}: {error}")
         completion = output.outputs[0]
         if completion.finish_reason in ("error", "abort"):
-            return Result(error=str(completion.stop_reason or completion.finish_reason))
-        return Result(completion.text, [*completion.token_ids], completion.finish_reason)
+            return RowResult(error=str(completion.stop_reason or completion.finish_reason))
+        return RowResult(completion.text, [*completion.token_ids], completion.finish_reason)
 
     async def _output(self, row_id: Any, given: Any) -> RequestOutput:
         if row_id is None:
@@ -277,11 +279,11 @@ def _started(start: Callable[[], EngineClient], max_restarts: int) -> EngineClie
             logger.warning("%s; it is started again", error)
 
 
-def _with_results(batch: Any, results: Sequence[Result]) -> Any:
+def _with_results(batch: Any, results: Sequence[RowResult]) -> Any:
     """Return an Arrow table with the columns of results."""
     import pyarrow
 
     types = (pyarrow.string(), pyarrow.list_(pyarrow.int64()), pyarrow.string(), pyarrow.string())
-    for name, kind, values in zip(Result._fields, types, zip(*results, strict=True), strict=True):
+    for name, kind, values in zip(RowResult._fields, types, zip(*results, strict=True), strict=True):
         batch = batch.append_column(name, pyarrow.array(values, kind))
     return batch

@@ -1,4 +1,4 @@
-"""Ledger: what is known of the batches and rows of a job of Ray Data whose actors end."""
+"""RetryLedger: what is known of the batches and rows of a job of Ray Data whose actors end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 MOST_ENDS = 2
 
 
-class Result(NamedTuple):
+class RowResult(NamedTuple):
     """The columns of results of a row."""
 
     text: str | None = None
@@ -21,14 +21,14 @@ class Result(NamedTuple):
     error: str | None = None
 
 
-class Ledger:
+class RetryLedger:
     """Counts the ends of a job's actors with the work that each had begun. An actor itself, of one thread."""
 
     def __init__(self) -> None:
         self._begun = defaultdict[str, set[str]](set)  # by each actor, since it started
         self._ends: Counter[str] = Counter()  # of actors, with each batch and row
         self._ends_in_a_row: Counter[str] = Counter()  # of each actor, since it was last done with something
-        self._results: dict[str, Result] = {}  # of rows that were computed alone, whose batch is not done
+        self._results: dict[str, RowResult] = {}  # of rows that were computed alone, whose batch is not done
 
     def start(self, actor: str) -> int:
         """Note that an actor starts, perhaps again. Return how often it has ended with nothing done."""
@@ -38,24 +38,25 @@ class Ledger:
         self._begun[actor] = set()
         return self._ends_in_a_row[actor]
 
-    def known(self, work: str) -> tuple[int, Result | None]:
+    def known(self, work: str) -> tuple[int, RowResult | None]:
         """Return how many actors have ended with a batch or row, and the result of a row that has one."""
         return self._ends[work], self._results.get(work)
 
-    def begin(self, actor: str, work: str) -> None:
-        """Note that an actor begins with a batch or row."""
-        self._begun[actor].add(work)
+    def begin(self, actor: str, works: Sequence[str]) -> None:
+        """Note that an actor begins with a batch or row, under each of these names."""
+        self._begun[actor].update(works)
 
-    def keep(self, actor: str, row: str, result: Result) -> None:
+    def keep(self, actor: str, row: str, result: RowResult) -> None:
         """Keep the result of a row that was computed alone, should the actor end before its batch is done."""
         self._results[row] = result
         self._note_done(actor, row)
 
-    def done(self, actor: str, batch: str, rows: Sequence[str]) -> None:
-        """Note that an actor is done with a batch."""
+    def done(self, actor: str, works: Sequence[str], rows: Sequence[str]) -> None:
+        """Note that an actor is done with a batch, under each of its names."""
         for row in rows:
             self._results.pop(row, None)
-        self._note_done(actor, batch)
+        for work in works:
+            self._note_done(actor, work)
 
     def _note_done(self, actor: str, work: str) -> None:
         self._begun[actor].discard(work)
@@ -64,7 +65,7 @@ class Ledger:
             del self._ends[work]
 
 
-class Room:
+class BatchRoom:
     """Where batches are computed: some together, or one alone. They enter in the order in which they come."""
 
     def __init__(self, num_places: int) -> None:
