@@ -351,9 +351,8 @@ class AsyncEngine(ABC, Generic[E]):
             raise EngineDeadError(f"there is no engine {replica} any more")
         return await self._engines[replica].picture()
 
-    @property
     def removed_stats(self) -> Mapping[int, EngineStats]:
-        """The stats of the engines that `resize` has removed, by number."""
+        """Return the stats of the engines that `resize` has removed, by number."""
         return {}
 
     @property

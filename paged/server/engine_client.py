@@ -129,9 +129,8 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         await self._attach()
         return [replica.stats for replica in self._supervisor.replicas]
 
-    @property
     def removed_stats(self) -> Mapping[int, EngineStats]:
-        """The stats of the engines that `resize` has removed, by number, with the totals as they left."""
+        """Return the stats of the engines that `resize` has removed, by number, as they left."""
         return self._supervisor.removed
 
     async def set_tenant_weights(self, weights: Mapping[str, float]) -> None:

@@ -255,11 +255,17 @@ class EngineServer:
             case frames.ForgetPrefixes():
                 self._tell(LLMEngine.reset_prefix_cache)
             case frames.Ask():
-                self.loop.call(lambda engine: self.link.send(frames.Answer(order.key, engine.stats())))
+                self.loop.call(lambda engine: self._answer(order.key, engine))
             case frames.Look():
                 self.loop.look().add_done_callback(lambda seen: self._show(order.key, seen))
             case frames.Start():
                 raise AssertionError("the engine is made already")
+
+    def _answer(self, key: int, engine: LLMEngine) -> None:
+        """Send the current stats. Later heartbeats must not have older ones, or counts would fall."""
+        self.stats = engine.stats()
+        self._stats_at = time.monotonic()
+        self.link.send(frames.Answer(key, self.stats))
 
     def _show(self, key: int, seen: Future[EnginePicture]) -> None:
         """Send a picture, unless the engine has stopped, which the front end is told anyway."""

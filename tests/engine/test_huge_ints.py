@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from paged import BeamSearchParams, ConfigError, LLMEngine, PagedError, RequestError, SamplingParams
+from paged import (
+    BeamSearchParams,
+    ConfigError,
+    FileError,
+    LLMEngine,
+    PagedError,
+    RequestError,
+    SamplingParams,
+)
 from paged.config import EngineConfig
 from paged.protocol.batch_file import IdentitySet, read_lines
 from paged.protocol.endpoints import parse_call
@@ -86,7 +94,7 @@ def test_lines_of_files_refuse_it_and_the_others_are_read(tmp_path):
     assert not isinstance(good.call, RequestError)
     for line, told in zip(wrong, (long, long, key), strict=True):
         file = write(tmp_path / "prompts.jsonl", line)
-        with pytest.raises(RequestError) as raised:
+        with pytest.raises(FileError) as raised:
             read_jobs(file, {})
         assert str(raised.value).startswith(f"{file}:1: {told}")
 

@@ -104,7 +104,7 @@ class MetricsRoute:
             stats = dict(enumerate(await self._front.engine.stats_by_engine()))
         except EngineDeadError:
             stats = {}  # what the server counted is still there
-        removed = self._front.engine.removed_stats
+        removed = self._front.engine.removed_stats()
         await exchange.respond(200, self._front.metrics.render(stats, removed), CONTENT_TYPE)
 
 
