@@ -63,7 +63,7 @@ class LeastLoaded:
 class PrefixAware:
     """Chooses the replica that was sent the longest prefix of the prompt before.
 
-    If its load is more than MAX_RATIO times the lowest load plus MAX_EXTRA tokens, chooses the least loaded.
+    If its load is more than MAX_RATIO times the lowest load plus MAX_EXTRA, chooses the least loaded.
 
     As in SGLang's and llm-d's routers, the choice rests on what was sent to each replica, not on what the
     replica still caches: the MAX_PREFIXES most recently used blocks of block_size tokens are remembered.
@@ -71,7 +71,7 @@ class PrefixAware:
 
     MAX_PREFIXES = 2**18
     MAX_RATIO = 1.5
-    MAX_EXTRA = 8192
+    MAX_EXTRA = 2**14
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
