@@ -19,6 +19,7 @@ export function watch() {
   const views = [];
   let connection = new AbortController();
   let wake = () => {};
+  let isRestarted = false;
 
   async function connect() {
     connection = new AbortController();
@@ -54,14 +55,19 @@ export function watch() {
     for (;;) {
       const started = performance.now();
       setState(await connect(), "lost");
-      pause = performance.now() - started > 5000 ? 0.5 : Math.min(MOST_PAUSE_S, 2 * pause);
-      await new Promise((resolve) => {
-        wake = resolve;
-        setTimeout(resolve, pause * 1000);
-      });
+      if (!isRestarted) {
+        pause = performance.now() - started > 5000 ? 0.5 : Math.min(MOST_PAUSE_S, 2 * pause);
+        await new Promise((resolve) => {
+          wake = resolve;
+          setTimeout(resolve, pause * 1000);
+        });
+      }
+      isRestarted = false;
     }
   })();
   return () => {
+    isRestarted = true;
+    setState("reconnecting", "lost");
     connection.abort();
     wake();
   };
