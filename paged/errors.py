@@ -12,7 +12,7 @@ PagedError
 ├── UnsupportedModelError  a model, or a feature of its config, that is not implemented
 ├── CheckpointError        files that are missing, damaged, or disagree with their config
 ├── FileError              a file of prompts or results holds something else, is in use, or cannot be written
-├── RequestKillsEngineError    an engine process ended three times while it computed the request
+├── RequestKillsEngineError    four engine processes ended while they computed the request
 ├── RankError              a process of a model over several has ended or hangs, or they do not fit together
 ├── EngineDeadError        the async engine was shut down, a step of it raised, or a GPU failed for good
 └── UsageError             a call in the wrong state, such as freeing a block twice
@@ -106,7 +106,7 @@ class EngineDeadError(PagedError):
 
 
 class RequestKillsEngineError(PagedError):
-    """An engine process ended three times while it computed the request, the last time nothing else."""
+    """Four engine processes ended while they computed the request, the last two nothing else."""
 
 
 class RankError(PagedError):

@@ -51,7 +51,7 @@ def generate(
     """Return a dataset with the results of each row, computed as the dataset is read.
 
     Added are the columns text, token_ids, finish_reason and error, of which the last is None for a row that
-    has a result; a row that is wrong, or that ends its engine twice, has its error there. The seed of a row
+    has a result; a row that is wrong, or that ends engine processes, has its error there. The seed of a row
     comes from its id, so that a row which is computed again has the same tokens.
 
     A batch whose actor has ended is computed again. After two ends it has nothing beside it in its actor, and

@@ -127,7 +127,8 @@ class SentRequest:
     connection: the process that has it; None while it waits for one.
     was_sent: whether a process has ever had it.
     has_waited: whether it has ever waited for one.
-    num_deaths: how many processes ended while they had it.
+    num_deaths: how many processes ended while they had it; num_deaths_alone: and nothing else, with no token
+        in between.
     has_left: whether it has left a process unfinished, which ended or gave it up.
     is_alone: whether its process computes nothing else until its next token, as it may have ended others.
     is_cleared: whether it got a token alone since the last death.
@@ -154,6 +155,7 @@ class SentRequest:
         self.was_sent = False
         self.has_waited = False
         self.num_deaths = 0
+        self.num_deaths_alone = 0
         self.has_left = False
         self.is_alone = False
         self.is_cleared = False

@@ -32,6 +32,7 @@ from .supervised_engine import MOST_PAUSE_S, SupervisedEngine
 FIRST_PAUSE_S = 1.0  # between a start that fails and the next one; it doubles
 LOOK_S = 1.0  # between two looks for processes that hang
 LEAVE_S = 0.05  # between two looks for requests that have to end where they are
+MOST_DEATHS_ALONE = 2  # of a request; what ends a process once may be something else
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Supervisor:
     """Engines in processes of their own, which are replaced when they end, and all unfinished requests.
 
     A request waits here while no process can have it. One whose processes ended twice is computed alone until
-    its next token: it may be what ended them.
+    its next token: it may be what ended them. If two more end meanwhile, it fails.
 
     removed: the stats of the engines that were removed, by number, with the totals as they left.
     """
@@ -259,6 +260,7 @@ class Supervisor:
         """Let the next suspect go on alone, or all other requests."""
         self._set_alone(None)
         request.is_cleared = True
+        request.num_deaths_alone = 0
         if any(other.is_suspect for other in self._waiting) and request.connection is not None:
             request.connection.abort(request)
             self._wait(request)
@@ -293,9 +295,12 @@ class Supervisor:
         request.has_left = True
         request.is_cleared = False
         if request.is_alone:
+            request.num_deaths_alone += 1
+            self._set_alone(None)
+        if request.num_deaths_alone == MOST_DEATHS_ALONE:
             num = request.num_deaths
             message = (
-                f"{num} engine processes ended while they computed this request, the last one nothing else"
+                f"{num} engine processes ended while they computed this request, the last two nothing else"
             )
             self._fail(request, RequestKillsEngineError(message))
             self._forgive_restarts()

@@ -491,7 +491,7 @@ def test_streams_that_are_collected_while_their_engine_ends_hold_nobody(monkeypa
 
 
 def test_a_request_that_ends_each_process_is_refused_alone(sync, monkeypatch):
-    """The other one goes on, through three deaths, with the tokens that it would have had."""
+    """The other one goes on, through four deaths, with the tokens that it would have had."""
     monkeypatch.setattr(launcher, "ENGINE_PROCESS", "tests.support.failing_engine_process")
     (whole,) = sync.generate([[5]], LONG, use_tqdm=False)
 
@@ -500,11 +500,11 @@ def test_a_request_that_ends_each_process_is_refused_alone(sync, monkeypatch):
             reader = asyncio.create_task(read(client.generate([5], LONG)))
             while not client._supervisor.replicas[0].connection.load:
                 await asyncio.sleep(0.01)
-            with pytest.raises(RequestKillsEngineError, match="3 engine processes ended"):
+            with pytest.raises(RequestKillsEngineError, match="4 engine processes ended"):
                 await anext(client.generate([5] * UNLUCKY, LONG))
             assert (await reader)[-1].outputs == whole.outputs
             stats = await client.stats()
-            assert (stats.num_restarts, stats.num_blocks) == (3, OPTIONS["num_blocks"])
+            assert (stats.num_restarts, stats.num_blocks) == (4, OPTIONS["num_blocks"])
 
     run(main())
 
