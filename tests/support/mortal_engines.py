@@ -138,11 +138,11 @@ class _MortalConnection(EngineConnection):
         life.limit -= 1
         cut = life.draw(len(data)) if life.limit < 0 else len(data)
         super().data_received(data[:cut])
-        # A request that is alone at two ends is taken for the cause. A process with requests that stay gets none
-        # before its end is noticed.
-        is_alone = any(each.is_alone and each.num_deaths_alone for each in self.requests.values())
+        # A request that is alone at two ends is taken for the cause. A process with requests that stay gets
+        # none before its end is noticed.
+        may_blame = any(each.is_alone and each.num_deaths_alone for each in self.requests.values())
         stay = [each for each in self.requests.values() if not each.request_id.startswith(LEAVING)]
-        if life.limit >= 0 or is_alone or not stay or self.dead is not None:
+        if life.limit >= 0 or may_blame or not stay or self.dead is not None:
             super().data_received(data[cut:])
             return
         life.cause = life.draw_cause()
