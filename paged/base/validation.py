@@ -73,14 +73,14 @@ def check_number(
     above: bool = False,
 ) -> float:
     """Return `value` if it is finite and in [minimum, maximum] (`above`: not minimum), else raise `error`."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # An int may be too large for a float.
-    if isinstance(value, int | float) and is_number and -sys.float_info.max <= value <= sys.float_info.max:
-        if minimum <= value <= maximum and not (above and value == minimum):
-            return float(value)
-        wanted = []
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        wanted = ["a number"]
+    elif not -sys.float_info.max <= value <= sys.float_info.max:  # an int may be too large for a float
+        wanted = ["finite"]
+    elif minimum <= value <= maximum and not (above and value == minimum):
+        return float(value)
     else:
-        wanted = ["finite" if is_number else "a number"]
+        wanted = []
     limits = number_limits(minimum, maximum, above=above)
     text = ", ".join([*wanted, *limits]) if wanted else " and ".join(limits)
     raise error(f"{name} must be {text}, got {shown(value)}", param=field_of(name))

@@ -82,7 +82,7 @@ def remove_private(directory: Path) -> None:
 
 
 def _start_of(pid: int) -> str | None:
-    """Return when a process began, in the words of Linux; None for one that has ended, or elsewhere."""
+    """Return when a process began, as Linux writes it. None if it has ended, or on another system."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -104,7 +104,7 @@ class RankState:
 
     @property
     def exists(self) -> bool:
-        """Whether there is this process, and not a later one of its number, as in a container's next life."""
+        """Whether this process runs: not a later one with its number, as in a restarted container."""
         if self.started is not None:
             return _start_of(self.pid) == self.started
         try:

@@ -239,7 +239,7 @@ class Ranks:
                     self._on_silence(error)
 
     def _on_silence(self, error: RankError) -> None:
-        """Take note that a message could not be sent. Ends of processes that were started here tell more."""
+        """Record that a rank of torchrun cannot be reached. The ends of other ranks are noticed directly."""
         if self._torchrun is not None and not self._is_closed:
             self._lost = error
             self._changed.set()

@@ -31,7 +31,6 @@ ROWS_OF_BLOCK = 4 * ROWS_OF_BATCH  # Ray computes a block again as a whole; so m
 IDS_AT_ONCE = 2**16  # rows whose ids are read together
 QUEUE_FULL_S = 0.02  # until a row is sent again that found the engine's queue full
 
-
 logger = logging.getLogger(__name__)
 
 

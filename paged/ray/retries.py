@@ -1,4 +1,4 @@
-"""RetryLedger: what is known of the batches and rows of a job of Ray Data whose actors end."""
+"""How a job of Ray Data finds the rows that end its actors: RetryLedger counts, BatchRoom isolates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-# Ends of actors with a batch before it is computed alone, and with a row alone before it is an error.
+# After so many ends of actors a batch runs alone; after as many more with a row alone, the row is an error.
 MOST_ENDS = 2
 
 
@@ -22,7 +22,7 @@ class RowResult(NamedTuple):
 
 
 class RetryLedger:
-    """Counts the ends of a job's actors with the work that each had begun. An actor itself, of one thread."""
+    """Counts, for each batch and row, how many actors ended while they computed it. Runs as an actor."""
 
     def __init__(self) -> None:
         self._begun = defaultdict[str, set[str]](set)  # by each actor, since it started

@@ -267,7 +267,7 @@ class SchedulerCounters:
     def count_first_run(self, request: Request) -> None:
         """Add a request that leaves the queue for the first time.
 
-        Tokens that it generated before, in another engine or as a part of its parent, do not count.
+        Tokens that were generated before, by another engine or by the parent of a fork, do not count.
         """
         self.num_prompt_tokens += request.num_prompt_tokens
         self.num_cached_tokens += min(request.num_cached_tokens or 0, request.num_prompt_tokens)

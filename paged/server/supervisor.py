@@ -72,7 +72,7 @@ class Supervisor:
         self._is_closed = False
         self.replicas: list[SupervisedEngine] = []
         self.removed: dict[int, EngineStats] = {}
-        self._has_answered = False  # a process, since restarts were forgiven
+        self._has_answered = False  # whether a process has ended a request since restarts were forgiven
         try:
             for start in starts:
                 self.replicas.append(SupervisedEngine(start, self, launcher))
@@ -243,7 +243,7 @@ class Supervisor:
     # Of the processes: `Owner`
 
     def on_end(self, request: SentRequest) -> None:
-        """Forget a request that its process has ended."""
+        """Forget a request that its process has answered."""
         self._has_answered = True
         self._forget(request)
 
@@ -310,7 +310,7 @@ class Supervisor:
             self._wait(request)
 
     def _forgive_restarts(self) -> None:
-        """Count no restarts for a request that is found, unless each request since the last one was such."""
+        """Reset the counts of restarts: their cause is found. Only if others were answered since the last time."""
         if not self._has_answered:
             return
         self._has_answered = False

@@ -68,8 +68,7 @@ class FleetConfig:
         position: a guess counts where all before it are right.
     link: between the ranks of a replica: nvlink, pcie, 100gbe, 10gbe, or GB/s and microseconds such as
         12.5,200. None takes nvlink where the GPU has it, else pcie.
-    mtbf: mean seconds until a replica dies, at random: its requests move to others; None lets
-        none die.
+    mtbf: mean seconds until a replica dies, at random: its requests move to others. With None none dies.
     restart_s: seconds from a death until the replica serves again, with an empty cache.
 
     The defaults of efficiencies and step_overhead are assumptions, not measurements. Raises ConfigError.
@@ -223,7 +222,7 @@ class Fleet:
             self._expect_death(number, 0.0)
 
     def _check_memory(self) -> None:
-        """Raise ConfigError if the block managers of all replicas take more memory than this machine has."""
+        """Raise ResourceError if the block managers of all replicas take more memory than is free."""
         pools = (self.num_blocks, self._sizes.block_size), (self._num_host_blocks, 0)
         num_replicas = self._config.num_simulated
         needed = num_replicas * sum(bytes_of_pool(*pool) for pool in pools)

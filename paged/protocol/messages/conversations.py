@@ -102,7 +102,7 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return the messages of a chat. Raises RequestError for a result without its call."""
     messages: list[Message] = []
     open_calls: set[str] = set()
-    # Messages of one role after the other are one turn: many templates take no others.
+    # Consecutive messages of one role are one turn, as many templates require.
     for role, turn in itertools.groupby(enumerate(given), lambda each: each[1]["role"]):
         blocks = [block for i, message in turn for block in _named_blocks(i, message["content"])]
         if role == "assistant":

@@ -176,8 +176,8 @@ _PROMPT_FIELDS = [
     Field(
         "messages",
         ListOf(Tagged("role", MESSAGES_BY_ROLE), 1, MAX_MESSAGES),
-        "the conversation, in which messages of one role after the other are one; an assistant's message "
-        "at its end is continued",
+        "the conversation, whose consecutive messages of one role are one turn; an assistant's message at "
+        "its end is continued",
         required=True,
     ),
     Field(

@@ -45,7 +45,7 @@ class Exchange:
     budget: of the bodies of all requests.
     responses: the budget of all whole responses.
     num_body_bytes: of the request, once its body was read.
-    route: the path below --root-path. query: the parameters behind it.
+    route: the path below --root-path.
     request_id: in the response's header x-request-id: the client's own if it is short and printable.
     extra_headers: are added to the response.
     status: of the response, once it has begun.
@@ -65,6 +65,7 @@ class Exchange:
         "_cut",
         "_headers",
         "_is_too_slow",
+        "_query_string",
         "_responses",
         "_send",
         "access",
@@ -78,7 +79,6 @@ class Exchange:
         "method",
         "num_body_bytes",
         "owner",
-        "query",
         "receive",
         "received",
         "record",
@@ -105,7 +105,7 @@ class Exchange:
         self._responses = responses
         self.method: str = scope["method"]
         self.route: str = scope["path"].removeprefix(scope.get("root_path", ""))
-        self.query: dict[str, str] = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+        self._query_string: bytes = scope["query_string"]
         self.max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
         self._budget = budget
@@ -123,6 +123,11 @@ class Exchange:
         self.owner: str | None = None
         self.admission: Admission | None = None
         self.error: Exception | None = None
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The parameters of the URL."""
+        return dict(parse_qsl(self._query_string.decode("latin-1")))
 
     @property
     def is_too_slow(self) -> bool:

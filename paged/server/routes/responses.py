@@ -107,7 +107,10 @@ class ResponsesRoute(AnswerRoute):
         terms: tuple[str, int, str],
         on_output: OnOutput,
     ) -> bytes | None:
-        """Return the whole response, or send it as a stream. A client asks for no cancelled one again."""
+        """Return the whole response, or send it as a stream.
+
+        A cancelled response is an answer: an error would have the client send its request again.
+        """
         assert isinstance(call, ResponseCall)
         try:
             return await super()._answered(exchange, call, streams, terms, on_output)

@@ -80,7 +80,7 @@ class ServerMetrics(Observer):
     def expect(self, num_engines: int) -> None:
         """Show so many engines, before they have finished a request too. What others have counted stays."""
         for engine in range(num_engines):
-            self._token_latencies[engine]
+            self._token_latencies[engine]  # makes both, if they are not there
 
     def _new_histograms(self, engine: int) -> dict[str, Histogram]:
         """Return the histograms of an engine, and show its other counts as 0."""
@@ -248,7 +248,7 @@ class ServerMetrics(Observer):
 
 
 class _ByEngine(dict[int, T]):
-    """What is made for an engine when it is first asked for."""
+    """Values by engine. Each is made when it is first asked for."""
 
     def __init__(self, make: Callable[[int], T]) -> None:
         self._make = make

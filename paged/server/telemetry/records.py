@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from ...requests.request import RequestMetrics, RequestOutput
 from ...sampling_params import SamplingParams
@@ -111,7 +110,7 @@ class RequestRecord:
     owner: str | None = None
     is_ended: bool = False
     trace: TraceContext | None = None
-    token_latencies: Mapping[int, Histogram] = field(default_factory=lambda: MappingProxyType({}))
+    token_latencies: Mapping[int, Histogram] = field(default_factory=dict)
     progress: dict[str, RequestProgress] = field(default_factory=dict)
     _newest: RequestProgress | None = None
 
