@@ -310,7 +310,7 @@ class Supervisor:
             self._wait(request)
 
     def _forgive_restarts(self) -> None:
-        """Reset the counts of restarts: their cause is found. Only if others were answered since the last time."""
+        """Reset the counts of restarts, whose cause is found, if others were answered since last time."""
         if not self._has_answered:
             return
         self._has_answered = False
