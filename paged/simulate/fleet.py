@@ -68,7 +68,7 @@ class FleetConfig:
         position: a guess counts where all before it are right.
     link: between the ranks of a replica: nvlink, pcie, 100gbe, 10gbe, or GB/s and microseconds such as
         12.5,200. None takes nvlink where the GPU has it, else pcie.
-    mtbf: mean seconds until a replica dies, at random: its requests move to others. With None none dies.
+    mtbf: mean seconds until a replica dies, at random: its requests move to others. None lets none die.
     restart_s: seconds from a death until the replica serves again, with an empty cache.
 
     The defaults of efficiencies and step_overhead are assumptions, not measurements. Raises ConfigError.
