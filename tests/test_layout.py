@@ -29,6 +29,7 @@ LAYERS = [
     ["model"],
     ["text"],
     ["sampling"],
+    ["chat"],
     ["runner"],
     ["ranks"],
     ["engine"],

@@ -24,6 +24,8 @@ FORMS = {
     "tenant_weights": " As a=1,b=2.",
     "pipeline_layers": " As --pipeline-layers 12 --pipeline-layers 10.",
 }
+# The flags that turn options off which are on by default, where they are not --no- and the name.
+NEGATED = {"enable_auto_tool_choice": "no-auto-tool-choice"}
 # vLLM's short names of options.
 SHORT = {"pipeline_parallel_size": "-pp", "tensor_parallel_size": "-tp"}
 # What a docstring says of None, which cannot be typed: where it is the default, that is shown instead.
@@ -51,7 +53,10 @@ def option(owner: type[Any], name: str, *flags: str, default: str | None = None)
         text += f" [{limits}]"
     flag = name.replace("_", "-")
     short = [SHORT[name]] if name in SHORT else []
-    flags = flags or (f"--{flag}/--no-{flag}" if value is True else f"--{flag}", *short)
+    flags = flags or (
+        f"--{flag}/--{NEGATED.get(name, f'no-{flag}')}" if value is True else f"--{flag}",
+        *short,
+    )
     return typer.Option(
         *flags, help=text, show_default=default is None, rich_help_panel=heading_of(owner, name)
     )

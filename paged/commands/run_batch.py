@@ -98,8 +98,8 @@ async def _answer(job: _Job, options: Mapping[str, Any], processes: Mapping[str,
     from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm
 
+    from ..chat.chat_format import ChatFormat
     from ..protocol.batch_file import BATCH_LIMITS, read_lines
-    from ..protocol.chat_output.chat_format import ChatFormat
     from .batch_run import BatchRun
 
     num_done = len(job.output.done)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .chat_output.chat_format import ChatFormat
+from ..chat.chat_format import ChatFormat
 
 MAX_N = 128  # samples of a prompt, also best_of
 MAX_PROMPTS = 2048  # prompts of a request, or inputs of an embedding

@@ -31,6 +31,7 @@ class StructuralGrammar:
         self._rules = ["TEXT: /(.|\\n)*/"]
         self._grammars = list[dict[str, str]]()  # those that a tag brings along
         self._names = (f"r{number}" for number in itertools.count())
+        self._bodies = dict[str, str]()  # rules by what they stand for
         self._triggers = dict[str, str]()  # rules of text that ends with a trigger
         self._texts = dict[tuple[str, ...], str]()  # terminals of text without some strings
 
@@ -151,8 +152,10 @@ class StructuralGrammar:
         return self._rule(" | ".join(expressions))
 
     def _rule(self, body: str) -> str:
-        name = next(self._names)
-        self._rules.append(f"{name}: {body}")
+        """Return the name of a rule. Equal ones are one: a library's grammar costs time by its rules."""
+        if (name := self._bodies.get(body)) is None:
+            name = self._bodies[body] = next(self._names)
+            self._rules.append(f"{name}: {body}")
         return name
 
     def _json(self, schema: Any) -> str:
@@ -164,8 +167,10 @@ class StructuralGrammar:
         return self._either(values)
 
     def _subgrammar(self, lark: str) -> str:
-        name = f"g{len(self._grammars)}"
-        self._grammars.append({"name": name, "lark_grammar": lark})
+        known = (grammar["name"] for grammar in self._grammars if grammar["lark_grammar"] == lark)
+        if (name := next(known, None)) is None:
+            name = f"g{len(self._grammars)}"
+            self._grammars.append({"name": name, "lark_grammar": lark})
         return f"@{name}"
 
 

@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ..base.validation import shown
+from ..chat.chat_format import ChatFormat
 from ..engine.async_base import AsyncEngine, Deadline, OnPrompt
 from ..errors import ConfigError, EngineDeadError, QueueFullError
 from ..protocol.answers.errors import TOO_MANY
 from ..protocol.calls.call import Call
-from ..protocol.chat_output.chat_format import ChatFormat
 from ..protocol.endpoints import ROUTES, parse_call
 from ..protocol.limits import Limits
 from ..requests.seeds import derived_seed

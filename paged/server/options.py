@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from ..base.arguments import strict
 from ..base.validation import check_bool, check_int, check_number, shown
+from ..chat.chat_format import check_parsers
 from ..engine.async_base import STREAM_INTERVAL_S, check_interval
 from ..errors import ConfigError
-from ..protocol.chat_output.chat_format import check_parsers
 from ..protocol.limits import MAX_PROMPTS
 from ..routing.router import ROUTERS
 from ..sampling_params import MAX_LOGPROBS
@@ -98,10 +98,10 @@ class ServeOptions:
     trust_request_chat_template: let requests bring a chat template of their own.
     enable_prompt_tokens_details: tell clients how many tokens of their prompts were in the prefix cache, from
         which they may learn what others sent.
-    enable_auto_tool_choice: let the model decide whether to call a tool where tool_choice is "auto"; needs
-        tool_call_parser.
-    tool_call_parser: the form in which the model writes tool calls.
-    reasoning_parser: the form in which the model marks its reasoning.
+    enable_auto_tool_choice: let the model decide whether to call a tool where tool_choice is "auto".
+    tool_call_parser: the format in which the model writes tool calls, by a name of docs/tool-calls.md; auto
+        finds it out from the chat template, none reads no calls.
+    reasoning_parser: the format in which the model marks its reasoning; auto and none are as for tool calls.
     ignore_builtin_tools: leave tools out of requests that hosted APIs have built in, such as a web search;
         else they are refused.
     response_store: bytes of memory for responses that previous_response_id goes on from, of which the
@@ -152,9 +152,9 @@ class ServeOptions:
     default_chat_template_kwargs: str | Mapping[str, Any] | None = None
     trust_request_chat_template: bool = False
     enable_prompt_tokens_details: bool = False
-    enable_auto_tool_choice: bool = False
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
+    enable_auto_tool_choice: bool = True
+    tool_call_parser: str | None = "auto"
+    reasoning_parser: str | None = "auto"
     ignore_builtin_tools: bool = False
     response_store: int = 0
     replicas: int = 1
@@ -214,9 +214,7 @@ class ServeOptions:
             object.__setattr__(self, "root_path", self.root_path.rstrip("/"))
             if self.root_path and not self.root_path.startswith("/"):
                 raise ConfigError(f"root_path must begin with a slash, got {shown(self.root_path)}")
-        check_parsers(
-            self.tool_call_parser, self.reasoning_parser, auto_tool_choice=self.enable_auto_tool_choice
-        )
+        check_parsers(self.tool_call_parser, self.reasoning_parser)
         self._check_certificate()
         _object("default_chat_template_kwargs", self.default_chat_template_kwargs)
 

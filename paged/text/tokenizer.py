@@ -87,6 +87,11 @@ class Tokenizer:
         return len(self._tokenizer)
 
     @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The ids of the special tokens by their texts."""
+        return {self.token_text(token_id): token_id for token_id in self.special_token_ids}
+
+    @cached_property
     def _vocabulary(self) -> dict[str, int]:
         """The ids of all tokens by their names; empty where the tokenizer's process keeps them."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)

@@ -12,12 +12,12 @@ from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from paged import CompletionOutput, LLMEngine, Logprob, RequestMetrics, RequestOutput, SamplingParams
+from paged.chat.chat_format import ChatFormat
 from paged.engine.embedding import EmbeddingOutput, EmbeddingRequestOutput
 from paged.engine.scoring import ScoreOutput
 from paged.errors import ConfigError, EngineDeadError, QueueFullError, RequestError, UnknownArgumentError
 from paged.protocol.answers.errors import error_body, failure_of, status_of
 from paged.protocol.answers.places import CompletionPlaces, Decoding, chat_places, prompt_places
-from paged.protocol.chat_output.chat_format import ChatFormat
 from paged.protocol.endpoints import DEFAULT_LIMITS, parse_call
 from paged.protocol.limits import Limits
 from tests.support.api_fields import CHAT, COMPLETIONS, EMBEDDINGS, GENERATE, HELLO, SCORE
@@ -420,8 +420,9 @@ def test_markers_that_are_special_tokens_reach_the_parser(text):
 
 def test_the_model_calls_nothing_without_being_told_how(text):
     asked = {"messages": HELLO, "tools": [WEATHER]}
-    with pytest.raises(RequestError, match="--enable-auto-tool-choice") as refused:
-        parse_call(CHAT, asked)
+    off = Limits(chat_format=ChatFormat.of(enable_auto_tool_choice=False))
+    with pytest.raises(RequestError, match="--no-auto-tool-choice") as refused:
+        parse_call(CHAT, asked, off)
     assert refused.value.param == "tool_choice"
     call = parse_call(CHAT, {**asked, "tool_choice": "none"})
     call.prompts(text)

@@ -7,11 +7,11 @@ import pytest
 
 from paged import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from paged.base.fields import Effect
+from paged.chat.chat_format import ChatFormat
 from paged.errors import PagedError
 from paged.protocol.calls.call import AnswerCall, GenerationCall
 from paged.protocol.calls.tokens import TextCall
 from paged.protocol.calls.vectors import EmbeddingCall
-from paged.protocol.chat_output.chat_format import ChatFormat
 from paged.protocol.endpoints import ENDPOINTS, parse_call
 from paged.protocol.limits import Limits
 from tests.support.api_fields import BODIES, COMPLETIONS, COUNT, MESSAGES, PAGE, RESPONSES, changes, page

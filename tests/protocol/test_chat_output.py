@@ -10,18 +10,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paged.protocol.chat_output.call_parsers import HermesCalls, JsonCalls, Llama3Calls, MistralCalls
-from paged.protocol.chat_output.json_scanner import JsonScanner
-from paged.protocol.chat_output.machine import CallMachine
-from paged.protocol.chat_output.parts import ChatOutput, Part, ToolArgumentsDelta, delta_of
-from paged.protocol.chat_output.reasoning import ReasoningMachine, ends_in_reasoning
+from paged.chat.call_parser import CallParser
+from paged.chat.formats import BY_NAME, THINK
+from paged.chat.json_scanner import JsonScanner
+from paged.chat.parts import ChatOutput, Part, ToolArgumentsDelta, delta_of
+from paged.chat.reasoning import ReasoningMachine, ends_in_reasoning
+from paged.chat.tools import ANY_OBJECT, Tool
 
 NAMES = ["get_time", "f"]
 # The same examples in every run, however slowly a busy machine draws them.
 STEADY = settings(
     max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
-MACHINES = [HermesCalls, Llama3Calls, MistralCalls, JsonCalls]
+TOOLS = [Tool(name, ANY_OBJECT) for name in NAMES]
+HermesCalls, Llama3Calls, MistralCalls, JsonCalls = MACHINES = ["hermes", "llama3_json", "mistral", "json"]
 Joined = tuple[str, str, list[tuple[str, str]], bool]  # content, reasoning, names and arguments, whole calls
 
 
@@ -29,11 +31,15 @@ def fed(parser: Any, pieces: list[str]) -> list[Part]:
     return [*itertools.chain.from_iterable(map(parser.feed, pieces)), *parser.finish()]
 
 
-def joined(machine: type[CallMachine], pieces: list[str], *, reasons: bool = False) -> Joined:
+def parser_of(name: str, new_id: Any) -> CallParser:
+    return CallParser(BY_NAME[name].variants[0][1], TOOLS, new_id)
+
+
+def joined(machine: str, pieces: list[str], *, reasons: bool = False) -> Joined:
     ids = map("call_{}".format, itertools.count())
-    parser: Any = machine(NAMES, lambda: next(ids))
+    parser: Any = parser_of(machine, lambda: next(ids))
     if reasons:
-        parser = ReasoningMachine(parser, is_inside=False)
+        parser = ReasoningMachine(THINK, parser, is_inside=False)
     output = ChatOutput.of(fed(parser, pieces))
     assert [call.call_id for call in output.tool_calls] == [
         f"call_{i}" for i in range(len(output.tool_calls))
@@ -43,7 +49,7 @@ def joined(machine: type[CallMachine], pieces: list[str], *, reasons: bool = Fal
 
 
 WORLD = '{"city": "W\\u00fc \\"<tool_call>\\" [TOOL_CALLS]", "n": [-1.5e3, {"x": {}}, null, true]}'
-CASES: list[tuple[type[CallMachine], str, str, list[tuple[str, str]], bool]] = [
+CASES: list[tuple[str, str, str, list[tuple[str, str]], bool]] = [
     # Content, and calls in every form
     (HermesCalls, "Just text with a <tool_cal", "Just text with a <tool_cal", [], False),
     (HermesCalls, '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "", [("f", "{}")], True),
@@ -51,7 +57,7 @@ CASES: list[tuple[type[CallMachine], str, str, list[tuple[str, str]], bool]] = [
         HermesCalls,
         f'Let me see.\n\n<tool_call>\n{{"name": "f", "arguments": {WORLD}}}\n</tool_call>\n'
         '<tool_call>{"arguments":{"a":1},"name":"get_time"}</tool_call>\n Done. ',
-        "Let me see.\n Done.",
+        "Let me see.Done.",
         [("f", WORLD), ("get_time", '{"a":1}')],
         True,
     ),
@@ -74,8 +80,8 @@ CASES: list[tuple[type[CallMachine], str, str, list[tuple[str, str]], bool]] = [
         MistralCalls,
         f"Yes. [TOOL_CALLS]f[ARGS]{WORLD}[TOOL_CALLS]get_time[CALL_ID]abcdefghi[ARGS]{{}}[TOOL_CALLS]f[ARGS]",
         "Yes.",
-        [("f", WORLD), ("get_time", "{}"), ("f", "{}")],
-        True,
+        [("f", WORLD), ("get_time", "{}"), ("f", "")],
+        False,
     ),
     (JsonCalls, '[{"name": "f", "arguments": {"a": 1}}]', "", [("f", '{"a": 1}')], True),
     # Arguments that are missing, empty, or JSON in a string
@@ -140,7 +146,7 @@ CASES: list[tuple[type[CallMachine], str, str, list[tuple[str, str]], bool]] = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].__name__}: {case[1][:40]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}: {case[1][:40]}")
 def test_parts_of_text_as_a_whole_and_by_character(case):
     machine, text, *expected = case
     whole = joined(machine, [text])
@@ -224,7 +230,7 @@ def test_scanner_agrees_with_json(value, rest, indent, cut):
 
 
 def test_arguments_are_passed_on_as_they_arrive():
-    parser = HermesCalls(NAMES, lambda: "id")
+    parser = parser_of(HermesCalls, lambda: "id")
     parts = parser.feed('<tool_call>{"name": "f", "arguments": ')
     assert parts == []
     for piece in ('{"text": "a', " long", ' one"}'):
@@ -235,9 +241,9 @@ def test_arguments_are_passed_on_as_they_arrive():
 
 
 def test_a_marker_is_held_no_longer_than_it_may_become_one():
-    parser = HermesCalls(NAMES, lambda: "id")
+    parser = parser_of(HermesCalls, lambda: "id")
     assert fed(parser, []) == []
-    parser = HermesCalls(NAMES, lambda: "id")
+    parser = parser_of(HermesCalls, lambda: "id")
     assert [[delta_of(part) for part in parser.feed(piece)] for piece in ("a <to", "ol_", "box>", " b")] == [
         [{"content": "a"}],
         [],
@@ -247,7 +253,7 @@ def test_a_marker_is_held_no_longer_than_it_may_become_one():
 
 
 def test_an_answer_may_begin_inside_of_reasoning():
-    parts = fed(ReasoningMachine(None, is_inside=True), ["So", ".</th", "ink>\n\nYes. "])
+    parts = fed(ReasoningMachine(THINK, None, is_inside=True), ["So", ".</th", "ink>\n\nYes. "])
     message = ChatOutput.of(parts).message()
     assert message == {
         "role": "assistant",
@@ -255,10 +261,10 @@ def test_an_answer_may_begin_inside_of_reasoning():
         "reasoning": "So.",
         "reasoning_content": "So.",
     }
-    assert ends_in_reasoning("<|im_start|>assistant\n<think>\n")
-    assert not ends_in_reasoning("What is <think>?<|im_start|>assistant\n")
-    assert not ends_in_reasoning("<think>\n\n</think>\n\n")
-    assert ends_in_reasoning("assistant\n<think>\nI was", continues_answer=True)
+    assert ends_in_reasoning(THINK, "<|im_start|>assistant\n<think>\n")
+    assert not ends_in_reasoning(THINK, "What is <think>?<|im_start|>assistant\n")
+    assert not ends_in_reasoning(THINK, "<think>\n\n</think>\n\n")
+    assert ends_in_reasoning(THINK, "assistant\n<think>\nI was", continues_answer=True)
 
 
 def test_depth_of_arguments_is_bounded():

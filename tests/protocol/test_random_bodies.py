@@ -4,10 +4,10 @@ import json
 import random
 
 from paged.base.strict_json import parse_json
+from paged.chat.chat_format import ChatFormat
 from paged.errors import RequestError, UnknownArgumentError
 from paged.protocol.calls.call import GenerationCall
 from paged.protocol.calls.tokens import TextCall
-from paged.protocol.chat_output.chat_format import ChatFormat
 from paged.protocol.endpoints import parse_call
 from paged.protocol.limits import Limits
 from tests.support.random_bodies import random_body

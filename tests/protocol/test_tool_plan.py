@@ -12,17 +12,17 @@ import pytest
 
 from benchmarks.schemas import closed
 from paged import ConfigError, LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
+from paged.chat.chat_format import ChatFormat
+from paged.chat.formats import THINK
+from paged.chat.parts import ChatOutput, delta_of
+from paged.chat.plan import ToolPlan
+from paged.chat.tools import MAX_CALLS
 from paged.errors import PagedError
 from paged.protocol.calls.chat import CHAT_TABLE, ChatCall
-from paged.protocol.chat_output.chat_format import ChatFormat, family_of
-from paged.protocol.chat_output.parts import ChatOutput, delta_of
-from paged.protocol.chat_output.plan import ToolPlan
-from paged.protocol.chat_output.tools import MAX_CALLS
 from paged.protocol.endpoints import parse_call
 from paged.protocol.limits import Limits
 from tests.support.chat_checkpoints import SPECIAL_TAGS, chat_checkpoint
 from tests.support.checkpoints import new_engine
-from tests.text.test_chat_template import CHATML, LLAMA_3
 
 PLACE = closed({"city": {"enum": ["Rome", "Ulm"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}})
 POINT = closed({"at": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}})
@@ -49,7 +49,6 @@ def chat_format(parser: str | None, reasoning: str | None = None, *, template: s
     return ChatFormat.of(
         tool_call_parser=parser,
         reasoning_parser=reasoning,
-        enable_auto_tool_choice=parser is not None,
         template=template,
         special_tokens=SPECIAL_TAGS,
     )
@@ -244,7 +243,7 @@ FORCED = {
 def test_a_forced_call_that_is_cut_is_a_call_as_far_as_it_goes(name, names, reasons):
     """Cut anywhere, fed whole and in parts: never content, and a call as soon as its name is certain."""
     plan = ToolPlan.of(
-        replace(FORMATS[name], has_reasoning_parser=reasons),
+        replace(FORMATS[name], reasoning=THINK if reasons else None),
         tools=[tool(each) for each in names],
         tool_choice="required",
     )
@@ -416,24 +415,20 @@ def test_an_impossible_schema_is_an_error_of_its_request(engine):
 
 
 def test_auto_needs_the_options_of_the_server():
-    with pytest.raises(RequestError, match="--enable-auto-tool-choice and --tool-call-parser"):
-        ToolPlan.of(FORMATS["none"], tools=TOOLS)
-    with pytest.raises(ConfigError, match="enable_auto_tool_choice needs tool_call_parser"):
-        ChatFormat.of(enable_auto_tool_choice=True)
-    with pytest.raises(ConfigError, match="reasoning_parser must be one of deepseek_r1, qwen3, think"):
-        ChatFormat.of(reasoning_parser="harmony")
-    with pytest.raises(ConfigError, match="tool_call_parser must be hermes"):
-        ChatFormat.of(tool_call_parser="pythonic")
+    off = ChatFormat.of(tool_call_parser="hermes", enable_auto_tool_choice=False)
+    with pytest.raises(RequestError, match="turned off by --no-auto-tool-choice"):
+        ToolPlan.of(off, tools=TOOLS)
+    with pytest.raises(ConfigError, match=r"reasoning_parser must be one of harmony, .*got 'x'"):
+        ChatFormat.of(reasoning_parser="x")
+    with pytest.raises(ConfigError, match=r"tool_call_parser must be one of harmony, .*got 'y'"):
+        ChatFormat.of(tool_call_parser="y")
 
 
-def test_the_family_is_told_by_the_template_or_not_at_all():
-    hermes = CHATML + '<tool_call>{"name": ..., "arguments": ...}</tool_call>'
-    assert family_of(hermes) == "hermes"
-    assert family_of(LLAMA_3) == "llama3_json"
-    assert family_of("{{ '[TOOL_CALLS]' }}") == "mistral"
-    for template in ("{{ messages }}", hermes + "[TOOL_CALLS]", hermes + "<function="):
-        with pytest.raises(ConfigError, match="name a tool_call_parser: hermes, llama3_json, mistral"):
-            family_of(template)
+def test_tools_of_an_unknown_format_are_shown_and_answers_are_content():
+    plan = ToolPlan.of(FORMATS["none"], tools=TOOLS)
+    assert plan.template_tools == TOOLS
+    assert not plan.parses
+    assert plan.structured_outputs("Hi") is None
 
 
 def allows(engine: LLMEngine, plan: ToolPlan, text: str, prompt: str = "Hi") -> bool:

@@ -7,11 +7,10 @@ import logging
 
 import pytest
 
-from paged.errors import RequestError
-from paged.protocol.chat_output.chat_format import ChatFormat
-from paged.protocol.chat_output.parts import ChatOutput
-from paged.protocol.chat_output.tool_formats import JsonFormat
-from paged.protocol.chat_output.tools import tools_of
+from paged.chat.chat_format import ChatFormat
+from paged.chat.parts import ChatOutput
+from paged.chat.tool_format import JSON_FORMAT
+from paged.chat.tools import tools_of
 from paged.protocol.endpoints import parse_call
 from paged.protocol.limits import Limits
 from tests.protocol.test_tool_plan import CHAT, FORMATS, TOOLS
@@ -55,7 +54,7 @@ def test_tools_calls_and_results_are_in_messages(text, name, template):
     prompt = prompt_of(text, template, FORMATS[name])
     first, call, results = _parts(prompt)
     assert all(json.dumps(tool, ensure_ascii=False) in first for tool in TOOLS)
-    tools = FORMATS[name].tools or JsonFormat()
+    tools = FORMATS[name].tools or JSON_FORMAT
     parser = tools.new_parser(tools_of(TOOLS), "")
     output = ChatOutput.of([*parser.feed(call), *parser.finish()])
     assert [(c.name, c.arguments) for c in output.tool_calls] == [("draw", '{"at": [true]}'), ("stop", "{}")]
@@ -92,15 +91,10 @@ def test_a_template_that_shows_tools_has_them_itself(text):
     assert untouched == "<user>Draw.\n<a>"
 
 
-def test_the_start_says_that_tools_are_not_shown(text, caplog, monkeypatch):
+def test_the_start_says_that_tools_are_not_shown(text, caplog):
     with caplog.at_level(logging.WARNING):
         ChatFormat.of_model(text, chat_template=CHATML)
         assert not caplog.messages
         ChatFormat.of_model(text, chat_template=ROLES_ALONE)
     (message,) = caplog.messages
     assert message.startswith("the chat template does not show tools to the model: messages describe them")
-    # A checkpoint's own description of how to read calls says nothing of how to ask for them.
-    monkeypatch.setattr(JsonFormat, "prompt", None)
-    with pytest.raises(RequestError, match="tools are refused: the chat template does not show") as refused:
-        prompt_of(text, ROLES_ALONE, FORMATS["none"], TALK[:1])
-    assert refused.value.param == "tools"

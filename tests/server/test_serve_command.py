@@ -124,7 +124,7 @@ def test_the_environment():
         {"root_path": "llm"},
         {"allowed_origins": "[1]"},
         {"default_chat_template_kwargs": "[]"},
-        {"enable_auto_tool_choice": True},
+        {"tool_call_parser": "x"},
         {"ssl_keyfile": "a"},
         {"ssl_certfile": "/nowhere"},
         {"metrics_prefix": "a b"},

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...chat.answer_reader import AnswerReader
+from ...chat.parts import ChatOutput, Part, ReasoningDelta, delta_of
 from ...requests.request import CompletionOutput, RequestOutput
-from ..chat_output.parts import ChatOutput, OutputParser, Part, ReasoningDelta, delta_of
 from .chunks import Chunks, Form, Head
 from .places import chat_places
-from .usage import Usage, usage_of
+from .usage import Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,14 +20,16 @@ class ChatForm(Form):
 
     role: of the answer.
     prompt_text: whether the rendered conversation is returned.
-    new_parser: makes the parser of an answer; None if answers are all content.
+    new_reader: makes the reader of an answer; None if answers are all content.
     include_reasoning: whether reasoning is returned.
+    count_tokens: returns how many tokens a text has.
     """
 
     role: str = "assistant"
     prompt_text: bool = False
-    new_parser: Callable[[], OutputParser] | None = None
+    new_reader: Callable[[], AnswerReader] | None = None
     include_reasoning: bool = True
+    count_tokens: Callable[[str], int] = len
 
     def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
         """Return the fields of a response about the prompt."""
@@ -50,8 +53,10 @@ def chat_body(outputs: Sequence[RequestOutput], head: Head, form: ChatForm) -> d
     """Return a chat.completion."""
     (output,) = outputs
     choices = []
+    usage = Usage(tells_cached=form.cached_tokens)
+    usage.add(0, output)
     for completion in output.outputs:
-        message, reason = _message(completion, form)
+        message, reason = _message(completion, form, usage)
         choice = {
             "index": completion.index,
             "message": message,
@@ -62,23 +67,24 @@ def chat_body(outputs: Sequence[RequestOutput], head: Head, form: ChatForm) -> d
         if form.token_ids:
             choice["token_ids"] = [*completion.token_ids]
         choices.append(choice)
-    body = {**head.as_json(), "choices": choices, "usage": usage_of(outputs, tells_cached=form.cached_tokens)}
+    body = {**head.as_json(), "choices": choices, "usage": usage.as_json(form.count_tokens)}
     return body | form.prompt_fields(output)
 
 
-def _message(completion: CompletionOutput, form: ChatForm) -> tuple[dict[str, Any], str | None]:
+def _message(completion: CompletionOutput, form: ChatForm, usage: Usage) -> tuple[dict[str, Any], str | None]:
     """Return the message of an answer, and its finish_reason."""
-    if form.new_parser is None:
+    if form.new_reader is None:
         return {"role": form.role, "content": completion.text}, completion.finish_reason
-    parser = form.new_parser()
-    parts = form.shown([*parser.feed(completion.text), *parser.finish()])
-    message = ChatOutput.of(parts).message() | {"role": form.role}
-    return message, _reason(completion, parser)
+    reader = form.new_reader()
+    parts = reader.read(completion)
+    usage.add_parts(completion.index, parts)
+    message = ChatOutput.of(form.shown(parts)).message() | {"role": form.role}
+    return message, _reason(completion, reader)
 
 
-def _reason(completion: CompletionOutput, parser: OutputParser) -> str | None:
+def _reason(completion: CompletionOutput, reader: AnswerReader) -> str | None:
     """Return the finish_reason: an answer that stops after whole calls asks for their results."""
-    is_call = completion.finish_reason == "stop" and parser.has_whole_calls
+    is_call = completion.finish_reason == "stop" and reader.has_whole_calls
     return "tool_calls" if is_call else completion.finish_reason
 
 
@@ -90,7 +96,7 @@ class ChatChunks(Chunks):
     def __init__(self, head: Head, form: ChatForm) -> None:
         super().__init__(head, form, Usage(tells_cached=form.cached_tokens))
         self._is_begun = False
-        self._parsers: dict[int, OutputParser] = {}
+        self._readers: dict[int, AnswerReader] = {}
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the role of each choice."""
@@ -125,15 +131,20 @@ class ChatChunks(Chunks):
         """Return the deltas of a text, and the finish_reason if it is the last."""
         form = self.form
         reason = completion.finish_reason
-        if form.new_parser is None:
+        if form.new_reader is None:
             return [{"content": completion.text}] if completion.text else [], reason
-        parser = self._parsers.get(choice)
-        if parser is None:
-            parser = self._parsers[choice] = form.new_parser()
-        parts = parser.feed(completion.text)
-        if reason is not None:
-            parts += parser.finish()
-        return [delta_of(part) for part in form.shown(parts)], _reason(completion, parser)
+        reader = self._readers.get(choice)
+        if reader is None:
+            reader = self._readers[choice] = form.new_reader()
+        parts = reader.read(completion)
+        self.usage.add_parts(choice, parts)
+        return [delta_of(part) for part in form.shown(parts)], _reason(completion, reader)
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Return the last chunks, after the last output."""
+        if not self.form.include_usage:
+            return []
+        return [self.usage_chunk(self.form.count_tokens)]
 
     @staticmethod
     def _choice(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -106,7 +106,11 @@ class Chunks(ABC):
         """Return the last chunks, after the last output."""
         if not self.form.include_usage:
             return []
-        return [{**self._head, "choices": [], "usage": self.usage.as_json()}]
+        return [self.usage_chunk()]
+
+    def usage_chunk(self, count_tokens: Callable[[str], int] | None = None) -> dict[str, Any]:
+        """Return the chunk with the counts of tokens. count_tokens: as of `Usage.as_json`."""
+        return {**self._head, "choices": [], "usage": self.usage.as_json(count_tokens)}
 
     def error(self, status: int, body: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         """Return the event that ends the stream with an error.

@@ -6,8 +6,9 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from ...chat.answer_reader import AnswerReader
+from ...chat.parts import ContentDelta, Part
 from ...requests.request import CompletionOutput, RequestOutput
-from ..chat_output.parts import ContentDelta, OutputParser, Part
 from .chats import ChatForm
 from .chunks import Chunks, Head
 from .usage import Usage
@@ -28,21 +29,18 @@ class TypedEvents(Chunks):
         self.head = head
         self.completion: CompletionOutput | None = None
         self.count_tokens = count_tokens
-        self._parser: OutputParser | None = None
+        self._reader: AnswerReader | None = None
 
     def chunks_of(self, choice: int, completion: CompletionOutput) -> list[dict[str, Any]]:  # noqa: ARG002
         """Return the events of a delta."""
         self.see(completion)
         if completion.finish_reason is not None:
             self.completion = completion
-        if self.form.new_parser is None:
+        if self.form.new_reader is None:
             return self.take(ContentDelta(completion.text)) if completion.text else []
-        if self._parser is None:
-            self._parser = self.form.new_parser()
-        parts = self._parser.feed(completion.text)
-        if completion.finish_reason is not None:
-            parts += self._parser.finish()
-        return [event for part in self.form.shown(parts) for event in self.take(part)]
+        if self._reader is None:
+            self._reader = self.form.new_reader()
+        return [event for part in self.form.shown(self._reader.read(completion)) for event in self.take(part)]
 
     def see(self, completion: CompletionOutput) -> None:
         """Take what belongs to a delta besides its text."""
@@ -50,7 +48,7 @@ class TypedEvents(Chunks):
     @property
     def has_whole_calls(self) -> bool:
         """Whether there is a call, and the arguments of all calls are whole."""
-        return self._parser is not None and self._parser.has_whole_calls
+        return self._reader is not None and self._reader.has_whole_calls
 
     @abstractmethod
     def take(self, part: Part) -> list[dict[str, Any]]:

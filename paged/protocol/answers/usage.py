@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ...chat.parts import Part, ReasoningDelta
 from ...requests.request import RequestOutput
 
 
@@ -20,6 +21,7 @@ class Usage:
         self._counts_output = counts_output
         self._num_prompt = self._num_cached = self._num_new = 0
         self._seen: set[int] = set()
+        self._reasoning: dict[int, list[str]] = {}  # of each choice that is parsed
 
     def add_prompt(self, index: int, output: RequestOutput) -> None:
         """Add the prompt of this index, unless it was added before."""
@@ -34,6 +36,11 @@ class Usage:
         if self._counts_output:
             for completion in output.outputs:
                 self._num_new += len(completion.token_ids)
+
+    def add_parts(self, choice: int, parts: Iterable[Part]) -> None:
+        """Add parts of a choice, whose reasoning is counted by itself."""
+        texts = self._reasoning.setdefault(choice, [])
+        texts += (part.text for part in parts if isinstance(part, ReasoningDelta))
 
     @property
     def num_prompt(self) -> int:
@@ -50,14 +57,21 @@ class Usage:
         """Number of generated tokens."""
         return self._num_new
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the counts so far."""
-        return {
+    def as_json(self, count_tokens: Callable[[str], int] | None = None) -> dict[str, Any]:
+        """Return the counts so far.
+
+        count_tokens: returns how many tokens a text has, to count those of reasoning.
+        """
+        counts = {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": self._num_new,
             "total_tokens": self._num_prompt + self._num_new,
             "prompt_tokens_details": {"cached_tokens": self._num_cached} if self._tells_cached else None,
         }
+        if self._reasoning and count_tokens is not None:
+            num = sum(count_tokens("".join(texts)) for texts in self._reasoning.values() if texts)
+            counts["completion_tokens_details"] = {"reasoning_tokens": num}
+        return counts
 
 
 def usage_of(

@@ -259,16 +259,16 @@ class AnswerCall(GenerationCall):
             "prompt_logprobs": "prompt_logprobs" in self.values,
         }
 
-    def decode_with(self, tokenizer: Tokenizer | None, *, skip_special_tokens: bool = True) -> None:
+    def decode_with(self, tokenizer: Tokenizer | None, *, keeps_special_tokens: bool = False) -> None:
         """Set the tokenizer that makes the text of the answer.
 
-        skip_special_tokens: False if the text needs them, whatever the body says.
+        keeps_special_tokens: whether the text needs them as they are, whatever the body says.
         """
         values = self.values
         self.form_fields["decoding"] = Decoding(
             tokenizer,
-            skip_special_tokens and values.get("skip_special_tokens", True),
-            values.get("spaces_between_special_tokens", True),
+            not keeps_special_tokens and values.get("skip_special_tokens", True),
+            not keeps_special_tokens and values.get("spaces_between_special_tokens", True),
         )
 
     @abstractmethod

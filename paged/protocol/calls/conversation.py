@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...base.validation import shown
+from ...chat.tool_format import JSON_FORMAT, ToolFormat
+from ...chat.tool_prompts import Message
 from ...errors import RequestError
-from ..chat_output.tool_formats import JsonFormat, ToolFormat
-from ..chat_output.tool_prompts import Message
 from ..fields.messages import ROLES
 from ..limits import Limits
 
@@ -35,7 +35,7 @@ class Conversation:
             )
         self.messages: list[dict[str, Any]] = values["messages"]
         self.tools: Sequence[Mapping[str, Any]] | None = None
-        self.tool_format: ToolFormat = limits.chat_format.tools or JsonFormat()
+        self.tool_format: ToolFormat = limits.chat_format.tools or JSON_FORMAT
         self._values = values
         self._limits = limits
 
@@ -55,7 +55,7 @@ class Conversation:
         messages: Sequence[Message] = [_message(i, m, source) for i, m in enumerate(self.messages)]
         tools = self.tools
         form = self.tool_format
-        if tools and form.prompt is not None:
+        if tools:
             shows = text.chat_templates.abilities(template)
             if not shows.tools:
                 messages = form.messages_with(messages, tools, shows_system=shows.system)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...chat.answer_reader import AnswerReader, TokenText
+from ...chat.plan import ToolPlan
 from ...requests.prompts import Prompt
 from ...sampling_params import StructuredOutputsParams
 from ..answers.chats import ChatForm
-from ..chat_output.parts import OutputParser
-from ..chat_output.plan import ToolPlan
 from ..limits import Limits
 from .call import AnswerCall
 from .conversation import Conversation
@@ -50,6 +50,7 @@ class ConversationCall(AnswerCall):
         if self._plan.tools and "structured_outputs" not in self.sampling:
             self.constraint_field = "tools"
         self._prompt: str | None = None
+        self._end_ids: set[int | None] = set()  # tokens of the format that end an answer besides EOS tokens
         self._constraint: StructuredOutputsParams | None = None  # the plan's, if it is not the body's own
 
     def prompts(self, text: ModelText) -> Sequence[Prompt]:
@@ -57,9 +58,17 @@ class ConversationCall(AnswerCall):
         with self.naming_field(self.PROMPT_FIELD):
             prompt = self.conversation.prompt(text)
         self._prompt = prompt["prompt"]
-        skips = not self._plan.parses or self._plan.skip_special_tokens
-        self.decode_with(text.tokenizer, skip_special_tokens=skips)
+        tokenizer = text.tokenizer
+        if self._plan.parses and tokenizer is not None:
+            self._end_ids = {tokenizer.special_ids.get(end) for end in self._plan.format.entry.ends}
+            self._end_ids -= {None, *text.eos_token_ids}
+        self.decode_with(tokenizer, keeps_special_tokens=self._keeps_special_tokens)
         return [prompt]
+
+    @property
+    def _keeps_special_tokens(self) -> bool:
+        """Whether the parser reads special tokens."""
+        return self._plan.parses and not self._plan.skip_special_tokens
 
     def given_params(self) -> dict[str, Any]:
         """Return the arguments of SamplingParams that the body gives, after `prompts`."""
@@ -71,8 +80,10 @@ class ConversationCall(AnswerCall):
         wanted = given.get("structured_outputs")
         constraint = plan.structured_outputs(self._prompt, wanted)
         self._constraint = None if constraint is wanted else constraint
-        if not plan.skip_special_tokens:  # the parser reads them
-            given["skip_special_tokens"] = False
+        if self._keeps_special_tokens:
+            given |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+        if self._end_ids and not given.get("ignore_eos", False):
+            given["stop_token_ids"] = [*given.get("stop_token_ids", ()), *sorted(self._end_ids)]
         return {**given, "structured_outputs": constraint}
 
     def field_of_constraint(self, part: str | None) -> str:
@@ -97,10 +108,16 @@ class ConversationCall(AnswerCall):
             **self.form_fields,
             num_top=self.sampling.get("logprobs", 0),
             role=self.conversation.answer_role,
-            new_parser=self._new_parser if self._plan.parses else None,
+            new_reader=self._new_reader if self._plan.parses else None,
+            count_tokens=self.count_tokens,
             **more,
         )
 
-    def _new_parser(self) -> OutputParser:
+    def _new_reader(self) -> AnswerReader:
         assert self._prompt is not None, "prompts() was not called"
-        return self._plan.new_parser(self._prompt)
+        parser = self._plan.new_parser(self._prompt)
+        tokenizer = self.form_fields["decoding"].tokenizer
+        if tokenizer is None or not self._keeps_special_tokens:
+            return AnswerReader(parser)
+        is_skipping = self.values.get("skip_special_tokens", True)
+        return AnswerReader(parser, TokenText(tokenizer, self._plan.markers, is_skipping=is_skipping))

@@ -9,8 +9,8 @@ from typing import Any
 from ...base.fields import Field, FieldTable, ObjectOf, Tagged
 from ...base.kinds import Boolean, Choice, JSONObject, ListOf, OneOf, Schema, Text
 from ...base.validation import shown
+from ...chat.tools import MAX_FUNCTION_NAME, MAX_TOOLS
 from ...errors import RequestError
-from ..chat_output.tools import MAX_FUNCTION_NAME, MAX_TOOLS
 
 
 class FunctionName(Text):

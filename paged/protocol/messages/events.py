@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from ...chat.parts import ContentDelta, Part, ReasoningDelta, ToolArgumentsDelta, ToolCallStart
 from ...requests.request import RequestOutput
 from ..answers.chats import ChatForm
 from ..answers.chunks import Head
 from ..answers.typed_events import TypedEvents
-from ..chat_output.parts import ContentDelta, Part, ReasoningDelta, ToolArgumentsDelta, ToolCallStart
 from .errors import message_error
 
 Event = dict[str, Any]

@@ -6,7 +6,7 @@ import re
 
 from ...base.fields import Field, FieldTable, ObjectOf, Tagged, ignored, refused
 from ...base.kinds import Boolean, Choice, Integer, JSONObject, ListOf, OneOf, Text
-from ..chat_output.tools import MAX_TOOLS
+from ...chat.tools import MAX_TOOLS
 from ..fields.builtin_tools import FunctionOrBuiltin
 from ..fields.common import COMMON_FIELDS, TEMPLATE_KWARGS
 from ..fields.sampling import TOKEN_FIELDS

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...chat.parts import ContentDelta, Part, ReasoningDelta, ToolArgumentsDelta, ToolCallStart
 from ...requests.request import CompletionOutput
 from ..answers.chats import ChatForm
 from ..answers.chunks import Head
 from ..answers.errors import FAILED, TOO_MANY
 from ..answers.typed_events import TypedEvents
-from ..chat_output.parts import ContentDelta, Part, ReasoningDelta, ToolArgumentsDelta, ToolCallStart
 
 Event = dict[str, Any]
 Item = dict[str, Any]

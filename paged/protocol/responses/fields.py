@@ -21,8 +21,8 @@ from ...base.kinds import (
     named_parts,
 )
 from ...base.validation import shown
+from ...chat.tools import MAX_TOOLS
 from ...errors import RequestError
-from ..chat_output.tools import MAX_TOOLS
 from ..fields.builtin_tools import FunctionOrBuiltin
 from ..fields.common import COMMON_FIELDS, EFFORTS, TEMPLATE_KWARGS
 from ..fields.sampling import TOKEN_FIELDS, sampling_field

@@ -14,7 +14,7 @@ Message = Mapping[str, Any]
 class ToolPrompt:
     """How a format of tool calls is described to a model.
 
-    example: of a call, with <name> and <arguments> in place of those.
+    example: of a call, with <name> and <arguments>, or <key> and <value> of one, in place of those.
     opening, separator, closing: texts around the calls of an answer.
     """
 
@@ -59,9 +59,16 @@ class ToolPrompt:
             "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
             "You are provided with function signatures within <tools></tools> XML tags:\n"
             f"<tools>\n{listed}\n</tools>\n\n"
-            "To call functions, answer in this form, where <name> is that of a function and <arguments> a "
-            f"JSON object of its arguments:\n{self.opening}{self.example}{self.closing}"
+            f"To call functions, answer in this form, where <name> is that of a function and {self._rest}:\n"
+            f"{self.opening}{self.example}{self.closing}"
         )
+
+    @property
+    def _rest(self) -> str:
+        """What the example has besides the name."""
+        if "<key>" in self.example:
+            return "<key> and <value> stand for each of its arguments"
+        return "<arguments> a JSON object of its arguments"
 
     def _with_calls(self, message: Message, written: Callable[[str, str], str]) -> Message:
         functions = [call.get("function", {}) for call in message["tool_calls"]]

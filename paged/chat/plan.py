@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import RequestError
-from ...sampling_params import StructuredOutputsParams
+from ..errors import RequestError
+from ..sampling_params import StructuredOutputsParams
 from .chat_format import ChatFormat
+from .forced_arguments import Format, optional, sequence, tag, text
+from .formats import REASONING_BY_NAME
+from .harmony import ROLE
 from .parts import ContentDelta, OutputParser, Part
-from .reasoning import END_THINK, THINK, ReasoningMachine
-from .tool_formats import Format, JsonFormat, ToolFormat
+from .reasoning import ReasoningMachine
+from .tool_format import FINAL, JSON_FORMAT, ToolFormat
 from .tools import Tool, ToolChoice, tool_choice_of, tools_of
 
 # Blanks between reasoning and an answer that has a grammar.
@@ -68,12 +71,16 @@ class ToolPlan:
             choice = ToolChoice(choice.mode, choice.names, is_single=True)
         if choice.mode == "none":
             return cls(chat=chat, choice=choice, continues_answer=continues_answer)
-        if choice.mode == "auto" and not (chat.auto_tool_choice and chat.tools is not None):
+        if choice.mode == "auto" and not chat.auto_tool_choice:
             raise RequestError(
-                "tool_choice 'auto' needs a server started with --enable-auto-tool-choice and "
-                "--tool-call-parser; 'required', a named tool and 'none' work without",
+                "tool_choice 'auto' is turned off by --no-auto-tool-choice; 'required', a named tool and "
+                "'none' work",
                 param="tool_choice",
             )
+        if choice.mode == "auto" and chat.tools is None:
+            # The model sees the tools, but how it writes calls is not known: its answer is content.
+            choice = ToolChoice("none")
+            return cls(chat=chat, choice=choice, template_tools=tools, continues_answer=continues_answer)
         return cls(
             chat=chat,
             choice=choice,
@@ -85,27 +92,31 @@ class ToolPlan:
     @property
     def parses(self) -> bool:
         """Whether an answer may be more than content."""
-        return self.chat.has_reasoning_parser or bool(self.tools) or self.format.READS_REASONING
+        return self.chat.reasoning is not None or bool(self.tools) or self.chat.channels is not None
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """The special tokens that the parser needs in the text of an answer."""
+        texts = [*self.format.markers] if self.tools or self.chat.channels is not None else []
+        texts += [] if self.chat.reasoning is None else self.chat.reasoning.markers
+        return self.chat.special_tokens.intersection(texts)
 
     @property
     def skip_special_tokens(self) -> bool:
         """Whether the text that the parser needs can do without special tokens."""
-        if self.format.READS_REASONING:  # its tags are not known
-            return False
-        markers = [*self.format.MARKERS] if self.tools else []
-        markers += [THINK, END_THINK] if self.chat.has_reasoning_parser else []
-        return self.chat.special_tokens.isdisjoint(markers)
+        return not self.markers
 
     def new_parser(self, prompt: str) -> OutputParser:
         """Return the parser of one answer to this prompt."""
+        reasoning = self.chat.reasoning
         answer = None
-        if self.choice.mode == "required":
-            answer = self.format.new_forced_parser(self.tools, prompt)
-        elif self.tools or self.format.READS_REASONING:
-            answer = self.format.new_parser(self.tools, prompt)
-        if not self.chat.has_reasoning_parser:
+        if self.tools or self.chat.channels is not None:
+            is_forced = self.choice.mode == "required"
+            parser_of = self.format.new_forced_parser if is_forced else self.format.new_parser
+            answer = parser_of(self.tools, prompt, is_split=reasoning is not None)
+        if reasoning is None or self.format.has_channels:
             return answer or PlainText()
-        return ReasoningMachine(answer, is_inside=self._is_in_reasoning(prompt))
+        return ReasoningMachine(reasoning, answer, is_inside=self._is_in_reasoning(prompt))
 
     def structured_outputs(
         self, prompt: str, wanted: StructuredOutputsParams | None = None
@@ -119,13 +130,15 @@ class ToolPlan:
         answer = self._answer(wanted)
         if answer is None:
             return None
-        if not self.chat.has_reasoning_parser:
+        if self.chat.reasoning is None and not self.format.has_channels:
             return wanted if not self.tools else StructuredOutputsParams(structural_tag={"format": answer})
         return StructuredOutputsParams(structural_tag={"format": self._after_reasoning(answer, prompt)})
 
     def _answer(self, wanted: StructuredOutputsParams | None) -> Format | None:
         """Return the format of an answer without reasoning; None if it may be any text."""
         content = None if wanted is None else _format_of(wanted)
+        if content is not None and self.format.has_channels:
+            content = sequence(text(FINAL), content)
         if not self.tools:
             return content
         is_single = self.choice.is_single
@@ -140,21 +153,23 @@ class ToolPlan:
         if content is not None:
             return {"type": "or", "elements": [self.format.calls(self.tools, is_single=is_single), content]}
         if is_single or self.choice.names is not None or any(tool.strict for tool in self.tools):
-            return self.format.text_with_calls(self.tools, is_single=is_single)
+            reasoning = [] if self.chat.reasoning is None else self.chat.reasoning.begins
+            return self.format.text_with_calls(self.tools, is_single=is_single, reasoning=reasoning)
         return None
 
     def _after_reasoning(self, answer: Format, prompt: str) -> Format:
         """Return the format of an answer with the reasoning that may precede it."""
+        reasoning = self.chat.reasoning or REASONING_BY_NAME[self.format.name]
         is_inside = self._is_in_reasoning(prompt)
-        if not is_inside and prompt.rstrip().endswith(END_THINK):
+        begin, end = reasoning.begins[0], reasoning.ends[0]
+        between = text(ROLE) if reasoning.has_channels else _BLANKS
+        if not is_inside and prompt.rstrip().endswith((end, FINAL)):
             return answer
-        text: Format = {"type": "any_text"}
-        reasoning = {"type": "tag", "begin": "" if is_inside else THINK, "content": text, "end": END_THINK}
+        inside = tag("" if is_inside else begin, {"type": "any_text"}, end)
         if is_inside:
-            return {"type": "sequence", "elements": [reasoning, _BLANKS, answer]}
+            return sequence(inside, between, answer)
         # The answer is there once: a grammar with two of it would be twice as large.
-        before: Format = {"type": "sequence", "elements": [reasoning, _BLANKS]}
-        return {"type": "sequence", "elements": [{"type": "optional", "content": before}, answer]}
+        return sequence(optional(sequence(inside, between)), answer)
 
     def _is_in_reasoning(self, prompt: str) -> bool:
         return self.chat.is_in_reasoning(prompt, continues_answer=self.continues_answer)
@@ -162,10 +177,7 @@ class ToolPlan:
     @property
     def format(self) -> ToolFormat:
         """How the answer writes calls."""
-        tools = self.chat.tools
-        if tools is None or (self.choice.mode == "required" and not tools.HAS_GRAMMAR):
-            return JsonFormat()
-        return tools
+        return self.chat.tools or self.chat.channels or JSON_FORMAT
 
 
 def _format_of(wanted: StructuredOutputsParams) -> Format:

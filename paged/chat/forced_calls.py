@@ -14,15 +14,22 @@ class ForcedCalls:
     end of a call: it is no content, and begins a call without arguments where it tells which one.
 
     calls: the parser of the calls.
-    begins: the text up to the arguments of a call, by the name of its tool.
+    opening: the text before the first call.
+    begins: the text of a call up to its arguments, by the name of its tool.
     name_at: where the name is in each of these.
     new_id: makes the id of a call.
     """
 
     def __init__(
-        self, calls: OutputParser, begins: Mapping[str, str], name_at: int, new_id: Callable[[], str]
+        self,
+        calls: OutputParser,
+        opening: str,
+        begins: Mapping[str, str],
+        name_at: int,
+        new_id: Callable[[], str],
     ) -> None:
         self._calls = calls
+        self._opening = opening
         self._begins = begins
         self._name_at = name_at
         self._new_id = new_id
@@ -70,9 +77,13 @@ class ForcedCalls:
         """Return the tool whose call the rest begins; None if it begins none, or does not tell which."""
         names = [*self._begins]
         length = 0
+        opening = "" if self._num_calls else self._opening
         for start in range(len(self._rest)):
             text = self._rest[start:]
-            if found := [name for name, begin in self._begins.items() if begin.startswith(text)]:
+            found = [name for name, begin in self._begins.items() if (opening + begin).startswith(text)]
+            if not found and opening:
+                found = [name for name, begin in self._begins.items() if begin.startswith(text)]
+            if found:
                 names = found
                 length = len(text)
                 break

@@ -1,0 +1,199 @@
+"""ChatFormat: how a model writes tool calls and reasoning, from the options of a server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..errors import ConfigError, RequestError
+from ..model.config import ModelConfig
+from ..model.families.multimodal import NATIVE
+from ..text.chat_template import ChatTemplates
+from ..text.tokenizer import Tokenizer
+from .formats import (
+    BEGIN_INSIDE,
+    BY_NAME,
+    FORMATS,
+    JSON,
+    REASONING_BY_NAME,
+    ChatSyntax,
+    ReasoningSyntax,
+    formats_of,
+    reasoning_of,
+)
+from .reasoning import ends_in_reasoning
+from .tool_format import ToolFormat
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"  # the name of the parser that the chat template tells
+NONE = "none"  # of no parser
+TOOL_PARSERS = tuple(BY_NAME)
+REASONING_PARSERS = tuple(REASONING_BY_NAME)
+
+
+class TextOfModel(Protocol):
+    """What is asked of the text of a model: see `engine.model_text`."""
+
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+
+    @property
+    def chat_templates(self) -> ChatTemplates:
+        """The chat templates of the tokenizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFormat:
+    """How a model writes tool calls and reasoning, and what a server makes of that.
+
+    tools: None if the format is not known, or none is to be read.
+    auto_tool_choice: whether a model may decide for itself to call tools.
+    reasoning: how reasoning is marked; None if there is none to separate from the answer.
+    starts_in_reasoning: whether answers begin inside of reasoning even where the prompt does not say so.
+    special_tokens: the texts of the tokenizer's special tokens.
+    """
+
+    tools: ToolFormat | None = None
+    auto_tool_choice: bool = True
+    reasoning: ReasoningSyntax | None = None
+    starts_in_reasoning: bool = False
+    special_tokens: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        enable_auto_tool_choice: bool = True,
+        template: str = "",
+        special_tokens: Collection[str] = (),
+        model_type: str | None = None,
+        shows_tools: bool = True,
+    ) -> ChatFormat:
+        """Return the format of a server's options.
+
+        tool_call_parser: one of TOOL_PARSERS, AUTO to find out from the template, or NONE, as None.
+        reasoning_parser: one of REASONING_PARSERS, AUTO or NONE, as None.
+        template: the source of the chat template; "" if there is none.
+        model_type: that of config.json, which tells where there is no template.
+        shows_tools: whether the template shows tools to the model.
+
+        Raises ConfigError for an unknown parser.
+        """
+        check_parsers(tool_call_parser, reasoning_parser)
+        fitting = formats_of(template, model_type)
+        entry = BY_NAME.get(tool_call_parser or NONE)
+        if tool_call_parser == AUTO:
+            entry = fitting[0] if fitting else (None if shows_tools else JSON)
+        reasoning = REASONING_BY_NAME.get(reasoning_parser or NONE)
+        if reasoning_parser == AUTO:
+            reasoning = reasoning_of(template, fitting[0] if fitting else None)
+        return cls(
+            tools=None if entry is None else ToolFormat(entry, template, special_tokens),
+            auto_tool_choice=enable_auto_tool_choice,
+            reasoning=reasoning,
+            starts_in_reasoning=reasoning_parser in BEGIN_INSIDE,
+            special_tokens=frozenset(special_tokens),
+        )
+
+    @classmethod
+    def of_model(
+        cls,
+        text: TextOfModel,
+        *,
+        chat_template: str | None = None,
+        tool_call_parser: str | None = AUTO,
+        reasoning_parser: str | None = AUTO,
+        enable_auto_tool_choice: bool = True,
+        is_logged: bool = True,
+    ) -> ChatFormat:
+        """Return the format of a model and a server's options, as `of` does, and log what was chosen and why.
+
+        chat_template: as of `ChatTemplates.source`.
+        """
+        template = ""
+        tokenizer = text.tokenizer
+        shows_tools = True
+        if tokenizer is not None:
+            with suppress(RequestError):  # there is none: an error of chat requests alone
+                template = text.chat_templates.source(chat_template, has_tools=True)
+                shows_tools = text.chat_templates.abilities(chat_template).tools
+        special = () if tokenizer is None else map(tokenizer.token_text, tokenizer.special_token_ids)
+        model_type = NATIVE[text.model_config.architecture].model_type
+        found = cls.of(
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            enable_auto_tool_choice=enable_auto_tool_choice,
+            template=template,
+            special_tokens=frozenset(special),
+            model_type=model_type,
+            shows_tools=shows_tools,
+        )
+        if is_logged:
+            fitting = formats_of(template, model_type)
+            _log(found, fitting, is_auto=tool_call_parser == AUTO, template=template)
+            if not shows_tools:
+                logger.warning(
+                    "the chat template does not show tools to the model: messages describe them. "
+                    "--chat-template sets another"
+                )
+        return found
+
+    @property
+    def channels(self) -> ToolFormat | None:
+        """The format of answers that consist of messages with channels; None of others."""
+        if self.tools is not None:
+            return self.tools if self.tools.has_channels else None
+        if self.reasoning is not None and self.reasoning.has_channels:
+            return ToolFormat(BY_NAME[self.reasoning.name], "", self.special_tokens)
+        return None
+
+    def is_in_reasoning(self, prompt: str, *, continues_answer: bool = False) -> bool:
+        """Return whether an answer to this prompt begins inside of reasoning."""
+        syntax = self.reasoning
+        if syntax is None:
+            return False
+        if ends_in_reasoning(syntax, prompt, continues_answer=continues_answer):
+            return True
+        # An answer that the prompt has begun says itself whether it reasons.
+        end = syntax.ends[0]
+        return self.starts_in_reasoning and not continues_answer and end not in prompt[-2 * len(end) :]
+
+
+def check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -> None:
+    """Raise ConfigError for a parser that does not exist."""
+    for option, name, known in (
+        ("tool_call_parser", tool_call_parser, TOOL_PARSERS),
+        ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
+    ):
+        if name not in (None, AUTO, NONE, *known):
+            raise ConfigError(
+                f"{option} must be one of {', '.join(known)}, or {AUTO}, which finds out from the chat "
+                f"template, or {NONE}; got {name!r}"
+            )
+
+
+def _log(found: ChatFormat, fitting: list[ChatSyntax], *, is_auto: bool, template: str) -> None:
+    """Say which formats were chosen and why."""
+    by_template = found.tools is not None and found.tools.entry.fits(template)
+    source = "the chat template" if by_template or not fitting else "model_type"
+    if is_auto and not fitting and found.tools is None:
+        names = ", ".join(entry.name for entry in FORMATS)
+        logger.warning(
+            "%s fits no format of tool calls, so answers are content alone; --tool-call-parser names one: %s",
+            source,
+            names,
+        )
+    elif found.tools is not None:
+        has = ", ".join(found.tools.entry.present if by_template else found.tools.entry.model_types)
+        why = f" ({source} has {has})" if is_auto and fitting else ""
+        others = ", ".join(entry.name for entry in fitting[1:])
+        more = f"; {others} would fit, too" if is_auto and others else ""
+        logger.info("tool calls: format %s%s%s", found.tools.name, why, more)
+    if found.reasoning is not None:
+        logger.info("reasoning: format %s, from %s", found.reasoning.name, found.reasoning.begins[0].strip())

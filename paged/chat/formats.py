@@ -1,0 +1,486 @@
+"""The table of chat formats: how each family of models writes reasoning and tool calls.
+
+An entry is data. From it come the streaming parser (`call_parser`), the grammar that forces calls
+(`tool_format`), the choice of a format by the chat template (`chat_format`) and the table of
+docs/tool-calls.md. docs/add-a-chat-format.md shows how to add one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Arguments = Literal["json", "tagged", "python", "gemma"]
+_SLOT = re.compile(r"\$(name|arguments|key|value)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSyntax:
+    """How a model writes the calls of an answer.
+
+    call: one call as the model writes it, with $name and $arguments. Blanks in it stand for any blanks.
+    begin: the text, often a special token, which begins calls; "" where only the beginning of the answer may.
+    also: other texts that begin calls; they are read, but never forced.
+    section: texts around all calls of an answer.
+    separator: the text between two calls.
+    arguments: how they are written. "json": a JSON object. "tagged": one element for each parameter.
+        "python": keyword arguments with literals of Python. "gemma": Gemma's braces, whose keys are bare.
+    parameter: one element of tagged arguments, with $key and $value.
+    quote: what is around a text in Gemma's braces.
+    identity: what comes before the id of a call, after its name; "" if there are no ids.
+    """
+
+    call: str
+    begin: str = ""
+    also: Sequence[str] = ()
+    section: tuple[str, str] = ("", "")
+    separator: str = ""
+    arguments: Arguments = "json"
+    parameter: str = ""
+    quote: str = ""
+    identity: str = ""
+
+    @property
+    def before_name(self) -> str:
+        """The text of a call before its tool's name."""
+        return _SLOT.split(self.call)[0]
+
+    @property
+    def after_name(self) -> str:
+        """The text between the name and the arguments."""
+        return _SLOT.split(self.call)[2]
+
+    @property
+    def after_arguments(self) -> str:
+        """The text after the arguments."""
+        return _SLOT.split(self.call)[4]
+
+    @property
+    def parameter_texts(self) -> tuple[str, str, str]:
+        """The texts of a tagged parameter: before its key, between key and value, and after the value."""
+        before, _, between, _, after = _SLOT.split(self.parameter)
+        return before, between, after
+
+    @property
+    def is_object(self) -> bool:
+        """Whether a call is a JSON object that has the name among its members."""
+        return self.before_name.endswith('"name": "')
+
+    def begun(self, name: str) -> str:
+        """Return the text of a call up to its arguments."""
+        return f"{self.before_name}{name}{self.after_name}"
+
+    def written(self, name: str, arguments: str) -> str:
+        """Return the text of a call."""
+        return f"{self.begun(name)}{arguments}{self.after_arguments}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningSyntax:
+    """How a model marks reasoning, which comes before its answer.
+
+    begins, ends: the texts around it; the first of each is the one that a grammar writes.
+    answer: texts around the answer after reasoning, which belong to neither.
+    has_channels: whether each message of an answer names its channel, as Harmony's do.
+    """
+
+    name: str
+    begins: Sequence[str]
+    ends: Sequence[str]
+    answer: tuple[str, str] = ("", "")
+    has_channels: bool = False
+
+    @property
+    def markers(self) -> list[str]:
+        """The texts without the blanks around them."""
+        return [text.strip() for text in (*self.begins, *self.ends, *filter(None, self.answer))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSyntax:
+    """A chat format.
+
+    name, aliases: what --tool-call-parser takes; the aliases are those of vLLM.
+    families: of models, for the documentation.
+    present, absent: texts which the chat templates of these families have, and which they do not have. Of the
+        formats that fit a template, the first of the table is taken.
+    model_types: those of config.json that tell the format where no template does.
+    variants: how calls are written: the first one whose texts the template has, else the last one. The first
+        one of all reads them all.
+    ends: special tokens that end an answer, also where generation_config.json does not say so.
+    reasoning: names of REASONINGS that these models have, for the documentation.
+    id_length: of the id of a call, where the templates demand one.
+    has_channels: whether each message of an answer has a header with its channel, as Harmony's do.
+    """
+
+    name: str
+    families: str
+    variants: Sequence[tuple[Sequence[str], CallSyntax]]
+    aliases: Sequence[str] = ()
+    present: Sequence[str] = ()
+    absent: Sequence[str] = ()
+    model_types: Sequence[str] = ()
+    ends: Sequence[str] = ()
+    reasoning: Sequence[str] = ()
+    id_length: int | None = None
+    has_channels: bool = False
+
+    def fits(self, template: str) -> bool:
+        """Return whether a chat template may be that of a model which writes this format."""
+        return (
+            bool(self.present)
+            and all(text in template for text in self.present)
+            and not any(text in template for text in self.absent)
+        )
+
+    def calls(self, template: str) -> CallSyntax:
+        """Return how the calls are written of a model with this template."""
+        found = (syntax for texts, syntax in self.variants if all(text in template for text in texts))
+        return next(found, self.variants[-1][1])
+
+
+def _only(syntax: CallSyntax) -> Sequence[tuple[Sequence[str], CallSyntax]]:
+    return [((), syntax)]
+
+
+THINK = ReasoningSyntax(name="think", begins=["<think>"], ends=["</think>"])
+# The first whose beginning or end a template has.
+REASONINGS: Sequence[ReasoningSyntax] = (
+    ReasoningSyntax(
+        name="harmony",
+        begins=["<|channel|>analysis<|message|>"],
+        ends=["<|end|>"],
+        has_channels=True,
+    ),
+    ReasoningSyntax(name="gemma4", begins=["<|channel>thought\n", "<|channel>thought"], ends=["<channel|>"]),
+    ReasoningSyntax(name="mistral", begins=["[THINK]"], ends=["[/THINK]"]),
+    ReasoningSyntax(
+        name="granite",
+        begins=["Here is my thought process:", "Here's my thought process:"],
+        ends=["Here is my response:", "Here's my response:"],
+    ),
+    ReasoningSyntax(
+        name="granite_tags", begins=["<think>"], ends=["</think>"], answer=("<response>", "</response>")
+    ),
+    THINK,
+)
+_REASONING_ALIASES = {
+    "openai_gptoss": "harmony",
+    "openai": "harmony",
+    **dict.fromkeys(
+        (
+            *("qwen3", "deepseek_r1", "deepseek_v3", "deepseek_v31", "glm45", "glm47", "minimax_m2", "olmo3"),
+            *("minimax_m2_append_think", "hunyuan_a13b", "nemotron_v3", "holo2", "step3", "ernie45", "mimo"),
+        ),
+        "think",
+    ),
+}
+# Parsers of vLLM under which an answer begins inside of reasoning even where the prompt does not say so.
+BEGIN_INSIDE = ("deepseek_r1", "minimax_m2", "step3")
+
+_NAMED_OBJECT = '{"name": "$name", "arguments": $arguments}'
+_DEEPSEEK = {
+    "begin": "<｜tool▁calls▁begin｜>",
+    "also": ("<｜tool▁call▁begin｜>",),
+    "section": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+}
+
+# The most specific first.
+FORMATS: Sequence[ChatSyntax] = (
+    ChatSyntax(
+        name="harmony",
+        families="gpt-oss",
+        aliases=["openai", "openai_gptoss", "gpt_oss"],
+        present=["<|channel|>", "<|message|>", "<|start|>"],
+        model_types=["gpt_oss"],
+        reasoning=["harmony"],
+        has_channels=True,
+        ends=["<|return|>", "<|call|>"],
+        variants=_only(
+            CallSyntax(
+                call="<|channel|>commentary to=functions.$name <|constrain|>json<|message|>$arguments<|call|>"
+            )
+        ),
+    ),
+    ChatSyntax(
+        name="gemma4",
+        families="Gemma 4",
+        present=["<|tool_call>call:"],
+        model_types=["gemma4", "gemma4_text"],
+        reasoning=["gemma4"],
+        ends=["<turn|>", "<|tool_response>"],
+        variants=_only(
+            CallSyntax(
+                begin="<|tool_call>",
+                call="<|tool_call>call:$name$arguments<tool_call|>",
+                arguments="gemma",
+                quote='<|"|>',
+            )
+        ),
+    ),
+    ChatSyntax(
+        name="minimax_m2",
+        families="MiniMax-M2",
+        present=["<minimax:tool_call>"],
+        model_types=["minimax_m2"],
+        reasoning=["think"],
+        variants=_only(
+            CallSyntax(
+                begin="<minimax:tool_call>",
+                section=("<minimax:tool_call>\n", "</minimax:tool_call>"),
+                call='<invoke name="$name">\n$arguments</invoke>\n',
+                arguments="tagged",
+                parameter='<parameter name="$key">$value</parameter>\n',
+            )
+        ),
+    ),
+    ChatSyntax(
+        name="glm45",
+        families="GLM-4.5 to 4.7",
+        aliases=["glm45_moe", "glm47", "glm47_moe"],
+        present=["<arg_key>", "<arg_value>"],
+        model_types=["glm4_moe"],
+        reasoning=["think"],
+        ends=["<|user|>", "<|observation|>"],
+        variants=[
+            (
+                ["</arg_key><arg_value>"],  # 4.7 puts nothing between the elements
+                CallSyntax(
+                    begin="<tool_call>",
+                    call="<tool_call>$name$arguments</tool_call>",
+                    arguments="tagged",
+                    parameter="<arg_key>$key</arg_key><arg_value>$value</arg_value>",
+                ),
+            ),
+            (
+                [],
+                CallSyntax(
+                    begin="<tool_call>",
+                    call="<tool_call>$name\n$arguments</tool_call>",
+                    separator="\n",
+                    arguments="tagged",
+                    parameter="<arg_key>$key</arg_key>\n<arg_value>$value</arg_value>\n",
+                ),
+            ),
+        ],
+    ),
+    ChatSyntax(
+        name="qwen3_coder",
+        families="Qwen3-Coder, Qwen 3.5 and 3.6",
+        aliases=["qwen3_xml", "qwen3_5", "mimo"],
+        present=["<function=", "<parameter=", "<tool_call>"],
+        reasoning=["think"],
+        variants=_only(
+            CallSyntax(
+                begin="<tool_call>",
+                also=["<function="],
+                call="<tool_call>\n<function=$name>\n$arguments</function>\n</tool_call>",
+                separator="\n",
+                arguments="tagged",
+                parameter="<parameter=$key>\n$value\n</parameter>\n",
+            )
+        ),
+    ),
+    ChatSyntax(
+        name="deepseek_v3",
+        families="DeepSeek V3, R1 and its distills",
+        aliases=["deepseek_r1"],
+        present=["<｜tool▁sep｜>", "```json"],
+        reasoning=["think"],
+        variants=_only(
+            CallSyntax(
+                **_DEEPSEEK,
+                call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>$name\n```json\n$arguments\n```<｜tool▁call▁end｜>",
+                separator="\n",
+            )
+        ),
+    ),
+    ChatSyntax(
+        name="deepseek_v31",
+        families="DeepSeek V3.1",
+        present=["<｜tool▁sep｜>"],
+        absent=["```json"],
+        reasoning=["think"],
+        variants=_only(
+            CallSyntax(
+                **_DEEPSEEK, call="<｜tool▁call▁begin｜>$name<｜tool▁sep｜>$arguments<｜tool▁call▁end｜>"
+            )
+        ),
+    ),
+    ChatSyntax(
+        name="olmo3",
+        families="OLMo 3",
+        present=["<function_calls>"],
+        model_types=["olmo3"],
+        reasoning=["think"],
+        variants=_only(
+            CallSyntax(
+                begin="<function_calls>",
+                section=("<function_calls>", "</function_calls>"),
+                call="$name($arguments)",
+                separator="\n",
+                arguments="python",
+            )
+        ),
+    ),
+    ChatSyntax(
+        name="granite",
+        families="Granite 3",
+        present=["<|start_of_role|>"],
+        absent=["</tool_call>"],
+        reasoning=["granite_tags", "granite"],
+        variants=_only(
+            CallSyntax(
+                begin="<|tool_call|>",
+                also=["<tool_call>"],
+                section=("<|tool_call|>[", "]"),
+                call=_NAMED_OBJECT,
+                separator=", ",
+            )
+        ),
+    ),
+    ChatSyntax(
+        name="phi4_mini",
+        families="Phi-4-mini",
+        aliases=["phi4_mini_json"],
+        present=["<|tool|>", "<|/tool|>"],
+        reasoning=["think"],
+        variants=_only(
+            CallSyntax(
+                begin="<|tool_call|>",
+                also=["functools"],
+                section=("<|tool_call|>[", "]<|/tool_call|>"),
+                call=_NAMED_OBJECT,
+                separator=", ",
+            )
+        ),
+    ),
+    ChatSyntax(
+        name="mistral",
+        families="Mistral and Ministral, v3 to v13",
+        present=["[TOOL_CALLS]"],
+        reasoning=["mistral"],
+        id_length=9,
+        variants=[
+            (
+                ["[CALL_ID]"],
+                CallSyntax(
+                    begin="[TOOL_CALLS]", call="[TOOL_CALLS]$name[ARGS]$arguments", identity="[CALL_ID]"
+                ),
+            ),
+            (
+                ["[ARGS]"],
+                CallSyntax(
+                    begin="[TOOL_CALLS]", call="[TOOL_CALLS]$name[ARGS]$arguments", identity="[CALL_ID]"
+                ),
+            ),
+            (
+                ["[TOOL_CALLS] ["],
+                CallSyntax(
+                    begin="[TOOL_CALLS]",
+                    section=("[TOOL_CALLS] [", "]"),
+                    call=_NAMED_OBJECT,
+                    separator=", ",
+                ),
+            ),
+            (
+                [],
+                CallSyntax(
+                    begin="[TOOL_CALLS]",
+                    section=("[TOOL_CALLS][", "]"),
+                    call=_NAMED_OBJECT,
+                    separator=", ",
+                ),
+            ),
+        ],
+    ),
+    ChatSyntax(
+        name="hermes",
+        families="Hermes, Qwen 2.5 and 3, SmolLM3, Granite 4",
+        aliases=["qwen25", "granite4"],
+        present=["<tool_call>", "</tool_call>"],
+        reasoning=["think"],
+        variants=_only(
+            CallSyntax(
+                begin="<tool_call>",
+                call='<tool_call>\n{"name": "$name", "arguments": $arguments}\n</tool_call>',
+                separator="\n",
+            )
+        ),
+    ),
+    ChatSyntax(
+        name="llama_pythonic",
+        families="Llama 3.2 and 4 with a template of Python's calls",
+        aliases=["pythonic", "llama4_pythonic"],
+        present=["func_name1(params_name1="],
+        ends=["<|eom_id|>", "<|eom|>"],
+        variants=_only(
+            CallSyntax(
+                also=["<|python_start|>", "<|python_tag|>"],
+                section=("[", "]"),
+                call="$name($arguments)",
+                separator=", ",
+                arguments="python",
+            )
+        ),
+    ),
+    ChatSyntax(
+        name="llama3_json",
+        families="Llama 3.1 to 3.3",
+        aliases=["llama4_json", "llama3"],
+        present=['"parameters"', "ipython"],
+        ends=["<|eom_id|>"],
+        variants=_only(
+            CallSyntax(
+                also=["<|python_tag|>"],
+                call='{"name": "$name", "parameters": $arguments}',
+                separator="; ",
+            )
+        ),
+    ),
+    ChatSyntax(
+        name="glm4",
+        families="GLM-4-0414",
+        present=["[gMASK]", "<|observation|>"],
+        model_types=["glm4"],
+        reasoning=["think"],
+        ends=["<|user|>", "<|observation|>"],
+        variants=_only(CallSyntax(call="$name\n$arguments", separator="\n")),
+    ),
+    ChatSyntax(
+        name="json",
+        families="templates that show no tools (SmolLM2)",
+        variants=_only(CallSyntax(section=("[", "]"), call=_NAMED_OBJECT, separator=", ")),
+    ),
+)
+BY_NAME = {name: entry for entry in FORMATS for name in (entry.name, *entry.aliases)}
+REASONING_BY_NAME = {entry.name: entry for entry in REASONINGS}
+REASONING_BY_NAME |= {name: REASONING_BY_NAME[target] for name, target in _REASONING_ALIASES.items()}
+JSON = BY_NAME["json"]
+
+
+def formats_of(template: str, model_type: str | None = None) -> list[ChatSyntax]:
+    """Return the formats that fit a chat template, the best one first; if none does, those of the model."""
+    fitting = [entry for entry in FORMATS if entry.fits(template)]
+    return fitting or [entry for entry in FORMATS if model_type in entry.model_types]
+
+
+def reasoning_of(template: str, calls: ChatSyntax | None) -> ReasoningSyntax | None:
+    """Return how the models with a chat template reason; None if the template does not tell.
+
+    calls: the format of the model's calls.
+    """
+    for entry in REASONINGS:
+        if entry.has_channels:
+            found = calls is not None and calls.has_channels
+        elif entry.answer != ("", ""):
+            found = all(text in template for text in (entry.begins[0], entry.answer[0]))
+        else:
+            found = any(text.strip() in template for text in (*entry.begins, *entry.ends))
+        if found:
+            return entry
+    if calls is not None and not calls.fits(template) and calls.reasoning:
+        return REASONING_BY_NAME[calls.reasoning[0]]
+    return None

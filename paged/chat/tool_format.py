@@ -1,0 +1,197 @@
+"""ToolFormat: the parser of calls of one chat format, and the structural tags that force them."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from .call_parser import CallParser
+from .forced_arguments import (
+    Format,
+    any_arguments,
+    arguments_of,
+    either,
+    in_slashes,
+    optional,
+    sequence,
+    tag,
+    text,
+)
+from .forced_calls import ForcedCalls
+from .formats import JSON, CallSyntax, ChatSyntax
+from .harmony import CHANNEL, MESSAGE, ROLE, TOKENS, HarmonyParser
+from .parts import OutputParser
+from .tool_prompts import Message, ToolPrompt
+from .tools import ANY_OBJECT, MAX_CALLS, Tool
+from .writing import written_arguments, written_call
+
+ALPHANUMERIC = string.ascii_letters + string.digits
+FINAL = f"{CHANNEL}final{MESSAGE}"
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
+PREAMBLE = f"{CHANNEL}commentary{MESSAGE}"
+_END = "<|end|>"
+
+
+class ToolFormat:
+    """How a model writes tool calls.
+
+    entry: of the table of formats.
+    template: the chat template, which tells the variant.
+    special_tokens: those of the tokenizer.
+    """
+
+    def __init__(self, entry: ChatSyntax, template: str = "", special_tokens: Collection[str] = ()) -> None:
+        self.entry = entry
+        self.syntax: CallSyntax = entry.calls(template)
+        self._special_tokens = frozenset(special_tokens)
+
+    @property
+    def name(self) -> str:
+        """The name of the format."""
+        return self.entry.name
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether an answer consists of messages with channels."""
+        return self.entry.has_channels
+
+    @property
+    def markers(self) -> list[str]:
+        """Texts which may be special tokens; then special tokens must stay in the text of an output."""
+        if self.has_channels:
+            return [*TOKENS]
+        syntax = self.syntax
+        texts = [syntax.begin, *syntax.also, syntax.quote, syntax.identity, *syntax.section]
+        texts += re.split(r"\$\w+", f"{syntax.call} {syntax.parameter}")
+        return [word for text_ in texts for word in text_.split() if not word.isalnum()]
+
+    # Reading
+
+    def new_parser(
+        self, tools: Sequence[Tool], prompt: str, *, is_split: bool = True, is_forced: bool = False
+    ) -> OutputParser:
+        """Return a parser of one answer to a prompt, with calls of these tools.
+
+        is_split: whether reasoning in a channel of its own is told apart.
+        """
+        if self.has_channels:
+            names = [tool.name for tool in tools]
+            return HarmonyParser(names, self.new_id, prompt, is_split=is_split, keeps_header=is_forced)
+        # Where any answer may begin with calls, <|python_tag|> means something only if it is a token.
+        left_out = () if self.syntax.begin else frozenset(self.syntax.also) - self._special_tokens
+        # The first variant reads the others, too.
+        return CallParser(self.entry.variants[0][1], tools, self.new_id, left_out)
+
+    def new_forced_parser(self, tools: Sequence[Tool], prompt: str, *, is_split: bool = True) -> OutputParser:
+        """Return a parser of one answer which `calls` describes."""
+        begins = {tool.name: self.syntax.begun(tool.name) for tool in tools}
+        calls = self.new_parser(tools, prompt, is_split=is_split, is_forced=True)
+        return ForcedCalls(calls, self.syntax.section[0], begins, len(self.syntax.before_name), self.new_id)
+
+    def new_id(self) -> str:
+        """Return an id for a call."""
+        if self.entry.id_length is not None:
+            return "".join(secrets.choice(ALPHANUMERIC) for _ in range(self.entry.id_length))
+        return f"call_{secrets.token_hex(12)}"
+
+    # Showing tools to a model whose template does not
+
+    def messages_with(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, shows_system: bool
+    ) -> list[Message]:
+        """Return a conversation with its tools, calls and results in the texts of messages."""
+        opening, closing = self.syntax.section
+        prompt = ToolPrompt(self._example, opening, self.syntax.separator, closing)
+        written = partial(written_call, self.syntax)
+        return prompt.messages(messages, tools, written, shows_system=shows_system)
+
+    @property
+    def _example(self) -> str:
+        """A call with <name> in place of its tool's, and <arguments> or one of them."""
+        if self.syntax.arguments in ("json", "gemma"):
+            return self.syntax.written("<name>", "<arguments>")
+        return self.syntax.written("<name>", written_arguments(self.syntax, {"<key>": "<value>"}))
+
+    # Forcing
+
+    def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
+        """Return the format of one call, or of 1 to MAX_CALLS, whose arguments match their schemas."""
+        syntax = self.syntax
+        tags = [self._call(tool) for tool in tools]
+        if self.has_channels:
+            return either(*tags)  # an answer ends with its first call
+        content = {
+            "type": "tags_with_separator",
+            "tags": tags,
+            "separator": syntax.separator,
+            "at_least_one": True,
+            "stop_after_first": is_single,
+            "max_tags": MAX_CALLS,
+        }
+        return tag(syntax.section[0], content, syntax.section[1]) if any(syntax.section) else content
+
+    def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool, reasoning: Iterable[str]) -> Format:
+        """Return the format of text with calls, perhaps none. A single call ends the text.
+
+        The arguments of strict tools match their schemas, those of others are any object.
+
+        reasoning: texts that begin reasoning.
+        """
+        syntax = self.syntax
+        loose = [tool if tool.strict else Tool(tool.name, ANY_OBJECT, place=None) for tool in tools]
+        if self.has_channels:
+            preamble = optional(sequence(tag(PREAMBLE, {"type": "any_text"}, _END), text(ROLE)))
+            final = sequence(text(FINAL), {"type": "any_text"})
+            return either(final, sequence(preamble, self.calls(loose, is_single=True)))
+        calls = self.calls(loose, is_single=is_single)
+        if not syntax.begin:
+            known = [word for word in syntax.also if word in self._special_tokens]
+            return either(
+                _text_that_is_no_call(self._beginning(tools), [*syntax.also, *reasoning]),
+                calls,
+                *(sequence(text(word), calls) for word in known),
+            )
+        is_list = any(syntax.section)
+        return {
+            "type": "triggered_tags",
+            "triggers": [syntax.begin],
+            "tags": [calls] if is_list else [self._call(tool) for tool in loose],
+            "stop_after_first": is_single or is_list,
+            "max_tags": MAX_CALLS,
+        }
+
+    def _call(self, tool: Tool) -> Format:
+        """Return the format of one call."""
+        syntax = self.syntax
+        if syntax.arguments == "json":
+            content = {"type": "json_schema", "json_schema": tool.parameters, "name": tool.place}
+        elif tool.parameters == ANY_OBJECT:
+            content = any_arguments(syntax)
+        else:
+            content = arguments_of(syntax, tool)
+        return tag(syntax.begun(tool.name), content, syntax.after_arguments)
+
+    def _beginning(self, tools: Sequence[Tool]) -> str:
+        """Return an expression of what begins calls at the beginning of an answer."""
+        opening = self.syntax.section[0] + self.syntax.before_name
+        if opening:
+            return re.escape(opening[0])
+        names = "|".join(re.escape(tool.name) for tool in tools)
+        return rf"({names})[ \t\r]*\n"
+
+
+JSON_FORMAT = ToolFormat(JSON)
+
+
+def _text_that_is_no_call(begin: str, words: Iterable[str]) -> Format:
+    """Return the format of text that does not begin as a call does, also after blanks.
+
+    words: texts that begin calls or reasoning anywhere, which the text does not have.
+    """
+    without = [rf"~/(.|\n)*{in_slashes(word)}(.|\n)*/" for word in words]
+    without.append(rf"~/[ \t\n\r]*{begin}(.|\n)*/")
+    return {"type": "grammar", "grammar": f"start: TEXT\nTEXT: /(.|\\n)*/ & {' & '.join(without)}\n"}

@@ -1,0 +1,117 @@
+"""What a JSON schema says about the values of arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from .json_scanner import MAX_DEPTH
+
+MAX_REFERENCES = 16  # that lead from one to the next
+_NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_JSON_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+_TYPES_OF_VALUES = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
+MAX_DIGITS = 512  # of a number that Python has to convert
+Types = frozenset[str] | None  # of JSON Schema; None for any
+NULLABLE_TEXT: Final = frozenset(["string", "null"])
+TEXT: Final = frozenset(["string"])
+
+
+def quoted(text: str) -> str:
+    """Return a text as the inside of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """Return a schema, or what it refers to; None if there is no such part of the root."""
+    for _ in range(MAX_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str):
+            return schema
+        if not reference.startswith("#"):
+            return None
+        schema = root
+        for step in filter(None, reference[1:].split("/")):
+            name = step.replace("~1", "/").replace("~0", "~")
+            if not isinstance(schema, Mapping) or name not in schema:
+                return None
+            schema = schema[name]
+    return None
+
+
+def types_of(schema: Any, root: Any, depth: int = MAX_DEPTH) -> Types:
+    """Return the JSON types that a schema allows, None if it does not tell.
+
+    root: the schema that references begin from.
+    """
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or not depth:
+        return None
+    if "type" in schema:
+        given = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        return frozenset(name for name in given if isinstance(name, str))
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return frozenset(_TYPES_OF_VALUES.get(type(value), "string") for value in values)
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            return _union(types_of(part, root, depth - 1) for part in schema[key])
+    if isinstance(schema.get("allOf"), list):
+        known = (types_of(part, root, depth - 1) for part in schema["allOf"])
+        return next((types for types in known if types is not None), None)
+    if "properties" in schema:
+        return frozenset(["object"])
+    return frozenset(["array"]) if "items" in schema else None
+
+
+def _union(parts: Iterator[Types]) -> Types:
+    joined = frozenset[str]()
+    for types in parts:
+        if types is None:
+            return None
+        joined |= types
+    return joined
+
+
+def property_of(schema: Any, name: str, root: Any) -> Any:
+    """Return the schema of a property of an object; None if its schema has none."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping):
+        return None
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and name in properties:
+        return properties[name]
+    for key in ("allOf", "anyOf", "oneOf"):
+        for part in schema.get(key) if isinstance(schema.get(key), list) else ():
+            if (found := property_of(part, name, root) if part is not schema else None) is not None:
+                return found
+    others = schema.get("additionalProperties")
+    return others if isinstance(others, Mapping) else None
+
+
+def number_of(text: str) -> str:
+    """Return a number of JSON or Python as JSON; "" if the text is none."""
+    if _JSON_NUMBER.fullmatch(text):
+        return text
+    if not _NUMBER.fullmatch(text) or len(text) > MAX_DIGITS:
+        return ""
+    try:
+        is_whole = re.fullmatch(r"[+-]?\d[\d_]*", text)
+        return json.dumps(int(text) if is_whole else float(text), allow_nan=False)
+    except ValueError:
+        return ""
+
+
+def is_whole(number: str) -> bool:
+    """Return whether a number of JSON is an integer."""
+    return ("." not in number and "e" not in number.lower()) or float(number).is_integer()
