@@ -64,6 +64,13 @@ class CallSyntax:
         return before, between, after
 
     @property
+    def markers(self) -> list[str]:
+        """The texts which mark calls and their parts, without blanks around them."""
+        texts = [self.begin, *self.also, self.quote, self.identity, *self.section]
+        texts += re.split(r"\$\w+", f"{self.call} {self.parameter}")
+        return [word for text in texts for word in text.split() if not word.isalnum()]
+
+    @property
     def is_object(self) -> bool:
         """Whether a call is a JSON object that has the name among its members."""
         return self.before_name.endswith('"name": "')
@@ -459,6 +466,15 @@ BY_NAME = {name: entry for entry in FORMATS for name in (entry.name, *entry.alia
 REASONING_BY_NAME = {entry.name: entry for entry in REASONINGS}
 REASONING_BY_NAME |= {name: REASONING_BY_NAME[target] for name, target in _REASONING_ALIASES.items()}
 JSON = BY_NAME["json"]
+
+# The texts of all formats, and of results. A tokenizer has some of them as added tokens.
+MARKERS = frozenset(
+    [
+        *(word for entry in FORMATS for _, syntax in entry.variants for word in syntax.markers),
+        *(word for reasoning in REASONINGS for word in reasoning.markers),
+        *("<tool_response>", "</tool_response>"),
+    ]
+)
 
 
 def formats_of(template: str, model_type: str | None = None) -> list[ChatSyntax]:

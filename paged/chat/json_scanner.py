@@ -164,3 +164,11 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
     found = pattern.match(text, at)
     assert found is not None  # both may match nothing
     return found.end()
+
+
+def is_json(text: str) -> bool:
+    """Return whether a text is one JSON value."""
+    scanner = JsonScanner()
+    end = scanner.scan(text)
+    scanner.finish()
+    return scanner.done and end == len(text)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from .formats import CallSyntax
-from .json_scanner import JsonScanner
+from .json_scanner import is_json
 from .literals import PYTHON, json_of
 from .machine import BLANKS, MAX_KEY, CallMachine, Reading
 from .values import NULLABLE_TEXT, TEXT, Types, is_whole, number_of, property_of, quoted, types_of
@@ -203,14 +203,6 @@ def _literal(text: str, types: frozenset[str]) -> str:
     if word in ("true", "false") and "boolean" in types:
         return word
     return _container(text, types) if types & {"object", "array"} else ""
-
-
-def is_json(text: str) -> bool:
-    """Return whether a text is one JSON value."""
-    scanner = JsonScanner()
-    end = scanner.scan(text)
-    scanner.finish()
-    return scanner.done and end == len(text)
 
 
 def _container(text: str, types: frozenset[str]) -> str:

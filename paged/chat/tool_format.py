@@ -64,10 +64,7 @@ class ToolFormat:
         """Texts which may be special tokens; then special tokens must stay in the text of an output."""
         if self.has_channels:
             return [*TOKENS]
-        syntax = self.syntax
-        texts = [syntax.begin, *syntax.also, syntax.quote, syntax.identity, *syntax.section]
-        texts += re.split(r"\$\w+", f"{syntax.call} {syntax.parameter}")
-        return [word for text_ in texts for word in text_.split() if not word.isalnum()]
+        return self.syntax.markers
 
     # Reading
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -16,6 +17,7 @@ from ..model.generation_config import read_eos_token_ids, read_sampling_defaults
 from ..model.hub import resolve
 from ..sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from ..text.chat_template import MOST_RENDERED, ChatTemplates, Message
+from ..text.marked_text import Placeholders, pattern_of
 from ..text.prompt_parser import PromptParser
 from ..text.tokenizer import Tokenizer
 
@@ -86,9 +88,45 @@ class ModelText:
         return ChatTemplates(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
 
     def render_chat(self, messages: Sequence[Message], **template: Any) -> dict[str, Any]:
-        """Return the prompt of a conversation, from the arguments of `ChatTemplates.render`."""
-        text = self.chat_templates.render(messages, **template)
-        return {"prompt": text, "add_special_tokens": False}
+        """Return the prompt of a conversation, from the arguments of `ChatTemplates.render`.
+
+        The text of a special token in what users and tools say is plain text of the prompt.
+        """
+        if not is_conversation(messages):
+            return {"prompt": self.chat_templates.render(messages, **template), "add_special_tokens": False}
+        messages = self._turns(messages, template)
+        conversation = Placeholders(messages, self._markers)
+        text = self.chat_templates.render(conversation.messages, **template)
+        return {"prompt": conversation.restored(text), "add_special_tokens": False}
+
+    def _turns(self, messages: Sequence[Message], template: Mapping[str, Any]) -> Sequence[Message]:
+        """Return a conversation in the form that its template demands."""
+        from ..chat.formats import formats_of
+        from ..chat.turns import has_repeated_roles, merged, with_single_calls
+
+        name = template.get("chat_template")
+        if any(message.get("tool_calls") for message in messages):
+            formats = formats_of(self.chat_templates.source(name, has_tools=True))
+            if formats and formats[0].has_channels:
+                messages = with_single_calls(messages)
+        if has_repeated_roles(messages) and self.chat_templates.refuses_repeated_roles(name):
+            return merged(messages)
+        return messages
+
+    @cached_property
+    def _markers(self) -> re.Pattern[str]:
+        """Finds the texts of special tokens, and of added tokens that a chat format reads."""
+        from ..chat.formats import MARKERS
+
+        if self.tokenizer is None:
+            return pattern_of(())
+        return pattern_of(self.tokenizer.special_ids.keys() | (self.tokenizer.added_texts & MARKERS))
+
+
+def is_conversation(messages: Any) -> bool:
+    """Return whether these may be messages; what is wrong with others is for the templates to say."""
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    return is_list and all(isinstance(message, Mapping) for message in messages)
 
 
 def _tokenizer_directory(config: EngineConfig, directory: Path) -> Path:

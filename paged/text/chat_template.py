@@ -86,6 +86,7 @@ class ChatTemplates:
         self.templates = templates
         self.special_tokens = special_tokens
         self._abilities: dict[str, Abilities] = {}  # by the source of a template
+        self._refuses_repeated: dict[str, bool] = {}  # as well
         limits = limits or WorkerLimits()
         self._workers = Workers(
             MOST_RENDERED, lambda: Worker("paged.text.template_worker", "the chat template", limits)
@@ -157,6 +158,24 @@ class ChatTemplates:
             shows_tools = shows_tools or without != with_tool
             shows_system = PROBE_CONVERSATION[0]["content"] in without
         return Abilities(shows_tools or not is_rendered, shows_system)
+
+    def refuses_repeated_roles(self, chat_template: str | None = None) -> bool:
+        """Return whether a template takes a message of the user, but not two in a row."""
+        source = self.source(chat_template)
+        if source not in self._refuses_repeated:
+            if len(self._refuses_repeated) == MAX_PROBED:
+                self._refuses_repeated.clear()
+            self._refuses_repeated[source] = self._takes(source, 1) and not self._takes(source, 2)
+        return self._refuses_repeated[source]
+
+    def _takes(self, source: str, num_messages: int) -> bool:
+        messages = PROBE_CONVERSATION[1:] * num_messages
+        given = {**self.special_tokens, "documents": None, "messages": messages, "tools": None}
+        try:
+            self._workers.ask({"source": source, "variables": given})
+        except RequestError:
+            return False
+        return True
 
     def source(self, chat_template: str | None = None, *, has_tools: bool = False) -> str:
         """Return the source of a template.

@@ -99,7 +99,8 @@ class PromptParser:
                 )
             if not prompt:
                 return prompt, []
-            return prompt, self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, name=name)
+            ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, name=name)
+            return str(prompt), ids
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
             return None, [*prompt]
         raise RequestError(

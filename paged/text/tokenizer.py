@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 from ..errors import CheckpointError, RequestError
 from .direct_tokenizer import DirectTokenizer
 from .linear_regex import matches_runs
+from .marked_text import MarkedText, encode_marked
 from .remote_tokenizer import RemoteTokenizer
 from .token_bytes import TokenBytes
 from .tokenizer_bounds import parts_of, why_unbounded
@@ -125,8 +127,13 @@ class Tokenizer:
         return dict(self._tokenizer.special_tokens_map)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, name: str = "the prompt") -> list[int]:
-        """Return the token ids of a prompt, by default with the special tokens that the checkpoint adds."""
+        """Return the token ids of a prompt, by default with the special tokens that the checkpoint adds.
+
+        The plain spans of a MarkedText are spelled with ordinary tokens.
+        """
         try:
+            if isinstance(text, MarkedText) and text.plain:
+                return self._encode_marked(text, add_special_tokens)
             # Making the masks would take three times as long.
             encoded = self._tokenizer(
                 text,
@@ -145,6 +152,26 @@ class Tokenizer:
             raise RequestError(
                 f"{name} is not valid Unicode text: character {lone} is the lone surrogate {text[lone]!r}"
             ) from error
+
+    def _encode_marked(self, text: MarkedText, add_special_tokens: bool) -> list[int]:
+        backend = None if self._why_remote else getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            return encode_marked(text, backend, add_special_tokens=add_special_tokens)
+        # Cut within each span, none of the pieces has the text of a special token.
+        cuts = [0, *(start + 1 for start, _ in text.plain), len(text)]
+        ids = list[int]()
+        for i, (start, end) in enumerate(itertools.pairwise(cuts)):
+            is_first = add_special_tokens and i == 0
+            ids += self.encode(str(text[start:end]), add_special_tokens=is_first)
+        return ids
+
+    @cached_property
+    def added_texts(self) -> frozenset[str]:
+        """The texts of the added tokens, special or not; only of special ones where others are unknown."""
+        backend = None if self._why_remote else getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return frozenset(self.special_ids)
+        return frozenset(token.content for token in backend.get_added_tokens_decoder().values())
 
     def least_tokens(self, text: str, most: int) -> int:
         """Return a lower bound of a text's number of tokens if that is more than `most`; otherwise 0.

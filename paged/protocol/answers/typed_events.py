@@ -31,19 +31,17 @@ class TypedEvents(Chunks):
         self.count_tokens = count_tokens
         self._reader: AnswerReader | None = None
 
-    def chunks_of(self, choice: int, completion: CompletionOutput) -> list[dict[str, Any]]:  # noqa: ARG002
+    def chunks_of(self, choice: int, completion: CompletionOutput) -> list[dict[str, Any]]:
         """Return the events of a delta."""
-        self.see(completion)
         if completion.finish_reason is not None:
             self.completion = completion
         if self.form.new_reader is None:
             return self.take(ContentDelta(completion.text)) if completion.text else []
         if self._reader is None:
             self._reader = self.form.new_reader()
-        return [event for part in self.form.shown(self._reader.read(completion)) for event in self.take(part)]
-
-    def see(self, completion: CompletionOutput) -> None:
-        """Take what belongs to a delta besides its text."""
+        parts = self._reader.read(completion)
+        self.usage.add_parts(choice, parts)
+        return [event for part in self.form.shown(parts) for event in self.take(part)]
 
     @property
     def has_whole_calls(self) -> bool:

@@ -42,6 +42,10 @@ class Usage:
         texts = self._reasoning.setdefault(choice, [])
         texts += (part.text for part in parts if isinstance(part, ReasoningDelta))
 
+    def num_reasoning(self, count_tokens: Callable[[str], int]) -> int:
+        """Return the number of tokens of reasoning, shown or not."""
+        return sum(count_tokens("".join(texts)) for texts in self._reasoning.values() if texts)
+
     @property
     def num_prompt(self) -> int:
         """Number of tokens of the prompts."""
@@ -69,8 +73,7 @@ class Usage:
             "prompt_tokens_details": {"cached_tokens": self._num_cached} if self._tells_cached else None,
         }
         if self._reasoning and count_tokens is not None:
-            num = sum(count_tokens("".join(texts)) for texts in self._reasoning.values() if texts)
-            counts["completion_tokens_details"] = {"reasoning_tokens": num}
+            counts["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning(count_tokens)}
         return counts
 
 

@@ -41,7 +41,6 @@ class MessageEvents(TypedEvents):
         self._blocks: list[dict[str, Any]] = []
         self._texts: list[str] = []  # of the block that is open
         self._open: dict[str, Any] | None = None
-        self._thinking = ""
 
     def opening(self) -> list[Event]:
         """Return the event before all blocks."""
@@ -59,7 +58,6 @@ class MessageEvents(TypedEvents):
                 return [*begun, self._delta(text, {"type": "text_delta", "text": text})]
             case ReasoningDelta(text):
                 begun = self._begin_unless_open({"type": "thinking", "thinking": "", "signature": ""})
-                self._thinking += text
                 if not self._shows_thinking:
                     return begun
                 return [*begun, self._delta(text, {"type": "thinking_delta", "thinking": text})]
@@ -110,11 +108,8 @@ class MessageEvents(TypedEvents):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage.num_cached or 0,
             "output_tokens": usage.num_new,
-            "output_tokens_details": {"thinking_tokens": self._num_thinking()},
+            "output_tokens_details": {"thinking_tokens": usage.num_reasoning(self.count_tokens)},
         }
-
-    def _num_thinking(self) -> int:
-        return self.count_tokens(self._thinking) if self._thinking else 0
 
     def _stop(self) -> tuple[str, str | None]:
         """Return stop_reason and stop_sequence."""

@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...chat.json_scanner import is_json
 from ...chat.parts import ContentDelta, Part, ReasoningDelta, ToolArgumentsDelta, ToolCallStart
 from ...requests.request import CompletionOutput
 from ..answers.chats import ChatForm
 from ..answers.chunks import Head
 from ..answers.errors import FAILED, TOO_MANY
 from ..answers.typed_events import TypedEvents
+from .single_tokens import SingleTokens
 
 Event = dict[str, Any]
 Item = dict[str, Any]
@@ -45,7 +47,8 @@ class _OpenItem:
         """Return the one part of its content."""
         text = "".join(self.texts)
         if self.kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
+            logprobs = {"logprobs": [*self.logprobs]} if self.logprobs else {}
+            return {"type": "reasoning_text", "text": text, **logprobs}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*self.logprobs]}
 
 
@@ -74,7 +77,9 @@ class ResponseEvents(TypedEvents):
         self._num_events = 0
         self._items: list[Item] = []
         self._open: _OpenItem | None = None
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is in no event yet
+        # Of tokens whose text is in no event yet, each with the length of the text.
+        self._logprobs: list[tuple[dict[str, Any], int]] = []
+        self._tokens: SingleTokens | None = None
         self._whole: dict[str, Any] = {}
 
     def opening(self) -> list[Event]:
@@ -84,10 +89,19 @@ class ResponseEvents(TypedEvents):
             for name in ("created", "in_progress")
         ]
 
-    def see(self, completion: CompletionOutput) -> None:
-        """Take the log-probabilities of a delta."""
-        if (found := self.form.logprobs_of(completion)) is not None:
-            self._logprobs += map(_with_bytes, found["content"])
+    def chunks_of(self, choice: int, completion: CompletionOutput) -> list[Event]:
+        """Return the events of a delta. Log-probabilities belong to the items that have their tokens."""
+        if completion.logprobs is None:
+            return super().chunks_of(choice, completion)
+        if self._tokens is None:
+            self._tokens = SingleTokens(self.form.decoding)
+        events = list[Event]()
+        for one, length in self._tokens.split(completion):
+            found = self.form.logprobs_of(one)
+            assert found is not None, "a part of an output with log-probabilities has some"
+            self._logprobs += ((_with_bytes(place), length) for place in found["content"])
+            events += super().chunks_of(choice, one)
+        return events
 
     def take(self, part: Part) -> list[Event]:
         """Return the events of a part."""
@@ -107,11 +121,12 @@ class ResponseEvents(TypedEvents):
         """Return the events after all output."""
         assert self.completion is not None, "the answer has not ended"
         is_cut = self.completion.finish_reason == "length"
-        status = "incomplete" if is_cut else "completed"
         events = [] if self._items or self._open is not None else self._begin_text("message")
-        if self._logprobs and self._open is not None and self._open.kind == "message":
-            events += self._add_text("message", "")
-        events += self._end_open(status)
+        if self._logprobs and self._open is not None and self._open.kind != "function_call":
+            events += self._add_text(self._open.kind, "")
+        events += self._end_open("incomplete" if is_cut else "completed")
+        is_cut = is_cut or any(item.get("status") == "incomplete" for item in self._items)
+        status = "incomplete" if is_cut else "completed"
         self._whole = self.response(status)
         self._on_end(self._whole)
         return [*events, self._event(f"response.{status}", response=self._whole)]
@@ -145,12 +160,11 @@ class ResponseEvents(TypedEvents):
 
     def _usage(self) -> dict[str, Any]:
         usage = self.usage
-        reasoning = (part["text"] for i in self._items if i["type"] == "reasoning" for part in i["content"])
         return {
             "input_tokens": usage.num_prompt,
             "input_tokens_details": {"cached_tokens": usage.num_cached or 0, "cache_write_tokens": 0},
             "output_tokens": usage.num_new,
-            "output_tokens_details": {"reasoning_tokens": sum(map(self.count_tokens, reasoning))},
+            "output_tokens_details": {"reasoning_tokens": usage.num_reasoning(self.count_tokens)},
             "total_tokens": usage.num_prompt + usage.num_new,
         }
 
@@ -172,12 +186,31 @@ class ResponseEvents(TypedEvents):
             "delta": text,
         }
         self._num_events += 1
-        if kind == "message":
-            item.logprobs += self._logprobs
-            delta["logprobs"] = self._logprobs
-            self._logprobs = []
+        logprobs = self._logprobs_of(text)
+        if kind == "message" or logprobs:
+            item.logprobs += logprobs
+            delta["logprobs"] = logprobs
         events.append(delta)
         return events
+
+    def _logprobs_of(self, text: str) -> list[dict[str, Any]]:
+        """Return the log-probabilities of the last tokens, as many as have a text; none are waiting then.
+
+        Tokens before them are marks of the format, which are in no item.
+        """
+        if not self._logprobs:
+            return []
+        waiting = self._logprobs
+        self._logprobs = []
+        length = 0
+        start = len(waiting)
+        while start and (length < len(text) or not text):
+            start -= 1
+            length += waiting[start][1]
+        # Tokens without a text of their own complete a character with the one after them.
+        while start and not waiting[start - 1][1]:
+            start -= 1
+        return [place for place, _ in waiting[start:]]
 
     def _begin_text(self, kind: str) -> list[Event]:
         fields = {"type": kind, "id": "msg", "role": "assistant"}
@@ -204,6 +237,8 @@ class ResponseEvents(TypedEvents):
             return []
         text = "".join(item.texts)
         if item.kind == "function_call":
+            # A call that was cut is never complete, whatever ended the answer.
+            status = "completed" if is_json(text) else "incomplete"
             events = [self._of_open("response.function_call_arguments.done", arguments=text)]
         else:
             is_text = item.kind == "message"
