@@ -16,8 +16,8 @@ from ..text.tokenizer import Tokenizer
 from .formats import (
     BEGIN_INSIDE,
     BY_NAME,
-    FORMATS,
-    JSON,
+    CHAT_FORMATS,
+    JSON_CALLS,
     REASONING_BY_NAME,
     ChatSyntax,
     ReasoningSyntax,
@@ -30,7 +30,7 @@ from .tool_format import ToolFormat
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"  # the name of the parser that the chat template tells
-NONE = "none"  # of no parser
+NO_PARSER = "none"  # of no parser
 TOOL_PARSERS = tuple(BY_NAME)
 REASONING_PARSERS = tuple(REASONING_BY_NAME)
 
@@ -77,8 +77,8 @@ class ChatFormat:
     ) -> ChatFormat:
         """Return the format of a server's options.
 
-        tool_call_parser: one of TOOL_PARSERS, AUTO to find out from the template, or NONE, as None.
-        reasoning_parser: one of REASONING_PARSERS, AUTO or NONE, as None.
+        tool_call_parser: one of TOOL_PARSERS, AUTO to find out from the template, or NO_PARSER, as None.
+        reasoning_parser: one of REASONING_PARSERS, AUTO or NO_PARSER, as None.
         template: the source of the chat template; "" if there is none.
         model_type: that of config.json, which tells where there is no template.
         shows_tools: whether the template shows tools to the model.
@@ -87,10 +87,10 @@ class ChatFormat:
         """
         check_parsers(tool_call_parser, reasoning_parser)
         fitting = formats_of(template, model_type)
-        entry = BY_NAME.get(tool_call_parser or NONE)
+        entry = BY_NAME.get(tool_call_parser or NO_PARSER)
         if tool_call_parser == AUTO:
-            entry = fitting[0] if fitting else (None if shows_tools else JSON)
-        reasoning = REASONING_BY_NAME.get(reasoning_parser or NONE)
+            entry = fitting[0] if fitting else (None if shows_tools else JSON_CALLS)
+        reasoning = REASONING_BY_NAME.get(reasoning_parser or NO_PARSER)
         if reasoning_parser == AUTO:
             reasoning = reasoning_of(template, fitting[0] if fitting else None)
         return cls(
@@ -171,10 +171,10 @@ def check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) ->
         ("tool_call_parser", tool_call_parser, TOOL_PARSERS),
         ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
     ):
-        if name not in (None, AUTO, NONE, *known):
+        if name not in (None, AUTO, NO_PARSER, *known):
             raise ConfigError(
                 f"{option} must be one of {', '.join(known)}, or {AUTO}, which finds out from the chat "
-                f"template, or {NONE}; got {name!r}"
+                f"template, or {NO_PARSER}; got {name!r}"
             )
 
 
@@ -183,7 +183,7 @@ def _log(found: ChatFormat, fitting: list[ChatSyntax], *, is_auto: bool, templat
     by_template = found.tools is not None and found.tools.entry.fits(template)
     source = "the chat template" if by_template or not fitting else "model_type"
     if is_auto and not fitting and found.tools is None:
-        names = ", ".join(entry.name for entry in FORMATS)
+        names = ", ".join(entry.name for entry in CHAT_FORMATS)
         logger.warning(
             "%s fits no format of tool calls, so answers are content alone; --tool-call-parser names one: %s",
             source,

@@ -195,7 +195,7 @@ _DEEPSEEK = {
 }
 
 # The most specific first.
-FORMATS: Sequence[ChatSyntax] = (
+CHAT_FORMATS: Sequence[ChatSyntax] = (
     ChatSyntax(
         name="harmony",
         families="gpt-oss",
@@ -462,15 +462,15 @@ FORMATS: Sequence[ChatSyntax] = (
         variants=_only(CallSyntax(section=("[", "]"), call=_NAMED_OBJECT, separator=", ")),
     ),
 )
-BY_NAME = {name: entry for entry in FORMATS for name in (entry.name, *entry.aliases)}
+BY_NAME = {name: entry for entry in CHAT_FORMATS for name in (entry.name, *entry.aliases)}
 REASONING_BY_NAME = {entry.name: entry for entry in REASONINGS}
 REASONING_BY_NAME |= {name: REASONING_BY_NAME[target] for name, target in _REASONING_ALIASES.items()}
-JSON = BY_NAME["json"]
+JSON_CALLS = BY_NAME["json"]
 
 # The texts of all formats, and of results. A tokenizer has some of them as added tokens.
 MARKERS = frozenset(
     [
-        *(word for entry in FORMATS for _, syntax in entry.variants for word in syntax.markers),
+        *(word for entry in CHAT_FORMATS for _, syntax in entry.variants for word in syntax.markers),
         *(word for reasoning in REASONINGS for word in reasoning.markers),
         *("<tool_response>", "</tool_response>"),
     ]
@@ -479,8 +479,8 @@ MARKERS = frozenset(
 
 def formats_of(template: str, model_type: str | None = None) -> list[ChatSyntax]:
     """Return the formats that fit a chat template, the best one first; if none does, those of the model."""
-    fitting = [entry for entry in FORMATS if entry.fits(template)]
-    return fitting or [entry for entry in FORMATS if model_type in entry.model_types]
+    fitting = [entry for entry in CHAT_FORMATS if entry.fits(template)]
+    return fitting or [entry for entry in CHAT_FORMATS if model_type in entry.model_types]
 
 
 def reasoning_of(template: str, calls: ChatSyntax | None) -> ReasoningSyntax | None:

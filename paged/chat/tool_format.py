@@ -22,7 +22,7 @@ from .forced_arguments import (
     text,
 )
 from .forced_calls import ForcedCalls
-from .formats import JSON, CallSyntax, ChatSyntax
+from .formats import JSON_CALLS, CallSyntax, ChatSyntax
 from .harmony import CHANNEL, MESSAGE, ROLE, TOKENS, HarmonyParser
 from .parts import OutputParser
 from .tool_prompts import Message, ToolPrompt
@@ -181,7 +181,7 @@ class ToolFormat:
         return rf"({names})[ \t\r]*\n"
 
 
-JSON_FORMAT = ToolFormat(JSON)
+JSON_FORMAT = ToolFormat(JSON_CALLS)
 
 
 def _text_that_is_no_call(begin: str, words: Iterable[str]) -> Format:

@@ -21,7 +21,7 @@ _TYPES_OF_VALUES = {
     list: "array",
     dict: "object",
 }
-MAX_DIGITS = 512  # of a number that Python has to convert
+MAX_NUMBER = 512  # of a number that Python has to convert
 Types = frozenset[str] | None  # of JSON Schema; None for any
 NULLABLE_TEXT: Final = frozenset(["string", "null"])
 TEXT: Final = frozenset(["string"])
@@ -103,7 +103,7 @@ def number_of(text: str) -> str:
     """Return a number of JSON or Python as JSON; "" if the text is none."""
     if _JSON_NUMBER.fullmatch(text):
         return text
-    if not _NUMBER.fullmatch(text) or len(text) > MAX_DIGITS:
+    if not _NUMBER.fullmatch(text) or len(text) > MAX_NUMBER:
         return ""
     try:
         is_whole = re.fullmatch(r"[+-]?\d[\d_]*", text)

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..errors import PagedError
 from ..sampling_params import MAX_SEED, SamplingParams
 from . import common
-from .api_client import ApiClient, ApiExchange, part_of
+from .api_client import ApiClient, ApiExchange, part_of, reasoning_of
 from .common import CliError, FailedError
 
 if TYPE_CHECKING:
     from ..engine.engine import LLMEngine
+    from ..requests.prompts import Prompt
     from ..requests.request import CompletionOutput
 
 Messages = Sequence[Mapping[str, str]]
 
 
+class ChatAnswer(NamedTuple):
+    """An answer so far: its own text, and the reasoning before it."""
+
+    content: str = ""
+    reasoning: str = ""
+
+
 class Answers(Protocol):
     """What answers a conversation, one turn at a time."""
 
-    def stream(self, messages: Messages) -> Generator[str]:
+    def stream(self, messages: Messages) -> Generator[ChatAnswer]:
         """Yield the answer so far, again and again; closed earlier, give the rest up. Raises PagedError."""
 
     def give_up(self) -> None:
@@ -39,21 +47,28 @@ class EngineAnswers:
     """
 
     def __init__(self, engine: LLMEngine, params: SamplingParams, template: Mapping[str, Any]) -> None:
+        from ..chat.local import LocalChat
+
         self._engine = engine
-        self._params = params
+        self._chat = LocalChat(engine.text, template["chat_template"])
+        self._params = self._chat.params_of(params)
         self._template = template
         self._num_requests = 0  # seeds are derived from it, so a retry gets another one
         self._completion: CompletionOutput | None = None
 
-    def stream(self, messages: Messages) -> Generator[str]:
+    def stream(self, messages: Messages) -> Generator[ChatAnswer]:
         """Yield the answer so far after each step that has a part of it."""
         self._completion = None
-        request_id = self._request(messages)
+        prompt = self._engine.render_chat(messages, **self._template)
+        request_id = self._request(prompt)
+        parts = self._chat.growing(str(prompt["prompt"]))
+        answer = ChatAnswer()
         try:
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     self._completion = output.outputs[0]
-                yield "" if self._completion is None else self._completion.text
+                    answer = ChatAnswer(*parts.read(self._completion))
+                yield answer
         finally:
             self._engine.abort_request(request_id)
 
@@ -72,9 +87,8 @@ class EngineAnswers:
         elif completion.finish_reason == "length" and len(completion.token_ids) != self._params.max_tokens:
             common.complain(f"the answer fills the context; {self._way_out()}")
 
-    def _request(self, messages: Messages) -> str:
+    def _request(self, prompt: Prompt) -> str:
         """Add the request for the next answer. Return its id."""
-        prompt = self._engine.render_chat(messages, **self._template)
         request_id = str(self._num_requests)
         self._num_requests += 1
         try:
@@ -110,7 +124,7 @@ class ServerAnswers:
         self._is_given_up = False
         self._finish_reason: str | None = None
 
-    def stream(self, messages: Messages) -> Generator[str]:
+    def stream(self, messages: Messages) -> Generator[ChatAnswer]:
         """Yield the answer so far after each event that has a part of it. Raises ApiError."""
         self._is_given_up = False
         self._finish_reason = None
@@ -119,14 +133,15 @@ class ServerAnswers:
             body["seed"] = (self._seed + self._num_requests) % (MAX_SEED + 1)
         self._num_requests += 1
         self._exchange = self._client.request("POST", "/chat/completions", body)
-        text = ""
+        text = reasoning = ""
         try:
             with self._exchange as exchange:
                 for event in exchange.events():
                     part, finish_reason = part_of(event)
                     text += part
+                    reasoning += reasoning_of(event)
                     self._finish_reason = finish_reason or self._finish_reason
-                    yield text
+                    yield ChatAnswer(text, reasoning)
         except PagedError:
             if not self._is_given_up:
                 raise

@@ -231,11 +231,17 @@ def part_of(event: Mapping[str, Any]) -> tuple[str, str | None]:
         raise ApiError(f"the server sent an event that is no part of an answer: {shown(event)}") from None
 
 
+def reasoning_of(event: Mapping[str, Any]) -> str:
+    """Return the reasoning that an event adds to the first choice. Raises ApiError."""
+    part_of(event)
+    delta = event["choices"][0].get("delta", {}) if event["choices"] else {}
+    return delta.get("reasoning") or delta.get("reasoning_content") or ""
+
+
 def has_text(event: Mapping[str, Any]) -> bool:
     """Return whether an event adds text to the first choice, or reasoning before it. Raises ApiError."""
     text, _ = part_of(event)
-    delta = event["choices"][0].get("delta", {}) if event["choices"] else {}
-    return bool(text or delta.get("reasoning") or delta.get("reasoning_content"))
+    return bool(text or reasoning_of(event))
 
 
 def _message(body: Any) -> str | None:

@@ -20,7 +20,7 @@ from ..engine.async_base import STREAM_INTERVAL_S, check_interval, next_publish_
 from ..errors import PagedError
 from ..sampling_params import SamplingParams
 from . import common
-from .answers import Answers, EngineAnswers, ServerAnswers, body_fields
+from .answers import Answers, ChatAnswer, EngineAnswers, ServerAnswers, body_fields
 from .api_client import ApiAddress, ApiClient
 from .common import CliError
 from .headings import MODEL
@@ -291,29 +291,38 @@ class Chat:
         except BaseException:
             del self._turns[-1]
             raise
-        self._turns.append({"role": "assistant", "content": answer})
+        reasoning = {"reasoning": answer.reasoning} if answer.reasoning else {}
+        self._turns.append({"role": "assistant", "content": answer.content, **reasoning})
 
-    def _answer(self) -> str:
-        """Stream the answer to stdout. Return it, or the part before Ctrl-C."""
-        text = ""
-        shown = ""
+    def _answer(self) -> ChatAnswer:
+        """Stream the answer to stdout and its reasoning to stderr. Return it, or the part before Ctrl-C."""
+        answer = shown = ChatAnswer()
         answers = self._answers
         with self._interrupts.counted(answers.give_up) if self._interactive else nullcontext():
             print_at = -math.inf
-            with closing(answers.stream(self.messages)) as texts:
+            with closing(answers.stream(self.messages)) as growing:
                 try:
-                    for text in texts:
+                    for answer in growing:
                         started = time.monotonic()
                         if started >= print_at:
-                            print(text[len(shown) :], end="", flush=True)
-                            shown = text
+                            _print_more(answer, shown)
+                            shown = answer
                             print_at = next_publish_time(started, time.monotonic(), self._stream_interval_s)
                         if self._interrupts.count:
                             break
                 except PagedError:
-                    if text:
-                        print(text[len(shown) :], flush=True)
+                    if answer.content:
+                        _print_more(answer, shown, end="\n")
                     raise
-        print(text[len(shown) :], flush=True)
+        _print_more(answer, shown, end="\n")
         answers.report_end()
-        return text
+        return answer
+
+
+def _print_more(answer: ChatAnswer, shown: ChatAnswer, end: str = "") -> None:
+    """Print what an answer has more than is shown of it: reasoning to stderr, and dim in a terminal."""
+    if more := answer.reasoning[len(shown.reasoning) :]:
+        print(f"\x1b[2m{more}\x1b[0m" if sys.stderr.isatty() else more, end="", file=sys.stderr, flush=True)
+    if answer.reasoning and answer.content and not shown.content:
+        print(file=sys.stderr, flush=True)
+    print(answer.content[len(shown.content) :], end=end, flush=True)

@@ -50,6 +50,9 @@ from .request_factory import RequestFactory
 from .request_spec import ReportTerms, RequestSpec, ids_of
 from .scoring import ScoreOutput, ScoreSpec
 
+if TYPE_CHECKING:
+    from ..chat.local import LocalChat
+
 logger = logging.getLogger(__name__)
 
 
@@ -106,6 +109,7 @@ class LLMEngine(metaclass=ExplainsMissing):
             scheduling_policy=config.scheduling_policy,
             seed=config.seed,
         )
+        self._chats: dict[str | None, LocalChat] = {}  # by chat_template
         self.core = EngineCore(runner, self.scheduler, factory, self.tokenizer)
         logger.info(self.describe())
 
@@ -431,9 +435,13 @@ class LLMEngine(metaclass=ExplainsMissing):
     ) -> list[RequestOutput]:
         """Answer one conversation or each of a list, rendered by the checkpoint's chat template.
 
+        `message` of an output is its answer in OpenAI's form: content, reasoning and tool_calls, as the
+        format of the model marks them. `text` is what the model wrote.
+
         messages: dicts with "role" and "content", which is text or a list of {"type": "text", "text": ...};
             "tool_calls" and other keys that the template knows are passed to it.
-        tools: JSON schemas of functions that the model may call; refused if the template does not show them.
+        tools: JSON schemas of functions that the model may call. Messages describe them if the template does
+            not show them.
         add_generation_prompt: end the prompt with the header of an answer.
         continue_final_message: let the model continue the last message instead of answering it.
         chat_template: a Jinja template to use instead of the checkpoint's, the name of one of several that
@@ -452,11 +460,13 @@ class LLMEngine(metaclass=ExplainsMissing):
             mm_processor_kwargs=mm_processor_kwargs,
         )
         prompts = []
+        chat = self._local_chat(chat_template)
         for i, conversation in enumerate(conversations_of(messages)):
             try:
+                shown, shown_tools = chat.shown(conversation, tools)
                 prompt = self.render_chat(
-                    conversation,
-                    tools=tools,
+                    shown,
+                    tools=shown_tools,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     chat_template=chat_template,
@@ -466,7 +476,22 @@ class LLMEngine(metaclass=ExplainsMissing):
                 raise RequestError(f"conversation {i}: {error}", param=error.param) from error
             prompts.append(prompt)
         source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s)
-        return [*generate_in_order(self.core, source, use_tqdm=use_tqdm)]
+        outputs = [*generate_in_order(self.core, source, use_tqdm=use_tqdm)]
+        for output in outputs:
+            for completion in output.outputs:
+                completion.message = chat.message(
+                    output.prompt or "", completion, tools, continues_answer=continue_final_message
+                )
+        return outputs
+
+    def _local_chat(self, chat_template: str | None) -> LocalChat:
+        """Return what knows the format of the model's chats."""
+        from ..chat.local import LocalChat
+
+        self.chat_templates.source(chat_template)  # raises if there is none
+        if chat_template not in self._chats:
+            self._chats[chat_template] = LocalChat(self.text, chat_template)
+        return self._chats[chat_template]
 
     # Single requests, and the step that advances them
 

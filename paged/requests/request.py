@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from ..blocks.sequence import SequenceBlocks
 from ..sampling_params import RequestOutputKind, SamplingParams
@@ -369,6 +369,8 @@ class CompletionOutput:
         "error", or of an "abort" by timeout_s.
     error_kind: of an "error" or "abort": whether the request itself is wrong ("request"), the model or the
         engine failed ("engine"), timeout_s has passed ("timeout"), or it was ended ("abort").
+    message: of `LLM.chat`: the answer as a message of the conversation, with content, reasoning and
+        tool_calls; None elsewhere.
     """
 
     index: int
@@ -379,6 +381,7 @@ class CompletionOutput:
     logprobs: Sequence[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     error_kind: ErrorKind | None = None
+    message: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
