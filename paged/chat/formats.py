@@ -492,7 +492,8 @@ def reasoning_of(template: str, calls: ChatSyntax | None) -> ReasoningSyntax | N
         if entry.has_channels:
             found = calls is not None and calls.has_channels
         elif entry.answer != ("", ""):
-            found = all(text in template for text in (entry.begins[0], entry.answer[0]))
+            is_known = calls is not None and entry.name in calls.reasoning
+            found = is_known and all(text in template for text in (entry.begins[0], entry.answer[0]))
         else:
             found = any(text.strip() in template for text in (*entry.begins, *entry.ends))
         if found:

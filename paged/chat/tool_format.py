@@ -170,7 +170,8 @@ class ToolFormat:
             content = any_arguments(syntax)
         else:
             content = arguments_of(syntax, tool)
-        return tag(syntax.begun(tool.name), content, syntax.after_arguments)
+        # In Harmony a token that ends the answer follows, whichever the model chooses.
+        return tag(syntax.begun(tool.name), content, "" if self.has_channels else syntax.after_arguments)
 
     def _beginning(self, tools: Sequence[Tool]) -> str:
         """Return an expression of what begins calls at the beginning of an answer."""

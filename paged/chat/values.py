@@ -10,7 +10,7 @@ from typing import Any, Final
 from .json_scanner import MAX_DEPTH
 
 MAX_REFERENCES = 16  # that lead from one to the next
-_NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?((0|[1-9][\d_]*)(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _JSON_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 _TYPES_OF_VALUES = {
     str: "string",
