@@ -41,7 +41,7 @@ class AnswerReader:
         if completion.finish_reason is not None:
             parts += self._parser.finish()
         if self._tokens is not None and self._tokens.has_breaks:
-            return [*filter(None, map(_unbroken, parts))]
+            return [part for part in map(_unbroken, parts) if part is not None]
         return parts
 
 

@@ -135,13 +135,9 @@ class _Arguments:
         members = [*self._members(schema, self._place)]
         match self._syntax.arguments:
             case "tagged":
-                parts = [
-                    (self._parameter(name, part, place), is_required)
-                    for name, part, is_required, place in members
-                ]
-                return sequence(
-                    *(part if is_required else optional(part) for part, is_required in parts), text("")
-                )
+                elements = [self._parameter(name, part, place) for name, part, _, place in members]
+                pairs = zip(elements, (member[2] for member in members), strict=True)
+                return sequence(*(each if needed else optional(each) for each, needed in pairs), text(""))
             case "python":
                 parts = [
                     sequence(text(f"{name}="), self._python(part, place)) for name, part, _, place in members

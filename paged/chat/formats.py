@@ -188,11 +188,17 @@ _REASONING_ALIASES = {
 BEGIN_INSIDE = ("deepseek_r1", "minimax_m2", "step3")
 
 _NAMED_OBJECT = '{"name": "$name", "arguments": $arguments}'
-_DEEPSEEK = {
-    "begin": "<｜tool▁calls▁begin｜>",
-    "also": ("<｜tool▁call▁begin｜>",),
-    "section": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-}
+
+
+def _deepseek(call: str, separator: str = "") -> CallSyntax:
+    return CallSyntax(
+        begin="<｜tool▁calls▁begin｜>",
+        also=["<｜tool▁call▁begin｜>"],
+        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        call=call,
+        separator=separator,
+    )
+
 
 # The most specific first.
 CHAT_FORMATS: Sequence[ChatSyntax] = (
@@ -297,10 +303,9 @@ CHAT_FORMATS: Sequence[ChatSyntax] = (
         present=["<｜tool▁sep｜>", "```json"],
         reasoning=["think"],
         variants=_only(
-            CallSyntax(
-                **_DEEPSEEK,
-                call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>$name\n```json\n$arguments\n```<｜tool▁call▁end｜>",
-                separator="\n",
+            _deepseek(
+                "<｜tool▁call▁begin｜>function<｜tool▁sep｜>$name\n```json\n$arguments\n```<｜tool▁call▁end｜>",
+                "\n",
             )
         ),
     ),
@@ -310,11 +315,7 @@ CHAT_FORMATS: Sequence[ChatSyntax] = (
         present=["<｜tool▁sep｜>"],
         absent=["```json"],
         reasoning=["think"],
-        variants=_only(
-            CallSyntax(
-                **_DEEPSEEK, call="<｜tool▁call▁begin｜>$name<｜tool▁sep｜>$arguments<｜tool▁call▁end｜>"
-            )
-        ),
+        variants=_only(_deepseek("<｜tool▁call▁begin｜>$name<｜tool▁sep｜>$arguments<｜tool▁call▁end｜>")),
     ),
     ChatSyntax(
         name="olmo3",

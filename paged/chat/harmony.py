@@ -80,12 +80,16 @@ class HarmonyParser(CallMachine):
         if not begin:
             rest = self.text[self.at :]
             is_cut = self.ended and rest and any(text.startswith(rest) for text in (CHANNEL, MESSAGE))
-            return self._cut_header() if is_cut else None
+            if is_cut:
+                self._cut_header()
+            return None
         pieces = [begin]
         marker = yield from self.read_to([MESSAGE, START, *ENDS], pieces.append)
         header = "".join(pieces)
         if not marker:
-            return self._cut_header() if begin == CHANNEL or "=functions" in header else None
+            if begin == CHANNEL or "=functions" in header:
+                self._cut_header()
+            return None
         if marker != MESSAGE or len(header) > MAX_HEADER:
             return None
         self.at += len(marker)

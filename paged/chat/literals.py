@@ -215,13 +215,16 @@ class _Reader(CallMachine):
 
     def __init__(self, text: str, notation: Notation) -> None:
         super().__init__((), str)
+        self.pieces = list[str]()
         self._notation = notation
         self.is_value = False
         self.feed(text + "\n")
 
+    def emit_arguments(self, text: str) -> None:
+        """Keep a piece of the value."""
+        self.pieces.append(text)
+
     def _run(self) -> Step:
-        self.pieces = list[str]()
-        self.emit_arguments = self.pieces.append  # type: ignore[method-assign]
         is_value = yield from read_value(self, self._notation)
         self.is_value = is_value and not self.text[self.at :].strip(BLANKS)
 

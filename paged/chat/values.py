@@ -92,7 +92,8 @@ def property_of(schema: Any, name: str, root: Any) -> Any:
     if isinstance(properties, Mapping) and name in properties:
         return properties[name]
     for key in ("allOf", "anyOf", "oneOf"):
-        for part in schema.get(key) if isinstance(schema.get(key), list) else ():
+        parts = schema.get(key)
+        for part in parts if isinstance(parts, list) else ():
             if (found := property_of(part, name, root) if part is not schema else None) is not None:
                 return found
     others = schema.get("additionalProperties")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from paged.chat.chat_format import ChatFormat
@@ -78,11 +78,15 @@ class Example(NamedTuple):
     is_whole: bool = False  # whether there are calls, and all are whole
 
 
-def plan_of(entry: ChatSyntax, template: str = "", **more: Any) -> ToolPlan:
+def plan_of(entry: ChatSyntax, template: str = "", special_tokens: Sequence[str] = ()) -> ToolPlan:
     """Return the plan of a request with TOOLS."""
-    reasoning = entry.reasoning[0] if entry.reasoning else "think"
-    chat = ChatFormat.of(tool_call_parser=entry.name, reasoning_parser=reasoning, template=template)
-    return ToolPlan.of(chat, **{"tools": TOOLS, **more})
+    chat = ChatFormat.of(
+        tool_call_parser=entry.name,
+        reasoning_parser=entry.reasoning[0] if entry.reasoning else "think",
+        template=template,
+        special_tokens=special_tokens,
+    )
+    return ToolPlan.of(chat, tools=TOOLS)
 
 
 def templates_of(entry: ChatSyntax) -> Iterator[str]:

@@ -11,7 +11,14 @@ from ...errors import PagedError, RequestError
 from ...requests.request import RequestOutput
 from ..answers.chats import ChatChunks, ChatForm, chat_body
 from ..answers.chunks import Head
-from ..fields.common import ADD_SPECIAL_TOKENS, ANSWER_FIELDS, BASE_FIELDS, TEMPLATE_FIELDS
+from ..fields.common import (
+    ADD_SPECIAL_TOKENS,
+    ANSWER_FIELDS,
+    BASE_FIELDS,
+    INCLUDE_REASONING,
+    NO_THINKING_FIELD,
+    TEMPLATE_FIELDS,
+)
 from ..fields.messages import MESSAGES
 from ..fields.sampling import SAMPLING_FIELDS, check_most_logprobs
 from ..fields.tools import TOOL_FIELDS
@@ -37,7 +44,7 @@ CHAT_TABLE = FieldTable(
         ),
         Field("return_prompt_text", Boolean(), "return the rendered conversation as prompt_text"),
         *TOOL_FIELDS,
-        Field("include_reasoning", Boolean(), "return the reasoning before the answer, by default true"),
+        INCLUDE_REASONING,
         *TEMPLATE_FIELDS,
         ADD_SPECIAL_TOKENS,
         *ANSWER_FIELDS,
@@ -46,7 +53,8 @@ CHAT_TABLE = FieldTable(
         *refused("modalities", "answers are text alone", ["text"]),
         *refused("audio", "answers are text alone"),
         *refused("web_search_options", "there is no web search"),
-        *refused("enable_thinking thinking", 'its place is chat_template_kwargs: {"enable_thinking": ...}'),
+        *NO_THINKING_FIELD,
+        *refused("thinking", 'its place is chat_template_kwargs: {"enable_thinking": ...}'),
         *refused("prompt", "text to complete belongs to /v1/completions"),
         *refused("echo", "prompts are repeated by /v1/completions alone; see return_prompt_text", False),
         *refused("detokenize", "an answer is text; /v1/completions takes it", True),

@@ -50,7 +50,7 @@ class ConversationCall(AnswerCall):
         if self._plan.tools and "structured_outputs" not in self.sampling:
             self.constraint_field = "tools"
         self._prompt: str | None = None
-        self._end_ids: set[int | None] = set()  # tokens of the format that end an answer besides EOS tokens
+        self._end_ids: set[int] = set()  # tokens of the format that end an answer besides EOS tokens
         self._constraint: StructuredOutputsParams | None = None  # the plan's, if it is not the body's own
 
     def prompts(self, text: ModelText) -> Sequence[Prompt]:
@@ -60,8 +60,9 @@ class ConversationCall(AnswerCall):
         self._prompt = prompt["prompt"]
         tokenizer = text.tokenizer
         if self._plan.parses and tokenizer is not None:
-            self._end_ids = {tokenizer.special_ids.get(end) for end in self._plan.format.entry.ends}
-            self._end_ids -= {None, *text.eos_token_ids}
+            known = tokenizer.special_ids
+            ends = {known[end] for end in self._plan.format.entry.ends if end in known}
+            self._end_ids = ends - text.eos_token_ids
         self.decode_with(tokenizer, keeps_special_tokens=self._keeps_special_tokens)
         return [prompt]
 

@@ -59,6 +59,10 @@ EFFORTS = Choice(("none", "minimal", "low", "medium", "high", "xhigh", "max"))
 TEMPLATE_KWARGS = Field(
     "chat_template_kwargs", JSONObject('{"enable_thinking": false}'), "variables for the template"
 )
+INCLUDE_REASONING = Field(
+    "include_reasoning", Boolean(), "return the reasoning before the answer, by default true"
+)
+NO_THINKING_FIELD = refused("enable_thinking", 'its place is chat_template_kwargs: {"enable_thinking": ...}')
 # In the bodies of chats.
 TEMPLATE_FIELDS = [
     Field("add_generation_prompt", Boolean(), "end the prompt with the header of an answer"),

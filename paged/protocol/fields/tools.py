@@ -93,7 +93,7 @@ TOOL_FIELDS = [
         "tool_choice",
         OneOf((Choice(("none", "auto", "required")), Tagged("type", CHOICE_TABLES))),
         'whether tools are called: "none", "auto", "required", a named function or allowed_tools; "auto" '
-        "needs --enable-auto-tool-choice",
+        "is turned off by --no-auto-tool-choice",
     ),
     Field("parallel_tool_calls", Boolean(), "whether an answer may have several calls, by default true"),
 ]

@@ -62,7 +62,10 @@ class MessageCall(ConversationCall):
         thinking = self.values.get("thinking", {})
         return MessageEvents(
             Head(f"msg_{identity}", "message", created, model),
-            self.new_form(include_reasoning=thinking.get("type") != "disabled"),
+            self.new_form(
+                include_reasoning=thinking.get("type") != "disabled"
+                and self.values.get("include_reasoning", True)
+            ),
             self.count_tokens,
             shows_thinking=thinking.get("display") != "omitted",
             max_tokens=self.values["max_tokens"],

@@ -80,7 +80,9 @@ def _output(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _template(values: Mapping[str, Any]) -> dict[str, Any]:
     thinking = values.get("thinking")
-    asked = {} if thinking is None else {"enable_thinking": thinking["type"] != "disabled"}
+    # Templates know either name.
+    names = () if thinking is None else ("enable_thinking", "thinking")
+    asked = dict.fromkeys(names, thinking is not None and thinking["type"] != "disabled")
     return {"chat_template_kwargs": {**asked, **values.get("chat_template_kwargs", {})}}
 
 

@@ -8,7 +8,7 @@ from ...base.fields import Field, FieldTable, ObjectOf, Tagged, ignored, refused
 from ...base.kinds import Boolean, Choice, Integer, JSONObject, ListOf, OneOf, Text
 from ...chat.tools import MAX_TOOLS
 from ..fields.builtin_tools import FunctionOrBuiltin
-from ..fields.common import COMMON_FIELDS, TEMPLATE_KWARGS
+from ..fields.common import COMMON_FIELDS, INCLUDE_REASONING, NO_THINKING_FIELD, TEMPLATE_KWARGS
 from ..fields.sampling import TOKEN_FIELDS
 from ..fields.tools import LONG_FUNCTION_NAME, ArgumentsSchema
 from ..limits import MAX_MESSAGES, MAX_NAME_LENGTH, MAX_STOP_STRINGS
@@ -194,7 +194,7 @@ _PROMPT_FIELDS = [
     Field(
         "tool_choice",
         Tagged("type", TOOL_CHOICES),
-        'whether tools are called; "auto", the default, needs --enable-auto-tool-choice',
+        'whether tools are called; "auto", the default, is turned off by --no-auto-tool-choice',
     ),
     Field(
         "thinking",
@@ -203,6 +203,7 @@ _PROMPT_FIELDS = [
     ),
     Field("output_config", ObjectOf(OUTPUT_TABLE), "the form of the answer, and how much to think"),
     TEMPLATE_KWARGS,
+    *NO_THINKING_FIELD,
     *_CACHED,
     *ignored("speed inference_geo user_profile_id workspace_id", "all requests are served alike"),
     *ignored("context_management", "the conversation is used as it is sent"),
@@ -220,6 +221,7 @@ MESSAGES_TABLE = FieldTable(
         *TOKEN_FIELDS,
         Field("stop_sequences", ListOf(Text(1), longest=MAX_STOP_STRINGS), "texts that end the answer"),
         Field("metadata", ObjectOf(METADATA_TABLE), "whose request it is"),
+        INCLUDE_REASONING,
         Field("stream", Boolean(), "send the answer as server-sent events while it is generated"),
         *ignored("service_tier", "all requests are served alike; see priority"),
         *ignored("diagnostics fallbacks fallback_credit_token", "they belong to a hosted API"),

@@ -181,7 +181,7 @@ class ResponseCall(ConversationCall):
         head = _Head(self.response_id(identity), "response", created, model)
         return ResponseEvents(
             head,
-            self.new_form(),
+            self.new_form(include_reasoning=self.values.get("include_reasoning", True)),
             self.count_tokens,
             terms=self._terms(),
             on_end=self._on_end,

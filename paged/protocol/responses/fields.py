@@ -24,7 +24,7 @@ from ...base.validation import shown
 from ...chat.tools import MAX_TOOLS
 from ...errors import RequestError
 from ..fields.builtin_tools import FunctionOrBuiltin
-from ..fields.common import COMMON_FIELDS, EFFORTS, TEMPLATE_KWARGS
+from ..fields.common import COMMON_FIELDS, EFFORTS, INCLUDE_REASONING, NO_THINKING_FIELD, TEMPLATE_KWARGS
 from ..fields.sampling import TOKEN_FIELDS, sampling_field
 from ..fields.tools import LONG_FUNCTION_NAME, ArgumentsSchema
 from ..limits import MAX_MESSAGES, MAX_TOP_LOGPROBS
@@ -298,7 +298,7 @@ RESPONSE_TABLE = FieldTable(
             "tool_choice",
             OneOf((Choice(("none", "auto", "required")), Tagged("type", RESPONSE_CHOICES))),
             'whether tools are called: "none", "auto", "required", a named function or allowed_tools; "auto" '
-            "needs --enable-auto-tool-choice",
+            "is turned off by --no-auto-tool-choice",
         ),
         Field("parallel_tool_calls", Boolean(), "whether an answer may have several calls, by default true"),
         Field("text", ObjectOf(TEXT_TABLE), "the form of the answer"),
@@ -320,7 +320,9 @@ RESPONSE_TABLE = FieldTable(
         ),
         Field("stream", Boolean(), "send the answer as server-sent events while it is generated"),
         Field("stream_options", ObjectOf(STREAM_TABLE), "needs stream"),
+        INCLUDE_REASONING,
         TEMPLATE_KWARGS,
+        *NO_THINKING_FIELD,
         *ignored("service_tier", "all requests are served alike; see priority"),
         *ignored(
             "prompt_cache_key prompt_cache_retention prompt_cache_options", "prefixes are always cached"

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...requests.request import CompletionOutput
-from ..answers.places import Decoding, Place
+from ...requests.request import CompletionOutput, Logprob
+from ..answers.places import Decoding
 
 
 class SingleTokens:
@@ -18,7 +18,7 @@ class SingleTokens:
         tokenizer = decoding.tokenizer
         before = [] if tokenizer is None else tokenizer.encode_bare("a")  # the answer follows a prompt
         self._detokenizer = decoding.detokenizer(before)
-        self._waiting = deque[tuple[int, Place, int]]()  # tokens whose text has not arrived
+        self._waiting = deque[tuple[int, dict[int, Logprob], int]]()  # tokens whose text has not arrived
         self._text = ""
 
     def split(self, completion: CompletionOutput) -> Iterator[tuple[CompletionOutput, int]]:
