@@ -16,7 +16,7 @@ from typing import Self
 import psutil
 
 from benchmarks.server.cores import cpu_seconds
-from benchmarks.server.stub import StubEngine
+from benchmarks.server.stub import StubEngine, call_around
 from paged.server.app import new_app
 from paged.server.drain import Drain
 from paged.server.front_end import FrontEnd
@@ -29,11 +29,18 @@ class FrontEndProcess:
     """The process, for the benchmark that starts it. `port` is where it listens."""
 
     def __init__(
-        self, model: str, core: int | None = None, *, is_idle: bool = False, keys: str | None = None
+        self,
+        model: str,
+        core: int | None = None,
+        *,
+        is_idle: bool = False,
+        keys: str | None = None,
+        parser: str | None = None,
     ) -> None:
         command = [sys.executable, "-m", "benchmarks.server.front_end", model]
         command += [*([] if core is None else [str(core)]), *(["--idle"] if is_idle else [])]
         command += [] if keys is None else ["--keys", keys]
+        command += [] if parser is None else ["--parser", parser]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -63,15 +70,17 @@ def main() -> None:
     parser.add_argument("core", type=int, nargs="?")
     parser.add_argument("--idle", action="store_true", help="give each stream one token only")
     parser.add_argument("--keys", help="a file of keys")
+    parser.add_argument("--parser", help="a chat format in which every answer is a call")
     args = parser.parse_args()
     if args.core is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {args.core})
     assert "torch" not in sys.modules
     allow_many_connections()
-    options = ServeOptions(port=0, api_keys=args.keys)
+    options = ServeOptions(port=0, api_keys=args.keys, tool_call_parser=args.parser or "auto")
+    around = ("", "") if args.parser is None else call_around(args.parser)
     with open(os.devnull, "w") as nowhere, bind(options) as listener:
         set_up_logging("text", nowhere)
-        front = FrontEnd(StubEngine(args.model, is_idle=args.idle), options, [RequestLog()])
+        front = FrontEnd(StubEngine(args.model, is_idle=args.idle, around=around), options, [RequestLog()])
         port = listener.getsockname()[1]
         server = Server(
             new_app(front),

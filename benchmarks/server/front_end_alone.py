@@ -10,10 +10,12 @@ from typing import Any
 from benchmarks.server.cores import Cores
 from benchmarks.server.front_end import FrontEndProcess
 from benchmarks.server.load import Load, LoadProcess, Outcome
-from benchmarks.server.stub import TEXT
+from benchmarks.server.stub import TEXT, TOOL
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+# A chat format for each way of writing arguments.
+FORMATS_OF_ARGUMENTS = {"json": "hermes", "tagged": "qwen3_coder", "python": "olmo3", "gemma": "gemma4"}
 NUM_PROMPT_TOKENS, CHAT_BYTES, NUM_TOKENS, NUM_STREAM_TOKENS = 100, 2500, 16, 200
 
 
@@ -44,6 +46,8 @@ class Case:
         assert 1 <= num_others < 10, outcome.num_events
         lines = [line[6:] for line in outcome.body.splitlines() if line.startswith("data: {")]
         text = "".join(_delta_of(json.loads(line)) for line in lines)
+        if "tools" in self.body:
+            text = json.loads(text)["text"]
         assert text == TEXT * NUM_STREAM_TOKENS, text
 
 
@@ -60,7 +64,10 @@ def _delta_of(event: dict[str, Any]) -> str:
     """Return the text of an event in the form of any API."""
     if "choices" in event:
         (choice,) = event["choices"]
-        return str(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
+        if "text" in choice:
+            return str(choice["text"])
+        calls = choice["delta"].get("tool_calls", [])
+        return str(choice["delta"].get("content", "") + "".join(c["function"]["arguments"] for c in calls))
     if not event["type"].endswith("delta") or "stop_reason" in event["delta"]:
         return ""
     return str(event["delta"]["text"] if isinstance(event["delta"], dict) else event["delta"])
@@ -89,14 +96,32 @@ def cases(model: str) -> list[Case]:
     ]
 
 
+def calls(model: str, arguments: str) -> list[Case]:
+    """Return the stream of a chat that is a call, whose one argument is a text."""
+    body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    body |= {"max_tokens": NUM_STREAM_TOKENS, "tools": [{"type": "function", "function": TOOL}]}
+    return [Case(f"events of calls, {arguments}", CHATS, body, 512, 64, 14_400, counts_events=True)]
+
+
 def measure(model: str, cores: Cores, rounds: int, *, share: float = 1.0) -> list[dict[str, Any]]:
     """Return a row for each kind of request, over the median round.
 
     share: of the requests of a round.
     """
+    rows = _measured(model, cores, cases(model), rounds, share)
+    for arguments, parser in FORMATS_OF_ARGUMENTS.items():
+        rows += _measured(model, cores, calls(model, arguments), rounds, share, parser)
+    return rows
+
+
+def _measured(
+    model: str, cores: Cores, listed: list[Case], rounds: int, share: float, parser: str | None = None
+) -> list[dict[str, Any]]:
+    """Return a row for each case. parser: the chat format in which every answer is a call."""
     rows = []
-    with FrontEndProcess(model, cores.front_end) as front, LoadProcess(cores.load) as client:
-        for case in cases(model):
+    process = FrontEndProcess(model, cores.front_end, parser=parser)
+    with process as front, LoadProcess(cores.load) as client:
+        for case in listed:
             num = max(case.num_connections, int(case.num_requests * share))
             load = replace(case, num_requests=num).load(front.port)
             figures = []

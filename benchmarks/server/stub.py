@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Sequence
 from typing import Any
 
+from paged.chat.formats import BY_NAME
+from paged.chat.writing import written_call
 from paged.config import EngineConfig
 from paged.engine.async_base import OnPrompt
 from paged.engine.embedding import EmbeddingRequestOutput
@@ -22,6 +25,15 @@ from paged.scheduler.stats import EngineStats
 from paged.text.prompt_parser import ParsedPrompt
 
 TOKEN, TEXT = 7, " word"
+TOOL = {"name": "write", "parameters": {"type": "object", "properties": {"text": {"type": "string"}}}}
+
+
+def call_around(parser: str) -> tuple[str, str]:
+    """Return what stands around the text of a call's argument in a chat format."""
+    syntax = BY_NAME[parser].calls("")
+    written = written_call(syntax, str(TOOL["name"]), json.dumps({"text": TEXT}))
+    before, _, after = written.partition(TEXT)
+    return syntax.section[0] + before, after + syntax.section[1]
 
 
 class StubStream:
@@ -62,11 +74,15 @@ class StubStream:
             await asyncio.sleep(0)  # another step: all other streams go first
         is_delta = self._params.output_kind is RequestOutputKind.DELTA
         num_new = 1 if is_delta else total
+        text = TEXT * num_new
+        if self._num_tokens == 0:
+            text = self._engine.around[0] + text
         self._num_tokens += num_new
         finished = self._num_tokens == total
         if finished:
             self._times.finished_time = 0.0
-        completion = CompletionOutput(0, TEXT * num_new, [TOKEN] * num_new, "length" if finished else None)
+            text += self._engine.around[1]
+        completion = CompletionOutput(0, text, [TOKEN] * num_new, "length" if finished else None)
         parsed = self._parsed
         return RequestOutput(
             self.request_id, parsed.text, parsed.token_ids, [completion], finished, 0, self._times
@@ -81,9 +97,11 @@ class StubEngine:
     """Has a checkpoint's tokenizer and chat template, and the same token for every position.
 
     is_idle: give every stream its first token, and no other.
+    around: the texts before and after all tokens.
     """
 
-    def __init__(self, model: str, *, is_idle: bool = False) -> None:
+    def __init__(self, model: str, *, is_idle: bool = False, around: tuple[str, str] = ("", "")) -> None:
+        self.around = around
         self.config = EngineConfig(model)
         directory = resolve(model, None)
         model_config = read_config(directory)

@@ -9,6 +9,8 @@ MAX_DEPTH = 64  # of objects and arrays, as in request bodies
 
 _BLANKS = re.compile(r"[ \t\n\r]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')  # of a string, between escapes
+# What text within a string is not, or does not go on as it is.
+STRING_MARKS = frozenset(['"', "\\", *map(chr, range(32))])
 _LITERALS = {"t": "true", "f": "false", "n": "null"}
 # The states of a number, and where a character leads; the first letter of those that may end it is upper.
 _NUMBER: Final = {
@@ -39,6 +41,11 @@ class JsonScanner:
         self._number = ""
         self._num_hex = 0  # digits that a \u escape lacks
         self._is_key = False
+
+    @property
+    def is_in_string(self) -> bool:
+        """Whether text without STRING_MARKS can follow and changes nothing."""
+        return self._state == "string"
 
     def scan(self, text: str, start: int = 0) -> int:
         """Follow `text` from `start`. Return where it stops: see `done` and `failed`."""

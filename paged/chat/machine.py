@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from .json_scanner import JsonScanner
+from .json_scanner import STRING_MARKS, JsonScanner
 from .parts import ContentDelta, Part, ToolArgumentsDelta, ToolCallStart
 
 BLANKS = " \t\n\r"  # those of JSON, which a grammar can name
@@ -38,9 +38,16 @@ class TextMachine(ABC):
         self.held: int | None = None
         self.parts = list[Part]()
         self._running = self._run()
+        # What markers begin with while nothing else is looked for, and where other text then goes.
+        self._firsts: frozenset[str] | None = None
+        self._emit: Callable[[str], None] = str
 
     def feed(self, text: str) -> list[Part]:
         """Take more text. Return the parts that are certain."""
+        is_plain = self._firsts is not None and self.at == len(self.text) and self.held is None
+        if is_plain and self._firsts is not None and self._firsts.isdisjoint(text):
+            self._emit(text)
+            return self._taken()
         keep = self.at if self.held is None else self.held
         self.text = self.text[keep:] + text
         self.at = self.at - keep
@@ -55,6 +62,9 @@ class TextMachine(ABC):
     def _resume(self) -> list[Part]:
         with suppress(StopIteration):
             next(self._running)
+        return self._taken()
+
+    def _taken(self) -> list[Part]:
         parts = self.parts
         self.parts = []
         return parts
@@ -137,7 +147,10 @@ class TextMachine(ABC):
             self.at = end
             if marker or self.ended:
                 return marker
+            self._firsts = frozenset(text[0] for text in markers)
+            self._emit = emit
             yield
+            self._firsts = None
 
     def _num_begun(self, markers: Sequence[str]) -> int:
         """Return how many of the last characters may be the beginning of a marker."""
@@ -194,7 +207,11 @@ class CallMachine(TextMachine):
 
     def emit_arguments(self, text: str) -> None:
         """Emit more of the arguments of the call."""
-        if text:
+        if not text:
+            return
+        if self.parts and isinstance(last := self.parts[-1], ToolArgumentsDelta):
+            self.parts[-1] = ToolArgumentsDelta(last.index, last.text + text)
+        else:
             self.parts.append(ToolArgumentsDelta(self._num_calls - 1, text))
 
     def emit_rest(self, text: str) -> None:
@@ -212,7 +229,11 @@ class CallMachine(TextMachine):
             if not (scanner.done or scanner.failed):
                 if self.ended:
                     return False
+                if scanner.is_in_string:
+                    self._firsts = STRING_MARKS
+                    self._emit = self.emit_arguments
                 yield
+                self._firsts = None
         self._num_whole += scanner.done
         return scanner.done
 

@@ -125,13 +125,14 @@ class ChatOutput:
 
 def delta_of(part: Part) -> dict[str, Any]:
     """Return the delta of a chat.completion.chunk."""
-    match part:
-        case ContentDelta(text):
-            return {"content": text}
-        case ReasoningDelta(text):
-            return {"reasoning": text, "reasoning_content": text}
-        case ToolCallStart(index, call_id, name):
-            function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
-        case ToolArgumentsDelta(index, text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+    # The most frequent kinds first, and without patterns: this runs for every token of a stream.
+    if isinstance(part, ContentDelta):
+        return {"content": part.text}
+    if isinstance(part, ToolArgumentsDelta):
+        return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+    if isinstance(part, ReasoningDelta):
+        return {"reasoning": part.text, "reasoning_content": part.text}
+    function = {"name": part.name, "arguments": ""}
+    return {
+        "tool_calls": [{"index": part.index, "id": part.call_id, "type": "function", "function": function}]
+    }

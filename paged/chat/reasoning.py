@@ -23,12 +23,19 @@ class ReasoningMachine(TextMachine):
         self._answer = answer
         self._is_inside = is_inside
         self._pending_blanks = ""
+        self._is_over = False  # whether all that follows is the answer's
         super().__init__()
 
     @property
     def has_whole_calls(self) -> bool:
         """Whether there is a call, and the arguments of all calls are whole."""
         return self._answer is not None and self._answer.has_whole_calls
+
+    def feed(self, text: str) -> list[Part]:
+        """Take more text. Return the parts that are certain."""
+        if self._is_over and self._answer is not None:
+            return self._answer.feed(text)
+        return super().feed(text)
 
     def finish(self) -> list[Part]:
         """End the text. Return the remaining parts."""
@@ -49,6 +56,7 @@ class ReasoningMachine(TextMachine):
             ends = yield from self._answer_tag()
         else:
             self.go_back()
+        self._is_over = not ends
         while marker := (yield from self.read_to(ends, self._emit_answer)):
             self.at += len(marker)
             ends = []

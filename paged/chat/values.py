@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from json.encoder import encode_basestring
 from typing import Any, Final
 
 from .json_scanner import MAX_DEPTH
@@ -29,7 +30,7 @@ TEXT: Final = frozenset(["string"])
 
 def quoted(text: str) -> str:
     """Return a text as the inside of a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return encode_basestring(text)[1:-1]
 
 
 def resolved(schema: Any, root: Any) -> Any:

@@ -40,7 +40,9 @@ class ChatForm(Form):
 
     def shown(self, parts: Iterable[Part]) -> list[Part]:
         """Return the parts that a response holds."""
-        return [part for part in parts if self.include_reasoning or not isinstance(part, ReasoningDelta)]
+        if self.include_reasoning:
+            return [*parts]
+        return [part for part in parts if not isinstance(part, ReasoningDelta)]
 
     def logprobs_of(self, completion: CompletionOutput) -> dict[str, Any] | None:
         """Return the log-probabilities of an output or a delta; None unless requested."""

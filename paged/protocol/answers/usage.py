@@ -39,8 +39,12 @@ class Usage:
 
     def add_parts(self, choice: int, parts: Iterable[Part]) -> None:
         """Add parts of a choice, whose reasoning is counted by itself."""
-        texts = self._reasoning.setdefault(choice, [])
-        texts += (part.text for part in parts if isinstance(part, ReasoningDelta))
+        texts = self._reasoning.get(choice)
+        if texts is None:
+            texts = self._reasoning[choice] = []
+        for part in parts:
+            if isinstance(part, ReasoningDelta):
+                texts.append(part.text)
 
     def num_reasoning(self, count_tokens: Callable[[str], int]) -> int:
         """Return the number of tokens of reasoning, shown or not."""
