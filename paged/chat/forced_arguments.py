@@ -34,6 +34,7 @@ _NAMES: Final = {
 _LENGTHS: Final = frozenset(("minLength", "maxLength"))
 _VALUES: Final = frozenset(("enum", "const"))
 _UNIONS: Final = ("anyOf", "oneOf")
+_MOST_PARTS: Final = 10_000  # of a schema that is written out
 _MOST_ITEMS: Final = 8  # of an array whose length is bounded, written out
 _MOST_DEPTH: Final = 5  # of Gemma's braces; what is deeper is JSON
 _ROOT: Final = "paged_root"
@@ -105,7 +106,15 @@ def arguments_of(syntax: CallSyntax, tool: Tool) -> Format:
 
     Raises RequestError naming the place of what cannot be said.
     """
-    return _Arguments(syntax, tool).format()
+    arguments = _Arguments(syntax, tool)
+    try:
+        return arguments.format()
+    except RequestError:
+        raise
+    except RecursionError:
+        raise arguments.unsaid(arguments.place, "it refers to itself without end") from None
+    except (TypeError, ValueError, AttributeError) as error:  # keys of a schema with values of other kinds
+        raise arguments.unsaid(arguments.place, f"it is no JSON schema: {error}") from error
 
 
 class _Arguments:
@@ -113,8 +122,9 @@ class _Arguments:
 
     def __init__(self, syntax: CallSyntax, tool: Tool) -> None:
         self._syntax = syntax
-        self._place = tool.place or f"the parameters of {tool.name}"
+        self.place = tool.place or f"the parameters of {tool.name}"
         self._root = tool.parameters
+        self._num_parts = 0
         rebased = [
             name
             for name in references(tool.parameters)
@@ -132,7 +142,7 @@ class _Arguments:
     def format(self) -> Format:
         """Return the format of all arguments."""
         schema = resolved(self._root, self._root)
-        members = [*self._members(schema, self._place)]
+        members = [*self._members(schema, self.place)]
         match self._syntax.arguments:
             case "tagged":
                 elements = [self._parameter(name, part, place) for name, part, _, place in members]
@@ -148,26 +158,27 @@ class _Arguments:
     def _members(self, schema: Any, place: str) -> Iterator[tuple[str, Any, bool, str]]:
         """Yield the properties of an object: name, schema, whether it is required, and place."""
         if not isinstance(schema, Mapping):
-            raise self._unsaid(place, "it refers to nothing that is in the schema")
+            raise self.unsaid(place, "it refers to nothing that is in the schema")
         for key in schema:
             if key not in _OBJECT_KEYS and key != "$ref":
-                raise self._unsaid(f"{place}.{key}", "only properties by themselves are written out")
+                raise self.unsaid(f"{place}.{key}", "only properties by themselves are written out")
         properties = schema.get("properties", {})
         required = [name for name in schema.get("required", ()) if isinstance(name, str)]
         names = [*properties, *(name for name in required if name not in properties)]
         if len(required) < schema.get("minProperties", 0) or len(names) > schema.get(
             "maxProperties", len(names)
         ):
-            raise self._unsaid(f"{place}.minProperties", "the number of properties is not counted")
+            raise self.unsaid(f"{place}.minProperties", "the number of properties is not counted")
         others = schema.get("additionalProperties", True)
         for name in names:
             if not _NAMES[self._syntax.arguments].fullmatch(name):
-                raise self._unsaid(f"{place}.properties.{name}", "the name would need quotes")
+                raise self.unsaid(f"{place}.properties.{name}", "the name would need quotes")
             if name not in properties and others is False:
-                raise self._unsaid(f"{place}.required", f"{name!r} is no property")
+                raise self.unsaid(f"{place}.required", f"{name!r} is no property")
             yield name, properties.get(name, others), name in required, f"{place}.properties.{name}"
 
-    def _unsaid(self, place: str, why: str) -> RequestError:
+    def unsaid(self, place: str, why: str) -> RequestError:
+        """Return the error of what cannot be said in the format."""
         return RequestError(
             f"{place} cannot be forced in the model's own format of arguments "
             f"({self._syntax.arguments}): {why}",
@@ -179,7 +190,7 @@ class _Arguments:
     def _parameter(self, name: str, schema: Any, place: str) -> Format:
         before, between, after = self._syntax.parameter_texts
         begin = f"{before}{name}{between}"
-        return either(*(self._element(begin, after, part, place) for part in self._branches(schema)))
+        return either(*(self._element(begin, after, part, place) for part in self._branches(schema, place)))
 
     def _element(self, begin: str, after: str, schema: Any, place: str) -> Format:
         """Return one element whose schema is no union."""
@@ -196,10 +207,10 @@ class _Arguments:
                 and (types == TEXT or json.loads(value_of(_plain(value), types)) == value)
             ]
             if not texts:
-                raise self._unsaid(place, "none of its values can be written as plain text")
+                raise self.unsaid(place, "none of its values can be written as plain text")
             return tag(begin, either(*map(text, texts)), after)
         if wrong := sorted(keys - _LENGTHS - ANNOTATIONS - {"type"}):
-            raise self._unsaid(
+            raise self.unsaid(
                 f"{place}.{wrong[0]}", "the value is plain text, of which only the length is bounded"
             )
         if keys & _LENGTHS:
@@ -208,13 +219,13 @@ class _Arguments:
         # The end is looked for without the line break before it: the parser takes either for the end.
         return sequence(tag(begin, {"type": "any_text"}, end), *([text(rest)] if rest else []))
 
-    def _branches(self, schema: Any) -> list[Any]:
+    def _branches(self, schema: Any, place: str) -> list[Any]:
         """Return the schemas of a union of which no text of one can be taken for another one.
 
         A text is read as null, a number and so on where the schema allows them. So there is no plain text
         beside values with bounds, which it might not keep.
         """
-        schema = resolved(schema, self._root)
+        schema = self._known(schema, place)
         types = self._types(schema)
         if not isinstance(schema, Mapping) or types is None or types == TEXT or "string" not in types:
             if isinstance(schema, Mapping) and types == TEXT and any(key in schema for key in _UNIONS):
@@ -223,7 +234,7 @@ class _Arguments:
                     for key in _UNIONS
                     if key in schema
                     for one in schema[key]
-                    for part in self._branches(one)
+                    for part in self._branches(one, place)
                 ]
             return [schema]
         if _VALUES & schema.keys():
@@ -235,7 +246,7 @@ class _Arguments:
             return [*others, {"type": "string"}] if is_bare else others
         for key in _UNIONS:
             if isinstance(schema.get(key), list):
-                parts = [part for one in schema[key] for part in self._branches(one)]
+                parts = [part for one in schema[key] for part in self._branches(one, place)]
                 others = [part for part in parts if self._types(part) != TEXT]
                 is_bare = all(not (part.keys() - ANNOTATIONS - {"type"}) for part in others)
                 return parts if is_bare else others
@@ -246,7 +257,7 @@ class _Arguments:
     def _python(self, schema: Any, place: str) -> Format:
         """Return the format of a value: JSON, but for the words that Python writes otherwise."""
         words = {"boolean": ["True", "False"], "null": ["None"]}
-        known = resolved(schema, self._root)
+        known = self._known(schema, place)
         if not isinstance(known, Mapping) or _VALUES & known.keys():
             return self._json(schema, place)
         if isinstance(known.get("type"), list) and not (known.keys() - ANNOTATIONS - {"type"}):
@@ -269,7 +280,7 @@ class _Arguments:
 
     def _gemma(self, schema: Any, place: str, depth: int) -> Format:
         """Return the format of a value: JSON where Gemma's notation cannot say the schema."""
-        known = resolved(schema, self._root)
+        known = self._known(schema, place)
         if not isinstance(known, Mapping) or depth > _MOST_DEPTH:
             return self._json(schema, place)
         keys = self._keys(known)
@@ -277,7 +288,7 @@ class _Arguments:
         if _VALUES & keys:
             values = self._values(known)
             if not values:
-                raise self._unsaid(place, "there is no value")
+                raise self.unsaid(place, "there is no value")
             return either(*(text(gemma_literal(value, quote)) for value in values))
         for key in _UNIONS[:1]:
             if isinstance(known.get(key), list) and not (keys - ANNOTATIONS - {key}):
@@ -312,6 +323,13 @@ class _Arguments:
         return sequence(text("["), text("") if most == 0 else inside, text("]"))
 
     # JSON
+
+    def _known(self, schema: Any, place: str) -> Any:
+        """Return a part of the schema, or what it refers to. Raises RequestError for too many parts."""
+        self._num_parts += 1
+        if self._num_parts > _MOST_PARTS:
+            raise self.unsaid(place, f"written out, the schema has more than {_MOST_PARTS:,} parts")
+        return resolved(schema, self._root)
 
     def _json(self, schema: Any, place: str) -> Format:
         if isinstance(schema, Mapping):

@@ -90,4 +90,4 @@ class ForcedCalls:
         if len(names) != 1 or not self._is_begun:
             return None
         # A first call must come. The rest of a later one may be the end of the call before it.
-        return names[0] if not self._num_calls or length >= self._name_at else None
+        return names[0] if not self._num_calls or length >= max(self._name_at, 1) else None

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from json.encoder import encode_basestring
 from typing import Any, Final
 
-from .json_scanner import MAX_DEPTH
-
 MAX_REFERENCES = 16  # that lead from one to the next
 _NUMBER = re.compile(r"[+-]?((0|[1-9][\d_]*)(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _JSON_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
@@ -50,14 +48,22 @@ def resolved(schema: Any, root: Any) -> Any:
     return None
 
 
-def types_of(schema: Any, root: Any, depth: int = MAX_DEPTH) -> Types:
+def types_of(schema: Any, root: Any) -> Types:
     """Return the JSON types that a schema allows, None if it does not tell.
 
     root: the schema that references begin from.
     """
+    return _types_of(schema, root, set())
+
+
+def _types_of(schema: Any, root: Any, seen: set[int]) -> Types:
+    """Return the types that a schema allows. Parts that were seen before add nothing."""
     schema = resolved(schema, root)
-    if not isinstance(schema, Mapping) or not depth:
+    if not isinstance(schema, Mapping):
         return None
+    if id(schema) in seen:
+        return frozenset()
+    seen.add(id(schema))
     if "type" in schema:
         given = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         return frozenset(name for name in given if isinstance(name, str))
@@ -66,10 +72,10 @@ def types_of(schema: Any, root: Any, depth: int = MAX_DEPTH) -> Types:
         return frozenset(_TYPES_OF_VALUES.get(type(value), "string") for value in values)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            return _union(types_of(part, root, depth - 1) for part in schema[key])
+            return _union(_types_of(part, root, seen) for part in schema[key])
     if isinstance(schema.get("allOf"), list):
-        known = (types_of(part, root, depth - 1) for part in schema["allOf"])
-        return next((types for types in known if types is not None), None)
+        known = (_types_of(part, root, seen) for part in schema["allOf"])
+        return next((types for types in known if types), None)
     if "properties" in schema:
         return frozenset(["object"])
     return frozenset(["array"]) if "items" in schema else None
@@ -86,19 +92,23 @@ def _union(parts: Iterator[Types]) -> Types:
 
 def property_of(schema: Any, name: str, root: Any) -> Any:
     """Return the schema of a property of an object; None if its schema has none."""
-    schema = resolved(schema, root)
-    if not isinstance(schema, Mapping):
-        return None
-    properties = schema.get("properties")
-    if isinstance(properties, Mapping) and name in properties:
-        return properties[name]
-    for key in ("allOf", "anyOf", "oneOf"):
-        parts = schema.get(key)
-        for part in parts if isinstance(parts, list) else ():
-            if (found := property_of(part, name, root) if part is not schema else None) is not None:
-                return found
-    others = schema.get("additionalProperties")
-    return others if isinstance(others, Mapping) else None
+    waiting = [schema]
+    seen = set[int]()
+    others = None
+    while waiting:
+        schema = resolved(waiting.pop(0), root)
+        if not isinstance(schema, Mapping) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        properties = schema.get("properties")
+        if isinstance(properties, Mapping) and name in properties:
+            return properties[name]
+        for key in ("allOf", "anyOf", "oneOf"):
+            parts = schema.get(key)
+            waiting += parts if isinstance(parts, list) else ()
+        if others is None and isinstance(schema.get("additionalProperties"), Mapping):
+            others = schema["additionalProperties"]
+    return others
 
 
 def number_of(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,8 +12,15 @@ import pytest
 from paged.chat.answer_reader import AnswerReader, TokenText
 from paged.chat.chat_format import ChatFormat
 from paged.chat.formats import BY_NAME
+from paged.chat.harmony import TOKENS
 from paged.chat.parts import ChatOutput
-from paged.errors import PagedError
+from paged.chat.plan import ToolPlan
+from paged.chat.writing import written_call
+from paged.config import EngineConfig
+from paged.engine.model_text import ModelText
+from paged.errors import PagedError, RequestError
+from paged.model.hf_config import read_config
+from paged.model.hub import resolve
 from paged.protocol.answers.chunks import Chunks
 from paged.protocol.endpoints import parse_call
 from paged.protocol.limits import Limits
@@ -188,6 +196,29 @@ def test_a_pattern_within_plain_text_is_refused_by_its_place(text):
     assert call.param_of(refused.value) == "tools[0].parameters.properties.a.pattern"
 
 
+HOSTILE: list[Any] = [
+    {"properties": {"a": {"$ref": "#"}}},
+    {"properties": {f"p{i}": {"$ref": "#"} for i in range(40)}},
+    {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}]}}},
+    {"allOf": [{"$ref": "#"}] * 50, "properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}] * 50}}},
+    *({"properties": {"a": part}} for part in ({"enum": 5}, {"type": []}, 5, {"anyOf": 5}, {"enum": []})),
+    *({"properties": 5}, {"required": 5}, {"minProperties": "x"}, {"properties": {"a>b": {}, "": {}}}),
+    {"properties": {"a": {"type": "array", "minItems": "x"}, "b": {"type": "string", "maxLength": -1}}},
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "olmo3", "gemma4"])
+def test_hostile_schemas_are_written_out_or_refused(name):
+    for schema in HOSTILE:
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}]
+        plan = ToolPlan.of(plan_of(BY_NAME[name]).chat, tools=tools, tool_choice="required")
+        with suppress(RequestError):
+            plan.structured_outputs("Hi")
+        syntax = plan.format.syntax
+        text = syntax.section[0] + written_call(syntax, "f", '{"a": "x", "other": 5}') + syntax.section[1]
+        assert joined(plan.new_parser("Hi"), [*text]).is_whole
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_recorded_bodies_of_agents_are_taken(text, name):
     """A body of each turn of each agent, rendered by the template of each checkpoint."""
@@ -227,6 +258,27 @@ def test_special_tokens_are_told_from_the_same_text(tmp_path):
             piece = "".join(texts[at : at + size])
             parts += reader.read(CompletionOutput(0, piece, token_ids[at : at + size], end))
         assert ChatOutput.of(parts).content == "Say <|end|> <|start|>. ok"
+
+
+def test_end_tokens_of_a_format_end_an_answer(tmp_path):
+    """Also where generation_config.json does not have them."""
+    ends = tokenizer_with(tmp_path, [*TOKENS]).special_ids
+    directory = resolve("demo")
+    text = ModelText(EngineConfig("demo", tokenizer=str(tmp_path)), directory, read_config(directory))
+    limits = Limits(
+        chat_format=plan_of(BY_NAME["harmony"], special_tokens=TOKENS).chat, chat_template="plain"
+    )
+    wanted = {ends["<|call|>"], ends["<|return|>"]}
+    for given, expected in (
+        ({}, wanted),
+        ({"stop_token_ids": [7]}, wanted | {7}),
+        ({"ignore_eos": True}, set()),
+    ):
+        call = parse_call("/v1/chat/completions", {**BODIES["/v1/chat/completions"], **given}, limits)
+        call.prompts(text)
+        params = call.params(text)
+        assert {*(params.stop_token_ids or ())} == expected
+        assert not params.skip_special_tokens
 
 
 def tokenizer_with(directory: Any, special: list[str]) -> Tokenizer:
