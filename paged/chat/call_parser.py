@@ -125,6 +125,8 @@ class CallParser(CallMachine):
                 break
         if self.held is not None:
             self.go_back()
+        elif self.is_cut:
+            self.at = len(self.text)  # the rest is a part of the call, not content
         return True
 
     @property

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 from .parts import ContentDelta, OutputParser, Part, ToolArgumentsDelta, ToolCallStart
+
+_NAME_GOES_ON = re.compile(r"[A-Za-z0-9_-]{2}")
 
 
 class ForcedCalls:
@@ -80,9 +83,7 @@ class ForcedCalls:
         opening = "" if self._num_calls else self._opening
         for start in range(len(self._rest)):
             text = self._rest[start:]
-            found = [name for name, begin in self._begins.items() if (opening + begin).startswith(text)]
-            if not found and opening:
-                found = [name for name, begin in self._begins.items() if begin.startswith(text)]
+            found = self._begun_by(text, opening) or self._begun_by(text, "")
             if found:
                 names = found
                 length = len(text)
@@ -91,3 +92,13 @@ class ForcedCalls:
             return None
         # A first call must come. The rest of a later one may be the end of the call before it.
         return names[0] if not self._num_calls or length >= max(self._name_at, 1) else None
+
+    def _begun_by(self, text: str, opening: str) -> list[str]:
+        """Return the tools whose call a text begins, or goes on with after its name."""
+        begins = {name: opening + begin for name, begin in self._begins.items()}
+        return [
+            name
+            for name, begin in begins.items()
+            if begin.startswith(text)
+            or (text.startswith(begin) and not _NAME_GOES_ON.match(text, len(begin) - 1))
+        ]

@@ -54,8 +54,8 @@ PYTHON = Notation()
 def read_value(machine: CallMachine, notation: Notation, depth: int = 0) -> Reading:
     """Read a value and emit it as JSON. Return whether it is one: else the machine is at what is wrong."""
     character = yield from machine.next_character()
-    if notation.quote and character == notation.quote[0] and (yield from machine.literal(notation.quote)):
-        return (yield from _plain_text(machine, notation.quote))
+    if notation.quote and character == notation.quote[0]:
+        return (yield from _quoted_text(machine, notation.quote))
     if character in ("'", '"') and character:
         machine.at += 1
         machine.emit_arguments('"')
@@ -134,15 +134,17 @@ def _key(machine: CallMachine, notation: Notation) -> Reading:
         return (yield from read_value(machine, notation))
     if not notation.quote:
         return False
-    if character == notation.quote[0] and (yield from machine.literal(notation.quote)):
-        return (yield from _plain_text(machine, notation.quote))
+    if character == notation.quote[0]:
+        return (yield from _quoted_text(machine, notation.quote))
     name = yield from machine.word(_KEY)
     machine.emit_arguments(f'"{quoted(name)}"')
     return 0 < len(name) <= MAX_KEY
 
 
-def _plain_text(machine: CallMachine, quote: str) -> Reading:
-    """Read a text without escapes up to its quote."""
+def _quoted_text(machine: CallMachine, quote: str) -> Reading:
+    """Read a text without escapes, and its quotes."""
+    if not (yield from machine.literal(quote)):
+        return False
     machine.emit_arguments('"')
     marker = yield from machine.read_to([quote], lambda text: machine.emit_arguments(quoted(text)))
     if not marker:
@@ -203,9 +205,9 @@ def _word(machine: CallMachine, notation: Notation) -> Reading:
     if not value or len(word) > MAX_KEY:
         machine.go_back()
         return False
+    machine.held = None
     if machine.ended and machine.at == len(machine.text):
         return False  # it may be cut
-    machine.held = None
     machine.emit_arguments(value)
     return True
 

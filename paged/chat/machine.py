@@ -40,7 +40,8 @@ class TextMachine(ABC):
         self._running = self._run()
         # What markers begin with while nothing else is looked for, and where other text then goes.
         self._firsts: frozenset[str] | None = None
-        self._emit: Callable[[str], None] = str
+        self._emit: Callable[[str], None] = lambda _: None
+        self.is_cut = False  # whether the text has ended where more was looked for
 
     def feed(self, text: str) -> list[Part]:
         """Take more text. Return the parts that are certain."""
@@ -87,6 +88,7 @@ class TextMachine(ABC):
         """Return the next character without reading it; "" at the end of the text."""
         while self.at == len(self.text) and not self.ended:
             yield
+        self.is_cut = self.is_cut or self.at == len(self.text)
         return self.text[self.at : self.at + 1]
 
     def blanks(self) -> Step:
@@ -99,6 +101,7 @@ class TextMachine(ABC):
         while not self.text.startswith(wanted, self.at):
             arrived = self.text[self.at : self.at + len(wanted)]
             if self.ended or not wanted.startswith(arrived):
+                self.is_cut = self.is_cut or wanted.startswith(arrived)
                 return False
             yield
         self.at += len(wanted)
@@ -135,6 +138,7 @@ class TextMachine(ABC):
             word += found[0]
             self.at = found.end()
             if self.at < len(self.text) or self.ended or len(word) > MAX_KEY:
+                self.is_cut = self.is_cut or self.at == len(self.text)
                 return word
             yield
 
@@ -146,6 +150,7 @@ class TextMachine(ABC):
             emit(self.text[self.at : end])
             self.at = end
             if marker or self.ended:
+                self.is_cut = self.is_cut or not marker
                 return marker
             self._firsts = frozenset(text[0] for text in markers)
             self._emit = emit

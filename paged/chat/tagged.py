@@ -71,8 +71,6 @@ class TaggedArguments:
                     return False
             else:
                 if not (yield from machine.literal(self._closer)):
-                    if machine.is_cut_in(self._opener) or machine.is_cut_in(self._closer):
-                        machine.at = len(machine.text)
                     return False
                 machine.emit_rest("}")
                 return True

@@ -196,6 +196,27 @@ def test_a_pattern_within_plain_text_is_refused_by_its_place(text):
     assert call.param_of(refused.value) == "tools[0].parameters.properties.a.pattern"
 
 
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_nothing_of_a_forced_call_that_is_cut_is_content(case):
+    entry, template = case
+    chat = plan_of(entry, template).chat
+    plan = ToolPlan.of(chat, tools=TOOLS, tool_choice="required")
+    syntax = plan.format.syntax
+    called = [("f", '{"s": "a", "n": 1}'), ("get_time", '{"zone": "CET"}')][: 1 if entry.has_channels else 2]
+    texts = [written_call(syntax, *call) for call in called]
+    text = f"{syntax.section[0]}{syntax.separator.join(texts)}{syntax.section[1]}"
+    most = 0
+    for end in range(1, len(text) + 1):
+        found = joined(plan.new_parser("Hi"), [text[:end]])
+        assert joined(plan.new_parser("Hi"), [*text[:end]]) == found
+        assert not found.content, text[:end]
+        assert [name for name, _ in found.calls] == [name for name, _ in called][: len(found.calls)]
+        assert len(found.calls) >= most
+        most = len(found.calls)
+    assert [(name, json.loads(given)) for name, given in called] == found.calls
+    assert found.is_whole
+
+
 HOSTILE: list[Any] = [
     {"properties": {"a": {"$ref": "#"}}},
     {"properties": {f"p{i}": {"$ref": "#"} for i in range(40)}},
