@@ -181,13 +181,12 @@ def check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) ->
 def _log(found: ChatFormat, fitting: list[ChatSyntax], *, is_auto: bool, template: str) -> None:
     """Say which formats were chosen and why."""
     by_template = found.tools is not None and found.tools.entry.fits(template)
-    source = "the chat template" if by_template or not fitting else "model_type"
-    if is_auto and not fitting and found.tools is None:
-        names = ", ".join(entry.name for entry in CHAT_FORMATS)
+    source = "the chat template" if by_template else "model_type"
+    if is_auto and template and not fitting and found.tools is None:
         logger.warning(
-            "%s fits no format of tool calls, so answers are content alone; --tool-call-parser names one: %s",
-            source,
-            names,
+            "the chat template fits no format of tool calls, so answers are content alone; "
+            "--tool-call-parser names one: %s",
+            ", ".join(entry.name for entry in CHAT_FORMATS),
         )
     elif found.tools is not None:
         has = ", ".join(found.tools.entry.present if by_template else found.tools.entry.model_types)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -49,6 +50,25 @@ def _contents(one: Any, other: Any) -> Any:
         return f"{one}\n\n{other}"
     parts = ([{"type": "text", "text": each}] if isinstance(each, str) else [*each] for each in (one, other))
     return [part for each in parts for part in each]
+
+
+def with_short_ids(messages: Sequence[Message], length: int) -> list[Message]:
+    """Return a conversation whose calls have ids of a length, as some templates demand; others are hashed."""
+
+    def short(given: Any) -> str:
+        text = str(given)
+        is_short = len(text) == length and text.isalnum() and text.isascii()
+        return text if is_short else hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:length]
+
+    shown = list[Message]()
+    for message in messages:
+        calls = message.get("tool_calls")
+        if "tool_call_id" in message:
+            message = {**message, "tool_call_id": short(message["tool_call_id"])}
+        if isinstance(calls, Sequence) and all(isinstance(call, Mapping) for call in calls):
+            message = {**message, "tool_calls": [{**call, "id": short(call.get("id"))} for call in calls]}
+        shown.append(message)
+    return shown
 
 
 def with_single_calls(messages: Sequence[Message]) -> list[Message]:

@@ -102,13 +102,15 @@ class ModelText:
     def _turns(self, messages: Sequence[Message], template: Mapping[str, Any]) -> Sequence[Message]:
         """Return a conversation in the form that its template demands."""
         from ..chat.formats import formats_of
-        from ..chat.turns import has_repeated_roles, merged, with_single_calls
+        from ..chat.turns import has_repeated_roles, merged, with_short_ids, with_single_calls
 
         name = template.get("chat_template")
         if any(message.get("tool_calls") for message in messages):
             formats = formats_of(self.chat_templates.source(name, has_tools=True))
             if formats and formats[0].has_channels:
                 messages = with_single_calls(messages)
+            elif formats and formats[0].id_length is not None:
+                messages = with_short_ids(messages, formats[0].id_length)
         if has_repeated_roles(messages) and self.chat_templates.refuses_repeated_roles(name):
             return merged(messages)
         return messages

@@ -37,11 +37,12 @@ def ids_of(engine: LLMEngine, messages: list[dict[str, Any]], **template: Any) -
 def test_tokens_are_those_of_the_template_unless_a_user_writes_markers(engine, name):
     """Of the template of each checkpoint, with a history of calls and their results."""
     template = PUBLISHED[name].text
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"s": "é [ARGS]"}}}
+    function = {"name": "f", "arguments": {"s": "é [ARGS]"}}
+    call = {"id": "abcdefghi", "type": "function", "function": function}
     talk: list[dict[str, Any]] = [
         {"role": "user", "content": "What is é < 3 [x]?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": "no"},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "no"},
     ]
     talk = talk[:1] if name.startswith("SmolLM2") else talk
     hf = engine.get_tokenizer()

@@ -198,7 +198,9 @@ _MISTRAL = """{{- '<s>' }}{%- if tools %}{{- '[AVAILABLE_TOOLS] ' + tools | tojs
 {%- elif m.role == 'assistant' %}
 {%- if m.reasoning_content and @THINKS@ %}{{- '[THINK]' + m.reasoning_content + '[/THINK]' }}{%- endif %}{{- m.content or '' }}
 {%- if m.tool_calls %}@CALLS@{%- endif %}{{- '</s>' }}
-{%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}
+{%- elif m.role == 'tool' %}{%- if m.tool_call_id | length != 9 %}
+{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{%- endif %}
+{{- '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}
 {%- else %}{{- '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}{%- endif %}{%- endfor %}"""
 _MISTRAL_LIST = """{{- '[TOOL_CALLS]@BLANK@[' }}{%- for call in m.tool_calls %}{{- '' if loop.first else ', ' }}
 {{- '{"name": "' + call.function.name + '", "arguments": ' }}{{- call.function.arguments | tojson }}
