@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ..requests.request import CompletionOutput
 from ..text.detokenizer import Detokenizer
+from ..text.marked_text import pattern_of
 from ..text.tokenizer import Tokenizer
 from .parts import OutputParser, Part, ToolCallStart
 
@@ -68,8 +68,7 @@ class TokenText:
         self._special = tokenizer.special_token_ids
         self._markers = frozenset(markers)
         self._is_skipping = is_skipping
-        longest_first = sorted(markers, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+        self._pattern = pattern_of(markers)
         self._num_overlap = max(map(len, markers)) - 1
         self._detokenizer = Detokenizer(
             tokenizer,

@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+MAX_SHARED = 128  # characters of a marker that shares its beginning: as deep is the expression at most
 _ROLES = ("user", "tool")
 _PRIVATE = [chr(code) for code in range(0xE100, 0xE200)]  # in no ordinary text
 
@@ -81,9 +82,37 @@ class Placeholders:
 
 
 def pattern_of(markers: Collection[str]) -> re.Pattern[str]:
-    """Return the expression that finds any of the markers."""
-    longest_first = sorted(filter(str.strip, markers), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    """Return the expression that finds any of the markers, the longest one at a place.
+
+    Markers with the same beginning share it in the expression: a tokenizer may have thousands.
+    """
+    known = [marker for marker in markers if marker.strip()]
+    root: dict[str, Any] = {}
+    for marker in known:
+        if len(marker) <= MAX_SHARED:
+            node = root
+            for character in marker:
+                node = node.setdefault(character, {})
+            node[""] = {}
+    longest_first = sorted((marker for marker in known if len(marker) > MAX_SHARED), key=len, reverse=True)
+    expressions = [*map(re.escape, longest_first), *([_expression(root)] if root else [])]
+    return re.compile("|".join(expressions) or "(?!)")
+
+
+def _expression(node: dict[str, Any]) -> str:
+    """Return the expression of what follows a beginning; "" is its end."""
+    texts = list[str]()
+    for character, following in node.items():
+        text = re.escape(character)
+        # A run of characters without a choice, so that the nesting is that of the choices.
+        while len(following) == 1 and "" not in following:
+            ((character, following),) = following.items()
+            text += re.escape(character)
+        texts += [text + _expression(following)] if character else []
+    if not texts:
+        return ""
+    joined = f"(?:{'|'.join(sorted(texts))})"
+    return f"{joined}?" if "" in node else joined
 
 
 def _texts(messages: Sequence[Any]) -> Iterator[str]:

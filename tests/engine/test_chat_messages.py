@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from paged import LLMEngine, SamplingParams
 from paged.chat.chat_format import ChatFormat
-from paged.text.marked_text import MarkedText
+from paged.text.marked_text import MarkedText, pattern_of
 from tests.support.chat_checkpoints import chat_checkpoint
 from tests.support.chat_templates import PUBLISHED
 from tests.support.checkpoints import new_engine
@@ -61,6 +63,18 @@ def test_tokens_are_those_of_the_template_unless_a_user_writes_markers(engine, n
         assert [i for i in found if i in added] == [i for i in expected if i in added]
         text = hf.apply_chat_template(marked, add_generation_prompt=True, tokenize=False, **options)
         assert hf.decode(found) == hf.decode(hf.encode(text, add_special_tokens=False))
+
+
+def test_markers_are_found_as_by_plain_alternatives():
+    choose = random.Random(1)
+    markers = {"".join(choose.choices("<ab|>", k=choose.randrange(1, 6))) for _ in range(60)}
+    plain = re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))))
+    for _ in range(500):
+        text = "".join(choose.choices("<ab|>x", k=30))
+        assert pattern_of(markers).findall(text) == plain.findall(text)
+    nested = ["a" * length for length in range(1, 200)]
+    assert [*map(len, pattern_of(nested).findall(f"xaaax{'a' * 150}"))] == [3, 150]
+    assert pattern_of([" ", ""]).search(" ") is None
 
 
 def test_a_marker_in_a_system_message_is_the_operators(engine):
