@@ -333,10 +333,10 @@ class _Arguments:
 
     def _json(self, schema: Any, place: str) -> Format:
         if isinstance(schema, Mapping):
-            own = copy.deepcopy(dict(schema))
             if self._is_rebased:
-                _rebase(own)
-            schema = {**own, **self._defs}
+                schema = copy.deepcopy(dict(schema))
+                _rebase(schema)
+            schema = {**schema, **self._defs}
         return {"type": "json_schema", "json_schema": schema if schema is not None else True, "name": place}
 
     def _types(self, schema: Any) -> Types:

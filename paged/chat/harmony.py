@@ -17,6 +17,7 @@ MAX_HEADER = 512  # characters; a longer one is content
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 _RECIPIENT = re.compile(r"(?<!\w)to=([^\s<]+)")
 _FUNCTIONS = "functions."
+_TO = " to="  # a recipient, which may come before the channel
 
 
 class HarmonyParser(CallMachine):
@@ -69,31 +70,30 @@ class HarmonyParser(CallMachine):
 
         One that is cut is read, and nothing is held any more.
         """
-        begins = ["", "", ""]
-        for i, text in enumerate((CHANNEL, MESSAGE, " to=")):
-            if (yield from self.literal(text)):
-                begins[i] = text
-                break
-        begin = "".join(begins)
+        begin = ""
+        for text in (CHANNEL, MESSAGE, _TO):
+            if not begin and (yield from self.literal(text)):
+                begin = text
         if begin == MESSAGE:
             return ""
         if not begin:
-            rest = self.text[self.at :]
-            is_cut = self.ended and rest and any(text.startswith(rest) for text in (CHANNEL, MESSAGE))
-            if is_cut:
+            if self.text[self.at :] and any(map(self.is_cut_in, (CHANNEL, MESSAGE))):
                 self._cut_header()
             return None
-        pieces = [begin]
-        marker = yield from self.read_to([MESSAGE, START, *ENDS], pieces.append)
-        header = "".join(pieces)
-        if not marker:
-            if begin == CHANNEL or "=functions" in header:
-                self._cut_header()
-            return None
-        if marker != MESSAGE or len(header) > MAX_HEADER:
-            return None
-        self.at += len(marker)
-        return header
+        marks = (MESSAGE, START, *ENDS)
+        while True:
+            found = [(at, mark) for mark in marks if (at := self.text.find(mark, self.at)) >= 0]
+            end, mark = min(found, default=(len(self.text), ""))
+            header = begin + self.text[self.at : end]
+            if mark or self.ended or len(header) > MAX_HEADER:
+                break
+            yield
+        if mark == MESSAGE and len(header) <= MAX_HEADER:
+            self.at = end + len(mark)
+            return header
+        if not mark and len(header) <= MAX_HEADER and (begin == CHANNEL or _FUNCTIONS in header):
+            self._cut_header()
+        return None
 
     def _cut_header(self) -> None:
         """Drop the rest of the text, or leave it to be content."""

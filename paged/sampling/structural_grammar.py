@@ -31,6 +31,7 @@ class StructuralGrammar:
         self._rules = ["TEXT: /(.|\\n)*/"]
         self._grammars = list[dict[str, str]]()  # those that a tag brings along
         self._names = (f"r{number}" for number in itertools.count())
+        self._schemas = dict[str, str]()  # rules of JSON
         self._bodies = dict[str, str]()  # rules by what they stand for
         self._triggers = dict[str, str]()  # rules of text that ends with a trigger
         self._texts = dict[tuple[str, ...], str]()  # terminals of text without some strings
@@ -160,6 +161,12 @@ class StructuralGrammar:
 
     def _json(self, schema: Any) -> str:
         """Return an expression of JSON, without blanks before it: a grammar within a grammar allows them."""
+        key = repr(schema)
+        if (name := self._schemas.get(key)) is None:
+            name = self._schemas[key] = self._json_rule(schema)
+        return name
+
+    def _json_rule(self, schema: Any) -> str:
         grammar = JsonGrammar(schema, self._whitespace)
         values = [self._rule(f"%json {text}") for text in grammar.at_start]
         if grammar.others is not None:

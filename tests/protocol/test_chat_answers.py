@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from paged.chat.answer_reader import AnswerReader, TokenText
 from paged.chat.chat_format import ChatFormat
@@ -25,12 +26,15 @@ from paged.protocol.answers.chunks import Chunks
 from paged.protocol.endpoints import parse_call
 from paged.protocol.limits import Limits
 from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput
+from paged.sampling.structural_grammar import StructuralGrammar
+from paged.sampling_params import StructuredOutputsParams
 from paged.text.tokenizer import Tokenizer
 from tests.protocol.test_chat_formats import CASES, named
 from tests.support.chat_corpus import SCHEMA, TOOLS, examples, joined, plan_of
 from tests.support.chat_templates import PUBLISHED
 from tests.support.coding_agents import RECORDED
 from tests.support.forced_calls import try_one
+from tests.support.random_schemas import TOKENIZER, accepts
 
 FUNCTIONS = [tool["function"] for tool in TOOLS]
 BODIES: dict[str, dict[str, Any]] = {
@@ -279,6 +283,21 @@ def test_special_tokens_are_told_from_the_same_text(tmp_path):
             piece = "".join(texts[at : at + size])
             parts += reader.read(CompletionOutput(0, piece, token_ids[at : at + size], end))
         assert ChatOutput.of(parts).content == "Say <|end|> <|start|>. ok"
+
+
+def test_structured_output_of_harmony_is_of_the_final_channel_alone():
+    chat = plan_of(BY_NAME["harmony"]).chat
+    wanted = StructuredOutputsParams(json={"const": "yes"})
+    language = ToolPlan.of(chat).structured_outputs("Hi", wanted)
+    assert language is not None
+    grammar = StructuralGrammar({}).grammar(json.loads(language.structural_tag)["format"])
+    matcher = LLMatcher(TOKENIZER, grammar, log_level=0)
+    thought = "<|channel|>analysis<|message|>free {text}<|end|><|start|>assistant"
+    final = '<|channel|>final<|message|>"yes"'
+    assert accepts(matcher, thought + final)
+    assert accepts(matcher, final)
+    for text in (thought, '"yes"', final.replace("yes", "no"), final.replace("final", "commentary")):
+        assert not accepts(matcher, text)
 
 
 def test_end_tokens_of_a_format_end_an_answer(tmp_path):
