@@ -6,7 +6,6 @@ Importing this module, and loading "torch", needs no Triton.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -235,8 +234,20 @@ def load_kernels(name: BackendName, progress: Any = None, *, checked: bool = Tru
     kernels = _load(name, progress)
     if checked:
         return kernels
-    bare = {name: unchecked(value) for name, value in vars(kernels).items() if callable(value)}
-    return cast(Kernels, SimpleNamespace(**{**vars(kernels), **bare}))
+    return cast(Kernels, _Unchecked(kernels))
+
+
+class _Unchecked:
+    """A backend whose operations are not checked."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._kernels, name)
+        value = unchecked(value) if callable(value) else value
+        setattr(self, name, value)  # found at once from now on
+        return value
 
 
 def _load(name: BackendName, progress: Any) -> Kernels:

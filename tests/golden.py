@@ -24,8 +24,7 @@ import paged
 from paged import LLMEngine, SamplingParams
 from paged.kernels.attention_options import AttentionOptions
 from paged.kernels.backend import load_kernels
-from paged.kernels.cpu.products.amx import HAS_TILES
-from paged.kernels.cpu.simd.vectors import HAS_DOT, HAS_LOOKUP, VECTOR_BYTES
+from paged.kernels.cpu.target import HAS_DOT, HAS_LOOKUP, HAS_TILES, VECTOR_BYTES
 from paged.kernels.routing import RoutingOptions, Score
 from paged.model.weights.coded import CodedWeight, Factors
 from paged.model.weights.formats.fp4 import E2M1

@@ -20,41 +20,49 @@ from typing import NamedTuple
 
 import torch
 
-# Importing a file of kernels adds them to KERNELS.
-from .attention import kernel  # noqa: F401
-from .launch import code_cache, graph  # noqa: F401
-from .launch.machine_code import KERNELS, compile_kernel
-from .linear import linear, pack_bf12, pack_codes  # noqa: F401
-from .rows import (  # noqa: F401
-    add,
-    clamped_swiglu,
-    gelu_and_mul,
-    greedy,
-    layer_norm,
-    rms_norm,
-    rotary_store_kv,
-    route,
-    scale_and_cap,
-    scale_rows,
-    silu_and_mul,
-    sort_by_expert,
-    sum_experts,
-    take_rows,
-)
-from .sampling import masks, penalties, sample_tokens, token_logprobs  # noqa: F401
+from .launch import code_cache
+from .launch.cache_files import writable_directory
+from .target import HAS_TILES
 
 logger = logging.getLogger(__name__)
 
-# Seconds that kernels take with all cores busy; those that are not named take about half of one.
+# All kernels, and the seconds that each takes with all cores busy. Those of AMX are compiled where it is.
 SECONDS = {
     "attention.kernel.attend": 20.0,
-    "linear.linear.linear_kernel": 10.0,
-    "sampling.sample_tokens.sample_unit": 5.0,
-    "linear.amx_linear.tiles_kernel": 4.0,
-    "rows.rotary_store_kv.rotary_store_kv_unit": 4.0,
-    "rows.rms_norm.rms_norm_unit": 1.0,
+    "attention.kernel.merge": 0.5,
+    "launch.graph.graph": 0.5,
+    "launch.threads.help": 0.5,
+    "launch.threads.launch": 0.5,
+    "launch.threads.look": 0.5,
+    "linear.amx_linear.tiles": 4.0,
+    "linear.int4_search.best_fit": 0.5,
+    "linear.linear.linear": 10.0,
+    "linear.pack_bf12.pack_bf12": 0.5,
+    "linear.pack_codes.pack_codes": 0.5,
+    "rows.add.add": 0.5,
+    "rows.clamped_swiglu.clamped_swiglu": 0.5,
+    "rows.gelu_and_mul.gelu": 0.5,
+    "rows.gelu_and_mul.gelu_and_mul": 0.5,
+    "rows.greedy.greedy": 0.5,
+    "rows.layer_norm.layer_norm": 0.5,
+    "rows.rms_norm.rms_norm": 1.0,
+    "rows.rotary_store_kv.rotary_store_kv": 4.0,
+    "rows.route.route": 0.5,
+    "rows.scale_and_cap.scale_and_cap": 0.5,
+    "rows.scale_rows.scale_rows": 0.5,
+    "rows.silu_and_mul.silu_and_mul": 0.5,
+    "rows.sort_by_expert.sort_by_expert": 0.5,
+    "rows.sum_experts.sum_experts": 0.5,
+    "rows.take_rows.take_panel_rows": 0.5,
+    "rows.take_rows.take_rows": 0.5,
+    "sampling.masks.choose": 0.5,
+    "sampling.masks.mask": 0.5,
+    "sampling.penalties.penalties": 0.5,
+    "sampling.sample_tokens.sample": 5.0,
+    "sampling.token_logprobs.logprobs": 0.5,
 }
-_FEW_SECONDS = 0.5
+if not HAS_TILES:
+    del SECONDS["linear.amx_linear.tiles"]
 MOST_PROCESSES = 4  # each takes half a gigabyte, and the longest kernel ends no sooner with more
 _POLL_S = 0.1
 
@@ -95,11 +103,11 @@ def compile_ahead(progress: Progress | None = None) -> Compiled:
     if not _reports:
         missing = _missing()
         started = time.perf_counter()
-        directory = code_cache.directory_of(next(iter(KERNELS))) or code_cache.writable_directory()
+        directory = code_cache.directory_of(next(iter(SECONDS))) or writable_directory()
         if missing:
             _compile(missing, progress)
         seconds = time.perf_counter() - started
-        _reports.append(Compiled(len(KERNELS), len(missing), seconds, directory))
+        _reports.append(Compiled(len(SECONDS), len(missing), seconds, directory))
         if missing and progress is None:
             logger.warning(_reports[0].describe())
     return _reports[0]
@@ -142,27 +150,25 @@ def _watched(missing: list[str], update: Callable[[int], None]) -> Iterator[None
 
 def _missing() -> list[str]:
     """Return the kernels that are not in the cache; those that take longest come first."""
-    missing = [name for name in KERNELS if code_cache.directory_of(name) is None]
-    return sorted(missing, key=_seconds, reverse=True)
-
-
-def _seconds(name: str) -> float:
-    return SECONDS.get(name, _FEW_SECONDS)
+    missing = [name for name in SECONDS if code_cache.directory_of(name) is None]
+    return sorted(missing, key=SECONDS.__getitem__, reverse=True)
 
 
 def _estimate(missing: list[str], num_processes: int) -> float:
-    seconds = [_seconds(name) for name in missing]
+    seconds = [SECONDS[name] for name in missing]
     return max(*seconds, sum(seconds) / num_processes, 1.0)
 
 
 def _work(*, quickest_first: bool = False, is_wanted: Callable[[], bool] = lambda: True) -> None:
     """Compile kernels until none is missing, and wait for those that other processes compile."""
+    from .compiled.kernels import compile_kernel
+
     while missing := _missing():
         num_compiled = 0
         for name in reversed(missing) if quickest_first else missing:
             with code_cache.claimed(name) as is_claimed:
                 if is_claimed and is_wanted() and code_cache.directory_of(name) is None:
-                    compile_kernel(KERNELS[name])
+                    compile_kernel(name)
                     num_compiled += 1
         if not is_wanted():
             return

@@ -11,7 +11,7 @@ from .attention.kernel import ATTEND, MERGE
 from .attention.paged_attention import plan_units
 from .attention.units import SPLIT_KEYS
 from .launch.graph import Graph, Recorder
-from .simd.memory import LINE
+from .target import LINE
 
 
 class CPUStepRecorder:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from .. import reference
 from ..arguments import checked
-from ..reference import check_cache_dtype
+from ..checks import check_cache_dtype
 from ..steps import UnpackStep
 from .attention.paged_attention import paged_attention, plan_attention
 from .rows.gelu_and_mul import gelu_and_mul

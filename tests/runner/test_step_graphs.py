@@ -14,7 +14,7 @@ from paged.kernels.cpu.attention.units import SPLIT_KEYS
 from paged.kernels.cpu.launch.graph import Graph, Recorder, column
 from paged.kernels.cpu.launch.machine_code import MachineCode
 from paged.kernels.cpu.launch.tasks import Launch, Task
-from paged.kernels.cpu.simd.vectors import HAS_DOT
+from paged.kernels.cpu.target import HAS_DOT
 from paged.kernels.steps import NotRecordableError
 from paged.model.decoder import Decoder
 from tests.support.checkpoints import (
@@ -206,7 +206,7 @@ def test_steps_are_recorded_at_first_use_and_the_last_used_are_kept(monkeypatch)
 
 def test_tensors_needed_at_the_same_time_share_no_memory():
     """Random launches read what was written for them, and the output is intact at the end."""
-    generator, task = random.Random(0), Task(("out", "first", "second"))
+    generator, task = random.Random(0), Task("test.none", ("out", "first", "second"))
     task.code = MachineCode(0, None, None)  # it is not launched
     saved = 0
     for _ in range(100):

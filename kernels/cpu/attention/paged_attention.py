@@ -21,9 +21,8 @@ from ...attention_options import (
 )
 from ...checks import check_device, check_tensor, is_trusted
 from ..launch.tasks import addresses
-from ..products.amx import HAS_TILES
-from ..simd.numbers import KINDS
-from ..simd.vectors import padded
+from ..numbers import KINDS
+from ..target import HAS_TILES, padded
 from .kernel import ATTEND, MERGE
 from .units import MAX_DECODE, SPLIT_KEYS, scratch_size
 
@@ -124,7 +123,7 @@ def paged_attention(
     parts = None
     _, num_heads, value_dim = plan.out_shape
     if work.num_parts:
-        parts = query.new_empty(work.num_parts * (padded.py_func(value_dim) + 2), dtype=torch.float32)
+        parts = query.new_empty(work.num_parts * (padded(value_dim) + 2), dtype=torch.float32)
     ATTEND.run(
         len(work.units),
         plan.units,

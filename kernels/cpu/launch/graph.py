@@ -17,46 +17,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...steps import MOST_CALL_TENSORS, NotRecordableError, note_calls
-from ..simd.memory import LINE, call, claim, get_long, seen
+from ..target import LINE
 from .tasks import Launch, Task, note_launches
-from .threads import changed, threads, wait_in_kernel
+from .threads import threads
 
 # byte offsets in a row of the table
-_KERNEL = 0
-_ENTERED = 8
-_LEFT = 16
-_RECORD = 24
-_COUNTERS = slice(_ENTERED // 8, _RECORD // 8 + 2)  # these and the record's own two
+KERNEL = 0
+ENTERED = 8
+LEFT = 16
+RECORD = 24
+_COUNTERS = slice(ENTERED // 8, RECORD // 8 + 2)  # these and the record's own two
 
-GRAPH = Task(("table", "threads"), ("num_rows", "row_bytes"))
-_GRAPH_RECORD = GRAPH.record
+GRAPH = Task("launch.graph.graph", ("table", "threads"), ("num_rows", "row_bytes"))
 
-
-CALL = Task([f"tensor_{i}" for i in range(MOST_CALL_TENSORS)])  # its row has no kernel: it is Python's
-
-
-@GRAPH.kernel
-def _graph_kernel(record):
-    """Run the kernels of the table one after the other, on every thread."""
-    args = carray(record, 1, _GRAPH_RECORD)[0]
-    for number in range(args.num_rows):
-        row = args.table + number * args.row_bytes
-        claim(row + _ENTERED)
-        call(get_long(row + _KERNEL), row + _RECORD)
-        claim(row + _LEFT)
-        changed(args.threads, row + _LEFT)
-        # No unit is left. The threads that have one have entered; those that enter from now on get none.
-        num_left = seen(row + _LEFT)
-        while seen(row + _ENTERED) != num_left:
-            wait_in_kernel(args.threads, row + _LEFT, num_left)
-            num_left = seen(row + _LEFT)
-
+CALL = Task(
+    "launch.graph.call", [f"tensor_{i}" for i in range(MOST_CALL_TENSORS)]
+)  # its row has no kernel: it is Python's
 
 Call = tuple[Callable[..., None], tuple[Tensor, ...]]
 
@@ -284,20 +265,20 @@ def _placed(memory: Tensor, like: Tensor) -> Tensor:
 
 def _table(launches: Sequence[Launch]) -> NDArray[np.int64]:
     """Write each launch to a row of whole cache lines."""
-    longs = max(_RECORD + len(launch.record) for launch in launches)
+    longs = max(RECORD + len(launch.record) for launch in launches)
     size = _whole_lines(longs) // 8
     room = np.zeros(len(launches) * size + LINE // 8, np.int64)
     start = -room.ctypes.data % LINE // 8
     table = room[start : start + len(launches) * size].reshape(len(launches), size)
     for row, (task, record) in zip(table, launches, strict=True):
-        row[_KERNEL // 8] = 0 if task is CALL else task.code.address
-        row[_RECORD // 8 : (_RECORD + len(record)) // 8] = np.frombuffer(record, np.int64)
+        row[KERNEL // 8] = 0 if task is CALL else task.code.address
+        row[RECORD // 8 : (RECORD + len(record)) // 8] = np.frombuffer(record, np.int64)
     return table
 
 
 def column(field: str, task: Task = GRAPH) -> int:
     """Return the index of a field in a row; the first fields are the same for every task."""
-    return _RECORD // 8 + task.fields.index(field)
+    return RECORD // 8 + task.fields.index(field)
 
 
 def _whole_lines(num_bytes: int) -> int:

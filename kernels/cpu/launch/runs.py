@@ -6,22 +6,17 @@ Runs shrink from half a thread's share to single units: guided self-scheduling (
 
 from functools import lru_cache
 
-from ..simd.memory import claim
-from ..simd.vectors import function
-from .tasks import NEXT_UNIT
-
 
 @lru_cache(maxsize=4096)
 def num_runs(num_units: int, num_threads: int) -> int:
     """Return how many runs so many units are divided into."""
     number = 0
-    while first_unit.py_func(number, num_units, num_threads) < num_units:
+    while first_unit(number, num_units, num_threads) < num_units:
         number += 1
     return number
 
 
-@function
-def first_unit(run, num_units, num_threads):
+def first_unit(run: int, num_units: int, num_threads: int) -> int:
     """Return the first unit of a run; num_units or more if there is no such run."""
     first = 0
     while True:
@@ -30,10 +25,3 @@ def first_unit(run, num_units, num_threads):
             return first + size * run
         first += size * num_threads
         run -= num_threads
-
-
-@function
-def take_run(counters, num_units, num_threads):
-    """Claim a run. Return its first unit and its end; num_units or more if none is left."""
-    run = claim(counters + NEXT_UNIT)
-    return first_unit(run, num_units, num_threads), first_unit(run + 1, num_units, num_threads)

@@ -7,17 +7,14 @@ units of work until none is left, so that none waits for a slow one.
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import carray
 
-from ..simd.memory import address_of, claim
-from ..simd.vectors import function
-from .machine_code import MachineCode, kernel, machine_code
+from .machine_code import MachineCode, machine_code
 from .threads import threads
 
 # The first fields of every record: two counters, and what all threads share.
@@ -30,18 +27,21 @@ NEXT_THREAD = 8
 class Task:
     """A kernel and the fields of its record: int64, of which the first are pointers, and then float64.
 
+    name: of the kernel: the module below `compiled` that has it, and its own name.
     read_late: pointers to what a thread reads before it knows whether any unit is left. In a recorded step it
     may come when the others are kernels ahead, so that this memory is not used again before the step's end.
     """
 
     def __init__(
         self,
+        name: str,
         pointers: Sequence[str],
         ints: Sequence[str] = (),
         floats: Sequence[str] = (),
         *,
         read_late: Sequence[str] = (),
     ) -> None:
+        self.name = name
         ints = (*pointers, *ints)
         self.pointers = tuple(pointers)
         self.read_late = frozenset(read_late)
@@ -50,45 +50,11 @@ class Task:
         self.fields: tuple[str, ...] = self.record.names or ()
         self._layout = struct.Struct(f"={len(_COMMON) + len(ints)}q{len(floats)}d")
         self._local = threading.local()
-        self._function: Callable[[int], None] | None = None
-
-    def kernel(self, function: Callable[[int], None]) -> Callable[[int], None]:
-        """Decorate the function that every thread runs. It takes the address of the record."""
-        self._function = kernel(function)
-        return function
 
     @cached_property
     def code(self) -> MachineCode:
         """The kernel's code, loaded at the first launch."""
-        if self._function is None:
-            raise ValueError("this task has no kernel")
-        return machine_code(self._function)
-
-    def each_unit(self, do: Callable[..., None]) -> Callable[[int], None]:
-        """Decorate do(args, unit) or do(args, unit, scratch), which does one unit of work.
-
-        Every thread claims one unit after the other until none is left. scratch: the thread's own memory.
-        """
-        record_type = self.record
-        has_scratch = do.__code__.co_argcount == 3
-        work = function(do)
-
-        def each_unit(record: Any) -> None:
-            args = carray(record, 1, record_type)[0]
-            counters = address_of(record)
-            if has_scratch:
-                scratch = thread_scratch(args, counters)
-            unit = claim(counters + NEXT_UNIT)
-            while unit < args.num_units:
-                if has_scratch:
-                    work(args, unit, scratch)
-                else:
-                    work(args, unit)
-                unit = claim(counters + NEXT_UNIT)
-
-        each_unit.__module__ = do.__module__
-        each_unit.__name__ = do.__name__
-        return self.kernel(each_unit)
+        return machine_code(self.name)
 
     def run(self, num_units: int, *values: float, scratch_size: int = 0) -> None:
         """Launch the kernel for units 0 to num_units - 1 with these values for the record's own fields.
@@ -109,12 +75,6 @@ class Task:
             self.code.call(record)
         else:
             threads().run(self.code, record, num_threads)
-
-
-@function
-def thread_scratch(args, counters):
-    """Claim the scratch memory of one thread. Return its address."""
-    return args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
 
 
 class Launch(NamedTuple):

@@ -4,12 +4,13 @@ import math
 
 from torch import Tensor
 
-from ... import reference
 from ...arguments import checked
 from ..launch.tasks import addresses
-from ..simd.numbers import KINDS
+from ..numbers import KINDS
 from .rms_norm import RMS_NORM
-from .row_kernel import units_of_rows
+from .row_kernel import in_torch, units_of_rows
+
+by_torch = in_torch("rms_norm_into")
 
 
 @checked
@@ -24,7 +25,7 @@ def rms_norm_into(
 ) -> None:
     """Write the norm of x into `out`, or add it; see `reference.rms_norm_into`."""
     if not (x.is_cpu and x.stride(-1) == out.stride(-1) == 1 and weight.is_contiguous()):
-        reference.rms_norm_into(x, weight, eps, out, unit_offset=unit_offset, add=add)
+        by_torch(x, weight, eps, out, unit_offset=unit_offset, add=add)
         return
     num_tokens, *heads, size = x.shape
     num_heads = math.prod(heads)

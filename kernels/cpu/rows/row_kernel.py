@@ -1,15 +1,15 @@
 """Common parts of kernels over rows: units of several rows, and code for each kind of number."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
 from ...checks import KERNEL_DTYPES
 from ..launch.tasks import Task, addresses
-from ..simd.memory import LINE
-from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, KINDS
-from ..simd.vectors import function
+from ..numbers import KINDS
+from ..target import LINE
 
 UNIT_NUMBERS = 16384  # of a unit: work for a few microseconds
 # Rows that start whole pages apart share few sets of the L1 cache, where a product reads many of them
@@ -18,23 +18,13 @@ PAGE_BYTES = 4096
 FEW_ROWS = 64
 
 
-def by_kind(make: Callable[[int], Any]) -> Any:
-    """Turn make(kind), which makes f(args, row) for one kind, into f(args, row) for any args.kind.
+def in_torch(operation: str, module: str = "plain.backend") -> Callable[..., Any]:
+    """Return an operation of plain torch, for inputs of an unusual layout. A call imports its module."""
 
-    Each is compiled for its kind alone, so that no inner loop asks for it.
-    """
-    of_floats, of_halves, of_bfloats = map(make, (FLOAT32, FLOAT16, BFLOAT16))
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module(f"...{module}", __package__), operation)(*args, **kwargs)
 
-    @function
-    def operate(args, row):
-        if args.kind == FLOAT32:
-            of_floats(args, row)
-        elif args.kind == FLOAT16:
-            of_halves(args, row)
-        else:
-            of_bfloats(args, row)
-
-    return operate
+    return call
 
 
 def units_of_rows(num_rows: int, size: int) -> tuple[int, int]:
@@ -82,10 +72,3 @@ def padded_width(num_rows: int, size: int, itemsize: int) -> int:
     """Return the row stride of a norm's output, in numbers."""
     is_padded = num_rows > FEW_ROWS and size * itemsize % PAGE_BYTES == 0
     return size + LINE // itemsize if is_padded else size
-
-
-@function
-def rows_of_unit(args, unit):
-    """Return the range of a unit's rows."""
-    first = unit * args.rows_per_unit
-    return range(first, min(first + args.rows_per_unit, args.num_rows))

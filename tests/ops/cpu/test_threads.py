@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 import torch
 
+from paged.kernels.cpu.compiled.kernels import each_unit
+from paged.kernels.cpu.compiled.simd.memory import claim, pause, seen
 from paged.kernels.cpu.launch import threads as module
 from paged.kernels.cpu.launch.graph import Graph, Recorder
-from paged.kernels.cpu.launch.machine_code import KERNELS, name_of
 from paged.kernels.cpu.launch.tasks import NEXT_THREAD, Task
 from paged.kernels.cpu.launch.threads import Threads, threads
-from paged.kernels.cpu.simd.memory import claim, pause, seen
 from tests.support.kernel_cases import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="these kernels are for a CPU, tensors are on a GPU")
 
 LOOKS = 10**8  # some seconds
-COUNT = Task(("counts", "entered", "timeouts"), ("num_expected",))
+COUNT = Task("test.count", ("counts", "entered", "timeouts"), ("num_expected",))
 
 
-@COUNT.each_unit
+@each_unit(COUNT)
 def _count(args, unit, _scratch):
     """Count the unit, then wait until so many units are being worked on, but not for ever."""
     claim(args.counts + 8 * unit)
@@ -35,10 +35,6 @@ def _count(args, unit, _scratch):
             return
         pause()
     claim(args.timeouts)
-
-
-# Not one of the backend's kernels, whose cached code is that of the sources in kernels/cpu alone.
-del KERNELS[name_of(COUNT._function)]
 
 
 @pytest.fixture(scope="module", autouse=True)
