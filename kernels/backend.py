@@ -279,7 +279,7 @@ def _numba_kernels(progress: Any) -> Kernels:
     from .cpu import backend as numba_kernels
 
     numba_kernels.compile_ahead(progress)
-    return numba_kernels
+    return cast(Kernels, numba_kernels)
 
 
 def _triton_kernels() -> Kernels:

@@ -11,6 +11,7 @@ from typing import Any
 from numba import carray, cfunc
 
 from ..launch import code_cache
+from ..launch.cache_files import writable_directory
 from ..launch.tasks import NEXT_THREAD, NEXT_UNIT, Task
 from .simd.inner_code import KernelCompiler
 from .simd.memory import address_of, claim
@@ -69,7 +70,7 @@ def thread_scratch(args, counters):
 
 def compile_kernel(name: str) -> tuple[str, bytes]:
     """Compile a kernel into the cache. Return its symbol and object code. Raises ImportError."""
-    code_cache.writable_directory()  # raises before it takes time
+    writable_directory()  # raises before it takes time
     if name not in KERNELS:
         import_module(f"{__package__}.{name.rpartition('.')[0]}")
     compiled = cfunc("void(voidptr)", pipeline_class=KernelCompiler)(KERNELS[name])

@@ -68,7 +68,7 @@ def place(symbol: str, code: bytes) -> tuple[int, Any]:
         if section.kind == _RELA and section.info in starts:
             _relocate(code, section, memory, starts[section.info], addresses)
     _make_executable(base, size)
-    return next(address for name, address in addresses.values() if name == symbol), view
+    return next(address for name, address in addresses.values() if name == symbol and address), view
 
 
 def _sections(code: bytes) -> list[_Section]:
