@@ -15,7 +15,6 @@ from .base.from_vllm import ExplainsMissing
 from .base.kinds import Boolean, Integer, Number, check_fields, of_kind
 from .base.validation import check_bool, check_int, plain, shown
 from .errors import RequestError, about
-from .structural_tag import schema_text, structural_tag_text
 
 DEFAULT_MAX_TOKENS = 16  # as in vLLM and OpenAI's completions
 MAX_LOGPROBS = 1024  # most candidates reported for a token
@@ -87,8 +86,12 @@ class StructuredOutputsParams:
             if not isinstance(getattr(self, name), str | None):
                 raise RequestError(f"{name} must be a string, got {shown(getattr(self, name))}", param=name)
         if self.json is not None:
+            from .structural_tag import schema_text
+
             object.__setattr__(self, "json", schema_text(self.json))
         if self.structural_tag is not None:
+            from .structural_tag import structural_tag_text
+
             object.__setattr__(self, "structural_tag", structural_tag_text(self.structural_tag))
         if self.choice is not None:
             object.__setattr__(self, "choice", _strings("choice", self.choice))

@@ -12,7 +12,6 @@ from ..errors import EngineDeadError, RankError, RequestError
 from ..requests.request import SLOW_READER, Outbox, Request, RequestGroup, RequestStatus
 from ..runner.executor import Executor, PendingStep
 from ..sampling_params import SamplingParams
-from ..scheduler.drafts import verified
 from ..scheduler.schedule import Schedule, StepOutput
 from ..scheduler.scheduler import Scheduler
 from ..text.outputs import OutputProcessor
@@ -210,6 +209,8 @@ class EngineCore:
     def _update(self, schedule: Schedule, output: StepOutput) -> list[Request]:
         """Record the results of a step. Return the requests that got a token or an error."""
         if schedule.drafts:
+            from ..scheduler.drafts import verified
+
             output = verified(schedule, output)
         num_finished = self.scheduler.counters.num_finished
         # Both by position, so that a step which is computed again overwrites them.

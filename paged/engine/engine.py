@@ -6,33 +6,29 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..base.arguments import check_call, with_arguments_of
-from ..base.from_vllm import ExplainsMissing, missing
+from ..base.from_vllm import ExplainsMissing
 from ..base.validation import check_bool
 from ..config import EngineConfig, check_policy
 from ..errors import ConfigError, EngineDeadError, RequestError, UsageError
+from ..model.config import ModelConfig
 from ..model.hf_config import read_config
 from ..model.hub import resolve
-from ..ranks.start import new_executor, starting_together
 from ..requests.prompts import Prompt
 from ..requests.request import RequestOutput
-from ..runner.swap_rate import measure_swap_rate
-from ..runner.warm_up import warm_up
+from ..runner.model_runner import ModelRunner
 from ..sampling_params import DEFAULT_MAX_TOKENS, BeamSearchParams, SamplingParams
 from ..scheduler.policies import Fair
 from ..scheduler.stats import EngineStats
-from ..text.chat_template import ChatTemplates, Message, conversations_of
 from ..text.prompt_parser import PromptParser
-from . import prefixes
-from .beam_search import BeamSearch, BeamSearchOutput
+from ..text.tokenizer import Tokenizer
 from .core import EngineCore
-from .draft_model import find_draft_model
-from .embedding import EmbeddingRequestOutput, EmbeddingSpec, Pooling, check_pooling
 from .generation import (
     Progress,
     RequestSource,
@@ -48,9 +44,46 @@ from .generation import (
 from .model_text import ModelText
 from .request_factory import RequestFactory
 from .request_spec import ReportTerms, RequestSpec, ids_of
-from .scoring import ScoreOutput, ScoreSpec
+
+if TYPE_CHECKING:
+    from ..runner.draft_model import DraftCheckpoint
+    from ..text.chat_template import ChatTemplates, Message
+    from .beam_search import BeamSearchOutput
+    from .embedding import EmbeddingRequestOutput, Pooling
+    from .scoring import ScoreOutput
 
 logger = logging.getLogger(__name__)
+
+
+def _starting_together(config: EngineConfig) -> AbstractContextManager[None]:
+    """Have torchrun's other ranks raise, too, what keeps this process from coming to meet them."""
+    if config.num_ranks == 1:
+        return nullcontext()
+    from ..ranks.start import starting_together
+
+    return starting_together(config)
+
+
+def _new_executor(
+    config: EngineConfig, model_config: ModelConfig, directory: Path, draft: DraftCheckpoint | None
+) -> ModelRunner:
+    """Load a model, in this process alone or divided among ranks. Raises what `ModelRunner` does."""
+    if config.num_ranks == 1:
+        return ModelRunner(config, model_config, directory, draft)
+    from ..ranks.start import new_executor
+
+    return new_executor(config, model_config, directory, draft)
+
+
+def _find_draft_model(
+    config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer | None
+) -> DraftCheckpoint | None:
+    """Return the checkpoint of the draft model that speculative_config names; None if it names none."""
+    if config.speculation is None or config.speculation.model is None:
+        return None
+    from .draft_model import find_draft_model
+
+    return find_draft_model(config, model_config, tokenizer)
 
 
 class LLMEngine(metaclass=ExplainsMissing):
@@ -72,12 +105,12 @@ class LLMEngine(metaclass=ExplainsMissing):
     @with_arguments_of(EngineConfig)
     def __init__(self, model: str, **options: Any) -> None:
         self.config = config = EngineConfig(model, **options)
-        with starting_together(config):
+        with _starting_together(config):
             self.directory = directory = resolve(config.model, config.revision)
             self.model_config = read_config(directory)
             self.text = text = ModelText(config, directory, self.model_config)
-            draft = find_draft_model(config, self.model_config, text.tokenizer)
-        self.runner = runner = new_executor(config, self.model_config, directory, draft)
+            draft = _find_draft_model(config, self.model_config, text.tokenizer)
+        self.runner = runner = _new_executor(config, self.model_config, directory, draft)
         # Also when this object is collected, and before the interpreter exits.
         self._end_ranks: Callable[[], object] = lambda: None
         if config.num_ranks > 1:
@@ -85,11 +118,18 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.tokenizer = text.tokenizer
         self.sampling_defaults = text.sampling_defaults
         self.eos_token_ids = text.eos_token_ids
-        started = time.perf_counter()
-        self.num_kernels = warm_up(runner)
-        if self.num_kernels:
+        self.num_kernels = 0
+        if runner.model.kernels.compiles_at_launch:
+            from ..runner.warm_up import warm_up
+
+            started = time.perf_counter()
+            self.num_kernels = warm_up(runner)
             logger.info("%d kernels in %.1f s", self.num_kernels, time.perf_counter() - started)
-        sizes = replace(runner.sizes, part=None, host_bytes_per_s=measure_swap_rate(runner))
+        sizes = replace(runner.sizes, part=None)
+        if runner.device.type == "cuda":
+            from ..runner.swap_rate import measure_swap_rate
+
+            sizes = replace(sizes, host_bytes_per_s=measure_swap_rate(runner))
         cache = runner.kv_cache
         self.max_model_len = sizes.max_model_len
         self.block_manager = sizes.new_block_manager(cache.num_blocks, cache.num_host_blocks)
@@ -117,6 +157,8 @@ class LLMEngine(metaclass=ExplainsMissing):
     if not TYPE_CHECKING:  # a type checker would take every attribute to exist
 
         def __getattr__(self, name: str) -> Any:
+            from ..base.from_vllm import missing
+
             raise AttributeError(missing("LLMEngine", name), name=name, obj=self)
 
     @property
@@ -300,6 +342,8 @@ class LLMEngine(metaclass=ExplainsMissing):
 
         Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
+        from .embedding import EmbeddingSpec, check_pooling
+
         check_call(
             "embed",
             vllm,
@@ -364,6 +408,8 @@ class LLMEngine(metaclass=ExplainsMissing):
 
         Raises RequestError, before anything runs, if an argument is wrong or empty.
         """
+        from .scoring import ScoreSpec
+
         check_call(
             "score",
             vllm,
@@ -393,6 +439,8 @@ class LLMEngine(metaclass=ExplainsMissing):
 
         Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
+        from .beam_search import BeamSearch
+
         check_call("beam_search", vllm, lora_request=lora_request, concurrency_limit=concurrency_limit)
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be BeamSearchParams, got {params!r}")
@@ -443,6 +491,8 @@ class LLMEngine(metaclass=ExplainsMissing):
 
         Raises RequestError, before anything runs, if an argument is wrong or the template refuses it.
         """
+        from ..text.chat_template import conversations_of
+
         check_call(
             "chat",
             vllm,
@@ -574,10 +624,14 @@ class LLMEngine(metaclass=ExplainsMissing):
         beside the unfinished requests; UsageError if it is pinned already or there is no prefix cache.
         """
         self._require_prefix_cache()
+        from . import prefixes
+
         return prefixes.pin(self.core, prompt)
 
     def unpin_prefix(self, prompt: Prompt) -> None:
         """Let the blocks of a pinned prompt be evicted. Raises UsageError if it is not pinned."""
+        from . import prefixes
+
         prefixes.unpin(self.core, prompt)
 
     def reset_prefix_cache(
@@ -603,6 +657,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         """
         self._require_prefix_cache()
         parsed = None if prompt is None else self.core.factory.prompts.parse(prompt)
+        from . import prefixes
+
         return prefixes.save(
             path, self.block_manager, self.runner, self.fingerprint, parsed, self._draft_fingerprint
         )
@@ -614,12 +670,16 @@ class LLMEngine(metaclass=ExplainsMissing):
         if there is no prefix cache.
         """
         self._require_prefix_cache()
+        from . import prefixes
+
         return prefixes.load(path, self.block_manager, self.runner, self.fingerprint, self._draft_fingerprint)
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of what KV depends on besides the tokens: the model, its weights and the dtypes."""
         dtypes = (self.runner.dtype, self.config.quantization, self.runner.kv_dtype)
+        from . import prefixes
+
         return prefixes.fingerprint(self.directory, self.model_config, *dtypes)
 
     @cached_property
@@ -628,6 +688,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         if sizes is None:
             return None
         dtypes = (self.runner.dtype, sizes.config.quantization, self.runner.kv_dtype)
+        from . import prefixes
+
         return prefixes.fingerprint(Path(sizes.config.model), sizes.model, *dtypes)
 
     def _require_prefix_cache(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
 from ..errors import RequestError, UsageError
@@ -15,9 +15,11 @@ from ..model.config import ModelConfig
 from ..model.generation_config import read_eos_token_ids, read_sampling_defaults
 from ..model.hub import resolve
 from ..sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
-from ..text.chat_template import MOST_RENDERED, ChatTemplates, Message
 from ..text.prompt_parser import PromptParser
 from ..text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ..text.chat_template import ChatTemplates, Message
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,8 @@ class ModelText:
     @cached_property
     def rendering(self) -> ThreadPoolExecutor:
         """The threads that render conversations and do nothing else, as a template may hang."""
+        from ..text.chat_template import MOST_RENDERED
+
         return ThreadPoolExecutor(MOST_RENDERED, "paged-render")
 
     @cached_property
@@ -81,6 +85,8 @@ class ModelText:
     @cached_property
     def chat_templates(self) -> ChatTemplates:
         """The chat templates of the tokenizer. Raises RequestError without a tokenizer."""
+        from ..text.chat_template import ChatTemplates
+
         if self.tokenizer is None:
             raise RequestError("a chat needs the tokenizer, which skip_tokenizer_init=True left out")
         return ChatTemplates(self.tokenizer.chat_templates, self.tokenizer.special_tokens)

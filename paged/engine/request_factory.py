@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 from ..base.validation import shown
 from ..blocks.manager import BlockManager
@@ -17,7 +18,6 @@ from ..requests.request import Grammar, Request, RequestGroup, RequestInputs, Re
 from ..requests.seeds import derived_seed, sample_seed
 from ..requests.stop_strings import StopStrings, stop_strings
 from ..requests.token_rules import TokenRules
-from ..sampling.structured_outputs import Grammars
 from ..sampling_params import SamplingParams
 from ..scheduler.policies import Policy
 from ..text.prompt_parser import ParsedPrompt, PromptParser
@@ -31,6 +31,9 @@ from .request_spec import (
     check_is_params,
     check_tenant,
 )
+
+if TYPE_CHECKING:
+    from ..sampling.structured_outputs import Grammars
 
 REPORTED = TokenLogprobs((), (), 0)  # in place of what another engine has reported
 MAX_PROMPT_LOGPROBS = 2**22  # of one request; each takes about 200 bytes in its output
@@ -61,7 +64,13 @@ class RequestFactory:
         self.default_params = text.default_params
         # Finding the tokens that contain a breaker reads the whole vocabulary; most requests share breakers.
         self._rules_of = lru_cache(maxsize=64)(self._new_rules)
-        self.grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.eos_token_ids)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What makes grammars of structured_outputs."""
+        from ..sampling.structured_outputs import Grammars
+
+        return Grammars(self.tokenizer, self.model_config.vocab_size, self.eos_token_ids)
 
     def new_group(self, request_id: str, spec: RequestSpec, now: float) -> RequestGroup:
         """Make a request of params.num_samples samples; all but the first are siblings of the first.

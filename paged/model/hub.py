@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .config import DEMO
-from .gguf_names import PART_NAME, gguf_files, is_gguf, part_paths
+from .gguf_paths import PART_NAME, gguf_files, is_gguf, part_paths
 
 # What an engine reads of a repository.
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]

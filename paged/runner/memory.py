@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +13,7 @@ from ..device.free_memory import free_on_cpu
 from ..errors import ResourceError
 from ..kernels.backend import Kernels
 from ..model.cache.kv_cache import KVCache
+from ..model.weights.weight_files import find_weight_files
 from ..requests.request import Request, RequestInputs
 from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule
@@ -20,6 +23,44 @@ from .sizes import Sizes
 # The parameters that take the most memory to sample with.
 LARGEST_PARAMS = SamplingParams(top_p=0.9, min_p=0.1, typical_p=0.9, presence_penalty=1.0, logprobs=5)
 RunStep = Callable[[Schedule, KVCache], None]
+
+
+class Memory(NamedTuple):
+    """The memory of a device in bytes. free: what neither other processes take nor the system."""
+
+    total: int
+    free: int
+
+    @classmethod
+    def of(cls, device: torch.device, held: int = 0) -> Memory:
+        """Return that of a device of this machine. held: what this engine has taken of it already."""
+        if device.type == "cpu":
+            free = int(free_on_cpu()) + held
+            return cls(free, free)
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(total, free + torch.cuda.memory_reserved(device))
+
+
+def require_room(sizes: Sizes, device: torch.device, directory: Path) -> None:
+    """Raise ResourceError if the weights will not fit: before they are read.
+
+    Files that take less than half of what is free are not looked into.
+    """
+    memory = Memory.of(device)
+    files = find_weight_files(directory)
+    of_draft = ""
+    if sizes.draft is not None:
+        files = [*files, *find_weight_files(Path(sizes.draft.config.model))]
+        of_draft = f", those of the draft model {sizes.draft.config.model} included"
+    if 2 * sum(file.stat().st_size for file in files) < memory.free:
+        return
+    from .footprint import Footprint, shortage
+    from .load import new_kernels
+
+    kernels = new_kernels(sizes, device, checked=False)
+    footprint = Footprint.of(sizes, memory, device, directory, kernels)
+    if footprint.weight_bytes > memory.free:
+        raise ResourceError(f"no memory for the weights on {device}{of_draft}: {shortage(footprint)}")
 
 
 def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, run_step: RunStep) -> int:

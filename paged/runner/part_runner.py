@@ -19,15 +19,14 @@ from ..device.transfers import Sent, Transfers, Upload
 from ..errors import ResourceError
 from ..model.config import ModelConfig
 from ..model.part import ModelPart
-from .draft_model import DraftCheckpoint, with_draft
-from .footprint import Footprint, Memory, require_room, shortage
 from .load import load_model
-from .memory import RunStep, new_kv_cache, num_blocks_that_fit
+from .memory import Memory, RunStep, new_kv_cache, num_blocks_that_fit, require_room
 from .passes import new_batches, new_graphs
 from .plan import ComputedPart
 from .sizes import Sizes
 
 if TYPE_CHECKING:
+    from .draft_model import DraftCheckpoint
     from .step_graphs import StepGraphs  # needs numba
 
 
@@ -73,6 +72,8 @@ class PartRunner:
         dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
         sizes = Sizes(config, model_config, self.device.type, dtype, target_of(self.device), part=part)
         if draft is not None:
+            from .draft_model import with_draft
+
             sizes = with_draft(sizes, self.device, draft)
         self.sizes = sizes
         model_config = self.model_config = model_config.for_context(self.sizes.max_model_len)
@@ -121,6 +122,8 @@ class PartRunner:
         try:
             yield
         except ResourceError as error:
+            from .footprint import Footprint, shortage
+
             kernels = self.model.kernels
             footprint = Footprint.of(self.sizes, Memory.of(self.device), self.device, directory, kernels)
             memory = Memory.of(self.device, footprint.weight_bytes)

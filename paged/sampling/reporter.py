@@ -12,7 +12,6 @@ from ..device.transfers import Download, Received, Upload
 from ..kernels.backend import Kernels
 from ..requests.prompt_report import TokenLogprobs
 from ..scheduler.schedule import AskedRows, ReportedRows, ReportParams
-from .logprobs import AskedLogprobs
 
 # The most logits in memory at once: 64 MiB, and as much again for their log-probabilities. A vocabulary of
 # 131,072 makes them 128 rows, enough to read the head efficiently.
@@ -57,6 +56,8 @@ class StepReports:
     def __init__(
         self, reporter: Reporter, asked: Sequence[AskedRows], params: Sequence[ReportParams], upload: Upload
     ) -> None:
+        from .logprobs import AskedLogprobs
+
         self._reporter = reporter
         self._asked = asked
         self._scored: list[int] = []

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ..blocks.manager import BlockManager
 from ..errors import QueueFullError, UsageError
@@ -19,12 +20,14 @@ from ..requests.request import (
     RequestStatus,
 )
 from .deadlines import Deadlines
-from .drafts import Drafts
 from .policies import FirstComeFirstServed, Policy
 from .preemption import Preemption
 from .running import RunningSet
 from .schedule import NOT_FINITE, RowError, Schedule, SchedulerCounters
 from .waiting import Room, WaitingQueue
+
+if TYPE_CHECKING:
+    from .drafts import Drafts
 
 NO_ERRORS: Mapping[int, RowError] = MappingProxyType({})
 NO_RUNS: Mapping[int, Sequence[int]] = MappingProxyType({})

@@ -27,7 +27,6 @@ from ..ranks.place import Torchrun
 from ..routing.router import new_router
 from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats
-from ..speculative_config import SpeculativeConfig
 from ..text.prompt_parser import ParsedPrompt
 from . import frames
 from .inbox import Inbox
@@ -358,7 +357,7 @@ def sendable_options(config: EngineConfig, options: dict[str, Any]) -> dict[str,
     sent = dict(options)
     if "dtype" in sent:
         sent["dtype"] = config.dtype  # the name of torch's
-    speculation = SpeculativeConfig.of(config.speculative_config)
+    speculation = config.speculation
     if speculation is not None:
         sent["speculative_config"] = asdict(speculation)
     return sent

@@ -21,10 +21,10 @@ from ..model.config import ModelConfig
 from ..model.hf_config import read_config
 from ..model.hub import resolve_headers
 from ..runner.draft_model import naming_draft_model
-from ..runner.footprint import GPU_OVERHEAD, Footprint, Memory, ways_to_fit
+from ..runner.footprint import GPU_OVERHEAD, Footprint, ways_to_fit
 from ..runner.load import check_kernels, new_kernels
+from ..runner.memory import Memory
 from ..runner.sizes import GIB, Sizes, draft_sizes
-from ..speculative_config import SpeculativeConfig
 from .cost import DATA_SHEETS, Coefficients, DataSheet, Roofline, decode_work, prompt_work, window_shares
 from .fleet import FleetConfig
 from .machine import Measured, measure
@@ -207,7 +207,7 @@ def _footprint(config: EngineConfig, place: PlannedDevice, directory: Path) -> F
     if place.sheet is not None and sizes.kv_dtype == "float8_e4m3fn" and not place.sheet.has_e4m3:
         asked = f"kv_cache_dtype {config.kv_cache_dtype!r}"
         raise ConfigError(f"{asked} is not supported on {place.name}; take 'int8'")
-    speculation = SpeculativeConfig.of(config.speculative_config)
+    speculation = config.speculation
     if speculation is not None and speculation.model is not None:
         with naming_draft_model():
             of_draft = resolve_headers(speculation.model, speculation.revision)

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from ..model.gguf_names import GGUF_KEY
+from ..model.gguf_paths import GGUF_KEY
 from ..model.hf_config import read_json
 from .tokenizer_files import SPECIAL_TOKENS
 from .tokenizer_worker import GENERAL_CLASSES

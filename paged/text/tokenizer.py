@@ -11,10 +11,7 @@ from typing import Any
 
 from ..errors import CheckpointError, RequestError
 from .direct_tokenizer import DirectTokenizer
-from .linear_regex import matches_runs
-from .remote_tokenizer import RemoteTokenizer
 from .token_bytes import TokenBytes
-from .tokenizer_bounds import parts_of, why_unbounded
 from .tokenizer_files import check_tokenizer, damaged_tokenizer, first_line, may_load_here, source_of
 from .tokenizer_worker import PROBE, is_panic, load
 
@@ -32,6 +29,8 @@ class Tokenizer:
 
     def __init__(self, directory: Path) -> None:
         """Load the tokenizer of a directory. Raises CheckpointError for files that are missing or wrong."""
+        from .tokenizer_bounds import parts_of
+
         check_tokenizer(directory)
         self.directory = directory
         # Its thread pool deadlocks in forked children and gains nothing on single prompts.
@@ -54,6 +53,9 @@ class Tokenizer:
 
     def _loaded(self) -> Any:
         """Return the tokenizer, in this process if its time and memory are known to be bounded."""
+        from .remote_tokenizer import RemoteTokenizer
+        from .tokenizer_bounds import parts_of, why_unbounded
+
         source = source_of(self.directory)
         if may_load_here(source):
             found = DirectTokenizer.of(self.directory) or self.hf
@@ -215,6 +217,8 @@ def _is_local(parts: Mapping[str, Any]) -> bool:
 
     parts: empty if unknown.
     """
+    from .linear_regex import matches_runs
+
     if not parts:
         return False
     removing = [parts["normalizer"]]

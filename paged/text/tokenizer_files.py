@@ -12,10 +12,9 @@ from typing import Any
 from ..base.garbage import without_collection
 from ..base.validation import shown
 from ..errors import CheckpointError, UnsupportedModelError
-from ..model.families.multimodal import NATIVE
-from ..model.gguf_names import NO_TOKENIZER_KEY
+from ..model.families.table import ARCHITECTURES
+from ..model.gguf_paths import NO_TOKENIZER_KEY
 from ..model.hf_config import MAX_JSON_BYTES, check_file, read_json
-from .tokenizer_bounds import why_unbounded
 from .tokenizer_worker import Source
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -126,7 +125,7 @@ def may_load_here(source: Source) -> bool:
     named = source.named_class or source.tokenizer_class
     return (
         file.exists()
-        and source.model_type in (None, *(known.model_type for known in NATIVE.values()))
+        and _is_native(source.model_type)
         and (named is None or named.removesuffix("Fast") in KNOWN_CLASSES)
         and not {"auto_map", "fast_tokenizer_files"} & {*source.settings}
         and not any(directory.glob("tekken*.json"))
@@ -134,7 +133,17 @@ def may_load_here(source: Source) -> bool:
     )
 
 
+def _is_native(model_type: str | None) -> bool:
+    if model_type is None or any(model_type == known.model_type for known in ARCHITECTURES.values()):
+        return True
+    from ..model.families.multimodal import MULTIMODAL
+
+    return any(model_type == known.model_type for known in MULTIMODAL.values())
+
+
 def _describes_a_bounded_one(file: Path) -> bool:
+    from .tokenizer_bounds import why_unbounded
+
     with without_collection():  # a list for each merge: it would triple the time
         return why_unbounded(read_json(file)) is None
 

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .worker import serve
-
 # Tokenized when a tokenizer is loaded, so that most of what fails on some texts fails there.
 PROBE = (
     "The café, naïve — 日本語 한국어 🙂👩‍👩‍👧 \ue000\x00\x7f\u0301 don't 12345.67e+89\t\r\n\n  def f(x):"
@@ -189,5 +187,7 @@ def _has_own_decode(hf: Any) -> bool:
 
 
 if __name__ == "__main__":
+    from .worker import serve
+
     os.environ["HF_HUB_OFFLINE"] = "1"
     serve(_Held().answer)

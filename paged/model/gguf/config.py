@@ -15,7 +15,8 @@ import torch
 
 from ...base.validation import shown
 from ...errors import CheckpointError, UnsupportedModelError
-from ..gguf_names import BITS_KEYS, CONVERTED, GGUF_KEY, ROPE_FACTORS
+from ..gguf_names import CONVERTED
+from ..gguf_paths import BITS_KEYS, GGUF_KEY, ROPE_FACTORS
 from ..weights.gguf_file import Gguf, GgufTensor
 from .metadata import Metadata
 

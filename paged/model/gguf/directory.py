@@ -23,7 +23,7 @@ from typing import Any
 
 from ...errors import CheckpointError, UnsupportedModelError
 from ..generation_config import sampling_defaults
-from ..gguf_names import NO_TOKENIZER_KEY
+from ..gguf_paths import NO_TOKENIZER_KEY
 from ..hf_config import MAX_JSON_BYTES, check_file, from_hf, read_json
 from ..weights.gguf_file import Gguf, open_gguf
 from .config import make_config

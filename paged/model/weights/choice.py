@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .coded import CodedWeight, Weight
-from .coded_forms import CodedProduct
 from .forms import (
     Float32Product,
     Float32Weight,
@@ -21,7 +20,6 @@ from .forms import (
     WeightForm,
     can_pack,
 )
-from .quantization import Int4Weight, Int8Weight, require_kernels, require_quantization
 from .whole import WholeWeight
 
 MakeForm = Callable[[Tensor], WeightForm]  # of a weight in floats
@@ -87,6 +85,9 @@ def choose_forms(
 
     Raises ConfigError where weights cannot be quantised.
     """
+    from .coded_forms import CodedProduct
+    from .quantization import Int4Weight, Int8Weight, require_kernels, require_quantization
+
     if quantization is not None and not has_coded_linear:
         require_quantization(quantization, device, dtype)
     whole = WholeWeight(num_shards)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,11 @@ from torch import Tensor, nn
 from ...base.garbage import without_collection
 from ...errors import CheckpointError
 from ..config import TensorNames
-from ..gguf.tensors import presented
-from ..gguf_names import ROPE_FACTORS, is_gguf
-from .choice import Forms
+from ..gguf_paths import ROPE_FACTORS, is_gguf
 from .coded import Weight
 from .forms import JoinedForm, Role, WeightForm
-from .gguf_file import GgufTensor, open_gguf
-from .kv_scales import KVScales
 from .safetensors_file import SafetensorsFile
 from .sources import Sources, StoredTensor
-from .stacks import experts_of
 from .stored import (
     FLOATS,
     Layout,
@@ -40,6 +35,9 @@ from .stored import (
     split_by_format,
 )
 from .weight_files import find_weight_files
+
+if TYPE_CHECKING:
+    from .choice import Forms
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -68,7 +66,11 @@ def _find_tensors(directory: Path, names: TensorNames, files: ExitStack) -> Sour
             if own_name is None:
                 raise _unknown(path, [name], tensor.config)
             stack = names.stack_of(own_name)
-            parts = [(own_name, tensor)] if stack is None else experts_of(own_name, tensor, stack)
+            parts: Iterable[tuple[str, StoredTensor]] = [(own_name, tensor)]
+            if stack is not None:
+                from .stacks import experts_of
+
+                parts = experts_of(own_name, tensor, stack)
             for each, own in parts:
                 if (known := found.get(each)) is not None:
                     again = "" if known.name == name else f", as {known.name}"
@@ -81,6 +83,9 @@ def _find_tensors(directory: Path, names: TensorNames, files: ExitStack) -> Sour
 def _open_file(path: Path, names: TensorNames) -> Iterator[Mapping[str, StoredTensor]]:
     """Open a file, or a GGUF file with its other parts, and find its tensors by their names in it."""
     if is_gguf(path.name):
+        from ..gguf.tensors import presented
+        from .gguf_file import open_gguf
+
         with open_gguf(path) as gguf:
             yield {
                 name: tensor
@@ -110,6 +115,13 @@ class Loadable(nn.Module):
         """Read the parameters of this module, without those of modules in it."""
         for name, parameter in list(self.named_parameters(recurse=False)):
             setattr(self, name, loader.parameter(self.stored, name, parameter))
+
+
+class KVScales(NamedTuple):
+    """The scales of a layer, f32[num_kv_heads]; None: the checkpoint has none."""
+
+    key: Tensor | None
+    value: Tensor | None
 
 
 class StoredWeights(NamedTuple):
@@ -254,7 +266,7 @@ def check_weights(
     shape or dtype.
     """
     wanted = wanted_tensors(modules, sources, recognizers)
-    place = next((each.path for each in sources.values() if isinstance(each, GgufTensor)), directory)
+    place = next((each.path for each in sources.values() if is_gguf(each.path.name)), directory)
     _check_names(wanted, sources, names, place)
     for name, (num_rows, layout) in wanted.items():
         tensor = sources[name]

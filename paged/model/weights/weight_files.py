@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...base.validation import shown
 from ...errors import CheckpointError
-from ..gguf_names import GGUF_KEY, gguf_files, is_gguf
+from ..gguf_paths import GGUF_KEY, gguf_files, is_gguf
 from ..hf_config import read_json
 
 logger = logging.getLogger(__name__)
