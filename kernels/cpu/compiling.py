@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
+from .cache_files import writable_directory
 from .launch import code_cache
-from .launch.cache_files import writable_directory
 from .target import HAS_TILES
 
 logger = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from .numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
 from .target import HAS_DOT, HAS_LOOKUP, LANES
 
 PANEL = 2 * LANES  # outputs
+PANEL_WIDTH = 4 * PANEL  # bytes of a row of a panel's results in float32
 GATED = 16  # added to the kind of a result: silu(gate) * up
 # A step of int8 in pairs is two vectors of four parts of 8 numbers; in memory their parts alternate.
 INT8_ORDER = 2, 4, 8

@@ -8,7 +8,7 @@ import ctypes
 import logging
 import platform
 
-from .launch.cache_files import remembered_target
+from .cache_files import remembered_target
 
 logger = logging.getLogger(__name__)
 

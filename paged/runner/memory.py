@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from ..device.free_memory import free_on_cpu
 from ..errors import ResourceError
 from ..kernels.backend import Kernels
 from ..model.cache.kv_cache import KVCache
-from ..model.weights.weight_files import find_weight_files
 from ..requests.request import Request, RequestInputs
 from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule
@@ -39,28 +37,6 @@ class Memory(NamedTuple):
             return cls(free, free)
         free, total = torch.cuda.mem_get_info(device)
         return cls(total, free + torch.cuda.memory_reserved(device))
-
-
-def require_room(sizes: Sizes, device: torch.device, directory: Path) -> None:
-    """Raise ResourceError if the weights will not fit: before they are read.
-
-    Files that take less than half of what is free are not looked into.
-    """
-    memory = Memory.of(device)
-    files = find_weight_files(directory)
-    of_draft = ""
-    if sizes.draft is not None:
-        files = [*files, *find_weight_files(Path(sizes.draft.config.model))]
-        of_draft = f", those of the draft model {sizes.draft.config.model} included"
-    if 2 * sum(file.stat().st_size for file in files) < memory.free:
-        return
-    from .footprint import Footprint, shortage
-    from .load import new_kernels
-
-    kernels = new_kernels(sizes, device, checked=False)
-    footprint = Footprint.of(sizes, memory, device, directory, kernels)
-    if footprint.weight_bytes > memory.free:
-        raise ResourceError(f"no memory for the weights on {device}{of_draft}: {shortage(footprint)}")
 
 
 def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, run_step: RunStep) -> int:

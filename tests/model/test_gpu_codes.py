@@ -60,7 +60,7 @@ def in_codes(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 def test_engine_gives_the_tokens_of_the_floats(tmp_path, monkeypatch):
     """A tied embedding, QKV with biases, and MLPs whose gates are in codes and whose ups are floats."""
-    monkeypatch.setattr(load, "recognizers_of", lambda *_: [coded_format])
+    monkeypatch.setattr(load, "_recognizers_of", lambda *_: [coded_format])
     source = checkpoint("llama-tied-bias")
     of_floats, of_codes = {}, {}
     for key, tensor in load_file(source / "model.safetensors").items():

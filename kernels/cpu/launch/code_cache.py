@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 
+from .. import cache_files
+from ..cache_files import CPU_KERNELS, directories, is_trusted, writable_directory
 from ..target import TARGET
-from . import cache_files
-from .cache_files import ROOT, directories, is_trusted, writable_directory
 
 _DIGEST_BYTES = 32
 # Of a kernel, how many files from other sources are kept: copies of the project may share a directory.
@@ -25,7 +25,7 @@ _MOST_OTHERS = 3
 
 def _source() -> bytes:
     """Return the sources of all kernels, as a kernel is made of functions and constants of several files."""
-    folder = ROOT.parent
+    folder = CPU_KERNELS.parent
     named = ((str(file.relative_to(folder)), file) for file in folder.rglob("*.py"))
     files = sorted((name, file) for name, file in named if not name.startswith("gpu"))
     assert len(files) > 20, f"the sources of the kernels are not below {folder}"

@@ -27,11 +27,11 @@ from .tasks import Launch, Task, note_launches
 from .threads import threads
 
 # byte offsets in a row of the table
-KERNEL = 0
-ENTERED = 8
-LEFT = 16
-RECORD = 24
-_COUNTERS = slice(ENTERED // 8, RECORD // 8 + 2)  # these and the record's own two
+ROW_KERNEL = 0
+ROW_ENTERED = 8
+ROW_LEFT = 16
+ROW_RECORD = 24
+_COUNTERS = slice(ROW_ENTERED // 8, ROW_RECORD // 8 + 2)  # these and the record's own two
 
 GRAPH = Task("launch.graph.graph", ("table", "threads"), ("num_rows", "row_bytes"))
 
@@ -265,20 +265,20 @@ def _placed(memory: Tensor, like: Tensor) -> Tensor:
 
 def _table(launches: Sequence[Launch]) -> NDArray[np.int64]:
     """Write each launch to a row of whole cache lines."""
-    longs = max(RECORD + len(launch.record) for launch in launches)
+    longs = max(ROW_RECORD + len(launch.record) for launch in launches)
     size = _whole_lines(longs) // 8
     room = np.zeros(len(launches) * size + LINE // 8, np.int64)
     start = -room.ctypes.data % LINE // 8
     table = room[start : start + len(launches) * size].reshape(len(launches), size)
     for row, (task, record) in zip(table, launches, strict=True):
-        row[KERNEL // 8] = 0 if task is CALL else task.code.address
-        row[RECORD // 8 : (RECORD + len(record)) // 8] = np.frombuffer(record, np.int64)
+        row[ROW_KERNEL // 8] = 0 if task is CALL else task.code.address
+        row[ROW_RECORD // 8 : (ROW_RECORD + len(record)) // 8] = np.frombuffer(record, np.int64)
     return table
 
 
 def column(field: str, task: Task = GRAPH) -> int:
     """Return the index of a field in a row; the first fields are the same for every task."""
-    return RECORD // 8 + task.fields.index(field)
+    return ROW_RECORD // 8 + task.fields.index(field)
 
 
 def _whole_lines(num_bytes: int) -> int:

@@ -45,7 +45,7 @@ JOB = LINE
 KERNEL = LINE + 8
 RECORD = LINE + 16
 MOST = LINE + 24
-STOPPED = LINE + 32
+IS_LAST = LINE + 32
 JOINED = 2 * LINE  # the threads that wanted to join this launch
 ACTIVE = 3 * LINE  # those that may be running its kernel
 IDLE = 4 * LINE  # those that sleep between launches
@@ -137,7 +137,7 @@ class Threads:
 
     def stop(self) -> None:
         """End the helpers; from then on, each caller runs its kernels alone."""
-        self._set(STOPPED, 1)
+        self._set(IS_LAST, 1)
         # They notice at the next launch.
         self.run(self._look, self._record, 1 + len(self._helpers))
         for helper in self._helpers:

@@ -5,13 +5,13 @@ the result as accurate as a sum in float32. Subnormal thirds count as 0, so x be
 below that lose bits; an infinite weight times a finite x may be NaN.
 """
 
-from ..formats import BFLOAT16_PAIRS, PANEL
+from ..formats import BFLOAT16_PAIRS, PANEL, PANEL_WIDTH
 from ..launch.tasks import Task
 from ..target import LINE, ROW_BLOCK
 
 THIRDS = 3
-DEPTH = 128  # most steps of a panel at a time: 16 KiB
-FEW_ROWS = 64  # up to these take half as many: they leave little to do while panels come from memory
+TILED_DEPTH = 128  # most steps of a panel at a time: 16 KiB
+FEW_TILED_ROWS = 64  # up to these take half as many: they leave little to do while panels come from memory
 
 TOGETHER = 2  # panels that rows are multiplied by while they are in the L1 cache
 ROWS_BYTES = 2**20  # half of a core's L2 cache: about the most for a unit's rows in thirds
@@ -19,7 +19,6 @@ ROWS_BYTES = 2**20  # half of a core's L2 cache: about the most for a unit's row
 LEAST_UNIT_ROWS = 32
 _MOST_ROWS = 256
 _MOST_PANELS = 8  # of a unit: their accumulators and a part of the rows fit the L2 cache
-WIDTH = 4 * PANEL
 # The least weights and inputs of a weight that is read from memory: smaller ones stay in the caches.
 _LEAST_WEIGHTS = 2**19
 _LEAST_INPUTS = 512
@@ -42,8 +41,8 @@ def scratch_bytes(unit_rows: int, unit_panels: int, thirds: int, thirds_stride: 
     expanded: bytes of a panel's factors as readers take them.
     """
     rows = unit_rows * thirds
-    unpacked = TOGETHER * (DEPTH * WIDTH + expanded)
-    return LINE + unpacked + rows * (unit_panels * WIDTH + thirds_stride)
+    unpacked = TOGETHER * (TILED_DEPTH * PANEL_WIDTH + expanded)
+    return LINE + unpacked + rows * (unit_panels * PANEL_WIDTH + thirds_stride)
 
 
 def thirds_of(x_is_wide: bool, in_features: int) -> tuple[int, int]:
@@ -88,7 +87,7 @@ def panels_of_unit(
         # A thread claims its next unit before it begins one: the first may have two while others have none.
         return max(-(-units // num_threads), min(2, units)) * number
 
-    are_many = num_rows > FEW_ROWS and 2 * in_features * unit_rows >= ROWS_BYTES // 2
+    are_many = num_rows > FEW_TILED_ROWS and 2 * in_features * unit_rows >= ROWS_BYTES // 2
     number = _MOST_PANELS if are_many else TOGETHER
     while passes(number) > 1.1 * passes(1):
         number //= 2

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...checks import KERNEL_DTYPES, check_contiguous, check_device, check_dtype, check_shape, is_trusted
 from ..factors import MOST_GROUP, expanded_bytes
-from ..formats import GATED, PANEL
+from ..formats import GATED, PANEL, PANEL_WIDTH
 from ..launch.huge_pages import in_huge_pages
 from ..launch.runs import num_runs
 from ..launch.tasks import Task, addresses
@@ -43,7 +43,6 @@ from .panels import (
 DEPTH = 320  # most steps of a panel at a time: 20 to 40 KiB, in the L1 cache while all rows use them
 
 ROWS = 64  # of a unit of work
-WIDTH = 4 * PANEL
 # Parts of whole groups have up to DEPTH steps and a group more, of two inputs each.
 _EXPANDED = expanded_bytes(2 * (DEPTH + MOST_GROUP))
 
@@ -229,7 +228,7 @@ def multiply(
         launched = num_threads if experts else num_runs(num_units, num_threads)
         TILES.run(launched, *fields, *units, scratch_size=size)
     else:
-        size = (ROWS + 1 + DEPTH) * WIDTH + _EXPANDED
+        size = (ROWS + 1 + DEPTH) * PANEL_WIDTH + _EXPANDED
         num_units = num_panels * -(-num_rows // ROWS)
         launched = num_threads if experts else num_runs(num_units, num_threads)
         LINEAR.run(launched, *fields, num_units, num_threads, scratch_size=size)

@@ -88,7 +88,7 @@ def _gemma(hf: Config, attention: AttentionSpec, **of_layers: Any) -> ModelConfi
     )
 
 
-FAMILIES = {
+families = {
     "Gemma2ForCausalLM": Family(_GEMMA2, _gemma2),
     "Gemma3ForCausalLM": Family(_GEMMA3, _gemma3),
 }

@@ -230,7 +230,7 @@ def _layer_inputs(hf: Config) -> LayerInputs | None:
     return LayerInputs(inner, vocab_size)
 
 
-FAMILIES = {
+families = {
     "Gemma4ForCausalLM": Family(GEMMA4, gemma4),
     "Gemma4UnifiedForCausalLM": Family(GEMMA4_UNIFIED, gemma4),
 }

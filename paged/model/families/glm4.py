@@ -36,6 +36,6 @@ def _glm4(hf: Config) -> ModelConfig:
     return read_model(hf, layers, exceeds_float16=True)
 
 
-FAMILIES = {
+families = {
     "Glm4ForCausalLM": Family(_GLM4, _glm4),
 }

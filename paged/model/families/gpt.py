@@ -140,7 +140,7 @@ def _plain_mlp(hf: Config, inner: int | None = None) -> FeedForwardSpec:
     return read_feed_forward(hf, size=inner, activation=activation, gated=False, bias=True)
 
 
-FAMILIES = {
+families = {
     "GPT2LMHeadModel": Family(GPT2, gpt2, GPT2_KEYS),
     "GPTNeoXForCausalLM": Family(GPT_NEOX, gpt_neox, GPT_NEOX_KEYS),
 }

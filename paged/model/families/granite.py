@@ -81,7 +81,7 @@ def _granite_swa(hf: Config) -> ModelConfig:
     )
 
 
-FAMILIES = {
+families = {
     "GraniteForCausalLM": Family(_GRANITE, _granite),
     "GraniteSWAForCausalLM": Family(_GRANITE_SWA, _granite_swa),
 }

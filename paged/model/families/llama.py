@@ -72,7 +72,7 @@ def _ministral3(hf: Config) -> ModelConfig:
     return read_model(hf, repeat(hf, attention, read_feed_forward(hf)))
 
 
-FAMILIES = {
+families = {
     "LlamaForCausalLM": Family(LLAMA, _llama),
     "MistralForCausalLM": Family(_MISTRAL, _mistral),
     "MinistralForCausalLM": Family(_MISTRAL, _mistral),

@@ -431,7 +431,7 @@ def _require(hf: Config, key: str, supported: str) -> None:
         raise UnsupportedModelError(f"{key} {shown(hf[key])} is not supported; {supported!r} is")
 
 
-FAMILIES = {
+families = {
     "Qwen2MoeForCausalLM": Family(QWEN2_MOE, qwen2_moe),
     "Qwen3MoeForCausalLM": Family(QWEN3_MOE, qwen3_moe),
     "MixtralForCausalLM": Family(MIXTRAL, mixtral),

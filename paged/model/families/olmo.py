@@ -41,7 +41,7 @@ def _olmo3(hf: Config) -> ModelConfig:
     return _olmo2(hf, **by_layer_type(hf, layer_types, ropes))
 
 
-FAMILIES = {
+families = {
     "Olmo2ForCausalLM": Family(_OLMO2, _olmo2),
     "Olmo3ForCausalLM": Family(_OLMO3, _olmo3),
 }

@@ -36,6 +36,6 @@ def _phi3(hf: Config) -> ModelConfig:
     return read_model(hf, repeat(hf, attention, read_feed_forward(hf, fused=True)))
 
 
-FAMILIES = {
+families = {
     "Phi3ForCausalLM": Family(_PHI3, _phi3),
 }

@@ -50,7 +50,7 @@ def _qwen_windows(hf: Config) -> tuple[int | None, ...]:
     return windows_of(layer_types_of(hf), window)
 
 
-FAMILIES = {
+families = {
     "Qwen2ForCausalLM": Family(_QWEN2, _qwen2),
     "Qwen3ForCausalLM": Family(_QWEN3, _qwen3),
 }

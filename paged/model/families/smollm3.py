@@ -66,6 +66,6 @@ def _is_bit(value: Any) -> bool:
     return type(value) is int and value in (0, 1)
 
 
-FAMILIES = {
+families = {
     "SmolLM3ForCausalLM": Family(_SMOLLM3, _smollm3),
 }

@@ -22,7 +22,7 @@ COMMON = {
 class Architecture(NamedTuple):
     """One entry of ARCHITECTURES: a family of models that the one decoder computes.
 
-    module: has the family's entry of FAMILIES; it is imported where a model of the family is read.
+    module: has the family's entry of families; it is imported where a model of the family is read.
     """
 
     model_type: str
@@ -33,7 +33,7 @@ class Architecture(NamedTuple):
 def family_of(architecture: str) -> Family:
     """Return how an architecture's config.json is read."""
     module = import_module(f".{ARCHITECTURES[architecture].module}", __package__)
-    family: Family = module.FAMILIES[architecture]
+    family: Family = module.families[architecture]
     return family
 
 

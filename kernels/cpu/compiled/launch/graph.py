@@ -12,7 +12,7 @@ and goes on behind it.
 
 from numba import carray
 
-from ...launch.graph import ENTERED, GRAPH, KERNEL, LEFT, RECORD
+from ...launch.graph import GRAPH, ROW_ENTERED, ROW_KERNEL, ROW_LEFT, ROW_RECORD
 from ..kernels import kernel
 from ..simd.memory import call, claim, get_long, seen
 from .threads import changed, wait_in_kernel
@@ -26,12 +26,12 @@ def _graph_kernel(record):
     args = carray(record, 1, _GRAPH_RECORD)[0]
     for number in range(args.num_rows):
         row = args.table + number * args.row_bytes
-        claim(row + ENTERED)
-        call(get_long(row + KERNEL), row + RECORD)
-        claim(row + LEFT)
-        changed(args.threads, row + LEFT)
+        claim(row + ROW_ENTERED)
+        call(get_long(row + ROW_KERNEL), row + ROW_RECORD)
+        claim(row + ROW_LEFT)
+        changed(args.threads, row + ROW_LEFT)
         # No unit is left. The threads that have one have entered; those that enter from now on get none.
-        num_left = seen(row + LEFT)
-        while seen(row + ENTERED) != num_left:
-            wait_in_kernel(args.threads, row + LEFT, num_left)
-            num_left = seen(row + LEFT)
+        num_left = seen(row + ROW_LEFT)
+        while seen(row + ROW_ENTERED) != num_left:
+            wait_in_kernel(args.threads, row + ROW_LEFT, num_left)
+            num_left = seen(row + ROW_LEFT)

@@ -13,6 +13,7 @@ from ...launch.threads import (
     CALLERS,
     EVERY,
     IDLE,
+    IS_LAST,
     JOB,
     JOINED,
     KERNEL,
@@ -24,7 +25,6 @@ from ...launch.threads import (
     OF_POOL,
     OF_RECORD,
     RECORD,
-    STOPPED,
     SYSCALL,
     WAIT,
     WAITING,
@@ -76,7 +76,7 @@ def _help(memory):
     """Join one launch after the other, until the end."""
     pool = address_of(memory)
     job = 0
-    while seen(pool + STOPPED) == 0:
+    while seen(pool + IS_LAST) == 0:
         if job % 2 == 1:
             # The caller closes a launch first and reads this number second, so it misses none that runs.
             claim(pool + ACTIVE)

@@ -10,7 +10,7 @@ from typing import Any
 from numba import carray, types
 
 from ...formats import BFLOAT16_PAIRS, INT8_PAIRS, PANEL, STEP_BYTES
-from ...linear.amx_linear import DEPTH, FEW_ROWS, THIRDS, TILES, TOGETHER, WIDTH
+from ...linear.amx_linear import FEW_TILED_ROWS, PANEL_WIDTH, THIRDS, TILED_DEPTH, TILES, TOGETHER
 from ...numbers import FLOAT32
 from ...target import HAS_TILES, INPUTS, LANES, LINE, ROW_BLOCK, STEPS, VECTOR_BYTES
 from ..kernels import kernel, thread_scratch
@@ -83,19 +83,19 @@ def _multiply(args, unit, own, next_panel, scratch, a, a_stride, configured):
     kind = own.kind
     stride = STEP_BYTES[own.kind]
     sums = scratch + LINE
-    panel_sums = args.unit_rows * args.thirds * WIDTH
+    panel_sums = args.unit_rows * args.thirds * PANEL_WIDTH
     unpacked = sums + args.unit_panels * panel_sums
     size = args.depth * stride
     far = args.apart * size
-    c_stride = int(WIDTH)  # an int64, where numba would take the constant for a type of its own
+    c_stride = int(PANEL_WIDTH)  # an int64, where numba would take the constant for a type of its own
     together = min(TOGETHER, args.unit_panels)
     block = ROW_BLOCK // together
     num_blocks = -(-rows * args.thirds // block)
     pace = -(-stride * STEPS // num_blocks // LINE) * LINE
     # Equal parts of whole groups. A single block unpacks on the way instead.
     is_unpacked = kind != BFLOAT16_PAIRS and num_blocks > 1
-    few = _FEW_UNPACKED if is_unpacked else FEW_ROWS
-    most = DEPTH // 2 if together > 1 and rows <= few else DEPTH
+    few = _FEW_UNPACKED if is_unpacked else FEW_TILED_ROWS
+    most = TILED_DEPTH // 2 if together > 1 and rows <= few else TILED_DEPTH
     step = -(-args.depth // (-(-args.depth // most) * STEPS)) * STEPS
     is_whole = num_blocks == 1 and (kind != BFLOAT16_PAIRS or args.apart > 1)
     if is_whole:
@@ -126,8 +126,8 @@ def _multiply(args, unit, own, next_panel, scratch, a, a_stride, configured):
             b_far = far
             if is_unpacked:
                 b_kind = BFLOAT16_PAIRS
-                b_stride = WIDTH
-                b_far = DEPTH * WIDTH
+                b_stride = PANEL_WIDTH
+                b_far = TILED_DEPTH * PANEL_WIDTH
                 for p in range(some):
                     own_factors = factors + p * args.expanded
                     unpack(kind, unpacked + p * b_far, b + p * far, stride, own_factors, depth)
@@ -142,7 +142,7 @@ def _multiply(args, unit, own, next_panel, scratch, a, a_stride, configured):
                 product = Block(c, c_stride, int(start == 0), x, a_stride, b, b_stride, depth // STEPS)
                 supply = Supply(ahead, pace, unpacked, factors, args.expanded, panel_sums, b_far, far)
                 multiply_block(b_kind, left, some, product, supply)
-                c = c + block * WIDTH
+                c = c + block * PANEL_WIDTH
                 x = x + block * a_stride
                 ahead += pace * (depth // STEPS)
     for p in range(panels):
@@ -158,16 +158,16 @@ def _store_results(args, own, first, rows, panel, c):
     thirds = args.thirds
     columns = min(width, args.out_features - panel * width)
     to = args.out + first * args.out_stride + panel * width * size
-    scale = own.scales + panel * WIDTH
-    bias = own.bias + panel * WIDTH
+    scale = own.scales + panel * PANEL_WIDTH
+    bias = own.bias + panel * PANEL_WIDTH
     for row in range(rows):
-        at = c + thirds * row * WIDTH
+        at = c + thirds * row * PANEL_WIDTH
         left = load(at)
         right = load(at + VECTOR_BYTES)
         if thirds > 1:
-            left = add(left, add(load(at + WIDTH), load(at + 2 * WIDTH)))
+            left = add(left, add(load(at + PANEL_WIDTH), load(at + 2 * PANEL_WIDTH)))
             at += VECTOR_BYTES
-            right = add(right, add(load(at + WIDTH), load(at + 2 * WIDTH)))
+            right = add(right, add(load(at + PANEL_WIDTH), load(at + 2 * PANEL_WIDTH)))
         if own.kind == INT8_PAIRS:
             left = multiply(left, load(scale))
             right = multiply(right, load(scale + VECTOR_BYTES))
@@ -190,7 +190,7 @@ if HAS_TILES:
         counters = address_of(record)
         scratch = thread_scratch(args, counters)
         sums = args.unit_panels * args.unit_rows * args.thirds
-        thirds = scratch + LINE + (TOGETHER * DEPTH + sums) * WIDTH
+        thirds = scratch + LINE + (TOGETHER * TILED_DEPTH + sums) * PANEL_WIDTH
         brought = -1
         configured = 0
         across = _units_across(args)

@@ -11,7 +11,7 @@ from numba import carray
 
 from ...factors import MOST_GROUP
 from ...formats import BF12, BF12_PAIRS, INT8_PAIRS, PANEL, PART_STEPS, STEP_BYTES, UNPACKED
-from ...linear.linear import DEPTH, LINEAR, ROWS, WIDTH
+from ...linear.linear import DEPTH, LINEAR, PANEL_WIDTH, ROWS
 from ...numbers import FLOAT32, INT8
 from ...target import LANES, VECTOR_BYTES
 from ..kernels import kernel, thread_scratch
@@ -43,9 +43,9 @@ def _linear(args, unit, own, next_panel, scratch):
     weight = own.panels + panel * args.depth * stride
     out_stride = args.out_stride
     out = args.out + first * out_stride + panel * width * size
-    zeros = scratch + ROWS * WIDTH
-    tile = scratch + (ROWS + 1) * WIDTH
-    expanded = scratch + (ROWS + 1 + DEPTH) * WIDTH
+    zeros = scratch + ROWS * PANEL_WIDTH
+    tile = scratch + (ROWS + 1) * PANEL_WIDTH
+    expanded = scratch + (ROWS + 1 + DEPTH) * PANEL_WIDTH
     pace = -(-stride // -(-rows // MOST_TILE_ROWS))
     # Unpacked once if several register tiles would each do so.
     is_unpacked = rows > MOST_TILE_ROWS and UNPACKED[kind] != kind
@@ -64,9 +64,9 @@ def _linear(args, unit, own, next_panel, scratch):
         ahead = b + depth * stride
         if start:
             c = scratch
-            c_stride = WIDTH
+            c_stride = PANEL_WIDTH
         to = scratch
-        to_stride = WIDTH
+        to_stride = PANEL_WIDTH
         to_kind = FLOAT32
         scale = 0
         bias = 0
@@ -88,15 +88,15 @@ def _linear(args, unit, own, next_panel, scratch):
                 to = out
                 to_stride = out_stride
             if kind in (INT8, INT8_PAIRS):
-                scale = own.scales + panel * WIDTH
+                scale = own.scales + panel * PANEL_WIDTH
             if own.bias:
-                bias = own.bias + panel * WIDTH
+                bias = own.bias + panel * PANEL_WIDTH
         same = PanelArgs(c_stride, to_stride, to_kind, scale, bias, args.x_stride, b, b_stride, depth, pace)
         multiply_panel(b_kind, rows, c, to, x + 4 * start, ahead, same)
     if columns < width:  # the last panel is padded
         for row in range(rows):
             for byte in range(columns * size):
-                set_byte(out + row * out_stride + byte, get_byte(scratch + row * WIDTH + byte))
+                set_byte(out + row * out_stride + byte, get_byte(scratch + row * PANEL_WIDTH + byte))
 
 
 @kernel(LINEAR.name)
@@ -108,8 +108,8 @@ def _linear_kernel(record):
     unit, end = take_run(counters, all_units, args.num_threads)
     expert = no_expert()
     if unit < all_units:  # else the next kernel may use the scratch memory already
-        for v in range(0, WIDTH, VECTOR_BYTES):
-            store(scratch + ROWS * WIDTH + v, splat(np.float32(0.0)))
+        for v in range(0, PANEL_WIDTH, VECTOR_BYTES):
+            store(scratch + ROWS * PANEL_WIDTH + v, splat(np.float32(0.0)))
         expert = find_expert(args, unit, ROWS, args.num_panels, expert)
     while unit < all_units:
         next_unit = unit + 1

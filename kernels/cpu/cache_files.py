@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
-ROOT = Path(__file__).parents[1]  # kernels/cpu
+CPU_KERNELS = Path(__file__).parent  # kernels/cpu
 # Lines of /proc/cpuinfo that tell processors apart; others count them or change with time.
 _IDENTITY = (
     "vendor_id", "cpu family", "model", "model name", "stepping", "flags",
@@ -46,7 +46,7 @@ def directories() -> Iterator[Path]:
     if chosen:
         yield Path(chosen)
         return
-    yield ROOT / "__pycache__"
+    yield CPU_KERNELS / "__pycache__"
     with suppress(RuntimeError):  # no home directory
         yield Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "paged"
 
@@ -112,9 +112,8 @@ def remembered_target() -> Target:
         found = _parsed(read(name))
         if found is not None:
             return found
-    from ..compiled.target import target_of_llvm
-
-    target = Target(*target_of_llvm())
+    llvm = import_module(".compiled.target", __package__)
+    target = Target(*llvm.target_of_llvm())
     if name is not None:
         with suppress(OSError, ImportError):  # LLVM is asked again next time
             write(writable_directory(), name, json.dumps(target).encode())
