@@ -26,7 +26,8 @@ from benchmarks.timing import device_name
 from paged.kernels.checks import TrustedContents
 from paged.kernels.panels import linear, pack
 from paged.model.weights.coded import CodedWeight, Factors
-from paged.model.weights.panels import PanelCodes, PanelInt4Weight, PanelInt8Weight, PanelWeight
+from paged.model.weights.coded_panels import PanelCodes, PanelInt4Weight, PanelInt8Weight
+from paged.model.weights.panels import PanelWeight
 
 INTEGERS = tuple(float(code - 8) for code in range(16))
 

@@ -29,7 +29,8 @@ from benchmarks.common import SHAPES, print_json, print_table
 from benchmarks.timing import device_name
 from paged.device.devices import only_torch_has_bfloat16
 from paged.model.weights.choice import choose_forms
-from paged.model.weights.panels import PanelInt4Weight, PanelInt8Weight, PanelWeight
+from paged.model.weights.coded_panels import PanelInt4Weight, PanelInt8Weight
+from paged.model.weights.panels import PanelWeight
 from paged.model.weights.quantization import Int4Weight, Int8Weight
 
 CPU = torch.device("cpu")

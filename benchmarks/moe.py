@@ -33,8 +33,10 @@ from paged.kernels.backend import load_kernels
 from paged.kernels.checks import TrustedContents
 from paged.kernels.routing import ExpertRows, RoutingOptions
 from paged.model.families.moe import STACK_NAMES
+from paged.model.weights.coded_panels import PANEL_FORMS
+from paged.model.weights.expert_panels import PanelExperts
 from paged.model.weights.loading import open_tensors
-from paged.model.weights.panels import PANEL_FORMS, PanelExperts, PanelWeight
+from paged.model.weights.panels import PanelWeight
 
 CPU = torch.device("cpu")
 KERNELS = load_kernels("numba", checked=False)

@@ -11,8 +11,8 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from .arguments import unchecked
 from .attention_options import AttentionOptions, AttentionPlan
+from .checked import unchecked
 from .routing import ExpertRows, RoutingOptions
 from .steps import StepRecorder, UnpackStep
 

@@ -12,7 +12,7 @@ from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..checks import check_cache_dtype as check_cache_dtype
 from ..steps import UnpackStep
 from .attention.units import SPLIT_KEYS
-from .compiling import compile_ahead as compile_ahead
+from .launch.kernel_list import missing_kernels
 
 name = "numba"
 has_linear = True
@@ -61,6 +61,14 @@ def __getattr__(operation: str) -> Any:
     value = getattr(import_module(module, __package__), other_name or operation)
     globals()[operation] = value
     return value
+
+
+def compile_ahead(progress: Any = None) -> None:
+    """Compile the kernels that are not in the cache; see `compiling.compile_ahead`."""
+    if missing_kernels():
+        from .compiling import compile_ahead
+
+        compile_ahead(progress)
 
 
 def head_dims() -> range:

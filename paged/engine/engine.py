@@ -25,7 +25,6 @@ from ..requests.request import RequestOutput
 from ..runner.model_runner import ModelRunner
 from ..sampling_params import DEFAULT_MAX_TOKENS, BeamSearchParams, SamplingParams
 from ..scheduler.policies import Fair
-from ..scheduler.stats import EngineStats
 from ..text.prompt_parser import PromptParser
 from ..text.tokenizer import Tokenizer
 from .core import EngineCore
@@ -47,6 +46,7 @@ from .request_spec import ReportTerms, RequestSpec, ids_of
 
 if TYPE_CHECKING:
     from ..runner.draft_model import DraftCheckpoint
+    from ..scheduler.stats import EngineStats
     from ..text.chat_template import ChatTemplates, Message
     from .beam_search import BeamSearchOutput
     from .embedding import EmbeddingRequestOutput, Pooling
@@ -212,6 +212,8 @@ class LLMEngine(metaclass=ExplainsMissing):
 
     def stats(self) -> EngineStats:
         """Return current counts of requests, blocks and tokens, and totals so far."""
+        from ..scheduler.stats import EngineStats
+
         runner = self.runner
         return EngineStats.of(self.scheduler, runner.weight_bytes, self._parameters, runner.rank_stats)
 

@@ -53,7 +53,6 @@ class Tokenizer:
 
     def _loaded(self) -> Any:
         """Return the tokenizer, in this process if its time and memory are known to be bounded."""
-        from .remote_tokenizer import RemoteTokenizer
         from .tokenizer_bounds import parts_of, why_unbounded
 
         source = source_of(self.directory)
@@ -62,6 +61,8 @@ class Tokenizer:
             if why_unbounded(parts_of(found.backend_tokenizer), has_model=False) is None:
                 return found
             self.__dict__.pop("hf", None)
+        from .remote_tokenizer import RemoteTokenizer
+
         remote = RemoteTokenizer(source)
         if remote.why_unbounded is None:  # its files or its class are unusual, but not what they describe
             remote.close()

@@ -68,8 +68,8 @@ class Recorder(TorchDispatchMode):
     def _note_call(self, call: Callable[..., None], tensors: tuple[Tensor, ...]) -> None:
         """Note a call in a row of its own."""
         self.calls.append((call, tensors))
-        places = [tensor.data_ptr() for tensor in tensors]
-        CALL.run(1, *places, *[0] * (MOST_CALL_TENSORS - len(places)))
+        given = dict(zip(CALL.pointers, tensors, strict=False))
+        CALL.run(1, scratch_size=0, **(dict.fromkeys(CALL.pointers) | given))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -236,9 +236,10 @@ class Graph:
     def replay(self) -> tuple[Tensor, ...]:
         """Launch everything. Return the outputs, which the next replay overwrites."""
         self._counters.fill(0)
-        for (address, *sizes), recorded in zip_longest(self._runs, self._calls):
+        for (address, num_rows, row_bytes), recorded in zip_longest(self._runs, self._calls):
             # The threads are asked for at each replay, as a forked process has others.
-            GRAPH.run(self._num_threads, address, threads().address, *sizes)
+            own = threads().address
+            GRAPH.run(self._num_threads, table=address, threads=own, num_rows=num_rows, row_bytes=row_bytes)
             if recorded is not None:
                 recorded.call(*recorded.tensors)
         return self._outputs

@@ -7,7 +7,7 @@ units of work until none is left, so that none waits for a slow one.
 import ctypes
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,6 +22,9 @@ _COMMON = [(name, "i8") for name in ("next_unit", "next_thread", "num_units", "s
 # byte offsets of the counters
 NEXT_UNIT = 0
 NEXT_THREAD = 8
+
+
+Field = torch.Tensor | float | None
 
 
 class Task:
@@ -48,6 +51,7 @@ class Task:
         own = [*((name, "i8") for name in ints), *((name, "f8") for name in floats)]
         self.record = np.dtype(_COMMON + own)
         self.fields: tuple[str, ...] = self.record.names or ()
+        self._own = (*ints, *floats)  # the fields that a launch gives
         self._layout = struct.Struct(f"={len(_COMMON) + len(ints)}q{len(floats)}d")
         self._local = threading.local()
 
@@ -56,12 +60,16 @@ class Task:
         """The kernel's code, loaded at the first launch."""
         return machine_code(self.name)
 
-    def run(self, num_units: int, *values: float, scratch_size: int = 0) -> None:
-        """Launch the kernel for units 0 to num_units - 1 with these values for the record's own fields.
+    def run(self, num_units: int, *, scratch_size: int = 0, **fields: Field) -> None:
+        """Launch the kernel for units 0 to num_units - 1 with these fields of its record.
 
-        Only addresses reach the kernel: the caller keeps the tensors alive. Every thread gets scratch_size
-        bytes of its own, from the start of a cache line.
+        A pointer's field is a tensor or an address; None is the address 0. Only addresses reach the kernel:
+        the caller keeps the tensors alive. Every thread gets scratch_size bytes of its own, from the start of
+        a cache line.
+
+        Raises TypeError unless the fields are those of the record.
         """
+        values = self._values(fields)
         num_threads = min(torch.get_num_threads(), num_units)
         scratch = _scratch(num_threads * scratch_size) if scratch_size else 0
         record = getattr(self._local, "record", None)
@@ -76,6 +84,19 @@ class Task:
         else:
             threads().run(self.code, record, num_threads)
 
+    def _values(self, fields: Mapping[str, Field]) -> list[int | float]:
+        """Order the fields as the record has them, tensors as their addresses."""
+        if len(fields) != len(self._own):
+            raise TypeError(f"{self.name} takes {', '.join(self._own)}; got {', '.join(fields)}")
+        try:
+            given = [fields[name] for name in self._own]
+        except KeyError as error:
+            raise TypeError(f"{self.name} takes {', '.join(self._own)}; {error} is missing") from None
+        return [
+            value.data_ptr() if isinstance(value, torch.Tensor) else 0 if value is None else value
+            for value in given
+        ]
+
 
 class Launch(NamedTuple):
     """One launch of a kernel, as the bytes of its record."""
@@ -89,9 +110,12 @@ def note_launches(launches: list[Launch] | None) -> None:
     _local.launches = launches
 
 
-def addresses(*tensors: torch.Tensor | None) -> list[int]:
-    """Return the addresses of the tensors' data, 0 for None."""
-    return [0 if x is None else x.data_ptr() for x in tensors]
+def cache_strides(name: str, cache: torch.Tensor | None) -> dict[str, int]:
+    """Return the fields that say how many bytes apart blocks, tokens and heads of a cache are."""
+    strides = (0, 0, 0) if cache is None else cache.stride()[:3]
+    size = 0 if cache is None else cache.itemsize
+    kinds = ("block", "token", "head")
+    return {f"{name}_{kind}_stride": stride * size for kind, stride in zip(kinds, strides, strict=True)}
 
 
 def are_contiguous(*tensors: torch.Tensor | None) -> bool:

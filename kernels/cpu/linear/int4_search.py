@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...checks import check_dtype, check_shape
 from ...int4_search import RANGES
-from ..launch.tasks import Task, addresses
+from ..launch.tasks import Task
 from ..target import LANES, VECTOR_BYTES
 
 BEST_FIT = Task(
@@ -31,8 +31,14 @@ def best_fit(levels: Tensor) -> tuple[Tensor, Tensor]:
     scales, zeros = whole.new_empty(2, width)
     BEST_FIT.run(
         -(-num_vectors // _VECTORS_OF_UNIT),
-        *addresses(whole, _RANGES, scales, zeros),
-        *(size, whole.stride(0) * 4, num_vectors, _VECTORS_OF_UNIT),
+        levels=whole,
+        ranges=_RANGES,
+        scales=scales,
+        zeros=zeros,
+        size=size,
+        stride=whole.stride(0) * 4,
+        num_vectors=num_vectors,
+        vectors_of_unit=_VECTORS_OF_UNIT,
         scratch_size=2 * FIT_BYTES + (size + 1) * VECTOR_BYTES,
     )
     return scales[:num_groups], zeros[:num_groups]

@@ -17,7 +17,7 @@ from ..factors import MOST_GROUP, expanded_bytes
 from ..formats import GATED, PANEL, PANEL_WIDTH
 from ..launch.huge_pages import in_huge_pages
 from ..launch.runs import num_runs
-from ..launch.tasks import Task, addresses
+from ..launch.tasks import Field, Task
 from ..target import HAS_DOT, HAS_TILES, INPUTS, LANES
 from .amx_linear import (
     LEAST_UNIT_ROWS,
@@ -185,19 +185,25 @@ def multiply(
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     offsets, table = (None, None) if experts is None else (experts.offsets, experts.table)
     num_experts = 0 if experts is None else len(experts.table)
-    fields = (
-        *addresses(rows, weight.weight, weight.scales, bias, out, offsets, table),
-        num_experts,
-        rows.stride(0) * rows.itemsize,
-        num_rows,
-        weight.depth,
-        out_features,
-        out.stride(0) * out.itemsize,
-        num_panels,
-        weight.kind,
-        OUT_KINDS[out.dtype],
-        GATED if weight.gated else 0,
-    )
+    fields: dict[str, Field] = {
+        "x": rows,
+        "panels": weight.weight,
+        "scales": weight.scales,
+        "bias": bias,
+        "out": out,
+        "offsets": offsets,
+        "experts": table,
+        "num_experts": num_experts,
+        "x_stride": rows.stride(0) * rows.itemsize,
+        "num_rows": num_rows,
+        "depth": weight.depth,
+        "out_features": out_features,
+        "out_stride": out.stride(0) * out.itemsize,
+        "num_panels": num_panels,
+        "weight_kind": weight.kind,
+        "out_kind": OUT_KINDS[out.dtype],
+        "gated": GATED if weight.gated else 0,
+    }
     num_threads = torch.get_num_threads()
     if in_tiles:
         depth = weight.in_features
@@ -224,12 +230,23 @@ def multiply(
         num_units = across * -(-num_rows // unit_rows)
         expanded = expanded_bytes(depth) if weight.has_groups else 0
         size = scratch_bytes(unit_rows, unit_panels, thirds, stride, expanded)
-        units = unit_rows, unit_panels, apart, thirds, stride, expanded, num_units, num_threads
         launched = num_threads if experts else num_runs(num_units, num_threads)
-        TILES.run(launched, *fields, *units, scratch_size=size)
+        TILES.run(
+            launched,
+            **fields,
+            unit_rows=unit_rows,
+            unit_panels=unit_panels,
+            apart=apart,
+            thirds=thirds,
+            thirds_stride=stride,
+            expanded=expanded,
+            all_units=num_units,
+            num_threads=num_threads,
+            scratch_size=size,
+        )
     else:
         size = (ROWS + 1 + DEPTH) * PANEL_WIDTH + _EXPANDED
         num_units = num_panels * -(-num_rows // ROWS)
         launched = num_threads if experts else num_runs(num_units, num_threads)
-        LINEAR.run(launched, *fields, num_units, num_threads, scratch_size=size)
+        LINEAR.run(launched, **fields, all_units=num_units, num_threads=num_threads, scratch_size=size)
     return out

@@ -51,8 +51,13 @@ def pack_bf12(panels: Panels, num_shards: int = 1) -> Panels:
     num_groups = panels.depth // encoded.part_steps
     shape = num_panels, num_groups, BF12_GROUP_BYTES
     groups = in_huge_pages(panels.weight.new_empty(shape, dtype=torch.uint8))
-    addresses = panels.weight.data_ptr(), groups.data_ptr()
-    PACK_BF12.run(num_panels, *addresses, num_groups, scratch_size=(4 + 1 + 1) * VALUES)
+    PACK_BF12.run(
+        num_panels,
+        panels=panels.weight,
+        encoded=groups,
+        num_groups=num_groups,
+        scratch_size=(4 + 1 + 1) * VALUES,
+    )
     flat = groups.flatten(0, 1)
     numbers = flat[:, TABLE_BYTES:_HEAD_END].contiguous().view(torch.int64)
     count = numbers[:, 1]

@@ -81,16 +81,33 @@ def pack_codes(
     width = LANES if kind in (CODES4, CODES4_PAIRS) else PANEL
     shape = num_panels, in_features // (1 + pairs), width, *((2,) if pairs else ())
     memory = in_huge_pages(torch.empty(shape, dtype=torch.uint8, device=_CPU))
-    order = 0, 0, 0, WHOLE_BYTES
+    block_bytes = 0
+    start = 0
+    block_shift = 0
+    run_shift = WHOLE_BYTES
     if isinstance(codes, HalfBytes):
-        rows = codes.rows
+        stored = codes.rows
+        block_bytes = codes.block_bytes
+        start = codes.start
         block_shift = max(0, codes.block_inputs.bit_length() - 1)
-        order = codes.block_bytes, codes.start, block_shift, codes.run.bit_length() - 1
+        run_shift = codes.run.bit_length() - 1
     else:
-        rows = codes.contiguous()
-    sizes = out_features, in_features, in_features * width
-    addresses = rows.data_ptr(), memory.data_ptr()
-    PACK_CODES.run(num_panels, *addresses, *sizes, kind, int(gated), rows.shape[1], *order)
+        stored = codes.contiguous()
+    PACK_CODES.run(
+        num_panels,
+        codes=stored,
+        panels=memory,
+        num_rows=out_features,
+        num_inputs=in_features,
+        panel_bytes=in_features * width,
+        kind=kind,
+        gated=gated,
+        row_bytes=stored.shape[1],
+        block_bytes=block_bytes,
+        start=start,
+        block_shift=block_shift,
+        run_shift=run_shift,
+    )
     kept = {name: narrowest(x) for name, x in given.items()}
     return Panels(
         memory.view(codes.dtype), _lay_out(kept, table, in_features, gated=gated), out_features, gated

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ...arguments import checked
+from ...checked import checked
 from ..launch.tasks import Task
 from .row_kernel import has_regular_rows, in_torch, run_on_rows
 
@@ -18,6 +18,6 @@ by_torch = in_torch("add")
 def add(x: Tensor, out: Tensor) -> None:  # [num_rows, size], both
     """Add x to `out` in place."""
     if has_regular_rows(x, out):
-        run_on_rows(ADD, (x, out))
+        run_on_rows(ADD, x=x, out=out)
     else:
         by_torch(x, out)

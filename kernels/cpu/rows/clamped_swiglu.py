@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ...arguments import checked
+from ...checked import checked
 from ..launch.tasks import Task
 from .row_kernel import has_regular_rows, in_torch, run_on_halves
 
@@ -22,4 +22,4 @@ def clamped_swiglu(x: Tensor, limit: float, alpha: float) -> Tensor:  # [n, 2 * 
     """Return gate sigmoid(alpha gate) (up + 1); see `reference.clamped_swiglu`."""
     if not has_regular_rows(x):
         return by_torch(x, limit, alpha)
-    return run_on_halves(CLAMPED_SWIGLU, x, float(limit), float(alpha))
+    return run_on_halves(CLAMPED_SWIGLU, x, limit=float(limit), alpha=float(alpha))

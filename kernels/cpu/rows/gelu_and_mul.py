@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from ...arguments import checked
-from ..launch.tasks import Task, addresses
+from ...checked import checked
+from ..launch.tasks import Task
 from ..numbers import KINDS
 from .row_kernel import has_regular_rows, in_torch, run_on_rows, units_of_rows
 
@@ -33,13 +33,15 @@ def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_toke
     num_units, per_unit = units_of_rows(num_rows, 2 * size)
     GELU_AND_MUL.run(
         num_units,
-        *addresses(x, up, out),
-        KINDS[x.dtype],
-        num_rows,
-        size,
-        x.stride(0) * x.itemsize,
-        up.stride(0) * x.itemsize,
-        per_unit,
+        x=x,
+        up=up,
+        out=out,
+        kind=KINDS[x.dtype],
+        num_rows=num_rows,
+        size=size,
+        x_stride=x.stride(0) * x.itemsize,
+        up_stride=up.stride(0) * x.itemsize,
+        rows_per_unit=per_unit,
     )
     return out
 
@@ -48,6 +50,6 @@ def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_toke
 def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
     """Apply GELU to x in place; see `reference.gelu`."""
     if has_regular_rows(x):
-        run_on_rows(GELU, (x,), tanh)
+        run_on_rows(GELU, x=x, tanh=tanh)
     else:
         gelu_by_torch(x, tanh=tanh)

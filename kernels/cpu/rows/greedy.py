@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ...arguments import checked
-from ..launch.tasks import Task, addresses
+from ...checked import checked
+from ..launch.tasks import Task
 from ..target import VECTOR_BYTES
 from .row_kernel import has_regular_rows, in_torch
 
@@ -24,9 +24,11 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     highest = logits.new_empty(num_rows)
     GREEDY.run(
         num_rows,
-        *addresses(logits, tokens, highest),
-        size,
-        logits.stride(0) * 4,
+        logits=logits,
+        tokens=tokens,
+        highest=highest,
+        size=size,
+        stride=logits.stride(0) * 4,
         scratch_size=2 * VECTOR_BYTES,
     )
     return tokens, highest

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from ...arguments import checked
-from ..launch.tasks import Task, addresses, are_contiguous
+from ...checked import checked
+from ..launch.tasks import Task, are_contiguous
 from ..numbers import KINDS
 from .row_kernel import has_regular_rows, in_torch, padded_width, units_of_rows
 
@@ -38,13 +38,17 @@ def layer_norm(
     num_units, per_unit = units_of_rows(num_rows, size)
     LAYER_NORM.run(
         num_units,
-        *addresses(x, weight, bias, residual, out),
-        KINDS[x.dtype],
-        num_rows,
-        size,
-        x.stride(0) * x.itemsize,
-        width * x.itemsize,
-        per_unit,
-        eps,
+        x=x,
+        weight=weight,
+        bias=bias,
+        residual=residual,
+        out=out,
+        kind=KINDS[x.dtype],
+        num_rows=num_rows,
+        size=size,
+        x_stride=x.stride(0) * x.itemsize,
+        out_stride=width * x.itemsize,
+        rows_per_unit=per_unit,
+        eps=eps,
     )
     return out

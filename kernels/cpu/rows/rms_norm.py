@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from ...arguments import checked
-from ..launch.tasks import Task, addresses, are_contiguous
+from ...checked import checked
+from ..launch.tasks import Task, are_contiguous
 from ..numbers import KINDS
 from .row_kernel import has_regular_rows, in_torch, padded_width, units_of_rows
 
@@ -43,18 +43,21 @@ def rms_norm(
     num_units, per_unit = units_of_rows(num_rows, size)
     RMS_NORM.run(
         num_units,
-        *addresses(rows, weight, residual, out),
-        KINDS[x.dtype],
-        unit_offset,
-        False,
-        num_rows,
-        1,
-        size,
-        rows.stride(0) * x.itemsize,
-        0,
-        width * x.itemsize,
-        0,
-        per_unit,
-        eps,
+        x=rows,
+        weight=weight,
+        residual=residual,
+        out=out,
+        kind=KINDS[x.dtype],
+        unit_offset=unit_offset,
+        adds=False,
+        num_rows=num_rows,
+        num_heads=1,
+        size=size,
+        x_stride=rows.stride(0) * x.itemsize,
+        x_head_stride=0,
+        out_stride=width * x.itemsize,
+        out_head_stride=0,
+        rows_per_unit=per_unit,
+        eps=eps,
     )
     return out

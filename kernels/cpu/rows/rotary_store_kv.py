@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from ...arguments import checked
-from ..launch.tasks import Task, addresses, are_contiguous
+from ...checked import checked
+from ..launch.tasks import Task, are_contiguous, cache_strides
 from ..numbers import KINDS
 from .row_kernel import in_torch, units_of_rows
 
@@ -22,11 +22,6 @@ ROTARY_STORE_KV = Task(
     ),
     ("eps",),
 )  # fmt: skip
-
-
-def _byte_strides(cache: Tensor) -> tuple[int, ...]:
-    """Return how many bytes apart blocks, tokens and heads are."""
-    return tuple(stride * cache.itemsize for stride in cache.stride()[:3])
 
 
 by_torch = in_torch("rotary_store_kv")
@@ -55,13 +50,11 @@ def rotary_store_kv(
     block_size = 0
     num_kv_heads = 0
     cache_dtype = qkv.dtype
-    strides: tuple[int, ...] = (0,) * 6
     regular = qkv.is_cpu and qkv.stride(2) == 1
     regular = regular and are_contiguous(cos, sin, slot_mapping, query_norm_weight, key_norm_weight)
     if key_cache is not None and value_cache is not None:
         block_size, num_kv_heads, _ = key_cache.shape[1:]
         cache_dtype = key_cache.dtype
-        strides = *_byte_strides(key_cache), *_byte_strides(value_cache)
         regular = regular and key_cache.stride(3) == value_cache.stride(3) == 1
     num_heads = num_rows - 2 * num_kv_heads
     if not regular:
@@ -84,14 +77,31 @@ def rotary_store_kv(
     num_units, per_unit = units_of_rows(num_tokens, num_rows * head_dim)
     ROTARY_STORE_KV.run(
         num_units,
-        *addresses(qkv, cos, sin, key_cache, value_cache, slot_mapping),
-        *addresses(query_norm_weight, key_norm_weight, key_scales, value_scales),
-        *addresses(fixed_key_scales, fixed_value_scales),
-        *(KINDS[qkv.dtype], KINDS[cache_dtype], unit_offset),
-        *(num_tokens, num_heads, num_kv_heads, head_dim, block_size),
-        *(stride * qkv.itemsize for stride in qkv.stride()[:2]),
-        *strides,
-        per_unit,
-        eps,
+        qkv=qkv,
+        cos=cos,
+        sin=sin,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        slot_mapping=slot_mapping,
+        query_norm=query_norm_weight,
+        key_norm=key_norm_weight,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        fixed_key_scales=fixed_key_scales,
+        fixed_value_scales=fixed_value_scales,
+        kind=KINDS[qkv.dtype],
+        cache_kind=KINDS[cache_dtype],
+        unit_offset=unit_offset,
+        num_rows=num_tokens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        qkv_token_stride=qkv.stride(0) * qkv.itemsize,
+        qkv_head_stride=qkv.stride(1) * qkv.itemsize,
+        **cache_strides("key", key_cache),
+        **cache_strides("value", value_cache),
+        rows_per_unit=per_unit,
+        eps=eps,
     )
     return qkv[:, :num_heads]

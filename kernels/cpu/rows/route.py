@@ -5,9 +5,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from ...arguments import checked
+from ...checked import checked
 from ...routing import RoutingOptions, Score
-from ..launch.tasks import Task, addresses
+from ..launch.tasks import Task
 from ..target import padded
 from .row_kernel import has_regular_rows, in_torch
 
@@ -43,18 +43,22 @@ def route(
     weights = logits.new_empty(num_tokens, options.num_chosen)
     ROUTE.run(
         num_tokens,
-        *addresses(logits, correction_bias, expert_scales, experts, weights),
-        num_experts,
-        logits.stride(0) * 4,
-        options.num_chosen,
-        _SCORES[options.score],
-        options.orders_by_logits and correction_bias is None,
-        options.num_groups,
-        options.num_kept_groups,
-        options.group_score == "best_two",
-        options.renormalise,
-        options.epsilon,
-        options.scale,
+        logits=logits,
+        bias=correction_bias,
+        expert_scales=expert_scales,
+        experts=experts,
+        weights=weights,
+        num_experts=num_experts,
+        stride=logits.stride(0) * 4,
+        num_chosen=options.num_chosen,
+        score=_SCORES[options.score],
+        by_logits=options.orders_by_logits and correction_bias is None,
+        num_groups=options.num_groups,
+        num_kept_groups=options.num_kept_groups,
+        by_best_two=options.group_score == "best_two",
+        renormalise=options.renormalise,
+        epsilon=options.epsilon,
+        scale=options.scale,
         # Scores, what is ranked, and keys of experts and of groups.
         scratch_size=(4 + 4 + 8 + 8) * padded(num_experts),
     )

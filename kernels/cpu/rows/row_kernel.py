@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ...checks import KERNEL_DTYPES
-from ..launch.tasks import Task, addresses
+from ..launch.tasks import Task
 from ..numbers import KINDS
 from ..target import LINE
 
@@ -38,34 +38,43 @@ def has_regular_rows(*tensors: Tensor) -> bool:
     return all(x.is_cpu and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES for x in tensors)
 
 
-def run_on_rows(
-    task: Task, tensors: tuple[Tensor, ...], *options: float, others: tuple[Tensor, ...] = ()
-) -> None:
-    """Launch a kernel over the rows of tensors [num_rows, size].
+def run_on_rows(task: Task, *, x: Tensor, **fields: Tensor | float) -> None:
+    """Launch a kernel over the rows of x [num_rows, size], and of `out` if it is given.
 
-    The kernel's record has, in this order: the addresses of tensors and of others; kind, num_rows, size,
-    the stride of each tensor in bytes, rows_per_unit; the options.
+    fields: what else the kernel's record has, beside kind, num_rows, size, rows_per_unit and the strides.
     """
-    num_rows, size = tensors[0].shape
+    num_rows, size = x.shape
     num_units, per_unit = units_of_rows(num_rows, size)
-    strides = [x.stride(0) * x.itemsize for x in tensors]
-    numbers = (KINDS[tensors[0].dtype], num_rows, size, *strides, per_unit, *options)
-    task.run(num_units, *addresses(*tensors, *others), *numbers)
+    out = fields.get("out")
+    if isinstance(out, Tensor):
+        fields["out_stride"] = out.stride(0) * out.itemsize
+    _run(task, num_units, x, num_rows, size, per_unit, **fields)
 
 
-def run_on_halves(task: Task, x: Tensor, *options: float) -> Tensor:  # [n, 2 * size] -> [n, size]
-    """Launch a kernel over rows of gates and ups side by side. Return its output.
-
-    The kernel's record has, in this order: the addresses of x and of the output; kind, num_rows, size, the
-    stride of x in bytes, rows_per_unit; the options.
-    """
+def run_on_halves(task: Task, x: Tensor, **options: float) -> Tensor:  # [n, 2 * size] -> [n, size]
+    """Launch a kernel over rows of gates and ups side by side. Return its output."""
     num_rows = x.shape[0]
     size = x.shape[1] // 2
     out = x.new_empty(num_rows, size)
     num_units, per_unit = units_of_rows(num_rows, 2 * size)
-    numbers = (KINDS[x.dtype], num_rows, size, x.stride(0) * x.itemsize, per_unit, *options)
-    task.run(num_units, *addresses(x, out), *numbers)
+    _run(task, num_units, x, num_rows, size, per_unit, out=out, **options)
     return out
+
+
+def _run(
+    task: Task, num_units: int, x: Tensor, num_rows: int, size: int, per_unit: int, **fields: Tensor | float
+) -> None:
+    task.run(
+        num_units,
+        x=x,
+        kind=KINDS[x.dtype],
+        num_rows=num_rows,
+        size=size,
+        x_stride=x.stride(0) * x.itemsize,
+        rows_per_unit=per_unit,
+        scratch_size=0,
+        **fields,
+    )
 
 
 def padded_width(num_rows: int, size: int, itemsize: int) -> int:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ...arguments import checked
+from ...checked import checked
 from ..launch.tasks import Task
 from .row_kernel import has_regular_rows, in_torch, run_on_rows
 
@@ -21,6 +21,6 @@ by_torch = in_torch("scale_and_cap")
 def scale_and_cap(x: Tensor, factor: float, softcap: float | None = None) -> None:  # [num_rows, size]
     """Multiply x by a factor in place, and cap the product; see `reference.scale_and_cap`."""
     if has_regular_rows(x):
-        run_on_rows(SCALE_AND_CAP, (x,), factor, softcap or 0.0)
+        run_on_rows(SCALE_AND_CAP, x=x, factor=factor, softcap=softcap or 0.0)
     else:
         by_torch(x, factor, softcap)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ...arguments import checked
+from ...checked import checked
 from ..launch.tasks import Task
 from .row_kernel import has_regular_rows, in_torch, run_on_rows
 
@@ -18,6 +18,6 @@ by_torch = in_torch("scale_rows")
 def scale_rows(x: Tensor, factors: Tensor) -> None:  # [num_rows, size], f32[num_rows]
     """Multiply each row of x by its factor, in place; see `reference.scale_rows`."""
     if has_regular_rows(x) and factors.is_contiguous():
-        run_on_rows(SCALE_ROWS, (x,), others=(factors,))
+        run_on_rows(SCALE_ROWS, x=x, factors=factors)
     else:
         by_torch(x, factors)

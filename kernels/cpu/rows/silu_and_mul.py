@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ...arguments import checked
+from ...checked import checked
 from ..launch.tasks import Task
 from .row_kernel import has_regular_rows, in_torch, run_on_halves
 

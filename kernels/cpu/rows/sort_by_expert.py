@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ...arguments import checked
+from ...checked import checked
 from ...routing import ExpertRows
-from ..launch.tasks import Task, addresses
+from ..launch.tasks import Task
 from .row_kernel import in_torch
 
 # One unit: even of the longest prompt it takes a fraction of a millisecond.
@@ -28,7 +28,15 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertRows:  # i32[num_
     sources = experts.new_empty(num_pairs, dtype=torch.int64)
     places = experts.new_empty(experts.shape, dtype=torch.int64)
     offsets = experts.new_empty(num_experts + 1)
-    pointers = addresses(experts, sources, places, offsets)
-    numbers = num_pairs, experts.shape[1], num_experts
-    SORT_BY_EXPERT.run(1, *pointers, *numbers, scratch_size=8 * (num_experts + 1))
+    SORT_BY_EXPERT.run(
+        1,
+        experts=experts,
+        sources=sources,
+        places=places,
+        offsets=offsets,
+        num_pairs=num_pairs,
+        num_chosen=experts.shape[1],
+        num_experts=num_experts,
+        scratch_size=8 * (num_experts + 1),
+    )
     return ExpertRows(sources, places, offsets)

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from ...arguments import checked
-from ..launch.tasks import Task, addresses
+from ...checked import checked
+from ..launch.tasks import Task
 from ..numbers import KINDS
 from .row_kernel import has_regular_rows, in_torch, units_of_rows
 
@@ -36,13 +36,18 @@ def sum_experts(
     num_units, per_unit = units_of_rows(num_tokens, (num_chosen + 1) * size)
     SUM_EXPERTS.run(
         num_units,
-        *addresses(x, places, weights, shared, shared_gate, out),
-        KINDS[x.dtype],
-        num_tokens,
-        size,
-        num_chosen,
-        x.stride(0) * x.itemsize,
-        0 if shared is None else shared.stride(0) * x.itemsize,
-        per_unit,
+        x=x,
+        places=places,
+        weights=weights,
+        shared=shared,
+        shared_gate=shared_gate,
+        out=out,
+        kind=KINDS[x.dtype],
+        num_rows=num_tokens,
+        size=size,
+        num_chosen=num_chosen,
+        x_stride=x.stride(0) * x.itemsize,
+        shared_stride=0 if shared is None else shared.stride(0) * x.itemsize,
+        rows_per_unit=per_unit,
     )
     return out

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from ...arguments import check_call, checked
+from ...arguments import check_call
+from ...checked import checked
 from ...checks import check_contiguous, check_device, check_dtype, check_indices, check_shape, is_trusted
 from ..factors import expanded_bytes
 from ..formats import BF12, BF12_PAIRS, BFLOAT16_PAIRS, INT8_PAIRS, PANEL
-from ..launch.tasks import Task, addresses
+from ..launch.tasks import Task
 from ..linear.panels import Panels, check_panels, check_result_dtype, from_parts
 from ..numbers import BFLOAT16, FLOAT32, KINDS
 from ..target import LANES, VECTOR_BYTES
@@ -49,9 +50,15 @@ def widen_rows(table: Tensor, indices: Tensor) -> Tensor:
 
 
 def _take_rows(table: Tensor, indices: Tensor, out: Tensor, kind: int) -> Tensor:
-    stride_bytes = table.stride(0) * table.itemsize
-    row_bytes = table.shape[1] * table.itemsize
-    TAKE_ROWS.run(len(indices), *addresses(table, indices, out), stride_bytes, row_bytes, kind)
+    TAKE_ROWS.run(
+        len(indices),
+        table=table,
+        indices=indices,
+        out=out,
+        stride_bytes=table.stride(0) * table.itemsize,
+        row_bytes=table.shape[1] * table.itemsize,
+        kind=kind,
+    )
     return out
 
 
@@ -85,10 +92,13 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
     expanded = expanded_bytes(size) if panels.has_groups else 0
     TAKE_PANEL_ROWS.run(
         len(indices),
-        *addresses(weight, panels.scales, indices, out),
-        size,
-        panels.kind,
-        KINDS[dtype],
+        panels=weight,
+        scales=panels.scales,
+        indices=indices,
+        out=out,
+        in_features=size,
+        weight_kind=panels.kind,
+        out_kind=KINDS[dtype],
         scratch_size=VECTOR_BYTES + number_bytes * size + expanded,
     )
     return out

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from ...arguments import checked
-from ..launch.tasks import Task, addresses, are_contiguous
+from ...checked import checked
+from ..launch.tasks import Task, are_contiguous
 from ..rows.row_kernel import has_regular_rows, in_torch
 from ..target import VECTOR_BYTES
 
@@ -29,8 +29,15 @@ def mask_logits(
     if not (has_regular_rows(logits) and are_contiguous(rows, allowed)):
         by_torch(logits, rows, allowed)
         return
-    size = logits.shape[1]
-    MASK.run(len(rows), *addresses(logits, rows, allowed), size, logits.stride(0) * 4, allowed.shape[1])
+    MASK.run(
+        len(rows),
+        logits=logits,
+        rows=rows,
+        allowed=allowed,
+        size=logits.shape[1],
+        stride=logits.stride(0) * 4,
+        num_words=allowed.shape[1],
+    )
 
 
 @checked
@@ -47,9 +54,13 @@ def greedy_of_allowed(
         return
     CHOOSE.run(
         len(rows),
-        *addresses(logits, rows, allowed, tokens, highest),
-        logits.shape[1],
-        logits.stride(0) * 4,
-        allowed.shape[1],
+        logits=logits,
+        rows=rows,
+        allowed=allowed,
+        tokens=tokens,
+        highest=highest,
+        size=logits.shape[1],
+        stride=logits.stride(0) * 4,
+        num_words=allowed.shape[1],
         scratch_size=2 * VECTOR_BYTES,
     )

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from ...arguments import checked
-from ..launch.tasks import Task, addresses, are_contiguous
+from ...checked import checked
+from ..launch.tasks import Task, are_contiguous
 from ..rows.row_kernel import has_regular_rows, in_torch
 
 PENALTIES = Task(
@@ -32,4 +32,16 @@ def apply_penalties(
     if not (has_regular_rows(logits) and are_contiguous(*histories)):
         by_torch(logits, *histories)
         return
-    PENALTIES.run(len(rows), *addresses(logits, *histories), logits.shape[1], logits.stride(0) * 4)
+    PENALTIES.run(
+        len(rows),
+        logits=logits,
+        rows=rows,
+        slots=slots,
+        counts=output_counts,
+        seen=seen,
+        repetition=repetition_penalty,
+        frequency=frequency_penalty,
+        presence=presence_penalty,
+        size=logits.shape[1],
+        stride=logits.stride(0) * 4,
+    )

@@ -9,9 +9,9 @@ base-2 logarithms of the tokens' weights relative to the likeliest token, whose 
 import torch
 from torch import Tensor
 
-from ...arguments import checked
+from ...checked import checked
 from ...plain.sampling import selection as torch_selection
-from ..launch.tasks import Task, addresses, are_contiguous
+from ..launch.tasks import Task, are_contiguous
 from ..rows.greedy import greedy
 from ..rows.row_kernel import has_regular_rows, in_torch
 from ..target import VECTOR_BYTES, padded
@@ -67,11 +67,20 @@ def sample_tokens(
     pitch = padded(width)
     SAMPLE.run(
         num_rows,
-        *addresses(logits, tokens, *columns),
-        size,
-        logits.stride(0) * 4,
-        height,
-        width,
+        logits=logits,
+        tokens=tokens,
+        seeds=seeds,
+        positions=positions,
+        temperature=temperature,
+        min_p=min_p,
+        top_n_sigma=top_n_sigma,
+        typical_p=typical_p,
+        top_k=top_k,
+        top_p=top_p,
+        size=size,
+        stride=logits.stride(0) * 4,
+        height=height,
+        width=width,
         # Columns; then candidates with weights, or logarithms with bins or keys.
         scratch_size=8 * pitch + max(16 * size, 12 * height * pitch + 8 * NUM_BINS + 2 * VECTOR_BYTES),
     )

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ...arguments import checked
+from ...checked import checked
 from ...plain.sampling import selection as torch_selection
-from ..launch.tasks import Task, addresses
+from ..launch.tasks import Task
 from ..rows.row_kernel import has_regular_rows, in_torch
 from ..target import padded
 
@@ -35,11 +35,15 @@ def token_logprobs(
     width = -(-size // torch_selection.HEIGHT)
     LOGPROBS.run(
         num_rows,
-        *addresses(logits, tokens, values, ids, ranks),
-        size,
-        logits.stride(0) * 4,
-        width,
-        num_top,
+        logits=logits,
+        tokens=tokens,
+        values=values,
+        ids=ids,
+        ranks=ranks,
+        size=size,
+        stride=logits.stride(0) * 4,
+        width=width,
+        num_top=num_top,
         # Column maxima, and a key of each logit.
         scratch_size=8 * padded(width) + 8 * size,
     )

@@ -196,8 +196,8 @@ class Loader:
         }
         # What is stored in bfloat16 is narrow everywhere.
         is_alike = whole is None or stored_dtypes == {torch.bfloat16}
-        self.forms.whole.read = None if is_alike or whole is None else partial(weight_of, whole)
-        return self.forms.make(weight_of(stored.rows), role, num_precise)
+        read_whole = None if is_alike or whole is None else partial(weight_of, whole)
+        return self.forms.make(weight_of(stored.rows), role, num_precise, read_whole)
 
     def read(self, rows: StoredRows, name: str, layout: Layout, title: str = "") -> Tensor:
         """Read the rows of a parameter."""

@@ -8,7 +8,8 @@ from paged.kernels.cpu.linear.amx_linear import TILES
 from paged.kernels.cpu.linear.linear import LINEAR
 from paged.kernels.cpu.rows.route import route
 from paged.kernels.cpu.rows.sort_by_expert import sort_by_expert
-from paged.kernels.panels import ExpertPanels, grouped_panel_linear, pack
+from paged.kernels.expert_panels import ExpertPanels, grouped_panel_linear
+from paged.kernels.panels import pack
 from paged.kernels.routing import RoutingOptions
 
 

@@ -24,7 +24,8 @@ from paged.kernels.cpu.rows.take_rows import widen_rows
 from paged.kernels.cpu.target import HAS_DOT, HAS_LOOKUP, HAS_TILES, LANES
 from paged.model.layers.linear import Linear
 from paged.model.weights import panels
-from paged.model.weights.panels import PANEL_FORMS, PanelInt4Weight, PanelInt8Weight, PanelWeight, Table
+from paged.model.weights.coded_panels import PANEL_FORMS, PanelInt4Weight, PanelInt8Weight
+from paged.model.weights.panels import PanelWeight, Table
 from paged.model.weights.quantization import Int8Weight, int4_codes
 from paged.model.weights.stored import StoredRows
 from tests.support.checkpoints import (

@@ -55,7 +55,9 @@ def count(num_units: int, num_expected: int = 0, times: int = 1) -> list[int]:
     counts, timeouts = np.zeros(num_units, np.int64), np.zeros(1, np.int64)
     for _ in range(times):
         entered = np.zeros(1, np.int64)
-        COUNT.run(num_units, *(x.ctypes.data for x in (counts, entered, timeouts)), num_expected)
+        places = {"counts": counts, "entered": entered, "timeouts": timeouts}
+        addresses = {name: place.ctypes.data for name, place in places.items()}
+        COUNT.run(num_units, **addresses, num_expected=num_expected)
     return [*counts.tolist(), *timeouts.tolist()]
 
 
@@ -98,7 +100,7 @@ def test_a_replay_of_many_kernels_does_each_unit_once():
     with Recorder() as recorder:
         timeouts = torch.empty(1, dtype=torch.int64)
         for num_units in (1, 2, 19, 3, 7) * 8:
-            COUNT.run(num_units, counts.data_ptr(), entered.data_ptr(), timeouts.data_ptr(), 0)
+            COUNT.run(num_units, counts=counts, entered=entered, timeouts=timeouts, num_expected=0)
     graph = Graph(recorder, [], [timeouts], num_threads=4)
     graph.use_memory(torch.zeros(graph.num_bytes, dtype=torch.uint8))
     for _ in range(200):

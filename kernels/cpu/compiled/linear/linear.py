@@ -10,8 +10,8 @@ import numpy as np
 from numba import carray
 
 from ...factors import MOST_GROUP
-from ...formats import BF12, BF12_PAIRS, INT8_PAIRS, PANEL, PART_STEPS, STEP_BYTES, UNPACKED
-from ...linear.linear import DEPTH, LINEAR, PANEL_WIDTH, ROWS
+from ...formats import BF12, BF12_PAIRS, INT8_PAIRS, PANEL, PANEL_WIDTH, PART_STEPS, STEP_BYTES, UNPACKED
+from ...linear.linear import DEPTH, LINEAR, ROWS
 from ...numbers import FLOAT32, INT8
 from ...target import LANES, VECTOR_BYTES
 from ..kernels import kernel, thread_scratch
