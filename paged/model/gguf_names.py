@@ -21,6 +21,8 @@ BITS_KEYS = ("gguf_layer_bits", "gguf_table_bits")
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # The key that has the reason why such a model has no tokenizer.
 NO_TOKENIZER_KEY = "gguf_without_tokenizer"
+# Of the tokens whose type the file gives wrongly.
+OVERRIDDEN_KEY = "gguf_overridden_tokens"
 SUFFIX = ".gguf"  # in small letters or capitals
 PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.ASCII)
 _MAX_PARTS = 1024
