@@ -56,9 +56,9 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
     with (
         _explaining_shortage(sizes.model, device),
         open_model(sizes, model_config, device, directory, kernels) as (model, loader),
+        freed_at_once(),
     ):
-        with freed_at_once():
-            model.load(loader)
+        model.load(loader)
     model.stored_weights = StoredWeights(loader.num_bytes)
     logger.info("read the weights: %s", model.stored_weights)
     return model

@@ -58,8 +58,8 @@ def _explained(runner: ModelRunner, error: Exception) -> PagedError:
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     if is_shortage(error):
         return ResourceError(
-            f"no memory for a step beside the weights and the KV cache on {runner.device}: lower num_blocks or "
-            f"max_num_batched_tokens, or end other processes there; {text}"
+            f"no memory for a step beside the weights and the KV cache on {runner.device}: lower num_blocks "
+            f"or max_num_batched_tokens, or end other processes there; {text}"
         )
     return UnsupportedModelError(
         f"{runner.config.model}: the weights are loaded, but a step of {runner.model_config.architecture} in "

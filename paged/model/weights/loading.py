@@ -304,9 +304,9 @@ def check_sizes(config: ModelConfig, sources: Sources, directory: Path) -> None:
     if embedding is not None and embedding.dtype in FLOATS and embedding.shape != shape:
         raise _wrong_shape(embedding, shape)
     raise CheckpointError(
-        f"{place}: config.json describes a model of {config.num_params:,} weights ({config.num_layers:,} layers "
-        f"of hidden_size {config.hidden_size:,}, vocab_size {config.vocab_size:,}), but the tensors of the "
-        f"files have {num_bytes:,} bytes"
+        f"{place}: config.json describes a model of {config.num_params:,} weights ({config.num_layers:,} "
+        f"layers of hidden_size {config.hidden_size:,}, vocab_size {config.vocab_size:,}), but the tensors "
+        f"of the files have {num_bytes:,} bytes"
     )
 
 
