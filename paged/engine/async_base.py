@@ -292,10 +292,11 @@ class AsyncEngine(ABC, Generic[E]):
         params = ReportTerms(priority, tenant, timeout_s).params()
         deadline = Deadline(params.timeout_s)
         await self._attach()
-        make = partial(Embedder(self.text, self.prompts, options).spec, prompt)
-        spec = (
-            make() if is_parsed_quickly(prompt) else await self._in_pool(self.text.tokenizing, make, deadline)
-        )
+        embedder = Embedder(self.text, self.prompts, options)
+        make = partial(embedder.spec, prompt)
+        pool = self.text.rendering if embedder.renders else self.text.tokenizing
+        is_quick = is_parsed_quickly(prompt) and not embedder.renders
+        spec = await self._in_pool(pool, make, deadline, is_quick=is_quick)
         parsed = spec.prompt
         spec = without_text(spec)
         terms = ReportTerms(params.priority, tenant, deadline.left_s)

@@ -126,6 +126,8 @@ class Embedder:
     def __init__(self, text: ModelText, parser: PromptParser, options: EmbeddingOptions) -> None:
         self._settings = settings = text.embedding
         options.check(settings)
+        self._text = text
+        self.renders = settings.as_message  # a template, which may take long
         self._parser = parser
         self._options = options
         name = settings.default_prompt_name if options.prompt_name is None else options.prompt_name
@@ -158,15 +160,22 @@ class Embedder:
                     param="prompt_name",
                 )
             return prompt
-        text = self._in_case(self._before + text)
-        return {**prompt, "prompt": text} if isinstance(prompt, Mapping) else text
+        made: dict[str, Any]
+        if self._settings.as_message:
+            system = [{"role": "system", "content": self._before}] if self._before else []
+            messages = [*system, {"role": "user", "content": text}]
+            made = self._text.render_chat(messages, add_generation_prompt=False)
+        else:
+            made = {"prompt": self._in_case(self._before + text)}
+        return {**prompt, **made} if isinstance(prompt, Mapping) else made
 
     def _in_case(self, text: str) -> str:
         return text.lower() if self._settings.lower_case else text
 
     def _first(self, parsed: ParsedPrompt) -> int:
         """Return the first token that is read: that behind the checkpoint's prompt where it is left out."""
-        if self._settings.include_prompt or not self._before or parsed.text is None:
+        settings = self._settings
+        if settings.include_prompt or settings.as_message or not self._before or parsed.text is None:
             return 0
         before = self._parser.parse(self._in_case(self._before)).token_ids
         special = self._parser.tokenizer.special_token_ids if self._parser.tokenizer is not None else ()

@@ -96,6 +96,7 @@ class EmbeddingSettings:
     prompts: texts to put before a text, by name; default_prompt_name is the one to use where none is named.
     max_tokens: the most tokens of a text; None: as many as the context. max_tokens_key: its file and key.
     lower_case: whether texts are converted to lower case.
+    as_message: whether the chat template has a text as the message of a user, a prompt as that of the system.
     dimensions: the sizes that a vector may be cut to; None: any.
     refusal: why there are no embeddings, if there are none.
     """
@@ -111,6 +112,7 @@ class EmbeddingSettings:
     max_tokens: int | None = None
     max_tokens_key: str = ""
     lower_case: bool = False
+    as_message: bool = False
     dimensions: tuple[int, ...] | None = None
     refusal: str | None = None
 
@@ -340,19 +342,30 @@ def _read_text_file(directory: Path) -> dict[str, Any]:
     for key, values in _TEXT_KEYS.items():
         if config.get(key) not in [*values]:
             raise UnsupportedModelError(f"{file}: {key} {shown(config[key])} is not supported")
-    modality = config.get("modality_config")
-    if modality is not None and (not isinstance(modality, dict) or modality.get("text") != _TEXT_OUTPUT):
-        raise UnsupportedModelError(
-            f"{file}: modality_config {shown(modality)} is not supported; the embedding of a text must be "
-            "made of last_hidden_state"
-        )
+    lower_case = _flag(file, config, "do_lower_case", False)
+    as_message = _is_message(file, config.get("modality_config"))
+    if as_message and lower_case:
+        raise UnsupportedModelError(f"{file}: do_lower_case of texts that are messages is not supported")
     limits = [
         (_limit(path, _optional_json(path), key), f"{key} of {path}")
         for path, key in ((file, "max_seq_length"), (directory / "tokenizer_config.json", "model_max_length"))
     ]
     most, key = min(limits)
     found = {} if most >= _NO_LIMIT else {"max_tokens": most, "max_tokens_key": key}
-    return {**found, "lower_case": _flag(file, config, "do_lower_case", False)}
+    return {**found, "lower_case": lower_case, "as_message": as_message}
+
+
+def _is_message(file: Path, modality: Any) -> bool:
+    """Return whether a text is embedded as the message of a user, as it is where messages are supported."""
+    if modality is None or (isinstance(modality, dict) and modality.get("text") == _TEXT_OUTPUT):
+        if modality is None or "message" not in modality:
+            return False
+        if modality["message"] == {**_TEXT_OUTPUT, "format": "flat"}:
+            return True
+    raise UnsupportedModelError(
+        f"{file}: modality_config {shown(modality)} is not supported; the embedding of a text, or of a flat "
+        "message, must be made of last_hidden_state"
+    )
 
 
 def _limit(file: Path, config: Mapping[str, Any], key: str) -> int:

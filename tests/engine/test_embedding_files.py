@@ -101,6 +101,11 @@ WRONG = {
     "activation": ("2_Dense/config.json", {"activation_function": "os.system"}, "'os.system' is not"),
     "input": ("2_Dense/config.json", {"module_input_name": "token_embeddings"}, "'token_embeddings' is not"),
     "task": ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "'fill-mask' is not"),
+    "message": (
+        "sentence_bert_config.json",
+        {"modality_config": {"message": {"format": "structured"}}},
+        "'structured'.* is not",
+    ),
     "kind": ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "'SparseEncoder' is not"),
     "similarity": ("config_sentence_transformers.json", {"similarity_fn_name": "angle"}, "'angle' is not"),
 }  # fmt: skip

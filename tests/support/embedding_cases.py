@@ -41,6 +41,7 @@ class Case:
     is_old: the files are as before version 6.
     is_base: the model was saved without its head.
     has_end: its tokenizer ends each text with a special token.
+    as_message: texts go through the chat template.
     normalize_first: vectors are normalized before the dense layers, too.
     """
 
@@ -54,6 +55,7 @@ class Case:
     is_old: bool = False
     is_base: bool = False
     has_end: bool = False
+    as_message: bool = False
     call: dict[str, Any] = field(default_factory=dict)  # arguments of `LLMEngine.embed`
 
 
@@ -64,6 +66,9 @@ def cases() -> dict[str, Case]:
     found["base"] = Case(pooling="last", is_base=True)
     found["end"] = Case(pooling="last", has_end=True, default_prompt_name="query")
     found["end-after-prompt"] = Case(include_prompt=False, has_end=True, default_prompt_name="Title")
+    found["message"] = Case(pooling="last", as_message=True)
+    prompted = {"default_prompt_name": "query", "include_prompt": False}
+    found["message-after-system"] = Case(as_message=True, **prompted)
     return found
 
 
@@ -172,7 +177,12 @@ def write_embedding_files(case: Case, directory: Path) -> None:
             "similarity_fn_name": "cosine",
         },
     )
-    _write(directory / "sentence_bert_config.json", {"max_seq_length": 64, "do_lower_case": case.lower_case})
+    text: dict[str, Any] = {"max_seq_length": 64, "do_lower_case": case.lower_case}
+    if case.as_message:
+        output = {"method": "forward", "method_output_name": "last_hidden_state"}
+        text["modality_config"] = {"text": output, "message": {**output, "format": "flat"}}
+        text["module_output_name"] = "token_embeddings"
+    _write(directory / "sentence_bert_config.json", text)
 
 
 def _write_dense(folder: Path, size: int, layer: tuple[int, str, bool, bool]) -> None:
