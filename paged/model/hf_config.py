@@ -25,6 +25,12 @@ from .schemes import quantization_of, with_sidecar
 MAX_JSON_BYTES = 64 * 2**20
 MAX_POINTER_BYTES = 1024
 _POINTER = re.compile(rb"version \S*git-lfs\S*\s")
+# The classes of transformers without a head, and those with one: sentence-transformers saves the former.
+BASES = {
+    name.replace("ForCausalLM", "TextModel" if known.model_type.endswith("_text") else "Model"): name
+    for name, known in ARCHITECTURES.items()
+    if name.endswith("ForCausalLM")
+}
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -60,16 +66,28 @@ def read_json(file: Path) -> dict[str, Any]:
             f"{file} does not exist; a model directory has config.json and *.safetensors"
             f"{_instead(file.parent)}"
         )
+    value = _parsed(file)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: must hold a JSON object")
+    return value
+
+
+def read_json_list(file: Path, most: int) -> list[Any]:
+    """Read the list in a JSON file of a checkpoint, of at most so many entries. Raises CheckpointError."""
+    value = _parsed(file)
+    if not isinstance(value, list) or len(value) > most:
+        raise CheckpointError(f"{file}: must hold a JSON list of at most {most} entries")
+    return value
+
+
+def _parsed(file: Path) -> Any:
     check_file(file, MAX_JSON_BYTES)
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: must hold a JSON object")
-    return value
 
 
 def _instead(directory: Path) -> str:
@@ -126,6 +144,8 @@ def from_hf(hf: Config) -> ModelConfig:
     and values that are out of range, of a wrong type, or contradict each other.
     """
     architecture = require_supported(hf)
+    if architecture in BASES:
+        return _without_head(hf, BASES[architecture])
     if architecture in MULTIMODAL:
         return _text_alone(hf, architecture, MULTIMODAL[architecture])
     known = ARCHITECTURES[architecture]
@@ -135,6 +155,12 @@ def from_hf(hf: Config) -> ModelConfig:
         their = {ours: theirs for ours, theirs in known.keys.items() if theirs is not None}
         message = re.sub(r"\w+", lambda word: their.get(word[0], word[0]), str(error))
         raise type(error)(message) from None
+
+
+def _without_head(hf: Config, architecture: str) -> ModelConfig:
+    """Reduce the config.json of a model that was saved without its head: of one that makes embeddings."""
+    config = from_hf({**hf, "architectures": [architecture]})
+    return replace(config, tie_word_embeddings=True, has_head=config.tie_word_embeddings)
 
 
 def _with_own_names(hf: Config, known: Architecture) -> Config:
@@ -177,13 +203,13 @@ def require_supported(hf: Config) -> str:
         kind = f" (its model_type is {shown(hf['model_type'])})" if hf.get("model_type") else ""
         raise UnsupportedModelError(f"architectures is missing{kind}; `paged models` lists what it may name")
     name = names[0] if isinstance(names, list) else names
-    if not isinstance(name, str) or name not in NATIVE:
+    if not isinstance(name, str) or name not in NATIVE.keys() | BASES.keys():
         code = ", and the checkpoint's own code (auto_map) is never run" if hf.get("auto_map") else ""
         raise UnsupportedModelError(
             f"architecture {shown(name)} is not supported{code}; `paged models` lists those that are"
         )
     model_type = hf.get("model_type")
-    expected = NATIVE[name].model_type
+    expected = NATIVE[BASES.get(name, name)].model_type
     if model_type != expected:
         raise CheckpointError(f"{name} goes with model_type {expected!r}, got {shown(model_type)}")
     quantization_of(hf)
