@@ -27,9 +27,16 @@ from .errors import (
 )
 from .requests.prompts import TextPrompt, TokensPrompt
 from .requests.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from .sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from .sampling_params import (
+    BeamSearchParams,
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 if TYPE_CHECKING:
+    from .commands.engine_args import EngineArgs, FlexibleArgumentParser
     from .engine.async_engine import AsyncLLMEngine
     from .engine.beam_search import BeamSearchOutput, BeamSearchSequence
     from .engine.embedding import EmbeddingOutput, EmbeddingRequestOutput
@@ -37,11 +44,15 @@ if TYPE_CHECKING:
     from .engine.scoring import ScoreOutput
 
     LLM = LLMEngine
+    AsyncLLM = AsyncLLMEngine
+    AsyncEngineArgs = EngineArgs
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
     "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
@@ -53,12 +64,15 @@ __all__ = [
     "DivisionError",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EngineArgs",
     "EngineConfig",
     "EngineDeadError",
     "FileError",
+    "FlexibleArgumentParser",
     "LLMEngine",
     "Logprob",
     "PagedError",
+    "PoolingParams",
     "QueueFullError",
     "RankError",
     "RequestError",
@@ -87,19 +101,25 @@ _MODULES = {
     "BeamSearchSequence": "engine.beam_search",
     "EmbeddingOutput": "engine.embedding",
     "EmbeddingRequestOutput": "engine.embedding",
+    "EngineArgs": "commands.engine_args",
+    "FlexibleArgumentParser": "commands.engine_args",
     "LLMEngine": "engine.engine",
     "ScoreOutput": "engine.scoring",
 }
 
 
+# vLLM's names of the same.
+_ALIASES = {"LLM": "LLMEngine", "AsyncLLM": "AsyncLLMEngine", "AsyncEngineArgs": "EngineArgs"}
+
+
 def __getattr__(name: str) -> Any:
-    found = "LLMEngine" if name == "LLM" else name
+    found = _ALIASES.get(name, name)
     if found in _MODULES:
         return getattr(importlib.import_module(f".{_MODULES[found]}", __name__), found)
     raise AttributeError(_missing("paged", name))
 
 
-# `from paged import EngineArgs` and `import paged.inputs` look for modules, and say what to use here.
+# `from paged import ModelRegistry` and `import paged.inputs` look for modules, and say what to use here.
 if _MissingNames not in sys.meta_path:
     sys.meta_path.append(_MissingNames)
 

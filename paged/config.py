@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -256,6 +256,13 @@ class EngineConfig:
                 f"device {self.device!r} is one device, and each of the {self.num_ranks} processes of the "
                 "model needs its own: give 'cuda'"
             )
+
+
+def options_of(config: Any) -> dict[str, Any]:
+    """Return the options that make a config again. Raises ConfigError if it is none."""
+    if not isinstance(config, EngineConfig):
+        raise ConfigError(f"engine_args must be EngineArgs or EngineConfig, got {shown(config)}")
+    return {field.name: getattr(config, field.name) for field in fields(EngineConfig)}
 
 
 def check_policy(policy: object, weights: object) -> None:

@@ -308,7 +308,7 @@ def test_all_is_sorted_and_complete():
         for name, value in vars(paged).items()
         if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith("paged.")
     }
-    assert public | {"LLM", *paged._MODULES} == set(paged.__all__)
+    assert public | {*paged._ALIASES, *paged._MODULES} == set(paged.__all__)
 
 
 def test_every_error_is_public():

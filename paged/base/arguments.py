@@ -23,12 +23,16 @@ def strict(
     vllm: str | None = None,
     error: type[PagedError] = RequestError,
     name: str | None = None,
+    *,
+    assignable: bool = False,
 ) -> type[T]:
     """Make a frozen dataclass refuse unknown keywords and, with a message that says what to do, assignments.
 
     vllm: the class of vLLM whose keywords are accepted at a value that changes nothing. Other values raise
         `error`.
     name: of the constructor in messages.
+    assignable: fields may be assigned to. Then all are checked and converted as by the constructor, and stay
+        as they were if that raises.
     """
     known = {field.name for field in fields(owner)}  # type: ignore[arg-type]
     name = name or owner.__name__
@@ -46,8 +50,15 @@ def strict(
         call = f"dataclasses.replace(old, {attribute}={shown(value)})"
         raise FrozenInstanceError(f"{owner.__name__} is immutable: {call} returns a changed copy")
 
+    def assign(self: Any, attribute: str, value: Any) -> None:
+        changed = owner(**{**{field: getattr(self, field) for field in known}, attribute: value})
+        for field in known:
+            object.__setattr__(self, field, getattr(changed, field))
+
     owner.__init__ = init  # type: ignore[method-assign]
-    owner.__setattr__ = refuse  # type: ignore[method-assign]
+    owner.__setattr__ = assign if assignable else refuse  # type: ignore[method-assign]
+    if assignable:  # what can change must not be the key of a dict
+        owner.__hash__ = None  # type: ignore[assignment]
     return owner
 
 

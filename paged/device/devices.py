@@ -170,3 +170,11 @@ def weights_in_panels(
             f"{kernels.name!r}: use those, or leave it out"
         )
     return True
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Return whether an error is that of an allocation for which there is no memory."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # torch has no narrower one for a CPU; of the system's: Cannot allocate memory.
+    return isinstance(error, (RuntimeError, OSError)) and "allocate memory" in str(error)

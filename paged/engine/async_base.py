@@ -24,6 +24,8 @@ from ..errors import (
     UsageError,
     reject_unknown,
 )
+from ..model.config import ModelConfig
+from ..model.embedding_files import Pooling
 from ..requests.prompts import Prompt
 from ..requests.request import TIMEOUT_MESSAGE, RequestOutput
 from ..sampling_params import SamplingParams
@@ -32,7 +34,13 @@ from ..scheduler.stats import EngineStats
 from ..text.chat_template import TEMPLATE_OPTIONS, Message
 from ..text.prompt_parser import ParsedPrompt, PromptParser
 from .answer_memory import AnswerAccount
-from .embedding import EmbeddingRequestOutput, EmbeddingSpec, Pooling, check_pooling
+from .embedding import (
+    Embedder,
+    EmbeddingOptions,
+    EmbeddingRequestOutput,
+    EmbeddingSpec,
+    without_text,
+)
 from .model_text import ModelText
 from .request_spec import Prepared, ReportTerms, RequestSpec, check_is_params, closed_error, ids_of
 from .scoring import ScoreOutput, ScoreSpec, names_of_scores
@@ -238,6 +246,11 @@ class AsyncEngine(ABC, Generic[E]):
         spec = RequestSpec("", sampling_params, priority, tenant, timeout_s)
         return RequestStream(self, self._id(request_id), spec, render=render)
 
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's shape and options, and the engine's max_model_len."""
+        return replace(self.text.model_config, max_model_len=self.max_model_len)
+
     async def fork(
         self,
         request_id: str,
@@ -246,7 +259,7 @@ class AsyncEngine(ABC, Generic[E]):
     ) -> RequestStream:
         """Duplicate an unfinished request, as `LLMEngine.fork` does. Return the stream of the new one."""
         if sampling_params is not None:
-            check_is_params(sampling_params)
+            sampling_params = check_is_params(sampling_params).clone()
         await self._attach()
         new_id = self._id(new_request_id)
         handle = await self._fork(request_id, new_id, sampling_params)
@@ -257,8 +270,10 @@ class AsyncEngine(ABC, Generic[E]):
         prompt: Prompt,
         request_id: str | None = None,
         *,
-        pooling: Pooling = "last",
-        normalize: bool = True,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
         priority: float = 0.0,
         tenant: str = "",
         timeout_s: float | None = None,
@@ -273,18 +288,17 @@ class AsyncEngine(ABC, Generic[E]):
 
         Raises RequestError, QueueFullError or EngineDeadError. A cancelled task aborts the request.
         """
-        check_pooling(pooling, normalize)
+        options = EmbeddingOptions(pooling, normalize, dimensions, prompt_name)
         params = ReportTerms(priority, tenant, timeout_s).params()
         deadline = Deadline(params.timeout_s)
         await self._attach()
-        parse = partial(self.prompts.parse, prompt)
-        parsed = (
-            parse()
-            if is_parsed_quickly(prompt)
-            else await self._in_pool(self.text.tokenizing, parse, deadline)
-        )
-        # The text is not sent there and back.
-        spec = EmbeddingSpec(replace(parsed, text=None), pooling, normalize)
+        embedder = Embedder(self.text, self.prompts, options)
+        make = partial(embedder.spec, prompt)
+        pool = self.text.rendering if embedder.renders else self.text.tokenizing
+        is_quick = is_parsed_quickly(prompt) and not embedder.renders
+        spec = await self._in_pool(pool, make, deadline, is_quick=is_quick)
+        parsed = spec.prompt
+        spec = without_text(spec)
         terms = ReportTerms(params.priority, tenant, deadline.left_s)
         (output,) = await self._report([self._id(request_id)], [spec], terms, parsed, on_prompt, on_place)
         found: EmbeddingRequestOutput = replace(output, prompt=parsed.text)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ..base.arguments import check_call, with_arguments_of
 from ..base.from_vllm import ExplainsMissing
 from ..base.validation import check_bool
-from ..config import EngineConfig, check_policy
+from ..config import EngineConfig, check_policy, options_of
 from ..errors import ConfigError, EngineDeadError, RequestError, UsageError
 from ..model.config import ModelConfig
 from ..model.hf_config import read_config
@@ -23,6 +23,7 @@ from ..model.hub import resolve
 from ..requests.prompts import Prompt
 from ..requests.request import RequestOutput
 from ..runner.model_runner import ModelRunner
+from ..runner.warm_up import warm_up
 from ..sampling_params import DEFAULT_MAX_TOKENS, BeamSearchParams, SamplingParams
 from ..scheduler.policies import Fair
 from ..text.prompt_parser import PromptParser
@@ -45,11 +46,13 @@ from .request_factory import RequestFactory
 from .request_spec import ReportTerms, RequestSpec, ids_of
 
 if TYPE_CHECKING:
+    from ..model.embedding_files import Pooling
     from ..runner.draft_model import DraftCheckpoint
+    from ..sampling_params import PoolingParams
     from ..scheduler.stats import EngineStats
     from ..text.chat_template import ChatTemplates, Message
     from .beam_search import BeamSearchOutput
-    from .embedding import EmbeddingRequestOutput, Pooling
+    from .embedding import EmbeddingRequestOutput
     from .scoring import ScoreOutput
 
 logger = logging.getLogger(__name__)
@@ -118,12 +121,9 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.tokenizer = text.tokenizer
         self.sampling_defaults = text.sampling_defaults
         self.eos_token_ids = text.eos_token_ids
-        self.num_kernels = 0
-        if runner.model.kernels.compiles_at_launch:
-            from ..runner.warm_up import warm_up
-
-            started = time.perf_counter()
-            self.num_kernels = warm_up(runner)
+        started = time.perf_counter()
+        self.num_kernels = warm_up(runner)
+        if self.num_kernels:
             logger.info("%d kernels in %.1f s", self.num_kernels, time.perf_counter() - started)
         sizes = replace(runner.sizes, part=None)
         if runner.device.type == "cuda":
@@ -132,12 +132,15 @@ class LLMEngine(metaclass=ExplainsMissing):
             sizes = replace(sizes, host_bytes_per_s=measure_swap_rate(runner))
         cache = runner.kv_cache
         self.max_model_len = sizes.max_model_len
+        self.model_config = replace(self.model_config, max_model_len=sizes.max_model_len)
         self.block_manager = sizes.new_block_manager(cache.num_blocks, cache.num_host_blocks)
         if runner.draft_model is not None:
             runner.draft_model.manager = self.block_manager
         self.scheduler = sizes.new_scheduler(
             self.block_manager, draft_model=runner.draft_model, num_in_flight=runner.num_in_flight
         )
+        if text.has_embedding_files:
+            _ = text.embedding_head  # wrong weights are refused now
         factory = RequestFactory(
             text,
             self.block_manager,
@@ -148,6 +151,11 @@ class LLMEngine(metaclass=ExplainsMissing):
         )
         self.core = EngineCore(runner, self.scheduler, factory, self.tokenizer)
         logger.info(self.describe())
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> Self:
+        """Make an engine with the options of a config, of `EngineArgs` or `EngineConfig`."""
+        return cls(**options_of(engine_args))
 
     def __repr__(self) -> str:
         runner = self.runner
@@ -326,52 +334,59 @@ class LLMEngine(metaclass=ExplainsMissing):
         self,
         prompts: Prompt | Sequence[Prompt],
         use_tqdm: Progress = True,
-        pooling_params: None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         *,
-        pooling: Pooling = "last",
-        normalize: bool = True,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
         priority: float = 0.0,
         tenant: str = "",
         **vllm: Any,
     ) -> list[EmbeddingRequestOutput]:
-        """Embed all prompts: `outputs.embedding` of each is a list of hidden_size floats.
+        """Embed all prompts: `outputs.embedding` of each is a list of floats.
 
-        pooling: "last" takes the final hidden state of the last token, "mean" the mean over all tokens. Final
-            hidden states are the model's after its last norm, as transformers' last_hidden_state.
+        What is not given is as the checkpoint says, in the files of sentence-transformers or as pooling_type
+        of a GGUF file; where it says nothing, the last token's vector is normalized.
+
+        pooling_params: dimensions, and normalize under vLLM's name; one for all prompts, or one for each.
+        pooling: "last" takes the final hidden state of the last token, "mean" the mean over all tokens, "cls"
+            that of the first token. Final hidden states are the model's after its last norm, as transformers'
+            last_hidden_state.
         normalize: scale each embedding to a Euclidean norm of 1.
+        dimensions: keep so many of the first numbers, and normalize these (matryoshka embeddings).
+        prompt_name: of the checkpoint's prompts, the one to put before each text; "" puts none.
 
         Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
-        from .embedding import EmbeddingSpec, check_pooling
+        from .embedding import Embedder, EmbeddingOptions
 
-        check_call(
-            "embed",
-            vllm,
-            pooling_params=pooling_params,
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
+        check_call("embed", vllm, lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        listed = as_list(prompts)
+        options = EmbeddingOptions(pooling, normalize, dimensions, prompt_name).each(
+            pooling_params, len(listed)
         )
-        check_pooling(pooling, normalize)
-        parsed = [
-            call_with_error_prefix(f"prompts[{i}]", self.prompts.parse, prompt)
-            for i, prompt in enumerate(as_list(prompts))
+        specs = [
+            call_with_error_prefix(f"prompts[{i}]", Embedder(self.text, self.prompts, own).spec, prompt)
+            for i, (prompt, own) in enumerate(zip(listed, options, strict=True))
         ]
-        specs = [EmbeddingSpec(prompt, pooling, normalize) for prompt in parsed]
         return run_reports(self.core, "prompts", specs, ReportTerms(priority, tenant), use_tqdm=use_tqdm)
 
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling_params: None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: Progress = True,
         lora_request: None = None,
         pooling_task: Literal["embed"] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         *,
-        pooling: Pooling = "last",
-        normalize: bool = True,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
         priority: float = 0.0,
         tenant: str = "",
         **vllm: Any,
@@ -380,13 +395,20 @@ class LLMEngine(metaclass=ExplainsMissing):
         check_call(
             "encode",
             vllm,
-            pooling_params=pooling_params,
             lora_request=lora_request,
             pooling_task=pooling_task,
             tokenization_kwargs=tokenization_kwargs,
         )
         return self.embed(
-            prompts, use_tqdm, pooling=pooling, normalize=normalize, priority=priority, tenant=tenant
+            prompts,
+            use_tqdm,
+            pooling_params,
+            pooling=pooling,
+            normalize=normalize,
+            dimensions=dimensions,
+            prompt_name=prompt_name,
+            priority=priority,
+            tenant=tenant,
         )
 
     def score(

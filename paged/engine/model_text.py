@@ -19,10 +19,14 @@ from ..text.prompt_parser import PromptParser
 from ..text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from ..model.embedding_files import EmbeddingSettings
     from ..text.chat_template import ChatTemplates, Message
+    from .embedding_head import EmbeddingHead
 
 logger = logging.getLogger(__name__)
 
+# With one of these a checkpoint says how it makes embeddings.
+EMBEDDING_FILES = ("modules.json", "1_Pooling")
 MOST_TOKENIZED = 4  # texts at once in threads
 
 
@@ -32,6 +36,7 @@ class ModelText:
     It needs no torch, so a process without the model can make requests for one that has it.
 
     tokenizer: None with skip_tokenizer_init.
+    has_embedding_files: whether the checkpoint says how it makes embeddings, in files of their own.
     eos_token_ids: those in the vocabulary; others, such as the -1 of models without EOS, are never sampled.
 
     Raises CheckpointError for files that are missing or wrong.
@@ -39,6 +44,10 @@ class ModelText:
 
     def __init__(self, config: EngineConfig, directory: Path, model_config: ModelConfig) -> None:
         self.model_config = model_config
+        self._directory = directory
+        self.has_embedding_files = any((directory / name).exists() for name in EMBEDDING_FILES)
+        if self.has_embedding_files:
+            logger.info("embeddings: %s", self.embedding.describe())  # wrong files are refused now
         self.tokenizer = (
             None if config.skip_tokenizer_init else Tokenizer(_tokenizer_directory(config, directory))
         )
@@ -69,6 +78,22 @@ class ModelText:
     def default_params(self) -> SamplingParams:
         """The parameters of requests without any."""
         return self.params_of({})
+
+    @cached_property
+    def embedding(self) -> EmbeddingSettings:
+        """How the checkpoint makes embeddings. Raises CheckpointError for wrong files."""
+        from ..model.embedding_files import read_embedding_settings
+
+        return read_embedding_settings(self._directory, self.model_config.hidden_size)
+
+    @cached_property
+    def embedding_head(self) -> EmbeddingHead | None:
+        """The layers between a pooled vector and its embedding, if there are any. Needs torch."""
+        if not self.embedding.steps:
+            return None
+        from .embedding_head import EmbeddingHead
+
+        return EmbeddingHead(self.embedding)
 
     @cached_property
     def rendering(self) -> ThreadPoolExecutor:

@@ -52,6 +52,7 @@ class RequestFactory:
         scheduling_policy: str | Policy,
         seed: int,
     ) -> None:
+        self._text = text
         self.model_config = text.model_config
         self.block_manager = block_manager
         self.prompts = prompts
@@ -77,6 +78,7 @@ class RequestFactory:
 
         Raises RequestError naming what is wrong.
         """
+        self._check_head()
         params = spec.params(self.default_params)
         tenant = spec.tenant
         prepared = spec.prompt if isinstance(spec.prompt, Prepared) else self.prepare(spec.prompt, params)
@@ -188,7 +190,7 @@ class RequestFactory:
             params = inherited.params
         elif isinstance(params, SamplingParams):
             seed = seed if params.seed is None else params.seed
-            params = params if params.priority else replace(params, priority=inherited.priority)
+            params = replace(params, priority=params.priority or inherited.priority)
         self._check_params(params)
         if params.num_samples > 1:
             raise RequestError(
@@ -250,13 +252,16 @@ class RequestFactory:
 
         Raises RequestError naming what is wrong.
         """
+        report = spec.report(self._text)
+        if report.num_top is not None:
+            self._check_head()
         params = terms.params()
         self._check_priority(terms.priority)
         deadline = _deadline(params, now)
         inputs = self._inputs(
             request_id, Prepared(spec.prompt), params, terms.tenant, deadline, generates=False
         )
-        request = Request(inputs, report=spec.report(), metrics=RequestMetrics(now))
+        request = Request(inputs, report=report, metrics=RequestMetrics(now))
         return RequestGroup(request_id, [request])
 
     def _grammar_of_fork(self, child: Request, parent: Request) -> Grammar | None:
@@ -318,6 +323,14 @@ class RequestFactory:
                 param="prompt_logprobs",
             )
         return PromptReport(0, num_rows, num_top)
+
+    def _check_head(self) -> None:
+        if not self.model_config.has_head:
+            raise RequestError(
+                f"this {self.model_config.architecture} was saved without its head, as a model that makes "
+                "embeddings alone: it gives no tokens and no log-probabilities",
+                param="model",
+            )
 
     def _check_params(self, params: SamplingParams) -> None:
         check_is_params(params)

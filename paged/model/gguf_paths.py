@@ -17,6 +17,11 @@ BITS_KEYS = ("gguf_layer_bits", "gguf_table_bits")
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # The key that has the reason why such a model has no tokenizer.
 NO_TOKENIZER_KEY = "gguf_without_tokenizer"
+# Of the tokens whose type the file gives wrongly.
+OVERRIDDEN_KEY = "gguf_overridden_tokens"
+# The key that has its pooling_type, of embeddings; and llama.cpp's numbers there, enum llama_pooling_type.
+POOLING_KEY = "gguf_pooling_type"
+GGUF_POOLINGS = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}
 SUFFIX = ".gguf"  # in small letters or capitals
 PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.ASCII)
 _MAX_PARTS = 1024

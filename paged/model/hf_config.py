@@ -30,6 +30,12 @@ MAX_POINTER_BYTES = 1024
 _POINTER = re.compile(rb"version \S*git-lfs\S*\s")
 # Where config.json, or its text_config, says how weights are quantised.
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+# The classes of transformers without a head, and those with one: sentence-transformers saves the former.
+BASES = {
+    name.replace("ForCausalLM", "TextModel" if known.model_type.endswith("_text") else "Model"): name
+    for name, known in ARCHITECTURES.items()
+    if name.endswith("ForCausalLM")
+}
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -65,16 +71,28 @@ def read_json(file: Path) -> dict[str, Any]:
             f"{file} does not exist; a model directory has config.json and *.safetensors"
             f"{_instead(file.parent)}"
         )
+    value = _parsed(file)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: must hold a JSON object")
+    return value
+
+
+def read_json_list(file: Path, most: int) -> list[Any]:
+    """Read the list in a JSON file of a checkpoint, of at most so many entries. Raises CheckpointError."""
+    value = _parsed(file)
+    if not isinstance(value, list) or len(value) > most:
+        raise CheckpointError(f"{file}: must hold a JSON list of at most {most} entries")
+    return value
+
+
+def _parsed(file: Path) -> Any:
     check_file(file, MAX_JSON_BYTES)
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: must hold a JSON object")
-    return value
 
 
 def _instead(directory: Path) -> str:
@@ -146,6 +164,8 @@ def from_hf(hf: Config) -> ModelConfig:
     and values that are out of range, of a wrong type, or contradict each other.
     """
     architecture = require_supported(hf)
+    if architecture in BASES:
+        return _without_head(hf, BASES[architecture])
     if architecture not in ARCHITECTURES:
         return _text_alone(hf, architecture)
     known = family_of(architecture)
@@ -155,6 +175,12 @@ def from_hf(hf: Config) -> ModelConfig:
         their = {ours: theirs for ours, theirs in known.keys.items() if theirs is not None}
         message = re.sub(r"\w+", lambda word: their.get(word[0], word[0]), str(error))
         raise type(error)(message) from None
+
+
+def _without_head(hf: Config, architecture: str) -> ModelConfig:
+    """Reduce the config.json of a model that was saved without its head: of one that makes embeddings."""
+    config = from_hf({**hf, "architectures": [architecture]})
+    return replace(config, tie_word_embeddings=True, has_head=config.tie_word_embeddings)
 
 
 def _with_own_names(hf: Config, known: Family) -> Config:
@@ -220,6 +246,7 @@ def require_supported(hf: Config) -> str:
 
 def _known(name: str) -> Architecture | Multimodal | None:
     """Return the entry of an architecture; None if it is not supported."""
+    name = BASES.get(name, name)
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
     from .families.multimodal import MULTIMODAL

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, Self
+from typing import ClassVar, Literal, Protocol, Self
 
 from ..blocks.sequence import SequenceBlocks
 from ..sampling_params import RequestOutputKind, SamplingParams
@@ -371,6 +371,7 @@ class CompletionOutput:
         engine failed ("engine"), timeout_s has passed ("timeout"), or it was ended ("abort").
     """
 
+    lora_request: ClassVar[None] = None  # of vLLM's outputs; there are no adapters
     index: int
     text: str
     token_ids: Sequence[int]
@@ -379,6 +380,10 @@ class CompletionOutput:
     logprobs: Sequence[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     error_kind: ErrorKind | None = None
+
+    def finished(self) -> bool:
+        """Return whether the sample has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass(slots=True)
@@ -391,6 +396,11 @@ class RequestOutput:
         position, None for the first token; None unless requested, and until all are known.
     """
 
+    # Of vLLM's outputs, where they are None for a decoder without adapters.
+    lora_request: ClassVar[None] = None
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]

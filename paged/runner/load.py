@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..device.devices import check_attention, is_here, resolve_backend, weights_in_panels
+from ..device.devices import check_attention, is_here, is_shortage, resolve_backend, weights_in_panels
 from ..device.host_memory import freed_at_once
 from ..errors import ConfigError, ResourceError
 from ..kernels.backend import Kernels, load_kernels
@@ -24,7 +24,15 @@ from ..model.gguf_paths import is_gguf
 from ..model.hf_config import read_hf, read_quantization
 from ..model.model import Model
 from ..model.weights.choice import choose_forms
-from ..model.weights.loading import KVScales, Loader, StoredWeights, check_weights, has_own_head, open_tensors
+from ..model.weights.loading import (
+    KVScales,
+    Loader,
+    StoredWeights,
+    check_sizes,
+    check_weights,
+    has_own_head,
+    open_tensors,
+)
 from ..model.weights.sources import Sources
 from ..model.weights.stored import Recognizer
 from .sizes import Sizes
@@ -47,18 +55,32 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
     # Steps give them what the scheduler and the batch have proven.
     kernels = new_kernels(sizes, device, checked=in_debug_mode())
     check_kernels(sizes, device, kernels)
-    with open_model(sizes, model_config, device, directory, kernels) as (model, loader):
-        try:
-            with freed_at_once():
-                model.load(loader)
-        except torch.OutOfMemoryError as error:
-            raise ResourceError(
-                f"no memory for the weights on {device}: take a smaller model or a narrower dtype, or end "
-                f"other processes there; {error}"
-            ) from error
+    with (
+        _explaining_shortage(sizes.model, device),
+        open_model(sizes, model_config, device, directory, kernels) as (model, loader),
+        freed_at_once(),
+    ):
+        model.load(loader)
     model.stored_weights = StoredWeights(loader.num_bytes)
     logger.info("read the weights: %s", model.stored_weights)
     return model
+
+
+@contextmanager
+def _explaining_shortage(model: ModelConfig, device: torch.device) -> Iterator[None]:
+    """Turn what an allocation raises into a ResourceError that names the sizes."""
+    try:
+        yield
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ResourceError(
+            f"no memory for the weights of {model.architecture} on {device}: {model.num_params:,} weights "
+            f"({model.num_layers:,} layers of hidden_size {model.hidden_size:,}, vocab_size "
+            f"{model.vocab_size:,}); take a smaller model or a narrower dtype, or end other processes there; "
+            f"{reason}"
+        ) from error
 
 
 def new_kernels(sizes: Sizes, device: torch.device, *, checked: bool) -> Kernels:
@@ -116,6 +138,8 @@ def open_model(
                 found = read_kv_scales(sources, model_config, device)
             sources = _without_unused(sources, quantization, found)
             kv_scales = found.by_layer
+        # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
+        check_sizes(model_config, sources, directory)
         if model_config.tie_word_embeddings and has_own_head(sources):
             model_config = replace(model_config, tie_word_embeddings=False)
         forms = choose_forms(
@@ -134,7 +158,6 @@ def open_model(
             from ..model.layers.linear import require_whole_groups
 
             require_whole_groups(whole)
-        # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
         check_weights(whole.loadables(), sources, names, directory, recognizers)
         yield model, Loader(sources, forms, device, recognizers, kv_scales)
 

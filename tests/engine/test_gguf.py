@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from paged import CheckpointError, ConfigError, SamplingParams, UnsupportedModelError
+from paged import CheckpointError, ConfigError, RequestError, SamplingParams, UnsupportedModelError
 from paged.model.hf_config import read_config
 from paged.model.hub import resolve
 from paged.model.layers.rotary import scaled_frequencies
@@ -622,6 +622,27 @@ def test_an_unknown_tokenizer_may_be_replaced(tmp_path):
         new_engine(path, skip_tokenizer_init=False)
     assert new_engine(path).eos_token_ids == {1}
     assert new_engine(path, skip_tokenizer_init=False, tokenizer="demo").tokenizer is not None
+
+
+@pytest.mark.parametrize("number", [None, 0, 1, 2, 3, 4, 9])
+def test_pooling_of_embeddings_is_followed(number, tmp_path):
+    more = {"llama.pooling_type": number}
+    path = write_model(tmp_path / "a.gguf", random_model(CONFIGS["llama-tied-bias"]()), more=more)
+    if number == 9:
+        with pytest.raises(CheckpointError, match=r"llama.pooling_type must be one of 0 \(none\), .*got 9"):
+            resolve(str(path))
+        return
+    engine = new_engine(path)
+    name = {1: "mean", 2: "cls", None: "last", 3: "last"}.get(number)
+    prompts = ragged_prompts([9])
+    expected = engine.embed(prompts, use_tqdm=False, pooling=name or "mean")[0].outputs.embedding
+    if name is None:
+        with pytest.raises(
+            RequestError, match=rf"pooling_type {number} \(.*\) of the GGUF file is not supported"
+        ):
+            engine.embed(prompts, use_tqdm=False)
+    else:
+        assert engine.embed(prompts, use_tqdm=False)[0].outputs.embedding == expected
 
 
 def test_sampling_that_no_request_may_have(tmp_path):

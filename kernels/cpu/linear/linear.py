@@ -149,10 +149,11 @@ def linear(
 
 
 class WeightsOfRows(NamedTuple):
-    """Weights that rows are multiplied by, each by that of its expert. All are packed alike."""
+    """Weights that rows are multiplied by, each by that of its expert. All are packed for the same x."""
 
     table: Tensor  # i64[num_experts, 4], see `units`
     offsets: Tensor  # i32[num_experts + 1]: the rows of expert e are offsets[e] to offsets[e + 1]
+    has_groups: bool  # whether any is in codes with factors for groups of inputs
 
 
 def multiply(
@@ -165,7 +166,7 @@ def multiply(
 ) -> Tensor:
     """Multiply as `linear` does, whose checks of the weight are behind it.
 
-    experts: multiply by their weights, which are of the shape and dtype of this one.
+    experts: multiply by their weights, which are of the shape of this one; their formats may differ.
     """
     check_shape("x", x, (None, weight.in_features))
     in_tiles = weight.in_pairs and _fills_tiles(weight.in_features)
@@ -228,7 +229,8 @@ def multiply(
         across = -(-num_panels // unit_panels)
         apart = across if is_read_apart(usual_rows, num_panels, depth, thirds) else 1
         num_units = across * -(-num_rows // unit_rows)
-        expanded = expanded_bytes(depth) if weight.has_groups else 0
+        has_groups = weight.has_groups if experts is None else experts.has_groups
+        expanded = expanded_bytes(depth) if has_groups else 0
         size = scratch_bytes(unit_rows, unit_panels, thirds, stride, expanded)
         launched = num_threads if experts else num_runs(num_units, num_threads)
         TILES.run(

@@ -52,7 +52,8 @@ _GEMMA3 = {
 
 def _gemma2(hf: Config) -> ModelConfig:
     windows = windows_of(layer_types_of(hf, full_every(2, hf)), window_of(hf))
-    return _gemma(hf, read_attention(hf), windows=windows)
+    attention = replace(read_attention(hf), softcap=softcap_of(hf, "attn_logit_softcapping"))
+    return _gemma(hf, attention, windows=windows)
 
 
 def _gemma3(hf: Config) -> ModelConfig:
@@ -60,6 +61,8 @@ def _gemma3(hf: Config) -> ModelConfig:
     ropes = ropes_by_type(hf, rope_theta=1e6, local_theta=hf.get("rope_local_base_freq") or 1e4)
     by_layer = by_layer_type(hf, layer_types, ropes)
     rope = by_layer.pop("rope")
+    # Norms of Q and K take the place of Gemma 2's softcap of scores: the key for it is checked, and not used.
+    softcap_of(hf, "attn_logit_softcapping")
     attention = read_attention(hf, rope=rope, qk_norm="head")
     return replace(_gemma(hf, attention, **by_layer), context_is_scaled=True)
 
@@ -74,7 +77,6 @@ def _gemma(hf: Config, attention: AttentionSpec, **of_layers: Any) -> ModelConfi
         qkv_bias=bias,
         output_bias=bias,
         scale=size(hf, "query_pre_attn_scalar") ** -0.5,
-        softcap=softcap_of(hf, "attn_logit_softcapping"),
     )
     mlp = read_feed_forward(hf, activation="gelu_tanh")
     return read_model(

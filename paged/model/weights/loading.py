@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from ...base.garbage import without_collection
 from ...errors import CheckpointError
-from ..config import TensorNames
+from ..config import ModelConfig, TensorNames
 from ..gguf_paths import ROPE_FACTORS, is_gguf
+from ..spec import ExpertsSpec
 from .coded import Weight
 from .forms import JoinedForm, Role, WeightForm
 from .safetensors_file import SafetensorsFile
@@ -271,14 +272,60 @@ def check_weights(
     for name, (num_rows, layout) in wanted.items():
         tensor = sources[name]
         if tensor.shape != (shape := layout.shape_of(num_rows)):
-            raise CheckpointError(
-                f"{tensor.path}: {tensor.name} has shape {tensor.shape}, but {tensor.config} makes it {shape}"
-            )
+            raise _wrong_shape(tensor, shape)
         if tensor.dtype not in layout.stored_dtypes:
             supported = ", ".join(map(str, layout.stored_dtypes))
             raise CheckpointError(
                 f"{tensor.path}: {tensor.name} is {tensor.dtype}; supported are {supported}"
             )
+
+
+# Of a weight: half of 4 bits, the narrowest format, as the number of weights is an estimate.
+_LEAST_BITS = 2
+
+
+def check_sizes(config: ModelConfig, sources: Sources, directory: Path) -> None:
+    """Compare the size of a model with that of its files, before a module is made for each layer and expert.
+
+    What is made then is as large as the files at most, whatever config.json says; `check_weights` compares
+    the rest.
+
+    Raises CheckpointError, which names the sizes.
+    """
+    place = next((each.path for each in sources.values() if is_gguf(each.path.name)), directory)
+    num_experts = sum(
+        part.num_experts
+        for layer in config.layers
+        for part in layer.feed_forwards
+        if isinstance(part, ExpertsSpec)
+    )
+    if config.num_layers + num_experts > len(sources):
+        experts = f" with {num_experts:,} experts in all" if num_experts else ""
+        raise CheckpointError(
+            f"{place}: config.json describes {config.num_layers:,} layers{experts}, but the files have "
+            f"{len(sources):,} tensors"
+        )
+    least = config.num_params * _LEAST_BITS // 8
+    num_bytes = 0
+    for tensor in sources.values():
+        num_bytes += tensor.num_bytes
+        if num_bytes >= least:
+            return
+    embedding = sources.get(EMBEDDING)
+    shape = [config.vocab_size, config.hidden_size]
+    if embedding is not None and embedding.dtype in FLOATS and embedding.shape != shape:
+        raise _wrong_shape(embedding, shape)
+    raise CheckpointError(
+        f"{place}: config.json describes a model of {config.num_params:,} weights ({config.num_layers:,} "
+        f"layers of hidden_size {config.hidden_size:,}, vocab_size {config.vocab_size:,}), but the tensors "
+        f"of the files have {num_bytes:,} bytes"
+    )
+
+
+def _wrong_shape(tensor: StoredTensor, shape: list[int]) -> CheckpointError:
+    return CheckpointError(
+        f"{tensor.path}: {tensor.name} has shape {tensor.shape}, but {tensor.config} makes it {shape}"
+    )
 
 
 def has_own_head(sources: Sources) -> bool:

@@ -122,7 +122,8 @@ class PanelWeight(TableForm):
         self, forms: Sequence[WeightForm], biases: Sequence[Tensor] | None, kernels: Kernels
     ) -> ExpertsForm:
         panels = [form for form in forms if isinstance(form, PanelWeight) and form.takes_inputs_in_order]
-        if len(panels) < len(forms) or any(form.panels.in_pairs != self.panels.in_pairs for form in panels):
+        kinds = {(form.panels.gated, form.panels.in_pairs) for form in panels}
+        if len(panels) < len(forms) or len(kinds) > 1:
             return super().of_experts(forms, biases, kernels)
         from .expert_panels import PanelExperts
 
