@@ -25,7 +25,7 @@ NO_DEFAULTS = ("paged", "vllm")  # values of EngineConfig.generation_config that
 # What people who try a small model expect, as llama.cpp has it: drawn from the whole distribution, one answer
 # in three is nonsense. The API and other commands keep vLLM's defaults.
 CHAT_DEFAULTS: Mapping[str, float] = {"temperature": 0.8, "min_p": 0.05}
-# Whoever sets one of these says how to sample: a checkpoint, or the user of a chat.
+# A checkpoint, or the user of a chat, who sets one of these says how to sample.
 SHAPES = frozenset({"temperature", "top_p", "top_k", "min_p"})
 
 
