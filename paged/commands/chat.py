@@ -125,12 +125,11 @@ def _described(client: ApiClient, model: str | None) -> tuple[str, Mapping[str, 
     models: list[dict[str, Any]] = []
     with suppress(ApiError) if model is not None else nullcontext():  # some servers list none
         models = client.models()
-    entry = next((each for each in models if model in (None, each["id"])), {"id": model})
+    entry: dict[str, Any] = next((each for each in models if model in (None, each["id"])), {"id": model})
     defaults = entry.get("chat_defaults")
     known = defaults if isinstance(defaults, dict) else {}
-    return entry["id"], {
-        name: known[name] for name in CHAT_DEFAULTS if isinstance(known.get(name), int | float)
-    }
+    found = {name: known[name] for name in CHAT_DEFAULTS if isinstance(known.get(name), int | float)}
+    return str(entry["id"]), found
 
 
 class CommandError(CliError):
