@@ -22,6 +22,7 @@ MAX_SEED = 2**63 - 1
 # Of all stop strings together, and of all bad words: the automaton takes memory and time for each.
 MAX_STOP_CHARACTERS = 2**18
 MAX_BAD_WORDS = 10_000
+MAX_TAG = 1024  # characters of a tag of no_stop_within
 MAX_TOKEN_IDS = 2**20  # in one list: a range() may not fit in memory
 BIAS = Number(-100.0, 100.0)  # of a token's logit
 _SHARE = Number(0.0, 1.0, above=True)
@@ -148,6 +149,8 @@ class SamplingParams(metaclass=ExplainsMissing):
     stop: strings before which the output ends; the first one completed counts, and the longest of those
         completed at once.
     stop_token_ids: token ids that end the output like EOS.
+    no_stop_within: two tags at the beginning of the output, such as ("<think>", "</think>"), between which
+        stop strings are not searched; the first is "" if the output begins there. None searches all text.
     include_stop_str_in_output: keep the stop string, or the token that ended the output, in the text.
     ignore_eos: treat EOS as any other token.
     logprobs: report the log-probability of every output token and of this many most likely ones at its
@@ -195,6 +198,7 @@ class SamplingParams(metaclass=ExplainsMissing):
     max_tokens: int | None = of_kind(Integer(1), DEFAULT_MAX_TOKENS)
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    no_stop_within: tuple[str, str] | None = None
     include_stop_str_in_output: bool = of_kind(Boolean(), False)
     ignore_eos: bool = of_kind(Boolean(), False)
     logprobs: int | None = of_kind(_CANDIDATES, None)
@@ -293,6 +297,8 @@ class SamplingParams(metaclass=ExplainsMissing):
         object.__setattr__(self, "stop", _strings("stop", stop))
         for name in ("bad_words", "dry_sequence_breakers"):
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
+        if self.no_stop_within is not None:
+            object.__setattr__(self, "no_stop_within", _tags("no_stop_within", self.no_stop_within))
         for name in ("stop", "bad_words"):
             strings = getattr(self, name)
             if (length := sum(map(len, strings))) > MAX_STOP_CHARACTERS:
@@ -417,6 +423,17 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     ):
         raise RequestError(f"{name} must be a list of non-empty strings, got {shown(value)}", param=name)
     return tuple(value)
+
+
+def _tags(name: str, value: Any) -> tuple[str, str]:
+    is_pair = isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) == 2
+    if not is_pair or not all(isinstance(tag, str) and len(tag) <= MAX_TAG for tag in value) or not value[1]:
+        raise RequestError(
+            f"{name} must be two tags of at most {MAX_TAG} characters, of which the first may be empty; got "
+            f"{shown(value)}",
+            param=name,
+        )
+    return value[0], value[1]
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:

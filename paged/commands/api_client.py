@@ -71,18 +71,23 @@ class ApiClient:
 
     def first_model(self) -> str:
         """Return the name of the first model that the server lists. Raises ApiError."""
+        return str(self.models()[0]["id"])
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return the models that the server lists, one or more, each with its id. Raises ApiError."""
         with self.request("GET", "/models") as exchange:
             body = exchange.read()
         try:
-            name = json.loads(body)["data"][0]["id"]
+            models = json.loads(body)["data"]
         except (ValueError, LookupError, TypeError):
-            name = None
-        if not isinstance(name, str):
+            models = None
+        listed = models if isinstance(models, list) else []
+        if not listed or not all(isinstance(m, dict) and isinstance(m.get("id"), str) for m in listed):
             raise ApiError(
                 f"{self.url}/models is no list of models in JSON; is this a server of OpenAI's API? "
                 "Its path, where that is not /v1, belongs into --url"
             )
-        return name
+        return listed
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> ApiExchange:
         """Return a request, which is sent where it is entered as a context.

@@ -32,6 +32,7 @@ DEFAULT_MODEL = "demo"
 NO_FLAGS = {
     "structured_outputs": "its own fields are: --json-schema, --json-object, --regex, --choice, --grammar",
     "logits_processors": "they are Python functions",
+    "no_stop_within": "text is not parsed for reasoning, except by a server",
     "output_kind": "a command shows text as it comes, and results when they are whole",
     "skip_tokenizer_init": "a command's prompts are text",
     "max_queued_tokens": "a command queues its own prompts, as many as max_waiting lets wait",

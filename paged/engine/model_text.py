@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 from ..config import EngineConfig
 from ..errors import RequestError, UsageError
 from ..model.config import ModelConfig
-from ..model.generation_config import read_eos_token_ids, read_sampling_defaults
+from ..model.generation_config import (
+    NO_DEFAULTS,
+    chat_defaults,
+    read_eos_token_ids,
+    read_sampling_defaults,
+)
 from ..model.hub import resolve
 from ..sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from ..text.prompt_parser import PromptParser
@@ -37,6 +42,8 @@ class ModelText:
 
     tokenizer: None with skip_tokenizer_init.
     has_embedding_files: whether the checkpoint says how it makes embeddings, in files of their own.
+    sampling_defaults: the parameters that the checkpoint sets.
+    chat_defaults: what `paged chat` and the page take beside those.
     eos_token_ids: those in the vocabulary; others, such as the -1 of models without EOS, are never sampled.
 
     Raises CheckpointError for files that are missing or wrong.
@@ -52,6 +59,7 @@ class ModelText:
             None if config.skip_tokenizer_init else Tokenizer(_tokenizer_directory(config, directory))
         )
         self.sampling_defaults = _sampling_defaults(config.generation_config, directory)
+        self.chat_defaults = chat_defaults(config.generation_config, self.sampling_defaults)
         vocabulary = range(model_config.vocab_size)
         self.eos_token_ids = frozenset(i for i in read_eos_token_ids(directory) if i in vocabulary)
 
@@ -132,7 +140,7 @@ def _tokenizer_directory(config: EngineConfig, directory: Path) -> Path:
 
 def _sampling_defaults(source: str, directory: Path) -> dict[str, Any]:
     """Return the parameters that generation_config.json sets. Logs them, as they change what is sampled."""
-    if source in ("paged", "vllm"):
+    if source in NO_DEFAULTS:
         return {}
     found = read_sampling_defaults(directory if source == "auto" else resolve(source))
     if found:

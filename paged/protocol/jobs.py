@@ -21,6 +21,7 @@ LOWEST_LOGPROB = -9999.0  # of an impossible token, as in OpenAI's API and vLLM'
 NOT_IN_JSON = {
     "logits_processors": "they are Python functions",
     "output_kind": "the whole output is written once",
+    "no_stop_within": "it follows from the reasoning parser; stop strings of completions end any text",
 }
 SAMPLING_NAMES = [field.name for field in fields(SamplingParams) if field.name not in NOT_IN_JSON]
 

@@ -179,7 +179,7 @@ def test_every_sampling_flag_reaches_the_engine(run, monkeypatch, tmp_path):
     monkeypatch.setattr(common, "start", StandIn)
     monkeypatch.setattr(generate, "_stream", lambda engine, *given: seen.append((engine.options, *given)))
     monkeypatch.setattr(generate, "_check_shows_text", lambda _: None)
-    no_flags = {"logits_processors", "output_kind", "seed"}  # --seed is the engine's
+    no_flags = {"logits_processors", "output_kind", "no_stop_within", "seed"}  # --seed is the engine's
     assert {*FLAGS} | no_flags == {field.name for field in fields(SamplingParams)}
     given = {name: value for name, (_, value) in FLAGS.items() if name not in ("stop", "detokenize")}
     run("generate", "x", *(text for name in given for text in FLAGS[name][0]))

@@ -147,3 +147,12 @@ def test_the_front_end_does_without_torch(tmp_path):
     )
     assert ResponseTemplate.of(tmp_path)
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+
+
+def test_stop_strings_know_the_reasoning(tmp_path):
+    plan = ToolPlan.of(chat_format(tmp_path, JSON_IN_TAGS))
+    assert plan.reasoning_tags(PROMPT) == ("<think>", "</think>")
+    assert plan.reasoning_tags(PROMPT + "<think>\n") == ("", "</think>")
+    assert plan.reasoning_tags(PROMPT + "<think>\n</think>") == ("<think>", "</think>")
+    plan = ToolPlan.of(chat_format(tmp_path, PARAMETERS_IN_TAGS))
+    assert plan.reasoning_tags(PROMPT) is None

@@ -79,6 +79,31 @@ def test_errors_name_what_is_there(small):
     assert "did you mean 'max_tokens'" in json.loads(data)["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/completions/", "/v1/completions"),
+        ("/V1/Models", "/v1/models"),
+        ("/metric", "/metrics"),
+        ("/nothing-like-it", None),
+        ("/" + "x" * 5000, None),
+    ],
+    ids=lambda text: str(text)[:20],
+)
+def test_a_wrong_path_names_the_nearest_routes_alone(small, path, near):
+    status, _, data = small.request("GET", path, None, {"authorization": "Bearer one"})
+    message = json.loads(data)["error"]["message"]
+    assert status == 404
+    assert message.endswith("/openapi.json lists what there is")
+    assert len(message) < 400
+    named = re.findall(r"(?<=[ ])/[^ ,;]+", message.partition("here")[2])
+    assert len(named) <= 4
+    assert named[0] == (near or "/openapi.json")
+
+
 @pytest.mark.parametrize("given", [None, "Bearer three", "Basic one", "Bearer one two", "Bearer"])
 def test_a_request_without_the_key(given, small):
     headers = {} if given is None else {"authorization": given}

@@ -130,7 +130,7 @@ class ChatFormat:
             special_tokens=frozenset(special),
             directory=None if tokenizer is None else tokenizer.directory,
         )
-        if not shows_tools:
+        if not shows_tools and tool_call_parser is not None:  # who asked for none need not know
             form = JsonFormat() if found.tools is None else found.tools
             what = "requests with tools are refused" if form.prompt is None else "messages describe them"
             logger.warning(

@@ -107,6 +107,15 @@ class ToolPlan:
             return answer or PlainText()
         return ReasoningMachine(answer, is_inside=self._is_in_reasoning(prompt))
 
+    def reasoning_tags(self, prompt: str) -> tuple[str, str] | None:
+        """Return what begins and ends the reasoning of an answer to this prompt; None if there is none.
+
+        The first tag is "" if the answer begins inside of the reasoning.
+        """
+        if not self.chat.has_reasoning_parser:
+            return self.format.reasoning_tags(prompt)
+        return ("" if self._is_in_reasoning(prompt) else THINK), END_THINK
+
     def structured_outputs(
         self, prompt: str, wanted: StructuredOutputsParams | None = None
     ) -> StructuredOutputsParams | None:

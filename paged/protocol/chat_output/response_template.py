@@ -71,3 +71,16 @@ class ResponseTemplate:
         """
         parser: EventParser = self._parser_of(self._template, prefix=prompt, tools=[*tools])
         return parser
+
+    def reasoning_tags(self, prompt: str) -> tuple[str, str] | None:
+        """Return what begins and ends the reasoning of an answer; None if the template has no such texts.
+
+        The first tag is "" if the prompt has begun the reasoning.
+        """
+        for name in ("reasoning_content", "reasoning", "thinking"):
+            field = self._template["fields"].get(name, {})
+            begin, end = field.get("open"), field.get("close")
+            if isinstance(begin, str) and begin and isinstance(end, str) and end:
+                answer = prompt[prompt.rfind(self._template.get("start_anchor") or "") :]
+                return ("" if answer.rfind(begin) > answer.rfind(end) else begin), end
+        return None

@@ -60,6 +60,10 @@ class ToolFormat(ABC):
         assert self.prompt is not None
         return self.prompt.messages(messages, tools, self._written, shows_system=shows_system)
 
+    def reasoning_tags(self, prompt: str) -> tuple[str, str] | None:  # noqa: ARG002
+        """Return what begins and ends reasoning, for a format that reads it; see `ToolPlan`."""
+        return None
+
     def _written(self, name: str, arguments: str) -> str:
         """Return the text of a call."""
         tag = self._call(Tool(name, ANY_OBJECT))
@@ -229,6 +233,10 @@ class TemplateFormat(ToolFormat):
     def new_parser(self, tools: Sequence[Tool], prompt: str) -> OutputParser:
         """Return a parser that calls transformers."""
         return TemplateMachine(self._template, prompt, tools, self.new_id)
+
+    def reasoning_tags(self, prompt: str) -> tuple[str, str] | None:
+        """Return what begins and ends the reasoning of an answer; None if the template does not tell."""
+        return self._template.reasoning_tags(prompt)
 
     @property
     def prompt(self) -> ToolPrompt | None:
