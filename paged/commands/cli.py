@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
+from ..base.interrupts import end_at_ctrl_c
 from ..errors import (
     ConfigError,
     DivisionError,
@@ -55,13 +56,16 @@ def main() -> None:
 
     2 is for what was typed, and would be wrong again; 1 for what cannot be done here and now.
     """
-    # Ctrl-C ends the process at once and without a traceback, as nothing needs cleaning up.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_at_ctrl_c()
     # Characters that the terminal cannot encode are escaped.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         sys.exit(app(_spelled_out(sys.argv[1:]), prog_name="paged", standalone_mode=False))
+    except (KeyboardInterrupt, typer.Abort):  # a command had Ctrl-C raise, and it came beside what it was for
+        end_at_ctrl_c()
+        signal.raise_signal(signal.SIGINT)
+        code = EXIT_FAILED
     except PARSER_ERROR as error:
         where = error.ctx.command_path if error.ctx is not None else "paged"
         complain(f"{error.format_message()} (see {where} --help)")

@@ -66,8 +66,8 @@ def top(
     # The default of this process would end it with the cursor hidden.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     views = _views(address, interval, admin_key)
-    first = next(views)
     try:
+        first = next(views)
         if console.is_terminal:
             with Live(first, auto_refresh=False, console=console) as live:
                 for shown in views:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from ..base.interrupts import signals_blocked
 from ..text.worker import ROOT
 from .frames import Start
 
@@ -95,7 +96,7 @@ def start_process(
     """
     ours, theirs = socket_pair()
     path = [ROOT, *filter(None, sys.path)]  # so that it finds what this process finds
-    with theirs:
+    with theirs, signals_blocked():
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", ENGINE_PROCESS, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
