@@ -16,14 +16,7 @@ import typer
 
 from .. import __version__
 from ..base.interrupts import end_at_ctrl_c
-from ..errors import (
-    ConfigError,
-    DivisionError,
-    PagedError,
-    RequestError,
-    ResourceError,
-    UnknownArgumentError,
-)
+from ..errors import PagedError, RequestError, is_final
 from .bench import bench
 from .chat import chat
 from .common import EXIT_FAILED, EXIT_USAGE, CliError, complain
@@ -40,8 +33,7 @@ from .top import top
 # The base class of parser errors: click's in older versions of Typer, Typer's own copy in newer ones.
 PARSER_ERROR: type[Any] = typer.BadParameter.__mro__[2]
 
-# Errors of what was typed, in flags, prompts, variables and files of options.
-TYPED = (CliError, ConfigError, RequestError, UnknownArgumentError)
+TYPED = (CliError, RequestError)  # errors of flags and prompts
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -54,7 +46,8 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line and exit with its code.
 
-    2 is for what was typed, and would be wrong again; 1 for what cannot be done here and now.
+    2 is for what would be wrong again: what was typed, or a model that is damaged or not supported. 1 is for
+    what cannot be done here and now.
     """
     end_at_ctrl_c()
     # Characters that the terminal cannot encode are escaped.
@@ -72,8 +65,7 @@ def main() -> None:
         code = EXIT_USAGE
     except PagedError as error:
         complain(str(error))
-        is_lacking = isinstance(error, ResourceError | DivisionError)
-        code = EXIT_USAGE if isinstance(error, TYPED) and not is_lacking else EXIT_FAILED
+        code = EXIT_USAGE if isinstance(error, TYPED) or is_final(error) else EXIT_FAILED
     except UnicodeDecodeError as error:  # from stdin, or a file that is no text
         complain(str(error))
         code = EXIT_FAILED

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MissingModelError
 from .config import DEMO
 from .gguf_names import PART_NAME, gguf_files, is_gguf, part_paths
 
@@ -100,7 +100,7 @@ def _local(model: str, revision: str | None) -> Path | None:
         )
     is_file = is_gguf(path.name) and path.parent.is_dir()
     if is_file or model.count("/") > 1 or model.startswith((".", "/", "~")) or not model.isprintable():
-        raise CheckpointError(f"no such directory or GGUF file: {model}")
+        raise MissingModelError(f"no such directory or GGUF file: {model}")
     return None
 
 
@@ -236,6 +236,6 @@ def _fetched(model: str, fetch: Callable[[], Path]) -> Path:
         raise
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise CheckpointError(
+        raise MissingModelError(
             f"{model!r} is neither a directory nor a model that could be fetched from the hub: {reason}"
         ) from error
