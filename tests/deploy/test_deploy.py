@@ -323,7 +323,7 @@ def test_prometheus_takes_the_rules():
     platform.machine() not in unit_limits.CALLS, reason="knows no number of the call socket here"
 )
 def test_a_divided_model_runs_within_the_limits_of_the_unit():
-    """Address families always, and where systemd-analyze and libseccomp are installed its system calls, too."""
+    """Its address families, and its system calls where systemd-analyze and libseccomp are installed."""
     limited = [sys.executable, "-m", "tests.support.unit_limits", DEPLOY / "paged.service"]
     command = ["-m", "paged", "generate", "x", "-pp", "2", "--num-blocks", "8", "--max-tokens", "1"]
     assert "rank 1 (stage 0 of 2" in passes(*limited, sys.executable, *command)
