@@ -17,6 +17,7 @@ from ..requests.request import RequestOutput
 from ..requests.seeds import derived_seed
 from ..sampling_params import RequestOutputKind, SamplingParams
 from .cluster import ROOM_S, Share, share_of
+from .late_lines import LateLines
 from .retries import MOST_ENDS, BatchRoom, RetryLedger, RowResult
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ class _Generator:
     ) -> None:
         import ray
 
+        from ..server import supervisor
         from ..server.engine_client import EngineClient
 
         # Ray 2.49 asks for the loop of this thread, which newer versions of uvloop do not make by themselves.
@@ -193,6 +195,7 @@ class _Generator:
         self._id_column, self._input_column = columns
         self._is_chat = is_chat
         self._engine = EngineClient(**options)
+        LateLines(logging.getLogger(supervisor.__name__))
         self._params = self._engine.text.default_params if params is None else params
         self._params = replace(self._params, output_kind=RequestOutputKind.FINAL_ONLY)
 
