@@ -39,6 +39,7 @@ def fetch_headers(repository: str, revision: str | None, config: Path) -> Path:
     entries: list[Any] = hub.ls(repository, revision=revision)
     names = [Path(entry["name"]).name for entry in entries if entry["type"] == "file"]
     directory = _new_directory()
+    (directory / HEADERS_ALONE).touch()
     shutil.copyfile(config, directory / config.name)
     for name in names:
         if name == _QUANTIZATION or ".safetensors.index" in name:
