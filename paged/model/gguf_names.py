@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MissingModelError
 from .config import ExpertStack, ModelConfig, TensorNames
 from .spec import ExpertsSpec
 
@@ -217,5 +217,5 @@ def part_paths(path: Path, exists: Callable[[str], bool] = os.path.exists) -> li
     paths = [path.with_name(f"{match[1]}-{i:05}-of-{match[3]}{match[4]}") for i in range(1, count + 1)]
     if missing := [each for each in paths if not exists(str(each))]:
         more = f" and {len(missing) - 1} more parts" if len(missing) > 1 else ""
-        raise CheckpointError(f"{missing[0]}{more} missing: the model is in {count} files")
+        raise MissingModelError(f"{missing[0]}{more} missing: the model is in {count} files")
     return paths
