@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.common import print_json, print_table
+from benchmarks.common import parse_args, print_json, print_table
 from benchmarks.timing import device_name
 from paged.kernels.backend import load_kernels
 from paged.kernels.checks import TrustedContents
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--side", type=int, default=256, help="of the tensors that are loaded")
-    args = parser.parse_args()
+    args = parse_args(parser, rounds=1, side=4)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     results = [

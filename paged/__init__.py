@@ -1,7 +1,16 @@
 """paged: a paged-attention runtime for large language models, with kernels for CPUs and GPUs."""
 
 import importlib
+import signal
 import sys
+
+# Ctrl-C ends the command without a traceback while this is imported, too: by the script `paged`, or by
+# `python -m paged`, whose module __main__ comes after this one.
+if (sys.argv[:1] == ["-m"] and ("-m", "paged") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)) or (
+    sys.argv and sys.argv[0].rpartition("/")[2] == "paged"
+):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from typing import TYPE_CHECKING, Any
 
 from .base.from_vllm import MissingNames as _MissingNames
@@ -14,6 +23,7 @@ from .errors import (
     DivisionError,
     EngineDeadError,
     FileError,
+    MissingModelError,
     PagedError,
     QueueFullError,
     RankError,
@@ -71,6 +81,7 @@ __all__ = [
     "FlexibleArgumentParser",
     "LLMEngine",
     "Logprob",
+    "MissingModelError",
     "PagedError",
     "PoolingParams",
     "QueueFullError",

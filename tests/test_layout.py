@@ -330,7 +330,7 @@ def test_wheel_holds_kernels_and_demo(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         entry_points = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
-        assert "paged = paged.commands.cli:main" in archive.read(entry_points).decode()
+        assert "paged = paged.__main__:main" in archive.read(entry_points).decode()
     assert {name.split("/")[0] for name in held} == {"paged"}
     wanted = {f"paged/{file.relative_to(ROOT)}" for file in KERNELS}
     wanted |= {"paged/py.typed", "paged/base/vllm.toml", "paged/commands/cli.py"}

@@ -77,7 +77,9 @@ def _parsed() -> Options:
     )
     parser.add_argument("--seconds", type=float, default=5.0, help="of each aggressor")
     parser.add_argument("--rate", type=float, default=10.0, help="the victim's requests a second")
-    parser.add_argument("--quick", action="store_true", help="few requests: checks them, and proves no speed")
+    parser.add_argument(
+        "--quick", "--rehearse", action="store_true", help="few requests: checks them, and proves no speed"
+    )
     return parser.parse_args()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import FrozenInstanceError, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -82,12 +81,6 @@ def show_arguments_of(config: Callable[..., Any], method: Callable[..., Any]) ->
     parameters = sorted([*own, *more], key=lambda p: p.kind)
     method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     method.__doc__ = method.__doc__ or config.__doc__
-
-
-def field_texts(owner: type[Any]) -> dict[str, str]:
-    """Return the text of a dataclass's docstring on each field, joined to one line, by the field's name."""
-    found = re.finditer(r"^    (\w+): (.*?)(?=^    \w+: |^$)", owner.__doc__ or "", re.DOTALL | re.MULTILINE)
-    return {match[1]: " ".join(match[2].split()) for match in found}
 
 
 def check_call(method: str, unnamed: Mapping[str, Any], **neutral: Any) -> None:

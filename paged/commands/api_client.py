@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from ..base.validation import shown
 from ..errors import ConfigError, PagedError
 
+DEFAULT_URL = "http://127.0.0.1:8000"  # that of `paged serve`
 # In this order. The server's own variable comes first, so that one name serves both sides of a test.
 KEY_VARIABLES = ("PAGED_API_KEY", "OPENAI_API_KEY")
 CONNECT_TIMEOUT_S = 10.0

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MissingModelError
 
 # The key of a config.json, made for a GGUF file, that has its general.architecture.
 GGUF_KEY = "gguf_architecture"
@@ -48,5 +48,5 @@ def part_paths(path: Path, exists: Callable[[str], bool] = os.path.exists) -> li
     paths = [path.with_name(f"{match[1]}-{i:05}-of-{match[3]}{match[4]}") for i in range(1, count + 1)]
     if missing := [each for each in paths if not exists(str(each))]:
         more = f" and {len(missing) - 1} more parts" if len(missing) > 1 else ""
-        raise CheckpointError(f"{missing[0]}{more} missing: the model is in {count} files")
+        raise MissingModelError(f"{missing[0]}{more} missing: the model is in {count} files")
     return paths

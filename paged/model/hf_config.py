@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.validation import shown
-from ..errors import CheckpointError, UnsupportedModelError
+from ..errors import CheckpointError, MissingModelError, UnsupportedModelError
 from .config import ModelConfig
 from .families.build import Family
 from .families.reading import Config, activation_of
@@ -47,13 +47,13 @@ def check_file(file: Path, most: int) -> int:
     try:
         status = file.stat()
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        raise MissingModelError(f"{file} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{file}: is not a regular file")
     if status.st_size > most:
         raise CheckpointError(f"{file}: has {status.st_size:,} bytes; at most {most:,} are read")
     if status.st_size <= MAX_POINTER_BYTES and _POINTER.match(_beginning(file)):
-        raise CheckpointError(f"{file}: is a pointer of Git LFS in place of the file; run `git lfs pull`")
+        raise MissingModelError(f"{file}: is a pointer of Git LFS in place of the file; run `git lfs pull`")
     return status.st_size
 
 
@@ -61,13 +61,13 @@ def _beginning(file: Path) -> bytes:
     try:
         return file.read_bytes()[:MAX_POINTER_BYTES]
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        raise MissingModelError(f"{file} cannot be read: {error.strerror}") from error
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """Read the object in a JSON file of a checkpoint, of at most 64 MiB. Raises CheckpointError."""
     if not file.exists():
-        raise CheckpointError(
+        raise MissingModelError(
             f"{file} does not exist; a model directory has config.json and *.safetensors"
             f"{_instead(file.parent)}"
         )
@@ -90,7 +90,7 @@ def _parsed(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        raise MissingModelError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: is not JSON: {error}") from error
 

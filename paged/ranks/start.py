@@ -18,8 +18,8 @@ def new_executor(
 ) -> ModelRunner:
     """Load a model, divided as the options say. `close` ends the processes that were started.
 
-    Raises DivisionError where the options do not fit the model or this machine, and RankError where processes
-    end, do not come, or do not fit together.
+    Raises DivisionError where the options do not fit the model, ResourceError where they do not fit this
+    machine, and RankError where processes end, do not come, or do not fit together.
     """
     from .driver import DriverRunner
     from .facts import cpu_features, facts_of

@@ -78,7 +78,7 @@ class EngineConnection(asyncio.Protocol):
             self._socket.sendall(frames.encode(start))
 
     def wait_ready(self) -> frames.Ready:
-        """Wait until the engine is made. Raises the error of `LLMEngine`."""
+        """Wait until the engine is made. Raises the error of `LLMEngine`, and EngineDeadError."""
         with suppress(ConnectionResetError):  # it has not read all that was sent
             while data := self._socket.recv(2**16):
                 for report in self._reader.feed(data):
@@ -87,9 +87,8 @@ class EngineConnection(asyncio.Protocol):
                     if isinstance(report, frames.Ready):  # heartbeats may follow it
                         self._stats = report.stats
                         return report
-        raise EngineDeadError(
-            f"{self.name} ended before its engine was made ({self._process.how_ended(SOON_S)})"
-        )
+        how = self._process.how_ended(SOON_S)
+        raise caused(f"{self.name} ended before its engine was made ({how})", ProcessEndError(how))
 
     async def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Read and write in this event loop from now on. Raises EngineDeadError."""

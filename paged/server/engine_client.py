@@ -71,7 +71,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         starts them on a Ray cluster.
 
     Raises ConfigError, CheckpointError or UnsupportedModelError, as `LLMEngine` does, and EngineDeadError if
-    a process ends before its engine is made.
+    more processes of an engine are killed before it is made.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -15,13 +16,21 @@ from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from . import frames
 from .connection import EngineConnection, Owner
-from .launcher import Launcher
+from .launcher import EXIT_CODE, Launcher
 
 RESTART_WINDOW_S = 600.0  # in which restarts are counted
 HANG_S = 30.0  # without heartbeats, after which a process is replaced
 MOST_START_RATIO = 3.0  # of the times that a later start and the first one may take
 LEAST_START_S = 60.0  # that a later start may take
-MOST_PAUSE_S = 8.0  # between two starts that fail
+FIRST_PAUSE_S = 1.0  # between a start that fails and the next one; it doubles
+MOST_PAUSE_S = 8.0
+
+logger = logging.getLogger(__name__)
+
+
+def next_pause(pause_s: float) -> float:
+    """Return the seconds to wait before the next start, after a start that waited so long has failed."""
+    return min(MOST_PAUSE_S, 2 * pause_s or FIRST_PAUSE_S)
 
 
 class SupervisedEngine:
@@ -69,9 +78,30 @@ class SupervisedEngine:
 
     # Starts
 
-    def wait_ready(self) -> frames.Ready:
-        """Wait until the first process has made its engine. Raises the error of `LLMEngine`."""
-        self._first = self.connection.wait_ready()
+    def wait_ready(self, max_restarts: int) -> frames.Ready:
+        """Wait until a process has made its engine. Raises the error of `LLMEngine`, and EngineDeadError.
+
+        A process that is killed meanwhile is started again, `max_restarts` times.
+        """
+        pause_s = 0.0
+        while True:
+            try:
+                self._first = self.connection.wait_ready()
+                break
+            except EngineDeadError as error:
+                # With an exit code, it has ended by itself, and would again.
+                if str(error.__cause__).startswith(EXIT_CODE) or not max_restarts:
+                    raise
+                if not self.may_restart(max_restarts):
+                    raise EngineDeadError(
+                        f"{error}, as did {max_restarts} before it; it is not started again"
+                    ) from error.__cause__
+                logger.warning("%s; it is started again", error)
+            self.connection.close()
+            time.sleep(pause_s)
+            pause_s = next_pause(pause_s)
+            self._began_at = time.monotonic()
+            self.begin_restart()
         self._start_s = time.monotonic() - self._began_at
         # Others have as many blocks, whatever memory is free then: what fitted the first one must fit them.
         options: dict[str, Any] = {**self._start.options, "num_blocks": self._first.stats.num_blocks}

@@ -27,9 +27,8 @@ from .connection import EngineConnection, call_in_loop, caused
 from .launcher import Launcher
 from .restart_terms import RestartTerms
 from .sent_request import SentRequest
-from .supervised_engine import MOST_PAUSE_S, SupervisedEngine
+from .supervised_engine import SupervisedEngine, next_pause
 
-FIRST_PAUSE_S = 1.0  # between a start that fails and the next one; it doubles
 LOOK_S = 1.0  # between two looks for processes that hang
 LEAVE_S = 0.05  # between two looks for requests that have to end where they are
 MOST_DEATHS_ALONE = 2  # of a request; what ends a process once may be something else
@@ -81,8 +80,8 @@ class Supervisor:
             raise
 
     def wait_ready(self) -> list[frames.Ready]:
-        """Wait until all engines are made. Raises the error of `LLMEngine`."""
-        ready = [replica.wait_ready() for replica in self.replicas]
+        """Wait until all engines are made. Raises the error of `LLMEngine`, and EngineDeadError."""
+        ready = [replica.wait_ready(self._terms.max_restarts) for replica in self.replicas]
         self._router = new_router(self._router_name, ready[0].block_size)
         return ready
 
@@ -338,7 +337,7 @@ class Supervisor:
             await asyncio.sleep(pause_s)
             if self._is_closed:
                 return
-            pause_s = min(MOST_PAUSE_S, 2 * pause_s or FIRST_PAUSE_S)
+            pause_s = next_pause(pause_s)
             connection = replica.begin_restart()
             try:
                 await self._start(replica, connection)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..base.garbage import without_collection
 from ..base.validation import shown
-from ..errors import CheckpointError, UnsupportedModelError
+from ..errors import CheckpointError, MissingModelError, UnsupportedModelError
 from ..model.families.table import ARCHITECTURES
 from ..model.gguf_paths import NO_TOKENIZER_KEY
 from ..model.hf_config import MAX_JSON_BYTES, check_file, read_json
@@ -62,7 +62,7 @@ def check_tokenizer(directory: Path) -> None:
         found = [name for name in FILES if (directory / name).exists()]
         but = f", found only {found[0]}" if found else ""
         files = f"{', '.join(FILES[:-1])} and {FILES[-1]}"
-        raise CheckpointError(f"{directory} has no tokenizer: looked for {files}{but}; {WAY_OUT}")
+        raise MissingModelError(f"{directory} has no tokenizer: looked for {files}{but}; {WAY_OUT}")
     try:
         for file in _files(directory):
             _check_place(directory, file)

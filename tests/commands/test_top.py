@@ -129,6 +129,15 @@ def test_one_view(run, demo):
     assert lines[-1] == "step 375.0 ms 475.0 ms 497.5 ms"
 
 
+def test_the_address_is_given_as_to_other_commands(run, demo):
+    """As --url or as an argument, of the server or of its API; two different ones are an error."""
+    url, paths = demo
+    for given in ([url], ["--url", url], ["--url", f"{url}/v1/"], [url, "--url", url], [f"{url}/metrics"]):
+        assert run("top", *given, "--once", "--interval", 0.01)[0] == 0
+    assert paths == ["/metrics"] * 10
+    assert f"given twice, as {url} and as --url x; leave one out" in run.fails("top", url, "--url", "x")
+
+
 @pytest.mark.parametrize("on_terminal", [True, False])
 def test_views_go_on_while_the_server_is_away(run, monkeypatch, on_terminal):
     monkeypatch.setattr(top.Console, "is_terminal", on_terminal)

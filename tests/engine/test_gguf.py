@@ -663,15 +663,19 @@ def test_quantisation_on_the_hub(small, tmp_path, monkeypatch):
     fetched = []
     split(small, tmp_path / "hub")
 
-    def download(_: str, name: str, **__: Any) -> str:
-        fetched.append(name)
-        return str(tmp_path / "hub" / Path(name).name.replace("m-Q8_0", "m"))
+    def download(_: str, *, allow_patterns: list[str], **__: Any) -> str:
+        fetched.extend(allow_patterns)
+        (tmp_path / "cache" / "x").mkdir(parents=True)
+        for name in allow_patterns:
+            part = tmp_path / "hub" / Path(name).name.replace("m-Q8_0", "m")
+            (tmp_path / "cache" / name).symlink_to(part)
+        return str(tmp_path / "cache")
 
     siblings = [SimpleNamespace(rfilename=name) for name in [*NAMES, "mmproj-Q8_0.gguf"]]
     monkeypatch.setattr(
         "huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=siblings)
     )
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert (resolve("owner/name:q8_0") / "config.json").exists()
     assert fetched == NAMES[2:]
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))

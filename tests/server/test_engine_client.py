@@ -26,7 +26,6 @@ from paged import (
     EngineDeadError,
     LLMEngine,
     QueueFullError,
-    RankError,
     RequestError,
     RequestKillsEngineError,
     RequestOutput,
@@ -624,7 +623,7 @@ def test_options_about_processes_of_a_model_are_checked_before_anything_starts(m
     with pytest.raises(ConfigError, match="rank_timeout_s 300 must be less than step_timeout 300"):
         EngineClient("demo", **ranked, rank_timeout_s=300.0)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(RankError, match="RANK is set and WORLD_SIZE is not"):
+    with pytest.raises(ConfigError, match="RANK is set and WORLD_SIZE is not"):
         EngineClient("demo", **ranked)
     for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -16,7 +16,7 @@ import pytest
 
 from paged import LLMEngine
 from paged.engine.request_spec import RequestSpec
-from paged.server import engine_process, frames, supervised_engine, supervisor
+from paged.server import engine_process, frames, supervised_engine
 from paged.server.connection import EngineConnection, caused
 from paged.server.engine_process import EngineServer, Link
 from paged.server.launcher import LocalLauncher
@@ -191,7 +191,7 @@ class MortalEngines:
             patch.setattr(engine_process, "Garbage", _NoGarbage)
             patch.setattr(engine_process, "HEARTBEAT_S", HEARTBEAT_S)
             patch.setattr(engine_process, "WHOLE_S", 0.02)
-            patch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
+            patch.setattr(supervised_engine, "FIRST_PAUSE_S", 0.0)
             yield self
 
 

@@ -10,6 +10,7 @@ import resource
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 
 import pytest
 
@@ -177,6 +178,13 @@ def templates(hf):
     return ChatTemplates(TEMPLATES, dict(hf.special_tokens_map))
 
 
+rendered_as_today = pytest.mark.skipif(
+    tuple(map(int, version("transformers").split(".")[:2])) < (5, 23),
+    reason="this older transformers, the oracle, renders keys of messages that are None",
+)
+
+
+@rendered_as_today
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("messages", [TALK[:2], TALK, CALL], ids=["short", "talk", "call"])
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "tools"])
@@ -204,6 +212,7 @@ def test_text_is_that_of_transformers(templates, hf, name, messages, tools):
         assert text == expected
 
 
+@rendered_as_today
 @pytest.mark.parametrize(
     ("name", "last"),
     [
