@@ -84,7 +84,7 @@ def test_bodies_refuse_it_by_name(url, name):
 def test_lines_of_files_refuse_it_and_the_others_are_read(tmp_path):
     wrong = [f'{{"prompt": "x", "{name}": {DIGITS}}}' for name in ("max_tokens", "prompt")]
     wrong.append(f'{{"prompt": "x", "logit_bias": {{"{DIGITS}": 1}}}}')
-    long = "1000000000000000... has 5,001 characters; no int here may be that long"
+    long = "1000000000000000... has 5,001 characters; no number here may be that long"
     key = "a token id in logit_bias must be an int, at least 0, got '10000000000"
     lines = [f'{{"custom_id": "{i}", "url": "{COMPLETIONS}", "body": {b}}}' for i, b in enumerate(wrong)]
     lines.append(f'{{"custom_id": "good", "url": "{COMPLETIONS}", "body": {{"prompt": "x"}}}}')
