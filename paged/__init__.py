@@ -24,6 +24,7 @@ from .errors import (
     UnknownArgumentError,
     UnsupportedModelError,
     UsageError,
+    WorkerLostError,
 )
 from .requests.prompts import TextPrompt, TokensPrompt
 from .requests.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -76,6 +77,7 @@ __all__ = [
     "UnknownArgumentError",
     "UnsupportedModelError",
     "UsageError",
+    "WorkerLostError",
 ]
 
 

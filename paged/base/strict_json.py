@@ -13,7 +13,7 @@ from ..errors import RequestError
 from .validation import shown
 
 MAX_JSON_DEPTH = 64  # of objects and arrays in a JSON text
-MAX_DIGITS = 4_300  # characters of a number in a JSON text; Python itself refuses longer ints
+MAX_NUMBER_LENGTH = 4_300  # characters of a number in a JSON text; Python itself refuses longer ints
 MAX_JSON_EXPONENT = 100_000  # of an exact number, with which Python computes in no time
 MOST_EXACT_LENGTH = 15  # every number of so few characters is exact in float64
 # Other threads wait for a match: texts are looked through in pieces.
@@ -113,7 +113,7 @@ def given_twice(name: str) -> RequestError:
 
 def exact_float(digits: str) -> float:
     """Return a number with a fraction or an exponent, where float64 does not have it as a RoundedFloat."""
-    if len(digits) > MAX_DIGITS:
+    if len(digits) > MAX_NUMBER_LENGTH:
         raise _too_long(digits)
     number = float(digits)
     if not math.isfinite(number):
@@ -126,7 +126,7 @@ def exact_float(digits: str) -> float:
 
 def exact_int(digits: str) -> int:
     """Return an int. Raises RequestError for a long one, as parsing takes quadratic time."""
-    if len(digits) > MAX_DIGITS:
+    if len(digits) > MAX_NUMBER_LENGTH:
         raise _too_long(digits)
     return int(digits)
 

@@ -35,7 +35,7 @@ from ..errors import RequestError, WorkerLostError
 MOST_READ = 2**20  # bytes at once
 PIECE = 2**16  # characters of a text that are encoded or parsed by one call
 TEXT_END = b"\r"  # after a piece of a reply's text; in JSON it is escaped
-LOOK_S = 0.5  # between two looks whether a process that does not answer was stopped
+LOOK_AT_PROCESS_S = 0.5  # between two looks whether a process that does not answer was stopped
 # By which a process ends for what it computes: the limit of its time, no memory, an error of a library.
 OWN_SIGNALS = (
     signal.SIGPROF,
@@ -160,7 +160,8 @@ class Worker:
         except BaseException:  # an interrupt: the reply would be read as that of the next request
             self.close()
             raise
-        if not reply.endswith(b"\n"):
+        *texts, rest = reply
+        if not rest.endswith(b"\n"):
             self.close()
             code = process.returncode
             if code < 0 and -code not in OWN_SIGNALS:
@@ -168,7 +169,6 @@ class Worker:
                     f"the process that runs {self._subject} was killed by signal {-code}; try again"
                 )
             raise RequestError(self._end_of(code, time_s))
-        *texts, rest = reply.split(TEXT_END)
         answer = dict(json.loads(rest))
         if texts:
             answer["text"] = "".join(map(json.loads, texts))
@@ -267,19 +267,19 @@ def _write(process: subprocess.Popen[bytes], data: bytearray | memoryview) -> in
         return len(data)
 
 
-def _reply(process: subprocess.Popen[bytes], line: bytearray, deadline: float) -> bytes:
-    """Write a line, and read one. Return what there is of it if the process ends.
+def _reply(process: subprocess.Popen[bytes], line: bytearray, deadline: float) -> list[bytearray]:
+    """Write a line, and read one. Return its pieces, or what there is of them if the process ends.
 
     Raises TimeoutError, or _StoppedError if the process was stopped.
     """
     assert process.stdin is not None
     assert process.stdout is not None
     unsent = memoryview(line)
-    parts = list[bytes]()
+    pieces = [bytearray()]
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
-    look_at = time.monotonic() + LOOK_S
-    while not (parts and parts[-1].endswith(b"\n")):
+    look_at = time.monotonic() + LOOK_AT_PROCESS_S
+    while not pieces[-1].endswith(b"\n"):
         unsent = unsent[_write(process, unsent) :]
         if unsent:
             poll.register(process.stdin, select.POLLOUT)
@@ -290,7 +290,7 @@ def _reply(process: subprocess.Popen[bytes], line: bytearray, deadline: float) -
         if now >= deadline:
             raise TimeoutError
         if now >= look_at:
-            look_at = now + LOOK_S
+            look_at = now + LOOK_AT_PROCESS_S
             if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
                 raise _StoppedError
         wait_s = min(deadline, look_at) - now
@@ -298,8 +298,10 @@ def _reply(process: subprocess.Popen[bytes], line: bytearray, deadline: float) -
             part = process.stdout.read(MOST_READ)
             if part == b"":
                 break
-            parts.append(part or b"")
-    return b"".join(parts)
+            first, *others = (part or b"").split(TEXT_END)
+            pieces[-1] += first
+            pieces += map(bytearray, others)
+    return pieces
 
 
 def _line(request: dict[str, Any], time_s: float) -> bytearray:

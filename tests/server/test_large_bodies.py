@@ -113,6 +113,7 @@ def test_bodies_of_requests_in_progress_are_bounded(engine, monkeypatch):
         with served.connect() as client:  # one that is being read
             client.sendall(posted({})[:-2].replace(b": 2", b": 250000") + b" " * 200_000)
             eventually(lambda: budget.num_bytes == 200_000)
+            assert not served.front.is_idle
             check_refused()
         eventually(lambda: budget.num_bytes == 0)
         with unhurried(engine), served.connect() as client:  # one that is being answered

@@ -206,7 +206,7 @@ def test_text_is_that_of_transformers(templates, hf, name, messages, tools):
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=lambda sign: sign.name)
 def test_a_process_that_is_ended_from_outside_is_asked_again_once(sign, monkeypatch):
-    monkeypatch.setattr("paged.text.worker.LOOK_S", 0.01)
+    monkeypatch.setattr("paged.text.worker.LOOK_AT_PROCESS_S", 0.01)
     templates = ChatTemplates({}, {})
     first = templates._workers.first
     started = []
@@ -424,7 +424,7 @@ def test_what_is_too_long_to_render_is_said(bounded, templates):
 
 def test_a_process_that_hangs_delays_no_other_and_is_replaced_when_its_time_is_over(monkeypatch):
     """It uses no CPU time, so the limit of that does not end it."""
-    monkeypatch.setattr("paged.text.worker.LOOK_S", 3600.0)  # it is stopped, and not seen to be
+    monkeypatch.setattr("paged.text.worker.LOOK_AT_PROCESS_S", 3600.0)  # it is stopped, and not seen to be
     templates = ChatTemplates({}, {})
     template = "{{ messages[0].role }}"
     assert templates.render(TALK[:1], chat_template=template) == "system"

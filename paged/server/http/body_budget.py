@@ -16,13 +16,14 @@ SHARE_OF_FREE = 3
 # A body that grows by less than PROGRESS_BYTES in STALL_S has stalled: it loses its room if another needs it.
 STALL_S = 1.0
 PROGRESS_BYTES = 2**16
+BYTES_OF_CONTAINER = 16  # that an object or array counts at least
 HEAVY_CONTAINERS = 2**16  # objects and arrays that a garbage collection looks at in no time
 
 
 class BodyBudget:
     """The memory that the bodies of requests in progress use, and its limit.
 
-    A client is whoever shares a budget: a tenant, or an address.
+    A client is a tenant, or an address.
 
     max_bytes: the limit; small bodies may use SMALL_BODIES_BYTES more.
     num_bytes: how many are in use.
@@ -72,6 +73,12 @@ class BodyBudget:
     def finish_reading(self, room: BodyRoom) -> None:
         """Keep the room of a body that has arrived until it is closed."""
         self._being_read.pop(room, None)
+
+    def hold(self, room: BodyRoom, num_containers: int) -> None:
+        """Count the objects and arrays of a body, which takes a little more room if it has many."""
+        room.num_containers = num_containers
+        self.num_containers += num_containers
+        self._add(room, max(0, BYTES_OF_CONTAINER * num_containers - room.num_bytes))
 
     def close(self, room: BodyRoom) -> None:
         """Give back the room of a body."""
@@ -135,8 +142,7 @@ class BodyRoom:
     def hold(self, num_containers: int) -> None:
         """Count the objects and arrays of the body, unless its request has ended meanwhile."""
         if not self.is_closed:
-            self.num_containers = num_containers
-            self._budget.num_containers += num_containers
+            self._budget.hold(self, num_containers)
 
     def close(self) -> None:
         """Give back the room."""

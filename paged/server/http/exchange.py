@@ -202,7 +202,7 @@ class Exchange:
         try:
             async with asyncio.timeout(self._body_timeout_s) as timer:
                 client = self.address if self.key is None else f"tenant {self.key.entry.tenant}"
-                self._room = self._budget.open(client, lambda: timer.reschedule(0.0))
+                self._room = self._budget.open(client, lambda: _expire(timer))
                 parts = await self._read_parts(self._room)
                 self._room.finish_reading()
                 return parts
@@ -305,6 +305,11 @@ class ClientGone(Exception):  # noqa: N818 - an event like CancelledError, no er
     """The client has closed the connection: there is no response to send."""
 
 
+def _expire(timer: asyncio.Timeout) -> None:
+    if not timer.expired():
+        timer.reschedule(0.0)
+
+
 async def _grow(room: BodyRoom, num_bytes: int) -> bool:
     """Take more room for a body, if there is some within WAIT_FOR_ROOM_S. Return whether there was."""
     until = time.monotonic() + WAIT_FOR_ROOM_S
@@ -315,8 +320,8 @@ async def _grow(room: BodyRoom, num_bytes: int) -> bool:
     return True
 
 
-# One thread for each size: more would take turns at the interpreter, and the event loop would wait for each.
-_parsing = ThreadPoolExecutor(1, "paged-bodies")
+# Few threads: more would take turns at the interpreter, and the event loop would wait for each.
+_parsing = ThreadPoolExecutor(2, "paged-bodies")
 _parsing_large = ThreadPoolExecutor(1, "paged-large-bodies")
 
 

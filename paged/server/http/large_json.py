@@ -32,13 +32,13 @@ from ...base.strict_json import (
 )
 from ...errors import RequestError
 
-# What a body may have. A list takes 72 bytes of memory for the two of its text, so the number of objects and
-# arrays is bounded by the length, too: no tool schema and no conversation has so many.
+# What a body may have. A list takes 72 bytes of memory for the two of its text, and an object of one key 190
+# for seven, so the number of objects and arrays is bounded by the length, too.
 MAX_VALUES = 2**21
 MAX_CONTAINERS = 2**17  # objects and arrays
 MAX_NAMES = 2**18  # of one object, which grows in one call
 MAX_ROUNDED = 2**16  # numbers that float64 does not have, each an object of three
-FREE_CONTAINERS = 2**10  # in a body of any length
+FREE_CONTAINERS = 2**12  # in a body of any length: 2,048 prompts of one token have half as many
 BYTES_PER_CONTAINER = 16  # beyond these
 PARSED_AT_ONCE = 2**14  # bytes of a body that is parsed by one call
 _PIECE = 2**15  # bytes
