@@ -108,14 +108,14 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "chat": (CHAT, lambda: text("hello world ", CHAT)),
     "chat, escapes": (CHAT, lambda: text("\\n", CHAT)),
     "1M token ids": (COMPLETION, lambda: dumped(prompt=[i % 4000 for i in range(2**20)], max_tokens=1)),
-    "2,048 prompts of ids": (
-        "/generate",
-        lambda: dumped(prompts=[[i % 4000] * 900 for i in range(2048)], max_tokens=1),
-    ),
-    "2,048 embeddings": (EMBEDDINGS, lambda: dumped(input=["def add(a, b):" * 5] * 2048)),
+    # The last prompt is wrong, so that the rest is not computed.
+    "2,048 prompts of ids": (COMPLETION, lambda: dumped(prompt=[*[[7] * 900] * 2047, [-1]], max_tokens=1)),
+    "2,048 embeddings": (EMBEDDINGS, lambda: dumped(input=[*[[7] * 900] * 2047, [-1]])),
     "tools": (
         CHAT,
-        lambda: dumped(messages=[{"role": "user", "content": "a"}], tools=_tools(128), max_tokens=1),
+        lambda: dumped(
+            messages=[{"role": "user", "content": "a"}], tools=_tools(128), max_tokens=1, tool_choice="none"
+        ),
     ),
     "logit_bias, bad_words": (
         COMPLETION,

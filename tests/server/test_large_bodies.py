@@ -259,6 +259,10 @@ def test_pieces_make_the_same_value_as_the_whole(piece, monkeypatch):
     monkeypatch.setattr(large_json, "_PIECE", piece)
     monkeypatch.setattr(large_json, "PARSED_AT_ONCE", 0)
     monkeypatch.setattr(large_json, "FREE_CONTAINERS", 1000)
+    for text in WRONG_TEXTS:
+        assert {outcome(parse, text.encode())[:8] for parse in (parse_json, large_json.parse_body)} == {
+            "refused:"
+        }, text
     rng = random.Random(piece)
     found = Counter()
     for _ in range(600):
@@ -274,6 +278,39 @@ def test_pieces_make_the_same_value_as_the_whole(piece, monkeypatch):
         assert is_refused[0] or repr(outcomes[0]) == repr(outcomes[1]), data
         found[is_refused[0]] += 1
     assert min(found.values()) > 100
+
+
+WRONG_TEXTS = [
+    *[
+        "[,1]",
+        "[1,]",
+        "[1,,2]",
+        "[1,[,2]]",
+        "[[1,],2]",
+        "[1,[2,]]",
+        "1,2",
+        "[1],[2]",
+        "[1}",
+        "[1:2]",
+        "[1,2]]",
+    ],
+    *['{"a":1,}', '{,"a":1}', '{"a":1,,"b":2}', '{"a",1}', '{"a":[1,2}', '{"a":"b","c"}', "[1,2", "[1 2,3]"],
+    *[
+        '{"a":1,"b":2,"a":3}',
+        '{"b":[1,2],"c":3,"b":4}',
+        '{"x":{"a":[1,2],"b":2,"a":1}}',
+        '[{"a":1,"b":2,"a":3}]',
+    ],
+    *[
+        "[1,01]",
+        "[1,-]",
+        '["a,b]',
+        '[1,"\\"]',
+        "[Infinity,1]",
+        "[1,NaN]",
+        '[-Infinity,"aaaaaaaaaaaaaaaaaaaaaaaa"]',
+    ],
+]
 
 
 def random_value(rng: random.Random, depth: int) -> Any:

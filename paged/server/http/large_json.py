@@ -152,7 +152,7 @@ class _Marks:
         is_outside &= ~is_quote
         self._look_at_strings(start + places[is_quote], left_out)
         is_bracket = is_outside & _IS_BRACKET[marks]
-        commas = start + places[is_outside & (marks == _COMMA)]
+        commas: np.ndarray[Any, Any] = start + places[is_outside & (marks == _COMMA)]
         brackets = marks[is_bracket]
         self._count(brackets, commas.size)
         self._brackets = zip((start + places[is_bracket]).tolist(), brackets.tolist(), strict=True)
