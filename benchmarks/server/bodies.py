@@ -91,6 +91,13 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
             % b",".join(b'"%06x":1' % i for i in range(1_500_000))
         ),
     ),
+    "most keys": (
+        COMPLETION,
+        lambda: (
+            b'{"prompt":"a","max_tokens":1,"metadata":{"x":[%b]}}'
+            % b",".join(b"{%b}" % b",".join(b'"%05x":1' % i for i in range(260_000)) for _ in range(6))
+        ),
+    ),
     "long keys": (
         COMPLETION,
         lambda: (
@@ -106,6 +113,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "text, one emoji": (COMPLETION, lambda: text("hello world ")[:-8] + '😀"}'.encode()),
     "text, Chinese": (COMPLETION, lambda: text("中文")),
     "chat": (CHAT, lambda: text("hello world ", CHAT)),
+    "chat, one emoji": (CHAT, lambda: text("hello world ", CHAT).replace(b"hello ", "😀 ".encode(), 1)),
     "chat, escapes": (CHAT, lambda: text("\\n", CHAT)),
     "1M token ids": (COMPLETION, lambda: dumped(prompt=[i % 4000 for i in range(2**20)], max_tokens=1)),
     # The last prompt is wrong, so that the rest is not computed.
