@@ -20,10 +20,12 @@ from typing import Any
 
 import pytest
 
+from paged.base.strict_json import parse_json
 from paged.errors import ConfigError
 from paged.protocol.endpoints import MESSAGES_PATH, ROUTES
 from paged.server.access.key_file import KeyEntry, parse_keys, read_keys
 from paged.server.access.keys import Keys
+from paged.server.http import exchange
 from paged.server.options import ServeOptions
 from tests.support.api_fields import BODIES
 from tests.support.command_line import running
@@ -393,6 +395,29 @@ def test_what_is_reserved_is_told_and_comes_back(engine, tmp_path):
             status, headers, _ = post("one")
             assert (status, headers["retry-after"]) == (429, "1")
         eventually(lambda: post("one", max_tokens=1)[0] == 200)
+
+
+@pytest.mark.parametrize("limit", ["requests_per_minute", "concurrent_requests"])
+def test_a_request_beyond_a_limit_is_refused_before_its_body_is_read(limit, engine, tmp_path, monkeypatch):
+    """The connection is closed, and nothing is parsed. Limits of tokens come afterwards."""
+    path = write(tmp_path / "keys", line("k", **{limit: 1}))
+    parsed = []
+    monkeypatch.setattr(exchange, "parse_body", lambda body, _: parsed.append(body) or parse_json(body))
+    head = f"POST {COMPLETION} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer k\r\n"
+    head += "content-type: application/json\r\ncontent-length: "
+    with serving(engine, api_keys=path) as served, unhurried(engine):
+        usage = served.front.keys.find(b"k")
+        with streaming(served, "k", prompt="a", max_tokens=1900, ignore_eos=True):
+            for num_bytes in (10_000_000, 2):  # not sent, and sent with the head
+                with served.connect() as client:
+                    client.sendall(f"{head}{num_bytes}\r\n\r\n{{}}".encode())
+                    answer = client.recv(2**16)
+                    assert answer.startswith(b"HTTP/1.1 429 ")
+                    assert b"\r\nconnection: close\r\n" in answer
+                    assert b"retry-after: " in answer
+        assert len(parsed) == 1
+        eventually(lambda: usage.num_open == 0)
+        usage.check()
 
 
 # The operator
