@@ -84,7 +84,7 @@ class Scheduler:
         # How many steps are to be in flight at once: the decodes are divided among them.
         self.num_in_flight = 1
         self.counters = SchedulerCounters()
-        self._queue = WaitingQueue(self.policy, block_manager, self.max_chunk, watermark)
+        self._queue = WaitingQueue(self.policy, block_manager, self.max_chunk, watermark, self._arrive)
         self._running = RunningSet(block_manager, max_num_seqs=max_num_seqs, max_chunk=self.max_chunk)
         self.preemption = Preemption(
             block_manager, self._running, self._queue, self.counters, max_preemptions, swap_pays
@@ -494,10 +494,14 @@ class Scheduler:
 
     def _enter(self, request: Request) -> None:
         """Give a new request its arrival, rank and deadline."""
+        self._arrive(request)
+        self._deadlines.add(request, len(self.running) + self.num_waiting)
+
+    def _arrive(self, request: Request) -> None:
+        """Give a request the next arrival, and the rank that follows from it."""
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         request.rank = self.policy.rank(request)
-        self._deadlines.add(request, len(self.running) + self.num_waiting)
 
     def _share(self, request: Request, child: Request, num_computed: int) -> None:
         """Run a child with the blocks of a request."""
@@ -590,6 +594,7 @@ class Scheduler:
         num_waiting = num_queued_tokens = 0
         manager.check()
         self._running.check()
+        self._queue.check()
         # No enum is looked up in the loop: the simulation does this after every step.
         for request in self.waiting():
             num_waiting += 1

@@ -350,6 +350,7 @@ class EngineServer:
             tenant=order.tenant,
             generated_token_ids=order.generated_token_ids,
             resumed=order.resumed,
+            part_of=order.part_of,
         )
         return self.loop.prepare(spec)
 

@@ -76,6 +76,7 @@ class Generate(Frame):
     namespace: what the KV of the prompt depends on besides its tokens.
     resumed: the samples that go on, where the process that had the request has ended.
     is_whole: whether its reader gets one output, so that what is new need not be sent often.
+    part_of: see `RequestInputs`.
     """
 
     key: int
@@ -87,6 +88,7 @@ class Generate(Frame):
     generated_token_ids: list[int]
     resumed: list[SampleSoFar] | None = None
     is_whole: bool = False
+    part_of: str = ""
 
 
 class Fork(Frame):
