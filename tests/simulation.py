@@ -504,7 +504,8 @@ class World:
         assert not any(r.held for r in schedule.requests), "a held request computes"
         self.check_order(waiting, ready)
         # Requests preempted and admitted again in this step: they begin with blocks that others write in it.
-        self.again = {id(r.blocks) for r, before in ready if r.metrics.num_preemptions > before}
+        new = {id(r) for r in schedule.newcomers}  # also one that was above its tenant's share
+        self.again = {id(r.blocks) for r, n in ready if r.metrics.num_preemptions > n or id(r) in new}
         assert len(self.scheduler.running) <= self.max_num_seqs, "too many run"
         if self.have_blocks_of_their_own(schedule):
             spare = self.manager.pool.num_available - self.scheduler._running.num_reserved_blocks()
@@ -560,6 +561,8 @@ class World:
         if favoured is not None and not self.in_flight and not self.collides:
             has_room = favoured.status is RequestStatus.RUNNING or self.scheduler.has_lost_blocks(favoured)
             assert has_room, "others were preempted in vain"
+        if self.policy_name == "fair":  # the shares of tenants decide, too
+            return
         # For a request with priority none is preempted that this would protect.
         last_time = self.max_preemptions - 1 if self.policy_name == "priority" else self.max_preemptions
         kept = [self.place(r) for r, n in ready if r.metrics.num_preemptions == n < last_time]

@@ -35,8 +35,8 @@ class Backlog:
 
     def discard(self, request: Request) -> bool:
         """Drop a part that is gone. Return whether it was here."""
-        parts = self._parts.get(request.inputs.part_of, {})
-        if request not in parts:
+        parts = self._parts.get(request.inputs.part_of)
+        if parts is None or request not in parts:
             return False
         del parts[request]
         self._num_parts -= 1

@@ -20,7 +20,7 @@ from ..requests.request import (
 )
 from .deadlines import Deadlines
 from .drafts import Drafts
-from .policies import FirstComeFirstServed, Policy
+from .policies import Fair, FirstComeFirstServed, Policy
 from .preemption import Preemption
 from .running import RunningSet
 from .schedule import NOT_FINITE, RowError, Schedule, SchedulerCounters
@@ -86,9 +86,14 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self._queue = WaitingQueue(self.policy, block_manager, self.max_chunk, watermark, self._arrive)
         self._running = RunningSet(block_manager, max_num_seqs=max_num_seqs, max_chunk=self.max_chunk)
+        self._fair = self.policy if isinstance(self.policy, Fair) else None
         self.preemption = Preemption(
-            block_manager, self._running, self._queue, self.counters, max_preemptions, swap_pays
+            block_manager, self._running, self._queue, self.counters, max_preemptions, swap_pays, self._fair
         )
+        if self._fair is not None:
+            num_blocks = block_manager.pool.num_blocks
+            lead = Fair.OUTPUT_COST * num_blocks * block_manager.block_size
+            self._fair.divide(self._running.holdings, max_num_seqs, num_blocks, lead)
         self.drafts: Drafts | None = None
         # The most tokens of waiting requests, unless there is one alone. None sets no limit.
         self.max_queued_tokens: int | None = None
@@ -132,6 +137,10 @@ class Scheduler:
         self.preemption.preempt_held(schedule.scheduled_time - self.held_for_s, schedule)
         if self.policy.preempts:
             self.preemption.make_room_for_waiting(self._whole_step(), schedule)
+        if self._fair is not None:
+            self._running.count_anew()
+            self._queue.reconsider()  # who is below a share may have changed
+            self.preemption.make_room_for_shares(self._whole_step(), schedule)
         num_preempted = schedule.num_preempted
         unfinished = self._schedule_prompts(self._schedule_decodes(schedule), schedule)
         # A request that was just preempted for want of blocks waits for the next step.

@@ -234,8 +234,15 @@ class PromptPlaces(Frame):
     places: list[Place | None]
 
 
+class Begun(Frame):
+    """The requests that the next step is the first to compute, sent before it is. step: see `Outputs`."""
+
+    step: int
+    keys: list[int]
+
+
 class Outputs(Frame):
-    """All outputs of a step, and the reports that it finished."""
+    """All outputs of a step, and the reports that it finished. step: the number of steps so far."""
 
     step: int
     outputs: list[Output]
@@ -276,7 +283,7 @@ class Dead(Frame):
     message: str
 
 
-Report = Ready | Refused | PromptPlaces | Outputs | Answer | Seen | Heartbeat | Dead
+Report = Ready | Refused | PromptPlaces | Begun | Outputs | Answer | Seen | Heartbeat | Dead
 
 
 def _plain(value: Any) -> Any:
