@@ -226,6 +226,12 @@ class Fair(Policy):
             return seats > self._shares(holdings).seats_of(weight)
         return holdings.blocks[tenant] > self._shares(holdings).blocks_of(weight)
 
+    def exceeds_share(self, request: Request, holdings: Holdings) -> bool:
+        """Return whether the samples of a request take more seats together than its tenant may hold."""
+        return 1 + len(request.siblings) > self._shares(holdings).seats_of(
+            self._weight_of(request.inputs.tenant)
+        )
+
     def is_within(self, tenant: str, holdings: Holdings, num_seats: int, num_blocks: int) -> bool:
         """Return whether a tenant may hold so many seats and blocks more. Its first request it always may."""
         if not holdings.requests[tenant]:
@@ -244,9 +250,13 @@ class Fair(Policy):
         for counter, arrival, tenant in entries:
             if counter > entries[0][0] + self.lead:
                 break
-            if self.is_within(tenant, holdings, 1, 1):
-                found.append(self._queues[tenant][arrival])
+            if self._may_begin(head := self._queues[tenant][arrival], holdings):
+                found.append(head)
         return found
+
+    def _may_begin(self, request: Request, holdings: Holdings) -> bool:
+        """Return whether a waiting request leaves its tenant within its share, as far as that is known."""
+        return self.is_within(request.inputs.tenant, holdings, 1 + len(request.siblings), 1)
 
     def _shares(self, holdings: Holdings) -> Shares:
         """Return the shares of all tenants that wait or run."""
@@ -297,7 +307,7 @@ class Fair(Policy):
         passed = []
         entry: tuple[float, int, str] | None = lowest
         while entry is not None and entry[0] <= lowest[0] + self.lead:
-            if self.is_within(entry[-1], holdings, 1, 1):
+            if self._may_begin(next(iter(self._queues[entry[-1]].values())), holdings):
                 break
             passed.append(heapq.heappop(self._heap))  # few: they hold seats
             self._in_heap.remove(entry[-1])

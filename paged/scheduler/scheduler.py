@@ -140,6 +140,7 @@ class Scheduler:
         if self._fair is not None:
             self._running.count_anew()
             self._queue.reconsider()  # who is below a share may have changed
+            self._split_head(self._fair)
             self.preemption.make_room_for_shares(self._whole_step(), schedule)
         num_preempted = schedule.num_preempted
         unfinished = self._schedule_prompts(self._schedule_decodes(schedule), schedule)
@@ -156,6 +157,21 @@ class Scheduler:
         elif not self.block_manager.pool.num_steps_in_flight and self._must_run():
             raise AssertionError("an idle step with work to do")
         return schedule
+
+    def _split_head(self, fair: Fair) -> None:
+        """Let the samples of the head run one by one where they exceed their tenant's share together.
+
+        Until enough seats are free for all of them, none could be taken by other tenants.
+        """
+        head = self._queue.peek()
+        if head is None or not head.siblings or not fair.exceeds_share(head, self._running.holdings()):
+            return
+        siblings = head.siblings
+        head.siblings = ()
+        for sibling in siblings:
+            sibling.blocks = self.block_manager.open(sibling.token_ids, sibling.namespace)
+            self._enter(sibling)
+            self._queue.push(sibling)
 
     def _must_run(self) -> bool:
         """Return whether a step must not be empty: a request can run, and no held one keeps its blocks."""
