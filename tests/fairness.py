@@ -101,8 +101,7 @@ class FairWorld:
         lowest = min((policy.service[t] for t in policy._queues), default=0.0)
         found = []
         for tenant, queue in policy._queues.items():
-            need = self.scheduler._queue.need(next(iter(queue.values())))
-            fits = policy.is_within(tenant, holdings, need.num_seats, need.num_blocks)
+            fits = policy._may_begin(next(iter(queue.values())), holdings)
             if fits and policy.service[tenant] <= lowest + LONGEST_PROMPT:
                 found.append(tenant)
         return found

@@ -193,17 +193,27 @@ class Fair(Policy):
         self._forget_at = 64
         self._weight_of_waiting: float | None = None  # of all tenants that wait, once it is added up
         self._holdings: Callable[[], Holdings] | None = None
+        self._blocks_for: Callable[[int], int] = lambda _: 1
         self._num_seats = self._num_blocks = 0
         self.lead = math.inf
 
-    def divide(self, holdings: Callable[[], Holdings], num_seats: int, num_blocks: int, lead: float) -> None:
+    def divide(
+        self,
+        holdings: Callable[[], Holdings],
+        blocks_for: Callable[[int], int],
+        num_seats: int,
+        num_blocks: int,
+        lead: float,
+    ) -> None:
         """Divide the seats and blocks of an engine, too.
 
         holdings: returns what its running requests hold now.
+        blocks_for: returns how many blocks so many tokens take.
         lead: how much more service, for its weight, a tenant may have than others and still be preferred to
             those at their shares.
         """
         self._holdings = holdings
+        self._blocks_for = blocks_for
         self._num_seats = num_seats
         self._num_blocks = num_blocks
         self.lead = lead
@@ -255,8 +265,9 @@ class Fair(Policy):
         return found
 
     def _may_begin(self, request: Request, holdings: Holdings) -> bool:
-        """Return whether a waiting request leaves its tenant within its share, as far as that is known."""
-        return self.is_within(request.inputs.tenant, holdings, 1 + len(request.siblings), 1)
+        """Return whether a waiting request leaves its tenant within its share, without cached blocks."""
+        num_blocks = self._blocks_for(request.num_tokens)
+        return self.is_within(request.inputs.tenant, holdings, 1 + len(request.siblings), num_blocks)
 
     def _shares(self, holdings: Holdings) -> Shares:
         """Return the shares of all tenants that wait or run."""

@@ -86,10 +86,7 @@ class Preemption:
             room = room.minus(self._running.claim(request))
         left = Holdings(self._running.requests)
         for head in fair.heads_below_share(now):
-            need = self._queue.need(head)
-            if not fair.is_within(head.inputs.tenant, left, need.num_seats, need.num_blocks):
-                continue
-            found = self._victims_above_share(fair, need, room, left)
+            found = self._victims_above_share(fair, self._queue.need(head), room, left)
             if found is None:
                 return  # others behind this one could only take its place
             victims, room = found

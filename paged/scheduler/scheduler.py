@@ -92,8 +92,13 @@ class Scheduler:
         )
         if self._fair is not None:
             num_blocks = block_manager.pool.num_blocks
-            lead = Fair.OUTPUT_COST * num_blocks * block_manager.block_size
-            self._fair.divide(self._running.holdings, max_num_seqs, num_blocks, lead)
+            self._fair.divide(
+                self._running.holdings,
+                lambda num_tokens: block_manager.blocks_for(num_tokens) * len(block_manager.windows),
+                max_num_seqs,
+                num_blocks,
+                Fair.OUTPUT_COST * num_blocks * block_manager.block_size,
+            )
         self.drafts: Drafts | None = None
         # The most tokens of waiting requests, unless there is one alone. None sets no limit.
         self.max_queued_tokens: int | None = None

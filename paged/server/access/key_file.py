@@ -118,8 +118,7 @@ KEY_TABLE = FieldTable(
         Field(
             "concurrent_sequences",
             _COUNT,
-            "most sequences at once, in requests in progress: a prompt, input or continuation is one, and each "
-            "of its n samples",
+            "most sequences in requests in progress: each prompt, input or continuation, times its samples",
         ),
         Field("expires", Moment(), "when the key stops to be valid"),
     ],

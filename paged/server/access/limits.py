@@ -66,8 +66,8 @@ class KeyUsage:
         most = self.entry.concurrent_sequences
         if most is not None and num > most:
             raise RequestError(
-                f"this request has {num:,} sequences, prompts times samples, and this key may have {most:,} at "
-                "once; send fewer in a request"
+                f"this request has {num:,} sequences, prompts times samples, and this key may have {most:,}; "
+                "send fewer in a request"
             )
         if most is not None and self.num_sequences + num > most:
             raise RateLimitError(
