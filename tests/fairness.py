@@ -7,7 +7,7 @@ In each world tenants come and go, flood, or send short requests one after the o
 - While a tenant below its share waits, which is not ahead in service, none above its share is admitted.
 - Such a tenant waits for a seat for at most 2 + 2 N L / (T - S) steps: N tenants, L the longest prompt, T
   tokens a step, S seats. In that many steps all prompts fit that may be before its own. Not counted are steps
-  in which the head of the queue waits for blocks that no tenant holds above its share.
+  in which the head of the queue waits for blocks that tenants do not hold above their shares.
 - Of tenants that wait all the while, none gets more service than another by more than 3 M; see `Fair`.
 
 A tenant alone is computed in the same steps as under "fcfs".
@@ -130,21 +130,25 @@ class FairWorld:
                 assert self.waits[tenant] <= self.bound, f"{tenant} waits for more than {self.bound} steps"
 
     def is_blocked(self) -> bool:
-        """Return whether the head waits for blocks that no tenant holds above its share.
+        """Return whether the head waits for blocks that tenants do not hold above their shares.
 
-        Those are of tenants with one request each, or of requests that are protected.
+        Those are of one request each, or of requests that are protected, or running requests need them now.
         """
         scheduler = self.scheduler
-        if any(r.protected for r in (*scheduler.running, *scheduler.waiting())):
+        running = scheduler._running
+        if any(r.protected for r in (*running.requests, *scheduler.waiting())):
             return True
         head = self.policy.peek()
-        if (
-            head is None
-            or scheduler._queue.need(head).num_blocks <= scheduler.block_manager.pool.num_available
-        ):
+        if head is None:
             return False
-        holdings = scheduler._running.holdings()
-        return not any(self.policy.is_above(t, holdings, of_seats=False) for t in holdings.seats)
+        holdings = running.holdings()
+        oldest = {r.inputs.tenant: r for r in reversed(running.requests)}
+        spare = scheduler.block_manager.pool.num_available - len(running.requests)  # each may grow by one
+        for request in running.requests:
+            tenant = request.inputs.tenant
+            if request is not oldest[tenant] and self.policy.is_above(tenant, holdings, of_seats=False):
+                spare += request.blocks.num_blocks
+        return scheduler._queue.need(head).num_blocks > spare
 
     def check_service(self) -> None:
         """Check the service of each two tenants that both wait."""

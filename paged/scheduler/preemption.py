@@ -102,9 +102,9 @@ class Preemption:
 
         Returns also the room that is left when the head runs.
         """
+        gone = Counter({block: -1 for blocks in need.hits or () for block in blocks})
         victims = list[Request]()
         max_chunk = self._running.max_chunk
-        gone = Counter({block: -1 for blocks in need.hits or () for block in blocks})
         for candidate in reversed(self._running.requests):
             if room.first_chunk(need, max_chunk):
                 break

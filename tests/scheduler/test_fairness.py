@@ -61,3 +61,27 @@ def test_more_samples_than_a_share_run_one_by_one_while_others_wait():
     assert Counter(request.inputs.tenant for request in scheduler.running) == {"a": 4, "b": 4}
     finish(scheduler)
     assert {request.finish_reason for request in samples} == {"length"}
+
+
+def test_a_request_that_gives_way_to_others_again_and_again_is_not_protected():
+    scheduler = new_scheduler(99, max_num_seqs=2, budget=256, policy=Fair(), max_preemptions=2)
+    _, young = added(scheduler, *(new_request(f"a{i}", 4, 90, tenant="a") for i in range(2)))
+    for i in range(4):
+        while young.status is not RequestStatus.RUNNING:
+            run_step(scheduler)
+        added(scheduler, new_request(f"b{i}", 4, 2, tenant="b"))
+        assert f"b{i}" in run_step(scheduler)
+    assert not young.protected
+    finish(scheduler)
+
+
+def test_a_tenant_above_its_share_of_blocks_gives_them_to_one_that_grows():
+    scheduler = new_scheduler(12, budget=256, policy=Fair(), watermark=0.0)
+    many = added(scheduler, *(new_request(f"a{i}", 8, 40, tenant="a") for i in range(3)))
+    run_step(scheduler)
+    (youngest,) = added(scheduler, new_request("b", 8, 40, tenant="b"))
+    while youngest.status is not RequestStatus.FINISHED:
+        run_step(scheduler)
+    assert youngest.metrics.num_preemptions == 0
+    assert many[-1].metrics.num_preemptions > 0
+    finish(scheduler)
