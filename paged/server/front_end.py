@@ -299,7 +299,12 @@ class FrontEnd:
         """Begin the record of a request whose body was accepted.
 
         engine_ids: of the requests that it makes of the engine.
+
+        Raises RequestError or RateLimitError for more sequences than its key may have.
         """
+        if exchange.admission is not None:
+            num_samples = 1 if params is None else params.num_samples
+            exchange.admission.begin_sequences(len(engine_ids) * num_samples)
         record = exchange.record = RequestRecord(
             exchange.request_id,
             exchange.route,

@@ -97,6 +97,7 @@ def test_a_whole_line():
         requests_per_minute=1,
         tokens_per_minute=2.0,
         concurrent_requests=3,
+        concurrent_sequences=4,
         expires="2027-01-31",
     )
     (entry,) = parse_keys("", text)
@@ -111,6 +112,7 @@ def test_a_whole_line():
         requests_per_minute=1,
         tokens_per_minute=2,
         concurrent_requests=3,
+        concurrent_sequences=4,
         expires=1801353600.0,
     )
     assert entry.sha256.hex() not in repr(entry)
@@ -418,6 +420,31 @@ def test_a_request_beyond_a_limit_is_refused_before_its_body_is_read(limit, engi
         assert len(parsed) == 1
         eventually(lambda: usage.num_open == 0)
         usage.check()
+
+
+def test_sequences_of_a_key_are_counted_over_its_requests(engine, tmp_path):
+    """Prompts times samples, inputs and continuations; more than fit at once are never retried."""
+    path = write(tmp_path / "keys", line("k", concurrent_sequences=4))
+    asked = {"prompt": [5], "max_tokens": 1000, "ignore_eos": True}
+    with serving(engine, api_keys=path) as served:
+
+        def post(url: str, **body: Any) -> tuple[int, str | None]:
+            status, headers, data = served.request("POST", url, body, bearing("k"))
+            assert status == 200 or b"sequences" in data
+            return status, headers.get("x-should-retry")
+
+        two_of_two = {"prompt": [[5], [6]], "n": 2, "max_tokens": 1}
+        assert post(COMPLETION, **two_of_two) == (200, None)
+        assert post(COMPLETION, **{**two_of_two, "n": 3}) == (400, "false")
+        assert post("/v1/score", prompt=[5], continuations=[[6]] * 5) == (400, "false")
+        assert post("/v1/embeddings", input=[[5]] * 4) == (200, None)
+        with unhurried(engine), streaming(served, "k", **asked) as first:
+            assert first.startswith(b"HTTP/1.1 200 ")
+            assert post(COMPLETION, **two_of_two) == (429, None)
+            assert post("/v1/embeddings", input=[[5]] * 4) == (429, None)
+            assert served.front.keys.find(b"k").num_sequences == 1
+        eventually(lambda: post(COMPLETION, **two_of_two)[0] == 200)
+        eventually(lambda: served.front.keys.find(b"k").num_sequences == 0)
 
 
 # The operator
