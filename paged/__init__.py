@@ -34,6 +34,7 @@ from .errors import (
     UnknownArgumentError,
     UnsupportedModelError,
     UsageError,
+    WorkerLostError,
 )
 from .requests.prompts import TextPrompt, TokensPrompt
 from .requests.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -101,6 +102,7 @@ __all__ = [
     "UnknownArgumentError",
     "UnsupportedModelError",
     "UsageError",
+    "WorkerLostError",
 ]
 
 

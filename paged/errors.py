@@ -6,6 +6,7 @@ PagedError
 │   └── ResourceError      the machine lacks what the options need: memory, cores, a GPU, a port, a package
 │       └── ClusterError   the same of Ray and its cluster
 ├── RequestError           a prompt or sampling parameter is wrong; only that request is refused
+│   ├── WorkerLostError    the process of a chat template, or a tokenizer, was ended from outside; try again
 │   ├── QueueFullError     max_waiting requests, or max_queued_tokens, wait already
 │   └── RequestTimeoutError    timeout_s has passed before the request reached the engine
 ├── UnknownArgumentError   a keyword that does not exist (also a TypeError)
@@ -72,6 +73,10 @@ class RequestError(PagedError):
     """A prompt or a sampling parameter is wrong; only that request is refused."""
 
     MAX_LENGTH = 500  # it may repeat what a stranger wrote
+
+
+class WorkerLostError(RequestError):
+    """The process that renders a chat template, or tokenizes, was ended from outside; try again later."""
 
 
 class QueueFullError(RequestError):

@@ -348,7 +348,10 @@ MUTANTS = {
         ("the held give way at once", "request.ready and held_at <= since:", "request.ready:"),
         ("the held keep blocks that others lack", "if candidate.held and candidate.ready:", "if False:"),
         ("the held in flight are preempted", "if candidate.held and candidate.ready:", "if candidate.held:"),
-        ("to be held protects", "if not victim.held:", "if True:"),
+        ("to be held protects", "if counts and not victim.held:", "if counts:"),
+        ("to be above a share protects", "if counts and not victim.held:", "if not victim.held:"),
+        ("none gives way to a tenant below its share", "if not fair.any_is_above(now):", "if True:"),
+        ("the youngest gives way whatever its share", "if above is not None:", "if False:"),
         ("makes room for a priority beside no request", "room = room.minus(running.claim(request))", "pass"),
         (
             "makes room for a priority with what is shared",
@@ -485,7 +488,15 @@ MUTANTS = {
         ),
         ("searches the queue each time", "self._refused = (state, need)", "pass"),
     ],
+    "scheduler/backlog": [
+        ("all parts of a call wait in the queue", "if call not in self._queued:", "if True:"),
+    ],
     "scheduler/policies": [
+        (
+            "tenants at their share are not passed",
+            "tenant = self._preferred(lowest, self._holdings())",
+            "pass",
+        ),
         (
             "the last come first",
             "heapq.heappush(self._heap, (request.rank,",
@@ -514,7 +525,7 @@ MUTANTS = {
             "self._charge(request, self.INPUT_COST *",
             "self._charge(request, 0.0 *",
         ),
-        ("fair: weights do not count", "cost / self._weights.get(tenant, 1.0)", "cost"),
+        ("fair: weights do not count", "cost / self._weight_of(tenant)", "cost"),
         (
             "fair: time away earns credit",
             "max(self.service.get(tenant, 0.0), floor)",

@@ -120,6 +120,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
     render: makes the prompt, before the request begins.
     handle: of a request that has begun already.
     account: counts the bytes of its outputs; None if they are not counted with those of other streams.
+    part_of: the call of which it is one of many parts; see `RequestInputs`.
     on_prompt: see `OnPrompt`; None for a stream that nothing has to accept.
 
     Raises UsageError for a second reader, whose outputs the first one would get.
@@ -138,6 +139,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self.spec = spec
         self.render = render
         self.account: AnswerAccount | None = None
+        self.part_of = ""
         self.on_prompt: OnPrompt | None = None
         self._engine = engine  # is kept alive while the stream is read
         self._handle = handle
@@ -277,12 +279,14 @@ class AsyncEngine(ABC, Generic[E]):
         priority: float = 0.0,
         tenant: str = "",
         timeout_s: float | None = None,
+        part_of: str = "",
         on_prompt: OnPrompt | None = None,
         on_place: OnPlace | None = None,
     ) -> EmbeddingRequestOutput:
         """Embed a prompt, as `LLMEngine.encode` does, in the same steps as all other requests.
 
         timeout_s: seconds after which the output has an error in place of a vector; None sets no limit.
+        part_of: names a call of many prompts, of which this is one; they are queued one at a time.
         on_prompt: is called with the id of the request and the number of its tokens; may refuse it.
         on_place: is called with the id of the request and the number of its engine, from 0.
 
@@ -299,7 +303,7 @@ class AsyncEngine(ABC, Generic[E]):
         spec = await self._in_pool(pool, make, deadline, is_quick=is_quick)
         parsed = spec.prompt
         spec = without_text(spec)
-        terms = ReportTerms(params.priority, tenant, deadline.left_s)
+        terms = ReportTerms(params.priority, tenant, deadline.left_s, part_of)
         (output,) = await self._report([self._id(request_id)], [spec], terms, parsed, on_prompt, on_place)
         found: EmbeddingRequestOutput = replace(output, prompt=parsed.text)
         return found
@@ -329,7 +333,8 @@ class AsyncEngine(ABC, Generic[E]):
         parsed, wholes = await self._in_pool(self.text.tokenizing, parse, deadline)
         specs = [ScoreSpec(whole, len(parsed.token_ids)) for whole in wholes]
         names = names_of_scores(self._id(request_id), len(specs))
-        terms = ReportTerms(params.priority, tenant, deadline.left_s)
+        part_of = names[0] if len(names) > 1 else ""
+        terms = ReportTerms(params.priority, tenant, deadline.left_s, part_of)
         return await self._report(names, specs, terms, parsed, on_prompt, on_place)
 
     def get_tokenizer(self) -> Any:
@@ -451,7 +456,7 @@ class AsyncEngine(ABC, Generic[E]):
         spec = stream.spec
         params = spec.params(self.text.default_params)
         deadline = Deadline(params.timeout_s)
-        spec = replace(spec, sampling_params=params, priority=None, timeout_s=None)
+        spec = replace(spec, sampling_params=params, priority=None, timeout_s=None, part_of=stream.part_of)
         if stream.render is not None:
             prompt = await self._in_pool(self.text.rendering, stream.render, deadline)
             spec = replace(spec, prompt=prompt)

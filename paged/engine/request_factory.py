@@ -84,7 +84,9 @@ class RequestFactory:
         prepared = spec.prompt if isinstance(spec.prompt, Prepared) else self.prepare(spec.prompt, params)
         check_tenant(tenant)
         seed = derived_seed(self.seed, request_id) if params.seed is None else params.seed
-        inputs = self._inputs(request_id, prepared, params, tenant, _deadline(params, now))
+        inputs = self._inputs(
+            request_id, prepared, params, tenant, _deadline(params, now), part_of=spec.part_of
+        )
         resumed = spec.resumed
         if resumed is not None:
             inputs = replace(inputs, is_resumed=True)
@@ -259,7 +261,13 @@ class RequestFactory:
         self._check_priority(terms.priority)
         deadline = _deadline(params, now)
         inputs = self._inputs(
-            request_id, Prepared(spec.prompt), params, terms.tenant, deadline, generates=False
+            request_id,
+            Prepared(spec.prompt),
+            params,
+            terms.tenant,
+            deadline,
+            generates=False,
+            part_of=terms.part_of,
         )
         request = Request(inputs, report=report, metrics=RequestMetrics(now))
         return RequestGroup(request_id, [request])
@@ -288,7 +296,9 @@ class RequestFactory:
         params: SamplingParams,
         tenant: str,
         deadline: float,
+        *,
         generates: bool = True,
+        part_of: str = "",
     ) -> RequestInputs:
         prompt = prepared.prompt
         return RequestInputs(
@@ -303,6 +313,7 @@ class RequestFactory:
             generates=generates,
             priority=params.priority,
             tenant=tenant,
+            part_of=part_of,
             namespace=prompt.namespace,
             long_from=self.prompts.long_from,
             deadline=deadline,

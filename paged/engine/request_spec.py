@@ -53,6 +53,7 @@ class RequestSpec:
     generated_token_ids: the output so far, which another engine made.
     resumed: the samples that go on, where the engine that had the request has ended. It was accepted then, so
         that it is not refused for a full queue, and its tenant was charged for the prompt.
+    part_of: see `RequestInputs`.
     """
 
     prompt: Prompt | ParsedPrompt | Prepared
@@ -62,6 +63,7 @@ class RequestSpec:
     timeout_s: float | None = None
     generated_token_ids: Sequence[int] = ()
     resumed: Sequence[SampleSoFar] | None = None
+    part_of: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.sampling_params, SamplingParams):  # which the caller may assign to later
@@ -93,11 +95,12 @@ class ReportSpec(Protocol[Found]):
 
 
 class ReportTerms(NamedTuple):
-    """How a request for a report is scheduled."""
+    """How a request for a report is scheduled. part_of: see `RequestInputs`."""
 
     priority: float = 0.0
     tenant: str = ""
     timeout_s: float | None = None
+    part_of: str = ""
 
     def params(self) -> SamplingParams:
         """Return sampling parameters with these terms, which generate nothing. Raises RequestError."""

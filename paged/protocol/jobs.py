@@ -148,9 +148,11 @@ def _parse_object(line: str, sampling: dict[str, Any]) -> Job:
     if len(prompt) != 1:
         raise RequestError("a line must have either prompt or prompt_token_ids")
     if not isinstance(prompt.get("prompt", ""), str):
-        raise RequestError(f"prompt must be a string, got {prompt['prompt']!r}")
+        raise RequestError(f"prompt must be a string, got {shown(prompt['prompt'])}")
     if not isinstance(prompt.get("prompt_token_ids", []), list):
-        raise RequestError(f"prompt_token_ids must be a list of ints, got {prompt['prompt_token_ids']!r}")
+        raise RequestError(
+            f"prompt_token_ids must be a list of ints, got {shown(prompt['prompt_token_ids'])}"
+        )
     tenant = value.pop("tenant", "")
     given_id = {"id": value.pop("id")} if "id" in value else {}
     if given_id and (isinstance(given_id["id"], bool) or not isinstance(given_id["id"], str | int)):

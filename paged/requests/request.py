@@ -99,6 +99,8 @@ class RequestInputs:
     namespace: what determines the KV besides the tokens.
     long_from: the length at which longrope changes the KV of all tokens, so that the request is recomputed.
         None: it never changes.
+    part_of: the call of which it is one of many parts, such as an HTTP request with many prompts; "" if it is
+        one alone. The parts of a call are queued one at a time.
     deadline: on the scheduler's clock.
     """
 
@@ -117,6 +119,7 @@ class RequestInputs:
     generates: bool = True
     priority: float = 0.0
     tenant: str = ""
+    part_of: str = ""
     namespace: bytes = b""
     long_from: int | None = None
     deadline: float = math.inf

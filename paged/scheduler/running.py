@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ..blocks.manager import BlockManager, Copy
 from ..requests.request import NO_SEAT, Request, RequestStatus
+from .holdings import Holdings
 from .schedule import Schedule
 from .seats import Seats
 from .waiting import Room, num_tokens_ahead
@@ -31,11 +32,22 @@ class RunningSet:
         self.max_chunk = max_chunk
         self._num_protected = 0
         self._num_reserved_seats = 0  # for samples that join once their prompt is computed
+        self._holdings: Holdings | None = None  # once they are counted
 
     @property
     def num_seats(self) -> int:
         """How many more requests may run now."""
         return self.seats.num_free - self._num_reserved_seats
+
+    def holdings(self) -> Holdings:
+        """Return what tenants hold, in this step; blocks as of its beginning, or as they joined."""
+        if self._holdings is None:
+            self._holdings = Holdings(self.requests)
+        return self._holdings
+
+    def count_anew(self) -> None:
+        """Forget what tenants held in the last step."""
+        self._holdings = None
 
     def begin_step(self) -> None:
         """Start a step, which may use any block and any seat held now until it ends."""
@@ -55,6 +67,8 @@ class RunningSet:
         request.seat = self.seats.take()
         self.newcomers.append(request)
         bisect.insort(self.requests, request, key=lambda other: other.rank)
+        if self._holdings is not None:
+            self._holdings.add(request)
 
     def resend(self, request: Request) -> None:
         """Send a changed request to the device as if it were new, if it runs."""
@@ -82,6 +96,7 @@ class RunningSet:
         """Return the siblings of a request, whose reserved seats are given up: they join now."""
         siblings = request.siblings
         request.siblings = ()
+        self._holdings = None
         self._num_reserved_seats -= len(siblings)
         return siblings
 
@@ -108,6 +123,7 @@ class RunningSet:
         return finished
 
     def _leave(self, request: Request) -> None:
+        self._holdings = None
         self._num_reserved_seats -= len(request.siblings)
         self._num_protected -= request.protected
         self.seats.release(request.seat)

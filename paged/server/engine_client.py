@@ -242,6 +242,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
             spec.tenant,
             given,
             is_whole=_comes_whole(sent_kind, kind),
+            part_of=spec.part_of,
         )
         request = SentRequest(self._supervisor, order, inbox, params)
         self._supervisor.begin(request, self._choose(parsed.token_ids))

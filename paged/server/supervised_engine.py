@@ -16,6 +16,7 @@ from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from . import frames
 from .connection import EngineConnection, Owner
+from .deaths import Death
 from .launcher import EXIT_CODE, Launcher
 
 RESTART_WINDOW_S = 600.0  # in which restarts are counted
@@ -54,8 +55,9 @@ class SupervisedEngine:
         self.error: EngineDeadError | None = None
         self.num_resumed = 0
         self._num_restarts = 0
-        self._restarts: deque[float] = deque()  # times of the last ones, and of those of `count_ranks`
-        self._num_rank_restarts = 0  # of the newest process that are counted
+        self._restarts: deque[Death] = deque()  # what the last ones were for, and those of `count_ranks`
+        self._death: Death | None = None  # of the newest process, for which none was started yet
+        self._rank_deaths: list[Death] = []  # of the newest process that are counted
         self._first: frames.Ready | None = None
         self._start_s = 0.0  # that the first start took
         self._down_since: float | None = None
@@ -109,37 +111,37 @@ class SupervisedEngine:
         self.is_up = True
         return self._first
 
-    def on_death(self) -> None:
+    def on_death(self) -> Death:
         """Keep the totals of the process, which has ended, or is about to."""
         self.count_ranks()
+        self._death = death = Death(self._rank_deaths)
         self._earlier = self._counted(self.connection.stats)
         self.is_up = False
         self._down_since = time.monotonic()
+        return death
 
     def may_restart(self, most: int) -> bool:
-        """Return whether fewer than `most` restarts were within RESTART_WINDOW_S."""
-        while self._restarts and time.monotonic() - self._restarts[0] > RESTART_WINDOW_S:
+        """Return whether fewer than `most` restarts within RESTART_WINDOW_S count."""
+        while self._restarts and time.monotonic() - self._restarts[0].at > RESTART_WINDOW_S:
             self._restarts.popleft()
-        return len(self._restarts) < most
-
-    def forgive_restarts(self) -> None:
-        """Count none of the restarts so far: what ended its processes is known, and gone."""
-        self._restarts.clear()
+        return sum(death.counts for death in self._restarts) < most
 
     def count_ranks(self) -> None:
         """Count the processes of the model that its process has replaced by itself as restarts, too."""
         num = self.connection.stats.num_rank_restarts
-        self._restarts += [time.monotonic()] * (num - self._num_rank_restarts)
-        self._num_rank_restarts = num
+        new = [Death() for _ in range(num - len(self._rank_deaths))]
+        self._rank_deaths += new
+        self._restarts += new
 
     def begin_restart(self) -> EngineConnection:
-        """Start another process in place of the one that has ended."""
-        self._restarts.append(time.monotonic())
+        """Start another process in place of the one that has ended, or whose start has failed."""
+        self._restarts.append(self._death or Death())
+        self._death = None
         self._num_restarts += 1
         return self._begin()
 
     def _begin(self) -> EngineConnection:
-        self._num_rank_restarts = 0
+        self._rank_deaths = []
         self.connection = EngineConnection(self._start, self._owner, self._launcher)
         return self.connection
 

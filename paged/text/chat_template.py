@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..base.validation import check_bool
+from ..base.validation import check_bool, shown
 from ..errors import RequestError
 from .message_forms import RefusedError, write_shown
 from .worker import Worker, WorkerLimits, Workers
@@ -189,7 +189,7 @@ class ChatTemplates:
         known = ", ".join(repr(name) for name in sorted({*self.templates, PLAIN}))
         if not isinstance(chat_template, str | None):
             raise RequestError(
-                f"chat_template must be a Jinja template or a name, got {chat_template!r}",
+                f"chat_template must be a Jinja template or a name, got {shown(chat_template)}",
                 param="chat_template",
             )
         if chat_template is None:
@@ -212,7 +212,7 @@ class ChatTemplates:
             return PLAIN_TEMPLATE
         if "{" not in chat_template:
             raise RequestError(
-                f"chat_template {chat_template!r} is neither a Jinja template nor the name of one; "
+                f"chat_template {shown(chat_template)} is neither a Jinja template nor the name of one; "
                 f"there is {known}",
                 param="chat_template",
             )
@@ -232,7 +232,7 @@ def conversations_of(messages: Any) -> list[Any]:
 
 def _message_list(messages: Any) -> list[Any]:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise RequestError(f"messages must be a list of messages, got {messages!r}", param="messages")
+        raise RequestError(f"messages must be a list of messages, got {shown(messages)}", param="messages")
     if not messages:
         raise RequestError("messages must have at least one message, got []", param="messages")
     return list(messages)
@@ -243,17 +243,17 @@ def _check_message(index: int, message: Any) -> dict[str, Any]:
     name = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise RequestError(
-            f'{name} must be a dict such as {{"role": ..., "content": ...}}, got {message!r}', param=name
+            f'{name} must be a dict such as {{"role": ..., "content": ...}}, got {shown(message)}', param=name
         )
     if not isinstance(message.get("role"), str) or not message["role"]:
-        raise RequestError(f'{name} must have a "role" such as "user", got {message!r}', param=name)
+        raise RequestError(f'{name} must have a "role" such as "user", got {shown(message)}', param=name)
     result = {key: value for key, value in message.items() if value is not None}
     content = result.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
         result["content"] = [_check_part(f"{name}.content[{i}]", part) for i, part in enumerate(content)]
     elif not isinstance(content, str) and (content is not None or result.keys().isdisjoint(NO_CONTENT)):
         raise RequestError(
-            f'{name}["content"] must be text or a list of text parts, got {content!r}', param=name
+            f'{name}["content"] must be text or a list of text parts, got {shown(content)}', param=name
         )
     if "tool_calls" in result:
         result["tool_calls"] = _check_calls(f"{name}.tool_calls", result["tool_calls"])
@@ -267,28 +267,30 @@ def _check_part(name: str, part: Any) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind is None:
         raise RequestError(
-            f'{name} must be a dict such as {{"type": "text", "text": ...}}, got {part!r}', param=name
+            f'{name} must be a dict such as {{"type": "text", "text": ...}}, got {shown(part)}', param=name
         )
     if kind != "text":
-        raise RequestError(f"{name} is of type {kind!r}; only parts of type 'text' are supported", param=name)
+        raise RequestError(
+            f"{name} is of type {shown(kind)}; only parts of type 'text' are supported", param=name
+        )
     if not isinstance(part.get("text"), str):
-        raise RequestError(f'{name}["text"] must be a string, got {part.get("text")!r}', param=name)
+        raise RequestError(f'{name}["text"] must be a string, got {shown(part.get("text"))}', param=name)
     return dict(part)
 
 
 def _check_calls(name: str, calls: Any) -> list[Any]:
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
-        raise RequestError(f"{name} must be a list of dicts, got {calls!r}", param=name)
+        raise RequestError(f"{name} must be a list of dicts, got {shown(calls)}", param=name)
     return [*calls]
 
 
 def _check_tools(tools: Any) -> list[Any]:
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
-        raise RequestError(f"tools must be a list of JSON schemas, got {tools!r}", param="tools")
+        raise RequestError(f"tools must be a list of JSON schemas, got {shown(tools)}", param="tools")
     for i, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
             raise RequestError(
-                f"tools[{i}] must be a dict with the JSON schema of a function, got {tool!r}",
+                f"tools[{i}] must be a dict with the JSON schema of a function, got {shown(tool)}",
                 param=f"tools[{i}]",
             )
     return list(tools)
@@ -299,7 +301,7 @@ def _extra_variables(given: Any) -> Mapping[str, Any]:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise RequestError(
-            f"chat_template_kwargs must be a dict of names and values, got {given!r}",
+            f"chat_template_kwargs must be a dict of names and values, got {shown(given)}",
             param="chat_template_kwargs",
         )
     for name in OWN_VARIABLES:

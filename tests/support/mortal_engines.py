@@ -140,7 +140,9 @@ class _MortalConnection(EngineConnection):
         super().data_received(data[:cut])
         # A request that is alone at two ends is taken for the cause. A process with requests that stay gets
         # none before its end is noticed.
-        may_blame = any(each.is_alone and each.num_deaths_alone for each in self.requests.values())
+        may_blame = any(
+            each.suspicion.is_alone and each.suspicion.num_deaths_alone for each in self.requests.values()
+        )
         stay = [each for each in self.requests.values() if not each.request_id.startswith(LEAVING)]
         if life.limit >= 0 or may_blame or not stay or self.dead is not None:
             super().data_received(data[cut:])

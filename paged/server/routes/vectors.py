@@ -68,6 +68,7 @@ class EmbeddingRoute:
             priority=call.priority or 0.0,
             tenant=call.tenant,
             timeout_s=timeout_s,
+            part_of=record.part_of,
             on_prompt=self._front.accepting(exchange),
             on_place=record.on_place,
         )

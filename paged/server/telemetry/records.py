@@ -145,6 +145,11 @@ class RequestRecord:
             self._finish(progress, output, reasons or ("length",), now)
 
     @property
+    def part_of(self) -> str:
+        """The name under which its engine requests take turns with other calls; "" if there is but one."""
+        return self.engine_ids[0] if len(self.engine_ids) > 1 else ""
+
+    @property
     def num_prompts(self) -> int:
         """How many engine requests it makes."""
         return max(self.num_requests, len(self.progress))
