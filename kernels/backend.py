@@ -3,18 +3,22 @@
 Importing this module, and loading "torch", needs no Triton.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from .attention_options import AttentionOptions, AttentionPlan
 from .checked import unchecked
-from .routing import ExpertRows, RoutingOptions
 from .steps import StepRecorder, UnpackStep
+
+if TYPE_CHECKING:
+    from .routing import ExpertRows, RoutingOptions
 
 BackendName = Literal["triton", "numba", "torch"]
 BACKENDS: tuple[BackendName, ...] = ("triton", "numba", "torch")

@@ -335,14 +335,6 @@ MUTANTS = {
         ("a run goes on after a stop token", "if not request.ready:  # finished", "if False:  # finished"),
         ("steps never end", "self._running.end_step()\n        now", "now"),
     ],
-    "scheduler/seats": [
-        (
-            "a seat is reused while a step in flight has it",
-            "(self._kept[-1] if self._kept else self._free).append(seat)",
-            "self._free.append(seat)",
-        ),
-        ("a seat is lost with its step", "self._free += self._kept.popleft()", "self._kept.popleft()"),
-    ],
     "scheduler/preemption": [
         ("the held keep what others wait for", "request.ready and held_at <= since:", "False:"),
         ("the held give way at once", "request.ready and held_at <= since:", "request.ready:"),
@@ -397,11 +389,13 @@ MUTANTS = {
         ("preempts without end", "victim.metrics.num_preemptions >= self._max_preemptions", "False"),
         ("the preempted keep their count", "victim.num_computed_tokens = 0", "pass"),
     ],
-    "scheduler/deadlines": [
-        ("deadlines outlive their requests", "if len(self._heap) > 2 * num_live + 64:", "if False:"),
-        ("ignores deadlines", "while self._heap and", "while False and"),
-    ],
     "scheduler/running": [
+        (
+            "a seat is reused while a step in flight has it",
+            "(self._kept[-1] if self._kept else self._free).append(seat)",
+            "self._free.append(seat)",
+        ),
+        ("a seat is lost with its step", "self._free += self._kept.popleft()", "self._kept.popleft()"),
         (
             "ignores max_num_seqs",
             "return self.seats.num_free - self._num_reserved_seats",
@@ -451,6 +445,8 @@ MUTANTS = {
         ),
     ],
     "scheduler/waiting": [
+        ("deadlines outlive their requests", "if len(self._heap) > 2 * num_live + 64:", "if False:"),
+        ("ignores deadlines", "while self._heap and", "while False and"),
         ("the held are admitted", "if request.held:", "if False:"),
         (
             "the protected wait behind others",
@@ -491,12 +487,7 @@ MUTANTS = {
     "scheduler/backlog": [
         ("all parts of a call wait in the queue", "if call not in self._queued:", "if True:"),
     ],
-    "scheduler/policies": [
-        (
-            "tenants at their share are not passed",
-            "tenant = self._preferred(lowest, self._holdings())",
-            "pass",
-        ),
+    "scheduler/policy": [
         (
             "the last come first",
             "heapq.heappush(self._heap, (request.rank,",
@@ -506,6 +497,13 @@ MUTANTS = {
         ("the removed are kept", "if len(self._removed) > len(self._heap) // 2:", "if False:"),
         ("a removed one is kept", "[(r.rank, r) for r in self]", "self._heap"),
         ("one that comes back is there twice", "if request in self._removed:", "if False:"),
+    ],
+    "scheduler/policies": [
+        (
+            "tenants at their share are not passed",
+            "tenant = self._preferred(lowest, self._holdings())",
+            "pass",
+        ),
         (
             "a request that ran resets the overtakes",
             "== request.arrival and not request.ran_before",

@@ -55,7 +55,7 @@ GLOSSARY = {
     "Kernels": "kernels/backend.py",
     "LLMEngine": "paged/engine/engine.py",
     "ModelRunner": "paged/runner/model_runner.py",
-    "Policy": "paged/scheduler/policies.py",
+    "Policy": "paged/scheduler/policy.py",
     "PrefixChain": "paged/blocks/prefix_chain.py",
     "Request": "paged/requests/request.py",
     "RequestGroup": "paged/requests/request.py",

@@ -12,7 +12,7 @@ from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..checks import check_cache_dtype as check_cache_dtype
 from ..steps import UnpackStep
 from .attention.units import SPLIT_KEYS
-from .launch.kernel_list import missing_kernels
+from .launch.code_cache import missing_kernels
 
 name = "numba"
 has_linear = True

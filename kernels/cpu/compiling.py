@@ -22,7 +22,7 @@ import torch
 
 from .cache_files import writable_directory
 from .launch import code_cache
-from .launch.kernel_list import SECONDS, missing_kernels
+from .launch.code_cache import SECONDS, missing_kernels
 
 logger = logging.getLogger(__name__)
 

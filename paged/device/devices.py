@@ -13,7 +13,6 @@ import torch
 from ..config import EngineConfig
 from ..errors import ConfigError, ResourceError
 from ..kernels.backend import BackendName, Kernels, has_numba
-from ..kernels.gpu.target import in_interpreter
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +108,8 @@ def cpu_flags() -> set[str]:
 
 def resolve_backend(requested: str, device: torch.device) -> BackendName:
     """Return the attention backend; "auto" is Triton on a GPU, and numba on a CPU, or torch without numba."""
+    from ..kernels.gpu.target import in_interpreter
+
     if requested == "auto":
         if device.type == "cuda":
             return "triton"

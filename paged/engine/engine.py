@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from ..base.arguments import check_call, with_arguments_of
 from ..base.from_vllm import ExplainsMissing
@@ -25,7 +25,6 @@ from ..requests.request import RequestOutput
 from ..runner.model_runner import ModelRunner
 from ..runner.warm_up import warm_up
 from ..sampling_params import DEFAULT_MAX_TOKENS, BeamSearchParams, SamplingParams
-from ..scheduler.policies import Fair
 from ..text.prompt_parser import PromptParser
 from ..text.tokenizer import Tokenizer
 from .core import EngineCore
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from ..model.embedding_files import Pooling
     from ..runner.draft_model import DraftCheckpoint
     from ..sampling_params import PoolingParams
+    from ..scheduler.policies import Fair
     from ..scheduler.stats import EngineStats
     from ..text.chat_template import ChatTemplates, Message
     from .beam_search import BeamSearchOutput
@@ -631,10 +631,10 @@ class LLMEngine(metaclass=ExplainsMissing):
         Raises ConfigError unless scheduling_policy is "fair" and all weights are positive.
         """
         policy = self.scheduler.policy
-        if not isinstance(policy, Fair):
+        if not policy.divides_seats:
             raise ConfigError(f"tenant_weights go with scheduling_policy 'fair', got {type(policy).__name__}")
         check_policy("fair", weights)
-        policy.set_weights(weights)
+        cast("Fair", policy).set_weights(weights)
 
     # Prefixes
 

@@ -19,7 +19,7 @@ from ..requests.seeds import derived_seed, sample_seed
 from ..requests.stop_strings import StopStrings, stop_strings
 from ..requests.token_rules import TokenRules
 from ..sampling_params import SamplingParams
-from ..scheduler.policies import Policy
+from ..scheduler.policy import Policy
 from ..text.prompt_parser import ParsedPrompt, PromptParser
 from .model_text import ModelText
 from .request_spec import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +23,6 @@ from ..model.config import ModelConfig, TensorNames
 from ..model.decoder import Decoder
 from ..model.gguf_paths import is_gguf
 from ..model.hf_config import read_hf, read_quantization
-from ..model.model import Model
 from ..model.weights.choice import choose_forms
 from ..model.weights.loading import (
     KVScales,
@@ -38,6 +38,7 @@ from ..model.weights.stored import Recognizer
 from .sizes import Sizes
 
 if TYPE_CHECKING:
+    from ..model.model import Model
     from ..model.schemes import Quantization
     from ..model.weights.kv_scales import FoundScales
 
@@ -85,13 +86,20 @@ def _explaining_shortage(model: ModelConfig, device: torch.device) -> Iterator[N
 
 def new_kernels(sizes: Sizes, device: torch.device, *, checked: bool) -> Kernels:
     """Return the kernels of the backend that is asked for. Raises ResourceError if it is not installed."""
-    from .compile_bar import compile_bar, has_terminal
-
     try:
         backend = resolve_backend(sizes.config.attention_backend, device)
-        return load_kernels(backend, compile_bar if has_terminal() else None, checked=checked)
+        return load_kernels(backend, _progress(), checked=checked)
     except ImportError as error:  # Triton or numba
         raise ResourceError(str(error)) from error
+
+
+def _progress() -> Any:
+    """Return what shows on a terminal which kernels are compiled; None: the log tells it."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return None
+    from .compile_bar import compile_bar
+
+    return compile_bar
 
 
 def check_kernels(sizes: Sizes, device: torch.device, kernels: Kernels) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..config import EngineConfig
-from ..device.free_memory import free_on_cpu
+from ..device.host_memory import free_on_cpu
 from ..errors import ResourceError
 from ..kernels.backend import Kernels
 from ..model.cache.kv_cache import KVCache

@@ -23,7 +23,6 @@ from ..sampling.reporter import Reporter, StepReports
 from ..sampling.sampler import Draw, Sampler
 from ..sampling.seats import DraftRow, SamplingSeat, SamplingSeats
 from ..scheduler.schedule import Schedule, StepOutput
-from .executor import PendingStep
 from .part_runner import PartRunner, Peers
 from .passes import compute
 from .plan import Planner, StepPlan
@@ -31,6 +30,7 @@ from .plan import Planner, StepPlan
 if TYPE_CHECKING:
     from ..sampling.structured_outputs import GrammarMasks
     from .draft_model import DraftCheckpoint, DraftModel
+    from .executor import PendingStep
 
 
 class ModelRunner(PartRunner):

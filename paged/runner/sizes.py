@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ..blocks.manager import BlockManager
 from ..config import EngineConfig
@@ -17,11 +17,12 @@ from ..errors import ConfigError, UnsupportedModelError
 from ..model.cache.layout import CacheLayout
 from ..model.config import ModelConfig
 from ..model.part import UNDIVIDED, ModelPart, Shard
-from ..scheduler.policies import new_policy
+from ..scheduler.policy import FirstComeFirstServed, Policy
 from ..scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from ..drafting.drafter import Drafter
+    from ..requests.request import Request
 
 GIB = 2**30
 # The default of block_size, and where the kernels load whole tiles of a larger block by descriptors: see
@@ -270,6 +271,20 @@ class Sizes:
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
 
+    def _new_policy(self, manager: BlockManager) -> Policy:
+        """Return the policy of the options, whose weights and name were checked."""
+        name = self.config.scheduling_policy
+        if not isinstance(name, str):
+            return cast("Policy", name)
+        if name == "fcfs":
+            return FirstComeFirstServed()
+        from ..scheduler.policies import new_policy
+
+        def num_cached(request: Request) -> int:
+            return manager.num_matched(request.blocks, request.token_ids, request.first_needed)
+
+        return new_policy(name, num_cached, self.config.tenant_weights)
+
     def new_scheduler(
         self,
         manager: BlockManager,
@@ -285,11 +300,7 @@ class Sizes:
         config = self.config
         scheduler = Scheduler(
             manager,
-            policy=new_policy(
-                config.scheduling_policy,
-                lambda request: manager.num_matched(request.blocks, request.token_ids, request.first_needed),
-                config.tenant_weights,
-            ),
+            policy=self._new_policy(manager),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,

@@ -17,12 +17,12 @@ from ..requests.prompt_report import TokenLogprobs
 from ..scheduler.schedule import NOT_FINITE, RowError, StepOutput
 from .parameters import SentParameters, columns_of
 from .seats import Sampled
-from .token_history import MIN_SLOTS, TokenHistory
 
 if TYPE_CHECKING:
     from .dry import DryHistory
     from .logits_edits import LogitsEdits, StepEdits
     from .structured_outputs import GrammarMasks
+    from .token_history import TokenHistory
 
 NONE_LEFT = RowError(
     "no token is left: bad_words, min_tokens or a logits processor ban everything that allowed_token_ids and "
@@ -41,14 +41,23 @@ class Sampler:
     """
 
     def __init__(
-        self, kernels: Kernels, vocab_size: int, device: torch.device, max_num_seqs: int = MIN_SLOTS
+        self, kernels: Kernels, vocab_size: int, device: torch.device, max_num_seqs: int = 1
     ) -> None:
         self.kernels = kernels
         self.vocab_size = vocab_size
         self.device = device
-        num_slots = max_num_seqs if device.type == "cuda" else MIN_SLOTS
-        self.history = TokenHistory(vocab_size, device, num_slots)
+        self._max_num_seqs = max_num_seqs
+        if device.type == "cuda":
+            assert self.history, "its memory is allocated at once"
         self._last: _Batch | None = None
+
+    @cached_property
+    def history(self) -> TokenHistory:
+        """The tokens of requests with penalties."""
+        from .token_history import MIN_SLOTS, TokenHistory
+
+        num_slots = self._max_num_seqs if self.device.type == "cuda" else MIN_SLOTS
+        return TokenHistory(self.vocab_size, self.device, num_slots)
 
     @cached_property
     def dry(self) -> DryHistory:
@@ -246,7 +255,8 @@ class _Batch:
             histories = sampler.history, sampler.dry
             self.edits = LogitsEdits(edited, sampler.kernels, *histories, sampler.vocab_size, upload)
         else:
-            sampler.history.keep([], upload)
+            if "history" in vars(sampler):
+                sampler.history.keep([], upload)
             if "dry" in vars(sampler):
                 sampler.dry.keep([])
         self.may_ban_all = self.edits is not None and self.edits.may_ban_all

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ..blocks.manager import BlockManager
 from ..requests.request import Request, RequestStatus
 from .holdings import Holdings
-from .policies import Fair
 from .running import RunningSet
 from .schedule import Schedule, SchedulerCounters
 from .waiting import Need, Room, WaitingQueue
+
+if TYPE_CHECKING:
+    from .policies import Fair
 
 
 class Preemption:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ..blocks.manager import BlockManager
 from ..errors import QueueFullError, UsageError
@@ -19,15 +19,15 @@ from ..requests.request import (
     Request,
     RequestStatus,
 )
-from .deadlines import Deadlines
-from .policies import Fair, FirstComeFirstServed, Policy
+from .policy import FirstComeFirstServed, Policy
 from .preemption import Preemption
 from .running import RunningSet
 from .schedule import NOT_FINITE, RowError, Schedule, SchedulerCounters
-from .waiting import Room, WaitingQueue
+from .waiting import Deadlines, Room, WaitingQueue
 
 if TYPE_CHECKING:
     from .drafts import Drafts
+    from .policies import Fair
 
 NO_ERRORS: Mapping[int, RowError] = MappingProxyType({})
 NO_RUNS: Mapping[int, Sequence[int]] = MappingProxyType({})
@@ -89,7 +89,7 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self._queue = WaitingQueue(self.policy, block_manager, self.max_chunk, watermark, self._arrive)
         self._running = RunningSet(block_manager, max_num_seqs=max_num_seqs, max_chunk=self.max_chunk)
-        self._fair = self.policy if isinstance(self.policy, Fair) else None
+        self._fair = cast("Fair", self.policy) if self.policy.divides_seats else None
         self.preemption = Preemption(
             block_manager, self._running, self._queue, self.counters, max_preemptions, swap_pays, self._fair
         )
@@ -100,7 +100,7 @@ class Scheduler:
                 lambda num_tokens: block_manager.blocks_for(num_tokens) * len(block_manager.windows),
                 max_num_seqs,
                 num_blocks,
-                Fair.OUTPUT_COST * num_blocks * block_manager.block_size,
+                self._fair.OUTPUT_COST * num_blocks * block_manager.block_size,
             )
         self.drafts: Drafts | None = None
         # The most tokens of waiting requests, unless there is one alone. None sets no limit.

@@ -13,7 +13,7 @@ from ..errors import CheckpointError, RequestError
 from .direct_tokenizer import DirectTokenizer
 from .token_bytes import TokenBytes
 from .tokenizer_files import check_tokenizer, damaged_tokenizer, first_line, may_load_here, source_of
-from .tokenizer_worker import PROBE, is_panic, load
+from .tokenizer_source import PROBE, is_panic
 
 # A text that may be too long is tokenized in growing pieces from its beginning.
 FIRST_CHARACTERS = 4096
@@ -78,6 +78,8 @@ class Tokenizer:
     @cached_property
     def hf(self) -> Any:
         """The tokenizer of transformers. Raises CheckpointError if it works in another process."""
+        from .tokenizer_worker import load
+
         if self._why_remote is not None:
             raise CheckpointError(
                 f"{self.directory}: the tokenizer works in a process of bounded time and memory, because "

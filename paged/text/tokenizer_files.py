@@ -16,7 +16,7 @@ from ..model.families.table import ARCHITECTURES
 from ..model.gguf_paths import NO_TOKENIZER_KEY
 from ..model.hf_config import MAX_JSON_BYTES, check_file, read_json
 from .tokenizer_growth import MOST_OF_TOKEN, why_growing
-from .tokenizer_worker import Source
+from .tokenizer_source import Source
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 # Files that hold a vocabulary. Without one, transformers makes a tokenizer that knows no text.

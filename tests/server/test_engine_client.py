@@ -35,7 +35,7 @@ from paged import (
     UsageError,
 )
 from paged.engine.async_base import AsyncEngine
-from paged.scheduler.policies import FirstComeFirstServed
+from paged.scheduler.policy import FirstComeFirstServed
 from paged.server import frames, launcher
 from paged.server.engine_client import EngineClient
 from paged.server.engine_process import refusal_of, take_share

@@ -56,7 +56,7 @@ BUGS = {
             "routing",
             "rows go to the expert after theirs",
             FORMS,
-            "zip(self.forms, bounds, bounds[1:], strict=False)",
+            "pairwise(bounds)",
             "zip([*self.forms[1:], self.forms[0]], bounds, bounds[1:], strict=False)",
         ),
         ("renormalise", "weights are not renormalised", REFERENCE, "if options.renormalise:", "if False:"),

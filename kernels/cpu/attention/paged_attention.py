@@ -22,8 +22,7 @@ from ...checks import check_device, check_tensor, is_trusted
 from ..launch.tasks import cache_strides
 from ..numbers import KINDS
 from ..target import HAS_TILES, padded
-from .kernel import ATTEND, MERGE
-from .units import MAX_DECODE, SPLIT_KEYS, scratch_size
+from .units import ATTEND, MAX_DECODE, MERGE, SPLIT_KEYS, scratch_size
 
 UNITS_PER_THREAD = 2  # at least, so that threads end at about the same time
 # of a unit of a prompt, for each KV head
@@ -34,7 +33,7 @@ LEAST_ROWS = 64
 class Plan(NamedTuple):
     """The work of one step, for every layer of the same shape."""
 
-    units: NDArray[np.int64]  # [num_units, 8], see kernel.ATTEND
+    units: NDArray[np.int64]  # [num_units, 8], see units.ATTEND
     merges: NDArray[np.int64]  # [num_merges, 8]
     num_parts: int
     max_rows: int  # of any unit, all its heads together

@@ -16,8 +16,7 @@ from ...checks import KERNEL_DTYPES, check_contiguous, check_device, check_dtype
 from ..factors import MOST_GROUP, expanded_bytes
 from ..formats import GATED, PANEL, PANEL_WIDTH
 from ..launch.huge_pages import in_huge_pages
-from ..launch.runs import num_runs
-from ..launch.tasks import Field, Task
+from ..launch.tasks import Field, Task, num_runs
 from ..target import HAS_DOT, HAS_TILES, INPUTS, LANES
 from .amx_linear import (
     LEAST_UNIT_ROWS,

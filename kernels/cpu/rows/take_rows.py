@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from ...arguments import check_call
 from ...checked import checked
 from ...checks import check_contiguous, check_device, check_dtype, check_indices, check_shape, is_trusted
 from ..factors import expanded_bytes
@@ -41,6 +40,8 @@ def take_rows(table: Tensor, indices: Tensor, out: Tensor | None = None) -> Tens
 def widen_rows(table: Tensor, indices: Tensor) -> Tensor:
     """Return rows of a contiguous 16-bit [n, size] with indices i64[m] as f32[m, size]."""
     if not is_trusted():
+        from ...arguments import check_call
+
         check_call("take_rows", {"table": table, "indices": indices})
     check_dtype("table", table, (torch.float16, torch.bfloat16))
     check_device("table", table, _CPU)

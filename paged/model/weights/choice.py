@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .coded import CodedWeight, Weight
+from .coded import CodedWeight, Weight, WholeWeight
 from .forms import (
     Float32Product,
     Float32Weight,
@@ -20,7 +20,6 @@ from .forms import (
     WeightForm,
     can_pack,
 )
-from .whole import WholeWeight
 
 if TYPE_CHECKING:
     from .coded_panels import CodedForms

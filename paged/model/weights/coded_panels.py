@@ -11,11 +11,10 @@ from torch import Tensor
 from ...kernels.checks import TrustedContents
 from ...kernels.coded_panels import LEAST_GROUP, best_fit, group_of, is_exact, pack_codes
 from ...kernels.panels import Panels, can_pair, pack
-from .coded import CodedWeight, Weight
+from .coded import CodedWeight, Weight, WholeWeight
 from .forms import Role
 from .panels import ALONE, PanelWeight
 from .quantization import INT4_TABLE, Int4Weight, Int8Weight, int4_codes
-from .whole import WholeWeight
 
 logger = logging.getLogger(__name__)
 

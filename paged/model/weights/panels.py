@@ -23,9 +23,8 @@ from ...kernels.panels import (
     take_rows,
     widen_rows,
 )
-from .coded import Weight
+from .coded import Weight, WholeWeight
 from .forms import ExpertsForm, PlainWeight, TableForm, WeightForm
-from .whole import WholeWeight
 
 ALONE = WholeWeight()  # of a weight that is no shard
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ...requests.request import RequestMetrics, RequestOutput
 from ...sampling_params import SamplingParams
-from ...scheduler.histogram import Histogram
+from ...scheduler.schedule import Histogram
 from .trace_context import TraceContext
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ is some query tokens of one sequence with some of its heads, over all their keys
 
 import numpy as np
 
-from ...attention.kernel import ATTEND, MERGE
-from ...attention.units import MAX_DECODE, SPLIT_KEYS, TILE
+from ...attention.units import ATTEND, MAX_DECODE, MERGE, SPLIT_KEYS, TILE
 from ...numbers import FLOAT32
 from ...target import LANES, VECTOR_BYTES
 from ..kernels import each_unit

@@ -1,11 +1,11 @@
-"""The kernels' side of `launch.runs`."""
+"""The kernels' side of the runs of `launch.tasks`."""
 
-from ...launch import runs
+from ...launch import tasks
 from ...launch.tasks import NEXT_UNIT
 from ..simd.memory import claim
 from ..simd.vectors import function
 
-first_unit = function(runs.first_unit)
+first_unit = function(tasks.first_unit)
 
 
 @function
