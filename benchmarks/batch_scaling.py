@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import checkpoint, peak_rss_mib, print_json, print_table
+from benchmarks.common import checkpoint, parse_args, peak_rss_mib, print_json, print_table
 from paged import LLMEngine, SamplingParams
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=50)
     parser.add_argument("--num-blocks", type=int, default=2048, help="blocks of 16 tokens in the pool")
     parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+    args = parse_args(parser, max_batch=4, max_tokens=8, num_blocks=64, rounds=1)
     engine = LLMEngine(
         checkpoint(args.model),
         dtype=args.dtype,

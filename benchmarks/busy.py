@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from benchmarks.common import checkpoint, print_json, print_table
+from benchmarks.common import checkpoint, parse_args, print_json, print_table
 from paged import LLMEngine, SamplingParams
 from paged.device.threads import usable_cores
 
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--busy", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
+    args = parse_args(parser, streams=[1, 2], busy=[0, 1], seconds=0.1, rounds=1)
     engine = LLMEngine(str(checkpoint(args.model)), max_num_seqs=max(args.streams), num_blocks=4096)
     rates: dict[tuple[int, int], list[float]] = {}
     for _ in range(args.rounds):

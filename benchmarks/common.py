@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -238,6 +240,20 @@ def _link(source: Path, name: Path) -> str:
 def gguf_path(model: str, dtype: str) -> Path:
     """Return where llama.cpp's file of a checkpoint is, in one of the types of benchmarks.peers."""
     return CHECKPOINTS / f"{Path(model).name}-{dtype}.gguf"
+
+
+def parse_args(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, **rehearsal: Any
+) -> argparse.Namespace:
+    """Parse the command line of a benchmark, with the option --rehearse.
+
+    rehearsal: defaults of options with --rehearse, which runs everything once in seconds.
+    """
+    parser.add_argument("--rehearse", action="store_true", help="run once with little; proves no speed")
+    arguments = sys.argv[1:] if argv is None else argv
+    if "--rehearse" in arguments:
+        parser.set_defaults(**rehearsal)
+    return parser.parse_args(arguments)
 
 
 def peak_rss_mib() -> float:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Workload as Requests
-from benchmarks.common import checkpoint, print_json, print_table
+from benchmarks.common import checkpoint, parse_args, print_json, print_table
 from benchmarks.simulate import FIT, Case, fit, serve
 from paged import EngineConfig, RequestOutputKind, SamplingParams
 from paged.routing.router import ROUTERS
@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help="of --check")
     parser.add_argument("--rounds", type=int, default=3, help="of --check")
     parser.add_argument("--tolerance", type=float, default=0.15, help="of --check")
-    args = parser.parse_args()
+    args = parse_args(parser, sections=["stages"])
     if args.check:
         check(args.model, args.rounds, args.tolerance)
     elif args.fit:

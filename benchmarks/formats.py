@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.common import print_json, print_table
+from benchmarks.common import parse_args, print_json, print_table
 from benchmarks.linear import CPU, layer_shapes
 from benchmarks.timing import device_name
 from paged.kernels.checks import TrustedContents
 from paged.kernels.panels import linear, pack
 from paged.model.weights.coded import CodedWeight, Factors
-from paged.model.weights.panels import PanelCodes, PanelInt4Weight, PanelInt8Weight, PanelWeight
+from paged.model.weights.coded_panels import PanelCodes, PanelInt4Weight, PanelInt8Weight
+from paged.model.weights.panels import PanelWeight
 
 INTEGERS = tuple(float(code - 8) for code in range(16))
 
@@ -59,7 +60,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 512])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    args = parser.parse_args()
+    args = parse_args(parser, model="llama-15m", rows=[1, 4], rounds=1)
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
     shapes = layer_shapes(args.model)

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from benchmarks.common import checkpoint, print_json, print_table
+from benchmarks.common import checkpoint, parse_args, print_json, print_table
 from benchmarks.schemas import HARD_SCHEMAS, SCHEMAS
 from paged import RequestError, StructuredOutputsParams
 from paged.sampling.structured_outputs import Grammars
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, help="default: that of the demo")
     parser.add_argument("--texts", type=int, default=4, help="of each schema")
     parser.add_argument("--max-tokens", type=int, default=400)
-    args = parser.parse_args()
+    args = parse_args(parser, texts=1, max_tokens=20)
     tokenizer = Tokenizer(Path(checkpoint("demo")))
     if args.vocab_size:
         train(tokenizer, args.vocab_size)

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
-from benchmarks.common import SHAPES, print_json, print_table
+from benchmarks.common import SHAPES, parse_args, print_json, print_table
 from paged import LLMEngine, SamplingParams
 from paged.device.transfers import Transfers
 from paged.kernels.backend import load_kernels
@@ -51,6 +51,7 @@ from paged.runner.sizes import Sizes
 from tests.support.absent_gpu import TARGETS, AbsentGPU
 
 VOCAB_SIZE, MAX_MODEL_LEN, MAX_NEW_TOKENS = 1024, 4096, 2000
+LARGE = 64 * 2**20  # bytes that only the KV cache takes
 PARTS = ("schedule", "upload", "launch", "update")
 _empty = torch.empty
 
@@ -64,7 +65,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--target", choices=TARGETS, default="sm_90")
     parser.add_argument("--block-size", type=int, default=64)
-    args = parser.parse_args()
+    args = parse_args(parser, num_requests=[1, 2], context=20, steps=2)
     rows = []
     with absent_gpu(args.target) as launched:
         for num_requests in args.num_requests:
@@ -197,12 +198,12 @@ def _empty_or_zeros(*size: Any, **options: Any) -> Tensor:
     sizes = size[0] if isinstance(size[0], (tuple, list)) else size
     if len(sizes) == 1 or options.get("dtype") in (torch.int64, torch.int32, torch.bool):
         return torch.zeros(*size, **options)
-    if len(sizes) == 6 and 0 not in sizes:
-        itemsize = torch.empty((), dtype=options["dtype"]).itemsize
-        num_bytes = torch.Size(sizes).numel() * itemsize
+    dtype = options.get("dtype", torch.get_default_dtype())
+    num_bytes = torch.Size(sizes).numel() * dtype.itemsize
+    if num_bytes > LARGE:
         with tempfile.TemporaryFile() as file:  # of which no byte is ever written
             file.truncate(num_bytes)
-            return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=options["dtype"]).view(sizes)
+            return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=dtype).view(sizes)
     return _empty(*size, **options)
 
 

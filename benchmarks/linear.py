@@ -25,11 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import SHAPES, print_json, print_table
+from benchmarks.common import SHAPES, parse_args, print_json, print_table
 from benchmarks.timing import device_name
 from paged.device.devices import only_torch_has_bfloat16
 from paged.model.weights.choice import choose_forms
-from paged.model.weights.panels import PanelInt4Weight, PanelInt8Weight, PanelWeight
+from paged.model.weights.coded_panels import PanelInt4Weight, PanelInt8Weight
+from paged.model.weights.panels import PanelWeight
 from paged.model.weights.quantization import Int4Weight, Int8Weight
 
 CPU = torch.device("cpu")
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    args = parser.parse_args()
+    args = parse_args(parser, models=["llama-15m"], rows=[1, 4], rounds=1)
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
     results = []

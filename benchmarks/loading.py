@@ -26,7 +26,7 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.common import print_json, print_table
+from benchmarks.common import parse_args, print_json, print_table
 from benchmarks.format_files import FLOATS, FORMATS, config_of, layers_for, write_checkpoint
 from benchmarks.timing import device_name
 from paged import LLMEngine
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--format-layers", type=int, default=1, help="of bfloat16; others have as many bytes")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    args = parser.parse_args()
+    args = parse_args(parser, tensors=[50], files=[1, 2], rounds=1)
     torch.set_num_threads(args.threads)
     if args.formats is not None:
         results = measure_formats(args.formats or list(FORMATS), args.format_layers, args.rounds)

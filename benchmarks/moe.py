@@ -27,14 +27,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.common import print_json, print_table
+from benchmarks.common import parse_args, print_json, print_table
 from benchmarks.timing import device_name
 from paged.kernels.backend import load_kernels
 from paged.kernels.checks import TrustedContents
 from paged.kernels.routing import ExpertRows, RoutingOptions
 from paged.model.families.moe import STACK_NAMES
+from paged.model.weights.coded_panels import PANEL_FORMS
+from paged.model.weights.expert_panels import PanelExperts
 from paged.model.weights.loading import open_tensors
-from paged.model.weights.panels import PANEL_FORMS, PanelExperts, PanelWeight
+from paged.model.weights.panels import PanelWeight
 
 CPU = torch.device("cpu")
 KERNELS = load_kernels("numba", checked=False)
@@ -240,7 +242,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--side", type=int, default=256, help="of the tensors that are loaded")
-    args = parser.parse_args()
+    args = parse_args(parser, rounds=1, side=4)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     results = [

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import Case, LayerShape, attention_case, layer_cases
-from benchmarks.common import print_json, print_table
+from benchmarks.common import parse_args, print_json, print_table
 from benchmarks.shapes import AttentionShape, decode, prefill
 from benchmarks.timing import device_name, measure, measure_limits
 from paged.kernels.backend import load_kernels
@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--dtype", default=None, choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--block-size", type=int, default=16)
-    args = parser.parse_args()
+    args = parse_args(parser)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     limits = measure_limits(device, dtype)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore
 
-from benchmarks.common import checkpoint, print_json, print_table
+from benchmarks.common import checkpoint, parse_args, print_json, print_table
 from paged import LLMEngine, SamplingParams
 from paged.config import EngineConfig
 from paged.engine import engine as engine_module
@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of one process; two divide them")
     parser.add_argument("--links", type=float, nargs="+", default=[0.0], help="delays in milliseconds")
-    args = parser.parse_args()
+    args = parse_args(parser, model="demo", batches=[1, 2], tokens=4, rounds=1)
     options = {
         "model": checkpoint(args.model),
         "dtype": args.dtype,

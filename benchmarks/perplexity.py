@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.common import print_json, print_table
+from benchmarks.common import parse_args, print_json, print_table
 from benchmarks.demo.train import encode, read_corpus
 from paged import LLMEngine
 from paged.model.config import DEMO
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=1.0, help="of the windows, evenly spread")
     parser.add_argument("--model", default="demo", help="a checkpoint or GGUF file (default: demo)")
     parser.add_argument("--tokens", type=int, default=20 * PROSE_WINDOW, help="of prose, for --model")
-    args = parser.parse_args()
+    args = parse_args(parser, forms=["float32", "int8"], share=0.01)
     is_demo = args.model == "demo"
     stream, num_bytes = held_out() if is_demo else ([], 0)
     results: list[dict[str, Any]] = []

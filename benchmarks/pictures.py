@@ -8,6 +8,8 @@ writes the same bytes.
 
 from __future__ import annotations
 
+import argparse
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from benchmarks.common import parse_args
 from benchmarks.peers import measured
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -30,12 +33,16 @@ BLOCK_SIZE = 4
 
 
 def main() -> None:
-    """Write every picture and the tables."""
-    for path in write(DOCS / "pictures"):
-        print(f"wrote {path}")
-    page = DOCS / "figures.md"
-    page.write_text(measured.fill(page.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"wrote {page}")
+    """Write every picture and the tables; with --rehearse into a temporary folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    with tempfile.TemporaryDirectory() as folder:
+        docs = Path(folder) if parse_args(parser).rehearse else DOCS
+        (docs / "pictures").mkdir(exist_ok=True)
+        for path in write(docs / "pictures"):
+            print(f"wrote {path}")
+        tables = measured.fill((DOCS / "figures.md").read_text(encoding="utf-8"))
+        (docs / "figures.md").write_text(tables, encoding="utf-8")
+        print(f"wrote {docs / 'figures.md'}")
 
 
 def write(folder: Path) -> list[Path]:

@@ -14,7 +14,7 @@ import argparse
 import random
 import time
 
-from benchmarks.common import checkpoint, print_json, print_table
+from benchmarks.common import checkpoint, parse_args, print_json, print_table
 from paged import EngineConfig, LLMEngine, SamplingParams
 from paged.simulate.cost import decode_work, prompt_work, window_shares
 from paged.simulate.plan import make_plan
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--quantization")
     parser.add_argument("--dtype", default="auto")
-    args = parser.parse_args()
+    args = parse_args(parser)
     options = {"quantization": args.quantization, "dtype": args.dtype, "max_model_len": MAX_MODEL_LEN}
     model = checkpoint(args.model)
     started = time.perf_counter()

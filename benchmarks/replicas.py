@@ -41,7 +41,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common import print_json, print_table
+from benchmarks.common import parse_args, print_json, print_table
 from benchmarks.server.text_checkpoint import text_checkpoint
 from paged import SamplingParams
 from paged.engine.async_base import RequestStream
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument(
         "--ray", action="store_true", help="of batch and processes: compare with engines on a Ray cluster"
     )
-    args = parser.parse_args()
+    args = parse_args(parser, sections=["batch"], model="demo", lines=8, rounds=1)
     model = text_checkpoint(args.model)
     chosen = args.sections or (["processes"] if args.ray else [*sections])
     found = {name: sections[name](model, args) for name in chosen}

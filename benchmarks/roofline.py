@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import parse_args, print_json, print_table
 from benchmarks.shapes import AttentionShape, attention_shapes
 
 RESULTS = Path(__file__).parent / "results"
@@ -90,10 +91,8 @@ def main() -> None:
     parser.add_argument("--target", choices=sorted({gpu.target for gpu in GPUS.values()}))
     parser.add_argument("--only", default="", help="batches whose name contains this")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    args = parse_args(parser, target="sm_80", only="decode 64 x 1k, block 16")
     os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported: this compiles
-    from benchmarks.common import print_json, print_table
-
     rows = []
     for name, gpu in GPUS.items():
         if args.target in (None, gpu.target):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import checkpoint, print_json, print_table
+from benchmarks.common import checkpoint, parse_args, print_json, print_table
 from paged import LLMEngine, SamplingParams
 from paged.device.transfers import Upload
 from paged.requests.request import Request
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--peers-rounds", type=int, default=3)
     parser.add_argument("--cpu-time", action="store_true", help="time of this process, for shared machines")
     parser.add_argument("--only", nargs="+", choices=CONFIGURATIONS, default=[*CONFIGURATIONS])
-    args = parser.parse_args()
+    args = parse_args(parser, model="demo", num_running=4, prompt_len=8, steps=2, peers_rounds=1)
     engine = LLMEngine(
         checkpoint(args.model),
         dtype="float32",
@@ -124,6 +124,10 @@ class TimedSampler:
         self._draw: Draw = self._prepare(sampled, positions, upload)
         self.times.append(self.clock() - started)
         return self
+
+    def start_masks(self) -> Any:
+        """Have masks made beside the model, as the draw does."""
+        return self._draw.start_masks()
 
     def run(self, logits: Tensor, *others: Any) -> Tensor | None:
         """Time the draw."""

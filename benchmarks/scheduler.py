@@ -19,7 +19,7 @@ import tracemalloc
 from collections import deque
 from collections.abc import Callable
 
-from benchmarks.common import print_json, print_table
+from benchmarks.common import parse_args, print_json, print_table
 from paged.blocks.manager import BlockManager
 from paged.blocks.pool import BlockPool
 from paged.blocks.prefix_chain import PrefixChain
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--num-waiting", type=int, default=10_000)
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--steps", type=int, default=300)
-    args = parser.parse_args()
+    args = parse_args(parser, num_blocks=50_000, num_waiting=10, prompt_len=32, steps=3)
     rows = []
     for num_running in (64, 256, 1024):
         ours, plain = Ours(num_running, args), Plain(num_running, args)

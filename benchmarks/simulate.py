@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.common import Workload, checkpoint, print_json, print_table
+from benchmarks.common import Workload, checkpoint, parse_args, print_json, print_table
 from paged import EngineConfig, LLMEngine, SamplingParams
 from paged.scheduler.schedule import Schedule
 from paged.simulate.cost import Work, window_shares, work_of
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tolerance", type=float, default=0.15)
     parser.add_argument("--write", type=Path, metavar="FILE", help="where to write the coefficients")
-    args = parser.parse_args()
+    args = parse_args(parser, rounds=1, tolerance=1e9)
     torch.set_num_threads(args.threads)
     directory = checkpoint(args.model)
     serve(directory, FIT[:1])  # warm up

@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import checkpoint, print_json, print_table
+from benchmarks.common import checkpoint, parse_args, print_json, print_table
 from paged import LLMEngine, SamplingParams, StructuredOutputsParams
 from paged.drafting.drafter import Draft, Drafter
 from paged.drafting.drafters import new_drafter
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", nargs="+", choices=PROMPTS, default=[*PROMPTS], help="of the demo")
     parser.add_argument("--step-times", action="store_true", help="of steps by their tokens of each request")
-    args = parser.parse_args()
+    args = parse_args(parser, requests=[1], max_tokens=8, rounds=1)
     has_tokenizer = args.accepted is None and args.model == "demo" and not args.step_times
     speculation = None
     if args.draft is not None:

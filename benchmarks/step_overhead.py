@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.common import checkpoint, print_json, print_table
+from benchmarks.common import checkpoint, parse_args, print_json, print_table
 from paged import LLMEngine, SamplingParams
 from paged.kernels.checks import TrustedContents
 from paged.model.batch import Batch
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--num-running", type=int, default=64)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.0)
-    args = parser.parse_args()
+    args = parse_args(parser, num_running=4, steps=3)
     engine = LLMEngine(checkpoint(args.model), max_num_seqs=args.num_running)
     params = SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=3 * args.steps + 50)
     for i in range(args.num_running):

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Workload, checkpoint, print_json, print_table, ragged_workload
+from benchmarks.common import Workload, checkpoint, parse_args, print_json, print_table, ragged_workload
 from benchmarks.peers.process import Worker
 from benchmarks.peers.report import Run
 from paged.simulate.model import read_model
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of one strategy")
-    args = parser.parse_args()
+    args = parse_args(parser, num_requests=4, batch_size=2, scale=0.1, rounds=1)
     directory = checkpoint(args.model)
     vocab_size = read_model(directory).vocab_size
 

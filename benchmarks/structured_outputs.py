@@ -22,7 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.common import print_json, print_table
+from benchmarks.common import parse_args, print_json, print_table
 from benchmarks.server.text_checkpoint import text_checkpoint
 from paged import LLMEngine, SamplingParams, StructuredOutputsParams
 from paged.sampling import structured_outputs
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=5, help="runs with and without, of which the median counts"
     )
-    args = parser.parse_args()
+    args = parse_args(parser, model=["demo"], streams=[1, 2], steps=3)
     rows = []
     with tqdm(total=len(args.model) * len(args.streams) * args.rounds, unit="round") as bar:
         for model in args.model:

@@ -4,10 +4,8 @@ A check raises ValueError, before anything is written. It reads what tensors hol
 says so. A backend whose kernels need more of a layout, as Triton's do, checks the rest itself.
 """
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,59 +29,12 @@ from .checks import (
     check_scales,
     check_shape,
     check_tensor,
-    is_trusted,
     must_read_contents,
 )
 from .routing import RoutingOptions
 
-P = ParamSpec("P")
-T = TypeVar("T")
 WORD_BITS = 32  # tokens of a word of a mask
 _LARGEST = torch.finfo(torch.float32).max
-_BARE: dict[Callable[..., Any], Callable[..., Any]] = {}  # the operation that each `checked` one calls
-
-
-def checked(operation: Callable[P, T]) -> Callable[P, T]:
-    """Decorate an operation, so that a call outside of `TrustedContents` is checked first."""
-    name = operation.__name__
-    check = checked_as(name)(operation)
-
-    @wraps(operation)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return operation(*args, **kwargs) if is_trusted() else check(*args, **kwargs)
-
-    _BARE[call] = operation
-    return call
-
-
-def checked_as(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a function with an operation's parameters, so that every call is checked first."""
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        signature = inspect.signature(function)
-        defaults = {
-            parameter.name: parameter.default
-            for parameter in signature.parameters.values()
-            if parameter.default is not parameter.empty
-        }
-
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            try:
-                given = signature.bind(*args, **kwargs).arguments
-            except TypeError as error:
-                raise TypeError(f"{name}(): {error}") from None
-            check_call(name, {**defaults, **given})
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-def unchecked(operation: Callable[P, T]) -> Callable[P, T]:
-    """Return an operation without the check of `checked`, for a caller that has proven its arguments."""
-    return _BARE.get(operation, operation)
 
 
 def check_call(name: str, arguments: Mapping[str, Any]) -> None:

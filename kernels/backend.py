@@ -3,19 +3,22 @@
 Importing this module, and loading "torch", needs no Triton.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from types import SimpleNamespace
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from .arguments import unchecked
 from .attention_options import AttentionOptions, AttentionPlan
-from .routing import ExpertRows, RoutingOptions
+from .checked import unchecked
 from .steps import StepRecorder, UnpackStep
+
+if TYPE_CHECKING:
+    from .routing import ExpertRows, RoutingOptions
 
 BackendName = Literal["triton", "numba", "torch"]
 BACKENDS: tuple[BackendName, ...] = ("triton", "numba", "torch")
@@ -235,8 +238,20 @@ def load_kernels(name: BackendName, progress: Any = None, *, checked: bool = Tru
     kernels = _load(name, progress)
     if checked:
         return kernels
-    bare = {name: unchecked(value) for name, value in vars(kernels).items() if callable(value)}
-    return cast(Kernels, SimpleNamespace(**{**vars(kernels), **bare}))
+    return cast(Kernels, _Unchecked(kernels))
+
+
+class _Unchecked:
+    """A backend whose operations are not checked."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._kernels, name)
+        value = unchecked(value) if callable(value) else value
+        setattr(self, name, value)  # found at once from now on
+        return value
 
 
 def _load(name: BackendName, progress: Any) -> Kernels:
@@ -268,7 +283,7 @@ def _numba_kernels(progress: Any) -> Kernels:
     from .cpu import backend as numba_kernels
 
     numba_kernels.compile_ahead(progress)
-    return numba_kernels
+    return cast(Kernels, numba_kernels)
 
 
 def _triton_kernels() -> Kernels:

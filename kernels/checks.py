@@ -37,6 +37,10 @@ def check_scales(
         check_contiguous(name, scale)
 
 
+def check_cache_dtype(dtype: torch.dtype) -> None:
+    """Accept every dtype: torch and the CPU kernels read them all."""
+
+
 def check_tensor(name: str, tensor: Tensor) -> None:
     """Raise ValueError unless `tensor` is a tensor whose memory a kernel can use.
 

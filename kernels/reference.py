@@ -13,10 +13,6 @@ from .gumbel import gumbel_noise
 from .routing import ExpertRows, RoutingOptions
 
 
-def check_cache_dtype(dtype: torch.dtype) -> None:
-    """Accept every dtype: torch and the CPU kernels read them all."""
-
-
 def upcast(x: Tensor) -> Tensor:
     """Convert to float32; float64 stays as it is."""
     return x if x.dtype == torch.float64 else x.to(torch.float32)

@@ -1,7 +1,16 @@
 """paged: a paged-attention runtime for large language models, with kernels for CPUs and GPUs."""
 
 import importlib
+import signal
 import sys
+
+# Ctrl-C ends the command without a traceback while this is imported, too: by the script `paged`, or by
+# `python -m paged`, whose module __main__ comes after this one.
+if (sys.argv[:1] == ["-m"] and ("-m", "paged") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)) or (
+    sys.argv and sys.argv[0].rpartition("/")[2] == "paged"
+):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from typing import TYPE_CHECKING, Any
 
 from .base.from_vllm import MissingNames as _MissingNames
@@ -14,6 +23,7 @@ from .errors import (
     DivisionError,
     EngineDeadError,
     FileError,
+    MissingModelError,
     PagedError,
     QueueFullError,
     RankError,
@@ -24,12 +34,20 @@ from .errors import (
     UnknownArgumentError,
     UnsupportedModelError,
     UsageError,
+    WorkerLostError,
 )
 from .requests.prompts import TextPrompt, TokensPrompt
 from .requests.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from .sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from .sampling_params import (
+    BeamSearchParams,
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 if TYPE_CHECKING:
+    from .commands.engine_args import EngineArgs, FlexibleArgumentParser
     from .engine.async_engine import AsyncLLMEngine
     from .engine.beam_search import BeamSearchOutput, BeamSearchSequence
     from .engine.embedding import EmbeddingOutput, EmbeddingRequestOutput
@@ -37,11 +55,15 @@ if TYPE_CHECKING:
     from .engine.scoring import ScoreOutput
 
     LLM = LLMEngine
+    AsyncLLM = AsyncLLMEngine
+    AsyncEngineArgs = EngineArgs
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
     "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
@@ -53,12 +75,16 @@ __all__ = [
     "DivisionError",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EngineArgs",
     "EngineConfig",
     "EngineDeadError",
     "FileError",
+    "FlexibleArgumentParser",
     "LLMEngine",
     "Logprob",
+    "MissingModelError",
     "PagedError",
+    "PoolingParams",
     "QueueFullError",
     "RankError",
     "RequestError",
@@ -76,6 +102,7 @@ __all__ = [
     "UnknownArgumentError",
     "UnsupportedModelError",
     "UsageError",
+    "WorkerLostError",
 ]
 
 
@@ -87,19 +114,25 @@ _MODULES = {
     "BeamSearchSequence": "engine.beam_search",
     "EmbeddingOutput": "engine.embedding",
     "EmbeddingRequestOutput": "engine.embedding",
+    "EngineArgs": "commands.engine_args",
+    "FlexibleArgumentParser": "commands.engine_args",
     "LLMEngine": "engine.engine",
     "ScoreOutput": "engine.scoring",
 }
 
 
+# vLLM's names of the same.
+_ALIASES = {"LLM": "LLMEngine", "AsyncLLM": "AsyncLLMEngine", "AsyncEngineArgs": "EngineArgs"}
+
+
 def __getattr__(name: str) -> Any:
-    found = "LLMEngine" if name == "LLM" else name
+    found = _ALIASES.get(name, name)
     if found in _MODULES:
         return getattr(importlib.import_module(f".{_MODULES[found]}", __name__), found)
     raise AttributeError(_missing("paged", name))
 
 
-# `from paged import EngineArgs` and `import paged.inputs` look for modules, and say what to use here.
+# `from paged import ModelRegistry` and `import paged.inputs` look for modules, and say what to use here.
 if _MissingNames not in sys.meta_path:
     sys.meta_path.append(_MissingNames)
 

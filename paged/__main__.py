@@ -1,5 +1,15 @@
-"""Runs the command line for `python -m paged`."""
+"""Runs the command line, for `paged` and for `python -m paged`."""
 
-from .commands.cli import main
+from .base.interrupts import end_at_ctrl_c
 
-main()
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    end_at_ctrl_c()  # before the imports, which take a second
+    from .commands.cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from .base.arguments import strict
 from .base.validation import check_bool, check_int, check_number, shown
 from .errors import ConfigError, DivisionError
-from .speculative_config import SpeculativeConfig
+
+if TYPE_CHECKING:
+    from .speculative_config import SpeculativeConfig
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = ("int8", "int4")
@@ -177,10 +179,18 @@ class EngineConfig:
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_policy(self.scheduling_policy, self.tenant_weights)
-        object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
+        if self.speculative_config is not None:
+            from .speculative_config import SpeculativeConfig
+
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         self._check_sizes()
         self._check_ranks()
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How tokens are guessed; None: not at all."""
+        return cast("SpeculativeConfig | None", self.speculative_config)
 
     @property
     def num_ranks(self) -> int:
@@ -246,6 +256,13 @@ class EngineConfig:
                 f"device {self.device!r} is one device, and each of the {self.num_ranks} processes of the "
                 "model needs its own: give 'cuda'"
             )
+
+
+def options_of(config: Any) -> dict[str, Any]:
+    """Return the options that make a config again. Raises ConfigError if it is none."""
+    if not isinstance(config, EngineConfig):
+        raise ConfigError(f"engine_args must be EngineArgs or EngineConfig, got {shown(config)}")
+    return {field.name: getattr(config, field.name) for field in fields(EngineConfig)}
 
 
 def check_policy(policy: object, weights: object) -> None:

@@ -2,15 +2,17 @@
 
 PagedError
 ├── ConfigError            an engine option is wrong, or does not fit this machine
-│   ├── DivisionError      the model cannot be divided among as many processes
+│   ├── DivisionError      the model cannot be divided among processes as the options say
 │   └── ResourceError      the machine lacks what the options need: memory, cores, a GPU, a port, a package
 │       └── ClusterError   the same of Ray and its cluster
 ├── RequestError           a prompt or sampling parameter is wrong; only that request is refused
+│   ├── WorkerLostError    the process of a chat template, or a tokenizer, was ended from outside; try again
 │   ├── QueueFullError     max_waiting requests, or max_queued_tokens, wait already
 │   └── RequestTimeoutError    timeout_s has passed before the request reached the engine
 ├── UnknownArgumentError   a keyword that does not exist (also a TypeError)
 ├── UnsupportedModelError  a model, or a feature of its config, that is not implemented
-├── CheckpointError        files that are missing, damaged, or disagree with their config
+├── CheckpointError        files that are damaged, or disagree with their config
+│   └── MissingModelError  files that are missing, or a model that cannot be fetched
 ├── FileError              a file of prompts or results holds something else, is in use, or cannot be written
 ├── RequestKillsEngineError    four engine processes ended while they computed the request
 ├── RankError              a process of a model over several has ended or hangs, or they do not fit together
@@ -56,7 +58,7 @@ class ConfigError(PagedError):
 
 
 class DivisionError(ConfigError):
-    """The model, or the machine, cannot be divided among processes as the options say."""
+    """The model cannot be divided among processes as the options say."""
 
 
 class ResourceError(ConfigError):
@@ -71,6 +73,10 @@ class RequestError(PagedError):
     """A prompt or a sampling parameter is wrong; only that request is refused."""
 
     MAX_LENGTH = 500  # it may repeat what a stranger wrote
+
+
+class WorkerLostError(RequestError):
+    """The process that renders a chat template, or tokenizes, was ended from outside; try again later."""
 
 
 class QueueFullError(RequestError):
@@ -92,9 +98,13 @@ class UnsupportedModelError(PagedError):
 
 
 class CheckpointError(PagedError):
-    """Files that are missing, damaged, or disagree with their config."""
+    """Files that are damaged, or disagree with their config."""
 
     MAX_LENGTH = 500
+
+
+class MissingModelError(CheckpointError):
+    """Files of a checkpoint that are missing, or cannot be read or fetched: they may be there later."""
 
 
 class FileError(PagedError):
@@ -115,6 +125,15 @@ class RankError(PagedError):
 
 class UsageError(PagedError):
     """A call in the wrong state, such as freeing a block twice."""
+
+
+def is_final(error: PagedError) -> bool:
+    """Return whether the same start with the same files would fail again, on this machine and at any time.
+
+    Not if something is lacking, which may come: memory, cores, a port, another process, a file of the model.
+    """
+    is_wrong = isinstance(error, ConfigError | UnknownArgumentError | UnsupportedModelError | CheckpointError)
+    return is_wrong and not isinstance(error, ResourceError | MissingModelError)
 
 
 def dead_engine(reason: str, cause: BaseException) -> EngineDeadError:

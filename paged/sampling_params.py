@@ -15,7 +15,6 @@ from .base.from_vllm import ExplainsMissing
 from .base.kinds import Boolean, Integer, Number, check_fields, of_kind
 from .base.validation import check_bool, check_int, plain, shown
 from .errors import RequestError, about
-from .structural_tag import schema_text, structural_tag_text
 
 DEFAULT_MAX_TOKENS = 16  # as in vLLM and OpenAI's completions
 MAX_LOGPROBS = 1024  # most candidates reported for a token
@@ -23,6 +22,7 @@ MAX_SEED = 2**63 - 1
 # Of all stop strings together, and of all bad words: the automaton takes memory and time for each.
 MAX_STOP_CHARACTERS = 2**18
 MAX_BAD_WORDS = 10_000
+MAX_TAG = 1024  # characters of a tag of no_stop_within
 MAX_TOKEN_IDS = 2**20  # in one list: a range() may not fit in memory
 BIAS = Number(-100.0, 100.0)  # of a token's logit
 _SHARE = Number(0.0, 1.0, above=True)
@@ -87,8 +87,12 @@ class StructuredOutputsParams:
             if not isinstance(getattr(self, name), str | None):
                 raise RequestError(f"{name} must be a string, got {shown(getattr(self, name))}", param=name)
         if self.json is not None:
+            from .structural_tag import schema_text
+
             object.__setattr__(self, "json", schema_text(self.json))
         if self.structural_tag is not None:
+            from .structural_tag import structural_tag_text
+
             object.__setattr__(self, "structural_tag", structural_tag_text(self.structural_tag))
         if self.choice is not None:
             object.__setattr__(self, "choice", _strings("choice", self.choice))
@@ -101,10 +105,13 @@ class StructuredOutputsParams:
         return next(f.name for f in fields(self) if getattr(self, f.name) is not None)
 
 
-@partial(strict, vllm="SamplingParams")
+@partial(strict, vllm="SamplingParams", assignable=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(metaclass=ExplainsMissing):
     """Sampling and stopping of one request, with vLLM's names and meanings.
+
+    A field may be assigned to; its value is checked as by the constructor. A request takes a copy when it is
+    made, so that it does not see what is assigned later.
 
     Logits are changed in this order: structured_outputs and allowed_token_ids, bad_words, min_tokens,
     logit_bias, repetition, frequency and presence penalty, DRY, logits_processors, temperature, min_p,
@@ -142,6 +149,8 @@ class SamplingParams(metaclass=ExplainsMissing):
     stop: strings before which the output ends; the first one completed counts, and the longest of those
         completed at once.
     stop_token_ids: token ids that end the output like EOS.
+    no_stop_within: two tags at the beginning of the output, such as ("<think>", "</think>"), between which
+        stop strings are not searched; the first is "" if the output begins there. None searches all text.
     include_stop_str_in_output: keep the stop string, or the token that ended the output, in the text.
     ignore_eos: treat EOS as any other token.
     logprobs: report the log-probability of every output token and of this many most likely ones at its
@@ -189,6 +198,7 @@ class SamplingParams(metaclass=ExplainsMissing):
     max_tokens: int | None = of_kind(Integer(1), DEFAULT_MAX_TOKENS)
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    no_stop_within: tuple[str, str] | None = None
     include_stop_str_in_output: bool = of_kind(Boolean(), False)
     ignore_eos: bool = of_kind(Boolean(), False)
     logprobs: int | None = of_kind(_CANDIDATES, None)
@@ -233,8 +243,13 @@ class SamplingParams(metaclass=ExplainsMissing):
             )
 
     def clone(self) -> Self:
-        """Return these parameters: nothing can change them, so they may be shared."""
-        return self
+        """Return a copy, which later assignments to these parameters do not change."""
+        own = object.__new__(type(self))
+        for name in self.__slots__:  # three times as fast as copy.copy; each request needs one
+            object.__setattr__(own, name, getattr(self, name))
+        if self.logit_bias is not None:
+            object.__setattr__(own, "logit_bias", dict(self.logit_bias))
+        return own
 
     @property
     def num_samples(self) -> int:
@@ -282,6 +297,8 @@ class SamplingParams(metaclass=ExplainsMissing):
         object.__setattr__(self, "stop", _strings("stop", stop))
         for name in ("bad_words", "dry_sequence_breakers"):
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
+        if self.no_stop_within is not None:
+            object.__setattr__(self, "no_stop_within", _tags("no_stop_within", self.no_stop_within))
         for name in ("stop", "bad_words"):
             strings = getattr(self, name)
             if (length := sum(map(len, strings))) > MAX_STOP_CHARACTERS:
@@ -328,7 +345,25 @@ class SamplingParams(metaclass=ExplainsMissing):
         object.__setattr__(self, "logits_processors", tuple(processors))
 
 
-@partial(strict, vllm="BeamSearchParams")
+@partial(strict, vllm="PoolingParams", assignable=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """Options of an embedding, with vLLM's names; `LLMEngine.embed` has more.
+
+    dimensions: keep so many of the first numbers, and normalize these (matryoshka embeddings).
+    use_activation: scale each embedding to a Euclidean norm of 1; None does what the checkpoint says.
+
+    Raises RequestError naming the value and what is allowed.
+    """
+
+    dimensions: int | None = of_kind(Integer(1), None)
+    use_activation: bool | None = of_kind(Boolean(), None)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@partial(strict, vllm="BeamSearchParams", assignable=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
     """Parameters of a beam search: vLLM's names, and where vLLM differs from it, transformers' semantics.
@@ -388,6 +423,17 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     ):
         raise RequestError(f"{name} must be a list of non-empty strings, got {shown(value)}", param=name)
     return tuple(value)
+
+
+def _tags(name: str, value: Any) -> tuple[str, str]:
+    is_pair = isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) == 2
+    if not is_pair or not all(isinstance(tag, str) and len(tag) <= MAX_TAG for tag in value) or not value[1]:
+        raise RequestError(
+            f"{name} must be two tags of at most {MAX_TAG} characters, of which the first may be empty; got "
+            f"{shown(value)}",
+            param=name,
+        )
+    return value[0], value[1]
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:

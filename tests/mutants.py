@@ -335,20 +335,15 @@ MUTANTS = {
         ("a run goes on after a stop token", "if not request.ready:  # finished", "if False:  # finished"),
         ("steps never end", "self._running.end_step()\n        now", "now"),
     ],
-    "scheduler/seats": [
-        (
-            "a seat is reused while a step in flight has it",
-            "(self._kept[-1] if self._kept else self._free).append(seat)",
-            "self._free.append(seat)",
-        ),
-        ("a seat is lost with its step", "self._free += self._kept.popleft()", "self._kept.popleft()"),
-    ],
     "scheduler/preemption": [
         ("the held keep what others wait for", "request.ready and held_at <= since:", "False:"),
         ("the held give way at once", "request.ready and held_at <= since:", "request.ready:"),
         ("the held keep blocks that others lack", "if candidate.held and candidate.ready:", "if False:"),
         ("the held in flight are preempted", "if candidate.held and candidate.ready:", "if candidate.held:"),
-        ("to be held protects", "if not victim.held:", "if True:"),
+        ("to be held protects", "if counts and not victim.held:", "if counts:"),
+        ("to be above a share protects", "if counts and not victim.held:", "if not victim.held:"),
+        ("none gives way to a tenant below its share", "if not fair.any_is_above(now):", "if True:"),
+        ("the youngest gives way whatever its share", "if above is not None:", "if False:"),
         ("makes room for a priority beside no request", "room = room.minus(running.claim(request))", "pass"),
         (
             "makes room for a priority with what is shared",
@@ -394,11 +389,13 @@ MUTANTS = {
         ("preempts without end", "victim.metrics.num_preemptions >= self._max_preemptions", "False"),
         ("the preempted keep their count", "victim.num_computed_tokens = 0", "pass"),
     ],
-    "scheduler/deadlines": [
-        ("deadlines outlive their requests", "if len(self._heap) > 2 * num_live + 64:", "if False:"),
-        ("ignores deadlines", "while self._heap and", "while False and"),
-    ],
     "scheduler/running": [
+        (
+            "a seat is reused while a step in flight has it",
+            "(self._kept[-1] if self._kept else self._free).append(seat)",
+            "self._free.append(seat)",
+        ),
+        ("a seat is lost with its step", "self._free += self._kept.popleft()", "self._kept.popleft()"),
         (
             "ignores max_num_seqs",
             "return self.seats.num_free - self._num_reserved_seats",
@@ -448,6 +445,8 @@ MUTANTS = {
         ),
     ],
     "scheduler/waiting": [
+        ("deadlines outlive their requests", "if len(self._heap) > 2 * num_live + 64:", "if False:"),
+        ("ignores deadlines", "while self._heap and", "while False and"),
         ("the held are admitted", "if request.held:", "if False:"),
         (
             "the protected wait behind others",
@@ -485,7 +484,10 @@ MUTANTS = {
         ),
         ("searches the queue each time", "self._refused = (state, need)", "pass"),
     ],
-    "scheduler/policies": [
+    "scheduler/backlog": [
+        ("all parts of a call wait in the queue", "if call not in self._queued:", "if True:"),
+    ],
+    "scheduler/policy": [
         (
             "the last come first",
             "heapq.heappush(self._heap, (request.rank,",
@@ -495,6 +497,13 @@ MUTANTS = {
         ("the removed are kept", "if len(self._removed) > len(self._heap) // 2:", "if False:"),
         ("a removed one is kept", "[(r.rank, r) for r in self]", "self._heap"),
         ("one that comes back is there twice", "if request in self._removed:", "if False:"),
+    ],
+    "scheduler/policies": [
+        (
+            "tenants at their share are not passed",
+            "tenant = self._preferred(lowest, self._holdings())",
+            "pass",
+        ),
         (
             "a request that ran resets the overtakes",
             "== request.arrival and not request.ran_before",
@@ -514,7 +523,7 @@ MUTANTS = {
             "self._charge(request, self.INPUT_COST *",
             "self._charge(request, 0.0 *",
         ),
-        ("fair: weights do not count", "cost / self._weights.get(tenant, 1.0)", "cost"),
+        ("fair: weights do not count", "cost / self._weight_of(tenant)", "cost"),
         (
             "fair: time away earns credit",
             "max(self.service.get(tenant, 0.0), floor)",

@@ -54,6 +54,7 @@ HOLDS = 2**40  # makes another seed of the same world, so that the other choices
 RUNS = 2**41
 DRAFTS = 2**42
 RANKS = 2**43
+PARTS = 2**44
 UNWRITTEN = b"\xff"
 
 
@@ -297,6 +298,8 @@ class World:
         apart = random.Random(~seed)  # so that the other worlds stay what they were
         # The length from which K and V are others, as with longrope; some tokens then complete a stop string.
         self.long_from = apart.randint(2, 40) if apart.random() < 0.3 else None
+        self.parting = random.Random(seed ^ PARTS)
+        self.part_share = self.parting.choice((0.0, 0.0, 0.3, 0.9))  # of requests that are parts of a call
         self.holding = random.Random(seed ^ HOLDS)
         self.hold_share = self.holding.choice((0.0, 0.0, 0.05, 0.3))
         self.running = random.Random(seed ^ RUNS)
@@ -409,6 +412,7 @@ class World:
             stop_ids=frozenset([STOP]),
             priority=priority,
             tenant=tenant,
+            part_of=self.parting.choice("xyz") if self.parting.random() < self.part_share else "",
             namespace=namespace,
             long_from=self.long_from,
             deadline=self.now + rng.randint(1, 30) if rng.random() < 0.05 else math.inf,
@@ -487,7 +491,9 @@ class World:
         # Kept so that the new blocks of a request that has grown long do not get the id of its old ones.
         old = [request.blocks for request in self.scheduler.running]
         unheld = [r for r in self.scheduler.waiting() if not r.held]
-        waiting = [r for r in unheld if not r.protected] if self.has_order else []
+        # Parts of a call let later requests go ahead: `Scheduler.check` says that one at a time waits.
+        waiting = [r for r in unheld if not r.protected and (r.ran_before or not r.inputs.part_of)]
+        waiting = waiting if self.has_order else []
         ready = [
             (r, r.metrics.num_preemptions)
             for r in self.scheduler.running
@@ -498,7 +504,8 @@ class World:
         assert not any(r.held for r in schedule.requests), "a held request computes"
         self.check_order(waiting, ready)
         # Requests preempted and admitted again in this step: they begin with blocks that others write in it.
-        self.again = {id(r.blocks) for r, before in ready if r.metrics.num_preemptions > before}
+        new = {id(r) for r in schedule.newcomers}  # also one that was above its tenant's share
+        self.again = {id(r.blocks) for r, n in ready if r.metrics.num_preemptions > n or id(r) in new}
         assert len(self.scheduler.running) <= self.max_num_seqs, "too many run"
         if self.have_blocks_of_their_own(schedule):
             spare = self.manager.pool.num_available - self.scheduler._running.num_reserved_blocks()
@@ -554,6 +561,8 @@ class World:
         if favoured is not None and not self.in_flight and not self.collides:
             has_room = favoured.status is RequestStatus.RUNNING or self.scheduler.has_lost_blocks(favoured)
             assert has_room, "others were preempted in vain"
+        if self.policy_name == "fair":  # the shares of tenants decide, too
+            return
         # For a request with priority none is preempted that this would protect.
         last_time = self.max_preemptions - 1 if self.policy_name == "priority" else self.max_preemptions
         kept = [self.place(r) for r, n in ready if r.metrics.num_preemptions == n < last_time]

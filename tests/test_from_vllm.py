@@ -1,5 +1,6 @@
 """What users of vLLM type works, or says why not; docs/from-vllm.md lists it."""
 
+import asyncio
 import dataclasses
 import inspect
 import json
@@ -18,6 +19,8 @@ from paged import LLM, AsyncLLMEngine, ConfigError, EngineConfig, RequestError, 
 from paged.base import from_vllm
 from paged.base.from_vllm import SECRETS, missing_of, neutral_of
 from tests.support.from_vllm import CONFIGS, VLLM, config_rows, method_rows, name_rows, tables, written
+from tests.support.parameter_changes import CHANGES
+from tests.support.vllm_examples import NO_FEATURE, OTHERS, RUN
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +162,8 @@ def test_missing_names_say_what_to_use(demo):
         with pytest.raises(AttributeError, match=f"LLMEngine has no '{name}': ") as error:
             getattr(demo, name)
         assert str(error.value).endswith(reason)
-    with pytest.raises(AttributeError, match="paged has no 'EngineArgs': EngineConfig has the options"):
-        paged.EngineArgs  # noqa: B018
+    with pytest.raises(AttributeError, match="paged has no 'ModelRegistry': docs"):
+        paged.ModelRegistry  # noqa: B018
     with pytest.raises(AttributeError, match="LLMEngine has no 'generat'"):
         demo.generat  # noqa: B018
     for owner in (LLM, AsyncLLMEngine, SamplingParams):
@@ -192,7 +195,7 @@ def test_importing_what_is_missing_says_what_to_use():
 @pytest.mark.parametrize("method", [name for name in VLLM["LLM"] if name not in missing_of("LLMEngine")])
 def test_arguments_have_the_order_of_vllm(method):
     ours = inspect.signature(getattr(LLM, method)).parameters.values()
-    names = [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    names = [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
     theirs = VLLM["LLM"][method]
     if method == "score":
         theirs = ["prompt", "continuations", *theirs[2:]]
@@ -222,7 +225,7 @@ def test_signatures_are_those_of_the_config():
     assert set(asynchronous) == {*options, "stream_interval_s"}
     for name, parameter in options.items():
         assert inspect.signature(LLM).parameters[name].default == parameter.default
-        assert f"    {name}: " in (LLM.__init__.__doc__ or "")
+        assert re.search(rf"^ *{name}: ", LLM.__init__.__doc__ or "", re.MULTILINE)
         assert name not in neutral_of("EngineArgs")
 
 
@@ -235,21 +238,122 @@ def test_repr_names_model_dtype_and_device(demo):
     assert repr(demo) == "LLMEngine(model='demo', dtype=float32, device=cpu)"
 
 
-def test_assigning_to_parameters_names_replace():
-    with pytest.raises(dataclasses.FrozenInstanceError, match=r"SamplingParams .*replace\(old, top_p=0.5\)"):
-        SamplingParams().top_p = 0.5
-    with pytest.raises(dataclasses.FrozenInstanceError, match="EngineConfig is immutable"):
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingParams)])
+def test_assignment_is_construction(name):
+    value, others = CHANGES[name]
+    params = SamplingParams(**others)
+    before = params.clone()
+    assert not setattr(params, name, value)
+    assert params == SamplingParams(**{**others, name: value})
+    assert params != before or name == "ignore_eos"  # whose change is the default
+    with pytest.raises(RequestError) as constructed:
+        SamplingParams(**{name: object()})
+    with pytest.raises(RequestError, match=re.escape(str(constructed.value).partition(" at 0x")[0])):
+        setattr(before, name, object())
+    assert before == SamplingParams(**others)  # as it was
+
+
+def test_what_is_assigned_together_is_checked_together():
+    params = SamplingParams(max_tokens=4, logit_bias={1: 1.0})
+    with pytest.raises(RequestError, match="min_tokens 5 is more than max_tokens 4"):
+        params.min_tokens = 5
+    params.skip_clone = True  # as to the constructor
+    for error, name in ((paged.UnknownArgumentError, "top_pp"), (RequestError, "truncate_prompt_tokens")):
+        with pytest.raises(error, match=name):
+            setattr(params, name, 0.5)
+    own = params.clone()
+    own.logit_bias[1] = 2.0
+    assert params.logit_bias == {1: 1.0}
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(params)
+    beams = paged.BeamSearchParams(beam_width=2, max_tokens=4)
+    beams.max_tokens = 5
+    assert beams == paged.BeamSearchParams(beam_width=2, max_tokens=5)
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"EngineConfig .*replace\(old, seed=1\)"):
         EngineConfig("demo").seed = 1
-    assert SamplingParams(top_p=0.5).clone() == SamplingParams(top_p=0.5)
+
+
+def test_a_running_request_does_not_see_assignments(demo):
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logit_bias={7: 100.0})
+    demo.add_request("a", "x", params)
+    params.max_tokens, params.temperature, params.logit_bias = 2, 1.0, {8: 100.0}
+    demo.add_request("b", "x", params)
+    outputs = {}
+    while demo.has_unfinished_requests():
+        params.max_tokens = 1  # while they run
+        outputs |= {output.request_id: output.outputs[0] for output in demo.step()}
+    assert {name: list(output.token_ids) for name, output in outputs.items()} == {"a": [7] * 6, "b": [8] * 2}
+
+
+def test_a_stream_does_not_see_assignments():
+    async def run():
+        async with AsyncLLMEngine("demo", device="cpu", num_blocks=64) as engine:
+            params = SamplingParams(max_tokens=3, ignore_eos=True)
+            stream = engine.generate("x", params)
+            params.max_tokens = 1
+            return [output async for output in stream][-1]
+
+    assert len(asyncio.run(run()).outputs[0].token_ids) == 3
+
+
+def test_flags_are_those_of_an_engine():
+    parser = paged.EngineArgs.add_cli_args(paged.FlexibleArgumentParser())
+    flags = "--model demo --max_num_seqs 3 -pp=2 --no-enable-prefix-caching --dtype=half"
+    args = parser.parse_args(
+        [
+            *flags.split(),
+            "--pipeline-layers",
+            "2",
+            "2",
+            '--tenant-weights={"a": 2}',
+            "--scheduling-policy=fair",
+        ]
+    )
+    config = paged.EngineArgs.from_cli_args(args)
+    expected = EngineConfig(
+        "demo", max_num_seqs=3, enable_prefix_caching=False, pipeline_parallel_size=2,
+        pipeline_layers=[2, 2], dtype="half",
+        tenant_weights={"a": 2}, scheduling_policy="fair",
+    )  # fmt: skip
+    assert dataclasses.asdict(config) == dataclasses.asdict(expected)
+    wrong = parser.parse_args(["--model", "demo", "--enable-lora", "--max-lora-rank", "8"])
+    with pytest.raises(ConfigError, match="got enable_lora=True: LoRA"):
+        LLM(**vars(wrong))
+    with pytest.raises(ConfigError, match="give --model"):
+        paged.EngineArgs.from_cli_args(parser.parse_args([]))
+    with pytest.raises(ConfigError, match="engine_args must be EngineArgs or EngineConfig, got 3"):
+        LLM.from_engine_args(3)
+
+
+def test_the_switch_is_named_of_several_options_of_vllm():
+    for given in ({"enable_lora": True, "max_lora_rank": 8}, {"max_lora_rank": 8, "enable_lora": True}):
+        with pytest.raises(ConfigError, match="got enable_lora=True: LoRA"):
+            EngineConfig("demo", **given)
+    # Without a switch it is the first that was given, whatever the order of a set would be.
+    with pytest.raises(ConfigError, match="got max_loras=9"):
+        EngineConfig("demo", max_loras=9, lora_dtype="x", max_lora_rank=8, fully_sharded_loras=False)
+
+
+def test_examples_of_vllm_run_or_say_why_not(demo):
+    assert sorted(RUN) == [script.stem for script in SCRIPTS]
+    assert len(RUN) >= 20
+    assert len({*RUN.values(), *OTHERS, *NO_FEATURE}) == len(RUN) + len(OTHERS) + len(NO_FEATURE)
+    for reason, code, message in OTHERS.values():
+        assert reason
+        with pytest.raises((paged.PagedError, AttributeError, ImportError), match=message):
+            exec(code, {"LLM": LLM, "SamplingParams": SamplingParams, "llm": demo})
 
 
 SCRIPTS = sorted((Path(__file__).parent / "vllm_scripts").glob("*.py"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_scripts_for_vllm_run_with_another_import_and_model(script, tmp_path):
-    text = re.sub(r"from vllm\b", "from paged", script.read_text())
-    text = re.sub(r'model="[^"]+"', 'model="demo"', text)
+def test_scripts_for_vllm_run_with_another_import_and_model(script, tmp_path, monkeypatch):
+    text = re.sub(r"from vllm[\w.]* import", "from paged import", script.read_text())
+    text = re.sub(r'model(="|": ")[^"]+"', r'model\1demo"', text)
+    monkeypatch.setattr(sys, "argv", [script.name])
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_BATCH_INVARIANT"):
+        monkeypatch.setenv(name, "")  # so that what a script sets is taken back
     changed = tmp_path / script.name
     changed.write_text(text)
     runpy.run_path(str(changed), run_name="__main__")

@@ -56,7 +56,7 @@ GLOSSARY = {
     "Kernels": "kernels/backend.py",
     "LLMEngine": "paged/engine/engine.py",
     "ModelRunner": "paged/runner/model_runner.py",
-    "Policy": "paged/scheduler/policies.py",
+    "Policy": "paged/scheduler/policy.py",
     "PrefixChain": "paged/blocks/prefix_chain.py",
     "Request": "paged/requests/request.py",
     "RequestGroup": "paged/requests/request.py",
@@ -309,7 +309,7 @@ def test_all_is_sorted_and_complete():
         for name, value in vars(paged).items()
         if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith("paged.")
     }
-    assert public | {"LLM", *paged._MODULES} == set(paged.__all__)
+    assert public | {*paged._ALIASES, *paged._MODULES} == set(paged.__all__)
 
 
 def test_every_error_is_public():
@@ -331,7 +331,7 @@ def test_wheel_holds_kernels_and_demo(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         entry_points = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
-        assert "paged = paged.commands.cli:main" in archive.read(entry_points).decode()
+        assert "paged = paged.__main__:main" in archive.read(entry_points).decode()
     assert {name.split("/")[0] for name in held} == {"paged"}
     wanted = {f"paged/{file.relative_to(ROOT)}" for file in KERNELS}
     wanted |= {"paged/py.typed", "paged/base/vllm.toml", "paged/commands/cli.py"}

@@ -93,7 +93,9 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="small sizes; without a GPU in the interpreter")
+    parser.add_argument(
+        "--tiny", "--rehearse", action="store_true", help="small sizes; without a GPU in the interpreter"
+    )
     parser.add_argument("--report", action="store_true", help="only rewrite the tables from existing JSON")
     parser.add_argument(
         "--sanitize", action="store_true", help="only run engine tests under memcheck and racecheck"

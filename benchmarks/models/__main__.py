@@ -101,7 +101,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=0.25, help="factor on the lengths of prompts")
     parser.add_argument("--max-tokens", type=int, default=24, help="of every request")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--quick", action="store_true", help="tiny shapes and batches, one round")
+    parser.add_argument(
+        "--quick", "--rehearse", action="store_true", help="tiny shapes and batches, one round"
+    )
     args = parser.parse_args(argv)
     if args.section is None:
         args.section = [section for section in SECTIONS if section != "before" or args.before]

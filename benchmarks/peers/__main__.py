@@ -33,6 +33,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import common
 from benchmarks.common import (
     Workload,
     checkpoint,
@@ -119,7 +120,8 @@ def parse_args(
     )
     parser.add_argument("--environments", type=Path, default=ENVIRONMENTS, help=argparse.SUPPRESS)
     parser.add_argument("--workload", choices=["ragged", "nano-vllm"], default="ragged", help="whose lengths")
-    args = parser.parse_args(argv)
+    small = {"shapes": ["llama-15m"], "batches": [1, 2], "ways": ["paged"], "rounds": 1, "scale": 0.1}
+    args = common.parse_args(parser, argv, **small)
     if args.workload == "nano-vllm" and args.common_prefix:
         parser.error("--common-prefix goes with --workload ragged")
     try:

@@ -28,6 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import common
 from benchmarks.common import checkpoint, print_json, print_table, ragged_workload
 from benchmarks.peers.fleet import ROOM, Fleet, Way, prove, warm, ways_named
 from benchmarks.peers.process import ENVIRONMENTS
@@ -87,7 +88,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output", type=int, default=128, help="tokens")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--environments", type=Path, default=ENVIRONMENTS, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    small = {"model": ["llama-15m"], "streams": [1, 2], "ways": ["paged-int8"], "rounds": 1}
+    args = common.parse_args(parser, **small, prompt=16, output=4)
     try:
         args.ways = [str(way) for way in ways_named(args.ways)]
     except ValueError as error:

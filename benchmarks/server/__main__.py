@@ -12,6 +12,8 @@ budgets    the same client against `paged serve` alone, with the most of --clien
            tokens in a step (--max-num-batched-tokens)
 aggressors a victim's completions of 8 tokens over HTTP, alone and beside clients that ask for much at once;
            for how long they held the front end's event loop, and the longest step. Nothing is pinned.
+bodies     the front end's memory and time for bodies of every shape, and how long they held its event loop;
+           five at once beside a victim's completions
 service    how long streams pause when their engine process is killed or stopped, and how long going on takes
            beside the prefill of as many prompts; a tenant's first tokens beside another one's flood; /health
            beside 1,000 connections that send a byte a second
@@ -77,7 +79,10 @@ def _parsed() -> Options:
     )
     parser.add_argument("--seconds", type=float, default=5.0, help="of each aggressor")
     parser.add_argument("--rate", type=float, default=10.0, help="the victim's requests a second")
-    parser.add_argument("--quick", action="store_true", help="few requests: checks them, and proves no speed")
+    parser.add_argument("--bodies", nargs="+", help="of the section bodies: some of them by name")
+    parser.add_argument(
+        "--quick", "--rehearse", action="store_true", help="few requests: checks them, and proves no speed"
+    )
     return parser.parse_args()
 
 
@@ -120,6 +125,12 @@ def _aggressors(args: Options, _: Cores) -> dict[str, Any]:
     from benchmarks.server import aggressors
 
     return {"aggressors": aggressors.measure("demo", seconds=_seconds(args), rate=args.rate)}
+
+
+def _bodies(args: Options, _: Cores) -> dict[str, Any]:
+    from benchmarks.server import bodies
+
+    return {"bodies": bodies.measure("demo", rate=args.rate, names=args.bodies)}
 
 
 def _keys(args: Options, cores: Cores) -> dict[str, Any]:
@@ -183,6 +194,7 @@ SECTIONS: dict[str, Callable[[Options, Cores], dict[str, Any]]] = {
     "vllm": _vllm,
     "budgets": _budgets,
     "aggressors": _aggressors,
+    "bodies": _bodies,
     "keys": _keys,
     "page": _page,
     "service": _service,

@@ -174,13 +174,14 @@ async def _beside(
 
 async def _ask_as_victim(port: int) -> float:
     started = time.monotonic()
-    status, body = await _post(port, "/v1/completions", json.dumps(VICTIM).encode())
+    status, body = await post(port, "/v1/completions", json.dumps(VICTIM).encode())
     assert status == 200, body
     assert json.loads(body)["usage"]["completion_tokens"] == 8, body
     return time.monotonic() - started
 
 
-async def _post(port: int, path: str, content: bytes) -> tuple[int, bytes]:
+async def post(port: int, path: str, content: bytes) -> tuple[int, bytes]:
+    """Return the status and the body of an answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
     head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode() + content)
@@ -202,7 +203,7 @@ async def _attack(port: int, aggressor: Aggressor, seconds: float) -> None:
     async def client(i: int) -> None:
         rounds = 0
         while time.monotonic() < until:
-            status, _ = await _post(port, aggressor.path, contents[2 * i + rounds % 2])
+            status, _ = await post(port, aggressor.path, contents[2 * i + rounds % 2])
             statuses[status] += 1
             rounds += 1
 

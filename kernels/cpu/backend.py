@@ -1,32 +1,18 @@
-"""The "numba" backend: compiled for the CPU that it runs on. Implements `backend.Kernels`."""
+"""The "numba" backend: compiled for the CPU that it runs on. Implements `backend.Kernels`.
+
+The module of an operation is imported at its first use: a model takes few of them.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import Any
 
 from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
-from ..plain.backend import copy_blocks, grouped_linear, listening, partial_bytes
-from ..reference import check_cache_dtype
+from ..checks import check_cache_dtype as check_cache_dtype
 from ..steps import UnpackStep
-from .attention.paged_attention import paged_attention, plan_attention
 from .attention.units import SPLIT_KEYS
-from .compiling import compile_ahead
-from .rows.add import add
-from .rows.clamped_swiglu import clamped_swiglu
-from .rows.gelu_and_mul import gelu, gelu_and_mul
-from .rows.greedy import greedy
-from .rows.layer_norm import layer_norm
-from .rows.rms_norm import rms_norm
-from .rows.rms_norm_into import rms_norm_into
-from .rows.rotary_store_kv import rotary_store_kv
-from .rows.route import route
-from .rows.scale_and_cap import scale_and_cap
-from .rows.scale_rows import scale_rows
-from .rows.silu_and_mul import silu_and_mul
-from .rows.sort_by_expert import sort_by_expert
-from .rows.sum_experts import sum_experts
-from .rows.take_rows import take_rows
-from .sampling.masks import greedy_of_allowed, mask_logits
-from .sampling.penalties import apply_penalties
-from .sampling.sample_tokens import sample_tokens
-from .sampling.token_logprobs import token_logprobs
-from .step_recorder import CPUStepRecorder
+from .launch.code_cache import missing_kernels
 
 name = "numba"
 has_linear = True
@@ -34,10 +20,67 @@ has_coded_linear = False
 has_grouped_linear = False
 compiles_at_launch = False  # `compile_ahead` compiles all
 unpack_step: UnpackStep | None = None
-step_recorder = CPUStepRecorder
 split_keys = SPLIT_KEYS
+
+# The module of each operation, and what it is called there if that differs.
+OPERATIONS = {
+    "add": ".rows.add",
+    "apply_penalties": ".sampling.penalties",
+    "clamped_swiglu": ".rows.clamped_swiglu",
+    "copy_blocks": "..plain.backend",
+    "gelu": ".rows.gelu_and_mul",
+    "gelu_and_mul": ".rows.gelu_and_mul",
+    "greedy": ".rows.greedy",
+    "greedy_of_allowed": ".sampling.masks",
+    "grouped_linear": "..plain.backend",
+    "layer_norm": ".rows.layer_norm",
+    "mask_logits": ".sampling.masks",
+    "paged_attention": ".attention.paged_attention",
+    "plan_attention": ".attention.paged_attention",
+    "rms_norm": ".rows.rms_norm",
+    "rms_norm_into": ".rows.rms_norm_into",
+    "rotary_store_kv": ".rows.rotary_store_kv",
+    "route": ".rows.route",
+    "sample_tokens": ".sampling.sample_tokens",
+    "scale_and_cap": ".rows.scale_and_cap",
+    "scale_rows": ".rows.scale_rows",
+    "silu_and_mul": ".rows.silu_and_mul",
+    "sort_by_expert": ".rows.sort_by_expert",
+    "step_recorder": ".step_recorder:CPUStepRecorder",
+    "sum_experts": ".rows.sum_experts",
+    "take_rows": ".rows.take_rows",
+    "token_logprobs": ".sampling.token_logprobs",
+}
+
+
+def __getattr__(operation: str) -> Any:
+    """Import an operation at its first use."""
+    if operation not in OPERATIONS:
+        raise AttributeError(f"the CPU kernels have no {operation!r}")
+    module, _, other_name = OPERATIONS[operation].partition(":")
+    value = getattr(import_module(module, __package__), other_name or operation)
+    globals()[operation] = value
+    return value
+
+
+def compile_ahead(progress: Any = None) -> None:
+    """Compile the kernels that are not in the cache; see `compiling.compile_ahead`."""
+    if missing_kernels():
+        from .compiling import compile_ahead
+
+        compile_ahead(progress)
 
 
 def head_dims() -> range:
     """Return the head dimensions that attention takes."""
     return range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1)
+
+
+def partial_bytes(num_seqs: int, max_keys: int, num_heads: int, value_dim: int) -> int:  # noqa: ARG001
+    """Return the most bytes that partial results of attention take, beside what a step of any size takes."""
+    return 0
+
+
+def listening(compiled: Callable[[], None]) -> AbstractContextManager[None]:  # noqa: ARG001
+    """Call `compiled` for every kernel that is compiled at its launch inside the block: there is none."""
+    return nullcontext()

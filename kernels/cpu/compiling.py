@@ -20,41 +20,12 @@ from typing import NamedTuple
 
 import torch
 
-# Importing a file of kernels adds them to KERNELS.
-from .attention import kernel  # noqa: F401
-from .launch import code_cache, graph  # noqa: F401
-from .launch.machine_code import KERNELS, compile_kernel
-from .linear import linear, pack_bf12, pack_codes  # noqa: F401
-from .rows import (  # noqa: F401
-    add,
-    clamped_swiglu,
-    gelu_and_mul,
-    greedy,
-    layer_norm,
-    rms_norm,
-    rotary_store_kv,
-    route,
-    scale_and_cap,
-    scale_rows,
-    silu_and_mul,
-    sort_by_expert,
-    sum_experts,
-    take_rows,
-)
-from .sampling import masks, penalties, sample_tokens, token_logprobs  # noqa: F401
+from .cache_files import writable_directory
+from .launch import code_cache
+from .launch.code_cache import SECONDS, missing_kernels
 
 logger = logging.getLogger(__name__)
 
-# Seconds that kernels take with all cores busy; those that are not named take about half of one.
-SECONDS = {
-    "attention.kernel.attend": 20.0,
-    "linear.linear.linear_kernel": 10.0,
-    "sampling.sample_tokens.sample_unit": 5.0,
-    "linear.amx_linear.tiles_kernel": 4.0,
-    "rows.rotary_store_kv.rotary_store_kv_unit": 4.0,
-    "rows.rms_norm.rms_norm_unit": 1.0,
-}
-_FEW_SECONDS = 0.5
 MOST_PROCESSES = 4  # each takes half a gigabyte, and the longest kernel ends no sooner with more
 _POLL_S = 0.1
 
@@ -93,13 +64,13 @@ def compile_ahead(progress: Progress | None = None) -> Compiled:
     Raises ImportError if the cache cannot be written.
     """
     if not _reports:
-        missing = _missing()
+        missing = missing_kernels()
         started = time.perf_counter()
-        directory = code_cache.directory_of(next(iter(KERNELS))) or code_cache.writable_directory()
+        directory = code_cache.directory_of(next(iter(SECONDS))) or writable_directory()
         if missing:
             _compile(missing, progress)
         seconds = time.perf_counter() - started
-        _reports.append(Compiled(len(KERNELS), len(missing), seconds, directory))
+        _reports.append(Compiled(len(SECONDS), len(missing), seconds, directory))
         if missing and progress is None:
             logger.warning(_reports[0].describe())
     return _reports[0]
@@ -128,7 +99,7 @@ def _watched(missing: list[str], update: Callable[[int], None]) -> Iterator[None
 
     def watch() -> None:
         while not done.wait(_POLL_S):
-            update(len(missing) - len(_missing()))
+            update(len(missing) - len(missing_kernels()))
 
     thread = threading.Thread(target=watch, name="paged-compiling", daemon=True)
     thread.start()
@@ -140,29 +111,21 @@ def _watched(missing: list[str], update: Callable[[int], None]) -> Iterator[None
     update(len(missing))
 
 
-def _missing() -> list[str]:
-    """Return the kernels that are not in the cache; those that take longest come first."""
-    missing = [name for name in KERNELS if code_cache.directory_of(name) is None]
-    return sorted(missing, key=_seconds, reverse=True)
-
-
-def _seconds(name: str) -> float:
-    return SECONDS.get(name, _FEW_SECONDS)
-
-
 def _estimate(missing: list[str], num_processes: int) -> float:
-    seconds = [_seconds(name) for name in missing]
+    seconds = [SECONDS[name] for name in missing]
     return max(*seconds, sum(seconds) / num_processes, 1.0)
 
 
 def _work(*, quickest_first: bool = False, is_wanted: Callable[[], bool] = lambda: True) -> None:
     """Compile kernels until none is missing, and wait for those that other processes compile."""
-    while missing := _missing():
+    from .compiled.kernels import compile_kernel
+
+    while missing := missing_kernels():
         num_compiled = 0
         for name in reversed(missing) if quickest_first else missing:
             with code_cache.claimed(name) as is_claimed:
                 if is_claimed and is_wanted() and code_cache.directory_of(name) is None:
-                    compile_kernel(KERNELS[name])
+                    compile_kernel(name)
                     num_compiled += 1
         if not is_wanted():
             return

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from ..steps import AttentionSchedule
-from .attention.kernel import ATTEND, MERGE
 from .attention.paged_attention import plan_units
-from .attention.units import SPLIT_KEYS
+from .attention.units import ATTEND, MERGE, SPLIT_KEYS
 from .launch.graph import Graph, Recorder
-from .simd.memory import LINE
+from .target import LINE
 
 
 class CPUStepRecorder:

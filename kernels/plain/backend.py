@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from .. import reference
-from ..arguments import checked
-from ..reference import check_cache_dtype
+from ..checked import checked
+from ..checks import check_cache_dtype
 from ..steps import UnpackStep
 from .attention.paged_attention import paged_attention, plan_attention
 from .rows.gelu_and_mul import gelu_and_mul

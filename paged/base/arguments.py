@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import FrozenInstanceError, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -23,12 +22,16 @@ def strict(
     vllm: str | None = None,
     error: type[PagedError] = RequestError,
     name: str | None = None,
+    *,
+    assignable: bool = False,
 ) -> type[T]:
     """Make a frozen dataclass refuse unknown keywords and, with a message that says what to do, assignments.
 
     vllm: the class of vLLM whose keywords are accepted at a value that changes nothing. Other values raise
         `error`.
     name: of the constructor in messages.
+    assignable: fields may be assigned to. Then all are checked and converted as by the constructor, and stay
+        as they were if that raises.
     """
     known = {field.name for field in fields(owner)}  # type: ignore[arg-type]
     name = name or owner.__name__
@@ -46,8 +49,15 @@ def strict(
         call = f"dataclasses.replace(old, {attribute}={shown(value)})"
         raise FrozenInstanceError(f"{owner.__name__} is immutable: {call} returns a changed copy")
 
+    def assign(self: Any, attribute: str, value: Any) -> None:
+        changed = owner(**{**{field: getattr(self, field) for field in known}, attribute: value})
+        for field in known:
+            object.__setattr__(self, field, getattr(changed, field))
+
     owner.__init__ = init  # type: ignore[method-assign]
-    owner.__setattr__ = refuse  # type: ignore[method-assign]
+    owner.__setattr__ = assign if assignable else refuse  # type: ignore[method-assign]
+    if assignable:  # what can change must not be the key of a dict
+        owner.__hash__ = None  # type: ignore[assignment]
     return owner
 
 
@@ -71,12 +81,6 @@ def show_arguments_of(config: Callable[..., Any], method: Callable[..., Any]) ->
     parameters = sorted([*own, *more], key=lambda p: p.kind)
     method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     method.__doc__ = method.__doc__ or config.__doc__
-
-
-def field_texts(owner: type[Any]) -> dict[str, str]:
-    """Return the text of a dataclass's docstring on each field, joined to one line, by the field's name."""
-    found = re.finditer(r"^    (\w+): (.*?)(?=^    \w+: |^$)", owner.__doc__ or "", re.DOTALL | re.MULTILINE)
-    return {match[1]: " ".join(match[2].split()) for match in found}
 
 
 def check_call(method: str, unnamed: Mapping[str, Any], **neutral: Any) -> None:

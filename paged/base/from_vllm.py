@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -80,11 +81,13 @@ def without_neutral(
 
     written: the argument as the user wrote it, for messages; by default name=value.
 
-    Raises `error`, which names the argument and what to do, for another value.
+    Raises `error`, which names the argument and what to do, for another value: of several, a switch that is
+    on, else the first.
     """
-    kept = dict(given)
-    for name in kept.keys() & neutral.keys():
-        value = kept.pop(name)
+    theirs = [name for name in given if name in neutral]
+    # A switch first: enable_lora is the reason why there is a max_lora_rank.
+    for name in sorted(theirs, key=lambda name: given[name] is not True):
+        value = given[name]
         values, reason = neutral[name]
         if not any(_is_same(value, v) for v in values):
             if written is None:
@@ -92,11 +95,12 @@ def without_neutral(
             raise error(f"{owner} got {written}: {reason}")
         if value is True and name in _NOTES:
             logger.warning(_NOTES[name])
-    return kept
+    return {name: value for name, value in given.items() if name not in neutral}
 
 
 def _is_same(value: object, neutral: object) -> bool:
-    """Return whether two values are equal: 0.0 is 0, but False is not."""
+    """Return whether two values are equal: 0.0 is 0, but False is not. A member of an enum is its value."""
+    value = value.value if isinstance(value, Enum) else value
     is_number = {type(value), type(neutral)} == {int, float}
     return value is neutral or ((is_number or type(value) is type(neutral)) and value == neutral)
 
@@ -120,7 +124,7 @@ class ExplainsMissing(type):
 class MissingNames:
     """The last import hook of Python: says what to use for a module of vLLM, and for a name of `vllm`.
 
-    `from paged import EngineArgs` looks for a module paged.EngineArgs where paged has no such attribute.
+    `from paged import ModelRegistry` looks for a module of that name where paged has no such attribute.
     """
 
     @staticmethod

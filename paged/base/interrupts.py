@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -13,13 +15,37 @@ _set_handler: Any = getattr(signal, "_signal").signal  # noqa: B009
 _SIGINT = int(signal.SIGINT)
 
 
+# The signals that a terminal or a supervisor sends to a whole process group.
+_OF_GROUPS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Let processes that are started within get no signals of their group until `leave_signals_to_parent`.
+
+    Without it a Ctrl-C, while such a process imports its modules, would end it with a traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def leave_signals_to_parent() -> None:
     """Ignore the signals that a terminal or a supervisor sends to a whole process group.
 
-    For a process that ends when its parent does, which may have work for it until then.
+    For a process that ends when its parent does, which may have work for it until then. The parent starts it
+    within `signals_blocked`.
     """
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    for number in _OF_GROUPS:
+        signal.signal(number, signal.SIG_IGN)  # which discards one that is pending
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_GROUPS)
+
+
+def end_at_ctrl_c() -> None:
+    """Let Ctrl-C end this process at once and without a traceback, as a command has nothing to clean up."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class HeldInterrupts:

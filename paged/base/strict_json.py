@@ -13,6 +13,7 @@ from ..errors import RequestError
 from .validation import shown
 
 MAX_JSON_DEPTH = 64  # of objects and arrays in a JSON text
+MAX_NUMBER_LENGTH = 4_300  # characters of a number in a JSON text; Python itself refuses longer ints
 MAX_JSON_EXPONENT = 100_000  # of an exact number, with which Python computes in no time
 MOST_EXACT_LENGTH = 15  # every number of so few characters is exact in float64
 # Other threads wait for a match: texts are looked through in pieces.
@@ -26,6 +27,7 @@ _REST_OF_STRING = re.compile(_PART_OF_STRING, re.DOTALL)
 class RoundedFloat(float):
     """A number of a JSON text that float64 does not have exactly. digits: as the text has it."""
 
+    __slots__ = ("digits",)
     digits: str
 
 
@@ -40,7 +42,11 @@ def parse_json(text: str | bytes) -> Any:
             text = text.decode("utf-8-sig")
         _check_depth(text)
         return json.loads(
-            text, object_pairs_hook=_object, parse_int=_int, parse_float=_float, parse_constant=_constant
+            text,
+            object_pairs_hook=unique_names,
+            parse_int=exact_int,
+            parse_float=exact_float,
+            parse_constant=refuse_constant,
         )
     except UnicodeDecodeError as error:
         raise RequestError(f"this is not JSON in UTF-8: {error}") from error
@@ -61,10 +67,7 @@ def _check_depth(text: str) -> None:
             if bracket is not None:
                 depth += 1 if bracket in "[{" else -1
                 if depth > MAX_JSON_DEPTH:
-                    raise RequestError(
-                        f"objects and arrays are nested more than {MAX_JSON_DEPTH} deep; "
-                        "make the JSON flatter"
-                    )
+                    raise too_deep()
             elif not quote:
                 end = _end_of_string(text, match.end())
                 break
@@ -93,7 +96,25 @@ def exact_decimal(digits: str) -> Decimal:
     raise RequestError(f"the number {shown(digits)} has an exponent of more than {MAX_JSON_EXPONENT:,}")
 
 
-def _float(digits: str) -> float:
+def too_deep() -> RequestError:
+    """Return the error of a text that is nested too deep."""
+    return RequestError(
+        f"objects and arrays are nested more than {MAX_JSON_DEPTH} deep; make the JSON flatter"
+    )
+
+
+def given_twice(name: str) -> RequestError:
+    """Return the error of an object that has a name twice."""
+    return RequestError(f"{shown(name)} is given twice in one object; give it once")
+
+
+# What the parser of a JSON text calls.
+
+
+def exact_float(digits: str) -> float:
+    """Return a number with a fraction or an exponent, where float64 does not have it as a RoundedFloat."""
+    if len(digits) > MAX_NUMBER_LENGTH:
+        raise _too_long(digits)
     number = float(digits)
     if not math.isfinite(number):
         raise RequestError(f"{shown(digits)} is too large for a number")
@@ -103,22 +124,26 @@ def _float(digits: str) -> float:
     return number
 
 
-def _constant(name: str) -> float:
+def exact_int(digits: str) -> int:
+    """Return an int. Raises RequestError for a long one, as parsing takes quadratic time."""
+    if len(digits) > MAX_NUMBER_LENGTH:
+        raise _too_long(digits)
+    return int(digits)
+
+
+def _too_long(digits: str) -> RequestError:
+    return RequestError(f"{digits[:16]}... has {len(digits):,} characters; no number here may be that long")
+
+
+def refuse_constant(name: str) -> float:
+    """Raise RequestError for NaN and the infinities, which Python's parser takes."""
     raise RequestError(f"{name} is not JSON; numbers are finite")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object. Raises RequestError if it has a name twice."""
     value = dict(pairs)
     if len(value) < len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise RequestError(f"{shown(twice)} is given twice in one object; give it once")
+        raise given_twice(twice)
     return value
-
-
-def _int(digits: str) -> int:
-    try:
-        return int(digits)
-    except ValueError as error:  # Python limits the digits, as parsing takes quadratic time
-        raise RequestError(
-            f"{digits[:16]}... has {len(digits):,} characters; no int here may be that long"
-        ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from numbers import Integral, Real
 from typing import Any
@@ -20,9 +21,16 @@ MAX_SHOWN = 300  # characters of a value in a message
 
 
 def shown(value: object) -> str:
-    """Return repr(value), cut to MAX_SHOWN; also for what repr refuses: long ints and deep nesting."""
+    """Return repr(value), cut to MAX_SHOWN; also for what repr refuses: long ints and deep nesting.
+
+    Of a large value only the beginning is looked at.
+    """
+    text = ""
     try:
-        text = repr(value)
+        for part in _repr_parts(value):
+            text += part
+            if len(text) > MAX_SHOWN:
+                break
     except RecursionError:
         return f"a {type(value).__name__} that is nested too deep to print"
     except ValueError:
@@ -32,7 +40,32 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__} with an int that is too long to print"
     if len(text) <= MAX_SHOWN:
         return text
-    return f"{text[:MAX_SHOWN]}… ({len(text):,} characters)"
+    if isinstance(value, list | dict):
+        return f"{text[:MAX_SHOWN]}… ({len(value):,} entries)"
+    length = len(value) if isinstance(value, str) else len(text)
+    return f"{text[:MAX_SHOWN]}… ({length:,} characters)"
+
+
+def _repr_parts(value: object) -> Iterator[str]:
+    """Yield the parts of repr(value), of a JSON value those of its entries one by one."""
+    if type(value) is str:
+        yield repr(value[: MAX_SHOWN + 1])
+    elif type(value) is list:
+        yield "["
+        for i, entry in enumerate(value):
+            yield ", " if i else ""
+            yield from _repr_parts(entry)
+        yield "]"
+    elif type(value) is dict:
+        yield "{"
+        for i, (name, entry) in enumerate(value.items()):
+            yield ", " if i else ""
+            yield from _repr_parts(name)
+            yield ": "
+            yield from _repr_parts(entry)
+        yield "}"
+    else:
+        yield repr(value)
 
 
 def field_of(name: str) -> str | None:

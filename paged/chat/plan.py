@@ -118,6 +118,18 @@ class ToolPlan:
             return answer or PlainText()
         return ReasoningMachine(reasoning, answer, is_inside=self._is_in_reasoning(prompt))
 
+    def reasoning_tags(self, prompt: str) -> tuple[str, str] | None:
+        """Return what begins and ends the reasoning of an answer to this prompt; None if there is none.
+
+        The first tag is "" if the answer begins inside of the reasoning.
+        """
+        if self.format.has_channels:
+            return REASONING_BY_NAME[self.format.name].begins[0], FINAL
+        reasoning = self.chat.reasoning
+        if reasoning is None:
+            return None
+        return ("" if self._is_in_reasoning(prompt) else reasoning.begins[0]), reasoning.ends[0]
+
     def structured_outputs(
         self, prompt: str, wanted: StructuredOutputsParams | None = None
     ) -> StructuredOutputsParams | None:

@@ -54,7 +54,7 @@ def tools_of(given: Sequence[Mapping[str, Any]]) -> list[Tool]:
         name = function["name"]
         if name in names:
             where = f"tools[{i}].function.name"
-            raise RequestError(f"{where} is that of another tool, too: {name!r}", param=where)
+            raise RequestError(f"{where} is that of another tool, too: {shown(name)}", param=where)
         names.add(name)
         parameters = {"type": "object", **function.get("parameters", NO_PARAMETERS)}
         place = f"tools[{i}].function.parameters"
@@ -73,7 +73,7 @@ def tool_choice_of(given: str | Mapping[str, Any] | None, tools: Sequence[Tool])
         return ToolChoice("none")
     if not tools:
         kind = given if isinstance(given, str) else given["type"]
-        raise RequestError(f"tool_choice {kind!r} needs tools", param="tool_choice")
+        raise RequestError(f"tool_choice {shown(kind)} needs tools", param="tool_choice")
     if isinstance(given, str):
         return ToolChoice(given)
     if given["type"] == "function":

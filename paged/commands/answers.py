@@ -10,6 +10,7 @@ from ..errors import PagedError
 from ..sampling_params import MAX_SEED, SamplingParams
 from . import common
 from .api_client import ApiClient, ApiExchange, part_of, reasoning_of
+from .chat_params import ChatParams
 from .common import CliError, FailedError
 
 if TYPE_CHECKING:
@@ -28,7 +29,12 @@ class ChatAnswer(NamedTuple):
 
 
 class Answers(Protocol):
-    """What answers a conversation, one turn at a time."""
+    """What answers a conversation, one turn at a time.
+
+    params: of the next answer.
+    """
+
+    params: ChatParams
 
     def stream(self, messages: Messages) -> Generator[ChatAnswer]:
         """Yield the answer so far, again and again; closed earlier, give the rest up. Raises PagedError."""
@@ -43,15 +49,16 @@ class Answers(Protocol):
 class EngineAnswers:
     """Answers of an engine in this process.
 
+    given: the user's arguments of SamplingParams.
     template: the arguments chat_template and chat_template_kwargs of `ChatTemplates.render`.
     """
 
-    def __init__(self, engine: LLMEngine, params: SamplingParams, template: Mapping[str, Any]) -> None:
+    def __init__(self, engine: LLMEngine, given: Mapping[str, Any], template: Mapping[str, Any]) -> None:
         from ..chat.local import LocalChat
 
         self._engine = engine
         self._chat = LocalChat(engine.text, template["chat_template"])
-        self._params = self._chat.params_of(params)
+        self.params = ChatParams(given, checkpoint=engine.sampling_defaults, chat=engine.text.chat_defaults)
         self._template = template
         self._num_requests = 0  # seeds are derived from it, so a retry gets another one
         self._completion: CompletionOutput | None = None
@@ -84,15 +91,19 @@ class EngineAnswers:
             raise FailedError(str(completion.stop_reason))
         if completion.finish_reason == "abort":
             common.complain(str(completion.stop_reason))
-        elif completion.finish_reason == "length" and len(completion.token_ids) != self._params.max_tokens:
+        elif completion.finish_reason == "length" and len(completion.token_ids) != self._sampling.max_tokens:
             common.complain(f"the answer fills the context; {self._way_out()}")
+
+    @property
+    def _sampling(self) -> SamplingParams:
+        return self._chat.params_of(self._engine.params_of(self.params.values, max_tokens=None))
 
     def _request(self, prompt: Prompt) -> str:
         """Add the request for the next answer. Return its id."""
         request_id = str(self._num_requests)
         self._num_requests += 1
         try:
-            self._engine.add_request(request_id, prompt, self._params)
+            self._engine.add_request(request_id, prompt, self._sampling)
         except PagedError as error:
             # Only these errors go away with a shorter conversation.
             if error.param == "prompt":
@@ -110,13 +121,17 @@ class EngineAnswers:
 class ServerAnswers:
     """Answers of a server of OpenAI's API.
 
-    fields: of every body, besides its messages.
+    fields: of every body, besides its messages and sampling parameters.
+    params: the sampling parameters.
     seed: of the first answer, and one more for each further one, so that a retry gets another one; with None
         the server chooses.
     """
 
-    def __init__(self, client: ApiClient, fields: Mapping[str, Any], seed: int | None) -> None:
+    def __init__(
+        self, client: ApiClient, fields: Mapping[str, Any], params: ChatParams, seed: int | None
+    ) -> None:
         self._client = client
+        self.params = params
         self._fields = fields
         self._seed = seed
         self._num_requests = 0
@@ -128,7 +143,8 @@ class ServerAnswers:
         """Yield the answer so far after each event that has a part of it. Raises ApiError."""
         self._is_given_up = False
         self._finish_reason = None
-        body = {**self._fields, "messages": messages, "stream": True}
+        sampling = body_fields(self.params.values)
+        body = {**self._fields, **sampling, "messages": messages, "stream": True}
         if self._seed is not None:
             body["seed"] = (self._seed + self._num_requests) % (MAX_SEED + 1)
         self._num_requests += 1
@@ -156,7 +172,7 @@ class ServerAnswers:
 
     def report_end(self) -> None:
         """Complain of an answer that was cut."""
-        if self._finish_reason == "length" and "max_tokens" not in self._fields:
+        if self._finish_reason == "length" and "max_tokens" not in self.params.values:
             common.complain(
                 "the answer fills the context, or has as many tokens as the server allows by default: /reset "
                 "forgets the conversation, --max-tokens asks for more"

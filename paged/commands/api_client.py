@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from ..base.validation import shown
 from ..errors import ConfigError, PagedError
 
+DEFAULT_URL = "http://127.0.0.1:8000"  # that of `paged serve`
 # In this order. The server's own variable comes first, so that one name serves both sides of a test.
 KEY_VARIABLES = ("PAGED_API_KEY", "OPENAI_API_KEY")
 CONNECT_TIMEOUT_S = 10.0
@@ -71,18 +72,23 @@ class ApiClient:
 
     def first_model(self) -> str:
         """Return the name of the first model that the server lists. Raises ApiError."""
+        return str(self.models()[0]["id"])
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return the models that the server lists, one or more, each with its id. Raises ApiError."""
         with self.request("GET", "/models") as exchange:
             body = exchange.read()
         try:
-            name = json.loads(body)["data"][0]["id"]
+            models = json.loads(body)["data"]
         except (ValueError, LookupError, TypeError):
-            name = None
-        if not isinstance(name, str):
+            models = None
+        listed = models if isinstance(models, list) else []
+        if not listed or not all(isinstance(m, dict) and isinstance(m.get("id"), str) for m in listed):
             raise ApiError(
                 f"{self.url}/models is no list of models in JSON; is this a server of OpenAI's API? "
                 "Its path, where that is not /v1, belongs into --url"
             )
-        return name
+        return listed
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> ApiExchange:
         """Return a request, which is sent where it is entered as a context.

@@ -154,8 +154,7 @@ class BatchRun:
             return await self._engine.encode(
                 prompt,
                 name,
-                pooling=call.pooling,
-                normalize=call.normalize,
+                **call.options,
                 priority=call.priority or 0.0,
                 tenant=call.tenant,
                 timeout_s=call.timeout_s,

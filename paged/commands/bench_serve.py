@@ -22,12 +22,11 @@ from ..errors import FileError, PagedError
 from ..protocol.jobs import check_writable, read_jobs
 from ..simulate.statistics import percentile
 from . import common
-from .api_client import ApiAddress, ApiClient, has_text
+from .api_client import DEFAULT_URL, ApiAddress, ApiClient, has_text
 from .common import CliError, FailedError
 from .options import with_options
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-DEFAULT_URL = "http://127.0.0.1:8000"
 WIDTH = 50
 # Every vocabulary has these token ids.
 _TOKEN_IDS = range(1000)

@@ -18,10 +18,11 @@ import typer
 
 from ..engine.async_base import STREAM_INTERVAL_S, check_interval, next_publish_time
 from ..errors import PagedError
-from ..sampling_params import SamplingParams
+from ..model.generation_config import CHAT_DEFAULTS
 from . import common
-from .answers import Answers, ChatAnswer, EngineAnswers, ServerAnswers, body_fields
-from .api_client import ApiAddress, ApiClient
+from .answers import Answers, ChatAnswer, EngineAnswers, ServerAnswers
+from .api_client import ApiAddress, ApiClient, ApiError
+from .chat_params import ChatParams, check_one_text
 from .common import CliError
 from .headings import MODEL
 from .options import with_options
@@ -34,12 +35,17 @@ TEMPLATE_KWARGS_HELP = """More variables for the template as a JSON object, such
 INTERVAL_HELP = """Longest time in seconds for which tokens are held back to be shown together, where showing
 each by itself would take more than one percent of the time; 0 shows each."""
 # What help shows where the defaults are not those of the API.
-_DEFAULTS = {"max_tokens": "from generation_config.json, else to the context's end"}
+_DEFAULTS = {
+    "max_tokens": "from generation_config.json, else to the context's end",
+    **{name: f"from generation_config.json, else {value:g}" for name, value in CHAT_DEFAULTS.items()},
+}
 HELP = """\
 /help           show this list
 /reset          forget the conversation, but not the system message
 /system TEXT    set the system message; without TEXT, remove it
 /retry          replace the last answer by another one
+/params         show the sampling parameters, and where they come from
+/params X=1 Y=  set X to 1, and take the default of Y again
 /save FILE      write the conversation to FILE as JSON
 /exit           leave, as Ctrl-D does
 A line that ends in \\ continues on the next line. A line that begins with // is a turn that begins with /.
@@ -87,10 +93,11 @@ def _of_engine(
     if options["api_key"] is not None:
         raise CliError("--api-key is for a server, whose address --url gives")
     engine_options = common.driver_options(model, options)
-    _check_one_text(sampling)
+    check_one_text(sampling)
     engine = common.start(engine_options)
     engine.chat_templates.source(template["chat_template"])  # raises now if there is no template
-    return EngineAnswers(engine, engine.params_of(sampling, max_tokens=None), template)
+    engine.params_of(sampling)  # raises now if a value does not go with the checkpoint's
+    return EngineAnswers(engine, sampling, template)
 
 
 def _of_server(
@@ -101,28 +108,32 @@ def _of_server(
     if of_engine:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in of_engine)
         raise CliError(f"with --url the engine is the server's, which takes these options: {flags}")
-    _check_one_text(sampling)
+    check_one_text(sampling)
     client = ApiClient(options["url"], options["api_key"])
-    name = model or client.first_model()
+    name, chat_defaults = _described(client, model)
     print(f"{name} at {client.url}", file=sys.stderr)
-    fields = body_fields(sampling) | {name: value for name, value in template.items() if value}
-    return ServerAnswers(client, {"model": name, **fields}, options["seed"])
+    params = ChatParams(sampling, checkpoint={}, chat=chat_defaults)
+    fields = {name: value for name, value in template.items() if value}
+    return ServerAnswers(client, {"model": name, **fields}, params, options["seed"])
+
+
+def _described(client: ApiClient, model: str | None) -> tuple[str, Mapping[str, Any]]:
+    """Return a model's name, by default the first, and the parameters that its server says a chat takes.
+
+    Raises ApiError if no name is given and the server lists none.
+    """
+    models: list[dict[str, Any]] = []
+    with suppress(ApiError) if model is not None else nullcontext():  # some servers list none
+        models = client.models()
+    entry: dict[str, Any] = next((each for each in models if model in (None, each["id"])), {"id": model})
+    defaults = entry.get("chat_defaults")
+    known = defaults if isinstance(defaults, dict) else {}
+    found = {name: known[name] for name in CHAT_DEFAULTS if isinstance(known.get(name), int | float)}
+    return str(entry["id"]), found
 
 
 class CommandError(CliError):
     """A command of the conversation that cannot be run, which leaves the conversation as it is."""
-
-
-def _check_one_text(sampling: Mapping[str, Any]) -> None:
-    """Raise CliError for parameters that ask for more than one text."""
-    params = SamplingParams(**{"max_tokens": None, **sampling})
-    if params.num_samples > 1:
-        raise CliError("--n and --best-of have no place in a chat, where a turn has one answer")
-    for name in ("logprobs", "prompt_logprobs"):
-        if getattr(params, name) is not None:
-            raise CliError(f"--{name.replace('_', '-')} has no place in a chat, which shows text alone")
-    if not params.detokenize:
-        raise CliError("--no-detokenize leaves nothing to show of a chat")
 
 
 def _variables(text: str | None) -> Mapping[str, Any]:
@@ -175,6 +186,7 @@ class Chat:
             "/reset": lambda _: self._turns.clear(),
             "/system": self._set_system,
             "/retry": lambda _: self._retry(),
+            "/params": self._params,
             "/save": self._save,
         }
 
@@ -269,6 +281,14 @@ class Chat:
             Path(file).expanduser().write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise CommandError(f"/save: {file}: {error.strerror}") from error
+
+    def _params(self, text: str) -> None:
+        try:
+            self._answers.params.set(text)
+        except CliError as error:
+            raise CommandError(str(error)) from error
+        if not text:
+            print(self._answers.params.describe())
 
     def _retry(self) -> None:
         if not self._turns:

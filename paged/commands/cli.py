@@ -15,14 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..errors import (
-    ConfigError,
-    DivisionError,
-    PagedError,
-    RequestError,
-    ResourceError,
-    UnknownArgumentError,
-)
+from ..base.interrupts import end_at_ctrl_c
+from ..errors import PagedError, RequestError, is_final
 from .bench import bench
 from .chat import chat
 from .common import EXIT_FAILED, EXIT_USAGE, CliError, complain
@@ -39,8 +33,7 @@ from .top import top
 # The base class of parser errors: click's in older versions of Typer, Typer's own copy in newer ones.
 PARSER_ERROR: type[Any] = typer.BadParameter.__mro__[2]
 
-# Errors of what was typed, in flags, prompts, variables and files of options.
-TYPED = (CliError, ConfigError, RequestError, UnknownArgumentError)
+TYPED = (CliError, RequestError)  # errors of flags and prompts
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -53,23 +46,26 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line and exit with its code.
 
-    2 is for what was typed, and would be wrong again; 1 for what cannot be done here and now.
+    2 is for what would be wrong again: what was typed, or a model that is damaged or not supported. 1 is for
+    what cannot be done here and now.
     """
-    # Ctrl-C ends the process at once and without a traceback, as nothing needs cleaning up.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_at_ctrl_c()
     # Characters that the terminal cannot encode are escaped.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         sys.exit(app(_spelled_out(sys.argv[1:]), prog_name="paged", standalone_mode=False))
+    except (KeyboardInterrupt, typer.Abort):  # a command had Ctrl-C raise, and it came beside what it was for
+        end_at_ctrl_c()
+        signal.raise_signal(signal.SIGINT)
+        code = EXIT_FAILED
     except PARSER_ERROR as error:
         where = error.ctx.command_path if error.ctx is not None else "paged"
         complain(f"{error.format_message()} (see {where} --help)")
         code = EXIT_USAGE
     except PagedError as error:
         complain(str(error))
-        is_lacking = isinstance(error, ResourceError | DivisionError)
-        code = EXIT_USAGE if isinstance(error, TYPED) and not is_lacking else EXIT_FAILED
+        code = EXIT_USAGE if isinstance(error, TYPED) or is_final(error) else EXIT_FAILED
     except UnicodeDecodeError as error:  # from stdin, or a file that is no text
         complain(str(error))
         code = EXIT_FAILED

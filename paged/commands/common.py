@@ -32,6 +32,7 @@ DEFAULT_MODEL = "demo"
 NO_FLAGS = {
     "structured_outputs": "its own fields are: --json-schema, --json-object, --regex, --choice, --grammar",
     "logits_processors": "they are Python functions",
+    "no_stop_within": "text is not parsed for reasoning, except by a server",
     "output_kind": "a command shows text as it comes, and results when they are whole",
     "skip_tokenizer_init": "a command's prompts are text",
     "max_queued_tokens": "a command queues its own prompts, as many as max_waiting lets wait",
@@ -140,8 +141,13 @@ def follow(options: Mapping[str, Any]) -> None:
 
 def one_model(argument: str | None, option: str | None) -> str | None:
     """Return the model that a command is given, as an argument or as --model. Raises CliError for two."""
+    return one_of("model", "--model", argument, option)
+
+
+def one_of(what: str, flag: str, argument: str | None, option: str | None) -> str | None:
+    """Return what is given as an argument or by a flag. Raises CliError if both are and they differ."""
     if None not in (argument, option) and argument != option:
-        raise CliError(f"the model is given twice, as {argument} and as --model {option}; leave one out")
+        raise CliError(f"the {what} is given twice, as {argument} and as {flag} {option}; leave one out")
     return argument if option is None else option
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import sys
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ..base.docstrings import docstring_of
 from ..config import EngineConfig
 from ..errors import UnknownArgumentError
 from ..sampling_params import SamplingParams
@@ -64,11 +66,23 @@ def heading_of(owner: type[Any], name: str) -> str:
     return next((heading for heading, names in headings.items() if name in names.split()), [*headings][-1])
 
 
+def _with_help(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a command with the docstring of its function as help.
+
+    Typer takes it from there, too, but `python -OO` has none there.
+    """
+    callback = options.get("callback")
+    return {**options, "help": options.get("help") or (docstring_of(callback) if callback else None)}
+
+
 class GroupedCommand(TyperCommand):
     """A command whose help lists the options under their headings, in plain text.
 
     Flags of vLLM that do not exist here are accepted or refused by `vllm_options`.
     """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **_with_help(options))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments into the context. Raises ConfigError for a flag of vLLM that has no effect."""
@@ -101,6 +115,9 @@ class UnknownCommandError(UnknownArgumentError):
 
 class CommandGroup(TyperGroup):
     """A group that answers an unknown command with the list of its commands."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **_with_help(options))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the arguments name. Raises UnknownCommandError."""

@@ -39,6 +39,7 @@ def new(
     requests_per_minute: Annotated[int | None, _option("requests_per_minute")] = None,
     tokens_per_minute: Annotated[int | None, _option("tokens_per_minute")] = None,
     concurrent_requests: Annotated[int | None, _option("concurrent_requests")] = None,
+    concurrent_sequences: Annotated[int | None, _option("concurrent_sequences")] = None,
     expires: Annotated[str | None, _option("expires")] = None,
 ) -> int:
     """Make a key, show it once on stderr, and print its line for the file: paged keys new ... >> FILE.
@@ -56,6 +57,7 @@ def new(
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
         concurrent_requests=concurrent_requests,
+        concurrent_sequences=concurrent_sequences,
         expires=expires,
     )
     if expires is not None and Moment().parse("expires", expires) <= time.time():

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import typer
 
-from ..base.arguments import field_texts
+from ..base.docstrings import field_texts
 from ..model.generation_config import GENERATION_FIELDS
 from ..sampling_params import SamplingParams
 from .headings import heading_of

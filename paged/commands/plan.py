@@ -58,9 +58,11 @@ def report(made: EnginePlan) -> str:
     origin = "as measured" if figures["is_measured"] else "by the data sheet, not measured"
     rates = f"{figures['bytes_per_s'] / 1e9:,.4g} GB/s and {figures['flops_per_s'] / 1e12:,.3g} TFLOP/s"
     fits = [[f"{length:,} tokens", f"{count:,}"] for length, count in made.sequences.items()]
+    lengths = made.short_length, made.usual_length
+    decodes = zip(*(made.decode_speeds(length).items() for length in lengths), strict=True)
     speeds = [
-        *([f"decode of {count:,}", f"{speed:,.1f}"] for count, speed in made.decode_speeds.items()),
-        ["prompt", f"{made.prompt_speed:,.1f}"],
+        *([f"decode of {short[0]:,}", f"{short[1]:,.1f}", f"{usual[1]:,.1f}"] for short, usual in decodes),
+        ["prompt", *(f"{made.prompt_speed(length):,.1f}" for length in lengths)],
     ]
     return "\n".join(
         [
@@ -71,7 +73,7 @@ def report(made: EnginePlan) -> str:
             "",
             *table([["sequences of", "fit at once"], *fits]),
             "",
-            *table([[f"predicted, at {made.usual_length:,} tokens", "tokens/s"], *speeds]),
+            *table([["predicted tokens/s", *(f"at {length:,} tokens" for length in lengths)], *speeds]),
             f"from {rates} {origin}",
             *_shortage(made),
         ]

@@ -100,7 +100,7 @@ async def _collect_garbage(front: FrontEnd) -> None:
     garbage = Garbage()
     while True:
         await asyncio.sleep(1)
-        garbage.collect(is_idle=front.is_idle)
+        garbage.collect(is_idle=front.is_idle, is_heavy=front.body_budget.is_heavy)
 
 
 async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, listeners: Listeners) -> int:

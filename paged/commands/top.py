@@ -14,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import ResourceError
+from .api_client import DEFAULT_URL
+from .common import one_of
 from .live_view import blocks_bar
 
 if TYPE_CHECKING:
@@ -28,13 +30,15 @@ LATENCIES = (
     ("step", "step_time_seconds"),
 )
 QUANTILES = (0.5, 0.9, 0.99)
+URL_HELP = f"Address of the server, such as other commands take it. [default: {DEFAULT_URL}]"
 Buckets = Mapping[str, Mapping[float, float]]  # of histograms, by name
 
 
 def top(
     url: Annotated[
-        str, typer.Argument(help="Address of the server.", metavar="[URL]")
-    ] = "http://127.0.0.1:8000",
+        str | None, typer.Argument(metavar="[URL]", help="The same as --url.", show_default=False)
+    ] = None,
+    url_option: Annotated[str | None, typer.Option("--url", help=URL_HELP)] = None,
     interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.01, max=3600.0)] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one view and exit.")] = False,
     admin_key: Annotated[
@@ -52,7 +56,7 @@ def top(
         from ..server.telemetry.scrape import metrics_url, scrape
     except ImportError as error:
         raise ResourceError(f"paged top needs {error.name}: pip install 'paged[server]'") from None
-    address = metrics_url(url)
+    address = metrics_url(one_of("address", "--url", url, url_option) or DEFAULT_URL)
     console = Console()
     if once:
         before = scrape(address, admin_key)
@@ -62,8 +66,8 @@ def top(
     # The default of this process would end it with the cursor hidden.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     views = _views(address, interval, admin_key)
-    first = next(views)
     try:
+        first = next(views)
         if console.is_terminal:
             with Live(first, auto_refresh=False, console=console) as live:
                 for shown in views:

@@ -40,10 +40,10 @@ def without_flag(command: str, args: list[str], unknown: str) -> list[str] | Non
     if name not in _neutral():
         return None
     rest = args[at + 1 :]
-    if not equals and not _is_switch(name) and rest and not rest[0].startswith("--"):
+    if not equals and not is_switch(name) and rest and not rest[0].startswith("--"):
         value = rest.pop(0)
-    given = _value(value, _neutral()[name])
-    if _is_switch(name) and not equals:
+    given = value_of(value, _neutral()[name])
+    if is_switch(name) and not equals:
         given = not is_off
     if dot:  # --speculative-config.method: a part of the value
         given = {flag: value}
@@ -62,7 +62,7 @@ def without_options(owner: str, given: Mapping[str, Any], known: Collection[str]
     unknown = given.keys() - known
     theirs = {name: _neutral()[name] for name in unknown if name in _neutral()}
     typed = {
-        name: _value(value, theirs[name]) if name in theirs and isinstance(value, str) else value
+        name: value_of(value, theirs[name]) if name in theirs and isinstance(value, str) else value
         for name, value in given.items()
     }
     return without_neutral(owner, typed, theirs, ConfigError)
@@ -74,12 +74,12 @@ def _neutral() -> dict[str, Neutral]:
     return {**neutral_of("serve"), **neutral_of("EngineArgs")}
 
 
-def _is_switch(name: str) -> bool:
+def is_switch(name: str) -> bool:
     """Return whether the flag of an option takes no value."""
     return name not in SECRETS and any(isinstance(value, bool) for value in _neutral()[name].values)
 
 
-def _value(text: str, neutral: Neutral) -> Any:
+def value_of(text: str, neutral: Neutral) -> Any:
     """Return the neutral value that the text stands for, else a number, else the text itself."""
     for value in neutral.values:
         if str(value).lower() == text.lower():

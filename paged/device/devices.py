@@ -13,7 +13,6 @@ import torch
 from ..config import EngineConfig
 from ..errors import ConfigError, ResourceError
 from ..kernels.backend import BackendName, Kernels, has_numba
-from ..kernels.gpu.target import in_interpreter
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +108,8 @@ def cpu_flags() -> set[str]:
 
 def resolve_backend(requested: str, device: torch.device) -> BackendName:
     """Return the attention backend; "auto" is Triton on a GPU, and numba on a CPU, or torch without numba."""
+    from ..kernels.gpu.target import in_interpreter
+
     if requested == "auto":
         if device.type == "cuda":
             return "triton"
@@ -170,3 +171,11 @@ def weights_in_panels(
             f"{kernels.name!r}: use those, or leave it out"
         )
     return True
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Return whether an error is that of an allocation for which there is no memory."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # torch has no narrower one for a CPU; of the system's: Cannot allocate memory.
+    return isinstance(error, (RuntimeError, OSError)) and "allocate memory" in str(error)

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch
 
-from ..errors import ConfigError, DivisionError, ResourceError
+from ..errors import ConfigError, ResourceError
 
 # torch takes its number of threads from these when it is imported.
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -54,14 +54,14 @@ def set_threads(engine: Any, wanted: int | None) -> int:
 def threads_of_each(num_processes: int) -> int:
     """Return how many threads each of several processes on this machine gets, where none is asked for.
 
-    Raises DivisionError for more processes than cores.
+    Raises ResourceError for more processes than cores.
     """
     now = torch.get_num_threads()
     if _is_chosen(now):
         return now
     num_cores = usable_cores()
     if num_cores < num_processes:
-        raise DivisionError(
+        raise ResourceError(
             f"{num_processes} processes of a model need as many CPU cores; there are {num_cores}; "
             "num_threads=1 lets them share cores"
         )

@@ -55,6 +55,11 @@ class AnswerAccount:
         self._is_unread = False  # too much is: all are held
         self._is_full = False  # all are held but the first, whose end frees memory
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether all its requests are held, as too much of their answers is unread."""
+        return self._is_unread
+
     def expect(
         self, params: SamplingParams, num_prompt_tokens: int, *, max_model_len: int, vocab_size: int
     ) -> None:

@@ -24,6 +24,8 @@ from ..errors import (
     UsageError,
     reject_unknown,
 )
+from ..model.config import ModelConfig
+from ..model.embedding_files import Pooling
 from ..requests.prompts import Prompt
 from ..requests.request import TIMEOUT_MESSAGE, RequestOutput
 from ..sampling_params import SamplingParams
@@ -32,7 +34,13 @@ from ..scheduler.stats import EngineStats
 from ..text.chat_template import TEMPLATE_OPTIONS, Message
 from ..text.prompt_parser import ParsedPrompt, PromptParser
 from .answer_memory import AnswerAccount
-from .embedding import EmbeddingRequestOutput, EmbeddingSpec, Pooling, check_pooling
+from .embedding import (
+    Embedder,
+    EmbeddingOptions,
+    EmbeddingRequestOutput,
+    EmbeddingSpec,
+    without_text,
+)
 from .model_text import ModelText
 from .request_spec import Prepared, ReportTerms, RequestSpec, check_is_params, closed_error, ids_of
 from .scoring import ScoreOutput, ScoreSpec, names_of_scores
@@ -112,6 +120,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
     render: makes the prompt, before the request begins.
     handle: of a request that has begun already.
     account: counts the bytes of its outputs; None if they are not counted with those of other streams.
+    part_of: the call of which it is one of many parts; see `RequestInputs`.
     on_prompt: see `OnPrompt`; None for a stream that nothing has to accept.
 
     Raises UsageError for a second reader, whose outputs the first one would get.
@@ -130,6 +139,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self.spec = spec
         self.render = render
         self.account: AnswerAccount | None = None
+        self.part_of = ""
         self.on_prompt: OnPrompt | None = None
         self._engine = engine  # is kept alive while the stream is read
         self._handle = handle
@@ -238,6 +248,11 @@ class AsyncEngine(ABC, Generic[E]):
         spec = RequestSpec("", sampling_params, priority, tenant, timeout_s)
         return RequestStream(self, self._id(request_id), spec, render=render)
 
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's shape and options, and the engine's max_model_len."""
+        return replace(self.text.model_config, max_model_len=self.max_model_len)
+
     async def fork(
         self,
         request_id: str,
@@ -246,7 +261,7 @@ class AsyncEngine(ABC, Generic[E]):
     ) -> RequestStream:
         """Duplicate an unfinished request, as `LLMEngine.fork` does. Return the stream of the new one."""
         if sampling_params is not None:
-            check_is_params(sampling_params)
+            sampling_params = check_is_params(sampling_params).clone()
         await self._attach()
         new_id = self._id(new_request_id)
         handle = await self._fork(request_id, new_id, sampling_params)
@@ -257,35 +272,38 @@ class AsyncEngine(ABC, Generic[E]):
         prompt: Prompt,
         request_id: str | None = None,
         *,
-        pooling: Pooling = "last",
-        normalize: bool = True,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
         priority: float = 0.0,
         tenant: str = "",
         timeout_s: float | None = None,
+        part_of: str = "",
         on_prompt: OnPrompt | None = None,
         on_place: OnPlace | None = None,
     ) -> EmbeddingRequestOutput:
         """Embed a prompt, as `LLMEngine.encode` does, in the same steps as all other requests.
 
         timeout_s: seconds after which the output has an error in place of a vector; None sets no limit.
+        part_of: names a call of many prompts, of which this is one; they are queued one at a time.
         on_prompt: is called with the id of the request and the number of its tokens; may refuse it.
         on_place: is called with the id of the request and the number of its engine, from 0.
 
         Raises RequestError, QueueFullError or EngineDeadError. A cancelled task aborts the request.
         """
-        check_pooling(pooling, normalize)
+        options = EmbeddingOptions(pooling, normalize, dimensions, prompt_name)
         params = ReportTerms(priority, tenant, timeout_s).params()
         deadline = Deadline(params.timeout_s)
         await self._attach()
-        parse = partial(self.prompts.parse, prompt)
-        parsed = (
-            parse()
-            if is_parsed_quickly(prompt)
-            else await self._in_pool(self.text.tokenizing, parse, deadline)
-        )
-        # The text is not sent there and back.
-        spec = EmbeddingSpec(replace(parsed, text=None), pooling, normalize)
-        terms = ReportTerms(params.priority, tenant, deadline.left_s)
+        embedder = Embedder(self.text, self.prompts, options)
+        make = partial(embedder.spec, prompt)
+        pool = self.text.rendering if embedder.renders else self.text.tokenizing
+        is_quick = is_parsed_quickly(prompt) and not embedder.renders
+        spec = await self._in_pool(pool, make, deadline, is_quick=is_quick)
+        parsed = spec.prompt
+        spec = without_text(spec)
+        terms = ReportTerms(params.priority, tenant, deadline.left_s, part_of)
         (output,) = await self._report([self._id(request_id)], [spec], terms, parsed, on_prompt, on_place)
         found: EmbeddingRequestOutput = replace(output, prompt=parsed.text)
         return found
@@ -315,7 +333,8 @@ class AsyncEngine(ABC, Generic[E]):
         parsed, wholes = await self._in_pool(self.text.tokenizing, parse, deadline)
         specs = [ScoreSpec(whole, len(parsed.token_ids)) for whole in wholes]
         names = names_of_scores(self._id(request_id), len(specs))
-        terms = ReportTerms(params.priority, tenant, deadline.left_s)
+        part_of = names[0] if len(names) > 1 else ""
+        terms = ReportTerms(params.priority, tenant, deadline.left_s, part_of)
         return await self._report(names, specs, terms, parsed, on_prompt, on_place)
 
     def get_tokenizer(self) -> Any:
@@ -437,7 +456,7 @@ class AsyncEngine(ABC, Generic[E]):
         spec = stream.spec
         params = spec.params(self.text.default_params)
         deadline = Deadline(params.timeout_s)
-        spec = replace(spec, sampling_params=params, priority=None, timeout_s=None)
+        spec = replace(spec, sampling_params=params, priority=None, timeout_s=None, part_of=stream.part_of)
         if stream.render is not None:
             prompt = await self._in_pool(self.text.rendering, stream.render, deadline)
             spec = replace(spec, prompt=prompt)

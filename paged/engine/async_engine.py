@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 from ..base.arguments import show_arguments_of
 from ..base.from_vllm import ExplainsMissing
-from ..config import EngineConfig
+from ..config import EngineConfig, options_of
 from ..errors import UsageError
 from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats
@@ -53,6 +53,11 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
     def __init__(self, model: str, *, stream_interval_s: float = STREAM_INTERVAL_S, **options: Any) -> None:
         check_interval(stream_interval_s)
         self._start(LLMEngine(model, **options), stream_interval_s, is_own=True)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> Self:
+        """Make an engine with the options of a config, of `EngineArgs` or `EngineConfig`."""
+        return cls(**options_of(engine_args))
 
     @classmethod
     def from_engine(cls, engine: LLMEngine, *, stream_interval_s: float = STREAM_INTERVAL_S) -> Self:

@@ -6,13 +6,12 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from ..base.interrupts import HeldInterrupts
 from ..errors import EngineDeadError, RankError, RequestError
 from ..requests.request import SLOW_READER, Outbox, Request, RequestGroup, RequestStatus
-from ..runner.executor import Executor, PendingStep
 from ..sampling_params import SamplingParams
-from ..scheduler.drafts import verified
 from ..scheduler.schedule import Schedule, StepOutput
 from ..scheduler.scheduler import Scheduler
 from ..text.outputs import OutputProcessor
@@ -20,6 +19,9 @@ from ..text.tokenizer import Tokenizer
 from .grammar_waits import GrammarWaits
 from .request_factory import RequestFactory
 from .request_spec import ReportSpec, ReportTerms, RequestSpec
+
+if TYPE_CHECKING:
+    from ..runner.executor import Executor, PendingStep
 
 # Log-probabilities that a step makes readable besides those of its tokens: 10 ms of Python where others run.
 CANDIDATES_OF_STEP = 4096
@@ -210,6 +212,8 @@ class EngineCore:
     def _update(self, schedule: Schedule, output: StepOutput) -> list[Request]:
         """Record the results of a step. Return the requests that got a token or an error."""
         if schedule.drafts:
+            from ..scheduler.drafts import verified
+
             output = verified(schedule, output)
         num_finished = self.scheduler.counters.num_finished
         # Both by position, so that a step which is computed again overwrites them.

@@ -8,7 +8,6 @@ from ..model.config import ModelConfig
 from ..model.hf_config import read_config
 from ..model.hub import resolve
 from ..runner.draft_model import DraftCheckpoint, naming_draft_model
-from ..speculative_config import SpeculativeConfig
 from ..text.tokenizer import Tokenizer
 
 
@@ -23,7 +22,7 @@ def find_draft_model(
     Raises ConfigError for a model with other tokens, or one for embeddings, and CheckpointError or
     UnsupportedModelError for one that cannot be read. No weights are read.
     """
-    speculation = SpeculativeConfig.of(config.speculative_config)
+    speculation = config.speculation
     if speculation is None or speculation.model is None:
         return None
     with naming_draft_model():

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from ..base.validation import check_bool
+from ..base.validation import check_bool, check_int, shown
 from ..errors import RequestError
+from ..model.embedding_files import POOLINGS, EmbeddingSettings, Pooling
 from ..requests.prompt_report import PromptReport
+from ..requests.prompts import Prompt
 from ..requests.request import ErrorKind, Request, RequestMetrics
-from ..text.prompt_parser import ParsedPrompt
+from ..sampling_params import PoolingParams
+from ..text.prompt_parser import ParsedPrompt, PromptParser
 
-Pooling = Literal["last", "mean"]
-POOLINGS = ("last", "mean")
+if TYPE_CHECKING:
+    from .model_text import ModelText
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The vector of a prompt, hidden_size floats; None where `error` gives the reason."""
+    """The vector of a prompt; None where `error` gives the reason."""
 
     embedding: list[float] | None
     error: str | None = None
@@ -37,33 +41,184 @@ class EmbeddingRequestOutput:
     metrics: RequestMetrics
 
 
-def check_pooling(pooling: object, normalize: object) -> None:
-    """Raise RequestError unless both arguments are valid."""
-    if pooling not in POOLINGS:
-        raise RequestError(
-            f"pooling must be one of {', '.join(map(repr, POOLINGS))}, got {pooling!r}", param="pooling"
-        )
-    check_bool(RequestError, "normalize", normalize)
+@dataclass(frozen=True, slots=True)
+class EmbeddingOptions:
+    """How a caller wants embeddings, as `LLMEngine.embed` describes it. None takes the checkpoint's way."""
+
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+    prompt_name: str | None = None
+
+    def each(self, params: Any, count: int) -> list[EmbeddingOptions]:
+        """Return the options of each of so many prompts. params: `PoolingParams`, of all or one for each.
+
+        Raises RequestError if these are none, or contradict the options.
+        """
+        if params is None:
+            return [self] * count
+        listed = [params] * count if isinstance(params, PoolingParams) else params
+        if not isinstance(listed, Sequence) or not all(isinstance(each, PoolingParams) for each in listed):
+            raise RequestError(
+                f"pooling_params must be PoolingParams, or a list of them, got {shown(params)}",
+                param="pooling_params",
+            )
+        if len(listed) != count:
+            raise RequestError(
+                f"pooling_params has {len(listed)} entries for {count} prompts", param="pooling_params"
+            )
+        return [self._with(each) for each in listed]
+
+    def _with(self, params: PoolingParams) -> EmbeddingOptions:
+        own = self
+        for name, theirs in (("dimensions", "dimensions"), ("normalize", "use_activation")):
+            value = getattr(params, theirs)
+            if value is None:
+                continue
+            if getattr(self, name) is not None:
+                raise RequestError(f"give either {name} or {theirs} of pooling_params", param=name)
+            own = replace(own, **{name: value})
+        return own
+
+    def check(self, settings: EmbeddingSettings) -> None:
+        """Raise RequestError unless the checkpoint can make such embeddings."""
+        if settings.refusal is not None:
+            raise RequestError(f"embeddings are refused: {settings.refusal}")
+        if self.pooling is not None and self.pooling not in POOLINGS:
+            names = ", ".join(map(repr, POOLINGS))
+            raise RequestError(f"pooling must be one of {names}, got {self.pooling!r}", param="pooling")
+        if self.pooling is None and settings.pooling is None:
+            names = " or ".join(map(repr, POOLINGS))
+            raise RequestError(
+                f"embeddings are refused: {settings.unsupported_pooling}; pooling={names} makes other ones",
+                param="pooling",
+            )
+        if self.normalize is not None:
+            check_bool(RequestError, "normalize", self.normalize)
+        if self.dimensions is not None:
+            self._check_dimensions(settings)
+        if self.prompt_name not in (None, "") and self.prompt_name not in [*settings.prompts]:
+            known = ", ".join(map(shown, settings.prompts)) or "none"
+            raise RequestError(
+                f"prompt_name must be one of the checkpoint's prompts ({known}), got "
+                f"{shown(self.prompt_name)}",
+                param="prompt_name",
+            )
+
+    def _check_dimensions(self, settings: EmbeddingSettings) -> None:
+        given = check_int(RequestError, "dimensions", self.dimensions, 1)
+        if given > settings.size:
+            raise RequestError(
+                f"dimensions must be at most {settings.size}, the size of this model's vectors, got {given}",
+                param="dimensions",
+            )
+        if settings.dimensions is not None and given not in settings.dimensions:
+            listed = " or ".join(map(str, settings.dimensions))
+            raise RequestError(
+                f"dimensions must be {listed}, as config.json says of this model's vectors, got {given}",
+                param="dimensions",
+            )
+
+
+class Embedder:
+    """Makes the requests for embeddings of one call. Raises RequestError if an option is wrong."""
+
+    def __init__(self, text: ModelText, parser: PromptParser, options: EmbeddingOptions) -> None:
+        self._settings = settings = text.embedding
+        options.check(settings)
+        self._text = text
+        self.renders = settings.as_message  # a template, which may take long
+        self._parser = parser
+        self._options = options
+        name = settings.default_prompt_name if options.prompt_name is None else options.prompt_name
+        self._before = settings.prompts.get(name, "") if name is not None else ""
+
+    def spec(self, prompt: Prompt) -> EmbeddingSpec:
+        """Return the request for the embedding of a prompt. Raises RequestError."""
+        options = self._options
+        settings = self._settings
+        parsed = self._parser.parse(self._with_prompt(prompt))
+        num_tokens = len(parsed.token_ids)
+        if settings.max_tokens is not None and num_tokens > settings.max_tokens:
+            raise RequestError(
+                f"the text has {num_tokens} tokens; {settings.max_tokens_key} allows {settings.max_tokens} "
+                "for an embedding",
+                param="prompt",
+            )
+        pooling = options.pooling or settings.pooling
+        assert pooling is not None, "the options were not checked"
+        normalize = settings.normalize if options.normalize is None else options.normalize
+        return EmbeddingSpec(parsed, pooling, normalize, options.dimensions, self._first(parsed))
+
+    def _with_prompt(self, prompt: Prompt) -> Prompt:
+        """Return a prompt with the checkpoint's before it, in lower case where the checkpoint asks for it."""
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if not isinstance(text, str):
+            if self._options.prompt_name:
+                raise RequestError(
+                    "prompt_name goes with text alone, as token ids are embedded as they are",
+                    param="prompt_name",
+                )
+            return prompt
+        made: dict[str, Any]
+        if self._settings.as_message:
+            system = [{"role": "system", "content": self._before}] if self._before else []
+            messages = [*system, {"role": "user", "content": text}]
+            made = self._text.render_chat(messages, add_generation_prompt=False)
+        else:
+            made = {"prompt": self._in_case(self._before + text)}
+        return {**prompt, **made} if isinstance(prompt, Mapping) else made
+
+    def _in_case(self, text: str) -> str:
+        return text.lower() if self._settings.lower_case else text
+
+    def _first(self, parsed: ParsedPrompt) -> int:
+        """Return the first token that is read: that behind the checkpoint's prompt where it is left out."""
+        settings = self._settings
+        if settings.include_prompt or settings.as_message or not self._before or parsed.text is None:
+            return 0
+        before = self._parser.parse(self._in_case(self._before)).token_ids
+        special = self._parser.tokenizer.special_token_ids if self._parser.tokenizer is not None else ()
+        num_before = len(before) - (before[-1] in special)
+        if num_before >= len(parsed.token_ids):
+            raise RequestError("the text has no token behind the checkpoint's prompt", param="prompt")
+        return num_before
+
+
+class EmbeddingReport(PromptReport):
+    """A report whose hidden states become a vector. head: turns the mean of its rows into it, if not None."""
+
+    __slots__ = ("head",)
+    head: Callable[[Any], Any] | None
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSpec:
-    """A request for the embedding of a prompt. A `ReportSpec`."""
+    """A request for the embedding of a prompt. A `ReportSpec`.
+
+    dimensions: the size that the vector is cut to; None: it is not.
+    first: the first token that "mean" and "cls" read.
+    """
 
     prompt: ParsedPrompt
     pooling: Pooling
     normalize: bool
+    dimensions: int | None = None
+    first: int = 0
 
-    def report(self) -> PromptReport:
+    def report(self, text: ModelText) -> PromptReport:
         """Return a new report, on the positions whose hidden states are averaged."""
         end = len(self.prompt.token_ids)
-        return PromptReport(end - 1 if self.pooling == "last" else 0, end)
+        start = end - 1 if self.pooling == "last" else self.first
+        report = EmbeddingReport(start, start + 1 if self.pooling == "cls" else end)
+        report.head = text.embedding_head
+        return report
 
     def output(self, request: Request) -> EmbeddingRequestOutput:
         """Return the output of the finished request."""
         if request.finish_reason == "length":
-            assert request.report is not None
-            output = EmbeddingOutput(_embedding(request.report, normalize=self.normalize))
+            assert isinstance(request.report, EmbeddingReport)
+            output = EmbeddingOutput(self._vector(request.report))
         else:
             why = str(request.stop_reason or request.finish_reason)
             output = EmbeddingOutput(None, why, request.error_kind)
@@ -77,11 +232,18 @@ class EmbeddingSpec:
             metrics=request.metrics,
         )
 
+    def _vector(self, report: EmbeddingReport) -> list[float]:
+        _, sums = report.progress  # f64[2, hidden_size]
+        vector: Any = sums.sum(0) / (report.end - report.start)
+        if report.head is not None:
+            vector = report.head(vector)
+        vector = vector[: self.dimensions]
+        if self.normalize:
+            vector = vector / vector.norm().clamp(min=1e-12)
+        numbers: list[float] = vector.tolist()
+        return numbers
 
-def _embedding(report: PromptReport, *, normalize: bool) -> list[float]:
-    _, total = report.progress  # f64[hidden_size]
-    vector: Any = total / (report.end - report.start)
-    if normalize:
-        vector = vector / vector.norm().clamp(min=1e-12)
-    numbers: list[float] = vector.tolist()
-    return numbers
+
+def without_text(spec: EmbeddingSpec) -> EmbeddingSpec:
+    """Return a request without its text, which need not be sent to another process and back."""
+    return replace(spec, prompt=replace(spec.prompt, text=None))

@@ -6,33 +6,28 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from ..base.arguments import check_call, with_arguments_of
-from ..base.from_vllm import ExplainsMissing, missing
+from ..base.from_vllm import ExplainsMissing
 from ..base.validation import check_bool
-from ..config import EngineConfig, check_policy
+from ..config import EngineConfig, check_policy, options_of
 from ..errors import ConfigError, EngineDeadError, RequestError, UsageError
+from ..model.config import ModelConfig
 from ..model.hf_config import read_config
 from ..model.hub import resolve
-from ..ranks.start import new_executor, starting_together
 from ..requests.prompts import Prompt
 from ..requests.request import RequestOutput
-from ..runner.swap_rate import measure_swap_rate
+from ..runner.model_runner import ModelRunner
 from ..runner.warm_up import warm_up
 from ..sampling_params import DEFAULT_MAX_TOKENS, BeamSearchParams, SamplingParams
-from ..scheduler.policies import Fair
-from ..scheduler.stats import EngineStats
-from ..text.chat_template import ChatTemplates, Message, conversations_of
 from ..text.prompt_parser import PromptParser
-from . import prefixes
-from .beam_search import BeamSearch, BeamSearchOutput
+from ..text.tokenizer import Tokenizer
 from .core import EngineCore
-from .draft_model import find_draft_model
-from .embedding import EmbeddingRequestOutput, EmbeddingSpec, Pooling, check_pooling
 from .generation import (
     Progress,
     RequestSource,
@@ -48,12 +43,53 @@ from .generation import (
 from .model_text import ModelText
 from .request_factory import RequestFactory
 from .request_spec import ReportTerms, RequestSpec, ids_of
-from .scoring import ScoreOutput, ScoreSpec
+
+if TYPE_CHECKING:
+    from ..model.embedding_files import Pooling
+    from ..runner.draft_model import DraftCheckpoint
+    from ..sampling_params import PoolingParams
+    from ..scheduler.policies import Fair
+    from ..scheduler.stats import EngineStats
+    from ..text.chat_template import ChatTemplates, Message
+    from .beam_search import BeamSearchOutput
+    from .embedding import EmbeddingRequestOutput
+    from .scoring import ScoreOutput
 
 if TYPE_CHECKING:
     from ..chat.local import LocalChat
 
 logger = logging.getLogger(__name__)
+
+
+def _starting_together(config: EngineConfig) -> AbstractContextManager[None]:
+    """Have torchrun's other ranks raise, too, what keeps this process from coming to meet them."""
+    if config.num_ranks == 1:
+        return nullcontext()
+    from ..ranks.start import starting_together
+
+    return starting_together(config)
+
+
+def _new_executor(
+    config: EngineConfig, model_config: ModelConfig, directory: Path, draft: DraftCheckpoint | None
+) -> ModelRunner:
+    """Load a model, in this process alone or divided among ranks. Raises what `ModelRunner` does."""
+    if config.num_ranks == 1:
+        return ModelRunner(config, model_config, directory, draft)
+    from ..ranks.start import new_executor
+
+    return new_executor(config, model_config, directory, draft)
+
+
+def _find_draft_model(
+    config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer | None
+) -> DraftCheckpoint | None:
+    """Return the checkpoint of the draft model that speculative_config names; None if it names none."""
+    if config.speculation is None or config.speculation.model is None:
+        return None
+    from .draft_model import find_draft_model
+
+    return find_draft_model(config, model_config, tokenizer)
 
 
 class LLMEngine(metaclass=ExplainsMissing):
@@ -75,12 +111,12 @@ class LLMEngine(metaclass=ExplainsMissing):
     @with_arguments_of(EngineConfig)
     def __init__(self, model: str, **options: Any) -> None:
         self.config = config = EngineConfig(model, **options)
-        with starting_together(config):
+        with _starting_together(config):
             self.directory = directory = resolve(config.model, config.revision)
             self.model_config = read_config(directory)
             self.text = text = ModelText(config, directory, self.model_config)
-            draft = find_draft_model(config, self.model_config, text.tokenizer)
-        self.runner = runner = new_executor(config, self.model_config, directory, draft)
+            draft = _find_draft_model(config, self.model_config, text.tokenizer)
+        self.runner = runner = _new_executor(config, self.model_config, directory, draft)
         # Also when this object is collected, and before the interpreter exits.
         self._end_ranks: Callable[[], object] = lambda: None
         if config.num_ranks > 1:
@@ -92,15 +128,22 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.num_kernels = warm_up(runner)
         if self.num_kernels:
             logger.info("%d kernels in %.1f s", self.num_kernels, time.perf_counter() - started)
-        sizes = replace(runner.sizes, part=None, host_bytes_per_s=measure_swap_rate(runner))
+        sizes = replace(runner.sizes, part=None)
+        if runner.device.type == "cuda":
+            from ..runner.swap_rate import measure_swap_rate
+
+            sizes = replace(sizes, host_bytes_per_s=measure_swap_rate(runner))
         cache = runner.kv_cache
         self.max_model_len = sizes.max_model_len
+        self.model_config = replace(self.model_config, max_model_len=sizes.max_model_len)
         self.block_manager = sizes.new_block_manager(cache.num_blocks, cache.num_host_blocks)
         if runner.draft_model is not None:
             runner.draft_model.manager = self.block_manager
         self.scheduler = sizes.new_scheduler(
             self.block_manager, draft_model=runner.draft_model, num_in_flight=runner.num_in_flight
         )
+        if text.has_embedding_files:
+            _ = text.embedding_head  # wrong weights are refused now
         factory = RequestFactory(
             text,
             self.block_manager,
@@ -113,6 +156,11 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.core = EngineCore(runner, self.scheduler, factory, self.tokenizer)
         logger.info(self.describe())
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> Self:
+        """Make an engine with the options of a config, of `EngineArgs` or `EngineConfig`."""
+        return cls(**options_of(engine_args))
+
     def __repr__(self) -> str:
         runner = self.runner
         dtype = str(runner.dtype).removeprefix("torch.")
@@ -121,6 +169,8 @@ class LLMEngine(metaclass=ExplainsMissing):
     if not TYPE_CHECKING:  # a type checker would take every attribute to exist
 
         def __getattr__(self, name: str) -> Any:
+            from ..base.from_vllm import missing
+
             raise AttributeError(missing("LLMEngine", name), name=name, obj=self)
 
     @property
@@ -174,6 +224,8 @@ class LLMEngine(metaclass=ExplainsMissing):
 
     def stats(self) -> EngineStats:
         """Return current counts of requests, blocks and tokens, and totals so far."""
+        from ..scheduler.stats import EngineStats
+
         runner = self.runner
         return EngineStats.of(self.scheduler, runner.weight_bytes, self._parameters, runner.rank_stats)
 
@@ -286,50 +338,59 @@ class LLMEngine(metaclass=ExplainsMissing):
         self,
         prompts: Prompt | Sequence[Prompt],
         use_tqdm: Progress = True,
-        pooling_params: None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         *,
-        pooling: Pooling = "last",
-        normalize: bool = True,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
         priority: float = 0.0,
         tenant: str = "",
         **vllm: Any,
     ) -> list[EmbeddingRequestOutput]:
-        """Embed all prompts: `outputs.embedding` of each is a list of hidden_size floats.
+        """Embed all prompts: `outputs.embedding` of each is a list of floats.
 
-        pooling: "last" takes the final hidden state of the last token, "mean" the mean over all tokens. Final
-            hidden states are the model's after its last norm, as transformers' last_hidden_state.
+        What is not given is as the checkpoint says, in the files of sentence-transformers or as pooling_type
+        of a GGUF file; where it says nothing, the last token's vector is normalized.
+
+        pooling_params: dimensions, and normalize under vLLM's name; one for all prompts, or one for each.
+        pooling: "last" takes the final hidden state of the last token, "mean" the mean over all tokens, "cls"
+            that of the first token. Final hidden states are the model's after its last norm, as transformers'
+            last_hidden_state.
         normalize: scale each embedding to a Euclidean norm of 1.
+        dimensions: keep so many of the first numbers, and normalize these (matryoshka embeddings).
+        prompt_name: of the checkpoint's prompts, the one to put before each text; "" puts none.
 
         Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
-        check_call(
-            "embed",
-            vllm,
-            pooling_params=pooling_params,
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
+        from .embedding import Embedder, EmbeddingOptions
+
+        check_call("embed", vllm, lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        listed = as_list(prompts)
+        options = EmbeddingOptions(pooling, normalize, dimensions, prompt_name).each(
+            pooling_params, len(listed)
         )
-        check_pooling(pooling, normalize)
-        parsed = [
-            call_with_error_prefix(f"prompts[{i}]", self.prompts.parse, prompt)
-            for i, prompt in enumerate(as_list(prompts))
+        specs = [
+            call_with_error_prefix(f"prompts[{i}]", Embedder(self.text, self.prompts, own).spec, prompt)
+            for i, (prompt, own) in enumerate(zip(listed, options, strict=True))
         ]
-        specs = [EmbeddingSpec(prompt, pooling, normalize) for prompt in parsed]
         return run_reports(self.core, "prompts", specs, ReportTerms(priority, tenant), use_tqdm=use_tqdm)
 
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling_params: None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: Progress = True,
         lora_request: None = None,
         pooling_task: Literal["embed"] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         *,
-        pooling: Pooling = "last",
-        normalize: bool = True,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
         priority: float = 0.0,
         tenant: str = "",
         **vllm: Any,
@@ -338,13 +399,20 @@ class LLMEngine(metaclass=ExplainsMissing):
         check_call(
             "encode",
             vllm,
-            pooling_params=pooling_params,
             lora_request=lora_request,
             pooling_task=pooling_task,
             tokenization_kwargs=tokenization_kwargs,
         )
         return self.embed(
-            prompts, use_tqdm, pooling=pooling, normalize=normalize, priority=priority, tenant=tenant
+            prompts,
+            use_tqdm,
+            pooling_params,
+            pooling=pooling,
+            normalize=normalize,
+            dimensions=dimensions,
+            prompt_name=prompt_name,
+            priority=priority,
+            tenant=tenant,
         )
 
     def score(
@@ -368,6 +436,8 @@ class LLMEngine(metaclass=ExplainsMissing):
 
         Raises RequestError, before anything runs, if an argument is wrong or empty.
         """
+        from .scoring import ScoreSpec
+
         check_call(
             "score",
             vllm,
@@ -397,6 +467,8 @@ class LLMEngine(metaclass=ExplainsMissing):
 
         Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
+        from .beam_search import BeamSearch
+
         check_call("beam_search", vllm, lora_request=lora_request, concurrency_limit=concurrency_limit)
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be BeamSearchParams, got {params!r}")
@@ -451,6 +523,8 @@ class LLMEngine(metaclass=ExplainsMissing):
 
         Raises RequestError, before anything runs, if an argument is wrong or the template refuses it.
         """
+        from ..text.chat_template import conversations_of
+
         check_call(
             "chat",
             vllm,
@@ -582,10 +656,10 @@ class LLMEngine(metaclass=ExplainsMissing):
         Raises ConfigError unless scheduling_policy is "fair" and all weights are positive.
         """
         policy = self.scheduler.policy
-        if not isinstance(policy, Fair):
+        if not policy.divides_seats:
             raise ConfigError(f"tenant_weights go with scheduling_policy 'fair', got {type(policy).__name__}")
         check_policy("fair", weights)
-        policy.set_weights(weights)
+        cast("Fair", policy).set_weights(weights)
 
     # Prefixes
 
@@ -599,10 +673,14 @@ class LLMEngine(metaclass=ExplainsMissing):
         beside the unfinished requests; UsageError if it is pinned already or there is no prefix cache.
         """
         self._require_prefix_cache()
+        from . import prefixes
+
         return prefixes.pin(self.core, prompt)
 
     def unpin_prefix(self, prompt: Prompt) -> None:
         """Let the blocks of a pinned prompt be evicted. Raises UsageError if it is not pinned."""
+        from . import prefixes
+
         prefixes.unpin(self.core, prompt)
 
     def reset_prefix_cache(
@@ -628,6 +706,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         """
         self._require_prefix_cache()
         parsed = None if prompt is None else self.core.factory.prompts.parse(prompt)
+        from . import prefixes
+
         return prefixes.save(
             path, self.block_manager, self.runner, self.fingerprint, parsed, self._draft_fingerprint
         )
@@ -639,12 +719,16 @@ class LLMEngine(metaclass=ExplainsMissing):
         if there is no prefix cache.
         """
         self._require_prefix_cache()
+        from . import prefixes
+
         return prefixes.load(path, self.block_manager, self.runner, self.fingerprint, self._draft_fingerprint)
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of what KV depends on besides the tokens: the model, its weights and the dtypes."""
         dtypes = (self.runner.dtype, self.config.quantization, self.runner.kv_dtype)
+        from . import prefixes
+
         return prefixes.fingerprint(self.directory, self.model_config, *dtypes)
 
     @cached_property
@@ -653,6 +737,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         if sizes is None:
             return None
         dtypes = (self.runner.dtype, sizes.config.quantization, self.runner.kv_dtype)
+        from . import prefixes
+
         return prefixes.fingerprint(Path(sizes.config.model), sizes.model, *dtypes)
 
     def _require_prefix_cache(self) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
+from typing import TYPE_CHECKING
 
 from ..requests.request import Request
-from ..sampling.grammar_jobs import MaskJob, wait_for
-from ..sampling.structured_outputs import begin_masks, pending_mask
 from ..scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from ..sampling.grammar_jobs import MaskJob
 
 # A step that computes nothing waits for masks this long. What else comes up is seen after it.
 ALL_HELD_S = 0.01
@@ -37,6 +39,8 @@ class GrammarWaits:
         """
         wanted = [r for r in requests if r.sampling.grammar is not None and r.finish_reason is None]
         if wanted:
+            from ..sampling.structured_outputs import begin_masks
+
             begin_masks(wanted)
             self._begun |= {request: not (are_running and request.stop_ids) for request in wanted}
 
@@ -61,12 +65,16 @@ class GrammarWaits:
         return bool(self._begun)
 
     def _jobs(self, requests: Iterable[Request]) -> list[MaskJob]:
+        from ..sampling.structured_outputs import pending_mask
+
         jobs = (pending_mask(request) for request in requests if request.finish_reason is None)
         return [*dict.fromkeys(job for job in jobs if job is not None)]
 
     def _wait_for_awaited(self) -> None:
         jobs = self._jobs(request for request, is_awaited in self._begun.items() if is_awaited)
         if fast := [job for job in jobs if not job.is_slow]:
+            from ..sampling.grammar_jobs import wait_for
+
             wait_for(fast)
 
     def _release_computed(self) -> list[Request]:
@@ -74,6 +82,8 @@ class GrammarWaits:
 
         Return the requests that end.
         """
+        from ..sampling.structured_outputs import pending_mask
+
         ended = []
         for request in [*self._begun]:
             if request.finish_reason is None and (job := pending_mask(request)) is not None:

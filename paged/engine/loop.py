@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -51,14 +51,23 @@ class EngineLoop:
     """The loop that owns an engine. Other threads hand it functions to call between two steps.
 
     deliver: called on the loop's thread when readers may have new outputs.
+    on_newcomers: called on the loop's thread, before a step, with the requests that it may be the first to
+        compute.
     stream_interval_s: longest delay of an output of an unfinished request, in seconds. Where steps are short
         and readers many, tokens are held back; see `next_publish_time`.
     """
 
-    def __init__(self, engine: LLMEngine, stream_interval_s: float, deliver: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engine: LLMEngine,
+        stream_interval_s: float,
+        deliver: Callable[[], None],
+        on_newcomers: Callable[[Sequence[Request]], None] = lambda _: None,
+    ) -> None:
         self.engine = engine
         self._stream_interval_s = stream_interval_s
         self._deliver = deliver
+        self._on_newcomers = on_newcomers
         self._unpublished: dict[Request, None] = {}  # requests with tokens that are held back
         self._has_prompts = False  # whether the last step computed prompts
         self._publish_at = -math.inf  # the time at which held-back tokens are due
@@ -224,6 +233,8 @@ class EngineLoop:
         """Publish held-back tokens before a step that computes prompts, which may take long."""
         if self._lookers:
             self._show(schedule)
+        if schedule.newcomers:
+            self._on_newcomers(schedule.newcomers)
         self._is_blocked = schedule.is_empty
         self._has_prompts = schedule.has_prompts
         if self._has_prompts and self._unpublished:

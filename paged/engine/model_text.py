@@ -8,21 +8,31 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
 from ..errors import RequestError, UsageError
 from ..model.config import ModelConfig
-from ..model.generation_config import read_eos_token_ids, read_sampling_defaults
+from ..model.generation_config import (
+    NO_DEFAULTS,
+    chat_defaults,
+    read_eos_token_ids,
+    read_sampling_defaults,
+)
 from ..model.hub import resolve
 from ..sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
-from ..text.chat_template import MOST_RENDERED, ChatTemplates, Message
-from ..text.marked_text import Placeholders, pattern_of
 from ..text.prompt_parser import PromptParser
 from ..text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from ..model.embedding_files import EmbeddingSettings
+    from ..text.chat_template import ChatTemplates, Message
+    from .embedding_head import EmbeddingHead
+
 logger = logging.getLogger(__name__)
 
+# With one of these a checkpoint says how it makes embeddings.
+EMBEDDING_FILES = ("modules.json", "1_Pooling")
 MOST_TOKENIZED = 4  # texts at once in threads
 
 
@@ -32,6 +42,9 @@ class ModelText:
     It needs no torch, so a process without the model can make requests for one that has it.
 
     tokenizer: None with skip_tokenizer_init.
+    has_embedding_files: whether the checkpoint says how it makes embeddings, in files of their own.
+    sampling_defaults: the parameters that the checkpoint sets.
+    chat_defaults: what `paged chat` and the page take beside those.
     eos_token_ids: those in the vocabulary; others, such as the -1 of models without EOS, are never sampled.
 
     Raises CheckpointError for files that are missing or wrong.
@@ -39,10 +52,15 @@ class ModelText:
 
     def __init__(self, config: EngineConfig, directory: Path, model_config: ModelConfig) -> None:
         self.model_config = model_config
+        self._directory = directory
+        self.has_embedding_files = any((directory / name).exists() for name in EMBEDDING_FILES)
+        if self.has_embedding_files:
+            logger.info("embeddings: %s", self.embedding.describe())  # wrong files are refused now
         self.tokenizer = (
             None if config.skip_tokenizer_init else Tokenizer(_tokenizer_directory(config, directory))
         )
         self.sampling_defaults = _sampling_defaults(config.generation_config, directory)
+        self.chat_defaults = chat_defaults(config.generation_config, self.sampling_defaults)
         vocabulary = range(model_config.vocab_size)
         self.eos_token_ids = frozenset(i for i in read_eos_token_ids(directory) if i in vocabulary)
 
@@ -71,8 +89,26 @@ class ModelText:
         return self.params_of({})
 
     @cached_property
+    def embedding(self) -> EmbeddingSettings:
+        """How the checkpoint makes embeddings. Raises CheckpointError for wrong files."""
+        from ..model.embedding_files import read_embedding_settings
+
+        return read_embedding_settings(self._directory, self.model_config.hidden_size)
+
+    @cached_property
+    def embedding_head(self) -> EmbeddingHead | None:
+        """The layers between a pooled vector and its embedding, if there are any. Needs torch."""
+        if not self.embedding.steps:
+            return None
+        from .embedding_head import EmbeddingHead
+
+        return EmbeddingHead(self.embedding)
+
+    @cached_property
     def rendering(self) -> ThreadPoolExecutor:
         """The threads that render conversations and do nothing else, as a template may hang."""
+        from ..text.chat_template import MOST_RENDERED
+
         return ThreadPoolExecutor(MOST_RENDERED, "paged-render")
 
     @cached_property
@@ -83,6 +119,8 @@ class ModelText:
     @cached_property
     def chat_templates(self) -> ChatTemplates:
         """The chat templates of the tokenizer. Raises RequestError without a tokenizer."""
+        from ..text.chat_template import ChatTemplates
+
         if self.tokenizer is None:
             raise RequestError("a chat needs the tokenizer, which skip_tokenizer_init=True left out")
         return ChatTemplates(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
@@ -94,6 +132,8 @@ class ModelText:
         """
         if not is_conversation(messages):
             return {"prompt": self.chat_templates.render(messages, **template), "add_special_tokens": False}
+        from ..text.marked_text import Placeholders
+
         messages = self._turns(messages, template)
         conversation = Placeholders(messages, self._markers)
         text = self.chat_templates.render(conversation.messages, **template)
@@ -119,6 +159,7 @@ class ModelText:
     def _markers(self) -> re.Pattern[str]:
         """Finds the texts of special tokens, and of added tokens that a chat format reads."""
         from ..chat.formats import MARKERS
+        from ..text.marked_text import pattern_of
 
         if self.tokenizer is None:
             return pattern_of(())
@@ -141,7 +182,7 @@ def _tokenizer_directory(config: EngineConfig, directory: Path) -> Path:
 
 def _sampling_defaults(source: str, directory: Path) -> dict[str, Any]:
     """Return the parameters that generation_config.json sets. Logs them, as they change what is sampled."""
-    if source in ("paged", "vllm"):
+    if source in NO_DEFAULTS:
         return {}
     found = read_sampling_defaults(directory if source == "auto" else resolve(source))
     if found:

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Mapping
 from os import PathLike, fsencode
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,14 +26,16 @@ from ..blocks.prefix_chain import first_digest, sha256_block, short_digest
 from ..errors import CheckpointError, RequestError, UsageError
 from ..model.cache.kv_cache import DRAFT
 from ..model.config import ModelConfig
-from ..model.gguf_names import gguf_files
+from ..model.gguf_paths import gguf_files
 from ..model.hf_config import check_file
 from ..requests.prompts import Prompt
-from ..runner.executor import Executor
 from ..sampling_params import SamplingParams
 from ..text.prompt_parser import ParsedPrompt
 from .core import EngineCore
 from .generation import RequestSource, generate_in_order
+
+if TYPE_CHECKING:
+    from ..runner.executor import Executor
 
 FORMAT = "paged-prefix-2"
 Entry = tuple[bytes, int, int, bytes]  # a saved block: tokens, index of its predecessor, group, namespace

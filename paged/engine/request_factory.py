@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 from ..base.validation import shown
 from ..blocks.manager import BlockManager
@@ -17,9 +18,8 @@ from ..requests.request import Grammar, Request, RequestGroup, RequestInputs, Re
 from ..requests.seeds import derived_seed, sample_seed
 from ..requests.stop_strings import StopStrings, stop_strings
 from ..requests.token_rules import TokenRules
-from ..sampling.structured_outputs import Grammars
 from ..sampling_params import SamplingParams
-from ..scheduler.policies import Policy
+from ..scheduler.policy import Policy
 from ..text.prompt_parser import ParsedPrompt, PromptParser
 from .model_text import ModelText
 from .request_spec import (
@@ -31,6 +31,9 @@ from .request_spec import (
     check_is_params,
     check_tenant,
 )
+
+if TYPE_CHECKING:
+    from ..sampling.structured_outputs import Grammars
 
 REPORTED = TokenLogprobs((), (), 0)  # in place of what another engine has reported
 MAX_PROMPT_LOGPROBS = 2**22  # of one request; each takes about 200 bytes in its output
@@ -49,6 +52,7 @@ class RequestFactory:
         scheduling_policy: str | Policy,
         seed: int,
     ) -> None:
+        self._text = text
         self.model_config = text.model_config
         self.block_manager = block_manager
         self.prompts = prompts
@@ -61,19 +65,28 @@ class RequestFactory:
         self.default_params = text.default_params
         # Finding the tokens that contain a breaker reads the whole vocabulary; most requests share breakers.
         self._rules_of = lru_cache(maxsize=64)(self._new_rules)
-        self.grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.eos_token_ids)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What makes grammars of structured_outputs."""
+        from ..sampling.structured_outputs import Grammars
+
+        return Grammars(self.tokenizer, self.model_config.vocab_size, self.eos_token_ids)
 
     def new_group(self, request_id: str, spec: RequestSpec, now: float) -> RequestGroup:
         """Make a request of params.num_samples samples; all but the first are siblings of the first.
 
         Raises RequestError naming what is wrong.
         """
+        self._check_head()
         params = spec.params(self.default_params)
         tenant = spec.tenant
         prepared = spec.prompt if isinstance(spec.prompt, Prepared) else self.prepare(spec.prompt, params)
         check_tenant(tenant)
         seed = derived_seed(self.seed, request_id) if params.seed is None else params.seed
-        inputs = self._inputs(request_id, prepared, params, tenant, _deadline(params, now))
+        inputs = self._inputs(
+            request_id, prepared, params, tenant, _deadline(params, now), part_of=spec.part_of
+        )
         resumed = spec.resumed
         if resumed is not None:
             inputs = replace(inputs, is_resumed=True)
@@ -179,7 +192,7 @@ class RequestFactory:
             params = inherited.params
         elif isinstance(params, SamplingParams):
             seed = seed if params.seed is None else params.seed
-            params = params if params.priority else replace(params, priority=inherited.priority)
+            params = replace(params, priority=params.priority or inherited.priority)
         self._check_params(params)
         if params.num_samples > 1:
             raise RequestError(
@@ -241,13 +254,22 @@ class RequestFactory:
 
         Raises RequestError naming what is wrong.
         """
+        report = spec.report(self._text)
+        if report.num_top is not None:
+            self._check_head()
         params = terms.params()
         self._check_priority(terms.priority)
         deadline = _deadline(params, now)
         inputs = self._inputs(
-            request_id, Prepared(spec.prompt), params, terms.tenant, deadline, generates=False
+            request_id,
+            Prepared(spec.prompt),
+            params,
+            terms.tenant,
+            deadline,
+            generates=False,
+            part_of=terms.part_of,
         )
-        request = Request(inputs, report=spec.report(), metrics=RequestMetrics(now))
+        request = Request(inputs, report=report, metrics=RequestMetrics(now))
         return RequestGroup(request_id, [request])
 
     def _grammar_of_fork(self, child: Request, parent: Request) -> Grammar | None:
@@ -274,7 +296,9 @@ class RequestFactory:
         params: SamplingParams,
         tenant: str,
         deadline: float,
+        *,
         generates: bool = True,
+        part_of: str = "",
     ) -> RequestInputs:
         prompt = prepared.prompt
         return RequestInputs(
@@ -289,6 +313,7 @@ class RequestFactory:
             generates=generates,
             priority=params.priority,
             tenant=tenant,
+            part_of=part_of,
             namespace=prompt.namespace,
             long_from=self.prompts.long_from,
             deadline=deadline,
@@ -309,6 +334,14 @@ class RequestFactory:
                 param="prompt_logprobs",
             )
         return PromptReport(0, num_rows, num_top)
+
+    def _check_head(self) -> None:
+        if not self.model_config.has_head:
+            raise RequestError(
+                f"this {self.model_config.architecture} was saved without its head, as a model that makes "
+                "embeddings alone: it gives no tokens and no log-probabilities",
+                param="model",
+            )
 
     def _check_params(self, params: SamplingParams) -> None:
         check_is_params(params)

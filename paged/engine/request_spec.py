@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from ..base.validation import shown
 from ..errors import RequestError, UsageError
@@ -15,6 +15,9 @@ from ..requests.stop_strings import StopStrings
 from ..requests.token_rules import TokenRules
 from ..sampling_params import SamplingParams
 from ..text.prompt_parser import ParsedPrompt
+
+if TYPE_CHECKING:
+    from .model_text import ModelText
 
 Found = TypeVar("Found", covariant=True)
 
@@ -50,6 +53,7 @@ class RequestSpec:
     generated_token_ids: the output so far, which another engine made.
     resumed: the samples that go on, where the engine that had the request has ended. It was accepted then, so
         that it is not refused for a full queue, and its tenant was charged for the prompt.
+    part_of: see `RequestInputs`.
     """
 
     prompt: Prompt | ParsedPrompt | Prepared
@@ -59,6 +63,11 @@ class RequestSpec:
     timeout_s: float | None = None
     generated_token_ids: Sequence[int] = ()
     resumed: Sequence[SampleSoFar] | None = None
+    part_of: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sampling_params, SamplingParams):  # which the caller may assign to later
+            object.__setattr__(self, "sampling_params", self.sampling_params.clone())
 
     def params(self, default: SamplingParams) -> SamplingParams:
         """Return the sampling parameters, with the request's own priority and timeout_s.
@@ -78,19 +87,20 @@ class ReportSpec(Protocol[Found]):
     def prompt(self) -> ParsedPrompt:
         """What is computed."""
 
-    def report(self) -> PromptReport:
-        """Return a new report for the request to fill."""
+    def report(self, text: ModelText) -> PromptReport:
+        """Return a new report for the request to fill. text: of the engine."""
 
     def output(self, request: Request) -> Found:
         """Return what the report of the finished request says."""
 
 
 class ReportTerms(NamedTuple):
-    """How a request for a report is scheduled."""
+    """How a request for a report is scheduled. part_of: see `RequestInputs`."""
 
     priority: float = 0.0
     tenant: str = ""
     timeout_s: float | None = None
+    part_of: str = ""
 
     def params(self) -> SamplingParams:
         """Return sampling parameters with these terms, which generate nothing. Raises RequestError."""

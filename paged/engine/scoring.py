@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..requests.prompt_report import PromptReport
 from ..requests.request import ErrorKind, Request
 from ..text.prompt_parser import ParsedPrompt
+
+if TYPE_CHECKING:
+    from .model_text import ModelText
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class ScoreSpec:
     prompt: ParsedPrompt
     num_prompt_tokens: int
 
-    def report(self) -> PromptReport:
+    def report(self, text: ModelText) -> PromptReport:  # noqa: ARG002
         """Return a new report, on the positions from the last token before the continuation on."""
         return PromptReport(self.num_prompt_tokens - 1, len(self.prompt.token_ids) - 1, num_top=0)
 

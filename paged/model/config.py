@@ -174,6 +174,10 @@ class ModelConfig:
     long_context: LongContext | None = None  # where longrope changes its factors, if requests grow so long
     exceeds_float16: bool = False  # activations may be larger than float16 represents
     tensor_names: TensorNames = LLAMA_NAMES
+    max_model_len: int | None = None  # of an engine, which sets it; vLLM's ModelConfig has it, too
+    # Whether tokens can be sampled. Without a head, as models that make embeddings are stored, the embedding
+    # stands in for it, so that all else is as in any model.
+    has_head: bool = True
     # Token ids that stand for images, audio or video, whose part of the model is not loaded; and their names
     placeholders: tuple[tuple[int, str], ...] = ()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +18,20 @@ from .cache.kv_cache import KVCache
 from .config import LAYERS, ModelConfig
 from .exchanges import collect_logits
 from .layers.attention import Attention
-from .layers.experts import Experts, ExpertsBeside, new_feed_forward
-from .layers.layer_inputs import PerLayerEmbeddings, PerLayerGate
 from .layers.linear import Embedding, Linear
+from .layers.mlp import MLP, ManyExperts, PlainMLP
 from .layers.norms import LayerNorm, RMSNorm, new_norm
 from .layers.rotary import RotaryEmbedding
 from .layers.token_rows import TokenRows
-from .part import ModelPart
+from .part import ModelPart, Shard
+from .spec import FeedForwardSpec
 from .stream import Stream
 from .weights.loading import Loadable, Loader, StoredWeights
 from .weights.stored import StoredRows
+
+if TYPE_CHECKING:
+    from .layers.experts import Experts, ExpertsBeside
+    from .layers.layer_inputs import PerLayerEmbeddings, PerLayerGate
 
 MAX_SCALAR = 1e6  # of a layer
 
@@ -54,9 +58,17 @@ class DecoderLayer(Loadable):
                 norm = new_norm(kind, config.hidden_size, kernels, f"{LAYERS}{layer}.{name}")
             self.register_module(place, norm)
         self.attention = Attention(config, layer, kernels, part.shard)
-        self.mlp = new_feed_forward(config, layer, kernels, part.shard)
-        self.beside = None if spec.experts is None else ExpertsBeside(config, layer, kernels, spec.experts)
-        self.input = PerLayerGate(config, layer, kernels, part) if config.layer_inputs else None
+        self.mlp = _new_feed_forward(config, layer, kernels, part.shard)
+        self.beside: ExpertsBeside | None = None
+        if spec.experts is not None:
+            from .layers.experts import ExpertsBeside
+
+            self.beside = ExpertsBeside(config, layer, kernels, spec.experts)
+        self.input: PerLayerGate | None = None
+        if config.layer_inputs:
+            from .layers.layer_inputs import PerLayerGate
+
+            self.input = PerLayerGate(config, layer, kernels, part)
         # Multiplies the residual after the layer.
         self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False) if spec.scaled else None
         self.factor = 1.0
@@ -103,12 +115,25 @@ class DecoderLayer(Loadable):
     def finish_loading(self) -> None:
         """Take experts together, and the scalar as a number. Raises CheckpointError for a wrong one."""
         for module in self.modules():
-            if isinstance(module, Experts):
+            if isinstance(module, ManyExperts):
                 module.finish_loading()
         if self.layer_scalar is not None:
             factor = self.layer_scalar.item()
             name = f"layer_scalar of layer {self.attention.layer}"
             self.factor = check_number(CheckpointError, name, factor, 0, MAX_SCALAR, above=True)
+
+
+def _new_feed_forward(
+    config: ModelConfig, layer: int, kernels: Kernels, shard: Shard
+) -> MLP | PlainMLP | Experts:
+    """Make the feed-forward part of a layer."""
+    spec = config.layers[layer].feed_forward
+    if isinstance(spec, FeedForwardSpec):
+        return (MLP if spec.gated else PlainMLP)(config, layer, kernels, spec, shard)
+    assert shard.is_whole, "experts are not divided: see check_shards"
+    from .layers.experts import Experts
+
+    return Experts(config, layer, kernels, spec)
 
 
 class ParallelLayer(DecoderLayer):
@@ -170,6 +195,8 @@ class Decoder(nn.Module):
             table = StoredRows({"model.embed_positions": config.max_position_embeddings})
             self.positions = Embedding(table, config.hidden_size, "table", kernels)
         if part.is_first and config.layer_inputs:
+            from .layers.layer_inputs import PerLayerEmbeddings
+
             self.inputs = PerLayerEmbeddings(config, kernels, part.shard)
         tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in config.ropes)
         self.rotary = cast(Sequence[RotaryEmbedding], tables)
@@ -310,7 +337,7 @@ class Decoder(nn.Module):
         if not all(rotary.is_tabulated for rotary in self.rotary):
             return "torch computes the angles of its rotary embedding in each step"
         linear = [module for module in self.modules() if isinstance(module, Linear)]
-        experts = [module for module in self.modules() if isinstance(module, Experts)]
+        experts = [module for module in self.modules() if isinstance(module, ManyExperts)]
         if not all(module.form.is_recordable for module in linear):
             return f"torch computes a part of its linear layers in {self.dtype}"
         if not all(module.is_recordable for module in experts):

@@ -21,6 +21,21 @@ GENERATION_FIELDS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+NO_DEFAULTS = ("paged", "vllm")  # values of EngineConfig.generation_config that name no file
+# What people who try a small model expect, as llama.cpp has it: drawn from the whole distribution, one answer
+# in three is nonsense. The API and other commands keep vLLM's defaults.
+CHAT_DEFAULTS: Mapping[str, float] = {"temperature": 0.8, "min_p": 0.05}
+# A checkpoint, or the user of a chat, who sets one of these says how to sample.
+SHAPES = frozenset({"temperature", "top_p", "top_k", "min_p"})
+
+
+def chat_defaults(source: str, found: Mapping[str, Any]) -> Mapping[str, float]:
+    """Return the parameters that `paged chat` and the page take beside those that a checkpoint sets.
+
+    source: `EngineConfig.generation_config`; a name of no file asks for vLLM's defaults.
+    found: the parameters that the checkpoint sets.
+    """
+    return {} if source in NO_DEFAULTS or not SHAPES.isdisjoint(found) else CHAT_DEFAULTS
 
 
 def read_eos_token_ids(directory: Path) -> frozenset[int]:

@@ -1,29 +1,13 @@
-"""The names of GGUF files in parts, and of their tensors by what `general.architecture` is."""
+"""The names of a GGUF file's tensors, by what `general.architecture` is."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import CheckpointError
 from .config import ExpertStack, ModelConfig, TensorNames
 from .spec import ExpertsSpec
-
-# The key of a config.json, made for a GGUF file, that has its general.architecture.
-GGUF_KEY = "gguf_architecture"
-# Those that have the bits of a weight, on average: of the layers, and of embedding and head.
-BITS_KEYS = ("gguf_layer_bits", "gguf_table_bits")
-# Tensors that are read with the config: factors of rotary embeddings.
-ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-# The key that has the reason why such a model has no tokenizer.
-NO_TOKENIZER_KEY = "gguf_without_tokenizer"
-SUFFIX = ".gguf"  # in small letters or capitals
-PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.ASCII)
-_MAX_PARTS = 1024
 
 _PREFIXES = (
     ("blk.", "model.layers."),
@@ -189,28 +173,3 @@ def with_gguf_names(config: ModelConfig, architecture: str) -> ModelConfig:
         transposed_weights=False,
         layers=layers,
     )
-
-
-def is_gguf(name: str) -> bool:
-    """Return whether a file is a GGUF file by its name."""
-    return name.lower().endswith(SUFFIX)
-
-
-def gguf_files(directory: Path) -> list[str]:
-    """Return the names of the GGUF files in a directory, sorted."""
-    return sorted(name for name in os.listdir(directory) if is_gguf(name))
-
-
-def part_paths(path: Path, exists: Callable[[str], bool] = os.path.exists) -> list[Path]:
-    """Return the paths of all parts of a model, by the path of one of them. Raises CheckpointError."""
-    match = PART_NAME.fullmatch(path.name)
-    if match is None:
-        return [path]
-    count = int(match[3])
-    if not 1 <= int(match[2]) <= count <= _MAX_PARTS:
-        raise CheckpointError(f"{path}: is no part of 1 to {_MAX_PARTS} by its name")
-    paths = [path.with_name(f"{match[1]}-{i:05}-of-{match[3]}{match[4]}") for i in range(1, count + 1)]
-    if missing := [each for each in paths if not exists(str(each))]:
-        more = f" and {len(missing) - 1} more parts" if len(missing) > 1 else ""
-        raise CheckpointError(f"{missing[0]}{more} missing: the model is in {count} files")
-    return paths

@@ -21,29 +21,28 @@ from .weights.weight_files import find_weight_files
 
 _LENGTH_BYTES = 8
 _CHUNK = 2**16  # bytes of a request: most headers are smaller
-# Of the files beside the weights, those that say what the weights are.
-_JSON = ("config.json", "hf_quant_config.json")
+_QUANTIZATION = "hf_quant_config.json"  # beside config.json, where ModelOpt says what the weights are
 
 
-def fetch_headers(repository: str, revision: str | None) -> Path:
+def fetch_headers(repository: str, revision: str | None, config: Path) -> Path:
     """Return a directory with the config of a model on the hub and the headers of its weights.
 
-    Each file is as large as its original, but has no data and takes no space for it. If the hub's cache has
-    the weights, it is the directory there.
+    Each file is as large as its original, but has no data and takes no space for it.
+
+    config: its config.json, which is fetched already.
 
     Raises CheckpointError for a repository without safetensors, and OSError and ValueError as the hub does.
     """
     from huggingface_hub import HfFileSystem, hf_hub_download
 
-    cached = Path(hf_hub_download(repository, "config.json", revision=revision)).parent
-    if _has_weights(cached):
-        return cached
     hub = HfFileSystem()
     entries: list[Any] = hub.ls(repository, revision=revision)
     names = [Path(entry["name"]).name for entry in entries if entry["type"] == "file"]
     directory = _new_directory()
+    (directory / HEADERS_ALONE).touch()
+    shutil.copyfile(config, directory / config.name)
     for name in names:
-        if name in _JSON or ".safetensors.index" in name:
+        if name == _QUANTIZATION or ".safetensors.index" in name:
             shutil.copyfile(hf_hub_download(repository, name, revision=revision), directory / name)
         elif name.endswith((".safetensors", ".gguf")):
             (directory / name).touch()
@@ -126,7 +125,8 @@ def _new_directory() -> Path:
     return directory
 
 
-def _has_weights(directory: Path) -> bool:
+def has_weights(directory: Path) -> bool:
+    """Return whether a directory has the files of a model's weights."""
     try:
         find_weight_files(directory)
     except CheckpointError:

@@ -11,20 +11,31 @@ import re
 import stat
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..base.validation import shown
-from ..errors import CheckpointError, UnsupportedModelError
+from ..errors import CheckpointError, MissingModelError, UnsupportedModelError
 from .config import ModelConfig
-from .families.multimodal import MULTIMODAL, NATIVE, Multimodal, placeholders_of, text_of
+from .families.build import Family
 from .families.reading import Config, activation_of
-from .families.table import ARCHITECTURES, COMMON, Architecture
-from .gguf_names import BITS_KEYS, CONVERTED, GGUF_KEY, gguf_files, with_gguf_names
-from .schemes import quantization_of, with_sidecar
+from .families.table import ARCHITECTURES, COMMON, Architecture, family_of
+from .gguf_paths import BITS_KEYS, GGUF_KEY, gguf_files
+
+if TYPE_CHECKING:
+    from .families.multimodal import Multimodal
+    from .schemes import Quantization
 
 MAX_JSON_BYTES = 64 * 2**20
 MAX_POINTER_BYTES = 1024
 _POINTER = re.compile(rb"version \S*git-lfs\S*\s")
+# Where config.json, or its text_config, says how weights are quantised.
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+# The classes of transformers without a head, and those with one: sentence-transformers saves the former.
+BASES = {
+    name.replace("ForCausalLM", "TextModel" if known.model_type.endswith("_text") else "Model"): name
+    for name, known in ARCHITECTURES.items()
+    if name.endswith("ForCausalLM")
+}
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -36,13 +47,13 @@ def check_file(file: Path, most: int) -> int:
     try:
         status = file.stat()
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        raise MissingModelError(f"{file} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{file}: is not a regular file")
     if status.st_size > most:
         raise CheckpointError(f"{file}: has {status.st_size:,} bytes; at most {most:,} are read")
     if status.st_size <= MAX_POINTER_BYTES and _POINTER.match(_beginning(file)):
-        raise CheckpointError(f"{file}: is a pointer of Git LFS in place of the file; run `git lfs pull`")
+        raise MissingModelError(f"{file}: is a pointer of Git LFS in place of the file; run `git lfs pull`")
     return status.st_size
 
 
@@ -50,26 +61,38 @@ def _beginning(file: Path) -> bytes:
     try:
         return file.read_bytes()[:MAX_POINTER_BYTES]
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        raise MissingModelError(f"{file} cannot be read: {error.strerror}") from error
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """Read the object in a JSON file of a checkpoint, of at most 64 MiB. Raises CheckpointError."""
     if not file.exists():
-        raise CheckpointError(
+        raise MissingModelError(
             f"{file} does not exist; a model directory has config.json and *.safetensors"
             f"{_instead(file.parent)}"
         )
-    check_file(file, MAX_JSON_BYTES)
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: is not JSON: {error}") from error
+    value = _parsed(file)
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: must hold a JSON object")
     return value
+
+
+def read_json_list(file: Path, most: int) -> list[Any]:
+    """Read the list in a JSON file of a checkpoint, of at most so many entries. Raises CheckpointError."""
+    value = _parsed(file)
+    if not isinstance(value, list) or len(value) > most:
+        raise CheckpointError(f"{file}: must hold a JSON list of at most {most} entries")
+    return value
+
+
+def _parsed(file: Path) -> Any:
+    check_file(file, MAX_JSON_BYTES)
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MissingModelError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: is not JSON: {error}") from error
 
 
 def _instead(directory: Path) -> str:
@@ -86,10 +109,23 @@ def read_hf(directory: Path) -> dict[str, Any]:
     sidecar = directory / "hf_quant_config.json"
     if not sidecar.exists():
         return hf
+    from .schemes import with_sidecar
+
     try:
         return with_sidecar(hf, read_json(sidecar))
     except CheckpointError as error:
         raise CheckpointError(f"{sidecar}: {error}") from None
+
+
+def read_quantization(hf: Config) -> Quantization | None:
+    """Return what config.json says of quantised weights; None: that there are none. See `quantization_of`."""
+    text = hf.get("text_config")
+    configs = [hf, text] if isinstance(text, dict) else [hf]
+    if not any(config.get(key) for config in configs for key in QUANTIZATION_KEYS):
+        return None
+    from .schemes import quantization_of
+
+    return quantization_of(hf)
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -98,12 +134,14 @@ def read_config(directory: Path) -> ModelConfig:
     hf = read_hf(directory)
     try:
         config = from_hf(hf)
-        if quantization := quantization_of(hf):
+        if quantization := read_quantization(hf):
             config = replace(config, layer_bits=quantization.layer_bits(config))
     except (UnsupportedModelError, CheckpointError) as error:
         raise type(error)(f"{file}: {error}") from None
     if GGUF_KEY not in hf:
         return config
+    from .gguf_names import CONVERTED, with_gguf_names
+
     if hf[GGUF_KEY] not in [*CONVERTED]:  # a list, as any JSON value may come, hashable or not
         raise CheckpointError(f"{file}: {GGUF_KEY} is {shown(hf[GGUF_KEY])}; give the GGUF file itself")
     layer_bits, table_bits = (_bits(hf, key, file) for key in BITS_KEYS)
@@ -126,9 +164,11 @@ def from_hf(hf: Config) -> ModelConfig:
     and values that are out of range, of a wrong type, or contradict each other.
     """
     architecture = require_supported(hf)
-    if architecture in MULTIMODAL:
-        return _text_alone(hf, architecture, MULTIMODAL[architecture])
-    known = ARCHITECTURES[architecture]
+    if architecture in BASES:
+        return _without_head(hf, BASES[architecture])
+    if architecture not in ARCHITECTURES:
+        return _text_alone(hf, architecture)
+    known = family_of(architecture)
     try:
         return _read(known, _with_own_names(hf, known))
     except (UnsupportedModelError, CheckpointError) as error:
@@ -137,13 +177,19 @@ def from_hf(hf: Config) -> ModelConfig:
         raise type(error)(message) from None
 
 
-def _with_own_names(hf: Config, known: Architecture) -> Config:
+def _without_head(hf: Config, architecture: str) -> ModelConfig:
+    """Reduce the config.json of a model that was saved without its head: of one that makes embeddings."""
+    config = from_hf({**hf, "architectures": [architecture]})
+    return replace(config, tie_word_embeddings=True, has_head=config.tie_word_embeddings)
+
+
+def _with_own_names(hf: Config, known: Family) -> Config:
     """Add transformers' defaults, and the values that the family has under other keys."""
     hf = {**COMMON, **known.defaults, **hf}
     return hf | {ours: theirs and hf.get(theirs, hf.get(ours)) for ours, theirs in known.keys.items()}
 
 
-def _read(known: Architecture, hf: Config) -> ModelConfig:
+def _read(known: Family, hf: Config) -> ModelConfig:
     for name in REQUIRED:
         if hf.get(name) is None and known.keys.get(name, name) not in known.defaults:
             raise CheckpointError(f"{name} is missing")
@@ -155,8 +201,11 @@ def _read(known: Architecture, hf: Config) -> ModelConfig:
     return config
 
 
-def _text_alone(hf: Config, architecture: str, known: Multimodal) -> ModelConfig:
+def _text_alone(hf: Config, architecture: str) -> ModelConfig:
     """Reduce config.json of a multimodal model to its text part."""
+    from .families.multimodal import MULTIMODAL, placeholders_of, text_of
+
+    known = MULTIMODAL[architecture]
     try:
         text = from_hf(text_of(known, hf))
     except (UnsupportedModelError, CheckpointError) as error:
@@ -177,19 +226,29 @@ def require_supported(hf: Config) -> str:
         kind = f" (its model_type is {shown(hf['model_type'])})" if hf.get("model_type") else ""
         raise UnsupportedModelError(f"architectures is missing{kind}; `paged models` lists what it may name")
     name = names[0] if isinstance(names, list) else names
-    if not isinstance(name, str) or name not in NATIVE:
+    known = _known(name) if isinstance(name, str) else None
+    if known is None:
         code = ", and the checkpoint's own code (auto_map) is never run" if hf.get("auto_map") else ""
         raise UnsupportedModelError(
             f"architecture {shown(name)} is not supported{code}; `paged models` lists those that are"
         )
     model_type = hf.get("model_type")
-    expected = NATIVE[name].model_type
-    if model_type != expected:
-        raise CheckpointError(f"{name} goes with model_type {expected!r}, got {shown(model_type)}")
-    quantization_of(hf)
+    if model_type != known.model_type:
+        raise CheckpointError(f"{name} goes with model_type {known.model_type!r}, got {shown(model_type)}")
+    read_quantization(hf)
     if hf.get("is_causal") not in (None, True):  # some that make embeddings, such as gte-Qwen2
         raise UnsupportedModelError(
             f"is_causal {shown(hf['is_causal'])} is not supported: each token attends to itself and earlier "
             "ones only"
         )
-    return name
+    return str(name)
+
+
+def _known(name: str) -> Architecture | Multimodal | None:
+    """Return the entry of an architecture; None if it is not supported."""
+    name = BASES.get(name, name)
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    from .families.multimodal import MULTIMODAL
+
+    return MULTIMODAL.get(name)

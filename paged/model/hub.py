@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import re
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MissingModelError
 from .config import DEMO
-from .gguf_names import PART_NAME, gguf_files, is_gguf, part_paths
+from .gguf_paths import PART_NAME, gguf_files, is_gguf, part_paths
 
 # What an engine reads of a repository.
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -24,33 +24,28 @@ def resolve(model: str, revision: str | None = None) -> Path:
         "owner/name:Q4_K_M". What is on the hub is downloaded to the hub's cache.
     revision: branch, tag or commit on the hub; None takes the default branch.
     """
-
-    def fetch() -> str:
-        from huggingface_hub import snapshot_download
-
-        return snapshot_download(model, revision=revision, allow_patterns=_FILES, ignore_patterns=_IGNORED)
-
     if (found := _local(model, revision)) is not None:
         return found
     if ":" in model:
         return _fetched_gguf(model, revision)
-    directory = _fetched(model, fetch)
-    if not any(directory.glob("*.safetensors")):
-        _require_no_gguf(model, revision)
-    return directory
+
+    def fetch() -> Path:
+        repository = _Repository(model, revision)
+        directory = repository.fetch(_FILES, ignored=_IGNORED)
+        if not any(directory.glob("*.safetensors")):
+            _require_no_gguf(model, repository.names)
+        return directory
+
+    return _fetched(model, fetch)
 
 
 def resolve_config(model: str, revision: str | None = None) -> Path:
     """Return the directory with a model's config.json. Of a hub id nothing else is fetched."""
-
-    def fetch() -> str:
-        from huggingface_hub import hf_hub_download
-
-        return str(Path(hf_hub_download(model, "config.json", revision=revision)).parent)
-
     if (found := _local(model, revision)) is not None:
         return found
-    return _fetched_gguf(model, revision) if ":" in model else _fetched(model, fetch)
+    if ":" in model:
+        return _fetched_gguf(model, revision)
+    return _fetched(model, lambda: _Repository(model, revision).fetch_config())
 
 
 def resolve_headers(model: str, revision: str | None = None) -> Path:
@@ -60,22 +55,33 @@ def resolve_headers(model: str, revision: str | None = None) -> Path:
     """
     if (found := _local(model, revision)) is not None:
         return found
-    from .headers import fetch_gguf_headers, fetch_headers
+    from .headers import fetch_gguf_headers, fetch_headers, has_weights
 
     if ":" not in model:
-        return _fetched(model, lambda: str(fetch_headers(model, revision)))
 
-    def fetch() -> str:
+        def fetch() -> Path:
+            repository = _Repository(model, revision)
+            directory = repository.fetch_config()
+            if has_weights(directory):
+                return directory
+            repository.require_answer()
+            return fetch_headers(model, revision, directory / "config.json")
+
+        return _fetched(model, fetch)
+
+    def fetch_gguf() -> Path:
         from huggingface_hub import try_to_load_from_cache
 
-        repository, names = _gguf_parts(model, revision)
-        cached = [try_to_load_from_cache(repository, name, revision=revision) for name in names]
+        repository = _Repository(model.partition(":")[0], revision)
+        names = _gguf_parts(model, repository.names)
+        cached = [try_to_load_from_cache(repository.name, name, revision=revision) for name in names]
         paths = [path for path in cached if isinstance(path, str)]
         if len(paths) == len(names):
-            return str(_of_gguf(Path(paths[0])))
-        return str(fetch_gguf_headers(repository, revision, names))
+            return _of_gguf(Path(paths[0]))
+        repository.require_answer()
+        return fetch_gguf_headers(repository.name, revision, names)
 
-    return _fetched(model, fetch)
+    return _fetched(model, fetch_gguf)
 
 
 def _local(model: str, revision: str | None) -> Path | None:
@@ -94,7 +100,7 @@ def _local(model: str, revision: str | None) -> Path | None:
         )
     is_file = is_gguf(path.name) and path.parent.is_dir()
     if is_file or model.count("/") > 1 or model.startswith((".", "/", "~")) or not model.isprintable():
-        raise CheckpointError(f"no such directory or GGUF file: {model}")
+        raise MissingModelError(f"no such directory or GGUF file: {model}")
     return None
 
 
@@ -130,64 +136,87 @@ def _listed(names: Iterable[str]) -> str:
 def _fetched_gguf(model: str, revision: str | None) -> Path:
     """Return the directory of a GGUF file that is fetched from the hub: the one of a quantisation."""
 
-    def fetch() -> str:
-        from huggingface_hub import hf_hub_download
-
-        repository, names = _gguf_parts(model, revision)
-        first, *_ = [hf_hub_download(repository, name, revision=revision) for name in names]
-        return first
+    def fetch() -> Path:
+        repository = _Repository(model.partition(":")[0], revision)
+        names = _gguf_parts(model, repository.names)
+        return repository.fetch([*map(glob.escape, names)]) / names[0]
 
     return _of_gguf(_fetched(model, fetch))
 
 
-def _gguf_parts(model: str, revision: str | None) -> tuple[str, list[str]]:
-    """Return the repository of a model in GGUF files on the hub, and the names of its file or parts."""
-    repository, _, quantisation = model.partition(":")
-    names = _gguf_names(repository, revision)
-    name = _of_quantisation(model, quantisation, names)
-    return repository, [str(part) for part in part_paths(Path(name), exists=names.__contains__)]
+def _gguf_parts(model: str, names: Iterable[str]) -> list[str]:
+    """Return the names of the file of a quantisation, or of its parts, among those of a repository."""
+    names = [*filter(is_gguf, names)]
+    name = _of_quantisation(model, model.partition(":")[2], names)
+    return [str(part) for part in part_paths(Path(name), exists=names.__contains__)]
 
 
-def _require_no_gguf(model: str, revision: str | None) -> None:
+def _require_no_gguf(model: str, names: Iterable[str]) -> None:
     """Raise CheckpointError for a repository without safetensors that has GGUF files."""
-    names = list[str]()
-    with suppress(OSError, ValueError):  # not reached: the engine finds out what is missing
-        names = _gguf_names(model, revision)
-    if names:
+    if names := [*filter(is_gguf, names)]:
         raise CheckpointError(
             f"{model} has no safetensors, but GGUF files: give {model}:QUANTISATION; {_listed(names)}"
         )
 
 
-def _gguf_names(repository: str, revision: str | None) -> list[str]:
-    """Return the names of the GGUF files of a repository; if the hub is not reached, of those in its cache.
+class _Repository:
+    """A repository on the hub, or what the hub's cache has of it if the hub does not answer.
 
-    Raises OSError and ValueError, as the hub does.
+    Most functions of huggingface_hub try to reach the hub six times within 23 seconds, with a line on stderr
+    each. So one request asks first, and the others follow only if it was answered.
+
+    names: of its files.
+
+    Raises OSError if the hub does not answer and its cache has nothing, and ValueError for a name that no
+    repository can have.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
-    # The base of the errors of the HTTP library that this version of the hub uses.
-    any_http_error: type[BaseException] = HfHubHTTPError.__bases__[0]
-    try:
-        # In one request. Without a network, the list of a tree is asked for six times within 23 seconds.
-        names = [file.rfilename for file in HfApi().model_info(repository, revision=revision).siblings or []]
-    except (any_http_error, OSError) as error:
-        names = _cached_names(repository, revision)
-        if not names:
-            raise OSError(str(error) or type(error).__name__) from error
-    return [name for name in names if is_gguf(name)]
+    def __init__(self, name: str, revision: str | None) -> None:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
 
+        self.name = name
+        self._revision = revision
+        self._failure: OSError | None = None
+        # The base of the errors of the HTTP library that this version of the hub uses.
+        any_http_error: type[BaseException] = HfHubHTTPError.__bases__[0]
+        try:
+            siblings = HfApi().model_info(name, revision=revision).siblings
+            self.names = [file.rfilename for file in siblings or []]
+        except (any_http_error, OSError) as error:
+            self._failure = OSError(str(error) or type(error).__name__)
+            self._failure.__cause__ = error
+            cached = self.fetch([])
+            self.names = [file.relative_to(cached).as_posix() for file in cached.rglob("*")]
 
-def _cached_names(repository: str, revision: str | None) -> list[str]:
-    """Return the names of the GGUF files of a repository that are in the hub's cache."""
-    from huggingface_hub import snapshot_download
+    def fetch(self, patterns: Sequence[str], ignored: Sequence[str] = ()) -> Path:
+        """Return the directory in the hub's cache with the files of these patterns. Raises OSError."""
+        from huggingface_hub import snapshot_download
 
-    with suppress(OSError):  # none
-        directory = Path(snapshot_download(repository, revision=revision, local_files_only=True))
-        found = (file.relative_to(directory).as_posix() for file in directory.rglob("*"))
-        return [name for name in found if is_gguf(name)]
-    return []
+        try:
+            directory = snapshot_download(
+                self.name,
+                revision=self._revision,
+                allow_patterns=[*patterns],
+                ignore_patterns=[*ignored],
+                local_files_only=self._failure is not None,
+            )
+        except OSError:
+            self.require_answer()
+            raise
+        return Path(directory)
+
+    def fetch_config(self) -> Path:
+        """Return the directory in the hub's cache with config.json. Raises OSError and CheckpointError."""
+        if "config.json" not in self.names:
+            _require_no_gguf(self.name, self.names)
+            raise CheckpointError(f"{self.name} has no config.json on the hub")
+        return self.fetch(["config.json"])
+
+    def require_answer(self) -> None:
+        """Raise OSError if the hub has not answered."""
+        if self._failure is not None:
+            raise self._failure
 
 
 def _of_quantisation(model: str, quantisation: str, names: Iterable[str]) -> str:
@@ -200,13 +229,13 @@ def _of_quantisation(model: str, quantisation: str, names: Iterable[str]) -> str
     raise CheckpointError(f"{model}: {problem} of this quantisation; {_listed(names)}")
 
 
-def _fetched(model: str, fetch: Callable[[], str]) -> Path:
+def _fetched(model: str, fetch: Callable[[], Path]) -> Path:
     try:
-        return Path(fetch())
+        return fetch()
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise CheckpointError(
+        raise MissingModelError(
             f"{model!r} is neither a directory nor a model that could be fetched from the hub: {reason}"
         ) from error

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ..kernels.routing import RoutingOptions
+if TYPE_CHECKING:
+    from ..kernels.routing import RoutingOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ def read_lines(file: Path, done: IdentitySet, limits: Limits = BATCH_LIMITS) -> 
                 identity = _identity("custom_id", custom_id)
                 if not seen.add(identity):
                     identity = _identity("again", number, custom_id)
-                    raise RequestError(f"custom_id {custom_id!r} is that of an earlier line")
+                    raise RequestError(f"custom_id {shown(custom_id)} is that of an earlier line")
                 if identity not in done:
                     yield Line(identity, custom_id, _call(value, limits))
             except (ValueError, RecursionError) as error:  # from the decoder, json, and our own
@@ -142,7 +142,7 @@ def _custom_id(value: Any) -> str:
         raise RequestError('a line must be an object such as {"custom_id": ..., "method": "POST", ...}')
     custom_id = value.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
-        raise RequestError(f"custom_id must be a non-empty string, got {custom_id!r}")
+        raise RequestError(f"custom_id must be a non-empty string, got {shown(custom_id)}")
     return custom_id
 
 

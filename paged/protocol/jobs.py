@@ -21,6 +21,7 @@ LOWEST_LOGPROB = -9999.0  # of an impossible token, as in OpenAI's API and vLLM'
 NOT_IN_JSON = {
     "logits_processors": "they are Python functions",
     "output_kind": "the whole output is written once",
+    "no_stop_within": "it follows from the reasoning parser; stop strings of completions end any text",
 }
 SAMPLING_NAMES = [field.name for field in fields(SamplingParams) if field.name not in NOT_IN_JSON]
 
@@ -147,9 +148,11 @@ def _parse_object(line: str, sampling: dict[str, Any]) -> Job:
     if len(prompt) != 1:
         raise RequestError("a line must have either prompt or prompt_token_ids")
     if not isinstance(prompt.get("prompt", ""), str):
-        raise RequestError(f"prompt must be a string, got {prompt['prompt']!r}")
+        raise RequestError(f"prompt must be a string, got {shown(prompt['prompt'])}")
     if not isinstance(prompt.get("prompt_token_ids", []), list):
-        raise RequestError(f"prompt_token_ids must be a list of ints, got {prompt['prompt_token_ids']!r}")
+        raise RequestError(
+            f"prompt_token_ids must be a list of ints, got {shown(prompt['prompt_token_ids'])}"
+        )
     tenant = value.pop("tenant", "")
     given_id = {"id": value.pop("id")} if "id" in value else {}
     if given_id and (isinstance(given_id["id"], bool) or not isinstance(given_id["id"], str | int)):

@@ -13,7 +13,6 @@ from typing import Any
 from ..config import EngineConfig
 from ..device.devices import cpu_flags
 from ..model.weights.weight_files import find_weight_files
-from ..speculative_config import SpeculativeConfig
 
 PACKAGES = ("paged", "torch", "numba", "llvmlite", "triton")
 # Options that may differ from rank to rank: what they are about is the driver's, or one machine's.
@@ -51,7 +50,7 @@ def facts_of(config: EngineConfig, directory: Path) -> dict[str, Any]:
 def plain_options(config: EngineConfig) -> dict[str, Any]:
     """Return the options of a config as JSON can hold them. A policy that is no name becomes the default."""
     options = {field.name: getattr(config, field.name) for field in fields(config)}
-    speculation = SpeculativeConfig.of(config.speculative_config)
+    speculation = config.speculation
     if speculation is not None:
         options["speculative_config"] = {f.name: getattr(speculation, f.name) for f in fields(speculation)}
     if not isinstance(config.scheduling_policy, str):

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from ..base.interrupts import signals_blocked
 from ..text.worker import ROOT
 from .channel import Channel, Message
 
@@ -33,7 +34,7 @@ class LocalRank:
         self.rank = rank
         ours, theirs = socket.socketpair()
         path = [ROOT, *filter(None, sys.path)]  # so that it finds what this process finds
-        with theirs:
+        with theirs, signals_blocked():
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", RANK_PROCESS, "follow", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,

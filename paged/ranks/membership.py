@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch.distributed
 
-from ..errors import DivisionError, PagedError, RankError
+from ..errors import PagedError, RankError, is_final
 from .layout import RankLayout
 from .meeting import COME_S, Meeting, Store, post_failure, require_equal
 from .place import Torchrun
@@ -146,7 +146,7 @@ def torchrun_store(torchrun: Torchrun) -> Store:
 def failing_together(store: Store, torchrun: Torchrun) -> Iterator[None]:
     """Have all of torchrun's ranks raise the error that ends one of them, with the name of that one.
 
-    So it is a RankError or a DivisionError, whatever ended that one.
+    It keeps its kind if starting again changes nothing, else it is a RankError: exit codes tell these apart.
     """
     try:
         yield
@@ -165,7 +165,7 @@ def failing_together(store: Store, torchrun: Torchrun) -> Iterator[None]:
             logger.exception("rank %d has failed", torchrun.rank)
         if torchrun.rank == 0 and not torchrun.hosts_store:
             _wait_for_others(store, torchrun.num_ranks)
-        raise (posted if isinstance(posted, DivisionError) else RankError(str(posted))) from error
+        raise (posted if is_final(posted) else RankError(str(posted))) from error
 
 
 def _knows(rank: int) -> str:

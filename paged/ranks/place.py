@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..config import EngineConfig
-from ..errors import DivisionError, RankError
+from ..errors import ConfigError, RankError, ResourceError
 from .layout import split_evenly
 
 LOOPBACK = "127.0.0.1"
@@ -41,13 +41,13 @@ class Torchrun:
     def of(cls, config: EngineConfig, environment: Mapping[str, str] = os.environ) -> Self | None:
         """Return what the environment says to an engine of several ranks, None without torchrun.
 
-        Raises RankError where it is incomplete, or about another number of ranks.
+        Raises ConfigError where it is incomplete, or about another number of ranks.
         """
         if config.num_ranks == 1 or "RANK" not in environment:
             return None
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if absent := [name for name in names if not environment.get(name)]:
-            raise RankError(
+            raise ConfigError(
                 f"RANK is set and {absent[0]} is not: ranks of several machines are started by torchrun, "
                 "which sets both; unset RANK to have this process start its ranks itself"
             )
@@ -59,21 +59,21 @@ class Torchrun:
                 int(environment.get(name, default)) for name, default in zip(optional, defaults, strict=True)
             )
         except ValueError as error:
-            raise RankError(
+            raise ConfigError(
                 f"{', '.join((*names, *optional))} must be as torchrun sets them: {error}"
             ) from None
         if num_ranks != config.num_ranks:
-            raise RankError(
+            raise ConfigError(
                 f"torchrun has started {num_ranks} processes, and pipeline_parallel_size "
                 f"{config.pipeline_parallel_size} with tensor_parallel_size {config.tensor_parallel_size} "
                 f"needs {config.num_ranks}"
             )
         if not 0 <= rank < num_ranks:
-            raise RankError(
+            raise ConfigError(
                 f"RANK must be from 0 to {num_ranks - 1}, with WORLD_SIZE {num_ranks}, got {rank}"
             )
         if config.rank_restarts:
-            raise RankError(
+            raise ConfigError(
                 f"rank_restarts {config.rank_restarts} is for ranks that the engine starts itself; torchrun "
                 "starts all anew: give torchrun --max-restarts, and leave rank_restarts out"
             )
@@ -96,7 +96,7 @@ class Torchrun:
 
 
 def follows(config: EngineConfig) -> bool:
-    """Return whether this process is one of torchrun's that only computes for rank 0. Raises RankError."""
+    """Return whether this process is one of torchrun's that only computes for rank 0. Raises ConfigError."""
     torchrun = Torchrun.of(config)
     return torchrun is not None and torchrun.rank > 0
 
@@ -125,7 +125,7 @@ def _cores_of(cpus: set[int]) -> list[list[int]]:
 def share_of(config: EngineConfig, index: int, count: int) -> EngineConfig:
     """Return the options of one of the ranks of a machine, which divide its memory and its cores.
 
-    Raises DivisionError where there are fewer GPUs or cores than ranks.
+    Raises ResourceError where there are fewer GPUs or cores than ranks.
     """
     import torch
 
@@ -141,7 +141,7 @@ def share_of(config: EngineConfig, index: int, count: int) -> EngineConfig:
     if device.type == "cuda":
         num_gpus = torch.cuda.device_count()
         if num_gpus < count:
-            raise DivisionError(f"{count} processes of a model need as many GPUs; there are {num_gpus}")
+            raise ResourceError(f"{count} processes of a model need as many GPUs; there are {num_gpus}")
     elif config.num_threads is None:
         # What a follower may use is its share, to which it is bound. The first rank checks that all have one.
         is_bound = index > 0 and sys.platform == "linux"

@@ -1,4 +1,4 @@
-"""Make the executor of a model: of this process alone, or of several ranks, which are started."""
+"""Make the executor of a model that is divided among ranks, which are started."""
 
 from __future__ import annotations
 
@@ -18,12 +18,9 @@ def new_executor(
 ) -> ModelRunner:
     """Load a model, divided as the options say. `close` ends the processes that were started.
 
-    Raises DivisionError where the options do not fit the model or this machine, and RankError where processes
-    end, do not come, or do not fit together.
+    Raises DivisionError where the options do not fit the model, ResourceError where they do not fit this
+    machine, and RankError where processes end, do not come, or do not fit together.
     """
-    if config.num_ranks == 1:
-        return ModelRunner(config, model_config, directory, draft)
-    # One process imports nothing of torch.distributed.
     from .driver import DriverRunner
     from .facts import cpu_features, facts_of
     from .layout import RankLayout

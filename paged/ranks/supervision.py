@@ -156,6 +156,8 @@ class Ranks:
         while troubles or isinstance(error, RankError):
             reason = RankError("; ".join(troubles.values()) or str(error))
             if self.num_restarts + max(1, len(troubles)) > self._config.rank_restarts:
+                for rank in troubles:
+                    self._local[rank].kill()  # one that hangs would not end when it is told to
                 self.close()
                 return reason
             logger.warning("%s; a new group is made, and all requests are computed anew", reason)

@@ -6,9 +6,8 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..base.validation import check_int, shown
@@ -18,13 +17,12 @@ from ..requests.request import RequestOutput
 from ..requests.seeds import derived_seed
 from ..sampling_params import RequestOutputKind, SamplingParams
 from .cluster import ROOM_S, Share, share_of
+from .late_lines import LateLines
 from .retries import MOST_ENDS, BatchRoom, RetryLedger, RowResult
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from ray.data import Dataset
-
-    from ..server.engine_client import EngineClient
 
 ROWS_OF_BATCH = 8  # many small batches at once: the engine never waits for the last rows of one
 ROWS_OF_BLOCK = 4 * ROWS_OF_BATCH  # Ray computes a block again as a whole; so many batches of it run at once
@@ -180,6 +178,7 @@ class _Generator:
     ) -> None:
         import ray
 
+        from ..server import supervisor
         from ..server.engine_client import EngineClient
 
         # Ray 2.49 asks for the loop of this thread, which newer versions of uvloop do not make by themselves.
@@ -195,7 +194,8 @@ class _Generator:
             )
         self._id_column, self._input_column = columns
         self._is_chat = is_chat
-        self._engine: EngineClient = _started(partial(EngineClient, **options), options["max_restarts"])
+        self._engine = EngineClient(**options)
+        LateLines(logging.getLogger(supervisor.__name__))
         self._params = self._engine.text.default_params if params is None else params
         self._params = replace(self._params, output_kind=RequestOutputKind.FINAL_ONLY)
 
@@ -264,18 +264,6 @@ class _Generator:
             else:
                 assert last is not None, "a stream ends with an output"
                 return last
-
-
-def _started(start: Callable[[], EngineClient], max_restarts: int) -> EngineClient:
-    """Start an engine, again if its process ends before it is made. Raises what `EngineClient` raises."""
-    while True:
-        try:
-            return start()
-        except EngineDeadError as error:
-            if not max_restarts:
-                raise
-            max_restarts -= 1
-            logger.warning("%s; it is started again", error)
 
 
 def _with_results(batch: Any, results: Sequence[RowResult]) -> Any:

@@ -24,6 +24,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ..base.interrupts import signals_blocked
 from ..errors import ClusterError, ConfigError
 from ..server.frames import Start
 from ..server.launcher import LocalProcess, socket_pair, start_process
@@ -50,12 +51,13 @@ class RankActor:
     def follow(self, options: Mapping[str, Any], environment: Mapping[str, str]) -> str:
         """Compute for rank 0 with these options of `LLMEngine`. Return how that ended."""
         path = [ROOT, *filter(None, sys.path)]
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "paged.ranks", "join"],
-            stdin=subprocess.PIPE,
-            stdout=2,
-            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(path)},
-        )
+        with signals_blocked():
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "paged.ranks", "join"],
+                stdin=subprocess.PIPE,
+                stdout=2,
+                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(path)},
+            )
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # how it ended says more
             process.stdin.write(json.dumps({**options}).encode() + b"\n")

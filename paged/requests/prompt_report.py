@@ -33,8 +33,8 @@ class PromptReport:
     num_top: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     failed: bool = False
-    # The first row not taken yet, and the sum of those before, f64[hidden_size]. One value, so that an
-    # interrupt cannot leave the two out of step.
+    # The first row not taken yet, and the sums of those before, f64[2, hidden_size], as `exact_sums` of the
+    # reporter makes them. One value, so that an interrupt cannot leave the two out of step.
     progress: tuple[int, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class PromptReport:
         self.progress = (end, None)
 
     def take_hidden(self, end: int, total: Any) -> None:
-        """Take the sum of the hidden states of the rows up to `end`, a tensor."""
+        """Take the sums of the hidden states of the rows up to `end`, a tensor."""
         before = self.progress[1]
         self.failed = self.failed or not total.isfinite().all()
         self.progress = (end, total if before is None else before + total)

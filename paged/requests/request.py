@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 from ..blocks.sequence import SequenceBlocks
 from ..sampling_params import RequestOutputKind, SamplingParams
@@ -99,6 +99,8 @@ class RequestInputs:
     namespace: what determines the KV besides the tokens.
     long_from: the length at which longrope changes the KV of all tokens, so that the request is recomputed.
         None: it never changes.
+    part_of: the call of which it is one of many parts, such as an HTTP request with many prompts; "" if it is
+        one alone. The parts of a call are queued one at a time.
     deadline: on the scheduler's clock.
     """
 
@@ -117,6 +119,7 @@ class RequestInputs:
     generates: bool = True
     priority: float = 0.0
     tenant: str = ""
+    part_of: str = ""
     namespace: bytes = b""
     long_from: int | None = None
     deadline: float = math.inf
@@ -373,6 +376,7 @@ class CompletionOutput:
         tool_calls; None elsewhere.
     """
 
+    lora_request: ClassVar[None] = None  # of vLLM's outputs; there are no adapters
     index: int
     text: str
     token_ids: Sequence[int]
@@ -382,6 +386,10 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     error_kind: ErrorKind | None = None
     message: dict[str, Any] | None = None
+
+    def finished(self) -> bool:
+        """Return whether the sample has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass(slots=True)
@@ -394,6 +402,11 @@ class RequestOutput:
         position, None for the first token; None unless requested, and until all are known.
     """
 
+    # Of vLLM's outputs, where they are None for a decoder without adapters.
+    lora_request: ClassVar[None] = None
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]

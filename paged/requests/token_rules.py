@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Self
 
+from ..base.validation import shown
 from ..errors import RequestError
 
 # Every prefix of every breaker is looked for in the texts of all tokens.
@@ -79,7 +80,7 @@ def _spellings(word: str, encode: Encode) -> list[tuple[int, ...]]:
     spellings = [tuple(encode(text)) for text in (bare, f" {bare}")]
     if not all(spellings):
         raise RequestError(
-            f"bad_words has {word!r}, of which the tokenizer makes no token", param="bad_words"
+            f"bad_words has {shown(word)}, of which the tokenizer makes no token", param="bad_words"
         )
     return spellings
 

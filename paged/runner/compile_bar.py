@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tqdm import tqdm
-
-
-def has_terminal() -> bool:
-    """Return whether stderr, which shows progress, is a terminal."""
-    return sys.stderr is not None and sys.stderr.isatty()
 
 
 @contextmanager

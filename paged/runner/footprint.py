@@ -7,22 +7,22 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
 from ..config import QUANTIZATIONS
 from ..device.devices import is_here
-from ..device.free_memory import free_on_cpu
-from ..errors import ConfigError, ResourceError
+from ..errors import ConfigError
 from ..kernels.backend import Kernels
 from ..model.spec import ExpertsSpec, FeedForwardSpec
 from ..model.weights.loading import StoredWeights
-from ..model.weights.samples import SampledWeight, WeightSampler
-from ..model.weights.weight_files import find_weight_files
-from .load import new_kernels, open_model
-from .memory import largest_step, max_partial_bytes
+from .load import open_model
+from .memory import Memory, largest_step, max_partial_bytes
 from .sizes import ELEMENT_BYTES, GIB, Sizes, draft_sizes
+
+if TYPE_CHECKING:
+    from ..model.weights.samples import SampledWeight
 
 # The parts of a model by the beginning of a module's name, or of its place in a layer.
 _PARTS = {
@@ -38,22 +38,6 @@ _OTHERS = "norms and the rest"
 _HISTORY_BYTES = 5
 # What the driver and torch's libraries take of a GPU. An assumption, for GPUs that are not there.
 GPU_OVERHEAD = GIB // 2
-
-
-class Memory(NamedTuple):
-    """The memory of a device in bytes. free: what neither other processes take nor the system."""
-
-    total: int
-    free: int
-
-    @classmethod
-    def of(cls, device: torch.device, held: int = 0) -> Memory:
-        """Return that of a device of this machine. held: what this engine has taken of it already."""
-        if device.type == "cpu":
-            free = int(free_on_cpu()) + held
-            return cls(free, free)
-        free, total = torch.cuda.mem_get_info(device)
-        return cls(total, free + torch.cuda.memory_reserved(device))
 
 
 class ModelSizes(NamedTuple):
@@ -80,6 +64,8 @@ def model_sizes(sizes: Sizes, device: torch.device, directory: Path, kernels: Ke
 
     device: where the weights would be. It need not be here.
     """
+    from ..model.weights.samples import SampledWeight, WeightSampler
+
     if sizes.part is not None:  # other processes need not be there, nor plan the same
         sizes = replace(sizes, part=sizes.part.apart)
     model_config = sizes.model.for_context(sizes.max_model_len)
@@ -321,22 +307,3 @@ def shortage(footprint: Footprint) -> str:
         return str(footprint)
     ways = " or ".join(ways_to_fit(footprint))
     return f"{footprint}; {f'would fit: {ways}' if ways else 'no option makes it fit'}"
-
-
-def require_room(sizes: Sizes, device: torch.device, directory: Path) -> None:
-    """Raise ResourceError if the weights will not fit: before they are read.
-
-    Files that take less than half of what is free are not looked into.
-    """
-    memory = Memory.of(device)
-    files = find_weight_files(directory)
-    of_draft = ""
-    if sizes.draft is not None:
-        files = [*files, *find_weight_files(Path(sizes.draft.config.model))]
-        of_draft = f", those of the draft model {sizes.draft.config.model} included"
-    if 2 * sum(file.stat().st_size for file in files) < memory.free:
-        return
-    kernels = new_kernels(sizes, device, checked=False)
-    footprint = Footprint.of(sizes, memory, device, directory, kernels)
-    if footprint.weight_bytes > memory.free:
-        raise ResourceError(f"no memory for the weights on {device}{of_draft}: {shortage(footprint)}")

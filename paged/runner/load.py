@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..device.devices import check_attention, is_here, resolve_backend, weights_in_panels
+from ..device.devices import check_attention, is_here, is_shortage, resolve_backend, weights_in_panels
 from ..device.host_memory import freed_at_once
 from ..errors import ConfigError, ResourceError
 from ..kernels.backend import Kernels, load_kernels
 from ..kernels.checks import in_debug_mode
-from ..model.config import ModelConfig
+from ..model.config import ModelConfig, TensorNames
 from ..model.decoder import Decoder
-from ..model.hf_config import read_hf
-from ..model.layers.linear import require_whole_groups
-from ..model.model import Model
-from ..model.schemes import UNUSED, Quantization, quantization_of
+from ..model.gguf_paths import is_gguf
+from ..model.hf_config import read_hf, read_quantization
 from ..model.weights.choice import choose_forms
-from ..model.weights.formats.recognizers import recognizers_of
-from ..model.weights.gguf_file import GgufTensor
-from ..model.weights.kv_scales import FoundScales, read_kv_scales
-from ..model.weights.loading import Loader, StoredWeights, check_weights, has_own_head, open_tensors
+from ..model.weights.loading import (
+    KVScales,
+    Loader,
+    StoredWeights,
+    check_sizes,
+    check_weights,
+    has_own_head,
+    open_tensors,
+)
 from ..model.weights.sources import Sources
-from .compile_bar import compile_bar, has_terminal
+from ..model.weights.stored import Recognizer
 from .sizes import Sizes
+
+if TYPE_CHECKING:
+    from ..model.model import Model
+    from ..model.schemes import Quantization
+    from ..model.weights.kv_scales import FoundScales
 
 logger = logging.getLogger(__name__)
 
@@ -46,27 +56,50 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
     # Steps give them what the scheduler and the batch have proven.
     kernels = new_kernels(sizes, device, checked=in_debug_mode())
     check_kernels(sizes, device, kernels)
-    with open_model(sizes, model_config, device, directory, kernels) as (model, loader):
-        try:
-            with freed_at_once():
-                model.load(loader)
-        except torch.OutOfMemoryError as error:
-            raise ResourceError(
-                f"no memory for the weights on {device}: take a smaller model or a narrower dtype, or end "
-                f"other processes there; {error}"
-            ) from error
+    with (
+        _explaining_shortage(sizes.model, device),
+        open_model(sizes, model_config, device, directory, kernels) as (model, loader),
+        freed_at_once(),
+    ):
+        model.load(loader)
     model.stored_weights = StoredWeights(loader.num_bytes)
     logger.info("read the weights: %s", model.stored_weights)
     return model
+
+
+@contextmanager
+def _explaining_shortage(model: ModelConfig, device: torch.device) -> Iterator[None]:
+    """Turn what an allocation raises into a ResourceError that names the sizes."""
+    try:
+        yield
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ResourceError(
+            f"no memory for the weights of {model.architecture} on {device}: {model.num_params:,} weights "
+            f"({model.num_layers:,} layers of hidden_size {model.hidden_size:,}, vocab_size "
+            f"{model.vocab_size:,}); take a smaller model or a narrower dtype, or end other processes there; "
+            f"{reason}"
+        ) from error
 
 
 def new_kernels(sizes: Sizes, device: torch.device, *, checked: bool) -> Kernels:
     """Return the kernels of the backend that is asked for. Raises ResourceError if it is not installed."""
     try:
         backend = resolve_backend(sizes.config.attention_backend, device)
-        return load_kernels(backend, compile_bar if has_terminal() else None, checked=checked)
+        return load_kernels(backend, _progress(), checked=checked)
     except ImportError as error:  # Triton or numba
         raise ResourceError(str(error)) from error
+
+
+def _progress() -> Any:
+    """Return what shows on a terminal which kernels are compiled; None: the log tells it."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return None
+    from .compile_bar import compile_bar
+
+    return compile_bar
 
 
 def check_kernels(sizes: Sizes, device: torch.device, kernels: Kernels) -> None:
@@ -93,22 +126,28 @@ def open_model(
             "take dtype='bfloat16' or 'float32'"
         )
     names = model_config.tensor_names
-    quantization = quantization_of(read_hf(directory))
+    quantization = read_quantization(read_hf(directory))
     if quantization is not None and config.quantization is not None:
         raise ConfigError(
             f"quantization {config.quantization!r} is for weights in floats, but those of {directory} are "
             f"quantised by {quantization.method} already; leave it out"
         )
-    recognizers = recognizers_of(quantization, names)
     with open_tensors(directory, names) as sources:
+        recognizers = _recognizers_of(quantization, names, sources)
         if config.quantization is not None:
             _require_no_blocks(sources, config.quantization)
-        kv_scales = FoundScales({}, frozenset())
+        kv_scales: Mapping[int, KVScales] = {}
         if quantization is not None:
+            from ..model.weights.kv_scales import FoundScales, read_kv_scales
+
+            found = FoundScales({}, frozenset())
             takes_scales = sizes.kv_dtype == "float8_e4m3fn" and quantization.kv_scales_are_fp8
             if takes_scales and is_here(device) and all(each.has_data for each in sources.values()):
-                kv_scales = read_kv_scales(sources, model_config, device)
-            sources = _without_unused(sources, quantization, kv_scales)
+                found = read_kv_scales(sources, model_config, device)
+            sources = _without_unused(sources, quantization, found)
+            kv_scales = found.by_layer
+        # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
+        check_sizes(model_config, sources, directory)
         if model_config.tie_word_embeddings and has_own_head(sources):
             model_config = replace(model_config, tie_word_embeddings=False)
         forms = choose_forms(
@@ -124,14 +163,28 @@ def open_model(
             whole = Decoder(model_config, kernels)
             model = whole if sizes.part is None else Decoder(model_config, kernels, sizes.part)
         if config.quantization == "int4":
+            from ..model.layers.linear import require_whole_groups
+
             require_whole_groups(whole)
-        # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
         check_weights(whole.loadables(), sources, names, directory, recognizers)
-        yield model, Loader(sources, forms, device, recognizers, kv_scales.by_layer)
+        yield model, Loader(sources, forms, device, recognizers, kv_scales)
+
+
+def _recognizers_of(
+    quantization: Quantization | None, names: TensorNames, sources: Sources
+) -> tuple[Recognizer, ...]:
+    """Return what recognizes quantised weights: those of config.json, or of a GGUF file."""
+    if quantization is None and not any(is_gguf(each.path.name) for each in islice(sources.values(), 1)):
+        return ()
+    from ..model.weights.formats.recognizers import recognizers_of
+
+    return recognizers_of(quantization, names)
 
 
 def _require_no_blocks(sources: Sources, quantization: str) -> None:
     """Raise ConfigError for a GGUF file that is quantised."""
+    from ..model.weights.gguf_file import GgufTensor
+
     found = [each for each in sources.values() if isinstance(each, GgufTensor) and each.type.in_blocks]
     if found:
         types = ", ".join(sorted({tensor.type.name for tensor in found}))
@@ -146,6 +199,8 @@ def _without_unused(sources: Sources, quantization: Quantization, kv_scales: Fou
 
     kv_scales: those that were read.
     """
+    from ..model.schemes import UNUSED
+
     used = {name: tensor for name, tensor in sources.items() if name.rpartition(".")[2] not in UNUSED}
     if quantization.quantizes_activations:
         logger.info("activations are not quantised: products are computed with the weights alone")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from ..config import EngineConfig
-from ..device.free_memory import free_on_cpu
+from ..device.host_memory import free_on_cpu
 from ..errors import ResourceError
 from ..kernels.backend import Kernels
 from ..model.cache.kv_cache import KVCache
@@ -20,6 +21,22 @@ from .sizes import Sizes
 # The parameters that take the most memory to sample with.
 LARGEST_PARAMS = SamplingParams(top_p=0.9, min_p=0.1, typical_p=0.9, presence_penalty=1.0, logprobs=5)
 RunStep = Callable[[Schedule, KVCache], None]
+
+
+class Memory(NamedTuple):
+    """The memory of a device in bytes. free: what neither other processes take nor the system."""
+
+    total: int
+    free: int
+
+    @classmethod
+    def of(cls, device: torch.device, held: int = 0) -> Memory:
+        """Return that of a device of this machine. held: what this engine has taken of it already."""
+        if device.type == "cpu":
+            free = int(free_on_cpu()) + held
+            return cls(free, free)
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(total, free + torch.cuda.memory_reserved(device))
 
 
 def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, run_step: RunStep) -> int:

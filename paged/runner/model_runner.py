@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,14 +22,15 @@ from ..model.part import ModelPart
 from ..sampling.reporter import Reporter, StepReports
 from ..sampling.sampler import Draw, Sampler
 from ..sampling.seats import DraftRow, SamplingSeat, SamplingSeats
-from ..sampling.structured_outputs import GrammarMasks
 from ..scheduler.schedule import Schedule, StepOutput
-from ..speculative_config import SpeculativeConfig
-from .draft_model import DraftCheckpoint, DraftModel
-from .executor import PendingStep
 from .part_runner import PartRunner, Peers
 from .passes import compute
 from .plan import Planner, StepPlan
+
+if TYPE_CHECKING:
+    from ..sampling.structured_outputs import GrammarMasks
+    from .draft_model import DraftCheckpoint, DraftModel
+    from .executor import PendingStep
 
 
 class ModelRunner(PartRunner):
@@ -214,9 +216,11 @@ class ModelRunner(PartRunner):
         self.sampler = self.new_sampler()
 
     def _new_draft_model(self) -> DraftModel | None:
-        speculation = SpeculativeConfig.of(self.config.speculative_config)
+        speculation = self.config.speculation
         if self.sizes.draft is None or speculation is None:
             return None
+        from .draft_model import DraftModel
+
         return DraftModel(
             self.sizes.draft,
             self.device,

@@ -19,15 +19,15 @@ from ..device.transfers import Sent, Transfers, Upload
 from ..errors import ResourceError
 from ..model.config import ModelConfig
 from ..model.part import ModelPart
-from .draft_model import DraftCheckpoint, with_draft
-from .footprint import Footprint, Memory, require_room, shortage
-from .load import load_model
-from .memory import RunStep, new_kv_cache, num_blocks_that_fit
+from ..model.weights.weight_files import find_weight_files
+from .load import load_model, new_kernels
+from .memory import Memory, RunStep, new_kv_cache, num_blocks_that_fit
 from .passes import new_batches, new_graphs
 from .plan import ComputedPart
 from .sizes import Sizes
 
 if TYPE_CHECKING:
+    from .draft_model import DraftCheckpoint
     from .step_graphs import StepGraphs  # needs numba
 
 
@@ -73,12 +73,14 @@ class PartRunner:
         dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
         sizes = Sizes(config, model_config, self.device.type, dtype, target_of(self.device), part=part)
         if draft is not None:
+            from .draft_model import with_draft
+
             sizes = with_draft(sizes, self.device, draft)
         self.sizes = sizes
         model_config = self.model_config = model_config.for_context(self.sizes.max_model_len)
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.kv_dtype: torch.dtype = getattr(torch, self.sizes.kv_dtype)
-        require_room(self.sizes, self.device, directory)
+        _require_room(self.sizes, self.device, directory)
         self.model = load_model(self.sizes, model_config, self.device, directory)
         self.graphs: StepGraphs | None = None
         self.num_in_flight = num_in_flight
@@ -121,6 +123,8 @@ class PartRunner:
         try:
             yield
         except ResourceError as error:
+            from .footprint import Footprint, shortage
+
             kernels = self.model.kernels
             footprint = Footprint.of(self.sizes, Memory.of(self.device), self.device, directory, kernels)
             memory = Memory.of(self.device, footprint.weight_bytes)
@@ -157,3 +161,24 @@ class PartRunner:
         """Write into a block what `read_blocks` has returned of one; tensors that are left out stay."""
         for name, content in contents.items():
             self.kv_cache.all_tensors[name][:, block] = content
+
+
+def _require_room(sizes: Sizes, device: torch.device, directory: Path) -> None:
+    """Raise ResourceError if the weights will not fit: before they are read.
+
+    Files that take less than half of what is free are not looked into.
+    """
+    memory = Memory.of(device)
+    files = find_weight_files(directory)
+    of_draft = ""
+    if sizes.draft is not None:
+        files = [*files, *find_weight_files(Path(sizes.draft.config.model))]
+        of_draft = f", those of the draft model {sizes.draft.config.model} included"
+    if 2 * sum(file.stat().st_size for file in files) < memory.free:
+        return
+    from .footprint import Footprint, shortage
+
+    kernels = new_kernels(sizes, device, checked=False)
+    footprint = Footprint.of(sizes, memory, device, directory, kernels)
+    if footprint.weight_bytes > memory.free:
+        raise ResourceError(f"no memory for the weights on {device}{of_draft}: {shortage(footprint)}")

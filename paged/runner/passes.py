@@ -12,13 +12,13 @@ from ..kernels.checks import in_debug_mode
 from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
 from ..model.config import ModelConfig
-from ..model.model import Model
 from ..model.stream import Stream, tensors_of
 from .batches.batches import Batches
 from .batches.host import HostBatches
 from .sizes import Sizes
 
 if TYPE_CHECKING:
+    from ..model.model import Model
     from .step_graphs import StepGraphs  # needs numba
 
 logger = logging.getLogger(__name__)

@@ -9,21 +9,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ..blocks.manager import BlockManager
 from ..config import EngineConfig
-from ..drafting.drafter import Drafter
-from ..drafting.drafters import new_drafter
-from ..drafting.lengths import DraftLengths
 from ..errors import ConfigError, UnsupportedModelError
 from ..model.cache.layout import CacheLayout
 from ..model.config import ModelConfig
 from ..model.part import UNDIVIDED, ModelPart, Shard
-from ..scheduler.drafts import Drafts
-from ..scheduler.policies import new_policy
+from ..scheduler.policy import FirstComeFirstServed, Policy
 from ..scheduler.scheduler import Scheduler
-from ..speculative_config import SpeculativeConfig
+
+if TYPE_CHECKING:
+    from ..drafting.drafter import Drafter
+    from ..requests.request import Request
 
 GIB = 2**30
 # The default of block_size, and where the kernels load whole tiles of a larger block by descriptors: see
@@ -272,6 +271,20 @@ class Sizes:
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
 
+    def _new_policy(self, manager: BlockManager) -> Policy:
+        """Return the policy of the options, whose weights and name were checked."""
+        name = self.config.scheduling_policy
+        if not isinstance(name, str):
+            return cast("Policy", name)
+        if name == "fcfs":
+            return FirstComeFirstServed()
+        from ..scheduler.policies import new_policy
+
+        def num_cached(request: Request) -> int:
+            return manager.num_matched(request.blocks, request.token_ids, request.first_needed)
+
+        return new_policy(name, num_cached, self.config.tenant_weights)
+
     def new_scheduler(
         self,
         manager: BlockManager,
@@ -287,11 +300,7 @@ class Sizes:
         config = self.config
         scheduler = Scheduler(
             manager,
-            policy=new_policy(
-                config.scheduling_policy,
-                lambda request: manager.num_matched(request.blocks, request.token_ids, request.first_needed),
-                config.tenant_weights,
-            ),
+            policy=self._new_policy(manager),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
@@ -304,8 +313,12 @@ class Sizes:
         )
         scheduler.max_queued_tokens = config.max_queued_tokens
         scheduler.num_in_flight = num_in_flight
-        speculation = SpeculativeConfig.of(config.speculative_config)
+        speculation = config.speculation
         if speculation is not None:
+            from ..drafting.drafters import new_drafter
+            from ..drafting.lengths import DraftLengths
+            from ..scheduler.drafts import Drafts
+
             most = speculation.num_speculative_tokens
             lengths = DraftLengths(most, self.relative_step_time, clock) if speculation.adaptive else None
             scheduler.drafts = Drafts(
@@ -328,7 +341,7 @@ def draft_sizes(sizes: Sizes, model: ModelConfig, directory: Path) -> Sizes:
     window, if all layers of the other model have one. Where its longrope does not change its factors at the
     same length as the other model's, up to there.
     """
-    speculation = SpeculativeConfig.of(sizes.config.speculative_config)
+    speculation = sizes.config.speculation
     assert speculation is not None, "a draft model comes from a speculative_config"
     windows = [group.window for group in sizes.layout.groups]
     widest = sizes.max_model_len if None in windows else max(window or 0 for window in windows)

@@ -1,4 +1,4 @@
-"""Warm-up: compile the kernels of a model before the first request."""
+"""Warm-up: run steps before the first request, to compile kernels and to know that the model runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from itertools import pairwise
 
 from tqdm import tqdm
 
+from ..device.devices import is_shortage
+from ..errors import PagedError, RankError, ResourceError, UnsupportedModelError
 from ..requests.request import Request, RequestInputs
 from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule
@@ -20,20 +22,63 @@ EVERY_WAY_TO_SAMPLE = (
 )
 
 
+REHEARSED_TOKENS = (
+    8  # enough for a mixture to choose several experts, and no more than reads the weights once
+)
+
+
 def warm_up(runner: ModelRunner) -> int:
     """Launch every kernel that steps need, so that no request waits for a compilation.
 
-    Returns the number of kernels compiled: 0 for backends that do not compile at launch. Writes into the KV
-    cache, so no request may hold blocks. Triton keeps compiled kernels on disk, for a faster next start.
+    Backends that do not compile at launch run one small step: a model whose steps raise ends the start, where
+    each request would have ended the engine.
+
+    Returns the number of kernels compiled. Writes into the KV cache, so no request may hold blocks. Triton
+    keeps compiled kernels on disk, for a faster next start.
+
+    Raises UnsupportedModelError or ResourceError if a step raises, EngineDeadError if the GPU or a process of
+    the model has failed.
     """
+    while True:
+        try:
+            return _run_steps(runner)
+        except Exception as error:
+            runner.discard()
+            if (dead := runner.recover(error)) is not None:
+                raise dead from error
+            if isinstance(error, RankError):
+                continue  # the process was replaced; how often it may be is bounded
+            if isinstance(error, PagedError):
+                raise
+            raise _explained(runner, error) from error
+
+
+def _explained(runner: ModelRunner, error: Exception) -> PagedError:
+    """Return the error of a model that is loaded, but whose first step has raised."""
+    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    if is_shortage(error):
+        return ResourceError(
+            f"no memory for a step beside the weights and the KV cache on {runner.device}: lower num_blocks "
+            f"or max_num_batched_tokens, or end other processes there; {text}"
+        )
+    return UnsupportedModelError(
+        f"{runner.config.model}: the weights are loaded, but a step of {runner.model_config.architecture} in "
+        f"{runner.describe()} fails, so no request could be computed; report it with config.json, or try "
+        f"another dtype or attention_backend; {text}"
+    )
+
+
+def _run_steps(runner: ModelRunner) -> int:
     kernels = runner.model.kernels
     num_blocks = runner.kv_cache.num_blocks
     if not kernels.compiles_at_launch:
+        _run(runner, _end_of_a_prompt(runner, REHEARSED_TOKENS, REHEARSED_TOKENS, EVERY_WAY_TO_SAMPLE[0]))
         return 0
+    long = 2 * kernels.split_keys  # so that attention splits its keys
     with tqdm(desc="Compiling kernels", unit="kernel", delay=1.0) as bar, kernels.listening(bar.update):
-        _run(runner, _end_of_a_prompt(runner, runner.sizes.max_step_tokens, EVERY_WAY_TO_SAMPLE[0]))
+        _run(runner, _end_of_a_prompt(runner, long, runner.sizes.max_step_tokens, EVERY_WAY_TO_SAMPLE[0]))
         for params in EVERY_WAY_TO_SAMPLE:
-            _run(runner, _end_of_a_prompt(runner, 1, params))
+            _run(runner, _end_of_a_prompt(runner, long, 1, params))
         if num_blocks > 1:
             runner.execute(Schedule(copies=[(0, num_blocks - 1)]))
         return int(bar.n)
@@ -46,18 +91,19 @@ def _run(runner: ModelRunner, schedule: Schedule) -> None:
         runner.draft_model.rehearse(schedule, runner.kv_cache.draft)
 
 
-def _end_of_a_prompt(runner: ModelRunner, max_new_tokens: int, params: SamplingParams) -> Schedule:
-    """Schedule the last tokens of a prompt that is long enough for attention to split its keys."""
+def _end_of_a_prompt(
+    runner: ModelRunner, most_tokens: int, max_new_tokens: int, params: SamplingParams
+) -> Schedule:
+    """Schedule the last tokens of a prompt of so many tokens, or of as many as fit."""
     sizes = runner.sizes
     blocks = sizes.new_block_manager(runner.kv_cache.num_blocks)
-    split = runner.model.kernels.split_keys
-    length = blocks.longest_fit(min(2 * split, max(1, sizes.max_model_len - 1)))
+    length = blocks.longest_fit(min(most_tokens, max(1, sizes.max_model_len - 1)))
     if not length:
         return Schedule()  # the pool is too small for any request
-    num_new = min(length, max_new_tokens)
-    request = Request(
-        RequestInputs(prompt_token_ids=[0] * length, params=params, max_total_tokens=length + 1)
-    )
+    num_new = min(length, max_new_tokens, sizes.max_step_tokens)
+    # Several tokens, for which a router chooses several experts.
+    prompt = [i % runner.model_config.vocab_size for i in range(length)]
+    request = Request(RequestInputs(prompt_token_ids=prompt, params=params, max_total_tokens=length + 1))
     request.num_computed_tokens = length - num_new
     request.blocks = blocks.open(request.token_ids)
     blocks.start(request.blocks, [[] for _ in blocks.windows])

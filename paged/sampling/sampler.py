@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,13 +15,14 @@ from ..device.transfers import Download, Received, Sent, Transfers, Upload
 from ..kernels.backend import Kernels
 from ..requests.prompt_report import TokenLogprobs
 from ..scheduler.schedule import NOT_FINITE, RowError, StepOutput
-from .dry import DryHistory
-from .logits_edits import LogitsEdits, StepEdits
-from .logprobs import AskedLogprobs
 from .parameters import SentParameters, columns_of
 from .seats import Sampled
-from .structured_outputs import GrammarMasks
-from .token_history import MIN_SLOTS, TokenHistory
+
+if TYPE_CHECKING:
+    from .dry import DryHistory
+    from .logits_edits import LogitsEdits, StepEdits
+    from .structured_outputs import GrammarMasks
+    from .token_history import TokenHistory
 
 NONE_LEFT = RowError(
     "no token is left: bad_words, min_tokens or a logits processor ban everything that allowed_token_ids and "
@@ -38,15 +41,30 @@ class Sampler:
     """
 
     def __init__(
-        self, kernels: Kernels, vocab_size: int, device: torch.device, max_num_seqs: int = MIN_SLOTS
+        self, kernels: Kernels, vocab_size: int, device: torch.device, max_num_seqs: int = 1
     ) -> None:
         self.kernels = kernels
         self.vocab_size = vocab_size
         self.device = device
-        num_slots = max_num_seqs if device.type == "cuda" else MIN_SLOTS
-        self.history = TokenHistory(vocab_size, device, num_slots)
-        self.dry = DryHistory(device)
+        self._max_num_seqs = max_num_seqs
+        if device.type == "cuda":
+            assert self.history, "its memory is allocated at once"
         self._last: _Batch | None = None
+
+    @cached_property
+    def history(self) -> TokenHistory:
+        """The tokens of requests with penalties."""
+        from .token_history import MIN_SLOTS, TokenHistory
+
+        num_slots = self._max_num_seqs if self.device.type == "cuda" else MIN_SLOTS
+        return TokenHistory(self.vocab_size, self.device, num_slots)
+
+    @cached_property
+    def dry(self) -> DryHistory:
+        """What DRY knows of requests that use it."""
+        from .dry import DryHistory
+
+        return DryHistory(self.device)
 
     def prepare(
         self, requests: Sequence[Sampled], positions: Callable[[], Sequence[int]], upload: Upload
@@ -117,7 +135,11 @@ class Draw:
     def start_masks(self) -> GrammarMasks | None:
         """Start the masks of the requests that have a grammar; None if there are none."""
         rows = self._batch.with_grammar
-        return GrammarMasks(rows, [self.requests[row] for row in rows]) if rows else None
+        if not rows:
+            return None
+        from .structured_outputs import GrammarMasks
+
+        return GrammarMasks(rows, [self.requests[row] for row in rows])
 
     def run(
         self,
@@ -227,12 +249,16 @@ class _Batch:
         columns = columns_of(requests, sampler.vocab_size)
         self.edits: LogitsEdits | None = None
         if columns["has_edits"].any():
+            from .logits_edits import LogitsEdits
+
             edited = [(row, requests[row]) for row in np.flatnonzero(columns["has_edits"]).tolist()]
             histories = sampler.history, sampler.dry
             self.edits = LogitsEdits(edited, sampler.kernels, *histories, sampler.vocab_size, upload)
         else:
-            sampler.history.keep([], upload)
-            sampler.dry.keep([])
+            if "history" in vars(sampler):
+                sampler.history.keep([], upload)
+            if "dry" in vars(sampler):
+                sampler.dry.keep([])
         self.may_ban_all = self.edits is not None and self.edits.may_ban_all
         self.parameters: SentParameters | None = None
         if columns["temperature"].any():
@@ -240,6 +266,8 @@ class _Batch:
         self.with_grammar = [row for row, r in enumerate(requests) if r.sampling.grammar is not None]
         self.asked = np.flatnonzero(columns["wants_logprobs"]).tolist()
         if self.asked:
+            from .logprobs import AskedLogprobs
+
             num_tops = [requests[row].inputs.params.logprobs or 0 for row in self.asked]
             self._logprobs = AskedLogprobs(num_tops, sampler.vocab_size, upload)
             self._asked_rows = upload.put(self.asked, torch.int64)

@@ -1,96 +1,17 @@
-"""Policies: the order in which requests wait, and the rank by which running ones are preempted.
-
-A policy is the queue of waiting requests. `rank` orders the running ones: the highest rank is preempted
-first. A request takes blocks from higher ranks only, unless it is protected.
-"""
+"""The other policies: by priority, by the longest cached prefix, and fair to tenants."""
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
 
 from ..config import POLICIES as POLICIES
 from ..config import check_policy
 from ..requests.request import Request
-
-Rank = tuple[float, int]
-
-
-class Policy(Protocol):
-    """What the scheduler asks of a policy.
-
-    preempts: whether a waiting request may take the place of a running one whose priority number is higher.
-    """
-
-    preempts: bool = False
-
-    def rank(self, request: Request) -> Rank:
-        """Return the place of a request among the running ones, by arrival; fixed while it lives."""
-        return (0.0, request.arrival)
-
-    def push(self, request: Request) -> None:
-        """Queue a request, for the first time or again."""
-
-    def peek(self) -> Request | None:
-        """Return the request that is to run next; None if the queue is empty."""
-
-    def pop(self, request: Request) -> None:
-        """Remove the request that `peek` returned: it runs now."""
-
-    def remove(self, request: Request) -> None:
-        """Remove a waiting request that was aborted or is held. A held one is pushed again when released."""
-
-    def generated(self, requests: Iterable[Request]) -> None:
-        """Account for one new token of each of these requests."""
-
-    def __len__(self) -> int:
-        """Return how many requests wait."""
-
-    def __iter__(self) -> Iterator[Request]:
-        """Iterate over the waiting requests."""
-
-
-class FirstComeFirstServed(Policy):
-    """The order of arrival, which preempted requests keep."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[Rank, Request]] = []
-        # Dropped from the heap as they come up: searching for them would take as long as the queue.
-        self._removed: set[Request] = set()
-
-    def push(self, request: Request) -> None:
-        if request in self._removed:  # it is still in its place
-            self._removed.remove(request)
-        else:
-            heapq.heappush(self._heap, (request.rank, request))
-
-    def peek(self) -> Request | None:
-        """Return the request of the lowest rank."""
-        while self._heap and self._heap[0][1] in self._removed:
-            self._removed.remove(heapq.heappop(self._heap)[1])
-        return self._heap[0][1] if self._heap else None
-
-    def pop(self, request: Request) -> None:
-        _, head = heapq.heappop(self._heap)
-        assert head is request, "another request was at the head of the queue"
-
-    def remove(self, request: Request) -> None:
-        self._removed.add(request)
-        # Behind a head that waits for long, removed requests would pile up.
-        if len(self._removed) > len(self._heap) // 2:
-            self._heap = [(r.rank, r) for r in self]
-            self._removed.clear()
-
-    def generated(self, requests: Iterable[Request]) -> None:
-        """Ignore tokens: they do not change the order."""
-
-    def __len__(self) -> int:
-        return len(self._heap) - len(self._removed)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter([r for _, r in sorted(self._heap) if r not in self._removed])
+from .holdings import Holdings, Shares
+from .policy import FirstComeFirstServed, Policy, Rank
 
 
 class Priority(FirstComeFirstServed):
@@ -154,15 +75,27 @@ class LongestPrefixMatch(Policy):
 
 
 class Fair(Policy):
-    """The tenant with the least service for its weight first.
+    """The tenant with the least service for its weight first, of those below their share of seats and blocks.
 
-    This is the Virtual Token Counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024,
-    algorithm 2).
+    The order is the Virtual Token Counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI
+    2024, algorithm 2), where a prompt token is worth INPUT_COST and a generated one OUTPUT_COST. A scheduler
+    also has its seats and blocks divided, by `divide`: while others wait, a tenant gets no more than its
+    share, and what it holds beyond is taken back for the head of a tenant below its share. A tenant alone may
+    have all.
 
-    Of two tenants that both have requests waiting all the while, neither gets more than
-    2 max(INPUT_COST longest prompt, OUTPUT_COST tokens in the KV cache) / weight more service than the other
-    (theorem 4.4), where a prompt token is worth INPUT_COST and a generated one OUTPUT_COST.
+    Let M = max(INPUT_COST longest prompt, OUTPUT_COST tokens in the KV cache) / weight.
+
+    Service: of two tenants that both have requests waiting all the while, neither gets more than 3 M more
+    than the other. Proof: when the leader was admitted last, it was ahead by at most `lead`, which is at most
+    M: else the tenant with the lowest counter would have been. Since then it was charged for one prompt, and
+    for tokens that the cache held together: at most 2 M (theorem 4.4).
+
+    Seats: a tenant below its share, which is ahead of others by at most `lead`, waits for no seat of a tenant
+    above its share. Proof: the shares of all tenants are together no more than the seats. So if one is below
+    its share and no seat is free, another one is above its share, and has a request besides its oldest.
     """
+
+    divides_seats = True
 
     INPUT_COST = 1.0
     OUTPUT_COST = 2.0
@@ -179,10 +112,99 @@ class Fair(Policy):
         self._last_to_leave = ""
         self._num_waiting = 0
         self._forget_at = 64
+        self._weight_of_waiting: float | None = None  # of all tenants that wait, once it is added up
+        self._holdings: Callable[[], Holdings] | None = None
+        self._blocks_for: Callable[[int], int] = lambda _: 1
+        self._num_seats = self._num_blocks = 0
+        self.lead = math.inf
+
+    def divide(
+        self,
+        holdings: Callable[[], Holdings],
+        blocks_for: Callable[[int], int],
+        num_seats: int,
+        num_blocks: int,
+        lead: float,
+    ) -> None:
+        """Divide the seats and blocks of an engine, too.
+
+        holdings: returns what its running requests hold now.
+        blocks_for: returns how many blocks so many tokens take.
+        lead: how much more service, for its weight, a tenant may have than others and still be preferred to
+            those at their shares.
+        """
+        self._holdings = holdings
+        self._blocks_for = blocks_for
+        self._num_seats = num_seats
+        self._num_blocks = num_blocks
+        self.lead = lead
+
+    def any_is_above(self, holdings: Holdings) -> bool:
+        """Return whether any tenant holds more than its share of seats or blocks."""
+        return any(
+            self.is_above(tenant, holdings, of_seats=of_seats)
+            for tenant in holdings.seats
+            for of_seats in (True, False)
+        )
+
+    def is_above(self, tenant: str, holdings: Holdings, *, of_seats: bool) -> bool:
+        """Return whether a tenant holds more than its share of seats, or of blocks, with several requests."""
+        if holdings.requests[tenant] <= 1:
+            return False
+        seats = holdings.seats[tenant]
+        weight = self._weight_of(tenant)
+        if of_seats:
+            return seats > self._shares(holdings).seats_of(weight)
+        return holdings.blocks[tenant] > self._shares(holdings).blocks_of(weight)
+
+    def exceeds_share(self, request: Request, holdings: Holdings) -> bool:
+        """Return whether the samples of a request take more seats together than its tenant may hold."""
+        return 1 + len(request.siblings) > self._shares(holdings).seats_of(
+            self._weight_of(request.inputs.tenant)
+        )
+
+    def is_within(self, tenant: str, holdings: Holdings, num_seats: int, num_blocks: int) -> bool:
+        """Return whether a tenant may hold so many seats and blocks more. Its first request it always may."""
+        if not holdings.requests[tenant]:
+            return True
+        seats = holdings.seats[tenant]
+        shares = self._shares(holdings)
+        weight = self._weight_of(tenant)
+        if seats + num_seats > shares.seats_of(weight):
+            return False
+        return holdings.blocks[tenant] + num_blocks <= shares.blocks_of(weight)
+
+    def heads_below_share(self, holdings: Holdings) -> list[Request]:
+        """Return the first request of each tenant below its share, in the order in which they are to run."""
+        found = []
+        entries = sorted((self.service[t], next(iter(queue)), t) for t, queue in self._queues.items())
+        for counter, arrival, tenant in entries:
+            if counter > entries[0][0] + self.lead:
+                break
+            if self._may_begin(head := self._queues[tenant][arrival], holdings):
+                found.append(head)
+        return found
+
+    def _may_begin(self, request: Request, holdings: Holdings) -> bool:
+        """Return whether a waiting request leaves its tenant within its share, without cached blocks."""
+        num_blocks = self._blocks_for(request.num_tokens)
+        return self.is_within(request.inputs.tenant, holdings, 1 + len(request.siblings), num_blocks)
+
+    def _shares(self, holdings: Holdings) -> Shares:
+        """Return the shares of all tenants that wait or run."""
+        if self._weight_of_waiting is None:
+            self._weight_of_waiting = sum(map(self._weight_of, self._queues))
+        others = [t for t, num in holdings.seats.items() if num and t not in self._queues]
+        weight = self._weight_of_waiting + sum(map(self._weight_of, others))
+        return Shares(self._num_seats, self._num_blocks, len(self._queues) + len(others), weight)
+
+    def _weight_of(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Charge tenants by these weights from now on, and by 1 those without. Requests may wait or run."""
         self._weights = dict(weights)
+        self._weight_of_waiting = None
 
     def push(self, request: Request) -> None:
         """Add a request to its tenant's queue; a tenant gets no credit for time without requests."""
@@ -191,6 +213,7 @@ class Fair(Policy):
             floor = self._floor()
             self.service[tenant] = max(self.service.get(tenant, 0.0), floor)
             self._queues[tenant] = OrderedDict()
+            self._weight_of_waiting = None
             if tenant not in self._in_heap:
                 self._in_heap.add(tenant)
                 heapq.heappush(self._heap, (self.service[tenant], request.arrival, tenant))
@@ -202,7 +225,34 @@ class Fair(Policy):
         self._num_waiting += 1
 
     def peek(self) -> Request | None:
-        """Return the first request of the tenant with the lowest counter."""
+        """Return the first request of the tenant with the lowest counter, preferably below its share."""
+        lowest = self._lowest()
+        if lowest is None:
+            return None
+        tenant = lowest[-1]
+        if self._holdings is not None and len(self._queues) > 1:
+            tenant = self._preferred(lowest, self._holdings())
+        return next(iter(self._queues[tenant].values()))
+
+    def _preferred(self, lowest: tuple[float, int, str], holdings: Holdings) -> str:
+        """Return the tenant below its share with the lowest counter, unless that is too far ahead."""
+        passed = []
+        entry: tuple[float, int, str] | None = lowest
+        while entry is not None and entry[0] <= lowest[0] + self.lead:
+            if self._may_begin(next(iter(self._queues[entry[-1]].values())), holdings):
+                break
+            passed.append(heapq.heappop(self._heap))  # few: they hold seats
+            self._in_heap.remove(entry[-1])
+            entry = self._lowest()
+        else:
+            entry = lowest
+        for each in passed:
+            heapq.heappush(self._heap, each)
+            self._in_heap.add(each[-1])
+        return entry[-1]
+
+    def _lowest(self) -> tuple[float, int, str] | None:
+        """Return the lowest counter of waiting tenants, since when its tenant waits, and which that is."""
         while self._heap:
             counter, arrival, tenant = self._heap[0]
             queue = self._queues.get(tenant)
@@ -212,7 +262,7 @@ class Fair(Policy):
             elif counter != self.service[tenant]:  # counters only grow: put it where it belongs now
                 heapq.heapreplace(self._heap, (self.service[tenant], arrival, tenant))
             else:
-                return next(iter(queue.values()))
+                return counter, arrival, tenant
         return None
 
     def pop(self, request: Request) -> None:
@@ -229,6 +279,7 @@ class Fair(Policy):
         self._num_waiting -= 1
         if not self._queues[tenant]:
             del self._queues[tenant]
+            self._weight_of_waiting = None
             self._last_to_leave = tenant
 
     def generated(self, requests: Iterable[Request]) -> None:
@@ -240,12 +291,12 @@ class Fair(Policy):
         tenant = request.inputs.tenant
         if tenant not in self.service:  # forgotten, or its fork never waited
             self.service[tenant] = self._floor()
-        self.service[tenant] += cost / self._weights.get(tenant, 1.0)
+        self.service[tenant] += cost / self._weight_of(tenant)
 
     def _floor(self) -> float:
         """Return the counter of a new tenant: the lowest of waiting tenants, or of the last that waited."""
-        head = self.peek()
-        return self.service.get(self._last_to_leave if head is None else head.inputs.tenant, 0.0)
+        lowest = self._lowest()
+        return self.service.get(self._last_to_leave, 0.0) if lowest is None else lowest[0]
 
     def _forget(self, floor: float) -> None:
         """Drop tenants that do not wait and would come back at the floor, to bound memory."""

@@ -5,19 +5,25 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ..blocks.manager import BlockManager
 from ..requests.request import Request, RequestStatus
+from .holdings import Holdings
 from .running import RunningSet
 from .schedule import Schedule, SchedulerCounters
 from .waiting import Need, Room, WaitingQueue
+
+if TYPE_CHECKING:
+    from .policies import Fair
 
 
 class Preemption:
     """Takes blocks from running requests for others; a preempted request waits and is computed again.
 
-    Held requests are preempted first, then the running request of the highest rank. One that was preempted
-    max_preemptions times while it was not held is protected from then on, except while it is held. For
+    Held requests are preempted first, then the running request of the highest rank; where tenants have
+    shares, first those of tenants above theirs. One that was preempted max_preemptions
+    times while it was not held is protected from then on, except while it is held. For
     swap_pays see `Scheduler`.
     """
 
@@ -29,7 +35,9 @@ class Preemption:
         counters: SchedulerCounters,
         max_preemptions: int,
         swap_pays: Callable[[int], bool] | None,
+        fair: Fair | None = None,
     ) -> None:
+        self._fair = fair
         self._manager = block_manager
         self._running = running
         self._queue = queue
@@ -65,8 +73,63 @@ class Preemption:
         for victim in self._victims_for(head, self._queue.need(head), room):
             self.preempt(victim, schedule)
 
-    def preempt(self, victim: Request, schedule: Schedule) -> None:
-        """Swap a request's blocks out or free them, and put it back into the queue."""
+    def make_room_for_shares(self, room: Room, schedule: Schedule) -> None:
+        """Preempt requests of tenants above their share for the heads of tenants below theirs.
+
+        room: what a step has at most.
+        """
+        fair = self._fair
+        head = self._queue.peek()
+        if fair is None or head is None or head.protected:
+            return
+        now = self._running.holdings()
+        if not fair.any_is_above(now):
+            return
+        for request in self._running.requests:
+            room = room.minus(self._running.claim(request))
+        left = Holdings(self._running.requests)
+        for head in fair.heads_below_share(now):
+            found = self._victims_above_share(fair, self._queue.need(head), room, left)
+            if found is None:
+                return  # others behind this one could only take its place
+            victims, room = found
+            for victim in victims:
+                self.preempt(victim, schedule, counts=False)
+
+    def _victims_above_share(
+        self, fair: Fair, need: Need, room: Room, left: Holdings
+    ) -> tuple[list[Request], Room] | None:
+        """Choose requests to preempt for a head, the youngest first; None if it could still not run.
+
+        left: what tenants hold, from which the victims' part is subtracted.
+
+        Returns also the room that is left when the head runs.
+        """
+        gone = Counter({block: -1 for blocks in need.hits or () for block in blocks})
+        victims = list[Request]()
+        max_chunk = self._running.max_chunk
+        for candidate in reversed(self._running.requests):
+            if room.first_chunk(need, max_chunk):
+                break
+            lacks_seats = need.num_seats > room.num_seats
+            if not candidate.ready or candidate.protected:
+                continue
+            if fair.is_above(candidate.inputs.tenant, left, of_seats=lacks_seats):
+                victims.append(candidate)
+                freed = self._manager.num_freed(candidate.blocks, gone)
+                room = room.plus(self._running.claim(candidate)).plus(Room(0, 0, 0, freed))
+                left.remove(candidate)
+        num_new = room.first_chunk(need, max_chunk)
+        if not num_new:
+            return None
+        is_partial = num_new < need.num_missing_tokens
+        return victims, room.minus(Room(num_new, need.num_seats, is_partial, need.num_blocks))
+
+    def preempt(self, victim: Request, schedule: Schedule, *, counts: bool = True) -> None:
+        """Swap a request's blocks out or free them, and put it back into the queue.
+
+        counts: whether it counts for max_preemptions.
+        """
         manager = self._manager
         computed = victim.num_computed_tokens
         pays = computed > 0 and self.swap_pays is not None and self.swap_pays(computed)
@@ -78,8 +141,8 @@ class Preemption:
             self._counters.num_recomputed += 1
         self._running.remove(victim)
         schedule.num_preempted += 1
-        # A request that is held again and again must not become protected by that.
-        if not victim.held:
+        # A request that is held again and again must not become protected by that, nor one above a share.
+        if counts and not victim.held:
             victim.metrics.num_preemptions += 1
             victim.protected = victim.metrics.num_preemptions >= self._max_preemptions
         self.requeue(victim)
@@ -137,11 +200,35 @@ class Preemption:
         for candidate in reversed(self._running.requests if self._held_since else ()):
             if candidate.held and candidate.ready:
                 return candidate
+        if self._fair is not None and not request.protected:
+            above = self._youngest_above_share(self._fair, request)
+            if above is not None:
+                return None if above is request else above
         # By policy, the highest rank yields first. A protected request takes from any rank.
         for candidate in reversed(self._running.requests):
             if candidate is request and not request.protected:
                 return None
             if candidate.ready and not candidate.protected:
+                return candidate
+        return None
+
+    def _youngest_above_share(self, fair: Fair, request: Request) -> Request | None:
+        """Return the youngest request of a tenant above its share of blocks; of the request's own if it is.
+
+        The oldest of all requests is never returned, so that it gets on. None: shares do not say who yields.
+        """
+        holdings = self._running.holdings()
+        tenant = request.inputs.tenant
+        if fair.is_above(tenant, holdings, of_seats=False):
+            above = {tenant}
+        else:
+            above = {other for other in holdings.seats if fair.is_above(other, holdings, of_seats=False)}
+        if not above:
+            return None
+        for candidate in reversed(self._running.requests[1:]):
+            if candidate.inputs.tenant not in above:
+                continue
+            if candidate is request or (candidate.ready and not candidate.protected):
                 return candidate
         return None
 

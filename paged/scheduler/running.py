@@ -3,13 +3,54 @@
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Sequence
 
 from ..blocks.manager import BlockManager, Copy
 from ..requests.request import NO_SEAT, Request, RequestStatus
+from .holdings import Holdings
 from .schedule import Schedule
-from .seats import Seats
 from .waiting import Room, num_tokens_ahead
+
+
+class Seats:
+    """The numbers 0 to num_seats - 1, each taken by at most one running request.
+
+    A seat that is given up while steps are in flight, which may use it, is free when the newest of them ends.
+    """
+
+    def __init__(self, num_seats: int) -> None:
+        self.num_seats = num_seats
+        self._free = [*range(num_seats - 1, -1, -1)]  # the lowest is taken first
+        self._kept: deque[list[int]] = deque()  # by step in flight: those that are free when it ends
+
+    @property
+    def num_free(self) -> int:
+        """The number of seats that can be taken now."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """Take a free seat."""
+        seat: int = self._free.pop()
+        return seat
+
+    def release(self, seat: int) -> None:
+        """Give a seat up."""
+        (self._kept[-1] if self._kept else self._free).append(seat)
+
+    def begin_step(self) -> None:
+        """Start a step, in which any seat that is taken now may be."""
+        self._kept.append([])
+
+    def end_step(self) -> None:
+        """End the oldest step in flight."""
+        self._free += self._kept.popleft()
+
+    def check(self, taken: list[int]) -> None:
+        """Check that every seat is taken once, free, or kept for a step in flight."""
+        kept = [seat for seats in self._kept for seat in seats]
+        seats = sorted([*taken, *kept, *self._free])
+        assert seats == [*range(self.num_seats)], "a seat is lost, or has two requests"
 
 
 class RunningSet:
@@ -31,11 +72,22 @@ class RunningSet:
         self.max_chunk = max_chunk
         self._num_protected = 0
         self._num_reserved_seats = 0  # for samples that join once their prompt is computed
+        self._holdings: Holdings | None = None  # once they are counted
 
     @property
     def num_seats(self) -> int:
         """How many more requests may run now."""
         return self.seats.num_free - self._num_reserved_seats
+
+    def holdings(self) -> Holdings:
+        """Return what tenants hold, in this step; blocks as of its beginning, or as they joined."""
+        if self._holdings is None:
+            self._holdings = Holdings(self.requests)
+        return self._holdings
+
+    def count_anew(self) -> None:
+        """Forget what tenants held in the last step."""
+        self._holdings = None
 
     def begin_step(self) -> None:
         """Start a step, which may use any block and any seat held now until it ends."""
@@ -55,6 +107,8 @@ class RunningSet:
         request.seat = self.seats.take()
         self.newcomers.append(request)
         bisect.insort(self.requests, request, key=lambda other: other.rank)
+        if self._holdings is not None:
+            self._holdings.add(request)
 
     def resend(self, request: Request) -> None:
         """Send a changed request to the device as if it were new, if it runs."""
@@ -82,6 +136,7 @@ class RunningSet:
         """Return the siblings of a request, whose reserved seats are given up: they join now."""
         siblings = request.siblings
         request.siblings = ()
+        self._holdings = None
         self._num_reserved_seats -= len(siblings)
         return siblings
 
@@ -108,6 +163,7 @@ class RunningSet:
         return finished
 
     def _leave(self, request: Request) -> None:
+        self._holdings = None
         self._num_reserved_seats -= len(request.siblings)
         self._num_protected -= request.protected
         self.seats.release(request.seat)

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING, cast
 
 from ..blocks.manager import BlockManager
 from ..errors import QueueFullError, UsageError
@@ -18,13 +19,15 @@ from ..requests.request import (
     Request,
     RequestStatus,
 )
-from .deadlines import Deadlines
-from .drafts import Drafts
-from .policies import FirstComeFirstServed, Policy
+from .policy import FirstComeFirstServed, Policy
 from .preemption import Preemption
 from .running import RunningSet
 from .schedule import NOT_FINITE, RowError, Schedule, SchedulerCounters
-from .waiting import Room, WaitingQueue
+from .waiting import Deadlines, Room, WaitingQueue
+
+if TYPE_CHECKING:
+    from .drafts import Drafts
+    from .policies import Fair
 
 NO_ERRORS: Mapping[int, RowError] = MappingProxyType({})
 NO_RUNS: Mapping[int, Sequence[int]] = MappingProxyType({})
@@ -84,11 +87,21 @@ class Scheduler:
         # How many steps are to be in flight at once: the decodes are divided among them.
         self.num_in_flight = 1
         self.counters = SchedulerCounters()
-        self._queue = WaitingQueue(self.policy, block_manager, self.max_chunk, watermark)
+        self._queue = WaitingQueue(self.policy, block_manager, self.max_chunk, watermark, self._arrive)
         self._running = RunningSet(block_manager, max_num_seqs=max_num_seqs, max_chunk=self.max_chunk)
+        self._fair = cast("Fair", self.policy) if self.policy.divides_seats else None
         self.preemption = Preemption(
-            block_manager, self._running, self._queue, self.counters, max_preemptions, swap_pays
+            block_manager, self._running, self._queue, self.counters, max_preemptions, swap_pays, self._fair
         )
+        if self._fair is not None:
+            num_blocks = block_manager.pool.num_blocks
+            self._fair.divide(
+                self._running.holdings,
+                lambda num_tokens: block_manager.blocks_for(num_tokens) * len(block_manager.windows),
+                max_num_seqs,
+                num_blocks,
+                self._fair.OUTPUT_COST * num_blocks * block_manager.block_size,
+            )
         self.drafts: Drafts | None = None
         # The most tokens of waiting requests, unless there is one alone. None sets no limit.
         self.max_queued_tokens: int | None = None
@@ -132,6 +145,11 @@ class Scheduler:
         self.preemption.preempt_held(schedule.scheduled_time - self.held_for_s, schedule)
         if self.policy.preempts:
             self.preemption.make_room_for_waiting(self._whole_step(), schedule)
+        if self._fair is not None:
+            self._running.count_anew()
+            self._queue.reconsider()  # who is below a share may have changed
+            self._split_head(self._fair)
+            self.preemption.make_room_for_shares(self._whole_step(), schedule)
         num_preempted = schedule.num_preempted
         unfinished = self._schedule_prompts(self._schedule_decodes(schedule), schedule)
         # A request that was just preempted for want of blocks waits for the next step.
@@ -147,6 +165,21 @@ class Scheduler:
         elif not self.block_manager.pool.num_steps_in_flight and self._must_run():
             raise AssertionError("an idle step with work to do")
         return schedule
+
+    def _split_head(self, fair: Fair) -> None:
+        """Let the samples of the head run one by one where they exceed their tenant's share together.
+
+        Until enough seats are free for all of them, none could be taken by other tenants.
+        """
+        head = self._queue.peek()
+        if head is None or not head.siblings or not fair.exceeds_share(head, self._running.holdings()):
+            return
+        siblings = head.siblings
+        head.siblings = ()
+        for sibling in siblings:
+            sibling.blocks = self.block_manager.open(sibling.token_ids, sibling.namespace)
+            self._enter(sibling)
+            self._queue.push(sibling)
 
     def _must_run(self) -> bool:
         """Return whether a step must not be empty: a request can run, and no held one keeps its blocks."""
@@ -494,10 +527,14 @@ class Scheduler:
 
     def _enter(self, request: Request) -> None:
         """Give a new request its arrival, rank and deadline."""
+        self._arrive(request)
+        self._deadlines.add(request, len(self.running) + self.num_waiting)
+
+    def _arrive(self, request: Request) -> None:
+        """Give a request the next arrival, and the rank that follows from it."""
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         request.rank = self.policy.rank(request)
-        self._deadlines.add(request, len(self.running) + self.num_waiting)
 
     def _share(self, request: Request, child: Request, num_computed: int) -> None:
         """Run a child with the blocks of a request."""
@@ -590,6 +627,7 @@ class Scheduler:
         num_waiting = num_queued_tokens = 0
         manager.check()
         self._running.check()
+        self._queue.check()
         # No enum is looked up in the loop: the simulation does this after every step.
         for request in self.waiting():
             num_waiting += 1

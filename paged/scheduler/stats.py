@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from typing import Any
 
-from .histogram import HistogramCounts
+from .schedule import HistogramCounts
 from .scheduler import Scheduler
 
 # What goes on when another engine takes the place of an earlier one.

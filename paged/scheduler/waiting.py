@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ..blocks.manager import BlockManager
 from ..blocks.pool import BlockId
-from ..requests.request import Request
-from .policies import Policy, Rank
+from ..requests.request import Request, RequestStatus
+from .backlog import Backlog
+from .policy import Policy, Rank
 
 
 class Need(NamedTuple):
@@ -65,20 +67,32 @@ def num_tokens_ahead(request: Request) -> int:
 
 
 class WaitingQueue:
-    """Waiting requests: protected ones by rank, then others in the policy's order. Held ones are kept apart.
+    """Waiting requests: protected ones by rank, then others in the policy's order.
+
+    Held ones are kept apart, and so are parts of a call whose turn has not come.
 
     max_chunk: the most tokens that a request begins with.
     watermark: the share of blocks that stays free when a request is admitted.
+    arrive: gives a part of a call, whose turn has come, its arrival and rank.
     num_tokens: of all waiting requests, whose own do not change while they wait.
     """
 
-    def __init__(self, policy: Policy, block_manager: BlockManager, max_chunk: int, watermark: float) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        block_manager: BlockManager,
+        max_chunk: int,
+        watermark: float,
+        arrive: Callable[[Request], None],
+    ) -> None:
         self._policy = policy
         self._manager = block_manager
         self._max_chunk = max_chunk
         self._watermark_blocks = int(watermark * block_manager.pool.num_blocks)
         self._protected: list[tuple[Rank, Request]] = []
         self._held: dict[Request, None] = {}  # not to run until they are released
+        self._backlog = Backlog()
+        self._arrive = arrive
         self.num_tokens = 0
         self._num_changes = 0  # of the queue: requests that came or went
         # The state in which the head was refused last, and what it needed.
@@ -92,7 +106,7 @@ class WaitingQueue:
             self._held[request] = None
         elif request.protected:
             heapq.heappush(self._protected, (request.rank, request))
-        else:
+        elif not self._backlog.keeps(request):
             self._policy.push(request)
 
     def peek(self) -> Request | None:
@@ -107,6 +121,7 @@ class WaitingQueue:
             heapq.heappop(self._protected)
         else:
             self._policy.pop(request)
+            self._let_next_arrive(request)
 
     def remove(self, request: Request) -> None:
         """Remove a request that was aborted, or is held or released now."""
@@ -116,8 +131,16 @@ class WaitingQueue:
             del self._held[request]
         elif request.protected:
             self._protected = sorted(entry for entry in self._protected if entry[1] is not request)
-        else:
+        elif not self._backlog.discard(request):
             self._policy.remove(request)
+            self._let_next_arrive(request)
+
+    def _let_next_arrive(self, request: Request) -> None:
+        """Queue the next part of the call to which a request belongs that has left the queue."""
+        following = self._backlog.next_after(request)
+        if following is not None:
+            self._arrive(following)
+            self._policy.push(following)
 
     def head_for(self, room: Room) -> tuple[Request, Need, int] | None:
         """Return the head, its need and how many tokens it begins with; None if the room is too small."""
@@ -152,8 +175,40 @@ class WaitingQueue:
         num_blocks += len(request.siblings) * len(manager.windows) + self._watermark_blocks
         return Need(hits, computed, request.num_tokens - computed, 1 + len(request.siblings), num_blocks)
 
+    def check(self) -> None:
+        """Check that the parts of a call wait for their turn."""
+        self._backlog.check([*self._policy])
+
     def __len__(self) -> int:
-        return len(self._protected) + len(self._policy) + len(self._held)
+        return len(self._protected) + len(self._policy) + len(self._held) + len(self._backlog)
 
     def __iter__(self) -> Iterator[Request]:
-        return itertools.chain([r for _, r in sorted(self._protected)], self._policy, self._held)
+        protected = [r for _, r in sorted(self._protected)]
+        return itertools.chain(protected, self._policy, self._backlog.requests(), self._held)
+
+
+class Deadlines:
+    """A heap of live requests with a deadline; finished ones are dropped when they outnumber the rest."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Request]] = []
+
+    def add(self, request: Request, num_live: int) -> None:
+        """Add a request if it has a deadline. num_live: how many requests run or wait."""
+        if request.inputs.deadline == math.inf:
+            return
+        if len(self._heap) > 2 * num_live + 64:
+            self._heap = sorted(e for e in self._heap if e[2].status is not RequestStatus.FINISHED)
+        heapq.heappush(self._heap, (request.inputs.deadline, request.arrival, request))
+
+    def take_expired(self, now: float) -> list[Request]:
+        """Remove and return the unfinished requests whose deadline has passed."""
+        expired = []
+        while self._heap and self._heap[0][0] <= now:
+            _, _, request = heapq.heappop(self._heap)
+            if request.status is not RequestStatus.FINISHED:
+                expired.append(request)
+        return expired
+
+    def __len__(self) -> int:
+        return len(self._heap)

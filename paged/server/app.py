@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +12,9 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..base.validation import shown
 from ..protocol.endpoints import (
+    GET_OPENAPI,
     MONITORED,
     ROUTES,
     Access,
@@ -39,6 +42,8 @@ EXPOSED_HEADERS = (
     "retry-after",
     *RATE_LIMIT_HEADERS,
 )
+MOST_NAMED = 3  # routes that an error names
+MOST_COMPARED = 100  # characters of a path that is compared with all routes
 EXCHANGE = "paged.exchange"  # the exchange of a request, in its scope
 
 
@@ -73,7 +78,7 @@ class App:
     ) -> None:
         self._front = front
         self._is_open = is_open
-        self._paths = ", ".join(dict.fromkeys(endpoint.path for endpoint in endpoints))
+        self._paths = [*dict.fromkeys(endpoint.path for endpoint in endpoints)]
         by_path = dict[str, list[Endpoint]]()
         for endpoint in endpoints:
             by_path.setdefault(endpoint.path, []).append(endpoint)
@@ -150,7 +155,25 @@ class App:
 
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         if scope["type"] == "http":  # no websocket, which the server refuses
-            raise HttpError(404, f"there is no {scope[EXCHANGE].route!r} here, but {self._paths}")
+            path = scope[EXCHANGE].route
+            raise HttpError(404, f"there is no {shown(path)} here, {routes_near(path, self._paths)}")
+
+
+def routes_near(path: str, paths: Sequence[str]) -> str:
+    """Return what a message about a path that is not there says of those that are."""
+    if len(paths) <= MOST_NAMED:
+        return f"but {', '.join(paths)}"
+    wanted = path[:MOST_COMPARED].rstrip("/").lower()
+    # Clients most often get the beginning wrong: /v1 twice, or not at all.
+    same_end = [each for each in paths if _last_part(each) == _last_part(wanted) != ""]
+    alike = difflib.get_close_matches(wanted, paths, MOST_NAMED, cutoff=0.75)
+    near = [wanted] if wanted in paths else [*dict.fromkeys([*alike, *same_end])][:MOST_NAMED]
+    listed = f"{GET_OPENAPI.path} lists what there is"
+    return f"but {', '.join(near)}; {listed}" if near else listed
+
+
+def _last_part(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
 class _Path:

@@ -23,6 +23,7 @@ from .sent_request import SentRequest
 
 SOON_S = 0.2  # from the end of a process's socket to its own end
 END_S = 5.0  # after which a process that was told to end is killed
+MOST_UNHEARD_S = 2.0  # between a step that has ended and the heartbeat that tells of it
 SILENT_S = 10.0  # without ten heartbeats a process gets no requests, if another one can
 
 logger = logging.getLogger(__name__)
@@ -41,8 +42,11 @@ class Owner(Protocol):
     def on_end(self, request: SentRequest) -> None:
         """Forget a request that has ended."""
 
-    def on_token_alone(self, request: SentRequest) -> None:
-        """Take note of a token of a request that is computed alone."""
+    def on_progress_alone(self, connection: EngineConnection) -> None:
+        """Take note of a step of a process that computes one request alone."""
+
+    def on_pause_alone(self, connection: EngineConnection) -> None:
+        """Take note that the only request of a process is paused, as its reader is slow."""
 
 
 class EngineConnection(asyncio.Protocol):
@@ -52,8 +56,9 @@ class EngineConnection(asyncio.Protocol):
     loop: the event loop that reads and writes; None before `attach`.
     heard_at: when it last sent something, on the clock time.monotonic. Heartbeats come every second.
     moved_at: when it last had nothing to do, or had ended a step.
-    step: the number of steps so far, as of the last heartbeat.
+    step: the number of steps so far, as of the last heartbeat. num_steps: as far as it is known.
     requests: the unfinished ones by their key.
+    is_watched: whether it computes one request alone, to whose owner each step is told.
     """
 
     def __init__(self, start: frames.Start, owner: Owner, launcher: Launcher) -> None:
@@ -67,10 +72,11 @@ class EngineConnection(asyncio.Protocol):
         self._is_closed: asyncio.Future[None] | None = None
         self._ready: asyncio.Future[frames.Ready] | None = None
         self.dead: EngineDeadError | None = None
-        self.load = self.step = 0
+        self.load = self.step = self.num_steps = 0
         self.heard_at = self.moved_at = time.monotonic()
         self._stats: EngineStats | None = None  # none before the engine is made
         self.requests: dict[int, SentRequest] = {}
+        self.is_watched = False
         self._loads: dict[int, int] = {}
         self._asks = itertools.count(-1, -1)  # below the keys of requests
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -78,7 +84,7 @@ class EngineConnection(asyncio.Protocol):
             self._socket.sendall(frames.encode(start))
 
     def wait_ready(self) -> frames.Ready:
-        """Wait until the engine is made. Raises the error of `LLMEngine`."""
+        """Wait until the engine is made. Raises the error of `LLMEngine`, and EngineDeadError."""
         with suppress(ConnectionResetError):  # it has not read all that was sent
             while data := self._socket.recv(2**16):
                 for report in self._reader.feed(data):
@@ -87,9 +93,8 @@ class EngineConnection(asyncio.Protocol):
                     if isinstance(report, frames.Ready):  # heartbeats may follow it
                         self._stats = report.stats
                         return report
-        raise EngineDeadError(
-            f"{self.name} ended before its engine was made ({self._process.how_ended(SOON_S)})"
-        )
+        how = self._process.how_ended(SOON_S)
+        raise caused(f"{self.name} ended before its engine was made ({how})", ProcessEndError(how))
 
     async def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Read and write in this event loop from now on. Raises EngineDeadError."""
@@ -251,17 +256,27 @@ class EngineConnection(asyncio.Protocol):
                 if (request := self.requests.get(key)) is not None:
                     request.inbox.put_prompt(places)
                     self._bound(request)
-            case frames.Outputs(outputs=outputs, embeddings=embeddings, scores=scores):
+            case frames.Begun(step=step, keys=keys):
+                for key in keys:
+                    if (request := self.requests.get(key)) is not None:
+                        request.suspicion.on_begun(step)
+            case frames.Outputs(step=step, outputs=outputs, embeddings=embeddings, scores=scores):
+                self._on_step(step)
                 for output in outputs:
                     self._put(output)
                 for key, result in (*embeddings, *scores):
                     if (request := self._finish(key)) is not None:
                         request.inbox.put_result(result)
+                if self.is_watched:
+                    self._owner.on_progress_alone(self)
             case frames.Heartbeat(step=step, stats=stats, is_busy=is_busy):
-                if step != self.step or not is_busy:
+                self._on_step(step)
+                if not is_busy:
                     self.moved_at = self.heard_at
                 self.step = step
                 self._stats = stats
+                if self.is_watched:
+                    self._owner.on_progress_alone(self)
             case frames.Ready(stats=stats):
                 self._stats = stats
                 self.moved_at = self.heard_at
@@ -285,6 +300,17 @@ class EngineConnection(asyncio.Protocol):
             case _:
                 raise AssertionError(report)
 
+    def _on_step(self, step: int) -> None:
+        """Record how many steps there were so far."""
+        if step != self.num_steps:
+            self.num_steps = step
+            self.moved_at = self.heard_at
+
+    @property
+    def lived_until(self) -> float:
+        """The time up to which a process that has ended may have computed: it may have hung before."""
+        return min(time.monotonic(), self.moved_at + MOST_UNHEARD_S)
+
     def _answer(self, key: int, found: EngineStats | EnginePicture) -> None:
         if (answer := self._answers.get(key)) is not None and not answer.done():
             answer.set_result(found)
@@ -297,9 +323,8 @@ class EngineConnection(asyncio.Protocol):
         num = request.inbox.put(request.take(output))
         if num and not output.finished:
             self._weigh(request, has_output=True)
+            request.suspicion.on_token()
         self._bound(request)
-        if num and request.is_alone:
-            self._owner.on_token_alone(request)
 
     def _weigh(self, request: SentRequest, *, has_output: bool) -> None:
         load = load_of(request.num_tokens, has_output=has_output)
@@ -315,8 +340,12 @@ class EngineConnection(asyncio.Protocol):
 
     def _hold(self, keys: list[int], is_held: bool) -> None:
         """Pause requests, or let them go on."""
-        if self.dead is None:
-            self._send(frames.Pause(keys) if is_held else frames.Resume(keys))
+        if self.dead is not None:
+            return
+        self._send(frames.Pause(keys) if is_held else frames.Resume(keys))
+        if is_held and self.is_watched:
+            assert self.loop is not None
+            self.loop.call_soon(self._owner.on_pause_alone, self)  # the account counts its requests now
 
     def _finish(self, key: int) -> SentRequest | None:
         """Forget a request that has ended."""

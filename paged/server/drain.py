@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
-from types import TracebackType
+import threading
+from types import FrameType, TracebackType
 from typing import Self
 
 from .front_end import FrontEnd
@@ -14,6 +16,7 @@ from .readiness import NOTIFY_STOPPING, notify
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_S = 0.02  # between two looks at the requests in progress
+AT_ONCE_S = 0.5  # from the second signal to the end of the process, whatever still runs
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +26,7 @@ class Drain:
 
     From the signal on the server is not ready. New requests are accepted for `delay_s` and then refused;
     those in progress may take `timeout_s` from then on, and what is left of them ends with an error. A second
-    signal ends all at once.
+    signal ends all at once: clients are told if that takes no longer than AT_ONCE_S.
     """
 
     def __init__(self, front: FrontEnd, server: Server, *, delay_s: float, timeout_s: float) -> None:
@@ -32,19 +35,33 @@ class Drain:
         self._delay_s = delay_s
         self._timeout_s = timeout_s
         self._draining: asyncio.Task[None] | None = None
+        self._num_signals = 0
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self.begin)
+            # Beside that of the loop, which may be held for long by one callback.
+            signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.remove_signal_handler(number)
+            signal.signal(
+                number, signal.SIG_DFL
+            )  # the engines, which are yet to end, do so without this process
         if self._draining is not None:
             self._draining.cancel()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """Bound the time that the end takes after the second signal. The engines end with this process."""
+        self._num_signals += 1
+        if self._num_signals == 2:
+            timer = threading.Timer(AT_ONCE_S, os._exit, [0])
+            timer.daemon = True
+            timer.start()
 
     def begin(self) -> None:
         """Begin to end. The second call ends at once."""

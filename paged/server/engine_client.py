@@ -27,7 +27,6 @@ from ..ranks.place import Torchrun
 from ..routing.router import new_router
 from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats
-from ..speculative_config import SpeculativeConfig
 from ..text.prompt_parser import ParsedPrompt
 from . import frames
 from .inbox import Inbox
@@ -72,7 +71,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         starts them on a Ray cluster.
 
     Raises ConfigError, CheckpointError or UnsupportedModelError, as `LLMEngine` does, and EngineDeadError if
-    a process ends before its engine is made.
+    more processes of an engine are killed before it is made.
     """
 
     def __init__(
@@ -243,6 +242,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
             spec.tenant,
             given,
             is_whole=_comes_whole(sent_kind, kind),
+            part_of=spec.part_of,
         )
         request = SentRequest(self._supervisor, order, inbox, params)
         self._supervisor.begin(request, self._choose(parsed.token_ids))
@@ -358,7 +358,7 @@ def sendable_options(config: EngineConfig, options: dict[str, Any]) -> dict[str,
     sent = dict(options)
     if "dtype" in sent:
         sent["dtype"] = config.dtype  # the name of torch's
-    speculation = SpeculativeConfig.of(config.speculative_config)
+    speculation = config.speculation
     if speculation is not None:
         sent["speculative_config"] = asdict(speculation)
     return sent

@@ -163,7 +163,7 @@ class EngineServer:
         self.engine = engine
         self.link = link
         self._orders = orders
-        self.loop = EngineLoop(engine, stream_interval_s, self._deliver)
+        self.loop = EngineLoop(engine, stream_interval_s, self._deliver, self._tell_newcomers)
         self.outputs: list[frames.Output] = []
         self.embeddings: list[tuple[int, Any]] = []
         self.scores: list[tuple[int, Any]] = []
@@ -210,6 +210,14 @@ class EngineServer:
             self.outputs = []
             self.embeddings = []
             self.scores = []
+
+    def _tell_newcomers(self, newcomers: Sequence[Request]) -> None:
+        """Tell the front end what a step begins with: it may be what ends this process."""
+        step = self.engine.scheduler.counters.num_steps
+        outboxes = [group.outbox for group in self.engine.core.groups_of(newcomers)]
+        keys = {outbox.key for outbox in outboxes if isinstance(outbox, FrameOutbox)}
+        if keys:
+            self.link.send(frames.Begun(step, sorted(keys)))
 
     # On the thread that reads
 
@@ -350,6 +358,7 @@ class EngineServer:
             tenant=order.tenant,
             generated_token_ids=order.generated_token_ids,
             resumed=order.resumed,
+            part_of=order.part_of,
         )
         return self.loop.prepare(spec)
 

@@ -76,6 +76,7 @@ class Generate(Frame):
     namespace: what the KV of the prompt depends on besides its tokens.
     resumed: the samples that go on, where the process that had the request has ended.
     is_whole: whether its reader gets one output, so that what is new need not be sent often.
+    part_of: see `RequestInputs`.
     """
 
     key: int
@@ -87,6 +88,7 @@ class Generate(Frame):
     generated_token_ids: list[int]
     resumed: list[SampleSoFar] | None = None
     is_whole: bool = False
+    part_of: str = ""
 
 
 class Fork(Frame):
@@ -232,8 +234,15 @@ class PromptPlaces(Frame):
     places: list[Place | None]
 
 
+class Begun(Frame):
+    """The requests that the next step is the first to compute, sent before it is. step: see `Outputs`."""
+
+    step: int
+    keys: list[int]
+
+
 class Outputs(Frame):
-    """All outputs of a step, and the reports that it finished."""
+    """All outputs of a step, and the reports that it finished. step: the number of steps so far."""
 
     step: int
     outputs: list[Output]
@@ -274,7 +283,7 @@ class Dead(Frame):
     message: str
 
 
-Report = Ready | Refused | PromptPlaces | Outputs | Answer | Seen | Heartbeat | Dead
+Report = Ready | Refused | PromptPlaces | Begun | Outputs | Answer | Seen | Heartbeat | Dead
 
 
 def _plain(value: Any) -> Any:

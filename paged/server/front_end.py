@@ -116,7 +116,7 @@ class FrontEnd:
         )
         self.responses = Responses(options.response_store)
         self.keep_alive = KeepAlive()
-        self.body_budget = BodyBudget(max(MAX_BODY_BYTES_IN_PROGRESS, options.max_request_bytes))
+        self.body_budget = BodyBudget(max(MAX_BODY_BYTES_IN_PROGRESS, 2 * options.max_request_bytes))
         self.response_budget = ResponseBudget()
         self._rate = FinishRate()
         self._deaths: set[str] = set()  # messages of engines that have stopped, logged here
@@ -188,6 +188,12 @@ class FrontEnd:
         self.check_serving()
         exchange.is_accepted = True
         self.num_accepted += 1
+        if exchange.key is not None:  # before a body is read, which takes time and memory
+            try:
+                exchange.admission = exchange.key.admit()
+            except RateLimitError:
+                exchange.extra_headers.append((b"connection", b"close"))
+                raise
         limits = self._limits
         call = await exchange.read_json(lambda body: parse_call(path, body, limits))
         assert isinstance(call, kind)
@@ -195,7 +201,7 @@ class FrontEnd:
         if call.is_queued:
             self._check_queue()
         if exchange.key is not None:
-            self._admit(exchange, exchange.key, call)
+            self._give_to(exchange.key, call)
         if call.ignored:
             exchange.extra_headers.append((b"x-paged-ignored", ", ".join(call.ignored).encode()))
         return call
@@ -247,8 +253,8 @@ class FrontEnd:
                 "try again later"
             )
 
-    def _admit(self, exchange: Exchange, key: KeyUsage, call: Call) -> None:
-        """Make a request its tenant's, within the limits of the key. Raises HttpError, RateLimitError."""
+    def _give_to(self, key: KeyUsage, call: Call) -> None:
+        """Make a request its tenant's. Raises HttpError for a priority that the key does not allow."""
         entry = key.entry
         try:
             call.priority = priority_of(entry, call.priority)
@@ -261,7 +267,6 @@ class FrontEnd:
                 code="not_allowed",
             ) from None
         call.give_to(entry.tenant, salt_of(entry, call.values.get("cache_salt")))
-        exchange.admission = key.admit()
 
     def accepting(self, exchange: Exchange, params: SamplingParams | None = None) -> OnPrompt:
         """Return what accepts an engine's request once its prompt is known, and reserves its tokens.
@@ -294,7 +299,12 @@ class FrontEnd:
         """Begin the record of a request whose body was accepted.
 
         engine_ids: of the requests that it makes of the engine.
+
+        Raises RequestError or RateLimitError for more sequences than its key may have.
         """
+        if exchange.admission is not None:
+            num_samples = 1 if params is None else params.num_samples
+            exchange.admission.begin_sequences(len(engine_ids) * num_samples)
         record = exchange.record = RequestRecord(
             exchange.request_id,
             exchange.route,
@@ -376,8 +386,8 @@ class FrontEnd:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being answered or prepared."""
-        return not (self._open or self._num_preparing)
+        """Whether no request is being read, prepared or answered."""
+        return not (self.num_accepted or self._open or self._num_preparing)
 
     def _owners(self) -> dict[str, str | None]:
         """Return whose the engine's requests are that are in progress."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 MOST_S = 60.0  # between two full collections of a process that is never idle
+MOST_HEAVY_S = 600.0  # the same while bodies with many objects are in memory, which all would be looked at
 NO_FULL_COLLECTION = 2**31 - 1
 SWITCH_S = 0.0005  # for which a thread runs Python while another one waits; Python's own 5 ms add up
 
@@ -33,9 +34,13 @@ class Garbage:
         gc.enable()
         self._collected_at = clock()
 
-    def collect(self, *, is_idle: bool) -> bool:
-        """Run a full collection if the process is idle, or the last one long ago. Return whether it did."""
-        if not (is_idle or self._clock() - self._collected_at > MOST_S):
+    def collect(self, *, is_idle: bool, is_heavy: bool = False) -> bool:
+        """Run a full collection if the process is idle, or the last one long ago. Return whether it did.
+
+        is_heavy: whether one would take long now, so that it is put off for longer.
+        """
+        most_s = MOST_HEAVY_S if is_heavy else MOST_S
+        if not (is_idle or self._clock() - self._collected_at > most_s):
             return False
         if gc.get_count()[2]:  # else nothing has grown old since the last one
             gc.collect()

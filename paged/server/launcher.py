@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from ..base.interrupts import signals_blocked
 from ..text.worker import ROOT
 from .frames import Start
 
 ENGINE_PROCESS = "paged.server.engine_process"  # the module that it runs
+EXIT_CODE = "exit code"  # how a process ended begins with it if nothing has killed it
 BUFFER_BYTES = 4 * 2**20  # of the socket, as far as the system allows: a step waits while it is full
 
 
@@ -69,7 +71,7 @@ class LocalProcess:
             self.kill()  # it cannot be used any more
             return "its socket was closed"
         code = self._process.returncode
-        return f"by signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"by signal {signal.Signals(-code).name}" if code < 0 else f"{EXIT_CODE} {code}"
 
 
 class LocalLauncher:
@@ -95,7 +97,7 @@ def start_process(
     """
     ours, theirs = socket_pair()
     path = [ROOT, *filter(None, sys.path)]  # so that it finds what this process finds
-    with theirs:
+    with theirs, signals_blocked():
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", ENGINE_PROCESS, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,

@@ -16,6 +16,7 @@ from ..engine.request_spec import SampleSoFar, closed_error
 from ..requests.request import RequestMetrics, RequestOutput
 from ..sampling_params import SamplingParams
 from . import frames
+from .deaths import Suspicion
 from .inbox import Inbox
 
 # Of `RequestMetrics`: what each process counts anew.
@@ -127,11 +128,8 @@ class SentRequest:
     connection: the process that has it; None while it waits for one.
     was_sent: whether a process has ever had it.
     has_waited: whether it has ever waited for one.
-    num_deaths: how many processes ended while they had it; num_deaths_alone: and nothing else, with no token
-        in between.
+    suspicion: whether it may be what ends processes.
     has_left: whether it has left a process unfinished, which ended or gave it up.
-    is_alone: whether its process computes nothing else until its next token, as it may have ended others.
-    is_cleared: whether it got a token alone since the last death.
     timer: ends it while it waits.
     """
 
@@ -154,11 +152,8 @@ class SentRequest:
         self.replica = 0
         self.was_sent = False
         self.has_waited = False
-        self.num_deaths = 0
-        self.num_deaths_alone = 0
+        self.suspicion = Suspicion()
         self.has_left = False
-        self.is_alone = False
-        self.is_cleared = False
         self.timer: asyncio.TimerHandle | None = None
         self._has_output = False
         self._times = _Times()
@@ -215,7 +210,7 @@ class SentRequest:
     @property
     def is_suspect(self) -> bool:
         """Whether it may be what ended the processes that had it."""
-        return self.num_deaths >= 2 and not self.is_cleared
+        return self.suspicion.is_there and self.follows is None  # a fork begins beside its parent
 
     @property
     def follows(self) -> str | None:
@@ -235,6 +230,7 @@ class SentRequest:
         Each sending has a key of its own: the last output for an earlier one may still be on its way.
         """
         self._times.on_send()
+        self.suspicion.on_send()
         if self.was_sent:
             key = self._keeper.next_key()
             self.order = msgspec.structs.replace(self.order, key=key)
@@ -251,8 +247,8 @@ class SentRequest:
             params = msgspec.structs.replace(params, prompt_logprobs=msgspec.UNSET)
         else:
             self.inbox.drop_prompt()
-        # Alone until its next token, which is so sent at once.
-        is_whole = order.is_whole and not self.is_alone
+        # Its steps are watched while it is alone, so that what is new is sent at once.
+        is_whole = order.is_whole and not self.suspicion.is_alone
         return msgspec.structs.replace(order, params=params, resumed=self._so_far(), is_whole=is_whole)
 
     def _so_far(self) -> list[SampleSoFar]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -15,13 +16,22 @@ from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from . import frames
 from .connection import EngineConnection, Owner
-from .launcher import Launcher
+from .deaths import Death
+from .launcher import EXIT_CODE, Launcher
 
 RESTART_WINDOW_S = 600.0  # in which restarts are counted
 HANG_S = 30.0  # without heartbeats, after which a process is replaced
 MOST_START_RATIO = 3.0  # of the times that a later start and the first one may take
 LEAST_START_S = 60.0  # that a later start may take
-MOST_PAUSE_S = 8.0  # between two starts that fail
+FIRST_PAUSE_S = 1.0  # between a start that fails and the next one; it doubles
+MOST_PAUSE_S = 8.0
+
+logger = logging.getLogger(__name__)
+
+
+def next_pause(pause_s: float) -> float:
+    """Return the seconds to wait before the next start, after a start that waited so long has failed."""
+    return min(MOST_PAUSE_S, 2 * pause_s or FIRST_PAUSE_S)
 
 
 class SupervisedEngine:
@@ -45,8 +55,9 @@ class SupervisedEngine:
         self.error: EngineDeadError | None = None
         self.num_resumed = 0
         self._num_restarts = 0
-        self._restarts: deque[float] = deque()  # times of the last ones, and of those of `count_ranks`
-        self._num_rank_restarts = 0  # of the newest process that are counted
+        self._restarts: deque[Death] = deque()  # what the last ones were for, and those of `count_ranks`
+        self._death: Death | None = None  # of the newest process, for which none was started yet
+        self._rank_deaths: list[Death] = []  # of the newest process that are counted
         self._first: frames.Ready | None = None
         self._start_s = 0.0  # that the first start took
         self._down_since: float | None = None
@@ -69,9 +80,30 @@ class SupervisedEngine:
 
     # Starts
 
-    def wait_ready(self) -> frames.Ready:
-        """Wait until the first process has made its engine. Raises the error of `LLMEngine`."""
-        self._first = self.connection.wait_ready()
+    def wait_ready(self, max_restarts: int) -> frames.Ready:
+        """Wait until a process has made its engine. Raises the error of `LLMEngine`, and EngineDeadError.
+
+        A process that is killed meanwhile is started again, `max_restarts` times.
+        """
+        pause_s = 0.0
+        while True:
+            try:
+                self._first = self.connection.wait_ready()
+                break
+            except EngineDeadError as error:
+                # With an exit code, it has ended by itself, and would again.
+                if str(error.__cause__).startswith(EXIT_CODE) or not max_restarts:
+                    raise
+                if not self.may_restart(max_restarts):
+                    raise EngineDeadError(
+                        f"{error}, as did {max_restarts} before it; it is not started again"
+                    ) from error.__cause__
+                logger.warning("%s; it is started again", error)
+            self.connection.close()
+            time.sleep(pause_s)
+            pause_s = next_pause(pause_s)
+            self._began_at = time.monotonic()
+            self.begin_restart()
         self._start_s = time.monotonic() - self._began_at
         # Others have as many blocks, whatever memory is free then: what fitted the first one must fit them.
         options: dict[str, Any] = {**self._start.options, "num_blocks": self._first.stats.num_blocks}
@@ -79,37 +111,37 @@ class SupervisedEngine:
         self.is_up = True
         return self._first
 
-    def on_death(self) -> None:
+    def on_death(self) -> Death:
         """Keep the totals of the process, which has ended, or is about to."""
         self.count_ranks()
+        self._death = death = Death(self._rank_deaths)
         self._earlier = self._counted(self.connection.stats)
         self.is_up = False
         self._down_since = time.monotonic()
+        return death
 
     def may_restart(self, most: int) -> bool:
-        """Return whether fewer than `most` restarts were within RESTART_WINDOW_S."""
-        while self._restarts and time.monotonic() - self._restarts[0] > RESTART_WINDOW_S:
+        """Return whether fewer than `most` restarts within RESTART_WINDOW_S count."""
+        while self._restarts and time.monotonic() - self._restarts[0].at > RESTART_WINDOW_S:
             self._restarts.popleft()
-        return len(self._restarts) < most
-
-    def forgive_restarts(self) -> None:
-        """Count none of the restarts so far: what ended its processes is known, and gone."""
-        self._restarts.clear()
+        return sum(death.counts for death in self._restarts) < most
 
     def count_ranks(self) -> None:
         """Count the processes of the model that its process has replaced by itself as restarts, too."""
         num = self.connection.stats.num_rank_restarts
-        self._restarts += [time.monotonic()] * (num - self._num_rank_restarts)
-        self._num_rank_restarts = num
+        new = [Death() for _ in range(num - len(self._rank_deaths))]
+        self._rank_deaths += new
+        self._restarts += new
 
     def begin_restart(self) -> EngineConnection:
-        """Start another process in place of the one that has ended."""
-        self._restarts.append(time.monotonic())
+        """Start another process in place of the one that has ended, or whose start has failed."""
+        self._restarts.append(self._death or Death())
+        self._death = None
         self._num_restarts += 1
         return self._begin()
 
     def _begin(self) -> EngineConnection:
-        self._num_rank_restarts = 0
+        self._rank_deaths = []
         self.connection = EngineConnection(self._start, self._owner, self._launcher)
         return self.connection
 

@@ -24,15 +24,15 @@ from ..routing.router import choose_among, new_router
 from ..scheduler.stats import EngineStats
 from . import frames
 from .connection import EngineConnection, call_in_loop, caused
+from .deaths import MOST_DEATHS_ALONE, Death
 from .launcher import Launcher
 from .restart_terms import RestartTerms
 from .sent_request import SentRequest
-from .supervised_engine import MOST_PAUSE_S, SupervisedEngine
+from .supervised_engine import SupervisedEngine, next_pause
 
-FIRST_PAUSE_S = 1.0  # between a start that fails and the next one; it doubles
 LOOK_S = 1.0  # between two looks for processes that hang
+MOST_TESTS_S = 10.0  # in which suspects run alone, one after the other, after one was found
 LEAVE_S = 0.05  # between two looks for requests that have to end where they are
-MOST_DEATHS_ALONE = 2  # of a request; what ends a process once may be something else
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,9 @@ logger = logging.getLogger(__name__)
 class Supervisor:
     """Engines in processes of their own, which are replaced when they end, and all unfinished requests.
 
-    A request waits here while no process can have it. One whose processes ended twice is computed alone until
-    its next token: it may be what ended them. If two more end meanwhile, it fails.
+    A request waits here while no process can have it. One whose processes ended twice may be what ended them:
+    it is computed alone until it has outlived what it survived before. If two more end meanwhile, it fails,
+    and explains all these deaths, which do not count as restarts.
 
     removed: the stats of the engines that were removed, by number, with the totals as they left.
     """
@@ -72,7 +73,6 @@ class Supervisor:
         self._is_closed = False
         self.replicas: list[SupervisedEngine] = []
         self.removed: dict[int, EngineStats] = {}
-        self._has_answered = False  # whether a process has ended a request since restarts were forgiven
         try:
             for start in starts:
                 self.replicas.append(SupervisedEngine(start, self, launcher))
@@ -81,8 +81,8 @@ class Supervisor:
             raise
 
     def wait_ready(self) -> list[frames.Ready]:
-        """Wait until all engines are made. Raises the error of `LLMEngine`."""
-        ready = [replica.wait_ready() for replica in self.replicas]
+        """Wait until all engines are made. Raises the error of `LLMEngine`, and EngineDeadError."""
+        ready = [replica.wait_ready(self._terms.max_restarts) for replica in self.replicas]
         self._router = new_router(self._router_name, ready[0].block_size)
         return ready
 
@@ -191,11 +191,12 @@ class Supervisor:
 
     def _dispatch(self) -> None:
         """Send waiting requests to the processes that can have them."""
-        suspects = [request for request in self._waiting if request.is_suspect]
-        quarantine = self._quarantine() if suspects and self._alone is None else None
-        if quarantine is not None:
-            self._set_alone(suspects[0])
-            self._resume(suspects[0], quarantine)
+        suspect = self._next_suspect() if self._alone is None else None
+        quarantine = None if suspect is None else self._quarantine()
+        if suspect is not None and quarantine is not None:
+            self._set_alone(suspect)
+            quarantine.connection.is_watched = True
+            self._resume(suspect, quarantine)
         for request in [*self._waiting]:
             if request not in self._waiting or request.is_suspect:
                 continue
@@ -203,22 +204,35 @@ class Supervisor:
             if replica is not None and replica is not quarantine:
                 self._resume(request, replica)
 
+    def _next_suspect(self) -> SentRequest | None:
+        """Return the request to compute alone next: the one that died alone before, or else died soonest.
+
+        What ends processes does so soon after it comes, and the requests that run long wait for it alone. One
+        whose reader is slow would compute nothing.
+        """
+        suspects = [each for each in self._waiting if each.is_suspect and not each.inbox.account.is_paused]
+        return min(suspects, key=_order_of_suspects, default=None)
+
     def _set_alone(self, request: SentRequest | None) -> None:
         """Note which request is computed alone from now on."""
         if self._alone is not None:
-            self._alone.is_alone = False
+            self._alone.suspicion.is_alone = False
+            for replica in self.replicas:
+                replica.connection.is_watched = False
         self._alone = request
         if request is not None:
-            request.is_alone = True
+            request.suspicion.is_alone = True
 
     def _quarantine(self) -> SupervisedEngine | None:
-        """Return an engine for a suspect: one that has nothing else."""
-        empty = (
-            each
-            for each in self.replicas
-            if each.is_fit and not each.is_leaving and not each.connection.requests
-        )
-        return next(empty, None)
+        """Return an engine for a suspect: one that has nothing else, or lets its requests go on elsewhere."""
+        fit = [each for each in self.replicas if each.is_fit and not each.is_leaving]
+        if not fit:
+            return None
+        fewest = min(fit, key=lambda each: len(each.connection.requests))
+        if fewest.connection.requests and len(fit) == len(self.replicas):  # none will come that is empty
+            for key in sorted(requests := fewest.connection.requests):
+                self._move(requests[key])
+        return None if fewest.connection.requests else fewest
 
     def _place_of(self, request: SentRequest) -> SupervisedEngine | None:
         """Return the engine for a waiting request, where one can have it; for a fork that of its parent."""
@@ -244,7 +258,6 @@ class Supervisor:
 
     def on_end(self, request: SentRequest) -> None:
         """Forget a request that its process has answered."""
-        self._has_answered = True
         self._forget(request)
 
     def _forget(self, request: SentRequest) -> None:
@@ -252,19 +265,38 @@ class Supervisor:
         request.cancel_timer()
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
-        if request.is_alone:  # others may go on now
+        request.suspicion.end()
+        if request.suspicion.is_alone:  # others may go on now
             self._set_alone(None)
             self._dispatch()
 
-    def on_token_alone(self, request: SentRequest) -> None:
-        """Let the next suspect go on alone, or all other requests."""
+    def on_progress_alone(self, connection: EngineConnection) -> None:
+        """Let the next suspect go on alone, or all other requests, if this one has run for long enough."""
+        request = self._alone
+        if request is None or request.connection is not connection:
+            return
+        if not request.suspicion.has_outlived(connection.num_steps):
+            return
         self._set_alone(None)
-        request.is_cleared = True
-        request.num_deaths_alone = 0
-        if any(other.is_suspect for other in self._waiting) and request.connection is not None:
-            request.connection.abort(request)
-            self._wait(request)
+        request.suspicion.clear()
+        if any(other.is_suspect for other in self._waiting):
+            self._put_aside(request)
         self._dispatch()
+
+    def on_pause_alone(self, connection: EngineConnection) -> None:
+        """Let others go on while the reader of a suspect is slow."""
+        request = self._alone
+        if request is not None and request.connection is connection and request.inbox.account.is_paused:
+            self._set_alone(None)
+            self._put_aside(request)
+            self._dispatch()
+
+    def _put_aside(self, request: SentRequest) -> None:
+        """Let a request wait that a process has."""
+        assert request.connection is not None
+        request.connection.abort(request)
+        request.has_left = True
+        self._wait(request)
 
     def on_death(self, connection: EngineConnection) -> None:
         """Replace a process that has ended, and let its requests wait for another one."""
@@ -278,44 +310,49 @@ class Supervisor:
             return
         if replica is None or not replica.is_up:
             return  # while it started, which `_start` is told
-        replica.on_death()
+        death = replica.on_death()
         self._router.forget(connection.replica)
         for request in requests:
-            self._after_death(request, error)
+            self._after_death(request, death, connection)
         num_waiting = sum(request in self._waiting for request in requests)
         logger.error("%s; %d of its %d requests go on in another process", error, num_waiting, len(requests))
         if not replica.is_leaving:
             self._begin_replacing(replica, error)
         self._dispatch()
 
-    def _after_death(self, request: SentRequest, error: EngineDeadError) -> None:
+    def _after_death(self, request: SentRequest, death: Death, connection: EngineConnection) -> None:
         if self._requests.get(request.request_id) is not request:
             return  # the garbage collector closed its stream meanwhile
-        request.num_deaths += 1
         request.has_left = True
-        request.is_cleared = False
-        if request.is_alone:
-            request.num_deaths_alone += 1
+        request.suspicion.on_death(death, connection.num_steps, connection.lived_until)
+        if request.suspicion.is_alone:
             self._set_alone(None)
-        if request.num_deaths_alone == MOST_DEATHS_ALONE:
-            num = request.num_deaths
-            message = (
-                f"{num} engine processes ended while they computed this request, the last two nothing else"
-            )
-            self._fail(request, RequestKillsEngineError(message))
-            self._forgive_restarts()
+        if request.suspicion.is_proven:
+            self._blame(request)
         elif not self._terms.resume or not request.can_go_on:
-            self._fail(request, error)
+            assert connection.dead is not None
+            self._fail(request, connection.dead)
         else:
             self._wait(request)
 
-    def _forgive_restarts(self) -> None:
-        """Reset the counts of restarts, whose cause is found, if others were answered since last time."""
-        if not self._has_answered:
-            return
-        self._has_answered = False
-        for replica in self.replicas:
-            replica.forgive_restarts()
+    def _blame(self, request: SentRequest) -> None:
+        """End a request that is found to be what ended its processes.
+
+        Other suspects are still computed alone if that takes less time than more deaths would; if not, what
+        is explained is not held against them.
+        """
+        request.suspicion.explain()
+        others = [each for each in self._requests.values() if each is not request]
+        if sum(each.suspicion.time_alone_s for each in others if each.is_suspect) > MOST_TESTS_S:
+            for each in others:
+                each.suspicion.acquit()
+        num = request.suspicion.num_deaths
+        message = (
+            f"{num} engine processes ended while they computed this request, the last {MOST_DEATHS_ALONE} "
+            "nothing else"
+        )
+        logger.error("request %s is refused: %s", request.request_id, message)
+        self._fail(request, RequestKillsEngineError(message))
 
     def _begin_replacing(self, replica: SupervisedEngine, error: EngineDeadError) -> None:
         assert self._loop is not None
@@ -338,7 +375,7 @@ class Supervisor:
             await asyncio.sleep(pause_s)
             if self._is_closed:
                 return
-            pause_s = min(MOST_PAUSE_S, 2 * pause_s or FIRST_PAUSE_S)
+            pause_s = next_pause(pause_s)
             connection = replica.begin_restart()
             try:
                 await self._start(replica, connection)
@@ -452,12 +489,8 @@ class Supervisor:
 
     def _move(self, request: SentRequest) -> None:
         """Let a request go on in another process, unless it has to end where it is."""
-        if not self._terms.resume or not request.can_go_on or request.is_alone:
-            return
-        assert request.connection is not None
-        request.connection.abort(request)
-        request.has_left = True
-        self._wait(request)
+        if self._terms.resume and request.can_go_on and not request.suspicion.is_alone:
+            self._put_aside(request)
 
     async def _give_share(self, replica: SupervisedEngine, num_sharing: int) -> None:
         """Replace the process of an engine by one with its share of the cores."""
@@ -519,6 +552,10 @@ class Supervisor:
     def call_in_loop(self, function: Callable[[], None]) -> None:
         """Call a function in the event loop: at once if that runs here, otherwise soon."""
         call_in_loop(self._loop, function)
+
+
+def _order_of_suspects(request: SentRequest) -> tuple[int, float]:
+    return -request.suspicion.num_deaths_alone, request.suspicion.survived_s
 
 
 def _look(supervisor: weakref.ref[Supervisor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MissingModelError
 from ..model.config import ModelConfig
 from ..model.hf_config import read_config
 from ..model.hub import resolve_config
@@ -19,10 +19,12 @@ def read_model(model: str, revision: str | None = None) -> ModelConfig:
     try:
         directory = resolve_config(model, revision)
     except CheckpointError as error:
-        raise CheckpointError(f"model: {error}") from error
+        raise type(error)(f"model: {error}") from error
     file = directory / "config.json"
     if not file.is_file():
-        raise CheckpointError(f"{file}: no such file; model must be 'demo', a hub id or a directory with it")
+        raise MissingModelError(
+            f"{file}: no such file; model must be 'demo', a hub id or a directory with it"
+        )
     config = read_config(directory)
     if config.layer_bits is None or not any(directory.glob("*.safetensors")):
         return config

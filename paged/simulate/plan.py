@@ -20,19 +20,22 @@ from ..errors import ConfigError
 from ..model.config import ModelConfig
 from ..model.hf_config import read_config
 from ..model.hub import resolve_headers
+from ..model.weights.gguf_file import HEADERS_ALONE
 from ..runner.draft_model import naming_draft_model
-from ..runner.footprint import GPU_OVERHEAD, Footprint, Memory, ways_to_fit
+from ..runner.footprint import GPU_OVERHEAD, Footprint, ways_to_fit
 from ..runner.load import check_kernels, new_kernels
+from ..runner.memory import Memory
 from ..runner.sizes import GIB, Sizes, draft_sizes
-from ..speculative_config import SpeculativeConfig
 from .cost import DATA_SHEETS, Coefficients, DataSheet, Roofline, decode_work, prompt_work, window_shares
 from .fleet import FleetConfig
 from .machine import Measured, measure
+from .small_model import MOST_BYTES, measure_steps
 
 # Lengths that are shown, of those up to max_model_len, and numbers of sequences.
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 BATCHES = (1, 4, 16, 64, 256)
 USUAL_LENGTH = 1024  # of the sequences and the prompt whose speed is predicted
+SHORT_LENGTH = 128  # of others, where those are longer
 
 
 @dataclass(frozen=True)
@@ -122,23 +125,29 @@ class EnginePlan:
         return {length: self.footprint.num_sequences(length) for length in lengths}
 
     @property
-    def decode_speeds(self) -> dict[int, float]:
-        """Tokens per second, by the number of sequences that decode together."""
+    def short_length(self) -> int:
+        """The tokens of short sequences and prompts."""
+        return min(SHORT_LENGTH, self.usual_length)
+
+    def decode_speeds(self, length: int) -> dict[int, float]:
+        """Return tokens per second, by the number of sequences of a length that decode together."""
         most = max(1, self.footprint.num_sequences(self.usual_length))
         batches = [*(count for count in BATCHES if count < most), most]
         windows = window_shares(self.model)
-        return {
-            count: count / self.cost.seconds(decode_work(count, self.usual_length, windows))
-            for count in batches
-        }
+        return {count: count / self.cost.seconds(decode_work(count, length, windows)) for count in batches}
 
-    @property
-    def prompt_speed(self) -> float:
-        """Tokens per second of a prompt that is computed alone."""
-        steps = prompt_work(
-            self.usual_length, self.footprint.sizes.max_step_tokens, window_shares(self.model)
-        )
-        return self.usual_length / sum(map(self.cost.seconds, steps))
+    def prompt_speed(self, length: int) -> float:
+        """Return tokens per second of a prompt of a length that is computed alone."""
+        steps = prompt_work(length, self.footprint.sizes.max_step_tokens, window_shares(self.model))
+        return length / sum(map(self.cost.seconds, steps))
+
+    def _speeds(self, length: int) -> dict[str, Any]:
+        decodes = self.decode_speeds(length)
+        return {
+            "speed_of_length": length,
+            "decode_tokens_per_s": {str(count): speed for count, speed in decodes.items()},
+            "prompt_tokens_per_s": self.prompt_speed(length),
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures, in bytes and seconds."""
@@ -173,9 +182,8 @@ class EnginePlan:
             "is_measured": self.measured is not None,
             "bytes_per_s": self.reached.bytes_per_s,
             "flops_per_s": self.reached.flops_per_s,
-            "speed_of_length": self.usual_length,
-            "decode_tokens_per_s": {str(count): speed for count, speed in self.decode_speeds.items()},
-            "prompt_tokens_per_s": self.prompt_speed,
+            **self._speeds(self.usual_length),
+            "short": self._speeds(self.short_length),
         }
 
 
@@ -196,7 +204,17 @@ def make_plan(config: EngineConfig) -> EnginePlan:
             set_threads(footprint, config.num_threads)
         measured = measure(footprint)
     would_fit = () if footprint.fits else tuple(ways_to_fit(footprint))
-    return EnginePlan(config, place, footprint, measured, would_fit)
+    made = EnginePlan(config, place, footprint, measured, would_fit)
+    if measured is None or not footprint.fits or not _is_small(footprint, directory):
+        return made
+    steps = measure_steps(config, footprint.sizes, made.usual_length)
+    return replace(made, measured=measured._replace(coefficients=steps))
+
+
+def _is_small(footprint: Footprint, directory: Path) -> bool:
+    """Return whether a model is so small that its steps are measured, and its weights are here."""
+    is_here = not (directory / HEADERS_ALONE).exists()
+    return is_here and footprint.draft is None and footprint.model.num_bytes <= MOST_BYTES
 
 
 def _footprint(config: EngineConfig, place: PlannedDevice, directory: Path) -> Footprint:
@@ -207,7 +225,7 @@ def _footprint(config: EngineConfig, place: PlannedDevice, directory: Path) -> F
     if place.sheet is not None and sizes.kv_dtype == "float8_e4m3fn" and not place.sheet.has_e4m3:
         asked = f"kv_cache_dtype {config.kv_cache_dtype!r}"
         raise ConfigError(f"{asked} is not supported on {place.name}; take 'int8'")
-    speculation = SpeculativeConfig.of(config.speculative_config)
+    speculation = config.speculation
     if speculation is not None and speculation.model is not None:
         with naming_draft_model():
             of_draft = resolve_headers(speculation.model, speculation.revision)

@@ -7,11 +7,12 @@ memory and CPU time are limited: see `worker`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from ..base.strict_json import parse_json
-from ..base.validation import check_bool
+from ..base.validation import check_bool, shown
 from ..errors import RequestError
+from .message_forms import RefusedError, write_shown
 from .worker import Worker, WorkerLimits, Workers
 
 # For models without a template; used only when named.
@@ -27,12 +28,11 @@ PLAIN_TEMPLATE = """\
 MARK = "\ue000the answer goes on here\ue000 "
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning
 NO_CONTENT = ("tool_calls", *REASONING)  # a message with one of these needs no content
-RAW_ARGUMENTS = "raw_arguments"  # the key of a call's arguments that are no JSON object, such as half of one
 MOST_RENDERED = 4  # conversations at once, each by a process
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 # What tells whether a template shows tools.
-PROBE_CONVERSATION = [
+PROBE_CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "a system message that is looked for"},
     {"role": "user", "content": "a question"},
 ]
@@ -104,6 +104,10 @@ class ChatTemplates:
     ) -> str:
         """Return the text of one conversation with its special tokens; see `LLMEngine.chat`.
 
+        Where the template refuses system messages as they are, or leaves one out, their texts become one
+        system message at the beginning, or the beginning of the first user message. Where it takes no objects
+        as arguments of calls, it gets text.
+
         Raises RequestError if an argument is wrong, or the template refuses it, fails or exceeds a limit.
         """
         check_bool(RequestError, "add_generation_prompt", add_generation_prompt)
@@ -115,21 +119,38 @@ class ChatTemplates:
                 param="continue_final_message",
             )
         conversation = [_check_message(i, message) for i, message in enumerate(_message_list(messages))]
-        last = _mark_end(conversation) if continue_final_message else None
         variables = {
             "documents": None,
             **self.special_tokens,
             **_extra_variables(chat_template_kwargs),
-            "messages": conversation,
             "tools": None if tools is None else _check_tools(tools),
             "add_generation_prompt": add_generation_prompt,
         }
         source = self.source(chat_template, has_tools=tools is not None)
         if tools and not self.abilities(chat_template).tools:
             raise RequestError(f"tools are refused: {NO_TOOLS_SHOWN}", param="tools")
+        write = partial(self._write, source, variables, continues=continue_final_message)
+        try:
+            return write_shown(
+                conversation,
+                write,
+                knows_developer=names_role(source, "developer"),
+                keeps_last=continue_final_message,
+            )
+        except RefusedError as refusal:
+            raise RequestError(str(refusal)) from refusal
+
+    def _write(
+        self, source: str, variables: Mapping[str, Any], messages: list[dict[str, Any]], *, continues: bool
+    ) -> str:
+        """Render messages. Raises RefusedError if the template does not take them, else RequestError."""
+        given, last = _marked_end(messages) if continues else (messages, None)
         name = "the conversation (messages, tools and chat_template_kwargs)"
-        text = self._workers.ask({"source": source, "variables": variables}, name)["text"]
-        return text if last is None else _cut_at_mark(text, last)
+        answer = self._workers.ask({"source": source, "variables": {**variables, "messages": given}}, name)
+        for reason in ("refused", "failed"):
+            if reason in answer:
+                raise RefusedError(answer[reason], is_own=reason == "refused")
+        return str(answer["text"]) if last is None else _cut_at_mark(answer["text"], last)
 
     def abilities(self, chat_template: str | None = None) -> Abilities:
         """Return what a template shows to the model. Raises RequestError if there is no template."""
@@ -146,10 +167,10 @@ class ChatTemplates:
         is_rendered = False
         shows_system = False
         for conversation in (PROBE_CONVERSATION[1:], PROBE_CONVERSATION):
-            given = {**self.special_tokens, "documents": None, "messages": conversation}
+            given = {**self.special_tokens, "documents": None}
             try:
                 without, with_tool = (
-                    self._workers.ask({"source": source, "variables": given | {"tools": tools}})["text"]
+                    self._write(source, given | {"tools": tools}, conversation, continues=False)
                     for tools in (None, [PROBE_TOOL])
                 )
             except RequestError:
@@ -187,7 +208,7 @@ class ChatTemplates:
         known = ", ".join(repr(name) for name in sorted({*self.templates, PLAIN}))
         if not isinstance(chat_template, str | None):
             raise RequestError(
-                f"chat_template must be a Jinja template or a name, got {chat_template!r}",
+                f"chat_template must be a Jinja template or a name, got {shown(chat_template)}",
                 param="chat_template",
             )
         if chat_template is None:
@@ -210,11 +231,16 @@ class ChatTemplates:
             return PLAIN_TEMPLATE
         if "{" not in chat_template:
             raise RequestError(
-                f"chat_template {chat_template!r} is neither a Jinja template nor the name of one; "
+                f"chat_template {shown(chat_template)} is neither a Jinja template nor the name of one; "
                 f"there is {known}",
                 param="chat_template",
             )
         return chat_template
+
+
+def names_role(source: str, role: str) -> bool:
+    """Return whether a template's source has this role as a quoted string, as a comparison has it."""
+    return f"'{role}'" in source or f'"{role}"' in source
 
 
 def conversations_of(messages: Any) -> list[Any]:
@@ -225,7 +251,7 @@ def conversations_of(messages: Any) -> list[Any]:
 
 def _message_list(messages: Any) -> list[Any]:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise RequestError(f"messages must be a list of messages, got {messages!r}", param="messages")
+        raise RequestError(f"messages must be a list of messages, got {shown(messages)}", param="messages")
     if not messages:
         raise RequestError("messages must have at least one message, got []", param="messages")
     return list(messages)
@@ -236,17 +262,17 @@ def _check_message(index: int, message: Any) -> dict[str, Any]:
     name = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise RequestError(
-            f'{name} must be a dict such as {{"role": ..., "content": ...}}, got {message!r}', param=name
+            f'{name} must be a dict such as {{"role": ..., "content": ...}}, got {shown(message)}', param=name
         )
     if not isinstance(message.get("role"), str) or not message["role"]:
-        raise RequestError(f'{name} must have a "role" such as "user", got {message!r}', param=name)
+        raise RequestError(f'{name} must have a "role" such as "user", got {shown(message)}', param=name)
     result = {key: value for key, value in message.items() if value is not None}
     content = result.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
         result["content"] = [_check_part(f"{name}.content[{i}]", part) for i, part in enumerate(content)]
     elif not isinstance(content, str) and (content is not None or result.keys().isdisjoint(NO_CONTENT)):
         raise RequestError(
-            f'{name}["content"] must be text or a list of text parts, got {content!r}', param=name
+            f'{name}["content"] must be text or a list of text parts, got {shown(content)}', param=name
         )
     if "tool_calls" in result:
         result["tool_calls"] = _check_calls(f"{name}.tool_calls", result["tool_calls"])
@@ -260,53 +286,30 @@ def _check_part(name: str, part: Any) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind is None:
         raise RequestError(
-            f'{name} must be a dict such as {{"type": "text", "text": ...}}, got {part!r}', param=name
+            f'{name} must be a dict such as {{"type": "text", "text": ...}}, got {shown(part)}', param=name
         )
     if kind != "text":
-        raise RequestError(f"{name} is of type {kind!r}; only parts of type 'text' are supported", param=name)
+        raise RequestError(
+            f"{name} is of type {shown(kind)}; only parts of type 'text' are supported", param=name
+        )
     if not isinstance(part.get("text"), str):
-        raise RequestError(f'{name}["text"] must be a string, got {part.get("text")!r}', param=name)
+        raise RequestError(f'{name}["text"] must be a string, got {shown(part.get("text"))}', param=name)
     return dict(part)
 
 
 def _check_calls(name: str, calls: Any) -> list[Any]:
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
-        raise RequestError(f"{name} must be a list of dicts, got {calls!r}", param=name)
-    return [_with_parsed_arguments(call) for call in calls]
-
-
-def _with_parsed_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the call with its arguments as an object: OpenAI sends text, templates expect a dict."""
-    function = call.get("function")
-    if not isinstance(function, Mapping):
-        return call
-    return {**call, "function": {**function, "arguments": _arguments_of(function.get("arguments"))}}
-
-
-def _arguments_of(given: Any) -> Any:
-    """Return the arguments of a call as an object.
-
-    Arguments that a limit has cut are no JSON. Templates that iterate over the arguments, or print them, take
-    neither a text nor null, so such a text is put into an object.
-    """
-    if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
-        return {}
-    if not isinstance(given, str):
-        return given
-    try:
-        parsed = parse_json(given)
-    except RequestError:
-        parsed = None
-    return parsed if isinstance(parsed, dict) else {RAW_ARGUMENTS: given}
+        raise RequestError(f"{name} must be a list of dicts, got {shown(calls)}", param=name)
+    return [*calls]
 
 
 def _check_tools(tools: Any) -> list[Any]:
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
-        raise RequestError(f"tools must be a list of JSON schemas, got {tools!r}", param="tools")
+        raise RequestError(f"tools must be a list of JSON schemas, got {shown(tools)}", param="tools")
     for i, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
             raise RequestError(
-                f"tools[{i}] must be a dict with the JSON schema of a function, got {tool!r}",
+                f"tools[{i}] must be a dict with the JSON schema of a function, got {shown(tool)}",
                 param=f"tools[{i}]",
             )
     return list(tools)
@@ -317,7 +320,7 @@ def _extra_variables(given: Any) -> Mapping[str, Any]:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise RequestError(
-            f"chat_template_kwargs must be a dict of names and values, got {given!r}",
+            f"chat_template_kwargs must be a dict of names and values, got {shown(given)}",
             param="chat_template_kwargs",
         )
     for name in OWN_VARIABLES:
@@ -329,20 +332,20 @@ def _extra_variables(given: Any) -> Mapping[str, Any]:
     return given
 
 
-def _mark_end(conversation: list[dict[str, Any]]) -> str:
-    """Append the mark to the last message's text. Return the text."""
-    content = conversation[-1].get("content")
+def _marked_end(conversation: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """Return the conversation with the mark after the last message's text, and that text."""
+    *before, last = conversation
+    content = last.get("content")
     if isinstance(content, list) and content:
         part = content[-1]
-        conversation[-1]["content"] = [*content[:-1], {**part, "text": part["text"] + MARK}]
-        return str(part["text"])
+        marked = [*content[:-1], {**part, "text": part["text"] + MARK}]
+        return [*before, {**last, "content": marked}], str(part["text"])
     if not isinstance(content, str):
         raise RequestError(
             "continue_final_message needs a last message that has text to continue",
             param="continue_final_message",
         )
-    conversation[-1]["content"] = content + MARK
-    return content
+    return [*before, {**last, "content": content + MARK}], content
 
 
 def _cut_at_mark(text: str, last: str) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from ..model.gguf_names import GGUF_KEY
+from ..model.gguf_paths import GGUF_KEY
 from ..model.hf_config import read_json
 from .tokenizer_files import SPECIAL_TOKENS
-from .tokenizer_worker import GENERAL_CLASSES
+from .tokenizer_source import GENERAL_CLASSES
 
 # Types of model for which transformers takes no other class.
 MODEL_TYPES = ("llama", "qwen3")

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from ..errors import RequestError
 from .tokenizer_bounds import PIPELINE, why_unbounded, why_undecodable
 from .tokenizer_files import allowed_roots
-from .tokenizer_worker import Source
+from .tokenizer_source import Source
 from .worker import Worker, WorkerLimits, Workers
 
 # A prompt may take 5 seconds, for which the engine waits. Loading includes importing transformers.

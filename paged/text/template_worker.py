@@ -97,7 +97,11 @@ def joined(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(source: str, variables: dict[str, Any], most_characters: int) -> dict[str, str]:
-    """Return {"text": the rendered text} or {"error": the reason}."""
+    """Return {"text": the rendered text}, or why there is none.
+
+    "refused" is in the template's own words, "failed" says what it cannot do with this conversation, and
+    "error" is one of every conversation.
+    """
     try:
         template, takes_parts = compiled(source)
         if not takes_parts:
@@ -111,7 +115,7 @@ def render(source: str, variables: dict[str, Any], most_characters: int) -> dict
             pieces.append(piece)
         return {"text": "".join(pieces)}
     except Raised as error:
-        return {"error": f"the chat template refuses this: {str(error)[:MOST_MESSAGE]}"}
+        return {"refused": f"the chat template refuses this: {str(error)[:MOST_MESSAGE]}"}
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"the chat template has an error in line {error.lineno}: {error.message}"}
     except MemoryError:
@@ -120,7 +124,7 @@ def render(source: str, variables: dict[str, Any], most_characters: int) -> dict
         return {"error": "the chat template is nested too deeply, or calls itself without end"}
     # The template is code and may raise anything.
     except Exception as error:
-        return {"error": f"the chat template failed: {type(error).__name__}: {str(error)[:MOST_MESSAGE]}"}
+        return {"failed": f"the chat template failed: {type(error).__name__}: {str(error)[:MOST_MESSAGE]}"}
 
 
 if __name__ == "__main__":

@@ -8,17 +8,16 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import CheckpointError, RequestError
 from .direct_tokenizer import DirectTokenizer
-from .linear_regex import matches_runs
-from .marked_text import MarkedText, encode_marked
-from .remote_tokenizer import RemoteTokenizer
 from .token_bytes import TokenBytes
-from .tokenizer_bounds import parts_of, why_unbounded
 from .tokenizer_files import check_tokenizer, damaged_tokenizer, first_line, may_load_here, source_of
-from .tokenizer_worker import PROBE, is_panic, load
+from .tokenizer_source import PROBE, is_panic
+
+if TYPE_CHECKING:
+    from .marked_text import MarkedText
 
 # A text that may be too long is tokenized in growing pieces from its beginning.
 FIRST_CHARACTERS = 4096
@@ -34,6 +33,8 @@ class Tokenizer:
 
     def __init__(self, directory: Path) -> None:
         """Load the tokenizer of a directory. Raises CheckpointError for files that are missing or wrong."""
+        from .tokenizer_bounds import parts_of
+
         check_tokenizer(directory)
         self.directory = directory
         # Its thread pool deadlocks in forked children and gains nothing on single prompts.
@@ -56,12 +57,16 @@ class Tokenizer:
 
     def _loaded(self) -> Any:
         """Return the tokenizer, in this process if its time and memory are known to be bounded."""
+        from .tokenizer_bounds import parts_of, why_unbounded
+
         source = source_of(self.directory)
         if may_load_here(source):
             found = DirectTokenizer.of(self.directory) or self.hf
             if why_unbounded(parts_of(found.backend_tokenizer), has_model=False) is None:
                 return found
             self.__dict__.pop("hf", None)
+        from .remote_tokenizer import RemoteTokenizer
+
         remote = RemoteTokenizer(source)
         if remote.why_unbounded is None:  # its files or its class are unusual, but not what they describe
             remote.close()
@@ -77,6 +82,8 @@ class Tokenizer:
     @cached_property
     def hf(self) -> Any:
         """The tokenizer of transformers. Raises CheckpointError if it works in another process."""
+        from .tokenizer_worker import load
+
         if self._why_remote is not None:
             raise CheckpointError(
                 f"{self.directory}: the tokenizer works in a process of bounded time and memory, because "
@@ -132,8 +139,8 @@ class Tokenizer:
         The plain spans of a MarkedText are spelled with ordinary tokens.
         """
         try:
-            if isinstance(text, MarkedText) and text.plain:
-                return self._encode_marked(text, add_special_tokens)
+            if getattr(text, "plain", ()):
+                return self._encode_marked(cast("MarkedText", text), add_special_tokens)
             # Making the masks would take three times as long.
             encoded = self._tokenizer(
                 text,
@@ -156,6 +163,8 @@ class Tokenizer:
     def _encode_marked(self, text: MarkedText, add_special_tokens: bool) -> list[int]:
         backend = None if self._why_remote else getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is not None:
+            from .marked_text import encode_marked
+
             return encode_marked(text, backend, add_special_tokens=add_special_tokens)
         # Cut within each span, none of the pieces has the text of a special token.
         cuts = [0, *(start + 1 for start, _ in text.plain), len(text)]
@@ -247,6 +256,8 @@ def _is_local(parts: Mapping[str, Any]) -> bool:
 
     parts: empty if unknown.
     """
+    from .linear_regex import matches_runs
+
     if not parts:
         return False
     removing = [parts["normalizer"]]

@@ -11,12 +11,12 @@ from typing import Any
 
 from ..base.garbage import without_collection
 from ..base.validation import shown
-from ..errors import CheckpointError, UnsupportedModelError
-from ..model.families.multimodal import NATIVE
-from ..model.gguf_names import NO_TOKENIZER_KEY
+from ..errors import CheckpointError, MissingModelError, UnsupportedModelError
+from ..model.families.table import ARCHITECTURES
+from ..model.gguf_paths import NO_TOKENIZER_KEY
 from ..model.hf_config import MAX_JSON_BYTES, check_file, read_json
-from .tokenizer_bounds import why_unbounded
-from .tokenizer_worker import Source
+from .tokenizer_growth import MOST_OF_TOKEN, why_growing
+from .tokenizer_source import Source
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 # Files that hold a vocabulary. Without one, transformers makes a tokenizer that knows no text.
@@ -62,7 +62,7 @@ def check_tokenizer(directory: Path) -> None:
         found = [name for name in FILES if (directory / name).exists()]
         but = f", found only {found[0]}" if found else ""
         files = f"{', '.join(FILES[:-1])} and {FILES[-1]}"
-        raise CheckpointError(f"{directory} has no tokenizer: looked for {files}{but}; {WAY_OUT}")
+        raise MissingModelError(f"{directory} has no tokenizer: looked for {files}{but}; {WAY_OUT}")
     try:
         for file in _files(directory):
             _check_place(directory, file)
@@ -119,35 +119,54 @@ def source_of(directory: Path) -> Source:
 def may_load_here(source: Source) -> bool:
     """Return whether loading a tokenizer in this process takes bounded time and memory, going by its files.
 
-    Raises CheckpointError if tokenizer.json is not JSON.
+    Raises CheckpointError for a file that is not JSON, or makes text too long.
     """
     directory = Path(source.directory)
     file = directory / "tokenizer.json"
+    others = sorted(directory.glob("tokenizer.*json")) if "fast_tokenizer_files" in source.settings else []
+    are_bounded = [_is_bounded(each) for each in {file: None, **dict.fromkeys(others)} if each.exists()]
     named = source.named_class or source.tokenizer_class
     return (
         file.exists()
-        and source.model_type in (None, *(known.model_type for known in NATIVE.values()))
+        and _is_native(source.model_type)
         and (named is None or named.removesuffix("Fast") in KNOWN_CLASSES)
         and not {"auto_map", "fast_tokenizer_files"} & {*source.settings}
         and not any(directory.glob("tekken*.json"))
-        and _describes_a_bounded_one(file)
+        and all(are_bounded)
     )
 
 
-def _describes_a_bounded_one(file: Path) -> bool:
+def _is_native(model_type: str | None) -> bool:
+    if model_type is None or any(model_type == known.model_type for known in ARCHITECTURES.values()):
+        return True
+    from ..model.families.multimodal import MULTIMODAL
+
+    return any(model_type == known.model_type for known in MULTIMODAL.values())
+
+
+def _is_bounded(file: Path) -> bool:
+    """Return whether a file describes a tokenizer that is known to be bounded.
+
+    Raises CheckpointError if it is not JSON, or makes text too long.
+    """
+    from .tokenizer_bounds import why_unbounded
+
     with without_collection():  # a list for each merge: it would triple the time
-        return why_unbounded(read_json(file)) is None
+        description = read_json(file)
+        if why := why_growing(description):
+            raise CheckpointError(f"{file}: {why}")
+        return why_unbounded(description) is None
 
 
 # The types of values
 
 
 def _is_token(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return isinstance(value, str)
-    content = value.get("content")
-    flags = {**value, "__type": False, "id": False, "content": False}
-    return isinstance(content, str) and all(isinstance(flag, bool) for flag in flags.values())
+    content = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(content, str) or len(content) > MOST_OF_TOKEN:
+        return False
+    flags = {**value, "__type": False, "id": False, "content": False} if isinstance(value, dict) else {}
+    return all(isinstance(flag, bool) for flag in flags.values())
 
 
 def _is_tokens(value: Any) -> bool:
@@ -210,7 +229,7 @@ def _is_empty(value: Any) -> bool:
 
 
 Kind = tuple[Callable[[Any], bool], str]
-_TOKEN: Kind = (_is_token, "a string or the fields of a token")
+_TOKEN: Kind = (_is_token, f"a string or the fields of a token, of at most {MOST_OF_TOKEN:,} characters")
 _TOKENS: Kind = (_is_tokens, "a list or object of tokens")
 _TEXT: Kind = (_is_text, "a string")
 _CLASS: Kind = (_is_class, 'the name of a tokenizer\'s class, such as "LlamaTokenizer"')

@@ -8,36 +8,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from .worker import serve
+from .tokenizer_source import PROBE, Source
 
-# Tokenized when a tokenizer is loaded, so that most of what fails on some texts fails there.
-PROBE = (
-    "The café, naïve — 日本語 한국어 🙂👩‍👩‍👧 \ue000\x00\x7f\u0301 don't 12345.67e+89\t\r\n\n  def f(x):"
-    + " " * 99
-    + "ﬁ½ﷺ x"
-)
 MOST_CHARACTERS = 500  # of an error's message
-
-# Classes of transformers that take all from tokenizer.json.
-GENERAL_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
-
-
-class Source(NamedTuple):
-    """What a tokenizer of transformers is loaded from.
-
-    directory: of its files.
-    tokenizer_class, model_type, model_name: as config.json has them.
-    settings: the keys of tokenizer_config.json, and `named_class` is its tokenizer_class.
-    """
-
-    directory: str
-    tokenizer_class: str | None
-    model_type: str | None
-    model_name: str | None
-    settings: Sequence[str]
-    named_class: str | None
 
 
 def load(source: Source) -> Any:
@@ -89,11 +64,6 @@ def _config(source: Source) -> Any:
     if source.model_name is not None:
         config.model_name = source.model_name
     return config
-
-
-def is_panic(error: BaseException) -> bool:
-    """Return whether an error is a panic of Rust, whose class cannot be imported."""
-    return type(error).__module__ == "pyo3_runtime"
 
 
 # The process
@@ -189,5 +159,7 @@ def _has_own_decode(hf: Any) -> bool:
 
 
 if __name__ == "__main__":
+    from .worker import serve
+
     os.environ["HF_HUB_OFFLINE"] = "1"
     serve(_Held().answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..requests.answer_start import AnswerStart
 from ..requests.request import Request
 from ..requests.stop_strings import Match, StopStrings
 from .detokenizer import Detokenizer
@@ -11,7 +12,8 @@ from .tokenizer import Tokenizer
 class Transcript:
     """The text of a request, updated by `read`.
 
-    The longest suffix that may become a stop string is held back. Text that was visible never changes.
+    The longest suffix that may become a stop string is held back, and so is a beginning that may be reasoning
+    or answer where stop strings end the answer alone. Text that was visible never changes.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
@@ -30,6 +32,10 @@ class Transcript:
         self._stops = request.inputs.stops
         self._state = 0  # of the automaton in _stops
         self._found: str | None = None  # the stop string at which the text ends
+        self._num_unread = 0  # characters in which stop strings are not searched: of a fork's parent
+        self._num_early = 0  # characters of the first min_tokens tokens
+        tags = params.no_stop_within if self._stops is not None else None
+        self._answer_start = None if tags is None else AnswerStart(*tags)  # until the answer begins
 
     @property
     def visible(self) -> str:
@@ -48,6 +54,8 @@ class Transcript:
         """The number of characters of the text that will not change."""
         if self._stops is None or self._is_complete:
             return len(self._text)
+        if self._answer_start is not None and self._answer_start.is_open:
+            return 0
         return len(self._text) - self._stops.num_open(self._state)
 
     def since(self, start: int) -> str:
@@ -84,6 +92,10 @@ class Transcript:
 
     def _complete(self, ends_with_a_token: bool) -> None:
         """Show all text, as the request has finished."""
+        if self._answer_start is not None and self._stops is not None:
+            self._search(self._stops, len(self._text) - len(self._answer_start.finish()))
+            if self._is_complete:
+                return
         if ends_with_a_token and self.request.inputs.params.include_stop_str_in_output:
             self._append(self._detokenizer.append(self.request.token_ids[-1]))
         self._append(self._detokenizer.finish())
@@ -95,16 +107,30 @@ class Transcript:
             if self._is_complete:
                 break
             self.num_tokens += 1
+            start = len(self._text)
             text = self._detokenizer.append(token_id)
             self._append(text)
             if self.num_tokens <= inputs.num_unstopped_tokens:
-                continue
-            if self.num_tokens <= inputs.params.min_tokens:
-                self._state = stops.skip(self._state, text)
-                continue
-            self._state, match = stops.read(self._state, text)
-            if match is not None:
-                self._cut(len(self._text) - len(text), match)
+                self._num_unread = len(self._text)
+            elif self.num_tokens <= inputs.params.min_tokens:
+                self._num_early = len(self._text)
+            if self._answer_start is not None:
+                answer = self._answer_start.read(text)
+                if answer is None:
+                    continue
+                self._answer_start = None
+                start = len(self._text) - len(answer)
+            self._search(stops, start)
+
+    def _search(self, stops: StopStrings, start: int) -> None:
+        """Search the text from `start` on, and end it at the first stop string."""
+        start = max(start, self._num_unread)
+        if start < self._num_early:
+            self._state = stops.skip(self._state, self._text[start : self._num_early])
+            start = self._num_early
+        self._state, match = stops.read(self._state, self._text[start:])
+        if match is not None:
+            self._cut(start, match)
 
     def _cut(self, start: int, match: Match) -> None:
         """End the text at a match whose positions count from `start`."""

@@ -21,17 +21,36 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import LifoQueue
 from typing import Any
 
-from ..errors import RequestError
+import psutil
+
+from ..errors import RequestError, WorkerLostError
 
 MOST_READ = 2**20  # bytes at once
+PIECE = 2**16  # characters of a text that are encoded or parsed by one call
+TEXT_END = b"\r"  # after a piece of a reply's text; in JSON it is escaped
+LOOK_AT_PROCESS_S = 0.5  # between two looks whether a process that does not answer was stopped
+# By which a process ends for what it computes: the limit of its time, no memory, an error of a library.
+OWN_SIGNALS = (
+    signal.SIGPROF,
+    signal.SIGABRT,
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGXFSZ,
+)
 ROOT = str(Path(__file__).parents[2])  # where a process finds the package that its parent runs
+
+
+class _StoppedError(Exception):
+    """The process was stopped from outside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +91,7 @@ class Worker:
         self._subject = subject
         self._setup = None if setup is None else _line(setup, setup_s)
         self._setup_s = setup_s
-        self._unsent = b""  # of the setup
+        self._unsent = bytearray()  # of the setup
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
         self._is_set_up = False
@@ -89,8 +108,10 @@ class Worker:
 
         name: of the request, for messages.
 
+        A process that is killed or stopped from outside is replaced, and asked once more.
+
         Raises RequestError if the request is not JSON or too long, if it exceeds a limit or ends the
-        process, or if the answer is an error.
+        process, or if the answer is an error; WorkerLostError if the second process is lost too.
         """
         try:
             line = _line(request, self.limits.time_s)
@@ -101,11 +122,17 @@ class Worker:
                 f"{name} has {len(line)} characters as JSON, more than {self.limits.characters}"
             )
         with self._lock:
-            if self._process is None:
-                self._start()
-            if self._setup is not None and not self._is_set_up:
-                self._finish_setup()
-            return self._exchange(line, self.limits.time_s)
+            try:
+                return self._answer(line)
+            except WorkerLostError:
+                return self._answer(line)
+
+    def _answer(self, line: bytearray) -> dict[str, Any]:
+        if self._process is None:
+            self._start()
+        if self._setup is not None and not self._is_set_up:
+            self._finish_setup()
+        return self._exchange(line, self.limits.time_s)
 
     def restart(self) -> None:
         """Start the process without waiting for it if there is none, so that the next call finds it ready."""
@@ -118,7 +145,7 @@ class Worker:
         self._is_set_up = True
         return reply
 
-    def _exchange(self, line: bytes, time_s: float) -> dict[str, Any]:
+    def _exchange(self, line: bytearray, time_s: float) -> dict[str, Any]:
         process = self._process
         assert process is not None
         wall_s = self.limits.wall_s * max(1.0, time_s / self.limits.time_s)  # the setup has more of both
@@ -127,13 +154,24 @@ class Worker:
         except TimeoutError:
             self.close()
             raise RequestError(f"{self._subject} takes more than {wall_s:g} s") from None
+        except _StoppedError:
+            self.close()
+            raise WorkerLostError(f"the process that runs {self._subject} was stopped; try again") from None
         except BaseException:  # an interrupt: the reply would be read as that of the next request
             self.close()
             raise
-        if not reply.endswith(b"\n"):
+        *texts, rest = reply
+        if not rest.endswith(b"\n"):
             self.close()
-            raise RequestError(self._end_of(process.returncode, time_s))
-        answer = dict(json.loads(reply))
+            code = process.returncode
+            if code < 0 and -code not in OWN_SIGNALS:
+                raise WorkerLostError(
+                    f"the process that runs {self._subject} was killed by signal {-code}; try again"
+                )
+            raise RequestError(self._end_of(code, time_s))
+        answer = dict(json.loads(rest))
+        if texts:
+            answer["text"] = "".join(map(json.loads, texts))
         if "error" in answer:
             raise RequestError(answer["error"])
         if not answer:
@@ -220,7 +258,7 @@ class Workers:
             worker.close()
 
 
-def _write(process: subprocess.Popen[bytes], data: bytes | memoryview) -> int:
+def _write(process: subprocess.Popen[bytes], data: bytearray | memoryview) -> int:
     """Write what the pipe takes. Return how many bytes; all if the process has ended: no reply will come."""
     assert process.stdin is not None
     try:
@@ -229,34 +267,82 @@ def _write(process: subprocess.Popen[bytes], data: bytes | memoryview) -> int:
         return len(data)
 
 
-def _reply(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
-    """Write a line, and read one. Return what there is of it if the process ends. Raises TimeoutError."""
+def _reply(process: subprocess.Popen[bytes], line: bytearray, deadline: float) -> list[bytearray]:
+    """Write a line, and read one. Return its pieces, or what there is of them if the process ends.
+
+    Raises TimeoutError, or _StoppedError if the process was stopped.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
     unsent = memoryview(line)
-    parts = list[bytes]()
+    pieces = [bytearray()]
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
-    while not (parts and parts[-1].endswith(b"\n")):
+    look_at = time.monotonic() + LOOK_AT_PROCESS_S
+    while not pieces[-1].endswith(b"\n"):
         unsent = unsent[_write(process, unsent) :]
         if unsent:
             poll.register(process.stdin, select.POLLOUT)
         else:
             with suppress(KeyError):
                 poll.unregister(process.stdin)
-        left = deadline - time.monotonic()
-        if left <= 0:
+        now = time.monotonic()
+        if now >= deadline:
             raise TimeoutError
-        if any(fd == process.stdout.fileno() for fd, _ in poll.poll(left * 1000)):
+        if now >= look_at:
+            look_at = now + LOOK_AT_PROCESS_S
+            if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+                raise _StoppedError
+        wait_s = min(deadline, look_at) - now
+        if any(fd == process.stdout.fileno() for fd, _ in poll.poll(wait_s * 1000)):
             part = process.stdout.read(MOST_READ)
             if part == b"":
                 break
-            parts.append(part or b"")
-    return b"".join(parts)
+            first, *others = (part or b"").split(TEXT_END)
+            pieces[-1] += first
+            pieces += map(bytearray, others)
+    return pieces
 
 
-def _line(request: dict[str, Any], time_s: float) -> bytes:
-    return json.dumps([time_s, request]).encode() + b"\n"
+def _line(request: dict[str, Any], time_s: float) -> bytearray:
+    line = bytearray(b"[%b, " % json.dumps(time_s).encode())
+    for piece in _in_pieces(request):
+        line += piece
+    line += b"]\n"
+    return line
+
+
+def _in_pieces(value: Any) -> Iterator[bytes]:
+    """Yield a value as JSON, so that no call takes long: other threads wait for it."""
+    if type(value) is str and len(value) > PIECE:
+        yield b'"'
+        for start in range(0, len(value), PIECE):
+            yield json.dumps(value[start : start + PIECE])[1:-1].encode()
+        yield b'"'
+    elif type(value) is dict and all(type(name) is str for name in value):
+        yield b"{"
+        for i, (name, entry) in enumerate(value.items()):
+            yield (", " if i else "").encode() + json.dumps(name).encode() + b": "
+            yield from _in_pieces(entry)
+        yield b"}"
+    elif type(value) is list:
+        yield b"["
+        for i, entry in enumerate(value):
+            yield b", " if i else b""
+            yield from _in_pieces(entry)
+        yield b"]"
+    else:
+        yield json.dumps(value).encode()
+
+
+def _reply_of(answer: dict[str, Any]) -> str:
+    """Return an answer as JSON, after the pieces of a long text."""
+    text = answer.get("text")
+    if not (isinstance(text, str) and len(text) > PIECE):
+        return json.dumps(answer)
+    pieces = [json.dumps(text[start : start + PIECE]) for start in range(0, len(text), PIECE)]
+    rest = {name: value for name, value in answer.items() if name != "text"}
+    return TEXT_END.decode().join([*pieces, json.dumps(rest)])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -285,7 +371,7 @@ def serve(answer: Callable[..., dict[str, Any]]) -> None:
         try:
             time_s, request = json.loads(line)
             signal.setitimer(signal.ITIMER_PROF, time_s)  # SIGPROF ends the process, even in a C call
-            reply = json.dumps(answer(**request, most_characters=most_characters))
+            reply = _reply_of(answer(**request, most_characters=most_characters))
         except MemoryError:
             reply = "{}"
         except RecursionError:

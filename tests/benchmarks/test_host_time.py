@@ -6,10 +6,10 @@ from tests.aot import run_compiler
 
 
 def test_it_measures_every_part_of_a_step():
-    options = ["--num-requests", "1", "3", "--context", "20", "--steps", "5"]
+    options = ["--num-requests", "1", "3", "1024", "--context", "20", "--steps", "5"]
     *lines, last = run_compiler("benchmarks.host_time", *options).splitlines()
     rows = json.loads(last)["rows"]
-    assert [row["requests"] for row in rows] == [1, 3]
+    assert [row["requests"] for row in rows] == [1, 3, 1024]
     for row in rows:
         assert min(row[part] for part in ("schedule", "upload", "launch", "update")) > 0
         assert 28 * 5 < row["launches"] <= 28 * 10 + 12, "of 28 layers, and of the others"

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ import pytest
 
 from paged import LLMEngine, SamplingParams
 from paged.commands import cli, common
+from paged.model.config import DEMO
+from paged.model.generation_config import chat_defaults
 from paged.scheduler.schedule import StepOutput
 from tests.support.command_line import write
 
@@ -143,6 +146,71 @@ def test_commands_of_the_conversation(run, loaded, tmp_path):
         f"paged: /save: {tmp_path}: Is a directory",
         "paged: there is no command '/nothing'; /help lists them, // begins a turn with /",
     ]
+
+
+CHAT = ("chat", "--chat-template", TEMPLATE, "--max-tokens", "5")
+
+
+def test_a_chat_samples_less_widely_where_nobody_says_how(run, loaded):
+    """/params shows what is in effect and where it comes from, and sets it for the answers from then on."""
+    drawn = []
+    add_request = loaded.add_request
+
+    def recording(request_id, prompt, params):
+        drawn.append(params)
+        add_request(request_id, prompt, params)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loaded, "add_request", recording)
+        lines = [
+            "a",
+            "/params",
+            "/params temperature=0.5 min_p= stop='[\"x y\"]'",
+            "a",
+            "/params temperature= stop=",
+            "a",
+            "/params top_p=2",
+            "/params n=2",
+            "/params seed=1",
+            "/params warmth=1",
+            "/params temperature",
+            "/reset",
+            "a",
+        ]
+        code, out, err = run(*CHAT, stdin="\n".join(lines))
+        run(*CHAT, "--top-k", "5", stdin="a")
+        run(*CHAT, "--temperature", "1", stdin="a")
+    shapes = [(params.temperature, params.min_p, params.top_k, params.stop) for params in drawn]
+    plain = (0.8, 0.05, 0, ())
+    assert shapes == [plain, (0.5, 0.05, 0, ("x y",)), plain, plain, (1.0, 0.0, 5, ()), (1.0, 0.0, 0, ())]
+    assert code == 1
+    shown = out.partition("top_p=1.0")[2].splitlines()
+    assert re.search(r"^temperature=0\.8 +of a chat$", out, re.M)
+    assert re.search(r"^max_tokens=5 +yours$", out, re.M)
+    assert shown[1:3] == ["top_k=0", "min_p=0.05              of a chat"]
+    for line, part in zip(
+        err.splitlines(),
+        ["top_p must be", "one answer", "--seed", "no parameter 'warmth'", "NAME=VALUE"],
+        strict=True,
+    ):
+        assert part in line
+
+
+def test_the_checkpoints_own_sampling_is_kept(run, monkeypatch, tmp_path):
+    for name, settings, expected in (
+        ("shape", {"top_k": 7}, (1.0, 0.0, 7)),
+        ("none", {"repetition_penalty": 1.1}, (0.8, 0.05, 0)),
+    ):
+        directory = tmp_path / name
+        shutil.copytree(DEMO, directory)
+        write(directory / "generation_config.json", json.dumps({"eos_token_id": 0, **settings}))
+        own = LLMEngine(str(directory), num_blocks=64, device="cpu", max_model_len=60)
+        monkeypatch.setattr(common, "start", lambda _, own=own: own)
+        _, out, _ = run(*CHAT, stdin="/params\n")
+        found = {name: json.loads(value) for name, value in re.findall(r"(?m)^(\w+)=(\S+)", out)}
+        assert tuple(found[name] for name in ("temperature", "min_p", "top_k")) == expected
+        assert ("top_k=7                 of the checkpoint" in out) == (name == "shape")
+    assert chat_defaults("vllm", {}) == {}
 
 
 @pytest.mark.usefixtures("loaded")

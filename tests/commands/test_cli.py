@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +19,12 @@ from paged import EngineConfig, LLMEngine, SamplingParams, StructuredOutputsPara
 from paged.base.from_vllm import neutral_of
 from paged.commands import cli, common, generate
 from paged.commands.headings import HEADINGS
+from paged.device import threads
+from paged.model.config import DEMO
 from paged.model.families.multimodal import NATIVE
 from paged.protocol.jobs import read_jobs
 from paged.scheduler.schedule import StepOutput
+from tests.support.checkpoints import edit_json
 from tests.support.command_line import write
 from tests.support.served import eventually
 
@@ -179,7 +183,7 @@ def test_every_sampling_flag_reaches_the_engine(run, monkeypatch, tmp_path):
     monkeypatch.setattr(common, "start", StandIn)
     monkeypatch.setattr(generate, "_stream", lambda engine, *given: seen.append((engine.options, *given)))
     monkeypatch.setattr(generate, "_check_shows_text", lambda _: None)
-    no_flags = {"logits_processors", "output_kind", "seed"}  # --seed is the engine's
+    no_flags = {"logits_processors", "output_kind", "no_stop_within", "seed"}  # --seed is the engine's
     assert {*FLAGS} | no_flags == {field.name for field in fields(SamplingParams)}
     given = {name: value for name, (_, value) in FLAGS.items() if name not in ("stop", "detokenize")}
     run("generate", "x", *(text for name in given for text in FLAGS[name][0]))
@@ -633,7 +637,7 @@ def test_unknown_models(run, tmp_path, monkeypatch):
         == f"paged: no such directory or GGUF file: {missing}"
     )
     assert "config.json" in run.fails("generate", "x", "--model", tmp_path, code=1)
-    assert "is a file" in run.fails("generate", "x", "--model", write(tmp_path / "file"), code=1)
+    assert "is a file" in run.fails("generate", "x", "--model", write(tmp_path / "file"))
 
 
 @pytest.mark.parametrize(
@@ -809,7 +813,7 @@ def test_warmup_refuses_before_it_loads(run):
 
 
 def test_a_model_that_cannot_be_divided_is_an_error_of_all_its_processes(run):
-    """With exit code 1, which each of them has."""
+    """With exit code 2, which each of them has: starting again changes nothing."""
     for options, message in (
         (("-tp", 5), "these numbers do: 2, 4, 8"),
         (("-pp", 9), "pipeline_parallel_size 9 is more than the 4 layers of the model"),
@@ -817,5 +821,53 @@ def test_a_model_that_cannot_be_divided_is_an_error_of_all_its_processes(run):
         (("-pp", 2, "--pipeline-layers", 4), "a number for each of the 2 stages"),
     ):
         code, out, err = run("generate", "x", *options)
-        assert (code, out) == (1, "")
+        assert (code, out) == (2, "")
         assert message in err
+
+
+# The exit code of a start, its options, and what is wrong: 2 if starting again changes nothing.
+STARTS = [
+    (2, "--tensor-parallel-size=3", "", "3 does not divide"),
+    (2, "-pp=2 --pipeline-layers=4 --pipeline-layers=4", "", "and the model has 4"),
+    (2, "-pp=2", "RANK", "RANK is set and WORLD_SIZE is not"),
+    (2, "--max-model-len=1000000000", "", "max_model_len"),
+    (2, "", "architecture", "MambaForCausalLM"),
+    (2, "", "damaged", "config.json: is not JSON"),
+    (2, "", "truncated", "truncated"),
+    (1, "", "no weights", "only safetensors are read"),
+    (1, "", "no tokenizer", "has no tokenizer"),
+    (1, "", "no config", "does not exist"),
+    (1, "", "no directory", "no such directory"),
+    (1, "-pp=4", "one core", "need as many CPU cores; there are 1"),
+]
+
+
+@pytest.mark.parametrize(("code", "options", "fault", "message"), STARTS)
+def test_exit_codes_of_starts(run, tmp_path, monkeypatch, code, options, fault, message):
+    """The unit of systemd starts a server again after 1 alone."""
+    model = shutil.copytree(DEMO, tmp_path / "model")
+    match fault:
+        case "RANK":
+            monkeypatch.setenv("RANK", "0")
+        case "architecture":
+            edit_json(model / "config.json", architectures=["MambaForCausalLM"])
+        case "damaged":
+            (model / "config.json").write_text("{")
+        case "truncated":
+            file = model / "model.safetensors"
+            file.write_bytes(file.read_bytes()[:-100])
+        case "no weights":
+            (model / "model.safetensors").unlink()
+        case "no tokenizer":
+            for file in model.glob("tokenizer*"):
+                file.unlink()
+        case "no config":
+            (model / "config.json").unlink()
+        case "no directory":
+            model = tmp_path / "nowhere"
+        case "one core":
+            monkeypatch.setattr(threads, "usable_cores", lambda: 1)
+            monkeypatch.setattr(threads, "_is_chosen", lambda _: False)
+    found, out, err = run("generate", "x", "--model", model, *options.split())
+    assert (found, out) == (code, "")
+    assert message in err.splitlines()[-1]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import huggingface_hub as hub
 import pytest
 
 from paged.model.config import DEMO
+from paged.model.hub import resolve_config
 from paged.simulate.cost import DATA_SHEETS, Coefficients
 from paged.simulate.machine import Measured
 from tests.support.checkpoints import edit_json
@@ -49,8 +51,10 @@ def test_this_machine_is_measured(run):
 
 def test_a_plan_as_text(run, monkeypatch):
     monkeypatch.setattr(
-        "paged.simulate.plan.measure", lambda _: Measured(Coefficients(step_s=0.01), 1e10, 1e12)
+        "paged.simulate.plan.measure", lambda _: Measured(Coefficients(step_s=1.0), 1e10, 1e12)
     )
+    # Of a model so small, steps are measured.
+    monkeypatch.setattr("paged.simulate.plan.measure_steps", lambda *_: Coefficients(step_s=0.01))
     code, out, _ = run("plan", "demo", "--device", "cpu", "--num-blocks", "32", "--quantization", "int8")
     assert code == 1
     lines = out.splitlines()
@@ -77,9 +81,9 @@ def test_bad_input(run, tmp_path, monkeypatch):
     shutil.copy(DEMO / "config.json", tmp_path)
     (tmp_path / "model.safetensors").symlink_to(DEMO / "model.safetensors")
     edit_json(tmp_path / "config.json", intermediate_size=96)
-    assert "but config.json makes it" in run.refused("plan", tmp_path, "--device", "H200", code=1)
+    assert "but config.json makes it" in run.refused("plan", tmp_path, "--device", "H200")
     edit_json(tmp_path / "config.json", num_key_value_heads=3)
-    assert "num_key_value_heads" in run.refused("plan", tmp_path, "--device", "H200", code=1)
+    assert "num_key_value_heads" in run.refused("plan", tmp_path, "--device", "H200")
 
 
 class Repository:
@@ -105,12 +109,14 @@ def test_headers_of_a_hub_id(run, tmp_path, monkeypatch):
     shutil.copy(DEMO / "config.json", tmp_path)
     fetched = []
 
-    def fetch(model, file, revision):
+    def fetch(model, *, revision, allow_patterns, **_):
         assert (model, revision) == ("org/name", "v1")
-        fetched.append(file)
-        return str(tmp_path / file)
+        fetched.extend(allow_patterns)
+        return str(tmp_path)
 
-    monkeypatch.setattr(hub, "hf_hub_download", fetch)
+    siblings = [SimpleNamespace(rfilename=file.name) for file in DEMO.iterdir()]
+    monkeypatch.setattr(hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=siblings))
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
     monkeypatch.setattr(hub, "HfFileSystem", Repository)
     options = ("--device", "H200", "--json")
     figures, whole = (
@@ -126,7 +132,64 @@ def test_hub_id_that_cannot_be_fetched(run, monkeypatch):
     def fail(*_, **__):
         raise OSError("404: no such model\nand more")
 
-    monkeypatch.setattr(hub, "hf_hub_download", fail)
+    monkeypatch.setattr(hub.HfApi, "model_info", fail)
     assert run.refused("plan", "nowhere", code=1).endswith(
         " could be fetched from the hub: 404: no such model"
     )
+
+
+# As a model is given: a word, a repository, a commit of it, a GGUF file, a draft model.
+UNREACHABLE = [
+    ("nosuch",),
+    ("no/such",),
+    ("no/such", "--revision", "a" * 40),
+    ("no/such:Q4_K_M",),
+    ("demo", "--speculative-config", '{"model": "no/such"}'),
+]
+
+
+@pytest.mark.parametrize("model", UNREACHABLE, ids=" ".join)
+@pytest.mark.parametrize("command", [("plan",), ("bench", "latency")], ids=" ".join)
+def test_a_hub_that_is_not_reached_is_asked_once(run, tmp_path, monkeypatch, command, model):
+    """Whatever the command reads of a model: its config and headers, or all of it."""
+    requests = []
+
+    def refuse(request):
+        if "such" in request.url.path:  # not what the library asks for itself
+            requests.append(request.url)
+        raise http.ConnectError("Name or service not known")
+
+    http = sys.modules[hub.errors.HfHubHTTPError.__bases__[0].__module__.partition(".")[0]]
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    hub.set_client_factory(lambda: http.Client(transport=http.MockTransport(refuse)))
+    try:
+        message = run.fails(*command, *model, code=1)
+    finally:
+        hub.set_client_factory(hub.utils._http.default_client_factory)
+    assert message.endswith(" could be fetched from the hub: Name or service not known")
+    assert len(requests) == 1
+
+
+def test_what_the_cache_has_needs_no_hub(run, tmp_path, monkeypatch):
+    """The config of a model that was planned before, of which nothing else was fetched, and a whole one."""
+
+    def fail(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr(hub.HfApi, "model_info", fail)
+    monkeypatch.setattr(hub.HfApi, "list_repo_tree", fail)
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    root = tmp_path / "models--org--name"
+    snapshot = root / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(snapshot.name)
+    shutil.copy(DEMO / "config.json", snapshot)
+    assert resolve_config("org/name") == snapshot
+    assert run.refused("plan", "org/name", code=1).endswith(" from the hub: no network")
+    shutil.copytree(DEMO, snapshot, dirs_exist_ok=True)
+    figures, whole = (
+        json.loads(run("plan", m, "--device", "H200", "--json")[1]) for m in ("org/name", "demo")
+    )
+    assert figures == {**whole, "model": "org/name"}

@@ -153,7 +153,11 @@ def test_a_bad_line_is_that_lines_error(run, tmp_path):
             "url '/v1/score' is not supported; it is one of /v1/chat/completions, /v1/completions",
         ),
         "vector": (line("vector", "/v1/embeddings", input=["x", [1]]), "input[1] must be a string, got [1]"),
-        "size": (line("size", "/v1/embeddings", input="x", dimensions=3), "dimensions must be 256"),
+        "size": (line("size", "/v1/embeddings", input="x", dimensions=999), "dimensions must be at most 256"),
+        "prompt": (
+            line("prompt", "/v1/embeddings", input="x", prompt_name="q"),
+            "prompt_name must be one of",
+        ),
         "get": ({**line("get", prompt="x"), "method": "GET"}, "method must be 'POST', got 'GET'"),
         "extra": ({**line("extra", prompt="x"), "priority": 1}, "a line got an unknown argument 'priority'"),
         "nobody": ({"custom_id": "nobody", "url": CHAT}, "body is missing"),
@@ -176,7 +180,7 @@ def test_a_bad_line_is_that_lines_error(run, tmp_path):
         ('{"custom_id": ', "Expecting value"),
         ("[1]", "a line must be an object such as"),
         ({"custom_id": ""}, "custom_id must be a non-empty string, got ''"),
-        ("\udcff", "line 24: 'utf-8' codec can't decode"),
+        ("\udcff", "line 25: 'utf-8' codec can't decode"),
         ("[" * 100_000, "nested more than 64 deep"),
         ('{"custom_id": "a", "body": {"n": 1, "n": 2}}', "'n' is given twice in one object; give it once"),
     ]

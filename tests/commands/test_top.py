@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from paged.config import EngineConfig
-from paged.scheduler.histogram import SECONDS_OF_STEP, TOKENS_OF_STEP, Histogram
+from paged.scheduler.schedule import SECONDS_OF_STEP, TOKENS_OF_STEP, Histogram
 from paged.scheduler.stats import EngineStats
 from paged.server.telemetry.records import Observers, RequestRecord
 
@@ -127,6 +127,15 @@ def test_one_view(run, demo):
     assert lines[5] == "memory 40.0% of KV in use – prefix hits, 25% ever 0 preemptions"
     assert lines[6:8] == ["p50 p90 p99", "first token – – –"]
     assert lines[-1] == "step 375.0 ms 475.0 ms 497.5 ms"
+
+
+def test_the_address_is_given_as_to_other_commands(run, demo):
+    """As --url or as an argument, of the server or of its API; two different ones are an error."""
+    url, paths = demo
+    for given in ([url], ["--url", url], ["--url", f"{url}/v1/"], [url, "--url", url], [f"{url}/metrics"]):
+        assert run("top", *given, "--once", "--interval", 0.01)[0] == 0
+    assert paths == ["/metrics"] * 10
+    assert f"given twice, as {url} and as --url x; leave one out" in run.fails("top", url, "--url", "x")
 
 
 @pytest.mark.parametrize("on_terminal", [True, False])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import tomllib
 from pathlib import Path
@@ -25,6 +27,7 @@ from paged.scheduler.stats import EngineStats
 from paged.server.options import ServeOptions
 from paged.server.telemetry.families import METRIC_FAMILIES
 from paged.server.telemetry.metrics import ServerMetrics
+from tests.support import unit_limits
 from tests.support.crd_schemas import SOURCES, crd_schema
 from tests.support.kubernetes_schemas import EXTRACT, manifests
 from tests.support.scheduler_cases import new_scheduler
@@ -314,3 +317,13 @@ def test_prometheus_takes_the_rules():
     passes("promtool", "check", "rules", DEPLOY / "alerts.yaml")
     passes("promtool", "test", "rules", DEPLOY / "alerts_test.yaml")
     passes("promtool", "check", "config", "--syntax-only", DEPLOY / "prometheus.yml")
+
+
+@pytest.mark.skipif(
+    platform.machine() not in unit_limits.CALLS, reason="knows no number of the call socket here"
+)
+def test_a_divided_model_runs_within_the_limits_of_the_unit():
+    """Its address families, and its system calls where systemd-analyze and libseccomp are installed."""
+    limited = [sys.executable, "-m", "tests.support.unit_limits", DEPLOY / "paged.service"]
+    command = ["-m", "paged", "generate", "x", "-pp", "2", "--num-blocks", "8", "--max-tokens", "1"]
+    assert "rank 1 (stage 0 of 2" in passes(*limited, sys.executable, *command)

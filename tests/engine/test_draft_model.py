@@ -26,7 +26,7 @@ from paged.drafting.drafter import Draft, Drafter
 from paged.model.config import DEMO
 from paged.model.weights.loading import Loader
 from paged.requests.request import Request
-from paged.runner.footprint import Memory
+from paged.runner.memory import Memory
 from paged.sampling import grammar_jobs, structured_outputs
 from paged.simulate.plan import make_plan
 from tests.engine.test_speculation import CODE, demo, outputs_of, text_requests, token_requests

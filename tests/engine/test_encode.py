@@ -101,7 +101,7 @@ def test_prompt_whose_states_are_not_finite_has_an_error_for_an_embedding():
     ("prompts", "options", "message"),
     [
         ([], {}, r"prompts must have at least one entry, got \[\]"),
-        ([[1]], {"pooling": "max"}, "pooling must be one of 'last', 'mean', got 'max'"),
+        ([[1]], {"pooling": "max"}, "pooling must be one of 'last', 'mean', 'cls', got 'max'"),
         ([[1]], {"pooling": ["mean"]}, "pooling must be one of"),
         ([[1]], {"normalize": 1}, "normalize must be True or False, got 1"),
         ([[1], [500]], {}, r"prompts\[1\]: prompt_token_ids\[0\] is 500; the vocabulary is 0 to 210"),

@@ -13,6 +13,7 @@ from paged.model.config import DEMO
 from tests.support.checkpoints import (
     CONFIGS,
     MIXTURES,
+    Reference,
     assert_all_free,
     checkpoint,
     edit_json,
@@ -239,3 +240,23 @@ def test_the_token_that_makes_a_longrope_request_long_may_complete_a_stop_string
 def test_float16_is_refused_where_it_is_too_narrow(name):
     with pytest.raises(ConfigError, match="float16 is too narrow for"):
         new_engine(checkpoint(name), dtype="float16")
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_scores_are_capped_in_gemma_2_alone(name, tmp_path):
+    """Gemma 3 has norms of Q and K in place of the softcap of scores; logits are capped in both.
+
+    transformers keeps attn_logit_softcapping in the config of Gemma 3, but no layer reads it; vLLM and
+    llama.cpp do not either. So whatever was trained with the key was trained without a softcap: to apply it
+    would change the model. That of final logits is applied by all.
+    """
+    directory = tmp_path / "model"
+    shutil.copytree(checkpoint(name), directory)
+    prompt = ragged_prompts([40])[0]
+    found = []
+    for cap in (None, 0.05):
+        edit_json(directory / "config.json", attn_logit_softcapping=cap, final_logit_softcapping=3.0)
+        ((tokens, logprobs),), _ = run(new_engine(directory), [prompt], max_tokens=8)
+        assert tokens == Reference(directory).greedy(prompt, 8)[0]
+        found.append(logprobs)
+    assert (found[0] == found[1]) == (name == "gemma3")

@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from paged import CheckpointError, ConfigError, SamplingParams, UnsupportedModelError
+from paged import CheckpointError, ConfigError, RequestError, SamplingParams, UnsupportedModelError
 from paged.model.hf_config import read_config
 from paged.model.hub import resolve
 from paged.model.layers.rotary import scaled_frequencies
@@ -624,6 +624,27 @@ def test_an_unknown_tokenizer_may_be_replaced(tmp_path):
     assert new_engine(path, skip_tokenizer_init=False, tokenizer="demo").tokenizer is not None
 
 
+@pytest.mark.parametrize("number", [None, 0, 1, 2, 3, 4, 9])
+def test_pooling_of_embeddings_is_followed(number, tmp_path):
+    more = {"llama.pooling_type": number}
+    path = write_model(tmp_path / "a.gguf", random_model(CONFIGS["llama-tied-bias"]()), more=more)
+    if number == 9:
+        with pytest.raises(CheckpointError, match=r"llama.pooling_type must be one of 0 \(none\), .*got 9"):
+            resolve(str(path))
+        return
+    engine = new_engine(path)
+    name = {1: "mean", 2: "cls", None: "last", 3: "last"}.get(number)
+    prompts = ragged_prompts([9])
+    expected = engine.embed(prompts, use_tqdm=False, pooling=name or "mean")[0].outputs.embedding
+    if name is None:
+        with pytest.raises(
+            RequestError, match=rf"pooling_type {number} \(.*\) of the GGUF file is not supported"
+        ):
+            engine.embed(prompts, use_tqdm=False)
+    else:
+        assert engine.embed(prompts, use_tqdm=False)[0].outputs.embedding == expected
+
+
 def test_sampling_that_no_request_may_have(tmp_path):
     keys = {"model": "rwkv", "tokens": ["a", "b"], "token_type": [1, 3], "eos_token_id": 1}
     more = {f"tokenizer.ggml.{key}": value for key, value in keys.items()} | {"general.sampling.top_p": 2.0}
@@ -642,15 +663,19 @@ def test_quantisation_on_the_hub(small, tmp_path, monkeypatch):
     fetched = []
     split(small, tmp_path / "hub")
 
-    def download(_: str, name: str, **__: Any) -> str:
-        fetched.append(name)
-        return str(tmp_path / "hub" / Path(name).name.replace("m-Q8_0", "m"))
+    def download(_: str, *, allow_patterns: list[str], **__: Any) -> str:
+        fetched.extend(allow_patterns)
+        (tmp_path / "cache" / "x").mkdir(parents=True)
+        for name in allow_patterns:
+            part = tmp_path / "hub" / Path(name).name.replace("m-Q8_0", "m")
+            (tmp_path / "cache" / name).symlink_to(part)
+        return str(tmp_path / "cache")
 
     siblings = [SimpleNamespace(rfilename=name) for name in [*NAMES, "mmproj-Q8_0.gguf"]]
     monkeypatch.setattr(
         "huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=siblings)
     )
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert (resolve("owner/name:q8_0") / "config.json").exists()
     assert fetched == NAMES[2:]
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))

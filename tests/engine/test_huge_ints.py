@@ -18,6 +18,7 @@ from paged import (
     RequestError,
     SamplingParams,
 )
+from paged.base.validation import MAX_SHOWN, shown
 from paged.config import EngineConfig
 from paged.protocol.batch_file import IdentitySet, read_lines
 from paged.protocol.endpoints import parse_call
@@ -84,7 +85,7 @@ def test_bodies_refuse_it_by_name(url, name):
 def test_lines_of_files_refuse_it_and_the_others_are_read(tmp_path):
     wrong = [f'{{"prompt": "x", "{name}": {DIGITS}}}' for name in ("max_tokens", "prompt")]
     wrong.append(f'{{"prompt": "x", "logit_bias": {{"{DIGITS}": 1}}}}')
-    long = "1000000000000000... has 5,001 characters; no int here may be that long"
+    long = "1000000000000000... has 5,001 characters; no number here may be that long"
     key = "a token id in logit_bias must be an int, at least 0, got '10000000000"
     lines = [f'{{"custom_id": "{i}", "url": "{COMPLETIONS}", "body": {b}}}' for i, b in enumerate(wrong)]
     lines.append(f'{{"custom_id": "good", "url": "{COMPLETIONS}", "body": {{"prompt": "x"}}}}')
@@ -108,3 +109,29 @@ def engine() -> LLMEngine:
 def test_prompts_refuse_it(engine, prompt):
     with pytest.raises(PagedError, match="of about 5,000 digits"):
         engine.add_request("a", prompt)
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise AssertionError("it is looked at")
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [
+        ([5] * 10**4 + [Unprintable()], "10,001 entries"),
+        ({**dict.fromkeys(range(1000)), "x": Unprintable()}, "1,001 entries"),
+        ([["a" * 10**7], Unprintable()], "2 entries"),
+        ("a" * 10**7, "10,000,000 characters"),
+    ],
+    ids=["list", "dict", "nested", "text"],
+)
+def test_messages_look_at_the_beginning_of_a_large_value_alone(value, size):
+    text = shown(value)
+    assert text.endswith(f"… ({size})")
+    assert len(text) < MAX_SHOWN + 40
+
+
+def test_a_value_is_shown_as_python_prints_it():
+    for value in ([], {}, [1, "a", None], {"a": [True, {"b": 1.5}], 2: ()}, (1,), "é\n'", [[[]]], {1: {}}):
+        assert shown(value) == repr(value)

@@ -166,6 +166,7 @@ CHANGES: dict[str, Callable[[random.Random], Any]] = {
     "max_tokens": lambda rng: rng.randint(12, 30),
     "stop": lambda rng: rng.choice([["self."], ["e", "th\n"], [" "]]),
     "stop_token_ids": lambda rng: rng.sample(range(300, 4096), 300),
+    "no_stop_within": lambda rng: (rng.choice(["", "import"]), rng.choice(["self", "\n"])),
     "include_stop_str_in_output": lambda _: True,
     "ignore_eos": lambda _: True,
     "logprobs": lambda rng: rng.randint(0, 3),

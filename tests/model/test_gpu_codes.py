@@ -60,7 +60,7 @@ def in_codes(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 def test_engine_gives_the_tokens_of_the_floats(tmp_path, monkeypatch):
     """A tied embedding, QKV with biases, and MLPs whose gates are in codes and whose ups are floats."""
-    monkeypatch.setattr(load, "recognizers_of", lambda *_: [coded_format])
+    monkeypatch.setattr(load, "_recognizers_of", lambda *_: [coded_format])
     source = checkpoint("llama-tied-bias")
     of_floats, of_codes = {}, {}
     for key, tensor in load_file(source / "model.safetensors").items():
@@ -131,7 +131,7 @@ def test_experts_are_multiplied_together():
     kernels = load_kernels("triton")
     forms = [quantized_form("int8", torch.randn(64, 32, device=DEVICE), "layer") for _ in range(4)]
     biases = [torch.randn(64, device=DEVICE) for _ in forms]
-    alone = EachExpert(forms, biases)
+    alone = EachExpert(forms, biases, kernels)
     offsets = torch.tensor([0, 2, 2, 20, 21], dtype=torch.int32, device=DEVICE)
     sources = torch.randint(0, 5, (21,), device=DEVICE)
     x = torch.randn(5, 32, device=DEVICE)
@@ -143,7 +143,7 @@ def test_experts_are_multiplied_together():
     others = [*forms[1:], quantized_form("int4", torch.randn(64, 32, device=DEVICE), "layer")]
     assert isinstance(others[0].of_experts(others, biases, kernels), EachExpert)
     plain = [PlainWeight(torch.randn(64, 32, device=DEVICE)) for _ in forms]
-    expected = EachExpert(plain, biases)(x, offsets, sources)
+    expected = EachExpert(plain, biases, kernels)(x, offsets, sources)
     stacked = plain[0].of_experts(plain, biases, kernels)
     assert isinstance(stacked, StackedExperts)
     torch.testing.assert_close(stacked(x, offsets, sources), expected)
@@ -155,12 +155,13 @@ def test_experts_with_orders_of_inputs_are_multiplied_together(monkeypatch):
     weights = [coded_weight("gptq", 64, 32, 16) for _ in range(4)]
     weights = [each if i == 2 else replace(each, order=torch.randperm(32)) for i, each in enumerate(weights)]
     forms = [on_device(each) for each in weights]
-    alone = EachExpert(forms, None)
+    kernels = load_kernels("triton")
+    alone = EachExpert(forms, None, kernels)
     offsets = torch.tensor([0, 2, 2, 20, 21], dtype=torch.int32, device=DEVICE)
     sources = torch.randint(0, 5, (21,), device=DEVICE)
     x = torch.randn(5, 32, device=DEVICE)
     expected = alone(x, offsets, sources)
-    together = forms[1].of_experts(forms, None, load_kernels("triton"))
+    together = forms[1].of_experts(forms, None, kernels)
     assert isinstance(together, CodedExperts)
     assert torch.equal(together(x, offsets, sources), expected)
     assert torch.equal(together(x[sources], offsets, None), expected)

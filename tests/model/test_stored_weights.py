@@ -75,7 +75,7 @@ def packed(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 @pytest.fixture(autouse=True)
 def _load_packed_too(monkeypatch):
     """Load PackedFormat, which no config.json names."""
-    monkeypatch.setattr(load, "recognizers_of", lambda *_: [packed_format])
+    monkeypatch.setattr(load, "_recognizers_of", lambda *_: [packed_format])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from paged import CheckpointError, PagedError, RequestError, UnsupportedModelErr
 from paged.base.strict_json import parse_json
 from paged.model.config import DEMO
 from paged.model.families.multimodal import MULTIMODAL, NATIVE
-from paged.model.families.table import COMMON
+from paged.model.families.table import COMMON, family_of
 from paged.model.generation_config import read_eos_token_ids, read_sampling_defaults
 from paged.model.hf_config import from_hf, read_config
 from paged.model.weights.safetensors_file import SafetensorsFile
@@ -220,8 +220,8 @@ SHARED = (
 @pytest.mark.parametrize("architecture", NATIVE)
 def test_no_value_is_too_strange_for_a_message(architecture):
     """Whatever each key has: a value that repr refuses makes a message too."""
-    known = NATIVE[architecture]
-    sound = {"architectures": [architecture], "model_type": known.model_type, **SIZES}
+    sound = {"architectures": [architecture], "model_type": NATIVE[architecture].model_type, **SIZES}
+    known = NATIVE[architecture] if architecture in MULTIMODAL else family_of(architecture)
     places = [sound]
     if architecture in MULTIMODAL:
         sound["text_config"] = {**SIZES}

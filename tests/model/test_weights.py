@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -539,6 +540,7 @@ def test_revisions_reach_the_hub(monkeypatch):
         asked.append((model, options["revision"]))
         return checkpoint("llama") if model == "org/model" else DEMO
 
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=[]))
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     options = {"skip_tokenizer_init": False, "num_blocks": 8}
     new_engine("org/model", tokenizer="org/words", revision="v1", tokenizer_revision="v2", **options)

@@ -14,9 +14,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from paged.kernels import reference
 from paged.kernels.backend import load_kernels
-from paged.kernels.panels import ExpertPanels, grouped_panel_linear, linear, pad
+from paged.kernels.expert_panels import ExpertPanels, grouped_panel_linear
+from paged.kernels.panels import linear, pad
 from paged.kernels.routing import RoutingOptions
-from paged.model.weights.panels import PANEL_FORMS
+from paged.model.weights.coded_panels import PANEL_FORMS
 from tests.support.checkpoints import CONFIGS
 from tests.support.error_bounds import U32, assert_product, assert_within, unit_roundoff
 from tests.support.kernel_cases import DEVICE, IMPLEMENTATIONS, on_cpu

@@ -15,7 +15,14 @@ from paged import CompletionOutput, LLMEngine, Logprob, RequestMetrics, RequestO
 from paged.chat.chat_format import ChatFormat
 from paged.engine.embedding import EmbeddingOutput, EmbeddingRequestOutput
 from paged.engine.scoring import ScoreOutput
-from paged.errors import ConfigError, EngineDeadError, QueueFullError, RequestError, UnknownArgumentError
+from paged.errors import (
+    ConfigError,
+    EngineDeadError,
+    QueueFullError,
+    RequestError,
+    UnknownArgumentError,
+    WorkerLostError,
+)
 from paged.protocol.answers.errors import error_body, failure_of, status_of
 from paged.protocol.answers.places import CompletionPlaces, Decoding, chat_places, prompt_places
 from paged.protocol.endpoints import DEFAULT_LIMITS, parse_call
@@ -314,7 +321,7 @@ def test_failures_have_a_status():
             assert failure_of([output_that_ended("stop", None), output]) == (status, message)
     assert failure_of([output_that_ended("abort", None, kind="abort")])[0] == 503
     statuses = {QueueFullError: 429, RequestError: 400, UnknownArgumentError: 400, EngineDeadError: 503}
-    for error, status in {**statuses, ConfigError: 500}.items():
+    for error, status in {**statuses, WorkerLostError: 503, ConfigError: 500}.items():
         assert status_of(error("x")) == status
     body = error_body(404, "no", param="model", code="model_not_found")
     kind = "invalid_request_error"

@@ -533,7 +533,7 @@ def test_tokenize_and_detokenize_are_inverse(text):
         ('{"a": "' + "[" * 100, "this is not JSON: Unterminated string"),
         (b"\xff{}", "not JSON in UTF-8"),
         (b"", "this is not JSON: Expecting value"),
-        ("1" * 5000, "no int here may be that long"),
+        ("1" * 5000, "no number here may be that long"),
     ],
     ids=lambda value: str(value)[:20],
 )

@@ -93,8 +93,9 @@ def test_a_template_that_shows_tools_has_them_itself(text):
 
 def test_the_start_says_that_tools_are_not_shown(text, caplog):
     with caplog.at_level(logging.WARNING):
-        ChatFormat.of_model(text, chat_template=CHATML)
+        ChatFormat.of_model(text, chat_template=CHATML, tool_call_parser="hermes")
+        ChatFormat.of_model(text, chat_template=ROLES_ALONE)  # who asked for no tools need not know
         assert not caplog.messages
-        ChatFormat.of_model(text, chat_template=ROLES_ALONE)
+        ChatFormat.of_model(text, chat_template=ROLES_ALONE, tool_call_parser="hermes")
     (message,) = caplog.messages
     assert message.startswith("the chat template does not show tools to the model: messages describe them")

@@ -58,7 +58,7 @@ def test_all_ranks_learn_the_values_of_all_or_the_same_error():
         with pytest.raises(TimeoutError):
             first.result(0.05)
         for error in (fail_together(store, torchrun), first.result()):
-            assert type(error) is RankError
+            assert type(error) is ConfigError
             assert re.fullmatch(r"rank 2 on \S+: no room", str(error))
 
 
@@ -129,7 +129,7 @@ def test_options_cross_as_json_whatever_they_are():
 )
 def test_an_environment_that_fits_no_ranks_is_refused(changes, options, message):
     config = EngineConfig("demo", pipeline_parallel_size=2, **options)
-    with pytest.raises(RankError, match=message):
+    with pytest.raises(ConfigError, match=message):
         Torchrun.of(config, TORCHRUN | changes)
 
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,8 +20,8 @@ from unittest import mock
 import psutil
 import pytest
 
-from paged import EngineDeadError, LLMEngine, RankError, SamplingParams
-from paged.ranks import local_rank
+from paged import EngineConfig, EngineDeadError, LLMEngine, RankError, SamplingParams
+from paged.ranks import local_rank, supervision
 from paged.ranks.heartbeat import DIRECTORY_PREFIX, _states_in, find_troubles
 from tests import rank_deaths
 from tests.rank_deaths import OPTIONS, add_requests, end_rank, failing_restarts, finish, left_behind, ranks_of
@@ -220,3 +221,22 @@ def test_torchrun_ends_a_rank_that_waits_and_no_file_is_left(tmp_path):
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM
     assert not [*tmp_path.glob(f"*{DIRECTORY_PREFIX}*")]
+
+
+def test_a_rank_that_hangs_is_killed_before_the_others_are_waited_for(tmp_path):
+    """So that the error comes when rank_timeout_s has passed: it would not end when it is told to."""
+    ranks = object.__new__(supervision.Ranks)
+    hangs, waits = mock.Mock(), mock.Mock()
+    calls = mock.Mock()
+    calls.attach_mock(hangs, "hangs")
+    calls.attach_mock(waits, "waits")
+    ranks._config = EngineConfig("demo", pipeline_parallel_size=3)
+    ranks._torchrun, ranks._is_closed, ranks.num_restarts = None, False, 0
+    ranks._changed, ranks.transport = threading.Event(), mock.Mock()
+    ranks._local, ranks._private = {1: hangs, 2: waits}, tmp_path / "private"
+    with mock.patch.object(supervision.Ranks, "_find_troubles", return_value={1: "rank 1: it hangs"}):
+        error = ranks.recover(RankError("rank 1 sends nothing"))
+    assert str(error) == "rank 1: it hangs"
+    names = [name for name, _, _ in calls.mock_calls]
+    assert names.index("hangs.kill") < names.index("waits.wait")
+    assert "waits.kill" not in names

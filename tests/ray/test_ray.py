@@ -15,7 +15,7 @@ from paged import LLMEngine, SamplingParams
 from paged.commands import common
 from paged.errors import ClusterError, ConfigError
 from paged.requests.seeds import derived_seed
-from paged.scheduler.policies import FirstComeFirstServed
+from paged.scheduler.policy import FirstComeFirstServed
 from paged.server.engine_client import EngineClient
 from paged.server.launcher import ENGINE_PROCESS
 from tests.support.own_processes import processes_of

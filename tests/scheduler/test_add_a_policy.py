@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paged import ConfigError, EngineConfig, SamplingParams
-from paged.scheduler.policies import FirstComeFirstServed, Policy
+from paged.scheduler.policy import FirstComeFirstServed, Policy
 from paged.simulate.fleet import Fleet, FleetConfig
 from tests.support.scheduler_cases import added, finish, new_request, new_scheduler
 

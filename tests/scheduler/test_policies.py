@@ -12,7 +12,8 @@ import pytest
 from paged.blocks.manager import BlockManager
 from paged.errors import ConfigError
 from paged.requests.request import Request, RequestInputs, RequestStatus
-from paged.scheduler.policies import POLICIES, Fair, LongestPrefixMatch, Policy, Priority, new_policy
+from paged.scheduler.policies import POLICIES, Fair, LongestPrefixMatch, Priority, new_policy
+from paged.scheduler.policy import Policy
 from paged.scheduler.scheduler import Scheduler
 
 ARRIVALS = itertools.count()

@@ -10,8 +10,8 @@ import pytest
 
 from paged.errors import QueueFullError, UsageError
 from paged.requests.request import Request, RequestMetrics, RequestStatus
-from paged.scheduler.histogram import SECONDS_OF_STEP
 from paged.scheduler.policies import POLICIES, Fair, LongestPrefixMatch, new_policy
+from paged.scheduler.schedule import SECONDS_OF_STEP
 from paged.scheduler.stats import EngineStats
 from tests.support.scheduler_cases import (
     STOP,

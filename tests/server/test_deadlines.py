@@ -33,8 +33,9 @@ def workers_of(served: Served) -> list[Worker]:
 
 
 @pytest.fixture
-def hung(served) -> Iterator[list[Worker]]:
+def hung(served, monkeypatch) -> Iterator[list[Worker]]:
     """Yield the template workers, which all hang: each takes requests and does nothing."""
+    monkeypatch.setattr("paged.text.worker.LOOK_AT_PROCESS_S", 3600.0)  # they are stopped, and not seen to be
     workers = workers_of(served)
     for worker in workers:
         worker.restart()

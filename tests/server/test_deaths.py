@@ -33,11 +33,13 @@ from paged.requests.request import RequestMetrics
 from paged.routing.router import PrefixAware
 from paged.runner.model_runner import ModelRunner
 from paged.server import connection, frames
+from paged.server.deaths import Death, Suspicion
 from paged.server.engine_client import EngineClient
 from paged.server.http.failures import failure_of
 from paged.server.http.listener import bind_all
 from paged.server.options import ServeOptions
 from paged.server.sent_request import _Times
+from tests import poisons
 from tests.deaths import OPTIONS, read, run_round
 from tests.support.mortal_engines import MortalEngines, MortalProcess
 
@@ -200,7 +202,7 @@ def test_a_request_that_ends_each_process_ends_four(engines):
                 while not poison.done():
                     for each in client._supervisor.replicas:
                         held = [*each.connection.requests.values()]
-                        assert len(held) == 1 or not any(request.is_alone for request in held)
+                        assert len(held) == 1 or not any(request.suspicion.is_alone for request in held)
                     await asyncio.sleep(0)
                 with pytest.raises(RequestKillsEngineError, match="4 engine processes ended") as refused:
                     await poison
@@ -213,20 +215,86 @@ def test_a_request_that_ends_each_process_ends_four(engines):
     asyncio.run(asyncio.wait_for(main(), 120))
 
 
-def test_restarts_for_a_request_that_is_found_do_not_count(engines):
+def test_restarts_for_a_request_that_is_found_do_not_count_others_do(engines, monkeypatch):
+    """Also if nothing was answered between two of them. An engine that cannot be made still ends it."""
+
     async def main() -> None:
         with mortal(engines[:1], max_restarts=4) as (client, lives):
             lives.is_fatal = lambda engine: "poison" in engine.core.groups
             async with client:
-                for good in (1, 1, 0):
-                    for _ in range(good):
-                        assert (await read(client.generate("x", LONG), 0.0))[-1].finished
+                end(lives)  # counts
+                assert (await read(client.generate("x", LONG), 0.0))[-1].finished
+                for _ in range(3):
                     with pytest.raises(RequestKillsEngineError):
                         await anext(client.generate("x", LONG, "poison"))
-                with pytest.raises(EngineDeadError):  # nothing was answered between the last two
+                assert (await read(client.generate("x", LONG), 0.0))[-1].finished
+                assert len(lives.lives) == 1 + 1 + 3 * 4
+                monkeypatch.setattr(MortalProcess, "run", MortalProcess.kill)
+                end(lives)
+                with pytest.raises(EngineDeadError):
                     await anext(client.generate("x", LONG))
+                assert len(lives.lives) == 14 + 3, "four restarts have counted"
 
     asyncio.run(asyncio.wait_for(main(), 120))
+
+
+@pytest.mark.parametrize("seed", [2, 7])
+def test_good_streams_survive_requests_that_end_their_engine(seed, engines):
+    """Seeds are the rounds of `python -m tests.poisons`: three of them on one engine, eight on two."""
+    poisons.run_round(engines[: 1 + seed % 2], poisons.expected_of(engines[0]), seed)
+
+
+def test_a_request_that_leaves_after_it_ended_an_engine_alone_has_not_explained_it(engines):
+    async def main() -> None:
+        with mortal(engines[:1], max_restarts=5) as (client, lives):
+            lives.is_fatal = lambda engine: "poison" in engine.core.groups
+            known = client._supervisor._requests
+            async with client:
+                for _ in range(2):
+                    poison = asyncio.create_task(anext(client.generate("x", LONG, "poison")))
+                    while not any(each.suspicion.num_deaths_alone for each in known.values()):
+                        await asyncio.sleep(0)
+                    poison.cancel()
+                    await asyncio.gather(poison, return_exceptions=True)
+                while not client.errored:  # at the sixth death
+                    await asyncio.sleep(0)
+            assert len(lives.lives) == 6
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def test_suspicion():
+    """Two deaths make a suspect; alone it must outlive twice what it survived, by steps and by time."""
+    request = Suspicion()
+    now = time.monotonic()
+    for steps in (900, 10):
+        request.on_send()
+        request.on_begun(100)
+        request.on_token()
+        assert not request.is_there
+        request.on_death(Death(), 100 + steps, now)  # it hung since then
+    assert (request.is_there, request.time_alone_s) == (True, 0.0)
+    request.is_alone = True
+    request.on_send()
+    assert not request.has_outlived(10**6), "it has not begun"
+    request.on_begun(5)
+    assert not request.has_outlived(10**6), "it has no token"
+    request.on_token()
+    assert [request.has_outlived(5 + steps) for steps in (21, 22)] == [False, True]
+    request.on_death(one := Death(), 7, time.monotonic() + 50.0)
+    assert (one.counts, request.is_proven) == (False, False)
+    request.on_send()
+    request.on_begun(0)
+    request.on_token()
+    assert not request.has_outlived(10**6), "it survived 50 s"
+    request.clear()
+    assert (one.counts, request.is_there) == (True, False)
+    other = Death()
+    request.on_death(other, 0, now)
+    assert (request.is_there, request.is_proven, other.counts) == (True, False, False)
+    request.explain()
+    request.end()
+    assert [one.counts, other.counts] == [False, False]
 
 
 def test_a_router_forgets_a_replica():

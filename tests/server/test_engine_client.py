@@ -26,7 +26,6 @@ from paged import (
     EngineDeadError,
     LLMEngine,
     QueueFullError,
-    RankError,
     RequestError,
     RequestKillsEngineError,
     RequestOutput,
@@ -36,7 +35,7 @@ from paged import (
     UsageError,
 )
 from paged.engine.async_base import AsyncEngine
-from paged.scheduler.policies import FirstComeFirstServed
+from paged.scheduler.policy import FirstComeFirstServed
 from paged.server import frames, launcher
 from paged.server.engine_client import EngineClient
 from paged.server.engine_process import refusal_of, take_share
@@ -137,7 +136,7 @@ def test_a_method_of_all_engines_is_written_once():
     shared = public_names(AsyncEngine)
     for kind in (AsyncLLMEngine, EngineClient):
         own = public_names(kind)
-        assert own - shared <= {"call", "from_engine"}
+        assert own - shared <= {"call", "from_engine", "from_engine_args"}
         assert not own & {"generate", "chat", "encode", "embed", "score", "fork", "begin"}
         for name in own & shared:
             assert inspect.signature(getattr(kind, name)) == inspect.signature(getattr(AsyncEngine, name))
@@ -170,7 +169,8 @@ def test_all_give_what_generate_gives(sync, engine):
 
 
 def test_reports_chats_forks_and_continuations(sync, engine):
-    vectors = sync.encode(PROMPTS, pooling="mean", normalize=False, use_tqdm=False)
+    options = {"pooling": "mean", "normalize": False, "dimensions": 17}
+    vectors = sync.encode(PROMPTS, **options, use_tqdm=False)
     scores = sync.score(PROMPTS[0], ["a, b", "self"], use_tqdm=False)
     messages = [{"role": "user", "content": "hello"}]
     greedy = VARIANTS[0]
@@ -178,7 +178,7 @@ def test_reports_chats_forks_and_continuations(sync, engine):
     (whole,) = sync.generate(PROMPTS[0], greedy, use_tqdm=False)
 
     async def main() -> None:
-        embeddings = [engine.encode(p, pooling="mean", normalize=False) for p in PROMPTS]
+        embeddings = [engine.encode(p, **options) for p in PROMPTS]
         for found, expected in zip(await asyncio.gather(*embeddings), vectors, strict=True):
             assert (found.prompt, found.outputs) == (expected.prompt, expected.outputs)
         assert await engine.score(PROMPTS[0], ["a, b", "self"]) == scores
@@ -623,7 +623,7 @@ def test_options_about_processes_of_a_model_are_checked_before_anything_starts(m
     with pytest.raises(ConfigError, match="rank_timeout_s 300 must be less than step_timeout 300"):
         EngineClient("demo", **ranked, rank_timeout_s=300.0)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(RankError, match="RANK is set and WORLD_SIZE is not"):
+    with pytest.raises(ConfigError, match="RANK is set and WORLD_SIZE is not"):
         EngineClient("demo", **ranked)
     for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -79,6 +79,31 @@ def test_errors_name_what_is_there(small):
     assert "did you mean 'max_tokens'" in json.loads(data)["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/completions/", "/v1/completions"),
+        ("/V1/Models", "/v1/models"),
+        ("/metric", "/metrics"),
+        ("/nothing-like-it", None),
+        ("/" + "x" * 5000, None),
+    ],
+    ids=lambda text: str(text)[:20],
+)
+def test_a_wrong_path_names_the_nearest_routes_alone(small, path, near):
+    status, _, data = small.request("GET", path, None, {"authorization": "Bearer one"})
+    message = json.loads(data)["error"]["message"]
+    assert status == 404
+    assert message.endswith("/openapi.json lists what there is")
+    assert len(message) < 400
+    named = re.findall(r"(?<=[ ])/[^ ,;]+", message.partition("here")[2])
+    assert len(named) <= 4
+    assert named[0] == (near or "/openapi.json")
+
+
 @pytest.mark.parametrize("given", [None, "Bearer three", "Basic one", "Bearer one two", "Bearer"])
 def test_a_request_without_the_key(given, small):
     headers = {} if given is None else {"authorization": given}
@@ -151,6 +176,47 @@ def test_what_is_no_http(served):
         client.sendall(b"\x16\x03\x01 hello\r\n\r\n")
         answer = b"".join(iter(lambda: client.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+WRONG_LINES = [
+    b"GET  /health HTTP/1.1",
+    b"GET /health  HTTP/1.1",
+    b"GET /health HTTP/1.1 ",
+    b"GET\t/health HTTP/1.1",
+    b" GET /health HTTP/1.1",
+    b"\nGET /health HTTP/1.1",
+    b"get /health HTTP/1.1",
+    b"GET /health#there HTTP/1.1",
+    b"GET /health RTSP/1.0",
+    b"GET /health",
+]
+
+
+@pytest.mark.parametrize(
+    "begin", [b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"], ids=["first", "later"]
+)
+@pytest.mark.parametrize("line", WRONG_LINES, ids=ascii)
+def test_request_lines_are_strict(line, begin, served):
+    with served.connect() as client:
+        client.sendall(begin + line + b"\r\nhost: localhost\r\n\r\n")
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert re.findall(rb"HTTP/1.1 (\d+) ", answer)[-1:] == [b"200" if begin else b"400"]
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_request_lines_after_a_body(served):
+    """They are found wherever the connection cuts what it gets; line ends before them are passed over."""
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    post = head + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    get = b"\r\n\r\nGET /health HTTP/1.1\r\nhost: localhost\r\n"
+    data = post + get + b"\r\n" + get + b"connection: close\r\n\r\n"
+    for size in (1, 7, len(data)):
+        with served.connect() as client:
+            for start in range(0, len(data), size):
+                client.sendall(data[start : start + size])
+            answer = b"".join(iter(lambda client=client: client.recv(4096), b""))
+        assert re.findall(rb"HTTP/1.1 (\d+) ", answer) == [b"200"] * 3, size
 
 
 def test_models_and_state(engine):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paged.server.interpreter import MOST_S, Garbage
+from paged.server.interpreter import MOST_HEAVY_S, MOST_S, Garbage
 
 
 @pytest.fixture
@@ -29,6 +29,9 @@ def test_full_collections_wait_until_the_process_is_idle_or_the_last_one_is_long
     assert garbage.collect(is_idle=True)
     assert gc.get_stats()[2]["collections"] == before + 1
     now[0] = MOST_S + 1
+    assert not garbage.collect(is_idle=False, is_heavy=True)
     assert garbage.collect(is_idle=False)
     assert not garbage.collect(is_idle=False)
+    now[0] += MOST_HEAVY_S + 1
+    assert garbage.collect(is_idle=False, is_heavy=True)
     assert len(kept) == 200_000

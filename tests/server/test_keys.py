@@ -20,10 +20,12 @@ from typing import Any
 
 import pytest
 
+from paged.base.strict_json import parse_json
 from paged.errors import ConfigError
 from paged.protocol.endpoints import MESSAGES_PATH, ROUTES
 from paged.server.access.key_file import KeyEntry, parse_keys, read_keys
 from paged.server.access.keys import Keys
+from paged.server.http import exchange
 from paged.server.options import ServeOptions
 from tests.support.api_fields import BODIES
 from tests.support.command_line import running
@@ -95,6 +97,7 @@ def test_a_whole_line():
         requests_per_minute=1,
         tokens_per_minute=2.0,
         concurrent_requests=3,
+        concurrent_sequences=4,
         expires="2027-01-31",
     )
     (entry,) = parse_keys("", text)
@@ -109,6 +112,7 @@ def test_a_whole_line():
         requests_per_minute=1,
         tokens_per_minute=2,
         concurrent_requests=3,
+        concurrent_sequences=4,
         expires=1801353600.0,
     )
     assert entry.sha256.hex() not in repr(entry)
@@ -393,6 +397,54 @@ def test_what_is_reserved_is_told_and_comes_back(engine, tmp_path):
             status, headers, _ = post("one")
             assert (status, headers["retry-after"]) == (429, "1")
         eventually(lambda: post("one", max_tokens=1)[0] == 200)
+
+
+@pytest.mark.parametrize("limit", ["requests_per_minute", "concurrent_requests"])
+def test_a_request_beyond_a_limit_is_refused_before_its_body_is_read(limit, engine, tmp_path, monkeypatch):
+    """The connection is closed, and nothing is parsed. Limits of tokens come afterwards."""
+    path = write(tmp_path / "keys", line("k", **{limit: 1}))
+    parsed = []
+    monkeypatch.setattr(exchange, "parse_body", lambda body, _: parsed.append(body) or parse_json(body))
+    head = f"POST {COMPLETION} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer k\r\n"
+    head += "content-type: application/json\r\ncontent-length: "
+    with serving(engine, api_keys=path) as served, unhurried(engine):
+        usage = served.front.keys.find(b"k")
+        with streaming(served, "k", prompt="a", max_tokens=1900, ignore_eos=True):
+            for num_bytes in (10_000_000, 2):  # not sent, and sent with the head
+                with served.connect() as client:
+                    client.sendall(f"{head}{num_bytes}\r\n\r\n{{}}".encode())
+                    answer = client.recv(2**16)
+                    assert answer.startswith(b"HTTP/1.1 429 ")
+                    assert b"\r\nconnection: close\r\n" in answer
+                    assert b"retry-after: " in answer
+        assert len(parsed) == 1
+        eventually(lambda: usage.num_open == 0)
+        usage.check()
+
+
+def test_sequences_of_a_key_are_counted_over_its_requests(engine, tmp_path):
+    """Prompts times samples, inputs and continuations; more than fit at once are never retried."""
+    path = write(tmp_path / "keys", line("k", concurrent_sequences=4))
+    asked = {"prompt": [5], "max_tokens": 1000, "ignore_eos": True}
+    with serving(engine, api_keys=path) as served:
+
+        def post(url: str, **body: Any) -> tuple[int, str | None]:
+            status, headers, data = served.request("POST", url, body, bearing("k"))
+            assert status == 200 or b"sequences" in data
+            return status, headers.get("x-should-retry")
+
+        two_of_two = {"prompt": [[5], [6]], "n": 2, "max_tokens": 1}
+        assert post(COMPLETION, **two_of_two) == (200, None)
+        assert post(COMPLETION, **{**two_of_two, "n": 3}) == (400, "false")
+        assert post("/v1/score", prompt=[5], continuations=[[6]] * 5) == (400, "false")
+        assert post("/v1/embeddings", input=[[5]] * 4) == (200, None)
+        with unhurried(engine), streaming(served, "k", **asked) as first:
+            assert first.startswith(b"HTTP/1.1 200 ")
+            assert post(COMPLETION, **two_of_two) == (429, None)
+            assert post("/v1/embeddings", input=[[5]] * 4) == (429, None)
+            assert served.front.keys.find(b"k").num_sequences == 1
+        eventually(lambda: post(COMPLETION, **two_of_two)[0] == 200)
+        eventually(lambda: served.front.keys.find(b"k").num_sequences == 0)
 
 
 # The operator

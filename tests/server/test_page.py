@@ -17,7 +17,8 @@ import pytest
 
 from paged.errors import EngineDeadError
 from paged.protocol.endpoints import PAGE_FILES
-from paged.scheduler.picture import EnginePicture
+from paged.protocol.fields.sampling import SAMPLING_KINDS
+from paged.scheduler.picture import EnginePicture, PicturedRequest
 from paged.scheduler.schedule import Schedule
 from paged.server import gallery
 from tests.server.test_keys import bearing, line, write
@@ -220,9 +221,12 @@ def test_the_end_of_the_server_ends_the_stream(engine):
 
 
 CHROMIUM = find_chromium()
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs Chromium: apt-get install chromium, or make check-deploy"
+)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium, or make check-deploy")
+@needs_chromium
 def test_in_a_browser(engine, tmp_path):
     assert CHROMIUM is not None
     keys = write(tmp_path / "keys", line("key-a", "a"))
@@ -260,4 +264,102 @@ def test_in_a_browser(engine, tmp_path):
                 )
                 assert int(shared) > 5
             page.wait("document.querySelector('.requests .none') !== null")
+        assert page.errors == []
+
+
+def _large_picture() -> dict[str, Any]:
+    """Return a picture whose numbers and names are as long as they get."""
+    request = PicturedRequest("r" * 128, 127, "t" * 64, "waiting", *[1_234_567] * 6, b"")._asdict()
+    numbers = {name: 98_765_432 for name, kind in EnginePicture.__annotations__.items() if kind == "int"}
+    requests = [{**request, "request_id": f"{'r' * 60}{i}", "blocks": [*range(40)]} for i in range(3)]
+    return {**numbers, "num_blocks": 987_654_321, "time": 1.0, "requests": requests}
+
+
+# What of the page has text that is wider than it, except where an ellipsis says so.
+TOO_WIDE = """[...document.querySelectorAll('body, body *')].filter((each) => {
+  const style = getComputedStyle(each);
+  return each.scrollWidth > each.clientWidth + 1 && each.clientWidth && style.display !== 'inline'
+    && style.textOverflow !== 'ellipsis' && !['INPUT', 'TEXTAREA', 'SELECT'].includes(each.tagName);
+}).map((each) => `${each.tagName}.${each.className}: ${each.textContent.slice(0, 40)}`)"""
+PICTURES = """
+const real = window.fetch, pictures = %s;
+window.isAlive = true;
+window.fetch = (path, options) => {
+  if (path !== 'watch') return real(path, options);
+  if (!window.isAlive) return Promise.reject(new TypeError('it was killed'));
+  let time = 1;
+  const body = new ReadableStream({ start(controller) {
+    const send = () => {
+      if (!window.isAlive) { clearInterval(timer); controller.close(); return; }
+      time += 0.2;
+      for (const each of pictures) if (each) each.num_generated_tokens += 1234567;
+      const engines = pictures.map((each) => each && { ...each, time });
+      const data = JSON.stringify({ scope: 'all', engines });
+      controller.enqueue(new TextEncoder().encode(`data: ${data}\\n\\n`));
+    };
+    const timer = setInterval(send, 100);
+    options.signal.addEventListener('abort', () => {
+      clearInterval(timer);
+      controller.error(options.signal.reason);
+    });
+  } });
+  return Promise.resolve(new Response(body));
+};
+"""
+
+
+@needs_chromium
+def test_nothing_overflows_at_any_width_and_old_figures_are_shown_as_old(engine):
+    assert CHROMIUM is not None
+    with serving(engine) as served, chromium_page(CHROMIUM) as page:
+        script = PICTURES % json.dumps([_large_picture(), None])
+        page.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+        page.open(served.url)
+        page.wait("document.querySelectorAll('.tiles dd').length >= 7")
+        page.run("document.getElementById('parameters').open = true")
+        for width in (320, 400, 600, 901, 1280, 1920):
+            page.resize(width, 900)
+            assert page.run(TOO_WIDE) == [], width
+            text = page.run("getComputedStyle(document.getElementById('messages'), '::before').content")
+            assert "beside" not in text
+        grey = "getComputedStyle(document.querySelectorAll('.engine')[{}]).filter"
+        assert (page.run(grey.format(0)), page.run(grey.format(1))) == ("none", "grayscale(1)")
+        page.run("window.isAlive = false")
+        page.wait("!document.getElementById('old').hidden")
+        assert page.run(grey.format(0)) == "grayscale(1)"
+        assert page.run("document.getElementById('old').textContent").startswith("No news from the server")
+        page.run("window.isAlive = true")
+        page.wait("document.getElementById('old').hidden")
+        assert page.run(grey.format(0)) == "none"
+        assert page.errors == []
+
+
+@needs_chromium
+def test_numbers_that_the_server_refuses_are_not_sent(engine):
+    """What an input takes, the server takes; and what a chat takes by default stands in the inputs."""
+    assert CHROMIUM is not None
+    value = "document.getElementById('{}').value = {!r}"
+    with serving(engine) as served, chromium_page(CHROMIUM) as page:
+        page.open(served.url)
+        page.wait("document.getElementById('temperature')?.value === '0.8'")
+        assert page.run("document.getElementById('min_p').value") == "0.05"
+        inputs = "[...document.querySelectorAll('input[type=number]')]"
+        limits = page.run(f"{inputs}.map(({{id, min, max}}) => [id, min, max])")
+        assert {name for name, _, _ in limits} >= {"temperature", "top_p", "min_p", "max_tokens", "seed"}
+        page.run("document.getElementById('input').value = 'Hi'")
+        before = page.run(f"Object.fromEntries({inputs}.map(({{id, value}}) => [id, value]))")
+        for name, least, most in limits:
+            for limit in filter(None, (least, most)):
+                SAMPLING_KINDS[name].parse(name, json.loads(limit))  # raises if the server refuses it
+            wrong = [str(json.loads(least) - 1), *([str(json.loads(most) + 1)] if most else [])]
+            for text in [*wrong, *(["1.5"] if name in ("max_tokens", "seed") else ["9"])]:
+                page.run(value.format(name, text))
+                page.run("document.getElementById('composer').requestSubmit()")
+                assert page.run("document.querySelectorAll('.message').length") == 0, (name, text)
+                assert page.run("document.getElementById('input').value") == "Hi"
+            page.run(value.format(name, before[name]))
+        page.run(value.format("temperature", "0.85"))  # beside the steps of the input
+        page.run(value.format("max_tokens", "2"))
+        page.run("document.getElementById('composer').requestSubmit()")
+        page.wait("document.querySelector('.assistant .note')?.textContent.includes('2 tokens')")
         assert page.errors == []

@@ -8,20 +8,25 @@ import os
 import random
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from paged.errors import EngineDeadError
 from paged.routing.router import ROUTERS, WAITING_WEIGHT, new_router
-from paged.server import connection, supervised_engine, supervisor
+from paged.scheduler.stats import EngineStats
+from paged.server import connection, frames, supervised_engine, supervisor
 from paged.server.engine_client import EngineClient
 from tests.server.test_refusals import LONG, posted
 from tests.support.mortal_engines import processes
+from tests.support.scheduler_cases import new_scheduler
 from tests.support.served import PATIENCE_S, Served, eventually, serving
 
 OPTIONS = {"device": "cpu", "num_threads": 1, "num_blocks": 256, "max_num_seqs": 1}
@@ -269,3 +274,56 @@ def test_a_killed_process_is_replaced_and_its_streams_go_on(pair, caplog):
         re.search(r"process \d has ended \(by signal SIGKILL\); \d of its \d requests", e) for e in ended
     )
     assert len(ended) == 2
+
+
+class Beginnings:
+    """Starts of processes: how each ends before its engine is made, None for one that makes it."""
+
+    divides_machine = True
+    engine_options = MappingProxyType({})
+
+    def __init__(self, *ends: str | None) -> None:
+        self.ends = [*ends]
+
+    def launch(self, _: Any) -> tuple[socket.socket, Any]:
+        ours, theirs = socket.socketpair()
+        how = self.ends.pop(0)
+        with theirs:
+            if how is None:
+                stats = EngineStats.of(new_scheduler())
+                theirs.sendall(frames.encode(frames.Ready(64, 16, "made", stats, "cpu")))
+        process = SimpleNamespace(how_ended=lambda _: how, wait=lambda _: True, kill=lambda: None)
+        return ours, process
+
+
+KILLED = "by signal SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("ends", "max_restarts", "error", "num_left"),
+    [
+        ([KILLED, None], 5, None, 0),
+        ([KILLED, "by signal SIGSEGV", KILLED, None], 3, None, 0),
+        ([KILLED] * 4, 2, r"made \(by signal SIGKILL\), as did 2 before it; it is not started again", 1),
+        ([KILLED, None], 0, r"engine process 0 ended before its engine was made \(by signal SIGKILL\)$", 1),
+        (["exit code 1", None], 5, r"ended before its engine was made \(exit code 1\)$", 1),
+    ],
+)
+def test_a_process_that_is_killed_while_it_starts_is_started_again(
+    monkeypatch, caplog, ends, max_restarts, error, num_left
+):
+    """As one that serves is, so often as max_restarts allows; one that ends by itself would end again."""
+    monkeypatch.setattr(supervised_engine, "FIRST_PAUSE_S", 0.0)
+    launcher = Beginnings(*ends)
+    start = frames.Start({}, 0.0, "text", 0, 1, "here")
+    engine = supervised_engine.SupervisedEngine(start, mock.Mock(), launcher)
+    if error is None:
+        assert engine.wait_ready(max_restarts).description == "made"
+        assert engine.stats.num_restarts == len(ends) - 1
+        assert len(caplog.messages) == len(ends) - 1
+        assert "made (by signal SIGKILL); it is started again" in caplog.messages[0]
+    else:
+        with pytest.raises(EngineDeadError, match=error):
+            engine.wait_ready(max_restarts)
+    assert len(launcher.ends) == num_left
+    engine.connection.close()

@@ -22,6 +22,7 @@ import pytest
 from paged.commands import serve
 from paged.commands.settings import from_environment, from_file
 from paged.errors import ConfigError, PagedError
+from paged.server.http.listener import bind_all
 from paged.server.options import ServeOptions
 from tests.support.command_line import running
 
@@ -195,6 +196,16 @@ def test_a_template_in_a_file_must_be_text(run, started, tmp_path):
     assert not started
 
 
+def test_the_socket_of_another_server_stays(tmp_path):
+    """It may have taken the place of this one's meanwhile."""
+    path = tmp_path / "a"
+    with socket.socket(socket.AF_UNIX) as other:
+        with bind_all(ServeOptions(uds=str(path))):
+            path.unlink()
+            other.bind(str(path))
+        assert path.exists()
+
+
 def test_one_line_for_what_cannot_start(run, started, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         line = run.fails("serve", "demo", "--port", other.getsockname()[1], code=1)
@@ -204,6 +215,7 @@ def test_one_line_for_what_cannot_start(run, started, tmp_path):
         listener.listen()
         assert "in use" in run.fails("serve", "demo", "--uds", tmp_path / "a", code=1)
     assert run("serve", "demo", "--uds", tmp_path / "a")[0] == 0  # a server that ended left it behind
+    assert not (tmp_path / "a").exists()  # this one does not
     assert "cannot listen on" in run.fails("serve", "demo", "--host", "192.0.2.1", code=1)
     assert "name a model" in run.fails("serve")
     assert "port must be" in run.fails("serve", "demo", "--port", "-1")

@@ -99,6 +99,27 @@ def test_a_chat_is_that_of_the_server(run, served, tmp_path):
     assert run(*argv[:7], "--json-schema", '{"enum": ["x"]}', stdin="a")[1].strip() == '"x"'
 
 
+def test_a_chat_takes_the_defaults_that_the_server_names(run):
+    bodies = []
+    defaults = {"temperature": 0.7, "min_p": 0.1, "other": "x"}
+
+    def answer(handler):
+        if handler.command == "GET":
+            models = {"data": [{"id": "a"}, {"id": "b", "chat_defaults": defaults}]}
+            send(handler, 200, "application/json", json.dumps(models).encode())
+        else:
+            bodies.append(handler.body)
+            send(handler, 200, EVENTS, delta("hi", "stop"), b"data: [DONE]\n\n")
+
+    with answering(answer) as url:
+        run("chat", "--url", url, stdin="a")
+        run("chat", "--url", url, "--model", "b", stdin="a\n/params top_p=0.5\na")
+        run("chat", "--url", url, "--model", "b", "--temperature", "2", stdin="a")
+    sent = [{name: b[name] for name in ("temperature", "min_p", "top_p") if name in b} for b in bodies]
+    own = {"temperature": 0.7, "min_p": 0.1}
+    assert sent == [{}, own, {**own, "top_p": 0.5}, {"temperature": 2}]
+
+
 def test_the_key_is_of_the_environment_or_given(run, monkeypatch):
     keys = []
 

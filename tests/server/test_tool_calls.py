@@ -122,6 +122,33 @@ def test_a_parsed_answer_after_reasoning(served, client):
     assert message.reasoning
 
 
+def test_stop_strings_end_no_reasoning(served, client):
+    """A letter that the reasoning has ends the answer alone, in chats and messages, streamed and whole."""
+    given = arguments(served, n=4, max_completion_tokens=60)
+    del given["tools"]
+    free = client.chat.completions.create(**given).choices
+    given["stop"] = ["e", "t", "a", "i", "s"]
+    whole = client.chat.completions.create(**given).choices
+    assert [choice.message.reasoning for choice in whole] == [choice.message.reasoning for choice in free]
+    assert any(letter in whole[0].message.reasoning for letter in given["stop"])
+    cut = [choice for choice in whole if choice.finish_reason == "stop" and choice.stop_reason]
+    assert cut
+    for choice, before in zip(whole, free, strict=True):
+        assert before.message.content.startswith(choice.message.content)
+        assert not any(letter in choice.message.content for letter in given["stop"])
+    texts = [{"content": "", "reasoning": ""} for _ in whole]
+    for chunk in client.chat.completions.create(**given, stream=True):
+        for choice in chunk.choices:
+            for name, text in texts[choice.index].items():
+                texts[choice.index][name] = text + (getattr(choice.delta, name, None) or "")
+    assert texts == [{name: getattr(c.message, name) for name in ("content", "reasoning")} for c in whole]
+    prompt = served.post("/v1/chat/completions", **given, return_prompt_text=True)["prompt_text"]
+    body = {**given, "prompt": prompt, "max_tokens": 60, "add_special_tokens": False, "n": 1}
+    for name in ("messages", "max_completion_tokens"):
+        del body[name]
+    assert served.post("/v1/completions", **body)["choices"][0]["stop_reason"] in given["stop"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import huggingface_hub as hub
 import pytest
@@ -404,20 +405,23 @@ def test_config_of_a_hub_id(command, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text((DEMO / "config.json").read_text())
     asked = []
 
-    def fetch(model, file, revision):
-        asked.append((model, file, revision))
-        return str(tmp_path / file)
+    def fetch(model, *, revision, allow_patterns, **_):
+        asked.append((model, allow_patterns, revision))
+        return str(tmp_path)
 
-    monkeypatch.setattr(hub, "hf_hub_download", fetch)
+    siblings = [SimpleNamespace(rfilename="config.json")]
+    monkeypatch.setattr(hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=siblings))
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
     assert command(f"{QUICK} --model org/name --revision v1").splitlines()[2:] != []
-    assert asked == [("org/name", "config.json", "v1")]
-    monkeypatch.setattr(hub, "hf_hub_download", lambda *_, **__: 1 / 0)
+    assert asked == [("org/name", ["config.json"], "v1")]
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: 1 / 0)
     refused(["--model", "demo", "--revision", "v1"], "model: revision 'v1' names a version on the hub")
 
     def fail(*_, **__):
         raise OSError("404: no such model\nand more")
 
-    monkeypatch.setattr(hub, "hf_hub_download", fail)
+    monkeypatch.setattr(hub.HfApi, "model_info", fail)
+    monkeypatch.setattr(hub, "snapshot_download", fail)
     refused(
         ["--model", "nowhere"], "model: 'nowhere' is neither a directory nor .* the hub: 404: no such model$"
     )

@@ -127,6 +127,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "dimensions": (3, {}),
     "pooling": ("mean", {}),
     "normalize": (False, {}),
+    "use_activation": (False, {}),
+    "prompt_name": ("query", {}),
     "return_token_strs": (True, {}),
     "instructions": ("Be brief.", {}),
     "max_output_tokens": (5, {}),

@@ -6,8 +6,8 @@ python -m tests.support.cpu_table --write    # rewrite it
 import argparse
 from pathlib import Path
 
-from paged.kernels.cpu.products.kinds import FORMATS, UNPACKED
-from paged.kernels.cpu.products.reader import PANEL
+from paged.kernels.cpu.compiled.products.kinds import READERS
+from paged.kernels.cpu.formats import FORMATS, PANEL, UNPACKED
 
 README = Path(__file__).parents[2] / "kernels" / "cpu" / "README.md"
 _START, _END = "<!-- formats: python -m tests.support.cpu_table --write -->\n", "<!-- end of formats -->"
@@ -20,7 +20,8 @@ def table() -> str:
         "|---|---:|---|---|---|---|",
     ]
     for kind, row in FORMATS.items():
-        reader, inputs = row.reader, 1 + row.reader.in_pairs
+        reader = READERS[kind]
+        inputs = 1 + reader.in_pairs
         # Without tables and factors of groups.
         bits = int(8 * row.step_bytes / (PANEL * inputs))
         registers = "pairs of bfloat16" if reader.in_pairs else "float32"

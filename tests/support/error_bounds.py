@@ -85,8 +85,7 @@ def assert_exact_enough(
 
 
 def _multiplies_pairs(case: dict[str, Any]) -> bool:
-    from paged.kernels.cpu.products.amx import HAS_TILES
-    from paged.kernels.cpu.simd.vectors import HAS_DOT, LANES
+    from paged.kernels.cpu.target import HAS_DOT, HAS_TILES, LANES
 
     head_dim, value_dim = case["query"].shape[2], case["value_cache"].shape[3]
     if case["query"].dtype != torch.bfloat16:

@@ -2,7 +2,11 @@
 
 from typing import NamedTuple
 
-TABLE = "model/families/table"
+GEMMA = "model/families/gemma"
+GLM4 = "model/families/glm4"
+GRANITE = "model/families/granite"
+LLAMA = "model/families/llama"
+SMOLLM3 = "model/families/smollm3"
 GPT = "model/families/gpt"
 GEMMA4 = "model/families/gemma4"
 MULTIMODAL = "model/families/multimodal"
@@ -52,8 +56,8 @@ BUGS = {
             "routing",
             "rows go to the expert after theirs",
             FORMS,
-            "zip(self.forms, bounds, bounds[1:], strict=False)",
-            "zip([*self.forms[1:], self.forms[0]], bounds, bounds[1:], strict=False)",
+            "form = self.forms[expert]",
+            "form = self.forms[expert - 1]",
         ),
         ("renormalise", "weights are not renormalised", REFERENCE, "if options.renormalise:", "if False:"),
         ("feed_forward", "all layers have experts", MOE, "layer in only or", "False or"),
@@ -194,7 +198,7 @@ BUGS = {
         (
             "norms",
             "norms are swapped",
-            TABLE,
+            GLM4,
             '"post_self_attn_layernorm", "post_attention_layernorm"',
             '"post_attention_layernorm", "post_self_attn_layernorm"',
         ),
@@ -244,7 +248,7 @@ BUGS = {
         ),
     ],
     matches("gemma2"): [
-        ("unit_offset", "1 is not added to norms", TABLE, "read_norm(hf, unit_offset=True)", "read_norm(hf)"),
+        ("unit_offset", "1 is not added to norms", GEMMA, "read_norm(hf, unit_offset=True)", "read_norm(hf)"),
         (
             "embedding_multiplier",
             "embeddings are not multiplied",
@@ -330,7 +334,7 @@ BUGS = {
         ),
     ],
     matches("smollm3"): [
-        ("rope", "a layer without rope has one", TABLE, "rope if rotated else NO_ROPE", "rope"),
+        ("rope", "a layer without rope has one", SMOLLM3, "rope if rotated else NO_ROPE", "rope"),
     ],
     matches("olmo3"): [
         (
@@ -384,7 +388,7 @@ BUGS = {
     ],
     matches("granite-swa"): [
         ("sinks", "sinks are ignored", ATTENTION, "sinks=self.sinks,", ""),
-        ("rope", "bases of layers are ignored", TABLE, "replace(rope, theta=float(theta))", "rope"),
+        ("rope", "bases of layers are ignored", GRANITE, "replace(rope, theta=float(theta))", "rope"),
     ],
     matches("granite"): [
         ("residual_multiplier", "outputs are not multiplied", DECODER, "/ config.residual_multiplier", ""),
@@ -426,14 +430,14 @@ BUGS = {
         (
             "window",
             "layer_types are ignored",
-            TABLE,
+            LLAMA,
             'layer_types_of(hf, ("sliding_attention",) * size(hf, "num_hidden_layers"))',
             '("sliding_attention",) * size(hf, "num_hidden_layers")',
         ),
     ],
     matches("ministral3"): [
         ("attention_factor", "mscale is ignored", ROPE, "if all(scales):", "if False:"),
-        ("query_scaling_beta", "queries are not scaled", TABLE, "if own.get(beta) is not None:", "if False:"),
+        ("query_scaling_beta", "queries are not scaled", LLAMA, "if own.get(beta) is not None:", "if False:"),
         (
             "query_scaling_beta",
             "queries are scaled by their position",
@@ -508,7 +512,7 @@ BUGS = {
         (
             "gated",
             "every MLP has a gate",
-            EXPERTS,
+            DECODER,
             "(MLP if spec.gated else PlainMLP)",
             "MLP",
         ),

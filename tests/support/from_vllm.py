@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import paged
-from paged import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams
+from paged import (
+    BeamSearchParams,
+    EngineConfig,
+    LLMEngine,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from paged.base.from_vllm import Neutral, missing_of, neutral_of
 
 # The names, arguments and defaults of vLLM 0.33; a default that is an object is {}.
@@ -27,13 +34,14 @@ CONFIGS = {
         "SamplingParams": SamplingParams,
         "StructuredOutputsParams": StructuredOutputsParams,
         "BeamSearchParams": BeamSearchParams,
+        "PoolingParams": PoolingParams,
     }.items()
 }
 OUTPUTS = {"RequestOutput": paged.RequestOutput, "CompletionOutput": paged.CompletionOutput}
 # Names that are here too, with another meaning or other values.
 OTHER_MEANING = {
     "score": "`score(prompt, continuations)` returns the log-probabilities of continuations, no similarities",
-    "encode": "the same as `embed`, with `pooling` and `normalize` in place of `pooling_params`",
+    "encode": "the same as `embed`, for embeddings alone",
     "quantization": "'int8' or 'int4' quantizes a plain checkpoint while it loads; others need no option",
     "attention_backend": "'auto', 'triton', 'numba' or 'torch'",
     "kv_cache_dtype": "without 'fp8_e5m2' and others; see `EngineConfig`",
@@ -101,9 +109,8 @@ def name_rows() -> Iterator[Row]:
         if name not in VLLM["vllm"] and name not in missing_of("LLMEngine"):  # a module
             yield Row(f"vllm.{name}", "refused", reason)
     for owner, cls in OUTPUTS.items():
-        ours = {field.name for field in dataclasses.fields(cls)}
         for name in VLLM[owner]:
-            if name not in ours:
+            if not hasattr(cls, name):
                 yield Row(f"{owner}.{name}", "refused", missing_of(owner)[name])
     for name in VLLM["SamplingParams methods"]:
         if name not in dir(SamplingParams):

@@ -16,7 +16,7 @@ import pytest
 
 from paged import LLMEngine
 from paged.engine.request_spec import RequestSpec
-from paged.server import engine_process, frames, supervised_engine, supervisor
+from paged.server import engine_process, frames, supervised_engine
 from paged.server.connection import EngineConnection, caused
 from paged.server.engine_process import EngineServer, Link
 from paged.server.launcher import LocalLauncher
@@ -140,7 +140,9 @@ class _MortalConnection(EngineConnection):
         super().data_received(data[:cut])
         # A request that is alone at two ends is taken for the cause. A process with requests that stay gets
         # none before its end is noticed.
-        may_blame = any(each.is_alone and each.num_deaths_alone for each in self.requests.values())
+        may_blame = any(
+            each.suspicion.is_alone and each.suspicion.num_deaths_alone for each in self.requests.values()
+        )
         stay = [each for each in self.requests.values() if not each.request_id.startswith(LEAVING)]
         if life.limit >= 0 or may_blame or not stay or self.dead is not None:
             super().data_received(data[cut:])
@@ -191,7 +193,7 @@ class MortalEngines:
             patch.setattr(engine_process, "Garbage", _NoGarbage)
             patch.setattr(engine_process, "HEARTBEAT_S", HEARTBEAT_S)
             patch.setattr(engine_process, "WHOLE_S", 0.02)
-            patch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
+            patch.setattr(supervised_engine, "FIRST_PAUSE_S", 0.0)
             yield self
 
 

@@ -48,6 +48,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "max_tokens": (5, {}),
     "stop": ("e", {}),
     "stop_token_ids": ([7], {"logit_bias": {7: 100.0}}),
+    "no_stop_within": (("", "never"), {"stop": "e"}),
     "include_stop_str_in_output": (True, {"stop": "e"}),
     "ignore_eos": (False, {"logit_bias": {EOS: 100.0}}),
     "logprobs": (2, {}),

@@ -63,9 +63,17 @@ BUGS = {
             "suspects",
             "deaths alone are forgiven",
             "server/supervisor",
-            "if request.num_deaths_alone == MOST_DEATHS_ALONE:",
+            "if request.suspicion.is_proven:",
             "if False:",
         ),
+    ],
+    f"{DEATHS}::test_suspicion": [
+        ("suspects", "a token clears them", "server/deaths", "return is_long and", "return True or"),
+        ("suspects", "steps alone clear them", "server/deaths", "return is_long and", "return"),
+    ],
+    f"{DEATHS}::test_restarts_for_a_request_that_is_found_do_not_count_others_do": [
+        ("suspects", "explained deaths count", "server/deaths", "not (self.is_explained or", "not (False or"),
+        ("suspects", "no death counts", "server/deaths", "not (self.is_explained or", "not (True or"),
     ],
     f"{DEATHS}::test_totals_go_on_from_process_to_process": [
         (

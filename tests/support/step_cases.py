@@ -264,6 +264,7 @@ OF_THE_HOST = {
     "max_tokens",
     "num_speculative_tokens",
     "stop_token_ids",
+    "no_stop_within",
     "include_stop_str_in_output",
     "ignore_eos",
     "detokenize",

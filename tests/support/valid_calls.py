@@ -495,7 +495,8 @@ def _linear(_: Kernels, generator: random.Random) -> Call:
 
 
 def _grouped_panels(_: Kernels, generator: random.Random) -> Call:
-    from paged.kernels.panels import ExpertPanels, Panels, grouped_panel_linear, pad
+    from paged.kernels.expert_panels import ExpertPanels, grouped_panel_linear
+    from paged.kernels.panels import Panels, pad
 
     fields = _panel_fields(generator)  # of the first expert
     others = [Panels(**{key.removeprefix("panels."): x for key, x in fields.items()})] * 2

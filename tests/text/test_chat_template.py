@@ -10,14 +10,15 @@ import resource
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 
 import pytest
 
-from paged.errors import RequestError
+from paged.errors import RequestError, WorkerLostError
 from paged.model.config import DEMO
 from paged.text.chat_template import MOST_RENDERED, ChatTemplates
 from paged.text.tokenizer import Tokenizer
-from paged.text.worker import WorkerLimits
+from paged.text.worker import PIECE, Worker, WorkerLimits
 
 LLAMA_3 = """\
 {{- bos_token }}
@@ -177,6 +178,13 @@ def templates(hf):
     return ChatTemplates(TEMPLATES, dict(hf.special_tokens_map))
 
 
+rendered_as_today = pytest.mark.skipif(
+    tuple(map(int, version("transformers").split(".")[:2])) < (5, 23),
+    reason="this older transformers, the oracle, renders keys of messages that are None",
+)
+
+
+@rendered_as_today
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("messages", [TALK[:2], TALK, CALL], ids=["short", "talk", "call"])
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "tools"])
@@ -204,6 +212,60 @@ def test_text_is_that_of_transformers(templates, hf, name, messages, tools):
         assert text == expected
 
 
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=lambda sign: sign.name)
+def test_a_process_that_is_ended_from_outside_is_asked_again_once(sign, monkeypatch):
+    monkeypatch.setattr("paged.text.worker.LOOK_AT_PROCESS_S", 0.01)
+    templates = ChatTemplates({}, {})
+    first = templates._workers.first
+    started = []
+    start, is_hit = Worker._start, [True, False, True, True, False]
+
+    def start_and_hit(worker):
+        start(worker)
+        started.append(worker._process.pid)
+        if is_hit.pop(0):
+            os.kill(worker._process.pid, sign)
+
+    monkeypatch.setattr(Worker, "_start", start_and_hit)
+    assert templates.render(TALK[:1], chat_template="{{ 1 }}") == "1"
+    first.close()
+    with pytest.raises(
+        WorkerLostError, match=r"was (killed by signal 9|killed by signal 15|stopped); try again"
+    ):
+        templates.render(TALK[:1], chat_template="{{ 1 }}")
+    assert first._process is None
+    assert templates.render(TALK[:1], chat_template="{{ 1 }}") == "1"
+    assert (len({*started}), is_hit) == (5, [])
+
+
+def test_a_process_that_a_request_ends_is_not_asked_again(monkeypatch):
+    """By its limits, or by an error of a library."""
+    templates = ChatTemplates({}, {})
+    asked = []
+    exchange = Worker._exchange
+
+    def end(worker, line, time_s):
+        asked.append(line)
+        os.kill(worker._process.pid, signal.SIGSEGV)
+        return exchange(worker, line, time_s)
+
+    monkeypatch.setattr(Worker, "_exchange", end)
+    with pytest.raises(RequestError, match=r"ended the process that runs it \(exit code -11\)") as caught:
+        templates.render(TALK[:1], chat_template="{{ 1 }}")
+    assert not isinstance(caught.value, WorkerLostError)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("size", [PIECE - 1, PIECE, 2 * PIECE + 1])
+def test_long_texts_are_the_same_in_pieces(size):
+    odd = ('\n"\\😀é\u2028' * size)[:size]
+    templates = ChatTemplates({}, {})
+    talk = [{"role": "user", "content": odd, "more": [1, None, {"a": [odd, 1.5]}]}]
+    template = "{{ messages[0].content }}{{ messages[0].more[2].a[0] }}{{ messages[0].more[:2] }}"
+    assert templates.render(talk, chat_template=template) == odd + odd + "[1, None]"
+
+
+@rendered_as_today
 @pytest.mark.parametrize(
     ("name", "last"),
     [
@@ -369,8 +431,9 @@ def test_what_is_too_long_to_render_is_said(bounded, templates):
     assert len(templates.render(long, chat_template="plain")) > 4_000_000
 
 
-def test_a_process_that_hangs_delays_no_other_and_is_replaced_when_its_time_is_over():
+def test_a_process_that_hangs_delays_no_other_and_is_replaced_when_its_time_is_over(monkeypatch):
     """It uses no CPU time, so the limit of that does not end it."""
+    monkeypatch.setattr("paged.text.worker.LOOK_AT_PROCESS_S", 3600.0)  # it is stopped, and not seen to be
     templates = ChatTemplates({}, {})
     template = "{{ messages[0].role }}"
     assert templates.render(TALK[:1], chat_template=template) == "system"
@@ -399,8 +462,6 @@ def test_the_process_goes_with_its_owner_and_is_replaced_when_it_died():
         process = templates._workers.first._process
         pids.append(process.pid)
         os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(RequestError, match=r"ended the process that runs it \(exit code -9\)"):
-            templates.render(TALK[:1], chat_template="{{ 1 }}")
     templates.render(TALK[:1], chat_template="{{ 1 }}")
     last = templates._workers.first._process
     assert len({*pids, last.pid}) == 3

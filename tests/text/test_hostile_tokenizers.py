@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -107,7 +106,6 @@ BROKEN = {
     "word-piece-unknown": {"model": {**WORD_PIECE, "vocab": VOCABULARY, "unk_token": "[UNK]"}},
     "bpe-unknown": {"model": {**BPE, "unk_token": "[UNK]"}},
     "unigram-unknown": {"model": {"type": "Unigram", "vocab": [["a", -1.0]], "unk_id": None}},
-    "growth-without-end": {"normalizer": {"type": "Sequence", "normalizers": [replace("a", "a" * 1000)] * 4}},
 }
 
 
@@ -116,8 +114,6 @@ BROKEN = {
 def test_files_that_break_the_library_are_refused_in_one_line(kind, tmp_path):
     message = refused(write(tmp_path, **BROKEN[kind]))
     assert message.startswith(str(tmp_path))
-    if kind == "growth-without-end":
-        assert re.search(r"the tokenizer takes more than (1024 MiB of memory|0\.5 s)", message)
 
 
 def test_the_report_of_a_panic_does_not_reach_the_terminal(tmp_path):
@@ -143,11 +139,11 @@ def test_a_decoder_that_panics_is_refused(tmp_path):
 
 
 # A tokenizer that passes the probe, and the texts that it fails on.
-EXPANDING = {"type": "Sequence", "normalizers": [replace("b", "b" * 999)] * 3}
+EXPANDING = replace("b", "b" * 999)
 HARD = {
     "a" * 40 + "!": "retry-limit-in-match over|takes more than 0.5 s",
     "c" * 4000: "takes more than 0.5 s",
-    "b": "takes more than",  # 1024 MiB, which may take longer than 0.5 s
+    "b" * 2**21: "takes more than",  # 1024 MiB, which may take longer than 0.5 s
 }
 
 

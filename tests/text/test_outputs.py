@@ -21,17 +21,22 @@ from paged.text.transcript import Transcript
 from tests.support.checkpoints import assert_all_free, new_engine
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
+TOKENIZER = Tokenizer(DEMO)
+EOS = TOKENIZER.hf.eos_token_id
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(DEMO)
+    return TOKENIZER
 
 
 def served(
-    tokenizer: Tokenizer, ids: Sequence[int], eos: int | None = None, **params: Any
+    tokenizer: Tokenizer, ids: Sequence[int], eos: int | None = None, num_given: int = 0, **params: Any
 ) -> list[CompletionOutput]:
-    """Yield the output after each of these token ids, as an engine makes it, until the request ends."""
+    """Return the output after each of these token ids, as an engine makes it, until the request ends.
+
+    num_given: how many of them another engine made.
+    """
     sampling = SamplingParams(**params)
     stops = stop_strings(tuple(sampling.stop)) if sampling.stop else None
     ends = frozenset(() if eos is None else [eos])
@@ -41,8 +46,11 @@ def served(
         max_total_tokens=1 + len(ids),
         stop_ids=ends,
         stops=stops,
+        num_given_tokens=num_given,
     )
     request = Request(inputs)
+    request.token_ids += ids[:num_given]
+    ids = ids[num_given:]
     group, processor = RequestGroup("a", [request]), OutputProcessor(tokenizer)
     outputs = []
     for token_id in ids:
@@ -137,6 +145,70 @@ def test_min_tokens_holds_stop_strings_off_and_not_those_that_begin_in_it(tokeni
     # A stop string that came too early is shown, as it cannot end the text any more.
     texts = [c.text for c in served(tokenizer, ids, stop=["b", "c"], min_tokens=6, max_tokens=99)]
     assert texts[:6] == [*itertools.accumulate(pieces)][:6]
+
+
+BLANKS = " \t\n\r"
+
+
+def cut_of_the_answer(text: str, is_inside: bool, stop: str, include: bool) -> tuple[str, bool]:
+    """Return what a text is cut to by a stop string, which is searched in its answer, and whether it is."""
+    begun = text.lstrip(BLANKS)
+    start = 0
+    if is_inside or begun.startswith("<r>"):
+        end = text.find("</r>", 0 if is_inside else len(text) - len(begun) + 3)
+        if end < 0:
+            return text, False
+        rest = text[end + 4 :]
+        start = len(text) - len(rest.lstrip(BLANKS))
+    at = text.find(stop, start)
+    return (text, False) if at < 0 else (text[: at + len(stop) * include], True)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["<r>", "</r>", "<", "r>", " ", "\n", "a", "b", "ab", "</", "</r> a"]), max_size=9
+    ),
+    st.sampled_from(["a", "b", "ab", "<", "\n", "</r>", "r> a", "r>"]),
+    st.booleans(),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_stop_strings_end_the_answer_and_not_its_reasoning(pieces, stop, is_inside, include, rng):
+    """In whatever tokens the text comes; what is shown does not change; a replay finds the same."""
+    text = "".join(pieces)
+    expected, is_cut = cut_of_the_answer(text, is_inside, stop, include)
+    ids = []
+    at = 0
+    while at < len(text):
+        length = rng.randint(1, 3)
+        ids += TOKENIZER.encode(text[at : at + length])
+        at += length
+    options = {
+        "stop": stop,
+        "no_stop_within": ("" if is_inside else "<r>", "</r>"),
+        "include_stop_str_in_output": include,
+    }
+    outputs = served(TOKENIZER, [*ids, EOS], EOS, **options, max_tokens=99)
+    assert outputs[-1].text == expected
+    assert (outputs[-1].stop_reason == stop) == is_cut
+    for output in outputs:
+        assert expected.startswith(output.text)
+    deltas = served(TOKENIZER, [*ids, EOS], EOS, **options, max_tokens=99, output_kind=DELTA)
+    assert "".join(output.text for output in deltas) == expected
+    assert len(deltas) == len(outputs)
+    num_given = rng.randrange(len(outputs))
+    replayed = served(TOKENIZER, [*ids, EOS], EOS, num_given, **options, max_tokens=99)
+    assert replayed[-1].text == expected
+
+
+def test_min_tokens_counts_the_reasoning_too(tokenizer):
+    ids = [tokenizer.encode(piece)[0] for piece in ("b", "a", "b", "a", "b")]
+    for min_tokens, num_shown in ((0, 2), (3, 4), (4, 4)):
+        last = served(
+            tokenizer, ids, stop="b", min_tokens=min_tokens, no_stop_within=("", "a"), max_tokens=99
+        )[-1]
+        assert len(last.text) == num_shown, min_tokens
 
 
 def test_ten_thousand_stop_strings(tokenizer):

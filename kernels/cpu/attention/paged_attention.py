@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...attention_options import (
-    FIRST_TENSOR,
     AttentionOptions,
     AttentionPlan,
     check_attention,
@@ -20,12 +19,10 @@ from ...attention_options import (
     layout_of,
 )
 from ...checks import check_device, check_tensor, is_trusted
-from ..launch.tasks import addresses
-from ..products.amx import HAS_TILES
-from ..simd.numbers import KINDS
-from ..simd.vectors import padded
-from .kernel import ATTEND, MERGE
-from .units import MAX_DECODE, SPLIT_KEYS, scratch_size
+from ..launch.tasks import cache_strides
+from ..numbers import KINDS
+from ..target import HAS_TILES, padded
+from .units import ATTEND, MAX_DECODE, MERGE, SPLIT_KEYS, scratch_size
 
 UNITS_PER_THREAD = 2  # at least, so that threads end at about the same time
 # of a unit of a prompt, for each KV head
@@ -36,7 +33,7 @@ LEAST_ROWS = 64
 class Plan(NamedTuple):
     """The work of one step, for every layer of the same shape."""
 
-    units: NDArray[np.int64]  # [num_units, 8], see kernel.ATTEND
+    units: NDArray[np.int64]  # [num_units, 8], see units.ATTEND
     merges: NDArray[np.int64]  # [num_merges, 8]
     num_parts: int
     max_rows: int  # of any unit, all its heads together
@@ -48,7 +45,7 @@ class _LayerPlan(AttentionPlan):
 
     work: Plan
     units: int  # the address of work.units
-    constants: tuple[float, ...]
+    constants: dict[str, float]
     scratch_size: int
     out_shape: tuple[int, int, int]
 
@@ -74,15 +71,24 @@ def plan_attention(
     work = plan_units(
         seq_lens.numpy(), cu_seqlens_q.numpy(), num_heads, num_kv_heads, torch.get_num_threads()
     )
-    constants = (
-        *(num_heads, num_kv_heads, head_dim, value_dim, block_size, options.sliding_window or 0),
-        *(KINDS[query.dtype], KINDS[key_cache.dtype], HAS_TILES),
-        block_tables.stride(0) * block_tables.itemsize,
-        *(stride * query.itemsize for stride in query.stride()[:2]),
-        *(stride * key_cache.itemsize for stride in key_cache.stride()[:3]),
-        *(stride * value_cache.itemsize for stride in value_cache.stride()[:3]),
-        *(options.scale, options.softcap or 0.0),
-    )
+    constants = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "value_dim": value_dim,
+        "block_size": block_size,
+        "window": options.sliding_window or 0,
+        "query_kind": KINDS[query.dtype],
+        "cache_kind": KINDS[key_cache.dtype],
+        "tiles": HAS_TILES,
+        "table_stride": block_tables.stride(0) * block_tables.itemsize,
+        "query_token_stride": query.stride(0) * query.itemsize,
+        "query_head_stride": query.stride(1) * query.itemsize,
+        **cache_strides("key", key_cache),
+        **cache_strides("value", value_cache),
+        "scale": options.scale,
+        "softcap": options.softcap or 0.0,
+    }
     return _LayerPlan(
         layout_of(query, key_cache, value_cache, block_tables, seq_lens, options),
         work,
@@ -124,25 +130,34 @@ def paged_attention(
     parts = None
     _, num_heads, value_dim = plan.out_shape
     if work.num_parts:
-        parts = query.new_empty(work.num_parts * (padded.py_func(value_dim) + 2), dtype=torch.float32)
+        parts = query.new_empty(work.num_parts * (padded(value_dim) + 2), dtype=torch.float32)
     ATTEND.run(
         len(work.units),
-        plan.units,
-        *addresses(
-            *(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, out, parts),
-            *options[FIRST_TENSOR:],
-        ),
-        *plan.constants,
+        units=plan.units,
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        out=out,
+        parts=parts,
+        sinks=options.sinks,
+        key_scales=options.key_scales,
+        value_scales=options.value_scales,
+        **plan.constants,
         scratch_size=plan.scratch_size,
     )
     if parts is not None:
         MERGE.run(
             len(work.merges),
-            work.merges.ctypes.data,
-            *addresses(parts, out, options.sinks),
-            num_heads,
-            value_dim,
-            KINDS[query.dtype],
+            merges=work.merges.ctypes.data,
+            parts=parts,
+            out=out,
+            sinks=options.sinks,
+            num_heads=num_heads,
+            value_dim=value_dim,
+            query_kind=KINDS[query.dtype],
         )
     return out
 

@@ -1,166 +1,67 @@
-"""A unit of attention's work, and the layout of its scratch memory."""
+"""Paged attention on a CPU: ragged batches of prompts and decodes over K and V behind a block table.
 
-from typing import NamedTuple
+Online softmax over tiles of 64 keys, in float32, or in pairs of bfloat16 where queries and cache are bfloat16
+and the CPU multiplies them. For prompts a key tile is copied into scratch memory, transposed, once for all
+query heads that share it (`prompt`); decodes read it in the cache (`decode`, `amx_attention`). A unit of work
+is some query tokens of one sequence with some of its heads, over all their keys or some splits of them
+(`compiled.attention.units`).
+"""
 
-from ..products.amx import TILE_ROWS
-from ..products.kinds import BFLOAT16_PAIRS
-from ..simd.memory import LINE, get_int, get_long
-from ..simd.numbers import BFLOAT16, FLOAT8, FLOAT32, INT8
-from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function, padded
-from .amx_attention import KEYS, in_place_bytes
-from .softmax import TILE, TILE_BYTES, WORK_VECTORS, State
+from ..launch.tasks import Task
+from ..target import LANES, LINE, TILE_ROWS, padded
 
 SPLIT_KEYS = 1024  # keys that one softmax goes over; longer contexts are split and merged (split-KV)
 MAX_DECODE = 8  # new tokens of a sequence that is computed as a decode: mostly it waits for memory
+TILE = 64  # keys
+TILE_BYTES = 4 * TILE
+WORK_VECTORS = LANES + 2
 AMX_BLOCK = 2 * TILE_ROWS  # query rows that AMX multiplies by a key tile at once
-MAX_IN_PLACE_ROWS = 8  # of a KV head: with more, copying K and V into scratch memory pays
-# Multiply-adds of float32, of pairs of bfloat16 (AVX512-BF16), of tiles of such pairs (AMX).
-BY_FLOATS, BY_PAIRS, BY_TILES = range(3)
 
 
-class Unit(NamedTuple):
-    """Query tokens of one sequence with some of its KV heads, over some of its splits.
-
-    A row is one query head of one token. Rows are ordered by KV head, then token, then query head.
-    """
-
-    seq: int
-    first_token: int  # in the batch
-    num_tokens: int
-    position: int  # of the first token in its sequence
-    first_head: int  # KV heads
-    num_heads: int
-    head_rows: int  # rows of one KV head
-    num_rows: int
-    key_offset: int  # bytes from a token's K to that of the first head
-    value_offset: int
-    first_split: int
-    end_split: int
-    first_part: int  # where its rows start in `parts`, which are merged later; -1: it writes the output
-    first_key: int  # keys from here
-    end_key: int  # to here are seen by at least one of the tokens
-    arithmetic: int  # BY_FLOATS, BY_PAIRS or BY_TILES
-    depth: int  # 4-byte words of a row of Q or K: float32, or pairs of bfloat16
-    in_place: bool  # keys are read in the cache, not copied first
-
-
-class Scratch(NamedTuple):
-    """Addresses in a thread's scratch memory, and strides in bytes."""
-
-    tile_keys: int  # the key tile: a row of K for each token, with the unit's heads side by side
-    key_stride: int
-    tile_values: int
-    value_stride: int
-    keys: int  # of one head, transposed
-    scores: int
-    addresses: int  # of K in the cache for the tile's tokens, then of V
-    next_addresses: int  # of the next tile
-    more_addresses: int  # of K: of tokens to prefetch, or by AMX of every 16th token
-    queries: int
-    tile_config: int  # of AMX
+_ADDRESSES = (
+    "units",  # i64[num_units, 8]: seq; first and end of tokens, KV heads and splits; first row in parts or -1
+    "query",
+    "key_cache",
+    "value_cache",
+    "block_tables",
+    "seq_lens",
+    "cu_seqlens_q",
+    "out",
+    "parts",  # f32[num_parts, padded value_dim + 2]: a row's maximum, normalizer and output over one split
+    "sinks",  # this and the following are 0 where not given
+    "key_scales",
+    "value_scales",
+)
+_SIZES = ("num_heads", "num_kv_heads", "head_dim", "value_dim", "block_size", "window")
+_KINDS = ("query_kind", "cache_kind", "tiles")  # tiles: whether AMX may be used
+_STRIDES = (  # bytes
+    "table_stride",
+    "query_token_stride",
+    "query_head_stride",
+    "key_block_stride",
+    "key_token_stride",
+    "key_head_stride",
+    "value_block_stride",
+    "value_token_stride",
+    "value_head_stride",
+)
+ATTEND = Task("attention.kernel.attend", _ADDRESSES, (*_SIZES, *_KINDS, *_STRIDES), ("scale", "softcap"))
+MERGE = Task(
+    "attention.kernel.merge", ("merges", "parts", "out", "sinks"), ("num_heads", "value_dim", "query_kind")
+)
 
 
 def scratch_size(
     head_dim: int, value_dim: int, num_heads: int, max_rows: int, max_heads: int, tiles: bool
 ) -> int:
     """Return the bytes for any unit of up to max_rows rows and max_heads KV heads. tiles: by AMX too."""
-    width: int = padded.py_func(value_dim)
+    width: int = padded(value_dim)
     score_rows = max(AMX_BLOCK, max_rows) + TILE_ROWS
     words = TILE * (max_heads * (head_dim + width + 2) + 2 * 16 + head_dim + score_rows + 4 * 2)
     size: int = 4 * (words + 2 * LANES + WORK_VECTORS * LANES + max_rows * (head_dim + 2 * width + 4))
     return size + (in_place_bytes(min(max_rows, num_heads), head_dim) if tiles else 0)
 
 
-@function
-def _choose_arithmetic(args):
-    """Choose how products are computed.
-
-    By pairs and tiles, weights are rounded to bfloat16, as other libraries do in that dtype; int8 and fp8 are
-    exact in it.
-    """
-    if args.query_kind != BFLOAT16:
-        return BY_FLOATS
-    is_whole = args.head_dim % KEYS == 0 and args.value_dim % KEYS == 0
-    if args.tiles and is_whole and args.cache_kind in (BFLOAT16, INT8, FLOAT8):
-        return BY_TILES
-    is_whole = args.head_dim % LANES == 0 and args.head_dim >= 2 * LANES and args.value_dim >= LANES
-    return BY_PAIRS if HAS_DOT and is_whole and args.cache_kind == BFLOAT16 else BY_FLOATS
-
-
-@function
-def _reads_in_place(args, arithmetic, rows):
-    """Return whether a decode with so many rows for each KV head reads keys in the cache."""
-    if arithmetic == BY_TILES:
-        return rows <= TILE_ROWS and (args.cache_kind != BFLOAT16 or args.block_size % TILE_ROWS == 0)
-    kind = args.cache_kind if arithmetic == BY_FLOATS else BFLOAT16_PAIRS
-    is_whole = args.head_dim % LANES == 0 and args.value_dim % LANES == 0
-    return rows <= MAX_IN_PLACE_ROWS and is_whole and kind in (FLOAT32, BFLOAT16, INT8, BFLOAT16_PAIRS)
-
-
-@function
-def read_unit(args, address):
-    """Return the unit whose record, a row of `units`, is at the address."""
-    seq = get_long(address)
-    first_token = get_long(address + 8)
-    end_token = get_long(address + 16)
-    first_head = get_long(address + 24)
-    end_head = get_long(address + 32)
-    first_split = get_long(address + 40)
-    end_split = get_long(address + 48)
-    part = get_long(address + 56)
-    num_heads = end_head - first_head
-    num_tokens = end_token - first_token
-    rows = num_tokens * (args.num_heads // args.num_kv_heads)
-
-    arithmetic = _choose_arithmetic(args)
-    depth = args.head_dim if arithmetic == BY_FLOATS else args.head_dim // 2
-    in_place = num_tokens == 1 and _reads_in_place(args, arithmetic, rows)
-
-    first_row = get_int(args.cu_seqlens_q + 4 * seq)
-    seq_len = get_int(args.seq_lens + 4 * seq)
-    new_position = seq_len - (get_int(args.cu_seqlens_q + 4 * seq + 4) - first_row)
-    token = first_row + first_token
-    position = new_position + first_token
-    first_key = 0
-    end_key = new_position + end_token
-    if args.window:
-        first_key = max(0, position - args.window + 1)
-    return Unit(
-        seq, token, num_tokens, position, first_head, num_heads, rows, rows * num_heads,
-        first_head * args.key_head_stride, first_head * args.value_head_stride, first_split, end_split, part,
-        first_key, end_key, arithmetic, depth, in_place,
-    )  # fmt: skip
-
-
-@function
-def lay_out(args, unit, scratch):
-    """Divide scratch memory. Return it with two states of the rows: over all splits so far, and over one."""
-    depth = unit.depth
-    width = padded(args.value_dim)
-    num_rows = unit.num_rows
-    # Rows of the key tile are padded by a cache line, so that they do not share the sets of the L1 cache.
-    key_stride = 4 * unit.num_heads * depth + LINE
-    value_stride = 4 * unit.num_heads * width + LINE
-    tile_keys = scratch
-    tile_values = tile_keys + TILE * key_stride
-    keys = tile_values + TILE * value_stride
-    scores = keys + depth * TILE_BYTES
-    addresses = scores + (max(AMX_BLOCK, num_rows) + TILE_ROWS) * TILE_BYTES
-    next_addresses = addresses + 16 * TILE
-    more_addresses = next_addresses + 16 * TILE
-    queries = more_addresses + 8 * LANES
-    outputs = queries + num_rows * 4 * depth
-    states = outputs + 2 * num_rows * 4 * width
-    work = states + 4 * num_rows * 4
-    scales = work + WORK_VECTORS * VECTOR_BYTES
-    tile_config = (scales + 2 * TILE_BYTES * unit.num_heads) // LINE * LINE + LINE
-    total = State(scores, states, states + 4 * num_rows, outputs, width // LANES, scales, work)
-    partial = State(
-        scores, states + 8 * num_rows, states + 12 * num_rows, outputs + num_rows * 4 * width,
-        width // LANES, scales, work,
-    )  # fmt: skip
-    memory = Scratch(
-        tile_keys, key_stride, tile_values, value_stride, keys, scores, addresses, next_addresses,
-        more_addresses, queries, tile_config,
-    )  # fmt: skip
-    return memory, total, partial
+def in_place_bytes(num_rows: int, head_dim: int) -> int:
+    """Return the bytes that a decode by AMX takes for so many rows: configurations, K Qᵀ and Qᵀ."""
+    return 3 * LINE + TILE * LINE + 2 * num_rows * 2 * head_dim

@@ -8,140 +8,104 @@ the file of this one later.
 """
 
 import fcntl
-import logging
 import os
-import stat
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-import llvmlite
-import llvmlite.binding as llvm
-import numba
-from numba.core import config
-
-logger = logging.getLogger(__name__)
+from .. import cache_files
+from ..cache_files import CPU_KERNELS, directories, is_trusted, writable_directory
+from ..target import HAS_TILES, TARGET
 
 _DIGEST_BYTES = 32
-_ROOT = Path(__file__).parents[1]  # kernels/cpu
 # Of a kernel, how many files from other sources are kept: copies of the project may share a directory.
 _MOST_OTHERS = 3
-
-
-def _setting() -> str:
-    """Describe what the code is compiled for and by."""
-    cpu = config.CPU_NAME or llvm.get_host_cpu_name()
-    # Of the host too: they decide how wide vectors are, whatever numba is set to compile for.
-    features = f"{config.CPU_FEATURES} {llvm.get_host_cpu_features().flatten()}"
-    target = f"{llvm.get_process_triple()} {cpu} {features} {config.ENABLE_AVX}"
-    passes = f"{config.OPT} {config.LOOP_VECTORIZE} {config.SLP_VECTORIZE}"
-    checks = f"{config.BOUNDSCHECK} {config.DEBUGINFO_DEFAULT}"
-    versions = f"{numba.__version__} {llvmlite.__version__} {sys.implementation.cache_tag}"
-    return f"{target} {passes} {checks} {versions}"
+# All kernels, and the seconds that each takes with all cores busy. Those of AMX are compiled where it is.
+SECONDS = {
+    "attention.kernel.attend": 20.0,
+    "attention.kernel.merge": 0.5,
+    "launch.graph.graph": 0.5,
+    "launch.threads.help": 0.5,
+    "launch.threads.launch": 0.5,
+    "launch.threads.look": 0.5,
+    "linear.amx_linear.tiles": 4.0,
+    "linear.int4_search.best_fit": 0.5,
+    "linear.linear.linear": 10.0,
+    "linear.pack_bf12.pack_bf12": 0.5,
+    "linear.pack_codes.pack_codes": 0.5,
+    "rows.add.add": 0.5,
+    "rows.clamped_swiglu.clamped_swiglu": 0.5,
+    "rows.gelu_and_mul.gelu": 0.5,
+    "rows.gelu_and_mul.gelu_and_mul": 0.5,
+    "rows.greedy.greedy": 0.5,
+    "rows.layer_norm.layer_norm": 0.5,
+    "rows.rms_norm.rms_norm": 1.0,
+    "rows.rotary_store_kv.rotary_store_kv": 4.0,
+    "rows.route.route": 0.5,
+    "rows.scale_and_cap.scale_and_cap": 0.5,
+    "rows.scale_rows.scale_rows": 0.5,
+    "rows.silu_and_mul.silu_and_mul": 0.5,
+    "rows.sort_by_expert.sort_by_expert": 0.5,
+    "rows.sum_experts.sum_experts": 0.5,
+    "rows.take_rows.take_panel_rows": 0.5,
+    "rows.take_rows.take_rows": 0.5,
+    "sampling.masks.choose": 0.5,
+    "sampling.masks.mask": 0.5,
+    "sampling.penalties.penalties": 0.5,
+    "sampling.sample_tokens.sample": 5.0,
+    "sampling.token_logprobs.logprobs": 0.5,
+}
+if not HAS_TILES:
+    del SECONDS["linear.amx_linear.tiles"]
 
 
 def _source() -> bytes:
     """Return the sources of all kernels, as a kernel is made of functions and constants of several files."""
-    folder = _ROOT.parent
+    folder = CPU_KERNELS.parent
     named = ((str(file.relative_to(folder)), file) for file in folder.rglob("*.py"))
     files = sorted((name, file) for name, file in named if not name.startswith("gpu"))
     assert len(files) > 20, f"the sources of the kernels are not below {folder}"
     return b"".join(name.encode() + b"\0" + file.read_bytes() + b"\0" for name, file in files)
 
 
-_SETTING, _SOURCE = (sha256(data).hexdigest()[:16] for data in (_setting().encode(), _source()))
-
-
-def _directories() -> Iterator[Path]:
-    """Yield the directories of the cache, which are numba's."""
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    if chosen:
-        yield Path(chosen)
-        return
-    yield _ROOT / "__pycache__"
-    with suppress(RuntimeError):  # no home directory
-        yield Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "paged"
-
-
-def writable_directory() -> Path:
-    """Return the first directory of the cache that can be written. Raises ImportError if none can."""
-    for candidate in _directories():
-        with suppress(OSError):
-            candidate.mkdir(parents=True, exist_ok=True)
-            if os.access(candidate, os.W_OK | os.X_OK):
-                return candidate
-    raise ImportError(
-        "the CPU's compiled kernels are kept beside their source or in the home directory, where nothing can "
-        "be written; set NUMBA_CACHE_DIR to a directory where it can"
-    )
+_SOURCE = sha256(_source()).hexdigest()[:16]
 
 
 def _file_name(name: str, source: str = _SOURCE) -> str:
-    return f"{name}-{_SETTING}-{source}.o"
+    return f"{name}-{TARGET.setting}-{source}.o"
 
 
 def directory_of(name: str) -> Path | None:
     """Return the directory that has a file for this kernel, or None. `find` tells whether it is intact."""
-    for place in _directories():
+    for place in directories():
         with suppress(OSError):
-            if _is_trusted(place, (place / _file_name(name)).stat()):
+            if is_trusted(place, (place / _file_name(name)).stat()):
                 return place
     return None
 
 
 def find(name: str) -> tuple[str, bytes] | None:
     """Return the symbol of a kernel and its object code, if they are in the cache."""
-    for place in _directories():
-        try:
-            with (place / _file_name(name)).open("rb") as file:
-                data = file.read() if _is_trusted(place, os.fstat(file.fileno())) else b""
-        except OSError:
-            continue
-        digest, data = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-        if sha256(data).digest() == digest:
-            symbol, _, code = data.partition(b"\0")
-            return symbol.decode(), code
-    return None
-
-
-def _is_trusted(place: Path, status: os.stat_result) -> bool:
-    """Return whether only those could have written a file who may write the sources of the kernels, too."""
-    owners = (0, os.geteuid(), Path(__file__).stat().st_uid)
-    is_trusted = status.st_uid in owners and not status.st_mode & stat.S_IWOTH
-    if not is_trusted:
-        _warn(place)
-    return is_trusted
-
-
-@cache
-def _warn(place: Path) -> None:
-    logger.warning("machine code in %s is not used, as other users may have written it", place)
+    found = cache_files.read(_file_name(name)) or b""
+    digest, data = found[:_DIGEST_BYTES], found[_DIGEST_BYTES:]
+    if sha256(data).digest() != digest:
+        return None
+    symbol, _, code = data.partition(b"\0")
+    return symbol.decode(), code
 
 
 def keep(name: str, code: tuple[str, bytes]) -> None:
     """Write a kernel to the cache, and delete old ones from other sources. Raises ImportError."""
     data = code[0].encode() + b"\0" + code[1]
     place = writable_directory()
-    new = place / f"{name}-{os.getpid()}.new"  # renamed at the end: readers see a whole file or none
     try:
-        new.unlink(missing_ok=True)
-        with open(new, "xb", opener=_private) as file:
-            file.write(sha256(data).digest() + data)
-        new.replace(place / _file_name(name))
+        cache_files.write(place, _file_name(name), sha256(data).digest() + data)
         files = sorted(place.glob(_file_name(name, "*")), key=_age)
         for old in files[1 + _MOST_OTHERS :]:
             old.unlink(missing_ok=True)
     except OSError as error:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
         raise ImportError(f"compiled kernels cannot be kept in {place}: {error.strerror}") from error
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o644)
 
 
 def _age(file: Path) -> float:
@@ -158,7 +122,7 @@ def claimed(name: str) -> Iterator[bool]:
 
     The system ends a claim with its process, however that ends.
     """
-    file = writable_directory() / f"{name}-{_SETTING}.lock"
+    file = writable_directory() / f"{name}-{TARGET.setting}.lock"
     with file.open("ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,3 +146,9 @@ def _is_at(file: Path, descriptor: int) -> bool:
         return os.path.samestat(file.stat(), os.fstat(descriptor))
     except OSError:
         return False
+
+
+def missing_kernels() -> list[str]:
+    """Return the kernels that are not in the cache; those that take longest come first."""
+    missing = [name for name in SECONDS if directory_of(name) is None]
+    return sorted(missing, key=SECONDS.__getitem__, reverse=True)

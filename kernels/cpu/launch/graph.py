@@ -17,46 +17,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...steps import MOST_CALL_TENSORS, NotRecordableError, note_calls
-from ..simd.memory import LINE, call, claim, get_long, seen
+from ..target import LINE
 from .tasks import Launch, Task, note_launches
-from .threads import changed, threads, wait_in_kernel
+from .threads import threads
 
 # byte offsets in a row of the table
-_KERNEL = 0
-_ENTERED = 8
-_LEFT = 16
-_RECORD = 24
-_COUNTERS = slice(_ENTERED // 8, _RECORD // 8 + 2)  # these and the record's own two
+ROW_KERNEL = 0
+ROW_ENTERED = 8
+ROW_LEFT = 16
+ROW_RECORD = 24
+_COUNTERS = slice(ROW_ENTERED // 8, ROW_RECORD // 8 + 2)  # these and the record's own two
 
-GRAPH = Task(("table", "threads"), ("num_rows", "row_bytes"))
-_GRAPH_RECORD = GRAPH.record
+GRAPH = Task("launch.graph.graph", ("table", "threads"), ("num_rows", "row_bytes"))
 
-
-CALL = Task([f"tensor_{i}" for i in range(MOST_CALL_TENSORS)])  # its row has no kernel: it is Python's
-
-
-@GRAPH.kernel
-def _graph_kernel(record):
-    """Run the kernels of the table one after the other, on every thread."""
-    args = carray(record, 1, _GRAPH_RECORD)[0]
-    for number in range(args.num_rows):
-        row = args.table + number * args.row_bytes
-        claim(row + _ENTERED)
-        call(get_long(row + _KERNEL), row + _RECORD)
-        claim(row + _LEFT)
-        changed(args.threads, row + _LEFT)
-        # No unit is left. The threads that have one have entered; those that enter from now on get none.
-        num_left = seen(row + _LEFT)
-        while seen(row + _ENTERED) != num_left:
-            wait_in_kernel(args.threads, row + _LEFT, num_left)
-            num_left = seen(row + _LEFT)
-
+CALL = Task(
+    "launch.graph.call", [f"tensor_{i}" for i in range(MOST_CALL_TENSORS)]
+)  # its row has no kernel: it is Python's
 
 Call = tuple[Callable[..., None], tuple[Tensor, ...]]
 
@@ -87,8 +68,8 @@ class Recorder(TorchDispatchMode):
     def _note_call(self, call: Callable[..., None], tensors: tuple[Tensor, ...]) -> None:
         """Note a call in a row of its own."""
         self.calls.append((call, tensors))
-        places = [tensor.data_ptr() for tensor in tensors]
-        CALL.run(1, *places, *[0] * (MOST_CALL_TENSORS - len(places)))
+        given = dict(zip(CALL.pointers, tensors, strict=False))
+        CALL.run(1, scratch_size=0, **(dict.fromkeys(CALL.pointers) | given))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -255,9 +236,10 @@ class Graph:
     def replay(self) -> tuple[Tensor, ...]:
         """Launch everything. Return the outputs, which the next replay overwrites."""
         self._counters.fill(0)
-        for (address, *sizes), recorded in zip_longest(self._runs, self._calls):
+        for (address, num_rows, row_bytes), recorded in zip_longest(self._runs, self._calls):
             # The threads are asked for at each replay, as a forked process has others.
-            GRAPH.run(self._num_threads, address, threads().address, *sizes)
+            own = threads().address
+            GRAPH.run(self._num_threads, table=address, threads=own, num_rows=num_rows, row_bytes=row_bytes)
             if recorded is not None:
                 recorded.call(*recorded.tensors)
         return self._outputs
@@ -284,20 +266,20 @@ def _placed(memory: Tensor, like: Tensor) -> Tensor:
 
 def _table(launches: Sequence[Launch]) -> NDArray[np.int64]:
     """Write each launch to a row of whole cache lines."""
-    longs = max(_RECORD + len(launch.record) for launch in launches)
+    longs = max(ROW_RECORD + len(launch.record) for launch in launches)
     size = _whole_lines(longs) // 8
     room = np.zeros(len(launches) * size + LINE // 8, np.int64)
     start = -room.ctypes.data % LINE // 8
     table = room[start : start + len(launches) * size].reshape(len(launches), size)
     for row, (task, record) in zip(table, launches, strict=True):
-        row[_KERNEL // 8] = 0 if task is CALL else task.code.address
-        row[_RECORD // 8 : (_RECORD + len(record)) // 8] = np.frombuffer(record, np.int64)
+        row[ROW_KERNEL // 8] = 0 if task is CALL else task.code.address
+        row[ROW_RECORD // 8 : (ROW_RECORD + len(record)) // 8] = np.frombuffer(record, np.int64)
     return table
 
 
 def column(field: str, task: Task = GRAPH) -> int:
     """Return the index of a field in a row; the first fields are the same for every task."""
-    return _RECORD // 8 + task.fields.index(field)
+    return ROW_RECORD // 8 + task.fields.index(field)
 
 
 def _whole_lines(num_bytes: int) -> int:

@@ -7,17 +7,14 @@ units of work until none is left, so that none waits for a slow one.
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import carray
 
-from ..simd.memory import address_of, claim
-from ..simd.vectors import function
-from .machine_code import MachineCode, kernel, machine_code
+from .machine_code import MachineCode, machine_code
 from .threads import threads
 
 # The first fields of every record: two counters, and what all threads share.
@@ -27,75 +24,52 @@ NEXT_UNIT = 0
 NEXT_THREAD = 8
 
 
+Field = torch.Tensor | float | None
+
+
 class Task:
     """A kernel and the fields of its record: int64, of which the first are pointers, and then float64.
 
+    name: of the kernel: the module below `compiled` that has it, and its own name.
     read_late: pointers to what a thread reads before it knows whether any unit is left. In a recorded step it
     may come when the others are kernels ahead, so that this memory is not used again before the step's end.
     """
 
     def __init__(
         self,
+        name: str,
         pointers: Sequence[str],
         ints: Sequence[str] = (),
         floats: Sequence[str] = (),
         *,
         read_late: Sequence[str] = (),
     ) -> None:
+        self.name = name
         ints = (*pointers, *ints)
         self.pointers = tuple(pointers)
         self.read_late = frozenset(read_late)
         own = [*((name, "i8") for name in ints), *((name, "f8") for name in floats)]
         self.record = np.dtype(_COMMON + own)
         self.fields: tuple[str, ...] = self.record.names or ()
+        self._own = (*ints, *floats)  # the fields that a launch gives
         self._layout = struct.Struct(f"={len(_COMMON) + len(ints)}q{len(floats)}d")
         self._local = threading.local()
-        self._function: Callable[[int], None] | None = None
-
-    def kernel(self, function: Callable[[int], None]) -> Callable[[int], None]:
-        """Decorate the function that every thread runs. It takes the address of the record."""
-        self._function = kernel(function)
-        return function
 
     @cached_property
     def code(self) -> MachineCode:
         """The kernel's code, loaded at the first launch."""
-        if self._function is None:
-            raise ValueError("this task has no kernel")
-        return machine_code(self._function)
+        return machine_code(self.name)
 
-    def each_unit(self, do: Callable[..., None]) -> Callable[[int], None]:
-        """Decorate do(args, unit) or do(args, unit, scratch), which does one unit of work.
+    def run(self, num_units: int, *, scratch_size: int = 0, **fields: Field) -> None:
+        """Launch the kernel for units 0 to num_units - 1 with these fields of its record.
 
-        Every thread claims one unit after the other until none is left. scratch: the thread's own memory.
+        A pointer's field is a tensor or an address; None is the address 0. Only addresses reach the kernel:
+        the caller keeps the tensors alive. Every thread gets scratch_size bytes of its own, from the start of
+        a cache line.
+
+        Raises TypeError unless the fields are those of the record.
         """
-        record_type = self.record
-        has_scratch = do.__code__.co_argcount == 3
-        work = function(do)
-
-        def each_unit(record: Any) -> None:
-            args = carray(record, 1, record_type)[0]
-            counters = address_of(record)
-            if has_scratch:
-                scratch = thread_scratch(args, counters)
-            unit = claim(counters + NEXT_UNIT)
-            while unit < args.num_units:
-                if has_scratch:
-                    work(args, unit, scratch)
-                else:
-                    work(args, unit)
-                unit = claim(counters + NEXT_UNIT)
-
-        each_unit.__module__ = do.__module__
-        each_unit.__name__ = do.__name__
-        return self.kernel(each_unit)
-
-    def run(self, num_units: int, *values: float, scratch_size: int = 0) -> None:
-        """Launch the kernel for units 0 to num_units - 1 with these values for the record's own fields.
-
-        Only addresses reach the kernel: the caller keeps the tensors alive. Every thread gets scratch_size
-        bytes of its own, from the start of a cache line.
-        """
+        values = self._values(fields)
         num_threads = min(torch.get_num_threads(), num_units)
         scratch = _scratch(num_threads * scratch_size) if scratch_size else 0
         record = getattr(self._local, "record", None)
@@ -110,11 +84,18 @@ class Task:
         else:
             threads().run(self.code, record, num_threads)
 
-
-@function
-def thread_scratch(args, counters):
-    """Claim the scratch memory of one thread. Return its address."""
-    return args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+    def _values(self, fields: Mapping[str, Field]) -> list[int | float]:
+        """Order the fields as the record has them, tensors as their addresses."""
+        if len(fields) != len(self._own):
+            raise TypeError(f"{self.name} takes {', '.join(self._own)}; got {', '.join(fields)}")
+        try:
+            given = [fields[name] for name in self._own]
+        except KeyError as error:
+            raise TypeError(f"{self.name} takes {', '.join(self._own)}; {error} is missing") from None
+        return [
+            value.data_ptr() if isinstance(value, torch.Tensor) else 0 if value is None else value
+            for value in given
+        ]
 
 
 class Launch(NamedTuple):
@@ -129,9 +110,12 @@ def note_launches(launches: list[Launch] | None) -> None:
     _local.launches = launches
 
 
-def addresses(*tensors: torch.Tensor | None) -> list[int]:
-    """Return the addresses of the tensors' data, 0 for None."""
-    return [0 if x is None else x.data_ptr() for x in tensors]
+def cache_strides(name: str, cache: torch.Tensor | None) -> dict[str, int]:
+    """Return the fields that say how many bytes apart blocks, tokens and heads of a cache are."""
+    strides = (0, 0, 0) if cache is None else cache.stride()[:3]
+    size = 0 if cache is None else cache.itemsize
+    kinds = ("block", "token", "head")
+    return {f"{name}_{kind}_stride": stride * size for kind, stride in zip(kinds, strides, strict=True)}
 
 
 def are_contiguous(*tensors: torch.Tensor | None) -> bool:
@@ -148,3 +132,26 @@ def _scratch(size: int) -> int:
     if buffer is None or buffer.numel() < size + 64:
         buffer = _local.buffer = torch.empty(size + 64, dtype=torch.uint8, device="cpu")
     return -(-buffer.data_ptr() // 64) * 64
+
+
+# Runs: ranges of units that are neighbours in memory, so that a thread reads its weights sequentially. They
+# shrink from half a thread's share to single units: guided self-scheduling (Polychronopoulos and Kuck, 1987).
+# So no thread waits long for one that is slower, or was interrupted.
+@lru_cache(maxsize=4096)
+def num_runs(num_units: int, num_threads: int) -> int:
+    """Return how many runs so many units are divided into."""
+    number = 0
+    while first_unit(number, num_units, num_threads) < num_units:
+        number += 1
+    return number
+
+
+def first_unit(run: int, num_units: int, num_threads: int) -> int:
+    """Return the first unit of a run; num_units or more if there is no such run."""
+    first = 0
+    while True:
+        size = max(1, (num_units - first) // (2 * num_threads))
+        if size == 1 or run < num_threads:
+            return first + size * run
+        first += size * num_threads
+        run -= num_threads

@@ -9,24 +9,15 @@ each read from end to end by one thread. It may be narrower than the accumulator
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numba import carray
 from torch import Tensor
 
 from ...checks import KERNEL_DTYPES, check_contiguous, check_device, check_dtype, check_shape, is_trusted
+from ..factors import MOST_GROUP, expanded_bytes
+from ..formats import GATED, PANEL, PANEL_WIDTH
 from ..launch.huge_pages import in_huge_pages
-from ..launch.runs import num_runs, take_run
-from ..launch.tasks import Task, addresses, thread_scratch
-from ..products.amx import HAS_TILES, INPUTS
-from ..products.factors import MOST_GROUP, expand_factors, expanded_bytes, group_steps, has_groups
-from ..products.kinds import BF12, BF12_PAIRS, INT8_PAIRS, PART_STEPS, STEP_BYTES, UNPACKED
-from ..products.reader import PANEL
-from ..products.tiles import GATED, MOST_TILE_ROWS, PanelArgs, multiply_panel
-from ..products.unpack import unpack
-from ..simd.memory import address_of, get_byte, item_size, set_byte, store
-from ..simd.numbers import FLOAT32, INT8
-from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function, splat
+from ..launch.tasks import Field, Task, num_runs
+from ..target import HAS_DOT, HAS_TILES, INPUTS, LANES
 from .amx_linear import (
     LEAST_UNIT_ROWS,
     TILES,
@@ -47,16 +38,15 @@ from .panels import (
     num_panels_of,
     to_parts,
 )
-from .units import count_units, find_expert, no_expert, weight_of
 
-_DEPTH = 320  # most steps of a panel at a time: 20 to 40 KiB, in the L1 cache while all rows use them
-UNPACKED_DEPTH = 128  # the same if they are unpacked first, to 4 bytes a number
+DEPTH = 320  # most steps of a panel at a time: 20 to 40 KiB, in the L1 cache while all rows use them
+
 ROWS = 64  # of a unit of work
-_WIDTH = 4 * PANEL
-# Parts of whole groups have up to _DEPTH steps and a group more, of two inputs each.
-_EXPANDED = expanded_bytes(2 * (_DEPTH + MOST_GROUP))
+# Parts of whole groups have up to DEPTH steps and a group more, of two inputs each.
+_EXPANDED = expanded_bytes(2 * (DEPTH + MOST_GROUP))
 
 LINEAR = Task(
+    "linear.linear.linear",
     ("x", "panels", "scales", "bias", "out", "offsets"),
     (
         "experts", "num_experts", "x_stride", "num_rows", "depth", "out_features", "out_stride", "num_panels",
@@ -64,7 +54,7 @@ LINEAR = Task(
     ),
     read_late=("offsets",),
 )  # fmt: skip
-_RECORD = LINEAR.record
+
 _PAIRS = {torch.bfloat16: torch.int32, torch.int8: torch.int16}  # dtypes that hold a pair of these
 
 
@@ -158,10 +148,11 @@ def linear(
 
 
 class WeightsOfRows(NamedTuple):
-    """Weights that rows are multiplied by, each by that of its expert. All are packed alike."""
+    """Weights that rows are multiplied by, each by that of its expert. All are packed for the same x."""
 
     table: Tensor  # i64[num_experts, 4], see `units`
     offsets: Tensor  # i32[num_experts + 1]: the rows of expert e are offsets[e] to offsets[e + 1]
+    has_groups: bool  # whether any is in codes with factors for groups of inputs
 
 
 def multiply(
@@ -174,7 +165,7 @@ def multiply(
 ) -> Tensor:
     """Multiply as `linear` does, whose checks of the weight are behind it.
 
-    experts: multiply by their weights, which are of the shape and dtype of this one.
+    experts: multiply by their weights, which are of the shape of this one; their formats may differ.
     """
     check_shape("x", x, (None, weight.in_features))
     in_tiles = weight.in_pairs and _fills_tiles(weight.in_features)
@@ -194,19 +185,25 @@ def multiply(
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     offsets, table = (None, None) if experts is None else (experts.offsets, experts.table)
     num_experts = 0 if experts is None else len(experts.table)
-    fields = (
-        *addresses(rows, weight.weight, weight.scales, bias, out, offsets, table),
-        num_experts,
-        rows.stride(0) * rows.itemsize,
-        num_rows,
-        weight.depth,
-        out_features,
-        out.stride(0) * out.itemsize,
-        num_panels,
-        weight.kind,
-        OUT_KINDS[out.dtype],
-        GATED if weight.gated else 0,
-    )
+    fields: dict[str, Field] = {
+        "x": rows,
+        "panels": weight.weight,
+        "scales": weight.scales,
+        "bias": bias,
+        "out": out,
+        "offsets": offsets,
+        "experts": table,
+        "num_experts": num_experts,
+        "x_stride": rows.stride(0) * rows.itemsize,
+        "num_rows": num_rows,
+        "depth": weight.depth,
+        "out_features": out_features,
+        "out_stride": out.stride(0) * out.itemsize,
+        "num_panels": num_panels,
+        "weight_kind": weight.kind,
+        "out_kind": OUT_KINDS[out.dtype],
+        "gated": GATED if weight.gated else 0,
+    }
     num_threads = torch.get_num_threads()
     if in_tiles:
         depth = weight.in_features
@@ -231,113 +228,26 @@ def multiply(
         across = -(-num_panels // unit_panels)
         apart = across if is_read_apart(usual_rows, num_panels, depth, thirds) else 1
         num_units = across * -(-num_rows // unit_rows)
-        expanded = expanded_bytes(depth) if weight.has_groups else 0
+        has_groups = weight.has_groups if experts is None else experts.has_groups
+        expanded = expanded_bytes(depth) if has_groups else 0
         size = scratch_bytes(unit_rows, unit_panels, thirds, stride, expanded)
-        units = unit_rows, unit_panels, apart, thirds, stride, expanded, num_units, num_threads
         launched = num_threads if experts else num_runs(num_units, num_threads)
-        TILES.run(launched, *fields, *units, scratch_size=size)
+        TILES.run(
+            launched,
+            **fields,
+            unit_rows=unit_rows,
+            unit_panels=unit_panels,
+            apart=apart,
+            thirds=thirds,
+            thirds_stride=stride,
+            expanded=expanded,
+            all_units=num_units,
+            num_threads=num_threads,
+            scratch_size=size,
+        )
     else:
-        size = (ROWS + 1 + _DEPTH) * _WIDTH + _EXPANDED
+        size = (ROWS + 1 + DEPTH) * PANEL_WIDTH + _EXPANDED
         num_units = num_panels * -(-num_rows // ROWS)
         launched = num_threads if experts else num_runs(num_units, num_threads)
-        LINEAR.run(launched, *fields, num_units, num_threads, scratch_size=size)
+        LINEAR.run(launched, **fields, all_units=num_units, num_threads=num_threads, scratch_size=size)
     return out
-
-
-@function
-def _linear(args, unit, own, next_panel, scratch):
-    """Multiply the rows of a unit by a panel. unit: of those of its weight."""
-    panel = unit % args.num_panels
-    first = own.start + unit // args.num_panels * ROWS
-    width = LANES if args.gated else PANEL  # of a panel's results
-    rows = min(ROWS, own.end - first)
-    columns = min(width, args.out_features - panel * width)
-    kind = own.kind
-    size = item_size(args.out_kind)
-    stride = STEP_BYTES[own.kind]
-    x = args.x + first * args.x_stride
-    weight = own.panels + panel * args.depth * stride
-    out_stride = args.out_stride
-    out = args.out + first * out_stride + panel * width * size
-    zeros = scratch + ROWS * _WIDTH
-    tile = scratch + (ROWS + 1) * _WIDTH
-    expanded = scratch + (ROWS + 1 + _DEPTH) * _WIDTH
-    pace = -(-stride // -(-rows // MOST_TILE_ROWS))
-    # Unpacked once if several register tiles would each do so.
-    is_unpacked = rows > MOST_TILE_ROWS and UNPACKED[kind] != kind
-    most = UNPACKED_DEPTH if is_unpacked and kind != BF12 else _DEPTH
-    # Equal parts of whole groups.
-    whole = group_steps(kind, own.scales) if has_groups(kind) else PART_STEPS[kind]
-    step = -(-args.depth // (-(-args.depth // most) * whole)) * whole
-    for start in range(0, args.depth, step):
-        depth = min(step, args.depth - start)
-        b = weight + start * stride
-        b_stride = stride
-        b_kind = kind
-        # While this part is in the L1 cache, the one that is read next is prefetched.
-        c = zeros
-        c_stride = 0
-        ahead = b + depth * stride
-        if start:
-            c = scratch
-            c_stride = _WIDTH
-        to = scratch
-        to_stride = _WIDTH
-        to_kind = FLOAT32
-        scale = 0
-        bias = 0
-        if kind in (BF12_PAIRS, BF12):
-            scale = own.scales
-        elif has_groups(kind):
-            scale = expanded
-            expand_factors(kind, own.scales, panel, start, depth, MOST_GROUP, expanded)
-        if is_unpacked:
-            unpack(kind, tile, b, stride, scale, depth)
-            b = tile
-            b_kind = UNPACKED[kind]
-            scale = 0
-            b_stride = STEP_BYTES[b_kind]
-        if start + depth == args.depth:
-            ahead = next_panel
-            to_kind = args.out_kind + args.gated
-            if columns == width:
-                to = out
-                to_stride = out_stride
-            if kind in (INT8, INT8_PAIRS):
-                scale = own.scales + panel * _WIDTH
-            if own.bias:
-                bias = own.bias + panel * _WIDTH
-        same = PanelArgs(c_stride, to_stride, to_kind, scale, bias, args.x_stride, b, b_stride, depth, pace)
-        multiply_panel(b_kind, rows, c, to, x + 4 * start, ahead, same)
-    if columns < width:  # the last panel is padded
-        for row in range(rows):
-            for byte in range(columns * size):
-                set_byte(out + row * out_stride + byte, get_byte(scratch + row * _WIDTH + byte))
-
-
-@LINEAR.kernel
-def _linear_kernel(record):
-    args = carray(record, 1, _RECORD)[0]
-    counters = address_of(record)
-    scratch = thread_scratch(args, counters)
-    all_units = count_units(args, ROWS, args.num_panels)
-    unit, end = take_run(counters, all_units, args.num_threads)
-    expert = no_expert()
-    if unit < all_units:  # else the next kernel may use the scratch memory already
-        for v in range(0, _WIDTH, VECTOR_BYTES):
-            store(scratch + ROWS * _WIDTH + v, splat(np.float32(0.0)))
-        expert = find_expert(args, unit, ROWS, args.num_panels, expert)
-    while unit < all_units:
-        next_unit = unit + 1
-        if next_unit == end:
-            next_unit, end = take_run(counters, all_units, args.num_threads)
-        next_expert = expert
-        if next_unit < all_units:
-            next_expert = find_expert(args, next_unit, ROWS, args.num_panels, expert)
-        own = weight_of(args, expert)
-        coming = weight_of(args, next_expert)
-        place = (next_unit - next_expert.first_unit) % args.num_panels * args.depth
-        next_panel = coming.panels + place * STEP_BYTES[coming.kind]
-        _linear(args, unit - expert.first_unit, own, next_panel, scratch)
-        unit = next_unit
-        expert = next_expert

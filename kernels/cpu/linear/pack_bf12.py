@@ -6,17 +6,22 @@
 import torch
 from torch import Tensor
 
+from ..formats import (
+    BF12,
+    BF12_GROUP,
+    BF12_GROUP_BYTES,
+    BF12_PAIRS,
+    BFLOAT16_PAIRS,
+    FORMATS,
+    HEAD_BYTES,
+    TABLE_BYTES,
+)
 from ..launch.huge_pages import in_huge_pages
 from ..launch.tasks import Task
-from ..products.bf12 import BF12_GROUP, BF12_GROUP_BYTES, HEAD_BYTES, PART, PART_BYTES, PARTS, TABLE_BYTES
-from ..products.kinds import BF12, BF12_PAIRS, BFLOAT16_PAIRS, FORMATS
-from ..products.reader import PANEL
-from ..simd.memory import get_byte, get_int, set_byte, set_int, set_long
-from ..simd.numbers import BFLOAT16
-from ..simd.vectors import function
+from ..numbers import BFLOAT16
 from .panels import Panels, check_panels
 
-_VALUES = 256  # of a byte
+VALUES = 256  # of a byte
 _HEAD_END = TABLE_BYTES + 16  # bytes of a head that are in use; the rest is 0
 _MOST_EXCEPTIONS = 1 / 64  # of all weights: at 4 bytes each, half a bit per weight
 _GROUPS_AT_A_TIME = 4096  # in the search for exceptions, to limit its memory
@@ -24,7 +29,7 @@ _GROUPS_AT_A_TIME = 4096  # in the search for exceptions, to limit its memory
 _LEAST_WEIGHTS = 2**19
 
 _ENCODED = {BFLOAT16: BF12, BFLOAT16_PAIRS: BF12_PAIRS}
-PACK_BF12 = Task(("panels", "encoded"), ("num_groups",))
+PACK_BF12 = Task("linear.pack_bf12.pack_bf12", ("panels", "encoded"), ("num_groups",))
 
 
 def pack_bf12(panels: Panels, num_shards: int = 1) -> Panels:
@@ -46,8 +51,13 @@ def pack_bf12(panels: Panels, num_shards: int = 1) -> Panels:
     num_groups = panels.depth // encoded.part_steps
     shape = num_panels, num_groups, BF12_GROUP_BYTES
     groups = in_huge_pages(panels.weight.new_empty(shape, dtype=torch.uint8))
-    addresses = panels.weight.data_ptr(), groups.data_ptr()
-    PACK_BF12.run(num_panels, *addresses, num_groups, scratch_size=(4 + 1 + 1) * _VALUES)
+    PACK_BF12.run(
+        num_panels,
+        panels=panels.weight,
+        encoded=groups,
+        num_groups=num_groups,
+        scratch_size=(4 + 1 + 1) * VALUES,
+    )
     flat = groups.flatten(0, 1)
     numbers = flat[:, TABLE_BYTES:_HEAD_END].contiguous().view(torch.int64)
     count = numbers[:, 1]
@@ -66,74 +76,7 @@ def pack_bf12(panels: Panels, num_shards: int = 1) -> Panels:
 
 def _exceptions(upper: Tensor, tables: Tensor) -> Tensor:
     """Return upper bytes [groups, BF12_GROUP] that tables [groups, TABLE_BYTES] lack, with offsets."""
-    is_known = torch.zeros(len(upper), _VALUES, dtype=torch.bool, device="cpu")
+    is_known = torch.zeros(len(upper), VALUES, dtype=torch.bool, device="cpu")
     is_known.scatter_(1, tables.long(), True)
     group, place = is_known.gather(1, upper.long()).logical_not_().nonzero(as_tuple=True)
     return ((2 * place + 1) << 8 | upper[group, place]).int()
-
-
-@function
-def _make_table(source, entry, counts, codes, found):
-    """Write a group's table and number of exceptions to its head, and the code of each upper byte to `codes`.
-
-    counts: an int32 0 for each byte value, and left as that. found: memory for the values that occur.
-    """
-    number = 0
-    left = BF12_GROUP
-    last = 0
-    for i in range(BF12_GROUP):
-        value = get_byte(source + 2 * i + 1) & 255
-        count = get_int(counts + 4 * value)
-        if not count:
-            set_byte(found + number, value)
-            number += 1
-        set_int(counts + 4 * value, count + 1)
-    for code in range(TABLE_BYTES):
-        most = 0
-        best = last
-        for i in range(number):
-            value = get_byte(found + i) & 255
-            count = get_int(counts + 4 * value)
-            if count > most:
-                most = count
-                best = value
-        if most:
-            set_int(counts + 4 * best, 0)
-            set_byte(codes + best, code)
-        left = left - most
-        last = best
-        set_byte(entry + code, best)
-    for i in range(number):
-        value = get_byte(found + i) & 255
-        if get_int(counts + 4 * value):  # an exception
-            set_int(counts + 4 * value, 0)
-            set_byte(codes + value, 0)
-    set_long(entry + TABLE_BYTES + 8, left)
-
-
-@function
-def _encode_part(source, to, codes):
-    """Write a part's lower bytes, then its codes, in the order in which they are put together to vectors."""
-    for i in range(PANEL):
-        first = source + 2 * (i // 8 % 2 * PANEL + i // 16 * 8 + i % 8)
-        second = first + PANEL  # bytes: half as many weights
-        set_byte(to + i, get_byte(first))
-        set_byte(to + PANEL + i, get_byte(second))
-        low = get_byte(codes + (get_byte(first + 1) & 255))
-        high = get_byte(codes + (get_byte(second + 1) & 255))
-        set_byte(to + PART + i, low | high << 4)
-
-
-@PACK_BF12.each_unit
-def _encode_panel(args, panel, scratch):
-    counts = scratch
-    codes = scratch + 4 * _VALUES
-    found = scratch + 5 * _VALUES
-    for at in range(5 * _VALUES):
-        set_byte(scratch + at, 0)
-    for group in range(panel * args.num_groups, (panel + 1) * args.num_groups):
-        source = args.panels + group * 2 * BF12_GROUP
-        to = args.encoded + group * BF12_GROUP_BYTES
-        _make_table(source, to, counts, codes, found)
-        for part in range(PARTS):
-            _encode_part(source + 2 * part * PART, to + HEAD_BYTES + part * PART_BYTES, codes)

@@ -15,19 +15,16 @@ from ...checks import (
     is_trusted,
 )
 from ...half_bytes import HalfBytes
+from ..factors import E4M3_UNIT, FACTORS_AT, LEAST_GROUP, NONE, TABLE_AT, TABLE_SIZE, group_of, head_of
+from ..formats import CODES4, CODES4_PAIRS, PANEL
 from ..launch.huge_pages import in_huge_pages
 from ..launch.tasks import Task
-from ..products.codes import E4M3_UNIT, TABLE_SIZE
-from ..products.factors import FACTORS_AT, LEAST_GROUP, NONE, TABLE_AT, group_of, head_of
-from ..products.kinds import CODES4, CODES4_PAIRS, CODES8_PAIRS, E4M3_PAIRS
-from ..products.reader import PANEL
-from ..simd.memory import get_eight, get_four, set_byte, set_long, set_short
-from ..simd.numbers import KINDS
-from ..simd.vectors import LANES, function
+from ..numbers import KINDS
+from ..target import LANES
 from .panels import CODE_KINDS, CODE_PAIR_KINDS, Panels, check_outputs, check_pairs, num_panels_of
 
 _CPU = torch.device("cpu")
-_INPUTS_AT_A_TIME = 256  # of all rows of a panel: they stay in the L1 cache
+
 _NUMBERS_AT_A_TIME = 2**20  # of a search, so that they stay in a cache
 _ROWS_AT_A_TIME = 256  # of a comparison, which ends early for most factors that differ
 _NAMES = "scale", "zero", "offset", "scale_unit", "offset_unit", "low_unit"
@@ -35,8 +32,9 @@ _INTEGERS = torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64
 _FLOATS = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 # What holds all integers up to a limit, the narrowest first.
 _LIMITS = {torch.int8: 127, torch.float16: 2**11, torch.float32: 2**24}
-_WHOLE_BYTES = -1  # in place of the runs of HalfBytes
+WHOLE_BYTES = -1  # in place of the runs of HalfBytes
 PACK_CODES = Task(
+    "linear.pack_codes.pack_codes",
     ("codes", "panels"),
     (
         "num_rows", "num_inputs", "panel_bytes", "kind", "gated",
@@ -83,16 +81,33 @@ def pack_codes(
     width = LANES if kind in (CODES4, CODES4_PAIRS) else PANEL
     shape = num_panels, in_features // (1 + pairs), width, *((2,) if pairs else ())
     memory = in_huge_pages(torch.empty(shape, dtype=torch.uint8, device=_CPU))
-    order = 0, 0, 0, _WHOLE_BYTES
+    block_bytes = 0
+    start = 0
+    block_shift = 0
+    run_shift = WHOLE_BYTES
     if isinstance(codes, HalfBytes):
-        rows = codes.rows
+        stored = codes.rows
+        block_bytes = codes.block_bytes
+        start = codes.start
         block_shift = max(0, codes.block_inputs.bit_length() - 1)
-        order = codes.block_bytes, codes.start, block_shift, codes.run.bit_length() - 1
+        run_shift = codes.run.bit_length() - 1
     else:
-        rows = codes.contiguous()
-    sizes = out_features, in_features, in_features * width
-    addresses = rows.data_ptr(), memory.data_ptr()
-    PACK_CODES.run(num_panels, *addresses, *sizes, kind, int(gated), rows.shape[1], *order)
+        stored = codes.contiguous()
+    PACK_CODES.run(
+        num_panels,
+        codes=stored,
+        panels=memory,
+        num_rows=out_features,
+        num_inputs=in_features,
+        panel_bytes=in_features * width,
+        kind=kind,
+        gated=gated,
+        row_bytes=stored.shape[1],
+        block_bytes=block_bytes,
+        start=start,
+        block_shift=block_shift,
+        run_shift=run_shift,
+    )
     kept = {name: narrowest(x) for name, x in given.items()}
     return Panels(
         memory.view(codes.dtype), _lay_out(kept, table, in_features, gated=gated), out_features, gated
@@ -326,95 +341,3 @@ def _check_factors(codes: Tensor | HalfBytes, factors: dict[str, Tensor]) -> Non
             most = _LIMITS[torch.float32]
             if low < -most or high > most:
                 raise ValueError(f"integers in {name} must be from {-most} to {most}, got {low} to {high}")
-
-
-@function
-def _row_of(args, panel, place):
-    """Return the row at a place of a panel; -1 if it is padding."""
-    if not args.gated:
-        row = panel * PANEL + place
-        return row if row < args.num_rows else -1
-    half = args.num_rows // 2
-    row = panel * LANES + place % LANES
-    return -1 if row >= half else row if place < LANES else half + row
-
-
-@function
-def _eight(args, row, k):
-    """Return 8 codes of a row from input k on, in the bytes of an int64, the first one lowest."""
-    if row < 0:
-        return 0
-    at = args.codes + row * args.row_bytes
-    if args.run_shift == _WHOLE_BYTES:
-        return get_eight(at + k)
-    if args.run_shift == 0:
-        codes = get_four(at + k // 2)
-        codes = (codes | codes << 16) & 0x0000FFFF0000FFFF
-        codes = (codes | codes << 8) & 0x00FF00FF00FF00FF
-        return (codes | codes << 4) & 0x0F0F0F0F0F0F0F0F
-    at += (k >> args.block_shift) * args.block_bytes + args.start
-    place = k & ((1 << args.block_shift) - 1)
-    run = place >> args.run_shift
-    at += (run >> 1 << args.run_shift) + (place & ((1 << args.run_shift) - 1))
-    return get_eight(at) >> 4 * (run & 1) & 0x0F0F0F0F0F0F0F0F
-
-
-@function
-def _pack_bytes(args, panel, start, end):
-    """Pack codes of whole bytes, of two inputs in pairs."""
-    in_pairs = args.kind in (CODES8_PAIRS, E4M3_PAIRS)
-    to = args.panels + panel * args.panel_bytes
-    for place in range(PANEL):
-        row = _row_of(args, panel, place)
-        for k in range(start, end, 8):
-            codes = _eight(args, row, k)
-            if in_pairs:
-                for i in range(0, 8, 2):
-                    set_short(to + (k + i) * PANEL + 2 * place, codes >> 8 * i)
-            else:
-                for i in range(8):
-                    set_byte(to + (k + i) * PANEL + place, codes >> 8 * i)
-
-
-@function
-def _pack_halves(args, panel, start, end):
-    """Pack codes of 4 bits, two outputs to a byte."""
-    to = args.panels + panel * args.panel_bytes
-    for lane in range(LANES):
-        low_row = _row_of(args, panel, lane)
-        high_row = _row_of(args, panel, lane + LANES)
-        for k in range(start, end, 8):
-            both = _eight(args, low_row, k) | _eight(args, high_row, k) << 4
-            for i in range(8):
-                set_byte(to + (k + i) * LANES + lane, both >> 8 * i)
-
-
-@function
-def _pack_pairs(args, panel, start, end):
-    """Pack codes of 4 bits in the order of Codes4Pairs: of 16 those of the even inputs, then the others.
-
-    Of each 8, codes 0, 4, 2 and 6 come to lie in this order, those of the second 8 beside those of the first.
-    """
-    to = args.panels + panel * args.panel_bytes
-    for place in range(PANEL):
-        row = _row_of(args, panel, place)
-        for k in range(start, end, 16):
-            first = _eight(args, row, k)
-            second = _eight(args, row, k + 8)
-            even = first & 0x000F000F000F000F | (second & 0x000F000F000F000F) << 8
-            odd = first >> 8 & 0x000F000F000F000F | (second >> 8 & 0x000F000F000F000F) << 8
-            even = (even | even >> 28) & 0xFFFFFFFF
-            odd = (odd | odd >> 28) & 0xFFFFFFFF
-            set_long(to + k * LANES + 8 * place, even | odd << 32)
-
-
-@PACK_CODES.each_unit
-def _pack_panel(args, panel):
-    for start in range(0, args.num_inputs, _INPUTS_AT_A_TIME):
-        end = min(start + _INPUTS_AT_A_TIME, args.num_inputs)
-        if args.kind == CODES4:
-            _pack_halves(args, panel, start, end)
-        elif args.kind == CODES4_PAIRS:
-            _pack_pairs(args, panel, start, end)
-        else:
-            _pack_bytes(args, panel, start, end)

@@ -16,10 +16,11 @@ from ...checks import (
     check_shape,
     check_tensor,
 )
-from ..products.bf12 import BF12_GROUP, BF12_GROUP_BYTES, TABLE_BYTES
-from ..products.factors import FACTORS_AT, TABLE_AT, FactorHead, is_valid_head
-from ..products.kinds import (
+from ..factors import FACTORS_AT, TABLE_AT, FactorHead, is_valid_head
+from ..formats import (
     BF12,
+    BF12_GROUP,
+    BF12_GROUP_BYTES,
     BF12_PAIRS,
     BFLOAT16_PAIRS,
     CODES4,
@@ -29,12 +30,14 @@ from ..products.kinds import (
     E4M3,
     E4M3_PAIRS,
     FORMATS,
+    INT8_ORDER,
     INT8_PAIRS,
+    PANEL,
     PART_STEPS,
+    TABLE_BYTES,
 )
-from ..products.reader import INT8_ORDER, PANEL
-from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
-from ..simd.vectors import HAS_DOT, LANES
+from ..numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
+from ..target import HAS_DOT, LANES
 
 OUT_KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 _KINDS = {**OUT_KINDS, torch.int8: INT8, torch.int16: BF12}

@@ -1,60 +1,25 @@
 """The gated activation of gpt-oss: gate sigmoid(alpha gate) (up + 1), of clamped gates and ups."""
 
-from typing import Any
-
-import numpy as np
 from torch import Tensor
 
-from ... import reference
-from ...arguments import checked
+from ...checked import checked
 from ..launch.tasks import Task
-from ..simd.memory import some_of
-from ..simd.numbers import ITEM_SIZES
-from ..simd.vectors import LANES, add, function, gated_by, multiply, splat, where_greater
-from .row_kernel import by_kind, has_regular_rows, rows_of_unit, run_on_halves
+from .row_kernel import has_regular_rows, in_torch, run_on_halves
 
 CLAMPED_SWIGLU = Task(
-    ("x", "out"), ("kind", "num_rows", "size", "x_stride", "rows_per_unit"), ("limit", "alpha")
+    "rows.clamped_swiglu.clamped_swiglu",
+    ("x", "out"),
+    ("kind", "num_rows", "size", "x_stride", "rows_per_unit"),
+    ("limit", "alpha"),
 )
 
 
-@by_kind
-def _clamped_swiglu_row(kind: int) -> Any:
-    size_of = ITEM_SIZES[kind]
-    (load, store) = some_of(kind)
-
-    @function
-    def clamped_swiglu_row(args, row):
-        size = args.size
-        gates = args.x + row * args.x_stride
-        out = args.out + row * size * size_of
-        most = splat(np.float32(args.limit))
-        least = splat(np.float32(-args.limit))
-        alpha = splat(np.float32(args.alpha))
-        one = splat(np.float32(1.0))
-        for i in range(0, size, LANES):
-            at = i * size_of
-            left = size - i
-            gate = load(gates + at, left)
-            up = load(gates + size * size_of + at, left)
-            # A NaN is neither greater nor less, and stays.
-            gate = where_greater(gate, most, most, gate)
-            up = where_greater(up, most, most, up)
-            up = where_greater(least, up, least, up)
-            store(out + at, multiply(gated_by(gate, multiply(gate, alpha)), add(up, one)), left)
-
-    return clamped_swiglu_row
-
-
-@CLAMPED_SWIGLU.each_unit
-def _clamped_swiglu_unit(args, unit):
-    for row in rows_of_unit(args, unit):
-        _clamped_swiglu_row(args, row)
+by_torch = in_torch("clamped_swiglu")
 
 
 @checked
 def clamped_swiglu(x: Tensor, limit: float, alpha: float) -> Tensor:  # [n, 2 * size] -> [n, size]
     """Return gate sigmoid(alpha gate) (up + 1); see `reference.clamped_swiglu`."""
     if not has_regular_rows(x):
-        return reference.clamped_swiglu(x, limit, alpha)
-    return run_on_halves(CLAMPED_SWIGLU, x, float(limit), float(alpha))
+        return by_torch(x, limit, alpha)
+    return run_on_halves(CLAMPED_SWIGLU, x, limit=float(limit), alpha=float(alpha))

@@ -1,19 +1,14 @@
 """RMSNorm, with the addition to the residual stream before it."""
 
-from typing import Any
-
-import numpy as np
 from torch import Tensor
 
-from ... import reference
-from ...arguments import checked
-from ..launch.tasks import Task, addresses, are_contiguous
-from ..simd.memory import some_of
-from ..simd.numbers import FLOAT32, ITEM_SIZES, KINDS
-from ..simd.vectors import LANES, add, fma, function, multiply, splat, total
-from .row_kernel import by_kind, has_regular_rows, padded_width, rows_of_unit, units_of_rows
+from ...checked import checked
+from ..launch.tasks import Task, are_contiguous
+from ..numbers import KINDS
+from .row_kernel import has_regular_rows, in_torch, padded_width, units_of_rows
 
 RMS_NORM = Task(
+    "rows.rms_norm.rms_norm",
     ("x", "weight", "residual", "out"),
     (
         "kind", "unit_offset", "adds", "num_rows", "num_heads", "size",
@@ -23,67 +18,7 @@ RMS_NORM = Task(
 )  # fmt: skip
 
 
-def make_normalize(kind: int) -> Any:
-    """Make normalize(...) for a kind of number."""
-    size_of = ITEM_SIZES[kind]
-    (load, store) = some_of(kind)
-
-    @function
-    def normalize(x, residual, weight, unit_offset, adds, out, size, eps):
-        """Write weight * x / sqrt(mean(x²) + eps), after residual += x if there is one; then it stands for x.
-
-        The quotient is rounded to the kind, then multiplied by weight. unit_offset: it is multiplied by
-        1 + weight first. adds: the product is added to `out`, and only the sum is rounded.
-        """
-        squares = splat(np.float32(0.0))
-        one = splat(np.float32(1.0))
-        source = residual if residual else x
-        for i in range(0, size, LANES):
-            at = i * size_of
-            left = size - i
-            if residual:
-                store(residual + at, add(load(residual + at, left), load(x + at, left)), left)
-            number = load(source + at, left)
-            squares = fma(number, number, squares)
-        mean = total(squares) / np.float32(size) + np.float32(eps)
-        scale = splat(np.float32(1.0) / np.sqrt(mean))
-        for i in range(0, size, LANES):
-            at = i * size_of
-            left = size - i
-            own = load(weight + at, left)
-            number = multiply(load(source + at, left), scale)
-            if unit_offset:
-                own = add(one, own)
-            elif kind != FLOAT32 and not adds:
-                store(out + at, number, left)
-                number = load(out + at, left)
-            result = multiply(number, own)
-            store(out + at, add(load(out + at, left), result) if adds else result, left)
-
-    return normalize
-
-
-@by_kind
-def _rms_norm_row(kind: int) -> Any:
-    size_of = ITEM_SIZES[kind]
-    normalize = make_normalize(kind)
-
-    @function
-    def rms_norm_row(args, row):
-        token = row // args.num_heads
-        head = row % args.num_heads
-        x = args.x + token * args.x_stride + head * args.x_head_stride
-        residual = args.residual + row * args.size * size_of if args.residual else 0
-        out = args.out + token * args.out_stride + head * args.out_head_stride
-        normalize(x, residual, args.weight, args.unit_offset, args.adds, out, args.size, args.eps)
-
-    return rms_norm_row
-
-
-@RMS_NORM.each_unit
-def _rms_norm_unit(args, unit):
-    for row in rows_of_unit(args, unit):
-        _rms_norm_row(args, row)
+by_torch = in_torch("rms_norm")
 
 
 @checked
@@ -101,25 +36,28 @@ def rms_norm(
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if not (has_regular_rows(rows) and are_contiguous(weight, residual)):
-        return reference.rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
+        return by_torch(x, weight, eps, residual, unit_offset=unit_offset)
     num_rows, size = rows.shape
     width = padded_width(num_rows, size, x.itemsize) if x.dim() == 2 else size
     out = x.new_empty(num_rows, width)[:, :size].view(x.shape)
     num_units, per_unit = units_of_rows(num_rows, size)
     RMS_NORM.run(
         num_units,
-        *addresses(rows, weight, residual, out),
-        KINDS[x.dtype],
-        unit_offset,
-        False,
-        num_rows,
-        1,
-        size,
-        rows.stride(0) * x.itemsize,
-        0,
-        width * x.itemsize,
-        0,
-        per_unit,
-        eps,
+        x=rows,
+        weight=weight,
+        residual=residual,
+        out=out,
+        kind=KINDS[x.dtype],
+        unit_offset=unit_offset,
+        adds=False,
+        num_rows=num_rows,
+        num_heads=1,
+        size=size,
+        x_stride=rows.stride(0) * x.itemsize,
+        x_head_stride=0,
+        out_stride=width * x.itemsize,
+        out_head_stride=0,
+        rows_per_unit=per_unit,
+        eps=eps,
     )
     return out

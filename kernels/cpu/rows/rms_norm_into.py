@@ -4,12 +4,12 @@ import math
 
 from torch import Tensor
 
-from ... import reference
-from ...arguments import checked
-from ..launch.tasks import addresses
-from ..simd.numbers import KINDS
+from ...checked import checked
+from ..numbers import KINDS
 from .rms_norm import RMS_NORM
-from .row_kernel import units_of_rows
+from .row_kernel import in_torch, units_of_rows
+
+by_torch = in_torch("rms_norm_into")
 
 
 @checked
@@ -24,7 +24,7 @@ def rms_norm_into(
 ) -> None:
     """Write the norm of x into `out`, or add it; see `reference.rms_norm_into`."""
     if not (x.is_cpu and x.stride(-1) == out.stride(-1) == 1 and weight.is_contiguous()):
-        reference.rms_norm_into(x, weight, eps, out, unit_offset=unit_offset, add=add)
+        by_torch(x, weight, eps, out, unit_offset=unit_offset, add=add)
         return
     num_tokens, *heads, size = x.shape
     num_heads = math.prod(heads)
@@ -32,15 +32,20 @@ def rms_norm_into(
     num_units, per_unit = units_of_rows(num_rows, size)
     RMS_NORM.run(
         num_units,
-        *addresses(x, weight, None, out),
-        KINDS[x.dtype],
-        unit_offset,
-        add,
-        num_rows,
-        num_heads,
-        size,
-        *(x.stride(dim) * x.itemsize for dim in (0, -2)),
-        *(out.stride(dim) * out.itemsize for dim in (0, -2)),
-        per_unit,
-        eps,
+        x=x,
+        weight=weight,
+        residual=None,
+        out=out,
+        kind=KINDS[x.dtype],
+        unit_offset=unit_offset,
+        adds=add,
+        num_rows=num_rows,
+        num_heads=num_heads,
+        size=size,
+        x_stride=x.stride(0) * x.itemsize,
+        x_head_stride=x.stride(-2) * x.itemsize,
+        out_stride=out.stride(0) * out.itemsize,
+        out_head_stride=out.stride(-2) * out.itemsize,
+        rows_per_unit=per_unit,
+        eps=eps,
     )

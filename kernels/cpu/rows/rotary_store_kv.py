@@ -1,33 +1,14 @@
 """QK norm, rotary embeddings, and the store of K and V into the cache."""
 
-from typing import Any
-
-import numpy as np
 from torch import Tensor
 
-from ...arguments import checked
-from ...plain.rows.rotary_store_kv import rotary_store_kv as by_torch
-from ..launch.tasks import Task, addresses, are_contiguous
-from ..simd.memory import get_float, get_long, item_size, load_some_as, set_float, some_of, store_some_as
-from ..simd.numbers import FLOAT32, INT8, ITEM_SIZES, KINDS
-from ..simd.vectors import (
-    LANES,
-    add,
-    divide,
-    fma,
-    function,
-    greater,
-    highest,
-    multiply,
-    splat,
-    subtract,
-    total,
-    where_greater,
-)
-from .rms_norm import make_normalize
-from .row_kernel import by_kind, rows_of_unit, units_of_rows
+from ...checked import checked
+from ..launch.tasks import Task, are_contiguous, cache_strides
+from ..numbers import KINDS
+from .row_kernel import in_torch, units_of_rows
 
 ROTARY_STORE_KV = Task(
+    "rows.rotary_store_kv.rotary_store_kv",
     (
         "qkv", "cos", "sin", "key_cache", "value_cache", "slot_mapping", "query_norm", "key_norm",
         "key_scales", "value_scales", "fixed_key_scales", "fixed_value_scales",
@@ -43,155 +24,7 @@ ROTARY_STORE_KV = Task(
 )  # fmt: skip
 
 
-@by_kind
-def _rotary_row(kind: int) -> Any:
-    size_of = ITEM_SIZES[kind]
-    load, store = some_of(kind)
-    load_float, _ = some_of(FLOAT32)
-    normalize = make_normalize(kind)
-
-    @function
-    def rotate(head, cos, sin, half):
-        for i in range(0, half, LANES):
-            first = head + i * size_of
-            second = head + (half + i) * size_of
-            left = half - i
-            x1 = load(first, left)
-            x2 = load(second, left)
-            c = load_float(cos + 4 * i, left)
-            s = load_float(sin + 4 * i, left)
-            store(first, subtract(multiply(x1, c), multiply(x2, s)), left)
-            store(second, add(multiply(x2, c), multiply(x1, s)), left)
-
-    @function
-    def rotary_row(args, row):
-        half = args.head_dim // 2
-        token = args.qkv + row * args.qkv_token_stride
-        cos = args.cos + row * 4 * half
-        sin = args.sin + row * 4 * half
-        for i in range(args.num_heads + args.num_kv_heads):
-            head = token + i * args.qkv_head_stride
-            if args.query_norm:
-                weight = args.query_norm if i < args.num_heads else args.key_norm
-                normalize(head, 0, weight, args.unit_offset, False, head, args.head_dim, args.eps)
-            rotate(head, cos, sin, half)
-
-    return rotary_row
-
-
-def _make_store(store_head: Any) -> Any:
-    """Make store_kv(args, row), which stores K and V by store_head(args, head, to, scale, fixed)."""
-
-    @function
-    def store_kv(args, row):
-        slot = get_long(args.slot_mapping + 8 * row)
-        block = slot // args.block_size
-        place = slot % args.block_size
-        key_to = args.key_cache + block * args.key_block_stride + place * args.key_token_stride
-        value_to = args.value_cache + block * args.value_block_stride + place * args.value_token_stride
-        for i in range(args.num_kv_heads):
-            key = args.qkv + row * args.qkv_token_stride + (args.num_heads + i) * args.qkv_head_stride
-            value = key + args.num_kv_heads * args.qkv_head_stride
-            to = 4 * ((block * args.num_kv_heads + i) * args.block_size + place)
-            key_scale = args.key_scales + to if args.key_scales else 0
-            value_scale = args.value_scales + to if args.value_scales else 0
-            key_fixed = args.fixed_key_scales + 4 * i if args.fixed_key_scales else 0
-            value_fixed = args.fixed_value_scales + 4 * i if args.fixed_value_scales else 0
-            store_head(args, key, key_to + i * args.key_head_stride, key_scale, key_fixed)
-            store_head(args, value, value_to + i * args.value_head_stride, value_scale, value_fixed)
-
-    return store_kv
-
-
-@by_kind
-def _store_row(kind: int) -> Any:
-    size_of = ITEM_SIZES[kind]
-    load, store = some_of(kind)
-
-    @function
-    def store_head(args, head, to, scale, fixed):  # noqa: ARG001
-        for d in range(0, args.head_dim, LANES):
-            left = args.head_dim - d
-            store(to + d * size_of, load(head + d * size_of, left), left)
-
-    return _make_store(store_head)
-
-
-@function
-def _scale_of(kind, head, dim, cache_kind, scale):
-    """Return the factor that makes a head fit into a quantized cache, and write its inverse to `scale`."""
-    size = item_size(kind)
-    zero = splat(np.float32(0.0))
-    top = zero
-    nan = zero
-    for d in range(0, dim, LANES):
-        x = load_some_as(kind, head + d * size, dim - d)
-        top = greater(greater(x, subtract(zero, x)), top)
-        nan = fma(x, zero, nan)  # NaN if there was NaN or infinity, which top does not show
-    largest = highest(top)
-    most = np.float32(127.0) if cache_kind == INT8 else np.float32(448.0)
-    set_float(scale, largest / most + total(nan))
-    return most / (largest if largest > np.float32(0.0) else np.float32(1.0))
-
-
-@function
-def _store_divided(args, head, to, scale, fixed):
-    """Store a head divided by the scale at `fixed`, clamped to the range of a quantized cache."""
-    dim = args.head_dim
-    size = item_size(args.kind)
-    cache_size = item_size(args.cache_kind)
-    divisor = get_float(fixed)
-    zero = splat(np.float32(0.0))
-    most = splat(np.float32(127.0) if args.cache_kind == INT8 else np.float32(448.0))
-    least = subtract(zero, most)
-    nan = zero
-    for d in range(0, dim, LANES):
-        x = load_some_as(args.kind, head + d * size, dim - d)
-        nan = fma(x, zero, nan)
-        x = divide(x, splat(divisor))
-        x = where_greater(x, most, most, where_greater(least, x, least, x))
-        store_some_as(args.cache_kind, to + d * cache_size, x, dim - d)
-    set_float(scale, divisor + total(nan))
-
-
-@function
-def _store_head_as(args, head, to, scale, fixed):
-    """Store a head in a cache of another kind.
-
-    scale: 0, or where the scale of a quantized head belongs. fixed: 0, or where to read it.
-    """
-    if fixed:
-        _store_divided(args, head, to, scale, fixed)
-        return
-    kind = args.kind
-    cache_kind = args.cache_kind
-    dim = args.head_dim
-    factor = splat(_scale_of(kind, head, dim, cache_kind, scale) if scale else np.float32(1.0))
-    size = item_size(kind)
-    cache_size = item_size(cache_kind)
-    for d in range(0, dim, LANES):
-        x = multiply(load_some_as(kind, head + d * size, dim - d), factor)
-        store_some_as(cache_kind, to + d * cache_size, x, dim - d)
-
-
-_store_row_as = _make_store(_store_head_as)
-
-
-@ROTARY_STORE_KV.each_unit
-def _rotary_store_kv_unit(args, unit):
-    for row in rows_of_unit(args, unit):
-        _rotary_row(args, row)
-        if not args.key_cache:
-            continue
-        if args.kind == args.cache_kind:
-            _store_row(args, row)
-        else:
-            _store_row_as(args, row)
-
-
-def _byte_strides(cache: Tensor) -> tuple[int, ...]:
-    """Return how many bytes apart blocks, tokens and heads are."""
-    return tuple(stride * cache.itemsize for stride in cache.stride()[:3])
+by_torch = in_torch("rotary_store_kv")
 
 
 @checked
@@ -217,13 +50,11 @@ def rotary_store_kv(
     block_size = 0
     num_kv_heads = 0
     cache_dtype = qkv.dtype
-    strides: tuple[int, ...] = (0,) * 6
     regular = qkv.is_cpu and qkv.stride(2) == 1
     regular = regular and are_contiguous(cos, sin, slot_mapping, query_norm_weight, key_norm_weight)
     if key_cache is not None and value_cache is not None:
         block_size, num_kv_heads, _ = key_cache.shape[1:]
         cache_dtype = key_cache.dtype
-        strides = *_byte_strides(key_cache), *_byte_strides(value_cache)
         regular = regular and key_cache.stride(3) == value_cache.stride(3) == 1
     num_heads = num_rows - 2 * num_kv_heads
     if not regular:
@@ -246,14 +77,31 @@ def rotary_store_kv(
     num_units, per_unit = units_of_rows(num_tokens, num_rows * head_dim)
     ROTARY_STORE_KV.run(
         num_units,
-        *addresses(qkv, cos, sin, key_cache, value_cache, slot_mapping),
-        *addresses(query_norm_weight, key_norm_weight, key_scales, value_scales),
-        *addresses(fixed_key_scales, fixed_value_scales),
-        *(KINDS[qkv.dtype], KINDS[cache_dtype], unit_offset),
-        *(num_tokens, num_heads, num_kv_heads, head_dim, block_size),
-        *(stride * qkv.itemsize for stride in qkv.stride()[:2]),
-        *strides,
-        per_unit,
-        eps,
+        qkv=qkv,
+        cos=cos,
+        sin=sin,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        slot_mapping=slot_mapping,
+        query_norm=query_norm_weight,
+        key_norm=key_norm_weight,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        fixed_key_scales=fixed_key_scales,
+        fixed_value_scales=fixed_value_scales,
+        kind=KINDS[qkv.dtype],
+        cache_kind=KINDS[cache_dtype],
+        unit_offset=unit_offset,
+        num_rows=num_tokens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        qkv_token_stride=qkv.stride(0) * qkv.itemsize,
+        qkv_head_stride=qkv.stride(1) * qkv.itemsize,
+        **cache_strides("key", key_cache),
+        **cache_strides("value", value_cache),
+        rows_per_unit=per_unit,
+        eps=eps,
     )
     return qkv[:, :num_heads]

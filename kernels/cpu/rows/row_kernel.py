@@ -1,15 +1,15 @@
 """Common parts of kernels over rows: units of several rows, and code for each kind of number."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
 from ...checks import KERNEL_DTYPES
-from ..launch.tasks import Task, addresses
-from ..simd.memory import LINE
-from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, KINDS
-from ..simd.vectors import function
+from ..launch.tasks import Task
+from ..numbers import KINDS
+from ..target import LINE
 
 UNIT_NUMBERS = 16384  # of a unit: work for a few microseconds
 # Rows that start whole pages apart share few sets of the L1 cache, where a product reads many of them
@@ -18,23 +18,13 @@ PAGE_BYTES = 4096
 FEW_ROWS = 64
 
 
-def by_kind(make: Callable[[int], Any]) -> Any:
-    """Turn make(kind), which makes f(args, row) for one kind, into f(args, row) for any args.kind.
+def in_torch(operation: str, module: str = "plain.backend") -> Callable[..., Any]:
+    """Return an operation of plain torch, for inputs of an unusual layout. A call imports its module."""
 
-    Each is compiled for its kind alone, so that no inner loop asks for it.
-    """
-    of_floats, of_halves, of_bfloats = map(make, (FLOAT32, FLOAT16, BFLOAT16))
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module(f"...{module}", __package__), operation)(*args, **kwargs)
 
-    @function
-    def operate(args, row):
-        if args.kind == FLOAT32:
-            of_floats(args, row)
-        elif args.kind == FLOAT16:
-            of_halves(args, row)
-        else:
-            of_bfloats(args, row)
-
-    return operate
+    return call
 
 
 def units_of_rows(num_rows: int, size: int) -> tuple[int, int]:
@@ -48,44 +38,46 @@ def has_regular_rows(*tensors: Tensor) -> bool:
     return all(x.is_cpu and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES for x in tensors)
 
 
-def run_on_rows(
-    task: Task, tensors: tuple[Tensor, ...], *options: float, others: tuple[Tensor, ...] = ()
-) -> None:
-    """Launch a kernel over the rows of tensors [num_rows, size].
+def run_on_rows(task: Task, *, x: Tensor, **fields: Tensor | float) -> None:
+    """Launch a kernel over the rows of x [num_rows, size], and of `out` if it is given.
 
-    The kernel's record has, in this order: the addresses of tensors and of others; kind, num_rows, size,
-    the stride of each tensor in bytes, rows_per_unit; the options.
+    fields: what else the kernel's record has, beside kind, num_rows, size, rows_per_unit and the strides.
     """
-    num_rows, size = tensors[0].shape
+    num_rows, size = x.shape
     num_units, per_unit = units_of_rows(num_rows, size)
-    strides = [x.stride(0) * x.itemsize for x in tensors]
-    numbers = (KINDS[tensors[0].dtype], num_rows, size, *strides, per_unit, *options)
-    task.run(num_units, *addresses(*tensors, *others), *numbers)
+    out = fields.get("out")
+    if isinstance(out, Tensor):
+        fields["out_stride"] = out.stride(0) * out.itemsize
+    _run(task, num_units, x, num_rows, size, per_unit, **fields)
 
 
-def run_on_halves(task: Task, x: Tensor, *options: float) -> Tensor:  # [n, 2 * size] -> [n, size]
-    """Launch a kernel over rows of gates and ups side by side. Return its output.
-
-    The kernel's record has, in this order: the addresses of x and of the output; kind, num_rows, size, the
-    stride of x in bytes, rows_per_unit; the options.
-    """
+def run_on_halves(task: Task, x: Tensor, **options: float) -> Tensor:  # [n, 2 * size] -> [n, size]
+    """Launch a kernel over rows of gates and ups side by side. Return its output."""
     num_rows = x.shape[0]
     size = x.shape[1] // 2
     out = x.new_empty(num_rows, size)
     num_units, per_unit = units_of_rows(num_rows, 2 * size)
-    numbers = (KINDS[x.dtype], num_rows, size, x.stride(0) * x.itemsize, per_unit, *options)
-    task.run(num_units, *addresses(x, out), *numbers)
+    _run(task, num_units, x, num_rows, size, per_unit, out=out, **options)
     return out
+
+
+def _run(
+    task: Task, num_units: int, x: Tensor, num_rows: int, size: int, per_unit: int, **fields: Tensor | float
+) -> None:
+    task.run(
+        num_units,
+        x=x,
+        kind=KINDS[x.dtype],
+        num_rows=num_rows,
+        size=size,
+        x_stride=x.stride(0) * x.itemsize,
+        rows_per_unit=per_unit,
+        scratch_size=0,
+        **fields,
+    )
 
 
 def padded_width(num_rows: int, size: int, itemsize: int) -> int:
     """Return the row stride of a norm's output, in numbers."""
     is_padded = num_rows > FEW_ROWS and size * itemsize % PAGE_BYTES == 0
     return size + LINE // itemsize if is_padded else size
-
-
-@function
-def rows_of_unit(args, unit):
-    """Return the range of a unit's rows."""
-    first = unit * args.rows_per_unit
-    return range(first, min(first + args.rows_per_unit, args.num_rows))

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...arguments import checked
+from ...checked import checked
 
 
 @checked

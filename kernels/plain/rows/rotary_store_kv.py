@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...arguments import checked
+from ...checked import checked
 from ...reference import quantize
 
 

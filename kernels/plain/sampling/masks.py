@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...arguments import checked
+from ...checked import checked
 
 
 @checked

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...arguments import checked
+from ...checked import checked
 from ..rows.greedy import greedy
 from . import selection as torch_selection
 from .selection import (

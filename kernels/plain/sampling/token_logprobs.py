@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...arguments import checked
+from ...checked import checked
 from . import selection as torch_selection
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...base.validation import check_number, shown
 from ...errors import CheckpointError, UnsupportedModelError
@@ -30,6 +30,19 @@ AROUND_SUBLAYERS = NormNames(
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
 )
+
+
+class Family(NamedTuple):
+    """How the models of one architecture read config.json.
+
+    defaults: for keys of config.json, beside COMMON.
+    read: reduces config.json, with its defaults, to a ModelConfig.
+    keys: what the family's config.json calls keys of Llama's; None: the family has no such key.
+    """
+
+    defaults: Config
+    read: Callable[[Config], ModelConfig]
+    keys: Mapping[str, str | None] = {}
 
 
 def read_attention(hf: Config, **fields: Any) -> AttentionSpec:

@@ -9,7 +9,7 @@ from ...base.validation import check_int, check_number, shown
 from ...errors import CheckpointError, UnsupportedModelError
 from ..config import LayerInputs, ModelConfig, TensorNames
 from ..spec import KVShape, LayerSpec
-from .build import AROUND_SUBLAYERS, read_attention, read_feed_forward, read_model
+from .build import AROUND_SUBLAYERS, Family, read_attention, read_feed_forward, read_model
 from .moe import GEMMA4_PARTS, GEMMA4_STACKS, gemma4_experts
 from .reading import CEILINGS, Config, flag, full_every, head_dim_of, layer_types_of, size, softcap_of
 from .rope import by_layer_type, ropes_by_type
@@ -228,3 +228,9 @@ def _layer_inputs(hf: Config) -> LayerInputs | None:
     most = 1 / size(hf, "hidden_size")
     check_number(CheckpointError, "rms_norm_eps", hf["rms_norm_eps"], 0, most, above=True)
     return LayerInputs(inner, vocab_size)
+
+
+families = {
+    "Gemma4ForCausalLM": Family(GEMMA4, gemma4),
+    "Gemma4UnifiedForCausalLM": Family(GEMMA4_UNIFIED, gemma4),
+}

@@ -8,7 +8,7 @@ from ...base.validation import check_number, shown
 from ...errors import CheckpointError, UnsupportedModelError
 from ..config import ROTARY_BUFFERS, ModelConfig, TensorNames
 from ..spec import NO_ROPE, FeedForwardSpec
-from .build import read_attention, read_feed_forward, read_model, read_norm, repeat
+from .build import Family, read_attention, read_feed_forward, read_model, read_norm, repeat
 from .reading import Config, activation_of, flag, size
 from .rope import MAX_ROPE_THETA, own_rope, read_rope
 
@@ -138,3 +138,9 @@ def _check_heads(hf: Config) -> None:
 def _plain_mlp(hf: Config, inner: int | None = None) -> FeedForwardSpec:
     activation = activation_of(hf, "hidden_act", ("gelu", "gelu_tanh"))
     return read_feed_forward(hf, size=inner, activation=activation, gated=False, bias=True)
+
+
+families = {
+    "GPT2LMHeadModel": Family(GPT2, gpt2, GPT2_KEYS),
+    "GPTNeoXForCausalLM": Family(GPT_NEOX, gpt_neox, GPT_NEOX_KEYS),
+}

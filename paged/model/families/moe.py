@@ -10,7 +10,7 @@ from ...errors import CheckpointError, UnsupportedModelError
 from ...kernels.routing import RoutingOptions
 from ..config import ExpertStack, ModelConfig, TensorNames
 from ..spec import ExpertsSpec, FeedForwardSpec, LayerSpec
-from .build import granite_fields, read_attention, read_feed_forward, read_model, repeat
+from .build import Family, granite_fields, read_attention, read_feed_forward, read_model, repeat
 from .reading import CEILINGS, Config, factor, flag, full_every, layer_types_of, size, window_of, windows_of
 from .rope import own_rope, read_rope
 
@@ -429,3 +429,15 @@ def _require(hf: Config, key: str, supported: str) -> None:
     """Raise UnsupportedModelError if config.json has another value than the family's."""
     if hf.get(key) not in (None, supported):
         raise UnsupportedModelError(f"{key} {shown(hf[key])} is not supported; {supported!r} is")
+
+
+families = {
+    "Qwen2MoeForCausalLM": Family(QWEN2_MOE, qwen2_moe),
+    "Qwen3MoeForCausalLM": Family(QWEN3_MOE, qwen3_moe),
+    "MixtralForCausalLM": Family(MIXTRAL, mixtral),
+    "OlmoeForCausalLM": Family(OLMOE, olmoe),
+    "GptOssForCausalLM": Family(GPT_OSS, gpt_oss),
+    "Glm4MoeForCausalLM": Family(GLM4_MOE, glm4_moe),
+    "MiniMaxM2ForCausalLM": Family(MINIMAX_M2, minimax_m2),
+    "GraniteMoeForCausalLM": Family(GRANITE_MOE, granite_moe),
+}

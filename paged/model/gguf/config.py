@@ -15,7 +15,8 @@ import torch
 
 from ...base.validation import shown
 from ...errors import CheckpointError, UnsupportedModelError
-from ..gguf_names import BITS_KEYS, CONVERTED, GGUF_KEY, ROPE_FACTORS
+from ..gguf_names import CONVERTED
+from ..gguf_paths import BITS_KEYS, GGUF_KEY, GGUF_POOLINGS, POOLING_KEY, ROPE_FACTORS
 from ..weights.gguf_file import Gguf, GgufTensor
 from .metadata import Metadata
 
@@ -107,8 +108,20 @@ def make_config(gguf: Gguf, metadata: Metadata) -> dict[str, Any]:
     hf |= _bits(gguf.tensors)
     if not metadata.flag("attention.causal", True):
         raise UnsupportedModelError(f"{metadata.path}: {name}.attention.causal false is not supported")
+    hf |= _pooling(metadata)
     source.require_all_read()
     return hf
+
+
+def _pooling(metadata: Metadata) -> dict[str, int]:
+    """Return what the file says of how embeddings are made, if anything."""
+    number = metadata.integer("pooling_type", None)
+    if number is not None and number not in GGUF_POOLINGS:
+        known = ", ".join(f"{key} ({name})" for key, name in GGUF_POOLINGS.items())
+        raise CheckpointError(
+            f"{metadata.path}: {metadata.architecture}.pooling_type must be one of {known}, got {number}"
+        )
+    return {} if number is None else {POOLING_KEY: number}
 
 
 def _require_model(metadata: Metadata) -> None:

@@ -21,14 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...base.validation import shown
 from ...errors import CheckpointError, UnsupportedModelError
 from ..generation_config import sampling_defaults
-from ..gguf_names import NO_TOKENIZER_KEY
+from ..gguf_paths import NO_TOKENIZER_KEY, OVERRIDDEN_KEY
 from ..hf_config import MAX_JSON_BYTES, check_file, from_hf, read_json
 from ..weights.gguf_file import Gguf, open_gguf
 from .config import make_config
 from .metadata import Metadata
-from .tokenizer import make_tokenizer, read_ends
+from .tokenizer import make_tokenizer, read_ends, read_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,13 @@ def gguf_directory(path: Path) -> Path:
                 raise CheckpointError(
                     f"{directory} cannot be written: {error.strerror}; XDG_CACHE_HOME names another cache"
                 ) from error
+    if overridden := read_json(directory / "config.json").get(OVERRIDDEN_KEY):
+        logger.warning(
+            "%s: %s should be of type CONTROL; as in llama.cpp, they are taken to be, and ends of turns end "
+            "an answer",
+            path,
+            ", ".join(map(shown, overridden)),
+        )
     with suppress(OSError):  # of another user
         os.utime(directory)
         _remove_oldest(directory.parent)
@@ -119,6 +127,8 @@ def _files_of(gguf: Gguf) -> dict[str, Any]:
             files["tokenizer.json"], files["tokenizer_config.json"] = make_tokenizer(metadata)
         except UnsupportedModelError as error:  # another may be given
             config[NO_TOKENIZER_KEY] = str(error)
+        if overridden := read_vocabulary(metadata).overridden:
+            config[OVERRIDDEN_KEY] = overridden
         generation = {theirs: metadata.number(key, None) for key, theirs in _SAMPLING.items()}
         generation["top_k"] = metadata.integer("general.sampling.top_k", None)
         given = {key: value for key, value in generation.items() if value is not None}

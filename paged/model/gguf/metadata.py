@@ -20,7 +20,6 @@ _WITHOUT_EFFECT = (
     "rope.scaling.finetuned",
     "expert_used_count",  # of models that have experts
     "attention.layer_norm_epsilon",  # beside that of RMS norms
-    "pooling_type",  # of embeddings made by other servers
 )
 
 

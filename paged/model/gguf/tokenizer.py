@@ -17,21 +17,55 @@ _SPACE = "▁"
 # Special tokens of tokenizer_config.json.
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
-# llama.cpp ends at these too, where the metadata names only one of them.
+# llama.cpp ends at these too, whatever their type and where the metadata name only one of them.
 _ENDS = (
     "<|eot_id|>",
     "<|im_end|>",
     "<|end|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|eom_id|>",
-    "<EOT>",
     "<|return|>",  # gpt-oss
     "<|call|>",
-    "[e~[",  # MiniMax-M2
+    "<|flush|>",  # Solar Open
+    "<|calls|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "</s>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",  # Kimi K2
+    "[EOS]",
+    "<|end_of_text|>",
+    "<end_of_utterance>",
+    "<eos>",  # Gemma
     "<turn|>",  # Gemma 4
     "<|tool_response>",
+    "<｜end▁of▁sentence｜>",  # DeepSeek
+    "[e~[",  # MiniMax-M2
+)
+# Tokens for the middle of a text (FIM), by the keys that name one. Without the key the first name counts.
+_MIDDLES = {
+    "fim_pre": (
+        *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>"),
+        *("<|code_prefix|>", "<|prefix|>"),
+    ),
+    "fim_suf": (
+        *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>"),
+        *("<|code_suffix|>", "<|suffix|>"),
+    ),
+    "fim_mid": (
+        *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>"),
+        *("<|code_middle|>", "<|middle|>"),
+    ),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+_OLD_KEYS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
+_ENDING_MIDDLES = ("fim_pad", "fim_rep", "fim_sep")  # an answer ends at these too
+# Where all of these tokens are, <|end|> ends a part of an answer.
+_OF_PARTS = (
+    *(("<|return|>", "<|call|>"), ("<|return|>", "<|calls|>")),  # gpt-oss
+    *(("<|flush|>", "<|call|>"), ("<|flush|>", "<|calls|>")),  # Solar Open
 )
 
 
@@ -80,12 +114,17 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
 
 
 class Vocabulary(NamedTuple):
-    """The tokens of a file, and their ids."""
+    """The tokens of a file, and their ids.
+
+    types: of each token; those of control tokens by name are CONTROL, whatever the file says.
+    overridden: the tokens whose type the file gives otherwise.
+    """
 
     metadata: Metadata
     tokens: Sequence[str]
-    types: Sequence[int]
+    types: list[int]
     ids: Mapping[str, int]
+    overridden: Sequence[str] = ()
 
     def id_of(self, name: str, default: int | None = None) -> int | None:
         """Return the id of a special token. Raises CheckpointError if there is no such token."""
@@ -131,7 +170,34 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary:
     if len(ids) != len(tokens):
         twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
         raise CheckpointError(f"{metadata.path}: token {shown(twice)} is there twice")
-    return Vocabulary(metadata, tokens, types, ids)
+    vocabulary = Vocabulary(metadata, tokens, [*types], ids)
+    by_name = dict.fromkeys(ids[token] for token in _control_names(ids))
+    by_name |= dict.fromkeys(i for i, is_named in _middles(vocabulary).values() if not is_named)
+    overridden = [i for i in by_name if types[i] != _CONTROL]
+    for i in overridden:
+        vocabulary.types[i] = _CONTROL
+    return vocabulary._replace(overridden=[tokens[i] for i in overridden])
+
+
+def _control_names(ids: Mapping[str, int]) -> list[str]:
+    """Return the known names of ends that a vocabulary has."""
+    plain = "</s>" if "<|tool_response>" in ids else None  # in Gemma 4 it is HTML
+    return [token for token in _ENDS if token in ids and token != plain]
+
+
+def _middles(vocabulary: Vocabulary) -> dict[str, tuple[int, bool]]:
+    """Return the tokens for the middle of a text by key, and whether the metadata name them."""
+    found = {}
+    for key, names in _MIDDLES.items():
+        keys = (f"{_PREFIX}{each}_token_id" for each in (key, _OLD_KEYS.get(key, key)))
+        named = [i for each in keys if (i := vocabulary.metadata.integer(each, None)) is not None]
+        known = [vocabulary.ids[name] for name in names if name in vocabulary.ids]
+        # Numbers that no token has are left out, as in llama.cpp.
+        if fitting := [i for i in named if 0 <= i < len(vocabulary.tokens)]:
+            found[key] = fitting[0], True
+        elif known:
+            found[key] = known[0], False
+    return found
 
 
 def _byte_level(vocabulary: Vocabulary) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -343,14 +409,14 @@ def _chat_template(metadata: Metadata) -> str | list[dict[str, str]] | None:
 
 
 def read_ends(metadata: Metadata) -> list[int]:
-    """Return the ids of tokens that end an answer: EOS, ends of turns and messages, and known names."""
+    """Return the ids of tokens that end an answer: those that the metadata name, and known names."""
     vocabulary = read_vocabulary(metadata)
     default = 2 if metadata.text(f"{_PREFIX}model") == "llama" else None
     found = {vocabulary.id_of("eos", default), vocabulary.id_of("eot"), vocabulary.id_of("eom")}
-    for token in _ENDS:
-        i = vocabulary.ids.get(token)
-        if i is not None and vocabulary.types[i] == _CONTROL:
-            found.add(i)
-    if {"<|return|>", "<|call|>"} <= vocabulary.ids.keys():  # of gpt-oss, whose <|end|> ends a part
+    found |= {i for key, (i, _) in _middles(vocabulary).items() if key in _ENDING_MIDDLES}
+    found |= {vocabulary.ids[token] for token in _control_names(vocabulary.ids)}
+    if any(vocabulary.ids.keys() >= {*tokens} for tokens in _OF_PARTS):
         found.discard(vocabulary.ids.get("<|end|>"))
+    if "<|tool_response>" in vocabulary.ids:
+        found.discard(vocabulary.ids.get("</s>"))
     return sorted(i for i in found if i is not None)

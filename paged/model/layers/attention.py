@@ -17,8 +17,7 @@ from ..config import LAYERS, ModelConfig
 from ..exchanges import gather, group_of
 from ..part import Shard
 from ..spec import AttentionSpec
-from ..weights.kv_scales import KVScales
-from ..weights.loading import Loadable, Loader
+from ..weights.loading import KVScales, Loadable, Loader
 from ..weights.stored import StoredRows
 from .linear import Linear
 from .norms import RMSNorm

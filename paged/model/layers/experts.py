@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from ...kernels.backend import Kernels
 from ..config import LAYERS, ModelConfig
-from ..part import UNDIVIDED, Shard
-from ..spec import ExpertsSpec, FeedForwardSpec
+from ..part import UNDIVIDED
+from ..spec import ExpertsSpec
 from ..weights.forms import ExpertsForm, Role
 from ..weights.loading import Loader
 from ..weights.stored import StoredRows
 from .linear import Linear
-from .mlp import MLP, PlainMLP, is_precise
+from .mlp import MLP, ManyExperts, is_precise
 from .norms import RMSNorm
 
 
@@ -41,7 +41,7 @@ def _parameter(like: Tensor) -> nn.Parameter:
     return nn.Parameter(like.clone(), requires_grad=False)
 
 
-class Experts(nn.Module):
+class Experts(ManyExperts):
     """The sum over a token's experts of weight * down(act(gate(x)) * up(x)), and the shared MLP.
 
     Each projection of an expert is a `Linear` of its own until all are loaded: so experts are stored,
@@ -138,17 +138,6 @@ def _together(experts: Iterable[Linear], kernels: Kernels) -> ExpertsForm:
     biases = [expert.bias for expert in experts if expert.bias is not None]
     forms = [expert.form for expert in experts]
     return forms[0].of_experts(forms, biases or None, kernels)
-
-
-def new_feed_forward(
-    config: ModelConfig, layer: int, kernels: Kernels, shard: Shard
-) -> MLP | PlainMLP | Experts:
-    """Make the feed-forward part of a layer."""
-    spec = config.layers[layer].feed_forward
-    if isinstance(spec, FeedForwardSpec):
-        return (MLP if spec.gated else PlainMLP)(config, layer, kernels, spec, shard)
-    assert shard.is_whole, "experts are not divided: see check_shards"
-    return Experts(config, layer, kernels, spec)
 
 
 class ExpertsBeside(nn.Module):

@@ -13,7 +13,6 @@ from ..exchanges import look_up
 from ..part import UNDIVIDED, Shard
 from ..weights.forms import Role, TableForm, WeightForm
 from ..weights.loading import Loadable, Loader
-from ..weights.quantization import Int4Weight
 from ..weights.stored import StoredRows
 
 
@@ -92,6 +91,8 @@ class Embedding(Loadable):
 
 def require_whole_groups(model: nn.Module) -> None:
     """Raise ConfigError for a layer whose inputs do not divide into int4's groups."""
+    from ..weights.quantization import Int4Weight
+
     size = Int4Weight.GROUP
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.in_features % size and module.role != "head":

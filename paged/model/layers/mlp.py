@@ -92,3 +92,16 @@ def is_precise(layer: int, num_layers: int) -> bool:
     """
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
+
+
+class ManyExperts(nn.Module):
+    """What a decoder asks of experts, see `experts.Experts`, which models without them do not import."""
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether products need no torch."""
+        raise NotImplementedError
+
+    def finish_loading(self) -> None:
+        """Take the experts' weights together, once all are loaded."""
+        raise NotImplementedError

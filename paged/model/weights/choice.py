@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from .coded import CodedWeight, Weight
-from .coded_forms import CodedProduct
+from .coded import CodedWeight, Weight, WholeWeight
 from .forms import (
     Float32Product,
     Float32Weight,
@@ -21,11 +20,12 @@ from .forms import (
     WeightForm,
     can_pack,
 )
-from .quantization import Int4Weight, Int8Weight, require_kernels, require_quantization
-from .whole import WholeWeight
 
-MakeForm = Callable[[Tensor], WeightForm]  # of a weight in floats
-MakeCodedForm = Callable[[CodedWeight, Role], WeightForm]
+if TYPE_CHECKING:
+    from .coded_panels import CodedForms
+
+MakeForm = Callable[..., WeightForm]  # of a weight in floats, and of `whole` where forms depend on it
+MakeCodedForm = Callable[..., WeightForm]  # of a CodedWeight and its role, and of `whole`
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,37 @@ class Forms:
     apply silu(gate) * up itself.
 
     of_precise: rows of a layer that lose too much in its form; None: no rows do.
-    whole: the weight that a form is made of now, which the loader sets.
+    num_shards: into how many each weight is divided; None: no form depends on the other shards.
     """
 
     of_floats: Mapping[Role, MakeForm]
     of_codes: MakeCodedForm
     of_precise: MakeForm | None = None
-    whole: WholeWeight = field(default_factory=WholeWeight)
+    num_shards: int | None = None
 
-    def make(self, weight: Weight, role: Role, num_precise: int = 0) -> WeightForm:
-        """Make the form of a weight. num_precise: how many of its last rows `of_precise` is for."""
+    def make(
+        self,
+        weight: Weight,
+        role: Role,
+        num_precise: int = 0,
+        read_whole: Callable[[], Weight] | None = None,
+    ) -> WeightForm:
+        """Make the form of a weight.
+
+        num_precise: how many of its last rows `of_precise` is for.
+        read_whole: reads the weight that this one is a shard of; see `WholeWeight`.
+        """
+        given = {}
+        if self.num_shards is not None:
+            given["whole"] = WholeWeight(self.num_shards, read_whole)
         if isinstance(weight, CodedWeight):
-            return self.of_codes(weight, role)
-        make = self.of_floats[role]
+            return self.of_codes(weight, role, **given)
+        make = partial(self.of_floats[role], **given)
         num_others, num_precise = self.split(len(weight), num_precise)
         if not num_precise:
             return make(weight)
         assert self.of_precise is not None
-        precise = self.of_precise(weight[num_others:])
+        precise = self.of_precise(weight[num_others:], **given)
         if not num_others:
             return precise
         return JoinedForm([(make(weight[:num_others]), num_others), (precise, num_precise)])
@@ -88,35 +101,43 @@ def choose_forms(
     Raises ConfigError where weights cannot be quantised.
     """
     if quantization is not None and not has_coded_linear:
+        from .quantization import require_quantization
+
         require_quantization(quantization, device, dtype)
-    whole = WholeWeight(num_shards)
     layer: MakeForm
     gated: MakeForm
-    of_codes: MakeCodedForm = partial(CodedProduct, dtype=dtype)
+    of_codes: MakeCodedForm = partial(_coded_product, dtype=dtype)
     head: MakeForm
     table: MakeForm = PlainWeight
     router: MakeForm = Float32Weight
-    int8: MakeForm = Int8Weight
+    int8: MakeForm | None = None
     if has_coded_linear:
         from .gpu_codes import coded_form, quantized_form
 
         of_codes = partial(coded_form, dtype=dtype)
     if in_panels:
-        from .panels import PANEL_FORMS, CodedForms, Table
+        from .panels import PanelWeight, Table
 
-        layer = partial(PANEL_FORMS[quantization], whole=whole)
-        int8 = PANEL_FORMS["int8"]
+        layer = head = router = PanelWeight
+        of_codes = _InPanels(dtype)
+        if quantization is not None:
+            from .coded_panels import PANEL_FORMS
+
+            layer = PANEL_FORMS[quantization]
+            head = int8 = PANEL_FORMS["int8"]
         gated = partial(layer, gated=True)
-        head = partial(PANEL_FORMS[quantization and "int8"], out_dtype=torch.float32, whole=whole)
-        table = partial(Table, whole=whole)
-        router = partial(PANEL_FORMS[None], out_dtype=torch.float32)
-        of_codes = CodedForms(dtype, whole)
+        head = partial(head, out_dtype=torch.float32)
+        router = partial(router, out_dtype=torch.float32)
+        table = Table
     elif quantization is not None and has_coded_linear:
         layer = gated = partial(quantized_form, quantization, role="layer")
         int8 = partial(quantized_form, "int8", role="layer")
         head = partial(quantized_form, "int8", role="head")
     elif quantization is not None:
+        from .quantization import Int4Weight, Int8Weight, require_kernels
+
         require_kernels(quantization)
+        int8 = Int8Weight
         layer = gated = Int4Weight if quantization == "int4" else Int8Weight
         head = Int8Weight
     else:
@@ -133,4 +154,28 @@ def choose_forms(
         "embedding": embedding,
         "table": table,
     }
-    return Forms(of_floats, of_codes, int8 if quantization == "int4" else None, whole)
+    of_precise = int8 if quantization == "int4" else None
+    return Forms(of_floats, of_codes, of_precise, num_shards if in_panels else None)
+
+
+def _coded_product(weight: CodedWeight, role: Role, *, dtype: torch.dtype) -> WeightForm:
+    """Make the form of a weight in codes that is widened by torch when it is used."""
+    from .coded_forms import CodedProduct
+
+    return CodedProduct(weight, role, dtype=dtype)
+
+
+class _InPanels:
+    """Makes panels of weights in codes, whose module is imported for the first of them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    @cached_property
+    def _forms(self) -> CodedForms:
+        from .coded_panels import CodedForms
+
+        return CodedForms(self._dtype)
+
+    def __call__(self, weight: CodedWeight, role: Role, *, whole: WholeWeight) -> WeightForm:
+        return self._forms(weight, role, whole=whole)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...kernels.half_bytes import HalfBytes
+if TYPE_CHECKING:
+    from ...kernels.half_bytes import HalfBytes
 
 
 class Factors(NamedTuple):
@@ -60,6 +62,8 @@ class CodedWeight:
     @property
     def codes(self) -> Tensor:
         """The codes, one to a byte."""
+        from ...kernels.half_bytes import HalfBytes
+
         return self.stored.unpacked() if isinstance(self.stored, HalfBytes) else self.stored
 
     @property
@@ -74,6 +78,8 @@ class CodedWeight:
 
     def take(self, rows: Tensor | slice) -> CodedWeight:
         """Return these rows."""
+        from ...kernels.half_bytes import HalfBytes
+
         stored = self.stored.take(rows) if isinstance(self.stored, HalfBytes) else self.stored[rows]
         return replace(self, stored=stored, factors=self.factors.take(rows))
 
@@ -112,3 +118,22 @@ def _with_unit(x: Tensor, unit: Tensor | None) -> Tensor:
 def _by_group(unit: Tensor, groups: Tensor) -> Tensor:
     """Return units in float32, each as often as it has groups."""
     return unit.float().repeat_interleave(groups.shape[1] // unit.shape[1], dim=1)
+
+
+@dataclass(slots=True)
+class WholeWeight:
+    """The weight that a form is made of now, of which a shard holds a share only.
+
+    What all of its numbers decide, each process decides alone, by reading the rest: one that is
+    replaced loads while the others compute.
+
+    num_shards: into how many it is divided. read: reads all of it; None: the form is made of all, or the rest
+    is known to be alike.
+    """
+
+    num_shards: int = 1
+    read: Callable[[], Weight] | None = None
+
+    def has(self, own: Weight, check: Callable[[Weight], bool]) -> bool:
+        """Return whether the whole weight passes a check. own: the share of it that is in memory."""
+        return check(own) and (self.read is None or check(self.read()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, Protocol
 
 import torch
@@ -43,10 +44,10 @@ class WeightForm(Protocol):
         self,
         forms: Sequence[WeightForm],
         biases: Sequence[Tensor] | None,
-        kernels: Kernels,  # noqa: ARG002
+        kernels: Kernels,
     ) -> ExpertsForm:
         """Return the form of the weights of experts, of which this is the first: one product for each."""
-        return EachExpert(forms, biases)
+        return EachExpert(forms, biases, kernels)
 
 
 class ExpertsForm(Protocol):
@@ -60,24 +61,35 @@ class ExpertsForm(Protocol):
 
 
 class EachExpert(ExpertsForm):
-    """Weights of any forms, each multiplied by itself: for those that no kernel takes together."""
+    """Weights of any forms, each multiplied by itself: for those that no kernel takes together.
+
+    Some may be gated and others not, as the gate and up of one expert may be stored in two formats.
+    """
 
     is_recordable = False
 
-    def __init__(self, forms: Sequence[WeightForm], biases: Sequence[Tensor] | None) -> None:
+    def __init__(
+        self, forms: Sequence[WeightForm], biases: Sequence[Tensor] | None, kernels: Kernels
+    ) -> None:
         self.forms = forms
         self.biases = biases
-        self.gated = forms[0].gated
+        self.gated = any(form.gated for form in forms)
+        self._silu_and_mul = kernels.silu_and_mul
 
     def __call__(self, x: Tensor, offsets: Tensor, sources: Tensor | None) -> Tensor:
         bounds = offsets.tolist()
         rows = x if sources is None else x.index_select(0, sources)
         products = [
-            form(rows[start:end], None if self.biases is None else self.biases[expert])
-            for expert, (form, start, end) in enumerate(zip(self.forms, bounds, bounds[1:], strict=False))
+            self._product(expert, rows[start:end])
+            for expert, (start, end) in enumerate(pairwise(bounds))
             if end > start
         ]
         return torch.cat(products)
+
+    def _product(self, expert: int, rows: Tensor) -> Tensor:
+        form = self.forms[expert]
+        product = form(rows, None if self.biases is None else self.biases[expert])
+        return self._silu_and_mul(product) if self.gated and not form.gated else product
 
 
 class StackedExperts(ExpertsForm):
@@ -121,7 +133,7 @@ class PlainWeight(TableForm):
         """Stack the weights. Each form gives its own up, so that only one is in memory twice."""
         plain = [form for form in forms if isinstance(form, PlainWeight)]
         if not kernels.has_grouped_linear or len(plain) < len(forms):
-            return EachExpert(forms, biases)
+            return EachExpert(forms, biases, kernels)
         stack = self.weight.new_empty(len(forms), *self.weight.shape)
         for own, form in zip(stack, plain, strict=True):
             own.copy_(form.weight)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...base.validation import shown
 from ...errors import CheckpointError, UnsupportedModelError
-from ..gguf_names import part_paths
+from ..gguf_paths import part_paths
 from .open_file import FileTensor, OpenFile
 
 # A file beside GGUF files that have no data: see `model.headers`.

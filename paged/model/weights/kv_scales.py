@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ..config import LAYERS, ModelConfig
+from .loading import KVScales
 from .sources import Sources, StoredTensor
 from .stored import FLOATS
 
@@ -22,13 +23,6 @@ _OF_EACH = (
     "{0}_proj.output_scale",
     "qkv_proj.{0}_scale",
 )
-
-
-class KVScales(NamedTuple):
-    """The scales of a layer, f32[num_kv_heads]; None: the checkpoint has none."""
-
-    key: Tensor | None
-    value: Tensor | None
 
 
 class FoundScales(NamedTuple):

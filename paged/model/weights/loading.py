@@ -8,24 +8,20 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...base.garbage import without_collection
 from ...errors import CheckpointError
-from ..config import TensorNames
-from ..gguf.tensors import presented
-from ..gguf_names import ROPE_FACTORS, is_gguf
-from .choice import Forms
+from ..config import ModelConfig, TensorNames
+from ..gguf_paths import ROPE_FACTORS, is_gguf
+from ..spec import ExpertsSpec
 from .coded import Weight
 from .forms import JoinedForm, Role, WeightForm
-from .gguf_file import GgufTensor, open_gguf
-from .kv_scales import KVScales
 from .safetensors_file import SafetensorsFile
 from .sources import Sources, StoredTensor
-from .stacks import experts_of
 from .stored import (
     FLOATS,
     Layout,
@@ -40,6 +36,9 @@ from .stored import (
     split_by_format,
 )
 from .weight_files import find_weight_files
+
+if TYPE_CHECKING:
+    from .choice import Forms
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -68,7 +67,11 @@ def _find_tensors(directory: Path, names: TensorNames, files: ExitStack) -> Sour
             if own_name is None:
                 raise _unknown(path, [name], tensor.config)
             stack = names.stack_of(own_name)
-            parts = [(own_name, tensor)] if stack is None else experts_of(own_name, tensor, stack)
+            parts: Iterable[tuple[str, StoredTensor]] = [(own_name, tensor)]
+            if stack is not None:
+                from .stacks import experts_of
+
+                parts = experts_of(own_name, tensor, stack)
             for each, own in parts:
                 if (known := found.get(each)) is not None:
                     again = "" if known.name == name else f", as {known.name}"
@@ -81,6 +84,9 @@ def _find_tensors(directory: Path, names: TensorNames, files: ExitStack) -> Sour
 def _open_file(path: Path, names: TensorNames) -> Iterator[Mapping[str, StoredTensor]]:
     """Open a file, or a GGUF file with its other parts, and find its tensors by their names in it."""
     if is_gguf(path.name):
+        from ..gguf.tensors import presented
+        from .gguf_file import open_gguf
+
         with open_gguf(path) as gguf:
             yield {
                 name: tensor
@@ -110,6 +116,13 @@ class Loadable(nn.Module):
         """Read the parameters of this module, without those of modules in it."""
         for name, parameter in list(self.named_parameters(recurse=False)):
             setattr(self, name, loader.parameter(self.stored, name, parameter))
+
+
+class KVScales(NamedTuple):
+    """The scales of a layer, f32[num_kv_heads]; None: the checkpoint has none."""
+
+    key: Tensor | None
+    value: Tensor | None
 
 
 class StoredWeights(NamedTuple):
@@ -184,8 +197,8 @@ class Loader:
         }
         # What is stored in bfloat16 is narrow everywhere.
         is_alike = whole is None or stored_dtypes == {torch.bfloat16}
-        self.forms.whole.read = None if is_alike or whole is None else partial(weight_of, whole)
-        return self.forms.make(weight_of(stored.rows), role, num_precise)
+        read_whole = None if is_alike or whole is None else partial(weight_of, whole)
+        return self.forms.make(weight_of(stored.rows), role, num_precise, read_whole)
 
     def read(self, rows: StoredRows, name: str, layout: Layout, title: str = "") -> Tensor:
         """Read the rows of a parameter."""
@@ -254,19 +267,65 @@ def check_weights(
     shape or dtype.
     """
     wanted = wanted_tensors(modules, sources, recognizers)
-    place = next((each.path for each in sources.values() if isinstance(each, GgufTensor)), directory)
+    place = next((each.path for each in sources.values() if is_gguf(each.path.name)), directory)
     _check_names(wanted, sources, names, place)
     for name, (num_rows, layout) in wanted.items():
         tensor = sources[name]
         if tensor.shape != (shape := layout.shape_of(num_rows)):
-            raise CheckpointError(
-                f"{tensor.path}: {tensor.name} has shape {tensor.shape}, but {tensor.config} makes it {shape}"
-            )
+            raise _wrong_shape(tensor, shape)
         if tensor.dtype not in layout.stored_dtypes:
             supported = ", ".join(map(str, layout.stored_dtypes))
             raise CheckpointError(
                 f"{tensor.path}: {tensor.name} is {tensor.dtype}; supported are {supported}"
             )
+
+
+# Of a weight: half of 4 bits, the narrowest format, as the number of weights is an estimate.
+_LEAST_BITS = 2
+
+
+def check_sizes(config: ModelConfig, sources: Sources, directory: Path) -> None:
+    """Compare the size of a model with that of its files, before a module is made for each layer and expert.
+
+    What is made then is as large as the files at most, whatever config.json says; `check_weights` compares
+    the rest.
+
+    Raises CheckpointError, which names the sizes.
+    """
+    place = next((each.path for each in sources.values() if is_gguf(each.path.name)), directory)
+    num_experts = sum(
+        part.num_experts
+        for layer in config.layers
+        for part in layer.feed_forwards
+        if isinstance(part, ExpertsSpec)
+    )
+    if config.num_layers + num_experts > len(sources):
+        experts = f" with {num_experts:,} experts in all" if num_experts else ""
+        raise CheckpointError(
+            f"{place}: config.json describes {config.num_layers:,} layers{experts}, but the files have "
+            f"{len(sources):,} tensors"
+        )
+    least = config.num_params * _LEAST_BITS // 8
+    num_bytes = 0
+    for tensor in sources.values():
+        num_bytes += tensor.num_bytes
+        if num_bytes >= least:
+            return
+    embedding = sources.get(EMBEDDING)
+    shape = [config.vocab_size, config.hidden_size]
+    if embedding is not None and embedding.dtype in FLOATS and embedding.shape != shape:
+        raise _wrong_shape(embedding, shape)
+    raise CheckpointError(
+        f"{place}: config.json describes a model of {config.num_params:,} weights ({config.num_layers:,} "
+        f"layers of hidden_size {config.hidden_size:,}, vocab_size {config.vocab_size:,}), but the tensors "
+        f"of the files have {num_bytes:,} bytes"
+    )
+
+
+def _wrong_shape(tensor: StoredTensor, shape: list[int]) -> CheckpointError:
+    return CheckpointError(
+        f"{tensor.path}: {tensor.name} has shape {tensor.shape}, but {tensor.config} makes it {shape}"
+    )
 
 
 def has_own_head(sources: Sources) -> bool:

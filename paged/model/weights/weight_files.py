@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...base.validation import shown
-from ...errors import CheckpointError
-from ..gguf_names import GGUF_KEY, gguf_files, is_gguf
+from ...errors import CheckpointError, MissingModelError
+from ..gguf_paths import GGUF_KEY, gguf_files, is_gguf
 from ..hf_config import read_json
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def find_weight_files(directory: Path) -> list[Path]:
         if file.parent != directory:
             raise CheckpointError(f"{first}: {shown(file.name)} lies outside the checkpoint")
         if not os.path.isfile(file):  # Path.is_file would raise for a name that is too long
-            raise CheckpointError(
+            raise MissingModelError(
                 f"{file} does not exist, and {first.name} says that it has tensors; fetch it again"
             )
     _log_ignored(directory, first, files)
@@ -71,7 +71,7 @@ def _first_file(directory: Path) -> Path:
                 f"{config}: {_NAMED_BY_CONFIG} must name a file of its own directory, got {shown(named)}"
             )
         if not os.path.isfile(file):
-            raise CheckpointError(f"{file} does not exist, and config.json names it: {_NAMED_BY_CONFIG}")
+            raise MissingModelError(f"{file} does not exist, and config.json names it: {_NAMED_BY_CONFIG}")
         return file
     if os.path.isfile(directory / SINGLE):
         return directory / SINGLE
@@ -132,7 +132,7 @@ def _no_weights_error(directory: Path) -> CheckpointError:
     others = [name for name in _weights_in(directory) if os.path.isfile(directory / name)]
     indexes = [name for name in others if name.endswith(".json")]
     if not others:
-        return CheckpointError(f"{message}; only safetensors are read")
+        return MissingModelError(f"{message}; only safetensors are read")
     name = (indexes or others)[0]
     if name.startswith("consolidated"):
         advice = ", in its author's own layout: fetch the files whose names begin with model"
@@ -142,4 +142,4 @@ def _no_weights_error(directory: Path) -> CheckpointError:
         advice = f": fetch the index, or rename a single file to {SINGLE}"
     else:
         advice = f": fetch the index of these {len(others)} files"
-    return CheckpointError(f"{message}; {name} is there{advice}")
+    return MissingModelError(f"{message}; {name} is there{advice}")

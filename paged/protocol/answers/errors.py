@@ -14,6 +14,7 @@ from ...errors import (
     RequestError,
     RequestTimeoutError,
     UnknownArgumentError,
+    WorkerLostError,
 )
 from ...requests.request import ErrorKind, RequestOutput
 
@@ -60,6 +61,8 @@ def status_of(error: PagedError) -> int:
         return TOO_MANY
     if isinstance(error, RequestTimeoutError):
         return TIMED_OUT
+    if isinstance(error, WorkerLostError):
+        return UNAVAILABLE
     if isinstance(error, RequestError | UnknownArgumentError):
         return BAD_REQUEST
     return UNAVAILABLE if isinstance(error, EngineDeadError) else FAILED

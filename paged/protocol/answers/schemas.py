@@ -93,6 +93,7 @@ _MODEL = _object(
         "created": INTEGER,
         "owned_by": STRING,
         "max_model_len": INTEGER,
+        "chat_defaults": {"type": "object", "additionalProperties": {"type": "number"}},
     }
 )
 

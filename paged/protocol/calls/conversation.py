@@ -9,6 +9,7 @@ from ...base.validation import shown
 from ...chat.tool_format import JSON_FORMAT, ToolFormat
 from ...chat.tool_prompts import Message
 from ...errors import RequestError
+from ...text.chat_template import names_role
 from ..fields.messages import ROLES
 from ..limits import Limits
 
@@ -79,9 +80,9 @@ class Conversation:
 def _message(index: int, message: dict[str, Any], source: str) -> dict[str, Any]:
     """Return a message with a role that the template knows."""
     role = message["role"]
-    if role == "developer" and not _names(source, role):
+    if role == "developer" and not names_role(source, role):
         return {**message, "role": "system"}
-    if role not in ROLES and not _names(source, role):
+    if role not in ROLES and not names_role(source, role):
         name = f"messages[{index}].role"
         known = ", ".join(map(repr, ROLES))
         raise RequestError(
@@ -89,8 +90,3 @@ def _message(index: int, message: dict[str, Any], source: str) -> dict[str, Any]
             param=name,
         )
     return message
-
-
-def _names(source: str, role: str) -> bool:
-    """Return whether a template's source has this role as a quoted string, as a comparison has it."""
-    return f"'{role}'" in source or f'"{role}"' in source

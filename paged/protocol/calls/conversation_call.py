@@ -78,6 +78,8 @@ class ConversationCall(AnswerCall):
         if not plan.parses:
             return given
         assert self._prompt is not None, "prompts() was not called"
+        if given.get("stop"):
+            given["no_stop_within"] = plan.reasoning_tags(self._prompt)  # they end the answer alone
         wanted = given.get("structured_outputs")
         constraint = plan.structured_outputs(self._prompt, wanted)
         self._constraint = None if constraint is wanted else constraint

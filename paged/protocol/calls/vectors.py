@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.fields import Field, FieldTable, refused
 from ...base.kinds import Boolean, Choice, Integer, ListOf, OneOf, Text, TokenIds
-from ...engine.embedding import POOLINGS, EmbeddingRequestOutput
+from ...engine.embedding import EmbeddingOptions, EmbeddingRequestOutput
 from ...engine.scoring import ScoreOutput
 from ...errors import RequestError
+from ...model.embedding_files import POOLINGS
 from ...requests.prompts import Prompt
 from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, ENCODING_FORMAT, PROMPTS
 from ..fields.sampling import sampling_field
@@ -28,13 +29,30 @@ EMBEDDING_TABLE = FieldTable(
         Field("input", PROMPTS, "the text to embed, its token ids, or a list of either", required=True),
         *BASE_FIELDS,
         Field("encoding_format", ENCODING_FORMAT, "numbers, or base64 of little-endian float32"),
-        Field("dimensions", Integer(1), "the size of the model's hidden states: vectors are not cut"),
+        Field(
+            "dimensions",
+            Integer(1),
+            "keep so many of the first numbers of each vector, and normalize these (matryoshka embeddings); "
+            "one of config.json's matryoshka_dimensions, or without any of them at most the size of a vector",
+        ),
         Field(
             "pooling",
             Choice(POOLINGS),
-            "the final hidden state of the last token, which is the default, or the mean over all tokens",
+            "the final hidden state of the last token, the mean over all tokens, or that of the first token; "
+            "by default as the checkpoint says, else last",
         ),
-        Field("normalize", Boolean(), "scale each vector to a Euclidean norm of 1, by default true"),
+        Field(
+            "normalize",
+            Boolean(),
+            "scale each vector to a Euclidean norm of 1, by default as the checkpoint says, else true",
+        ),
+        Field("use_activation", Boolean(), "vLLM's name of normalize"),
+        Field(
+            "prompt_name",
+            Text(),
+            "which of the checkpoint's prompts to put before each text, none for an empty name; by default "
+            "that of its default_prompt_name, if there is one",
+        ),
         *map(sampling_field, ("priority", "timeout_s", "cache_salt")),
         ADD_SPECIAL_TOKENS,
         *refused("truncate_prompt_tokens truncation_side", "cut the prompt's token ids", -1),
@@ -69,7 +87,7 @@ SCORE_TABLE = FieldTable(
 class EmbeddingCall(Call):
     """A body of /v1/embeddings.
 
-    pooling, normalize: see `LLMEngine.encode`.
+    options: the arguments of `LLMEngine.encode`.
     """
 
     table = EMBEDDING_TABLE
@@ -77,20 +95,20 @@ class EmbeddingCall(Call):
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         super().__init__(body, limits)
-        self.pooling = self.values.get("pooling", POOLINGS[0])
-        self.normalize: bool = self.values.get("normalize", True)
+        names = ("pooling", "normalize", "dimensions", "prompt_name")
+        self.options: dict[str, Any] = {name: self.values.get(name) for name in names}
+        if "use_activation" in self.values:
+            if "normalize" in self.values:
+                raise RequestError(
+                    "give either normalize or use_activation, which is another name of it", param="normalize"
+                )
+            self.options["normalize"] = self.values["use_activation"]
         self._in_base64 = self.values.get("encoding_format") == "base64"
         self.listed = listed_prompts(self.values["input"])
 
     def prompts(self, text: ModelText) -> Sequence[Prompt]:
-        """Return the prompts to embed. Raises RequestError."""
-        size = text.model_config.hidden_size
-        wanted = self.values.get("dimensions")
-        if wanted not in (None, size):
-            raise RequestError(
-                f"dimensions must be {size}, the size of this model's hidden states, got {wanted}",
-                param="dimensions",
-            )
+        """Return the prompts to embed. Raises RequestError if the model cannot make such vectors."""
+        EmbeddingOptions(**self.options).check(text.embedding)
         return [prompt_of(prompt, self.values) for prompt in self.listed]
 
     def body(

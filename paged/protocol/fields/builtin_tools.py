@@ -65,8 +65,8 @@ def functions_of(
             left_out[f"tools[{i}]"] = kind
         else:
             raise RequestError(
-                f"tools[{i}] is the built-in tool {kind!r}, which this server does not have: leave it out, "
-                "or let --ignore-builtin-tools leave out all of them",
+                f"tools[{i}] is the built-in tool {shown(kind)}, which this server does not have: leave it "
+                "out, or let --ignore-builtin-tools leave out all of them",
                 param=f"tools[{i}].type",
             )
     if left_out:

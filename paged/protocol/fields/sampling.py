@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...base.arguments import field_texts
+from ...base.docstrings import field_texts
 from ...base.fields import Field, FieldTable, ObjectOf, Tagged, ignored, refused
 from ...base.from_vllm import Neutral, neutral_of
 from ...base.kinds import (

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ...base.validation import shown
 from ...errors import RequestError
 from ..calls.call import OwnNames
 from ..fields.builtin_tools import functions_of
@@ -137,7 +138,8 @@ def _user(blocks: Sequence[NamedBlock], open_calls: set[str]) -> Iterator[Messag
         if call_id not in open_calls:
             where = f"{name}.tool_use_id"
             raise RequestError(
-                f"{where} {call_id!r} is no tool_use of the assistant's message before it that has no result",
+                f"{where} {shown(call_id)} is no tool_use of the assistant's message before it that has no "
+                "result",
                 param=where,
             )
         open_calls.remove(call_id)
@@ -150,24 +152,30 @@ def _user(blocks: Sequence[NamedBlock], open_calls: set[str]) -> Iterator[Messag
 def _assistant(blocks: Sequence[NamedBlock]) -> Message:
     """Return the message of the blocks. Raises RequestError for two calls with an id."""
     message: Message = {"role": "assistant"}
+    texts: list[str] = []  # joined at once: there may be many
+    thoughts: list[str] = []
     call_ids = set[str]()
     for name, block in blocks:
         match block["type"]:
             case "text":
-                message["content"] = message.get("content", "") + block["text"]
+                texts.append(block["text"])
             case "thinking":
-                message["reasoning"] = message.get("reasoning", "") + block["thinking"]
+                thoughts.append(block["thinking"])
             case "tool_use":
                 if block["id"] in call_ids:
                     where = f"{name}.id"
-                    raise RequestError(f"{where} {block['id']!r} is that of an earlier tool_use", param=where)
+                    raise RequestError(
+                        f"{where} {shown(block['id'])} is that of an earlier tool_use", param=where
+                    )
                 call_ids.add(block["id"])
                 arguments = json.dumps(block["input"], ensure_ascii=False)
                 function = {"name": block["name"], "arguments": arguments}
                 call = {"id": block["id"], "type": "function", "function": function}
                 message.setdefault("tool_calls", []).append(call)
-    if "reasoning" in message:
-        message["reasoning_content"] = message["reasoning"]
+    if texts:
+        message["content"] = "".join(texts)
+    if thoughts:
+        message["reasoning"] = message["reasoning_content"] = "".join(thoughts)
     return message if len(message) > 1 else {**message, "content": ""}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ...base.validation import shown
 from ...errors import RequestError
 
 Message = dict[str, Any]
@@ -68,7 +69,7 @@ class _Turns:
         call_id = item["call_id"]
         if call_id in self._calls:
             raise RequestError(
-                f"{name}.call_id {call_id!r} is that of an earlier call, too", param=f"{name}.call_id"
+                f"{name}.call_id {shown(call_id)} is that of an earlier call, too", param=f"{name}.call_id"
             )
         self._calls.add(call_id)
         function = {"name": item["name"], "arguments": item["arguments"]}
@@ -79,7 +80,7 @@ class _Turns:
         call_id = item["call_id"]
         if call_id not in self._calls or call_id in self._answered:
             what = "has an output already" if call_id in self._answered else "is no function_call before it"
-            raise RequestError(f"{name}.call_id {call_id!r} {what}", param=f"{name}.call_id")
+            raise RequestError(f"{name}.call_id {shown(call_id)} {what}", param=f"{name}.call_id")
         self._answered.add(call_id)
         self._append({"role": "tool", "tool_call_id": call_id, "content": _text(item["output"])})
 

@@ -115,6 +115,11 @@ KEY_TABLE = FieldTable(
         Field("requests_per_minute", _COUNT, "most HTTP requests with a body in any 60 seconds"),
         Field("tokens_per_minute", _COUNT, "most tokens of prompts and outputs in any 60 seconds"),
         Field("concurrent_requests", _COUNT, "most HTTP requests with a body at once"),
+        Field(
+            "concurrent_sequences",
+            _COUNT,
+            "most sequences in requests in progress: each prompt, input or continuation, times its samples",
+        ),
         Field("expires", Moment(), "when the key stops to be valid"),
     ],
 )
@@ -139,6 +144,7 @@ class KeyEntry:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
+    concurrent_sequences: int | None = None
     expires: float | None = None
     cache_name: str = field(init=False)
 

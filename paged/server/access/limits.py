@@ -42,6 +42,7 @@ class KeyUsage:
         self._requests = Window()
         self._tokens = Window()
         self.num_open = 0
+        self.num_sequences = 0
 
     def admit(self) -> Admission:
         """Count an HTTP request as in progress. Raises RateLimitError."""
@@ -56,6 +57,25 @@ class KeyUsage:
         use = self._take(self._requests, 1, entry.requests_per_minute, "requests")
         self.num_open += 1
         return Admission(self, use)
+
+    def begin_sequences(self, num: int) -> None:
+        """Count sequences as in progress.
+
+        Raises RateLimitError, or RequestError for more than there may be at once.
+        """
+        most = self.entry.concurrent_sequences
+        if most is not None and num > most:
+            raise RequestError(
+                f"this request has {num:,} sequences, prompts times samples, and this key may have {most:,}; "
+                "send fewer in a request"
+            )
+        if most is not None and self.num_sequences + num > most:
+            raise RateLimitError(
+                f"{self.num_sequences:,} sequences of this key are in progress, {num:,} more are wanted and "
+                f"{most:,} may be; try again when some have ended",
+                1,
+            )
+        self.num_sequences += num
 
     def reserve(self, num_tokens: int) -> Use | None:
         """Count tokens before they are computed; None without a limit.
@@ -84,9 +104,10 @@ class KeyUsage:
             )
         return window.add(amount, now)
 
-    def end(self, request: Use | None, *, is_counted: bool) -> None:
+    def end(self, request: Use | None, num_sequences: int, *, is_counted: bool) -> None:
         """End a request in progress. is_counted: whether it counts among those of the minute."""
         self.num_open -= 1
+        self.num_sequences -= num_sequences
         if request is not None and not is_counted:
             self._requests.change(request, 0, self._clock())
 
@@ -119,6 +140,8 @@ class KeyUsage:
     def check(self) -> None:
         """No request is in progress that has ended, and the windows are whole."""
         assert self.num_open >= 0
+        assert self.num_sequences >= 0
+        assert self.num_open or not self.num_sequences, "sequences of no request"
         self._requests.check()
         self._tokens.check()
 
@@ -136,7 +159,16 @@ class Admission:
         self._usage = usage
         self._request = request
         self._reserved: dict[str, _Reserved] = {}  # by the id of the engine's request
+        self._num_sequences = 0
         self._is_open = True
+
+    def begin_sequences(self, num: int) -> None:
+        """Count sequences of the engine as in progress, until the request ends.
+
+        Raises RateLimitError, or RequestError for more than the key may have at once.
+        """
+        self._usage.begin_sequences(num)
+        self._num_sequences += num
 
     def reserve(self, request_id: str, num_prompt_tokens: int, num_new_tokens: int) -> None:
         """Reserve tokens for one of the engine's requests, before the engine gets it.
@@ -163,7 +195,7 @@ class Admission:
             if was_refused and request_id not in num_generated:
                 num_used = 0
             self._usage.settle(reserved.use, reserved.num_tokens, num_used)
-        self._usage.end(self._request, is_counted=is_counted)
+        self._usage.end(self._request, self._num_sequences, is_counted=is_counted)
 
 
 def num_new_tokens(params: SamplingParams, num_prompt_tokens: int, most: int, max_model_len: int) -> int:

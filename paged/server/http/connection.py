@@ -40,7 +40,12 @@ FRAMES_TOO_LARGE = (
     431,
     f"trailers, or what is around a chunk, are larger than {MAX_HEAD_BYTES:,} bytes; send shorter ones",
 )
+WRONG_LINE = (
+    400,
+    "the request line must be a method, a target without a fragment and the version, with one blank between",
+)
 UNKNOWN_ROUTE = "-"  # of a request whose head was refused
+_LINE_ENDS = re.compile(rb"(?:\r\n)*")
 # RFC 3986: a name or an address, and a port.
 _HOST = re.compile(rb"[\w.~!$&'()*+,;=%:\[\]-]*", re.ASCII)
 
@@ -111,6 +116,8 @@ class Connection(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         # Input
         self._unparsed = bytearray()
+        self._recent = bytearray()  # received since the last head, or with it
+        self._is_at_head = True  # whether a head begins where `_recent` does
         self._url = b""
         self._headers: list[Header] = []
         self._in_head = True  # or between two requests
@@ -302,6 +309,9 @@ class Connection(asyncio.Protocol):
             self._head_bytes += len(data)
         else:
             self._frame_bytes += len(data)
+            self._recent.clear()
+            self._is_at_head = False
+        self._recent += data
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as stopped:
@@ -310,6 +320,10 @@ class Connection(asyncio.Protocol):
             if not self._discards:  # else it is what follows the last request
                 self._refuse(*self._refusal)
             return
+        if not self._is_begun:
+            self._is_at_head = True
+            if self._recent.strip(b"\r\n"):  # else it may be a line end before a head
+                self._recent.clear()
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(*HEAD_TOO_LARGE)
         elif self._frame_bytes > MAX_HEAD_BYTES:
@@ -324,6 +338,8 @@ class Connection(asyncio.Protocol):
         # This parser takes what follows the head for another protocol.
         self._parser = self._new_parser()
         self._head_bytes = 0
+        self._recent.clear()
+        self._is_at_head = True
         self._unparsed[:0] = rest
         self._feed(head)
 
@@ -355,6 +371,7 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         """End a head, and hand the request to the application unless the head is wrong."""
         method = self._parser.get_method()
+        self._check_line(method)
         self._check_head()
         if self._parser.should_upgrade() and method != b"CONNECT":
             self._upgrade_head = self._head_without_upgrade(method)
@@ -394,6 +411,20 @@ class Connection(asyncio.Protocol):
         self._in_head = True
         self._is_begun = False
         self._frame_bytes = 0
+
+    def _check_line(self, method: bytes) -> None:
+        """Reject a request line of more than a method, a target and a version, with one blank between two.
+
+        The parser takes more blanks, and does not tell. A line after a body is looked for in all that came
+        with the body's end.
+        """
+        line = b"%b %b HTTP/%b\r\n" % (method, self._url, self._parser.get_http_version().encode())
+        place = self._recent.find(line)
+        begins = not self._is_at_head or _LINE_ENDS.fullmatch(self._recent, 0, place)
+        if place < 0 or not begins or b"#" in self._url:
+            self._reject(WRONG_LINE)
+        del self._recent[: place + len(line)]
+        self._is_at_head = False
 
     def _check_head(self) -> None:
         """Reject a head that is too large, or that another server might read in another way."""

@@ -15,19 +15,21 @@ from urllib.parse import parse_qsl
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from ...base.strict_json import parse_json
 from ...engine.async_base import LEAST_TIMEOUT_S
 from ...protocol.endpoints import Access
 from ...requests.request import RequestOutput
 from ..access.limits import Admission, KeyUsage
 from ..telemetry.records import RequestRecord
-from .body_budget import BodyBudget
+from .body_budget import BodyBudget, BodyRoom
 from .failures import Header, HttpError
+from .large_json import PARSED_AT_ONCE, parse_body
 from .response_budget import ResponseBudget
 
 T = TypeVar("T")
 JSON, EVENTS, JSON_LINES = "application/json", "text/event-stream; charset=utf-8", "application/x-ndjson"
-PARSED_AT_ONCE = 2**16  # bytes of JSON that are parsed on the event loop; more would block it too long
+MEDIUM_BYTES = 2**20  # larger bodies are parsed one after another, and do not keep others waiting
+WAIT_FOR_ROOM_S = 2.0  # for a body; by then others that have stalled have lost theirs
+LOOK_FOR_ROOM_S = 0.25
 SENT_AT_ONCE = 2**16  # bytes of a response, of which a client has to read most before the next are sent
 # Functions of a request's scope: whether its client was cut off for reading too slowly, and what does so.
 IS_TOO_SLOW = "paged.is_too_slow"
@@ -44,7 +46,8 @@ class Exchange:
     body_timeout_s: in which its body has to arrive.
     budget: of the bodies of all requests.
     responses: the budget of all whole responses.
-    num_body_bytes: of the request, once its body was read.
+    address: of the client; "" at a Unix domain socket.
+    num_body_bytes: of the request, as far as its body was read.
     route: the path below --root-path.
     request_id: in the response's header x-request-id: the client's own if it is short and printable.
     extra_headers: are added to the response.
@@ -67,8 +70,10 @@ class Exchange:
         "_is_too_slow",
         "_query_string",
         "_responses",
+        "_room",
         "_send",
         "access",
+        "address",
         "admission",
         "error",
         "extra_headers",
@@ -77,7 +82,6 @@ class Exchange:
         "key",
         "max_body_bytes",
         "method",
-        "num_body_bytes",
         "owner",
         "receive",
         "received",
@@ -109,7 +113,8 @@ class Exchange:
         self.max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
         self._budget = budget
-        self.num_body_bytes = 0
+        self._room: BodyRoom | None = None
+        self.address: str = (scope.get("client") or ("",))[0]
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self.request_id = request_id_of(self._headers.get(b"x-request-id"))
         self.received = time.monotonic()
@@ -159,36 +164,57 @@ class Exchange:
         progress; RequestError if it is no JSON; the errors of `parse`.
         """
         self._check_type()
-        body = await self.read_body()
-        return await in_thread_if(self.has_large_body, lambda: parse(parse_json(body)))
+        parts = await self._read()
+        room = self._room
+        assert room is not None
+        if not self.has_large_body:
+            return parse(parse_body(b"".join(parts), room.hold))
+        loop = asyncio.get_running_loop()
+
+        def parse_beside() -> T:
+            body = b"".join(parts)
+            parts.clear()
+            return parse(parse_body(body, lambda num: loop.call_soon_threadsafe(room.hold, num)))
+
+        pool = _parsing_large if room.num_bytes > MEDIUM_BYTES else _parsing
+        return await loop.run_in_executor(pool, parse_beside)
 
     def end(self) -> None:
         """Release the memory of the body, once the request has ended."""
-        self._budget.give_back(self.num_body_bytes)
-        self.num_body_bytes = 0
+        if self._room is not None:
+            self._room.close()
+
+    @property
+    def num_body_bytes(self) -> int:
+        """The bytes of the body that was read, while they count in the budget."""
+        return 0 if self._room is None else self._room.num_bytes
 
     @property
     def has_large_body(self) -> bool:
         """Whether working on the body would block the event loop too long."""
         return self.num_body_bytes > PARSED_AT_ONCE
 
-    async def read_body(self) -> bytes:
-        """Return the body. Raises HttpError if it is too large or too slow."""
+    async def _read(self) -> list[bytes]:
+        """Return the parts of the body. Raises HttpError if it is too large or too slow."""
         length = self._headers.get(b"content-length", b"")
         if length.isdigit() and int(length[:20]) > self.max_body_bytes:
             raise self._too_large()
         try:
-            async with asyncio.timeout(self._body_timeout_s):
-                return await self._read_body()
+            async with asyncio.timeout(self._body_timeout_s) as timer:
+                client = self.address if self.key is None else f"tenant {self.key.entry.tenant}"
+                self._room = self._budget.open(client, lambda: _expire(timer))
+                parts = await self._read_parts(self._room)
+                self._room.finish_reading()
+                return parts
         except TimeoutError:
-            raise HttpError(
-                408,
-                f"the body did not arrive within {self._body_timeout_s:g} seconds; send the request again",
-                headers=((b"connection", b"close"),),
-            ) from None
+            raise HttpError(408, self._why_late(), headers=((b"connection", b"close"),)) from None
 
-    async def _read_body(self) -> bytes:
-        body = b""
+    def _why_late(self) -> str:
+        if self._room is not None and self._room.is_lost:
+            return "the body did not go on, and others needed its room; send the request again"
+        return f"the body did not arrive within {self._body_timeout_s:g} seconds; send the request again"
+
+    async def _read_parts(self, room: BodyRoom) -> list[bytes]:
         more = True
         parts: list[bytes] = []
         while more:
@@ -197,19 +223,17 @@ class Exchange:
                 raise ClientGone
             body = message.get("body", b"")
             more = message.get("more_body", False)
-            size = self.num_body_bytes + len(body)
-            if size > self.max_body_bytes:
+            if room.num_bytes + len(body) > self.max_body_bytes:
                 raise self._too_large()
-            if not self._budget.grow(self.num_body_bytes, size):
+            if not await _grow(room, len(body)):
                 raise HttpError(
                     503,
-                    "the bodies of the requests in progress may have "
-                    f"{self._budget.max_bytes:,} bytes together; send the request again when some have ended",
+                    f"the bodies of the requests in progress may have {self._budget.max_bytes:,} bytes "
+                    "together, and each client its share; send the request again when some have ended",
                     headers=((b"connection", b"close"),),
                 )
-            self.num_body_bytes = size
             parts.append(body)
-        return body if len(parts) == 1 else b"".join(parts)
+        return parts
 
     def _too_large(self) -> HttpError:
         return HttpError(
@@ -279,6 +303,26 @@ class Exchange:
 
 class ClientGone(Exception):  # noqa: N818 - an event like CancelledError, no error
     """The client has closed the connection: there is no response to send."""
+
+
+def _expire(timer: asyncio.Timeout) -> None:
+    if not timer.expired():
+        timer.reschedule(0.0)
+
+
+async def _grow(room: BodyRoom, num_bytes: int) -> bool:
+    """Take more room for a body, if there is some within WAIT_FOR_ROOM_S. Return whether there was."""
+    until = time.monotonic() + WAIT_FOR_ROOM_S
+    while not room.grow(num_bytes):
+        if time.monotonic() > until:
+            return False
+        await asyncio.sleep(LOOK_FOR_ROOM_S)
+    return True
+
+
+# Few threads: more would take turns at the interpreter, and the event loop would wait for each.
+_parsing = ThreadPoolExecutor(2, "paged-bodies")
+_parsing_large = ThreadPoolExecutor(1, "paged-large-bodies")
 
 
 class until_disconnect:  # noqa: N801 - used as a function is, like asyncio.timeout

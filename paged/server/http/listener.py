@@ -44,6 +44,8 @@ def bind_all(options: ServeOptions) -> Iterator[Listeners]:
     """Yield the sockets of a server, which are closed at the end. Raises ResourceError as `bind`."""
     with contextlib.ExitStack() as stack:
         main = stack.enter_context(bind(options))
+        if options.uds is not None:
+            stack.callback(_remove_socket, options.uds, os.stat(options.uds))
         metrics = None
         if options.metrics_port is not None:
             metrics = stack.enter_context(_bound(options.host, options.metrics_port, "--metrics-port"))
@@ -104,6 +106,13 @@ def _bind_path(path: str) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def _remove_socket(path: str, made: os.stat_result) -> None:
+    """Remove the file of a socket, unless it is another server's by now, or gone."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.stat(path), made):
+            os.unlink(path)
 
 
 def _is_left_over(path: str) -> bool:

@@ -4,7 +4,8 @@ import { events, explain, keyOf, node, number, request } from "./api.js";
 
 const STORED = "paged.chat"; // so that a conversation goes on after a reload
 const NUM_TOP = 5;
-const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+const NUMBERS = ["temperature", "top_p", "min_p", "max_tokens", "seed"];
+const WHOLE = ["max_tokens", "seed"];
 
 const $ = (id) => document.getElementById(id);
 const list = $("messages");
@@ -17,7 +18,7 @@ export function startChat(modelName, askForKeys) {
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     const text = input.value.trim();
-    if (!text || running) return;
+    if (!text || running || !areNumbersRight()) return;
     input.value = "";
     answer(text, modelName(), askForKeys);
   });
@@ -33,6 +34,30 @@ export function startChat(modelName, askForKeys) {
     conversation = [];
     store();
   });
+}
+
+// Fill in what a chat takes where neither the checkpoint nor the user says how to sample.
+export function fillIn(defaults = {}) {
+  for (const name of NUMBERS) {
+    const field = $(name);
+    if (name in defaults && field.value === "" && !field.validity.badInput) field.value = defaults[name];
+  }
+}
+
+// Show the first number that the server would refuse, or that is none. A step is a help to type, not a limit.
+function areNumbersRight() {
+  for (const name of NUMBERS) {
+    const field = $(name);
+    const { badInput, rangeUnderflow, rangeOverflow } = field.validity;
+    const isBroken = WHOLE.includes(name) && !Number.isInteger(field.valueAsNumber || 0);
+    if (!(badInput || rangeUnderflow || rangeOverflow || isBroken)) continue;
+    $("parameters").open = true;
+    field.setCustomValidity(isBroken ? "a whole number, please" : "");
+    field.reportValidity();
+    field.setCustomValidity("");
+    return false;
+  }
+  return true;
 }
 
 function store() {

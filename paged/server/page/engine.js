@@ -12,6 +12,8 @@ const SILENT_S = 20; // after which a stream is taken for cut: the server sends 
 
 const place = document.getElementById("engines");
 const state = document.getElementById("state");
+const old = document.getElementById("old");
+let heardAt = null; // when the last picture came
 const isDark = matchMedia("(prefers-color-scheme: dark)");
 
 // Watch the server for ever. Return a function that connects again, with other keys.
@@ -34,6 +36,7 @@ export function watch() {
       const response = await request("watch", { key, signal: connection.signal });
       for await (const { scope, engines } of events(response)) {
         heard();
+        heardAt = new Date();
         setState("live", "live");
         try {
           draw(views, engines, scope);
@@ -76,10 +79,15 @@ export function watch() {
 function setState(text, kind) {
   state.textContent = text;
   state.className = `pill ${kind}`;
+  const isOld = kind === "lost" && heardAt !== null;
+  if (isOld) old.textContent = `No news from the server since ${heardAt.toLocaleTimeString()}: these figures are old.`;
+  old.hidden = !isOld;
+  place.classList.toggle("old", isOld);
 }
 
 function draw(views, engines, scope) {
   while (views.length < engines.length) views.push(new EngineView(views.length));
+  for (const view of views.splice(engines.length)) view.element.remove();
   engines.forEach((picture, i) => views[i].draw(picture, scope, engines.length));
 }
 

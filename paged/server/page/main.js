@@ -1,7 +1,7 @@
 // The page: keys, the model's names, a chat, and the engines.
 
 import { keyOf, node, request, setKeys } from "./api.js";
-import { startChat } from "./chat.js";
+import { fillIn, startChat } from "./chat.js";
 import { watch } from "./engine.js";
 
 const keybox = document.getElementById("keybox");
@@ -27,6 +27,7 @@ async function loadModels() {
   try {
     const { data } = await (await request("v1/models", { key: keyOf("key") })).json();
     model.replaceChildren(...data.map(({ id }) => node("option", "", id)));
+    fillIn(data[0]?.chat_defaults);
   } catch (error) {
     if (error.needsKey) askForKeys();
   }

@@ -156,12 +156,13 @@ async def _begin(
         else:
             prompts, params = await in_thread_if(exchange.has_large_body, _requests, *terms)
     engine_ids = front.engine_ids_of(call, identity, len(prompts))
-    front.begin(exchange, call, engine_ids, params=params[0])
+    part_of = front.begin(exchange, call, engine_ids, params=params[0]).part_of
     generate = front.engine.generate
     tenant = call.tenant
     streams = []
     for prompt, own, engine_id in zip(prompts, params, engine_ids, strict=True):
         stream = generate(prompt, own, engine_id, tenant=tenant)
+        stream.part_of = part_of
         stream.on_prompt = front.accepting(exchange, own)
         streams.append(stream)
     front.engine.count_together(streams, is_whole=not call.stream)

@@ -49,6 +49,7 @@ def _model(front: FrontEnd, name: str) -> dict[str, Any]:
         "root": front.engine.config.model,
         "parent": None,
         "max_model_len": front.engine.max_model_len,
+        "chat_defaults": front.engine.text.chat_defaults,
     }
 
 

@@ -48,7 +48,7 @@ class EmbeddingRoute:
             model = front.names[0]
             await exchange.answer(
                 lambda: call.body(outputs, identity, created, model),
-                len(outputs) * front.engine.text.model_config.hidden_size,
+                len(outputs) * (call.options["dimensions"] or front.engine.text.embedding.size),
             )
 
     async def _embed(
@@ -64,11 +64,11 @@ class EmbeddingRoute:
         output = await self._front.engine.encode(
             prompt,
             request_id,
-            pooling=call.pooling,
-            normalize=call.normalize,
+            **call.options,
             priority=call.priority or 0.0,
             tenant=call.tenant,
             timeout_s=timeout_s,
+            part_of=record.part_of,
             on_prompt=self._front.accepting(exchange),
             on_place=record.on_place,
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ...scheduler.histogram import SECONDS_OF_STEP, TOKENS_OF_STEP, HistogramCounts
+from ...scheduler.schedule import SECONDS_OF_STEP, TOKENS_OF_STEP, HistogramCounts
 from ...scheduler.stats import EngineStats
 
 FamilyKind = Literal["gauge", "counter", "histogram"]

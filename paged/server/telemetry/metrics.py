@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from ... import __version__
 from ...config import EngineConfig
-from ...scheduler.histogram import Histogram, HistogramCounts
+from ...scheduler.schedule import Histogram, HistogramCounts
 from ...scheduler.stats import EngineStats
 from .families import FINISH_REASONS, METRIC_FAMILIES, REQUESTS, SERVER, MetricFamily, length_bounds
 from .log_queue import num_dropped_lines

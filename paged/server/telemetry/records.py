@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ...requests.request import RequestMetrics, RequestOutput
 from ...sampling_params import SamplingParams
-from ...scheduler.histogram import Histogram
+from ...scheduler.schedule import Histogram
 from .trace_context import TraceContext
 
 logger = logging.getLogger(__name__)
@@ -143,6 +143,11 @@ class RequestRecord:
         if output.finished:
             reasons = tuple(completion.finish_reason or "stop" for completion in output.outputs)
             self._finish(progress, output, reasons or ("length",), now)
+
+    @property
+    def part_of(self) -> str:
+        """The name under which its engine requests take turns with other calls; "" if there is but one."""
+        return self.engine_ids[0] if len(self.engine_ids) > 1 else ""
 
     @property
     def num_prompts(self) -> int:

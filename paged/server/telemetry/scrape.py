@@ -46,7 +46,10 @@ class Scrape:
 
 
 def metrics_url(url: str) -> str:
-    """Return the address of the metrics. Raises ScrapeError unless `url` is one of HTTP."""
+    """Return the address of the metrics. Raises ConfigError unless `url` is one of HTTP.
+
+    url: of the server, of its API with /v1, or of the metrics themselves.
+    """
     whole = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(whole)
@@ -55,7 +58,7 @@ def metrics_url(url: str) -> str:
         is_address = False
     if not is_address:
         raise ConfigError(f"the address of a server is a URL such as http://127.0.0.1:8000, got {url!r}")
-    path = parts.path.rstrip("/")
+    path = parts.path.rstrip("/").removesuffix("/v1")
     return parts._replace(path=path if path.endswith("/metrics") else f"{path}/metrics").geturl()
 
 

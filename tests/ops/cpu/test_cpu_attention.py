@@ -18,12 +18,12 @@ from paged.kernels.cpu.attention.paged_attention import (
     plan_units,
 )
 from paged.kernels.cpu.attention.units import SPLIT_KEYS
+from paged.kernels.cpu.compiled.simd.memory import load, store
+from paged.kernels.cpu.compiled.simd.vectors import exp2, exp2_of_negative
 from paged.kernels.cpu.launch import tasks
 from paged.kernels.cpu.linear import linear as numba_linear
-from paged.kernels.cpu.products.amx import HAS_TILES
 from paged.kernels.cpu.rows import take_rows as numba_lookup
-from paged.kernels.cpu.simd.memory import load, store
-from paged.kernels.cpu.simd.vectors import LANES, VECTOR_BYTES, exp2, exp2_of_negative
+from paged.kernels.cpu.target import HAS_TILES, LANES, VECTOR_BYTES
 from paged.kernels.plain import backend as torch_kernels
 from tests.ops.test_attention_variants import OPTIONS, PAIRS, with_options
 from tests.support.error_bounds import assert_exact_enough

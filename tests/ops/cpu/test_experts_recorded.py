@@ -1,14 +1,19 @@
-"""Products of experts in recorded steps."""
+"""Products of experts: launches in recorded steps, and their scratch memory."""
 
+import pytest
 import torch
 
 from paged.kernels.checks import TrustedContents
+from paged.kernels.coded_panels import pack_codes
 from paged.kernels.cpu.launch.graph import Graph, Recorder, column
+from paged.kernels.cpu.linear import linear as module
 from paged.kernels.cpu.linear.amx_linear import TILES
 from paged.kernels.cpu.linear.linear import LINEAR
 from paged.kernels.cpu.rows.route import route
 from paged.kernels.cpu.rows.sort_by_expert import sort_by_expert
-from paged.kernels.panels import ExpertPanels, grouped_panel_linear, pack
+from paged.kernels.cpu.target import HAS_DOT
+from paged.kernels.expert_panels import ExpertPanels, grouped_panel_linear
+from paged.kernels.panels import pack
 from paged.kernels.routing import RoutingOptions
 
 
@@ -44,3 +49,18 @@ def test_a_replay_follows_another_routing_and_keeps_what_late_threads_read():
         if launch.task in (LINEAR, TILES):
             read[number] = pointers["offsets"]
     assert len(read) == 3
+
+
+@pytest.mark.skipif(not HAS_DOT, reason="no AVX512-BF16: nothing is packed in pairs")
+def test_tiles_have_memory_for_factors_wherever_an_expert_in_codes_is(monkeypatch):
+    """After one in floats, too: without it the factors would be written behind the scratch memory."""
+    sizes = []
+    monkeypatch.setattr(module, "_fills_tiles", lambda _: True)  # as on a CPU with AMX
+    monkeypatch.setattr(module.TILES, "run", lambda *_, scratch_size: sizes.append(scratch_size))
+    floats = pack(torch.randn(32, 64).bfloat16(), pairs=True)
+    codes = pack_codes(torch.randint(-127, 128, (32, 64), dtype=torch.int8), torch.rand(32, 2), pairs=True)
+    assert codes.has_groups
+    x, offsets = torch.randn(4, 64).bfloat16(), torch.tensor([0, 2, 4], dtype=torch.int32)
+    for experts in ([floats, codes], [codes, floats], [codes, codes], [floats, floats]):
+        grouped_panel_linear(x, ExpertPanels(experts), offsets)
+    assert sizes[0] == sizes[1] == sizes[2] > sizes[3]

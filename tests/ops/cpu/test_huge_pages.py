@@ -11,7 +11,7 @@ from paged.kernels.cpu.launch.huge_pages import in_huge_pages
 from paged.kernels.cpu.linear.linear import pack
 from paged.kernels.cpu.linear.pack_bf12 import pack_bf12
 from paged.kernels.cpu.linear.pack_codes import pack_codes
-from paged.kernels.cpu.simd.vectors import HAS_LOOKUP
+from paged.kernels.cpu.target import HAS_LOOKUP
 from tests.support.checkpoints import new_engine
 
 pytestmark = pytest.mark.skipif(

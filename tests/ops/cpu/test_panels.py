@@ -15,17 +15,17 @@ import torch
 from paged import ConfigError, SamplingParams
 from paged.device import devices
 from paged.kernels.cpu import backend as numba_kernels
+from paged.kernels.cpu.formats import BFLOAT16_PAIRS
 from paged.kernels.cpu.linear import linear as numba_linear
 from paged.kernels.cpu.linear import pack_bf12 as numba_bf12
 from paged.kernels.cpu.linear.amx_linear import TILES, is_read_apart, panels_of_unit
 from paged.kernels.cpu.linear.linear import LINEAR
-from paged.kernels.cpu.products.amx import HAS_TILES
-from paged.kernels.cpu.products.kinds import BFLOAT16_PAIRS
 from paged.kernels.cpu.rows.take_rows import widen_rows
-from paged.kernels.cpu.simd.vectors import HAS_DOT, HAS_LOOKUP, LANES
+from paged.kernels.cpu.target import HAS_DOT, HAS_LOOKUP, HAS_TILES, LANES
 from paged.model.layers.linear import Linear
 from paged.model.weights import panels
-from paged.model.weights.panels import PANEL_FORMS, PanelInt4Weight, PanelInt8Weight, PanelWeight, Table
+from paged.model.weights.coded_panels import PANEL_FORMS, PanelInt4Weight, PanelInt8Weight
+from paged.model.weights.panels import PanelWeight, Table
 from paged.model.weights.quantization import Int8Weight, int4_codes
 from paged.model.weights.stored import StoredRows
 from tests.support.checkpoints import (

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from paged.kernels.cpu.launch.runs import first_unit, num_runs
+from paged.kernels.cpu.launch.tasks import first_unit, num_runs
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 4, 61])

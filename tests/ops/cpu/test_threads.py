@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 import torch
 
+from paged.kernels.cpu.compiled.kernels import each_unit
+from paged.kernels.cpu.compiled.simd.memory import claim, pause, seen
 from paged.kernels.cpu.launch import threads as module
 from paged.kernels.cpu.launch.graph import Graph, Recorder
-from paged.kernels.cpu.launch.machine_code import KERNELS, name_of
 from paged.kernels.cpu.launch.tasks import NEXT_THREAD, Task
 from paged.kernels.cpu.launch.threads import Threads, threads
-from paged.kernels.cpu.simd.memory import claim, pause, seen
 from tests.support.kernel_cases import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="these kernels are for a CPU, tensors are on a GPU")
 
 LOOKS = 10**8  # some seconds
-COUNT = Task(("counts", "entered", "timeouts"), ("num_expected",))
+COUNT = Task("test.count", ("counts", "entered", "timeouts"), ("num_expected",))
 
 
-@COUNT.each_unit
+@each_unit(COUNT)
 def _count(args, unit, _scratch):
     """Count the unit, then wait until so many units are being worked on, but not for ever."""
     claim(args.counts + 8 * unit)
@@ -35,10 +35,6 @@ def _count(args, unit, _scratch):
             return
         pause()
     claim(args.timeouts)
-
-
-# Not one of the backend's kernels, whose cached code is that of the sources in kernels/cpu alone.
-del KERNELS[name_of(COUNT._function)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,7 +55,9 @@ def count(num_units: int, num_expected: int = 0, times: int = 1) -> list[int]:
     counts, timeouts = np.zeros(num_units, np.int64), np.zeros(1, np.int64)
     for _ in range(times):
         entered = np.zeros(1, np.int64)
-        COUNT.run(num_units, *(x.ctypes.data for x in (counts, entered, timeouts)), num_expected)
+        places = {"counts": counts, "entered": entered, "timeouts": timeouts}
+        addresses = {name: place.ctypes.data for name, place in places.items()}
+        COUNT.run(num_units, **addresses, num_expected=num_expected)
     return [*counts.tolist(), *timeouts.tolist()]
 
 
@@ -102,7 +100,7 @@ def test_a_replay_of_many_kernels_does_each_unit_once():
     with Recorder() as recorder:
         timeouts = torch.empty(1, dtype=torch.int64)
         for num_units in (1, 2, 19, 3, 7) * 8:
-            COUNT.run(num_units, counts.data_ptr(), entered.data_ptr(), timeouts.data_ptr(), 0)
+            COUNT.run(num_units, counts=counts, entered=entered, timeouts=timeouts, num_expected=0)
     graph = Graph(recorder, [], [timeouts], num_threads=4)
     graph.use_memory(torch.zeros(graph.num_bytes, dtype=torch.uint8))
     for _ in range(200):

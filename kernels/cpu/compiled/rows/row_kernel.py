@@ -1,0 +1,33 @@
+"""Common parts of kernels over rows: units of several rows, and code for each kind of number."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ...numbers import BFLOAT16, FLOAT16, FLOAT32
+from ..simd.vectors import function
+
+
+def by_kind(make: Callable[[int], Any]) -> Any:
+    """Turn make(kind), which makes f(args, row) for one kind, into f(args, row) for any args.kind.
+
+    Each is compiled for its kind alone, so that no inner loop asks for it.
+    """
+    of_floats, of_halves, of_bfloats = map(make, (FLOAT32, FLOAT16, BFLOAT16))
+
+    @function
+    def operate(args, row):
+        if args.kind == FLOAT32:
+            of_floats(args, row)
+        elif args.kind == FLOAT16:
+            of_halves(args, row)
+        else:
+            of_bfloats(args, row)
+
+    return operate
+
+
+@function
+def rows_of_unit(args, unit):
+    """Return the range of a unit's rows."""
+    first = unit * args.rows_per_unit
+    return range(first, min(first + args.rows_per_unit, args.num_rows))

@@ -1,0 +1,93 @@
+"""EngineArgs and FlexibleArgumentParser: for scripts of vLLM that take the options of an engine as flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
+from typing import Any, Self, TypeVar
+
+from ..base.docstrings import field_texts
+from ..base.from_vllm import Neutral, neutral_of
+from ..config import EngineConfig
+from ..errors import ConfigError
+from .options import SHORT, option_type
+from .vllm_options import is_switch, value_of
+
+Group = TypeVar("Group", bound="argparse._ActionsContainer")
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """A parser whose flags may be written with underscores, as vLLM's."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the arguments after writing --max_model_len=5 as --max-model-len=5."""
+        if args is None:
+            import sys
+
+            args = sys.argv[1:]
+        return super().parse_known_args([_with_dashes(text) for text in args], namespace)
+
+
+class EngineArgs(EngineConfig):
+    """`EngineConfig` under vLLM's name, from flags: `LLM(**vars(args))` or `LLM.from_engine_args(...)`."""
+
+    @staticmethod
+    def add_cli_args(parser: Group) -> Group:
+        """Add a flag for each option of an engine. Flags of vLLM without effect here are accepted, too.
+
+        What they may be is checked when the engine is made.
+        """
+        texts = field_texts(EngineConfig)
+        for field in fields(EngineConfig):
+            flags = [f"--{field.name.replace('_', '-')}", *_short(field.name)]
+            default = None if field.default is MISSING else field.default
+            described = texts.get(field.name, "").replace("%", "%%")
+            parser.add_argument(*flags, default=default, help=described, **_kind(field.name))
+        for name, neutral in neutral_of("EngineArgs").items():
+            parser.add_argument(
+                f"--{name.replace('_', '-')}",
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+                **_neutral_kind(name, neutral),
+            )
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Return the options among parsed arguments. Raises ConfigError for a wrong one."""
+        known = {field.name for field in fields(EngineConfig)} | neutral_of("EngineArgs").keys()
+        given = {name: value for name, value in vars(args).items() if name in known}
+        if given.get("model") is None:
+            raise ConfigError("give --model: a directory, a GGUF file, a hub id or 'demo'")
+        return cls(**given)
+
+
+def _with_dashes(text: str) -> str:
+    if not text.startswith("--"):
+        return text
+    flag, equals, value = text.partition("=")
+    return f"{flag.replace('_', '-')}{equals}{value}"
+
+
+def _short(name: str) -> Sequence[str]:
+    return [SHORT[name]] if name in SHORT else []
+
+
+def _kind(name: str) -> dict[str, Any]:
+    kind = option_type(EngineConfig, name)
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if kind == list[int]:
+        return {"type": int, "nargs": "+"}
+    if kind == list[str]:
+        return {"type": json.loads}
+    types: dict[Any, Callable[[str], Any]] = {int: int, float: float}
+    return {"type": types.get(kind, str)}
+
+
+def _neutral_kind(name: str, neutral: Neutral) -> dict[str, Any]:
+    if is_switch(name):
+        return {"action": argparse.BooleanOptionalAction}
+    return {"type": lambda text: value_of(text, neutral)}

@@ -1,0 +1,44 @@
+"""The weights of experts in panels, multiplied by one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from ...kernels.checks import TrustedContents
+from ...kernels.expert_panels import ExpertPanels, expert_memory, grouped_panel_linear
+from ...kernels.panels import Panels
+from .forms import ExpertsForm
+
+
+class InPanels(Protocol):
+    """The form of one expert's weight, as `panels.PanelWeight` is."""
+
+    panels: Panels
+    padded_bias: Tensor | None
+    gated: bool
+
+    @property
+    def is_recordable(self) -> bool: ...
+
+
+class PanelExperts(ExpertsForm):
+    """The weights of experts in panels, multiplied by one launch."""
+
+    def __init__(self, forms: Sequence[InPanels], *, with_bias: bool) -> None:
+        first = forms[0]
+        self.gated = first.gated
+        self.is_recordable = first.is_recordable
+        memory = expert_memory(first.panels, len(forms))
+        for own, form in zip(memory, forms, strict=True):
+            if form.panels.weight.shape == own.shape and form.panels.weight.dtype == own.dtype:
+                own.copy_(form.panels.weight)
+                form.panels = form.panels._replace(weight=own)  # so that one matrix is in memory twice
+        biases = [form.padded_bias for form in forms if form.padded_bias is not None]
+        with TrustedContents():  # they were checked when they were packed
+            self.weights = ExpertPanels([form.panels for form in forms], biases if with_bias else None)
+
+    def __call__(self, x: Tensor, offsets: Tensor, sources: Tensor | None) -> Tensor:
+        return grouped_panel_linear(x, self.weights, offsets, sources)

@@ -1,0 +1,91 @@
+"""Policy: the order in which requests wait, and the rank by which running ones are preempted.
+
+A policy is the queue of waiting requests. `rank` orders the running ones: the highest rank is preempted
+first. A request takes blocks from higher ranks only, unless it is protected.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from ..requests.request import Request
+
+Rank = tuple[float, int]
+
+
+class Policy(Protocol):
+    """What the scheduler asks of a policy.
+
+    preempts: whether a waiting request may take the place of a running one whose priority number is higher.
+    """
+
+    preempts: bool = False
+    divides_seats: bool = False  # among tenants, as `policies.Fair` does
+
+    def rank(self, request: Request) -> Rank:
+        """Return the place of a request among the running ones, by arrival; fixed while it lives."""
+        return (0.0, request.arrival)
+
+    def push(self, request: Request) -> None:
+        """Queue a request, for the first time or again."""
+
+    def peek(self) -> Request | None:
+        """Return the request that is to run next; None if the queue is empty."""
+
+    def pop(self, request: Request) -> None:
+        """Remove the request that `peek` returned: it runs now."""
+
+    def remove(self, request: Request) -> None:
+        """Remove a waiting request that was aborted or is held. A held one is pushed again when released."""
+
+    def generated(self, requests: Iterable[Request]) -> None:
+        """Account for one new token of each of these requests."""
+
+    def __len__(self) -> int:
+        """Return how many requests wait."""
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over the waiting requests."""
+
+
+class FirstComeFirstServed(Policy):
+    """The order of arrival, which preempted requests keep."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Rank, Request]] = []
+        # Dropped from the heap as they come up: searching for them would take as long as the queue.
+        self._removed: set[Request] = set()
+
+    def push(self, request: Request) -> None:
+        if request in self._removed:  # it is still in its place
+            self._removed.remove(request)
+        else:
+            heapq.heappush(self._heap, (request.rank, request))
+
+    def peek(self) -> Request | None:
+        """Return the request of the lowest rank."""
+        while self._heap and self._heap[0][1] in self._removed:
+            self._removed.remove(heapq.heappop(self._heap)[1])
+        return self._heap[0][1] if self._heap else None
+
+    def pop(self, request: Request) -> None:
+        _, head = heapq.heappop(self._heap)
+        assert head is request, "another request was at the head of the queue"
+
+    def remove(self, request: Request) -> None:
+        self._removed.add(request)
+        # Behind a head that waits for long, removed requests would pile up.
+        if len(self._removed) > len(self._heap) // 2:
+            self._heap = [(r.rank, r) for r in self]
+            self._removed.clear()
+
+    def generated(self, requests: Iterable[Request]) -> None:
+        """Ignore tokens: they do not change the order."""
+
+    def __len__(self) -> int:
+        return len(self._heap) - len(self._removed)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter([r for _, r in sorted(self._heap) if r not in self._removed])

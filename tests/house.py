@@ -1,0 +1,108 @@
+"""What each use of the engine imports, and how large each room is.
+
+python -m tests.house    # two tables
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+# Rooms and files that a plain generation must not import.
+CHOSEN = (
+    *("paged.ranks", "paged.drafting", "paged.server", "paged.commands", "paged.simulate", "paged.protocol"),
+    *("paged.model.gguf", "paged.model.gguf_names", "paged.model.schemes", "paged.model.weights.formats"),
+    *("paged.model.weights.coded_panels", "paged.model.families.moe", "paged.model.families.gemma4"),
+    *("paged.sampling.structured_outputs", "paged.sampling.json_schema", "paged.sampling.dry"),
+    *(
+        "paged.scheduler.drafts",
+        "paged.runner.draft_model",
+        "paged.runner.footprint",
+        "paged.engine.beam_search",
+    ),
+    *(
+        "paged.text.worker",
+        "paged.kernels.cpu.compiled",
+        "paged.kernels.gpu.backend",
+        "paged.kernels.reference",
+    ),
+    *("numba", "llvmlite", "triton", "transformers", "huggingface_hub", "msgspec", "prometheus_client"),
+)
+_ENGINE = 'LLMEngine("demo", num_threads=1, max_model_len=256, num_blocks=64{options})'
+_GENERATE = """
+    from paged import LLMEngine, SamplingParams, StructuredOutputsParams
+    engine = {engine}
+    engine.generate(["def f(n):"], SamplingParams(max_tokens=8{params}), use_tqdm=False)
+"""
+# How a demo is used: options of the engine, and parameters.
+USES = {
+    "plain": ("", ", temperature=0"),
+    "drawn": ("", ", seed=1"),
+    "grammar": ("", ', temperature=0, structured_outputs=StructuredOutputsParams(regex="[a-z]+")'),
+    "drafts": (', speculative_config={"method": "ngram"}', ", temperature=0"),
+    "int4": (', quantization="int4"', ", temperature=0"),
+    "ranks": (", pipeline_parallel_size=2", ", temperature=0"),
+}
+_REPORT = """
+    import json, sys
+    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    print(json.dumps({name: file for name, file in files.items() if file and file.endswith(".py")}))
+"""
+
+
+class Imported(NamedTuple):
+    """Our modules that a use imports, all modules, and the lines of ours."""
+
+    own: frozenset[str]
+    all: frozenset[str]
+    num_lines: int
+
+
+def imported_by(use: str) -> Imported:
+    """Run a use in a process of its own. Return what it imports; the kernels must be compiled before."""
+    options, params = USES[use]
+    script = _GENERATE.format(engine=_ENGINE.format(options=options), params=params)
+    body = textwrap.indent(textwrap.dedent(script) + textwrap.dedent(_REPORT), "    ")
+    command = [sys.executable, "-c", f"if __name__ == '__main__':\n{body}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    files: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    own = {name: file for name, file in files.items() if name.partition(".")[0] == "paged"}
+    return Imported(frozenset(own), frozenset(files), sum(map(_num_lines, set(own.values()))))
+
+
+def _num_lines(file: str | Path) -> int:
+    return len(Path(file).read_text(encoding="utf-8").splitlines())
+
+
+def rooms() -> Counter[str]:
+    """Return the lines of each room of paged/, and of kernels/."""
+    lines: Counter[str] = Counter()
+    for file in (ROOT / "paged").rglob("*.py"):
+        place = file.relative_to(ROOT / "paged")
+        if place.parts[0] != "kernels":
+            lines[place.parts[0] if len(place.parts) > 1 else "paged"] += _num_lines(file)
+    lines["kernels"] = sum(map(_num_lines, (ROOT / "kernels").rglob("*.py")))
+    return lines
+
+
+def main() -> None:
+    """Print the tables."""
+    print(f"{'use':10} {'modules':>8} {'lines':>8}")
+    for use in USES:
+        found = imported_by(use)
+        print(f"{use:10} {len(found.own):8,} {found.num_lines:8,}", flush=True)
+    sizes = rooms()
+    print(f"\n{'room':20} {'lines':>8}")
+    for room, count in sizes.most_common():
+        print(f"{room:20} {count:8,}")
+    print(f"{'all':20} {sizes.total():8,}")
+
+
+if __name__ == "__main__":
+    main()

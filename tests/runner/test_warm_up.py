@@ -1,0 +1,68 @@
+"""A model whose steps raise ends the start, in one line, before any request comes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paged import ResourceError, SamplingParams, UnsupportedModelError
+from paged.errors import RankError
+from paged.model.decoder import Decoder
+from paged.runner.model_runner import ModelRunner
+from tests.support.checkpoints import checkpoint, new_engine
+
+FAILURES = {
+    "shapes": (RuntimeError("Sizes of tensors must match\nexcept in dimension 0"), UnsupportedModelError),
+    "types": (TypeError("x"), UnsupportedModelError),
+    "checks": (ValueError("x must have shape [any, 128], got [1, 256]"), UnsupportedModelError),
+    "memory": (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried …"), ResourceError),
+    "gpu memory": (torch.OutOfMemoryError("CUDA out of memory"), ResourceError),
+}
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_step_that_raises_ends_the_start(name, backend, monkeypatch):
+    error, kind = FAILURES[name]
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(Decoder, "attend_last", fail)
+    with pytest.raises(kind) as caught:
+        new_engine(checkpoint("llama"), attention_backend=backend)
+    assert caught.value.__cause__ is error
+    assert str(error).partition("\n")[0] in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+def test_a_process_that_ends_meanwhile_is_replaced(monkeypatch):
+    """As in any later step."""
+    execute, lost = ModelRunner.execute, [RankError("rank 1 has ended")]
+
+    def losing(self, schedule):
+        if lost:
+            raise lost.pop()
+        return execute(self, schedule)
+
+    monkeypatch.setattr(ModelRunner, "execute", losing)
+    engine = new_engine(checkpoint("llama"))
+    assert not lost
+    assert engine.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+
+
+def test_one_small_step_is_run(monkeypatch):
+    """Of few tokens, by a pool of any size; it leaves no request and no block behind."""
+    sizes = []
+    compute_kv = Decoder.compute_kv
+
+    def counting(self, batch, *others):
+        sizes.append(batch.num_tokens)
+        return compute_kv(self, batch, *others)
+
+    monkeypatch.setattr(Decoder, "compute_kv", counting)
+    for options in ({}, {"num_blocks": 1}, {"max_model_len": 1}, {"max_num_batched_tokens": 3}):
+        engine = new_engine(checkpoint("llama"), attention_backend="torch", **{"num_blocks": 8, **options})
+        assert not engine.has_unfinished_requests()
+        engine.block_manager.check()
+    assert sizes == [8, 8, 1, 3]

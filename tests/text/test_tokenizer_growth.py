@@ -1,0 +1,183 @@
+"""Tokenizers that multiply text are refused by arithmetic, before anything of them runs."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers.normalizers import Normalizer
+
+from paged.errors import CheckpointError
+from paged.text.tokenizer import Tokenizer
+from paged.text.tokenizer_growth import growth, why_growing
+from paged.text.worker import Worker
+from tests.text.test_hostile_tokenizers import BPE, FLAGS, description, replace, split, template, write
+
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+
+
+def in_turn(key: str, *steps: Any) -> dict[str, Any]:
+    return {"type": "Sequence", key: [*steps]}
+
+
+def nested(key: str, steps: list[Any]) -> dict[str, Any]:
+    """Return steps in sequences that hold each other."""
+    whole = in_turn(key, *steps[:1])
+    for step in steps[1:]:
+        whole = in_turn(key, whole, step)
+    return whole
+
+
+def special(name: str, num_ids: int) -> dict[str, Any]:
+    return {"id": name, "ids": [0] * num_ids, "tokens": ["<unk>"] * num_ids}
+
+
+def growing(chance: random.Random) -> dict[str, Any]:
+    """Return a part of a tokenizer that makes text more than a ten thousand times as long, or repeats it."""
+    letters = "abcdefghijkl"
+    each = chance.randint(3, 60)
+    num_steps = math.ceil(math.log(10_000) / math.log(each))
+    form = chance.choice(["String", "Regex"])
+    chain = [replace(a, b * each, form) for a, b in pairwise(letters)][:num_steps]
+    same = [replace("a", "a" * each, form)] * num_steps
+    prefix = chance.choice(["▁", "a", "日本"])
+    grown = [{"type": "Prepend", "prepend": prefix * 2000}, replace(prefix[0], "b" * 9, form)]
+    wide = [replace("a", "a" * 9000, form)]
+    steps = chance.choice([chain, same, wide])
+    made = chance.choice(["decoder", "normalizer", "nested", "prepend", "pre-tokenizer", "template", "token"])
+    return {
+        "decoder": {"decoder": in_turn("decoders", {"type": "Fuse"}, *steps, {"type": "ByteFallback"})},
+        "normalizer": {"normalizer": in_turn("normalizers", {"type": "NFC"}, *steps, {"type": "Lowercase"})},
+        "nested": chance.choice(
+            [{"normalizer": nested("normalizers", steps)}, {"decoder": nested("decoders", steps)}]
+        ),
+        "prepend": {"normalizer": in_turn("normalizers", *grown)},
+        "pre-tokenizer": {"pre_tokenizer": nested("pretokenizers", [split("a"), *[BYTE_LEVEL] * 14])},
+        "template": {"post_processor": template("<x>", "A", **{"<x>": special("<x>", 2000)})}
+        if chance.random() < 0.5
+        else {"post_processor": in_turn("processors", *[template("A", "A")] * 8)},
+        "token": chance.choice(
+            [
+                {"model": {**BPE, "vocab": {**BPE["vocab"], "x" * 70_000: 4}}},
+                {"added_tokens": [{"id": 9, "content": "y" * 70_000, **FLAGS, "special": False}]},
+                {
+                    "model": {**BPE, "vocab": {**BPE["vocab"], "x" * 5000: 4}},
+                    "decoder": replace("x", "x" * 50),
+                },
+            ]
+        ),
+    }[made]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_grows_is_refused_before_anything_runs(seed, tmp_path, monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("something of it was run")
+
+    monkeypatch.setattr(Worker, "__init__", fail)
+    monkeypatch.setattr(tokenizers, "Tokenizer", fail)
+    monkeypatch.setattr("paged.text.direct_tokenizer.Tokenizer", fail)
+    monkeypatch.setattr("paged.text.tokenizer.load", fail)
+    chance = random.Random(seed)
+    for _ in range(40):
+        parts = growing(chance)
+        write(tmp_path, settings=chance.choice([None, {"tokenizer_class": "BertTokenizer"}]), **parts)
+        with pytest.raises(CheckpointError) as caught:
+            Tokenizer(tmp_path)
+        message = str(caught.value)
+        assert message.startswith(f"{tmp_path / 'tokenizer.json'}: it"), message
+        assert "supported" in message
+        assert len(message) <= 500
+
+
+def test_a_long_token_of_the_settings_is_refused(tmp_path):
+    write(tmp_path, settings={"additional_special_tokens": ["z" * 70_000]})
+    with pytest.raises(CheckpointError, match="additional_special_tokens must be"):
+        Tokenizer(tmp_path)
+
+
+def test_many_steps_are_refused_at_once():
+    for steps in ([replace("a", "b")] * 10_000, [in_turn("decoders")] * 10_000):
+        assert "steps" in (why_growing(description(decoder=in_turn("decoders", *steps))) or "")
+
+
+# Parts of published tokenizers.
+USUAL = {
+    "llama": {
+        "normalizer": in_turn("normalizers", {"type": "Prepend", "prepend": "▁"}, replace(" ", "▁")),
+        "decoder": in_turn(
+            "decoders", replace("▁", " "), {"type": "ByteFallback"}, {"type": "Fuse"}, {"type": "Strip"}
+        ),
+    },
+    "albert": {
+        "normalizer": in_turn(
+            "normalizers",
+            *(replace("``", '"'), replace("''", '"'), {"type": "NFKD"}, {"type": "StripAccents"}),
+            *({"type": "Lowercase"}, {"type": "Precompiled"}, replace(" {2,}", "▁", "Regex")),
+        ),
+        "pre_tokenizer": in_turn("pretokenizers", {"type": "WhitespaceSplit"}, METASPACE),
+        "decoder": METASPACE,
+    },
+    "bert": {"normalizer": {"type": "BertNormalizer"}, "decoder": {"type": "WordPiece", "prefix": "##"}},
+    "gpt2": {"pre_tokenizer": BYTE_LEVEL, "decoder": BYTE_LEVEL, "post_processor": BYTE_LEVEL},
+    "many independent": {
+        "normalizer": in_turn("normalizers", *(replace(each, "... ") for each in "½¼¾…–—‘’“”«»‹›•"))
+    },
+    "pair": {"post_processor": template("<x>", "A", "<x>", **{"<x>": special("<x>", 1)})},
+}
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_usual_tokenizers_do_not_grow(name):
+    assert why_growing(description(**USUAL[name])) is None
+
+
+def test_the_bound_holds():
+    """Of random chains, by the library itself, for texts of the letters that they multiply."""
+    chance = random.Random(0)
+    num_grown = 0
+    for _ in range(1500):
+        steps = []
+        for _ in range(chance.randint(1, 5)):
+            pattern = "".join(chance.choices("abcé", k=chance.randint(1, 3)))
+            content = "".join(chance.choices("abcé", k=chance.randint(0, 5)))
+            steps.append(replace(pattern, content, chance.choice(["String", "Regex"])))
+        texts = ["".join(chance.choices("abcé", k=chance.randint(1, 9))) for _ in range(4)]
+        bound = growth("decoder", [in_turn("decoders", *steps)], 10**9)
+        replaces = [tokenizers.decoders.Replace(*arguments(step)) for step in steps]
+        decoder = tokenizers.decoders.Sequence(replaces)
+        for text in texts:
+            made = decoder.decode([text])
+            assert len(made.encode()) <= bound * len(text.encode()) + 1e-6, (steps, text)
+            num_grown += len(made) > len(text)
+        if chance.random() < 0.5:
+            steps.append({"type": "Prepend", "prepend": "ab"})
+            chance.shuffle(steps)
+        bound = growth("normalizer", [in_turn("normalizers", *steps)], 10**9)
+        normalizer: Normalizer = tokenizers.normalizers.Sequence([made_of(step) for step in steps])
+        for text in texts:
+            made = normalizer.normalize_str(text)
+            assert len(made.encode()) <= bound * len(text.encode()) + 1e-6, (steps, text)
+    assert num_grown > 1000
+
+
+def arguments(step: dict[str, Any]) -> tuple[Any, str]:
+    ((form, pattern),) = step["pattern"].items()
+    return tokenizers.Regex(pattern) if form == "Regex" else pattern, step["content"]
+
+
+def made_of(step: dict[str, Any]) -> Normalizer:
+    if step["type"] == "Prepend":
+        return tokenizers.normalizers.Prepend(step["prepend"])
+    return tokenizers.normalizers.Replace(*arguments(step))
+
+
+def test_files_without_sense_are_left_to_other_checks():
+    for parts in ({"decoder": {"type": 5}}, {"decoder": []}, {"model": {"vocab": 3}}, {"normalizer": "x"}):
+        assert why_growing(description(**parts)) is None
+    assert why_growing({}) is None
