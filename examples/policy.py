@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from paged import LLMEngine, SamplingParams
 from paged.requests.request import Request
-from paged.scheduler.policies import Rank
+from paged.scheduler.policy import Rank
 
 
 class ShortestPromptFirst:

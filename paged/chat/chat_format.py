@@ -137,7 +137,11 @@ class ChatFormat:
         if is_logged:
             fitting = formats_of(template, model_type)
             _log(found, fitting, is_auto=tool_call_parser == AUTO, template=template)
-            if not shows_tools:
+            if not shows_tools and tool_call_parser not in (
+                AUTO,
+                NO_PARSER,
+                None,
+            ):  # else nobody asked for tools
                 logger.warning(
                     "the chat template does not show tools to the model: messages describe them. "
                     "--chat-template sets another"

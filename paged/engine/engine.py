@@ -656,7 +656,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         Raises ConfigError unless scheduling_policy is "fair" and all weights are positive.
         """
         policy = self.scheduler.policy
-        if not policy.divides_seats:
+        if not getattr(policy, "divides_seats", False):
             raise ConfigError(f"tenant_weights go with scheduling_policy 'fair', got {type(policy).__name__}")
         check_policy("fair", weights)
         cast("Fair", policy).set_weights(weights)

@@ -11,6 +11,7 @@ import json
 import sys
 from array import array
 from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike, fsencode
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,7 @@ def fingerprint(
     directory: Path, config: ModelConfig, dtype: torch.dtype, quantization: str | None, kv_dtype: torch.dtype
 ) -> str:
     """Return the sha256 of what KV depends on besides tokens: config, dtypes, all bytes of the weights."""
+    config = replace(config, max_model_len=None)
     digest = hashlib.sha256(f"{config}/{dtype}/{quantization}/{kv_dtype}".encode())
     for file in sorted([*directory.glob("*.safetensors"), *map(directory.joinpath, gguf_files(directory))]):
         with file.open("rb") as data:

@@ -89,7 +89,8 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self._queue = WaitingQueue(self.policy, block_manager, self.max_chunk, watermark, self._arrive)
         self._running = RunningSet(block_manager, max_num_seqs=max_num_seqs, max_chunk=self.max_chunk)
-        self._fair = cast("Fair", self.policy) if self.policy.divides_seats else None
+        # The engine's user may have written the policy, without this attribute.
+        self._fair = cast("Fair", self.policy) if getattr(self.policy, "divides_seats", False) else None
         self.preemption = Preemption(
             block_manager, self._running, self._queue, self.counters, max_preemptions, swap_pays, self._fair
         )

@@ -92,7 +92,7 @@ def test_two_steps_in_flight_give_the_tokens_of_one():
 class Replay:
     """Guesses answers, by the parameters of their requests; every third token is wrong."""
 
-    def __init__(self, answers: dict[int, list[int]]) -> None:
+    def __init__(self, answers: dict[str, list[int]]) -> None:
         self._answers = answers
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
@@ -100,7 +100,7 @@ class Replay:
 
     def _guess(self, request: Request, limit: int) -> Draft:
         at = request.num_output_tokens
-        right = self._answers[id(request.inputs.params)][at : at + limit]
+        right = self._answers[str(request.inputs.params)][at : at + limit]
         return Draft([token + 1 if i % 3 == 2 else token for i, token in enumerate(right, at)])
 
 
@@ -121,7 +121,7 @@ def test_drafts_with_every_edit_of_logits_give_the_tokens_of_a_plain_cpu(monkeyp
         expected = generated(case.engine(), prompts, params)
     with late_cuda(seed=12):
         engine = case.engine(device="cuda", attention_backend="triton")
-        answers = {id(own): tokens for own, tokens in zip(params, expected, strict=True)}
+        answers = {str(own): tokens for own, tokens in zip(params, expected, strict=True)}
         engine.scheduler.drafts = Drafts(Replay(answers), 3, 4096, 64)
         with steps_from_bytes():
             assert generated(engine, prompts, params) == expected

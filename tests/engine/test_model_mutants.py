@@ -17,7 +17,7 @@ from tests.support import family_bugs, format_bugs
 RECORDS = (ModelConfig, LayerSpec, AttentionSpec, FeedForwardSpec, ExpertsSpec, RoutingOptions, NormSpec)
 SIZES = {
     *("architecture", "vocab_size", "hidden_size", "layers", "norm", "eps", "max_position_embeddings"),
-    *("dtype", "layer_bits", "table_bits", "attention", "num_heads"),
+    *("dtype", "layer_bits", "table_bits", "attention", "num_heads", "max_model_len", "has_head"),
     *("num_experts", "num_chosen", "router", "shared_name", "epsilon"),
 }
 OF_ROPE = {"rotary_dim", "interleaved", "attention_factor", "query_scaling_beta", *ROPE_TYPES} - {"default"}

@@ -33,7 +33,7 @@ CODE = "import os\n\n\nclass Reader:\n    def __init__(self, path):\n        sel
 PROMPTS = [CODE, CODE * 3, "x", CODE + "    def read(self", "def f(a):\n    return a\n\ndef f(a):\n"]
 EOS = 0
 KINDS = RequestOutputKind
-Answers = dict[tuple[int, int], list[int]]  # by the parameters and the number of the sample
+Answers = dict[tuple[str, str, int], list[int]]  # by the prompt, the parameters and the number of the sample
 
 
 class Known:
@@ -48,7 +48,9 @@ class Known:
         return [Draft(self._guess(request, limit)) for request, limit in zip(requests, limits, strict=True)]
 
     def _guess(self, request: Request, limit: int) -> list[int]:
-        answer = self._answers[id(request.inputs.params), request.index]
+        inputs = request.inputs
+        prompt = inputs.prompt or inputs.prompt_token_ids
+        answer = self._answers[str(prompt), str(inputs.params), request.index]
         right = answer[request.num_output_tokens :][:limit]
         return [token if self._rng.random() < self._share else (token + 7) % 200 for token in right]
 
@@ -278,9 +280,10 @@ def test_no_bit_of_an_output_changes(name, monkeypatch):
     plain = engine.stats()
     # best_of returns its samples in another order.
     answers = Answers()
-    for (_, params), (completions, _) in zip(requests, expected, strict=False):
+    for (prompt, params), (completions, _) in zip(requests, expected, strict=False):
         for i in range(params.num_samples):
-            answers[id(params), i] = completions[i].token_ids if params.best_of is None else []
+            answer = completions[i].token_ids if params.best_of is None else []
+            answers[str(prompt), str(params), i] = answer
     for drafter, make in DRAFTERS.items():
         if drafter == "grammar" and engine.tokenizer is None:
             continue  # no request has one
@@ -314,8 +317,8 @@ def test_drafts_of_random_lengths_record_few_steps():
     ticks = itertools.count()
     clock = engine.scheduler.clock = lambda: float(next(ticks))  # all steps take the same time
     lengths = DraftLengths(8, engine.runner.sizes.relative_step_time, clock)
-    of_params = {(id(params), 0): answers[0]}
-    engine.scheduler.drafts = Drafts(Cut(of_params, 1.0), 8, 4096, 64, lengths)
+    known = {(str(prompts[0]), str(params), 0): answers[0]}
+    engine.scheduler.drafts = Drafts(Cut(known, 1.0), 8, 4096, 64, lengths)
     graphs = engine.runner.graphs
     assert graphs is not None
     before = len(graphs._graphs)

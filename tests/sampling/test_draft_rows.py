@@ -18,6 +18,7 @@ from paged.device.transfers import Transfers
 from paged.kernels.backend import load_kernels
 from paged.requests.request import Request, RequestInputs, SamplingState
 from paged.requests.token_rules import TokenRules
+from paged.sampling import grammar_jobs
 from paged.sampling.sampler import Sampler
 from paged.sampling.seats import Sampled, SamplingSeats
 from paged.sampling.structured_outputs import Grammars, begin_masks
@@ -121,6 +122,12 @@ def alone(request: Request, most: int) -> list[int | str]:
         request.token_ids.append(output.tokens[0])
         answer.append(output.tokens[0])
     return answer
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """Wait for every mask: a row whose mask is late draws nothing."""
+    monkeypatch.setattr(grammar_jobs, "SLOW_S", 60.0)
 
 
 class World:

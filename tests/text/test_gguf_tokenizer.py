@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import random
+import re
 from array import array
 from collections.abc import Sequence
 from functools import cache
@@ -34,7 +35,8 @@ UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 
 @cache
 def corpus() -> str:
-    return "\n".join(file.read_text() for file in sorted(DOCS.glob("*.md")))[:150_000]
+    text = "\n".join(file.read_text() for file in sorted(DOCS.glob("*.md")))
+    return re.sub(r"</?s>|<\|im_end\|>|<end_of_turn>|<think>", "", text)[:150_000]  # no special tokens
 
 
 @cache

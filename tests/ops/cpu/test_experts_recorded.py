@@ -56,7 +56,7 @@ def test_tiles_have_memory_for_factors_wherever_an_expert_in_codes_is(monkeypatc
     """After one in floats, too: without it the factors would be written behind the scratch memory."""
     sizes = []
     monkeypatch.setattr(module, "_fills_tiles", lambda _: True)  # as on a CPU with AMX
-    monkeypatch.setattr(module.TILES, "run", lambda *_, scratch_size: sizes.append(scratch_size))
+    monkeypatch.setattr(module.TILES, "run", lambda *_, scratch_size, **_fields: sizes.append(scratch_size))
     floats = pack(torch.randn(32, 64).bfloat16(), pairs=True)
     codes = pack_codes(torch.randint(-127, 128, (32, 64), dtype=torch.int8), torch.rand(32, 2), pairs=True)
     assert codes.has_groups

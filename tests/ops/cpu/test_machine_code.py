@@ -105,7 +105,7 @@ def test_llvm_and_the_loader_place_the_same_code():
         for place in (object_code.place, place_by_llvm):
             address, owner = place(symbol, code)
             assert address
-            assert owner
+            assert owner is not None
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x7fELF", b"MZ" * 40, b"\x7fELF\x02\x01\x01" + bytes(80)], ids=len)
@@ -169,6 +169,7 @@ STARTING = """
     import os, time
     from paged.kernels.cpu import compiling
     from paged.kernels.cpu.compiled import kernels
+    from paged.kernels.cpu.launch import code_cache
     from paged.runner.compile_bar import compile_bar
 
     def make(number):
@@ -188,7 +189,8 @@ STARTING = """
         compile(name)
 
     kernels.compile_kernel = compile_kernel
-    compiling.SECONDS = {f"test.kernel{i}": 0.5 for i in range(6)}
+    code_cache.SECONDS.clear()
+    code_cache.SECONDS.update({f"test.kernel{i}": 0.5 for i in range(6)})
     compiling.MOST_PROCESSES = 1
     print("ready", flush=True)
     is_terminal = input() == "terminal"

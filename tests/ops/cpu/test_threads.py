@@ -91,7 +91,7 @@ def test_launches_of_many_callers_do_each_unit_once(four_threads):
     for caller in callers:
         caller.join()
     assert not wrong
-    assert four_threads._memory[[module._ACTIVE // 8, module._CALLERS // 8]].tolist() == [0, 0]
+    assert four_threads._memory[[module.ACTIVE // 8, module.CALLERS // 8]].tolist() == [0, 0]
 
 
 @pytest.mark.usefixtures("four_threads")
@@ -129,7 +129,7 @@ def test_threads_sleep_between_launches(four_threads):
     while states() != {"S"} and time.monotonic() < deadline:
         time.sleep(0.01)
     assert states() == {"S"}
-    assert four_threads._memory[module._IDLE // 8] == len(helpers)
+    assert four_threads._memory[module.IDLE // 8] == len(helpers)
 
 
 def test_without_a_system_call_to_sleep_an_executor_gives_the_same(monkeypatch):
