@@ -141,7 +141,7 @@ class ChatFormat:
                 AUTO,
                 NO_PARSER,
                 None,
-            ):  # else nobody asked for tools
+            ):  # else no parser was chosen
                 logger.warning(
                     "the chat template does not show tools to the model: messages describe them. "
                     "--chat-template sets another"

@@ -12,7 +12,7 @@ START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", 
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 TOKENS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 ROLE = f"{START}assistant"
-BETWEEN = "\n\n"  # two messages that are both content, or both reasoning
+BETWEEN_TEXTS = "\n\n"  # two messages that are both content, or both reasoning
 MAX_HEADER = 512  # characters; a longer one is content
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 _RECIPIENT = re.compile(r"(?<!\w)to=([^\s<]+)")
@@ -138,9 +138,9 @@ class HarmonyParser(CallMachine):
         """Read the text of a message and its end."""
         is_reasoning = is_reasoning and self._is_split
         if is_reasoning and self._has_reasoning:
-            self._blanks_of_reasoning = BETWEEN
+            self._blanks_of_reasoning = BETWEEN_TEXTS
         elif not is_reasoning and self._has_content:
-            self.emit_content(BETWEEN)
+            self.emit_content(BETWEEN_TEXTS)
         emit = self._emit_reasoning if is_reasoning else self._emit_text
         marker = yield from self.read_to([START, *ENDS], emit)
         if marker != START:

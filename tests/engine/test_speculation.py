@@ -95,6 +95,7 @@ def text_requests() -> list[tuple[Any, SamplingParams]]:
         {"temperature": 0.0, "repetition_penalty": 1.3, "dry_multiplier": 0.8, "bad_words": ["self"]},
         {"temperature": 0.5, "seed": 7, "min_tokens": 9, "stop": ["e"]},
         {"temperature": 0.0, "structured_outputs": StructuredOutputsParams(regex="[a-z ]{5,30}")},
+        {"temperature": 0.0, "structured_outputs": StructuredOutputsParams(regex="<answer>[0-9]+</answer>")},
         {"temperature": 0.0, "num_speculative_tokens": 0},
         {"temperature": 0.0, "num_speculative_tokens": 1, "cache_salt": "own"},
         {"temperature": 0.0, "max_tokens": 2},
