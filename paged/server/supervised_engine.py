@@ -54,8 +54,7 @@ class SupervisedEngine:
         self.error: EngineDeadError | None = None
         self.num_resumed = 0
         self._num_restarts = 0
-        self._restarts: deque[float] = deque()  # times of the last ones, and of those of `count_ranks`
-        self._num_rank_restarts = 0  # of the newest process that are counted
+        self._restarts: deque[float] = deque()  # times of the last ones
         self._first: frames.Ready | None = None
         self._start_s = 0.0  # that the first start took
         self._down_since: float | None = None
@@ -111,7 +110,6 @@ class SupervisedEngine:
 
     def on_death(self) -> None:
         """Keep the totals of the process, which has ended, or is about to."""
-        self.count_ranks()
         self._earlier = self._counted(self.connection.stats)
         self.is_up = False
         self._down_since = time.monotonic()
@@ -126,12 +124,6 @@ class SupervisedEngine:
         """Count none of the restarts so far: what ended its processes is known, and gone."""
         self._restarts.clear()
 
-    def count_ranks(self) -> None:
-        """Count the processes of the model that its process has replaced by itself as restarts, too."""
-        num = self.connection.stats.num_rank_restarts
-        self._restarts += [time.monotonic()] * (num - self._num_rank_restarts)
-        self._num_rank_restarts = num
-
     def begin_restart(self) -> EngineConnection:
         """Start another process in place of the one that has ended."""
         self._restarts.append(time.monotonic())
@@ -139,7 +131,6 @@ class SupervisedEngine:
         return self._begin()
 
     def _begin(self) -> EngineConnection:
-        self._num_rank_restarts = 0
         self.connection = EngineConnection(self._start, self._owner, self._launcher)
         return self.connection
 
