@@ -8,7 +8,7 @@ of a Replace the library panics.
 
 from __future__ import annotations
 
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -60,7 +60,7 @@ RUNS = {
 }
 # The families that have each expression.
 PUBLISHED = {
-    GPT2: "GPT-2",
+    _GPT2: "GPT-2",
     CL100K: "Llama 3, SmolLM3, OLMo 2 and 3, Phi-4, GLM-4, DBRX",
     QWEN2: "Qwen 2, 2.5 and 3, StableLM 2, Hunyuan, Grok 2",
     QWEN3_5: "Qwen 3.5 and 3.6",

@@ -35,10 +35,15 @@ def mortal_engine(sizes: Sequence[int], num_sends: float) -> Iterator[LLMEngine]
         worlds[0].error = RankError(f"rank {receiver or sender} was ended")  # the driver does not end
         return []
 
-    with suppress(RankError), ranked_engines(*sizes, fault=deliver) as worlds:
+    ranks = ranked_engines(*sizes, fault=deliver)
+    worlds = ranks.__enter__()
+    try:
         engine = LLMEngine("demo", **OPTIONS)
         num_left = num_sends
         yield engine
+    finally:
+        with suppress(RankError):  # of the rank that has ended
+            ranks.__exit__(None, None, None)
 
 
 # Shards exchange more.
