@@ -106,7 +106,7 @@ class Place:
         """Meet the other one."""
         store = FileStore(str(self.directory / "store"), 2)
         store.set_timeout(timedelta(seconds=TIMEOUT_S))
-        self.transport.regroup(store)
+        self.transport.connect(store)
 
     def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
         """Return the same: both were told how many."""

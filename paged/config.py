@@ -106,7 +106,6 @@ class EngineConfig:
     pipeline_layers: the number of layers of each stage, in their order; None takes about equal bytes.
     rank_timeout_s: seconds after which a process that does not answer the others within a step is taken for
         one that hangs; longer than the longest step.
-    rank_restarts: how often processes of the model that end are replaced, after which the engine is dead.
     deterministic: batch-invariant: a request's result is bitwise equal in any batch. Needs a CPU with numba,
         where it holds even without this option, except in bfloat16 on ARM.
     speculative_config: how to guess tokens, which steps verify beside the next one, without a change of any
@@ -153,7 +152,6 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     pipeline_layers: Sequence[int] | None = None
     rank_timeout_s: float = 30.0
-    rank_restarts: int = 0
     deterministic: bool = False
     speculative_config: str | Any = None
     enforce_eager: bool = False
@@ -235,7 +233,6 @@ class EngineConfig:
         """Check what of the options about several processes can be checked without the model."""
         for name in ("pipeline_parallel_size", "tensor_parallel_size"):
             check_int(ConfigError, name, getattr(self, name), 1, MAX_RANKS)
-        check_int(ConfigError, "rank_restarts", self.rank_restarts, 0)
         check_number(ConfigError, "rank_timeout_s", self.rank_timeout_s, 1.0)
         num_stages = self.pipeline_parallel_size
         sizes = self.pipeline_layers

@@ -74,11 +74,6 @@ class FieldTable:
         self._one_of = one_of
         self._required = [field.name for field in self.fields if field.required]
 
-    def honours(self, name: str) -> bool:
-        """Return whether a field of this name is honoured."""
-        field = self._by_name.get(name)
-        return field is not None and field.effect is Effect.HONOURED
-
     def with_effect(self, effect: Effect) -> list[Field]:
         """Return the fields that are treated so."""
         return [field for field in self.fields if field.effect is effect]

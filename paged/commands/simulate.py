@@ -36,7 +36,6 @@ NOT_SIMULATED = {
     "attention_backend",
     "num_threads",
     "rank_timeout_s",
-    "rank_restarts",
     "deterministic",
     "enforce_eager",
     "speculative_config",

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..base.interrupts import HeldInterrupts
-from ..errors import EngineDeadError, RankError, RequestError
+from ..errors import EngineDeadError, RequestError
 from ..requests.request import SLOW_READER, Outbox, Request, RequestGroup, RequestStatus
 from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule, StepOutput
@@ -34,7 +34,7 @@ class EngineCore:
 
     groups: the unfinished requests by id.
     outbox: receives the outputs of requests that were added without an outbox of their own.
-    dead: the error of every further step, once the GPU has failed.
+    dead: the error of every further step, once the GPU or a process of the model has failed.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class EngineCore:
         outbox: publish to it also the unfinished requests that got a token and belong to it.
         on_schedule: called with what the step computes, before it is computed.
 
-        Raises EngineDeadError if the GPU has failed, once the requests that finished before are published.
+        Raises EngineDeadError if the GPU or a process of the model has failed, once the requests that
+        finished before are published.
         """
         if self.dead is not None:
             if not self._finished:
@@ -199,8 +200,6 @@ class EngineCore:
             self.dead = self.runner.recover(error)
             if self.dead is not None and isinstance(error, Exception):
                 raise self.dead from self.dead.__cause__
-            if self.dead is None and isinstance(error, RankError):
-                return  # all is computed anew
             raise
 
     def check(self) -> None:

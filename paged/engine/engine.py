@@ -227,7 +227,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         from ..scheduler.stats import EngineStats
 
         runner = self.runner
-        return EngineStats.of(self.scheduler, runner.weight_bytes, self._parameters, runner.rank_stats)
+        return EngineStats.of(self.scheduler, runner.weight_bytes, self._parameters, runner.exchange_s)
 
     @property
     def _parameters(self) -> tuple[int, int]:
@@ -644,8 +644,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         pinned prefixes are forgotten. Ctrl-C waits for the end of the step, whose outputs the next call
         returns; a second Ctrl-C acts at once.
 
-        Raises EngineDeadError if the GPU has failed: no step can run any more, and `unfinished` returns what
-        is left.
+        Raises EngineDeadError if the GPU or a process of the model has failed: no step can run any more, and
+        `unfinished` returns what is left.
         """
         self.core.step(self.core.outbox)
         return self.core.outbox.take()

@@ -34,9 +34,7 @@ CPU = torch.device("cpu")
 
 
 class Supervision(Protocol):
-    """What watches the processes of the other ranks, and replaces them."""
-
-    num_restarts: int  # how many processes were replaced
+    """What watches the processes of the other ranks, and ends them."""
 
     def on_step(self, number: int) -> None:
         """Take note of a message to all ranks."""
@@ -44,8 +42,8 @@ class Supervision(Protocol):
     def check(self) -> None:
         """Raise RankError if a process has ended."""
 
-    def recover(self, error: BaseException) -> RankError | None:
-        """Make a new group after a step has raised. Return why none can be made."""
+    def end_after(self, error: BaseException) -> RankError:
+        """End all ranks after a step has raised. Return why."""
 
     def watch(self, on_loss: Callable[[], object]) -> None:
         """Call a function, from another thread, when a process has ended."""
@@ -85,19 +83,14 @@ class DriverRunner(ModelRunner):
 
     def allocate(self, directory: Path, run_step: RunStep) -> None:
         """Allocate the KV cache, as large as the smallest that a rank could have."""
-        self.reset()
-        super().allocate(directory, run_step)
-
-    def reset(self) -> None:
-        """Begin with a new group of ranks: nothing is in flight, and no message was sent."""
-        self._launched.clear()
         self._samplers = [self.new_sampler() for _ in range(self.num_in_flight)]
         self._writer = MessageWriter(self.sizes.block_size, self.num_in_flight)
         self._stage = Stage(self.layout, 0, self.model_config, self.dtype, self._transport)
+        super().allocate(directory, run_step)
 
     @property
     def exchange_s(self) -> float:
-        """The seconds that were spent waiting for other ranks."""
+        """The seconds that steps have waited for other ranks."""
         return self._transport.waited_s
 
     def launch(self, plan: StepPlan) -> RankedStep:
@@ -141,16 +134,18 @@ class DriverRunner(ModelRunner):
             self._supervision.check()
 
     def recover(self, error: BaseException) -> EngineDeadError | None:
-        """Meet the other ranks anew after a step has raised. Return why no step can run any more, if so."""
+        """End the other ranks if a step has lost one. Return why no step can run any more, if so.
+
+        Of stages, the last one alone has raised any other error. The others go on, and their streams of steps
+        that were given up are dropped as they come. Shards wait for each other within a step: all are lost.
+        """
         if (dead := super().recover(error)) is not None:
             return dead
-        if self._supervision is None:
-            # The group goes on, and the streams of steps that were given up are dropped as they come.
-            return dead_engine(str(error), error) if isinstance(error, RankError) else None
-        if (failure := self._supervision.recover(error)) is not None:
-            return dead_engine(str(failure), failure)
-        self.reset()
-        return None
+        is_kept = isinstance(error, Exception) and not isinstance(error, RankError)
+        if is_kept and self.layout.num_shards == 1:
+            return None
+        failure = error if self._supervision is None else self._supervision.end_after(error)
+        return dead_engine(str(failure), failure)
 
     def watch(self, on_loss: Callable[[], object]) -> None:
         """Call a function, from another thread, when `check` may raise."""
@@ -166,12 +161,6 @@ class DriverRunner(ModelRunner):
         """Return dtype, device, threads and attention backend, and what each rank holds, the driver first."""
         held = "" if self._supervision is None else f"; {self._supervision.describe()}"
         return super().describe() + held
-
-    @property
-    def rank_stats(self) -> tuple[int, float]:
-        """How many processes were replaced, and the seconds that steps waited for others."""
-        num_restarts = 0 if self._supervision is None else self._supervision.num_restarts
-        return num_restarts, self.exchange_s
 
     def end(self) -> None:
         """Have the other ranks end."""

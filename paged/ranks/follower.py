@@ -46,19 +46,13 @@ class FollowerRunner(PartRunner):
         super().__init__(config, model_config, directory, None, part, layout.num_stages, peers)
         self._is_last = part.is_last
         self._transport = transport
-        self._rank = rank
-        self.reset()
+        num_groups = len(self.model_config.layer_groups)
+        self._reader = MessageReader(self.sizes.block_size, self.num_in_flight, num_groups)
+        self._stage = Stage(layout, rank, self.model_config, self.dtype, transport)
         self._reporter = Reporter(self.model.logits, self.model_config.vocab_size, self.model.kernels)
         if self.device.type == "cuda":
             self._reporter.max_rows = min(self._reporter.max_rows, config.max_num_seqs)
         self.allocate(directory, self._run_in_other_cache)
-
-    def reset(self) -> None:
-        """Begin with a new group of ranks: nothing is in flight, and no message has come."""
-        self._reader = MessageReader(
-            self.sizes.block_size, self.num_in_flight, len(self.model_config.layer_groups)
-        )
-        self._stage = Stage(self.layout, self._rank, self.model_config, self.dtype, self._transport)
 
     def run(self, on_message: Callable[[int | None], None] = lambda _: None) -> None:
         """Do what the driver's messages say, until one says that it is over.

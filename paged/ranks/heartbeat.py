@@ -44,11 +44,6 @@ class HeartbeatFile:
         self.has_loaded = True
         self._write()
 
-    def waits(self) -> None:
-        """Say that the rank waits for one that loads, which may take long, until `loaded` is called."""
-        self.has_loaded = False
-        self._write()
-
     def beat(self, step: int | None = None) -> None:
         """Say that the rank begins a step, or without one that it waits for the next one."""
         if step is not None:
@@ -100,7 +95,7 @@ class RankState:
     started: str | None  # None on systems that do not tell
     step: int
     time: float
-    timeout_s: float | None  # None while the rank, or one that it waits for, loads
+    timeout_s: float | None  # None while the rank loads
 
     @property
     def exists(self) -> bool:

@@ -87,10 +87,6 @@ class LocalRank:
         """Have the process say what it does, which `state` is soon."""
         self._channel.send({"order": "report"})
 
-    def regroup(self, group: int) -> None:
-        """Have the process join a new group, and forget what it computed in the last one."""
-        self._channel.send({"order": "regroup", "group": group})
-
     def kill(self) -> None:
         """End the process at once, and wait for that."""
         self._process.kill()

@@ -1,4 +1,4 @@
-"""Membership: how one rank joins the others, when it has loaded and whenever a group is made anew."""
+"""Membership: how one rank joins the others, once it has loaded."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _LINGER_S = 20.0  # the process that has the store waits so long, at most, until
 logger = logging.getLogger(__name__)
 
 
-class Regroups(Protocol):
+class Connects(Protocol):
     """What is asked of a transport here."""
 
-    def regroup(self, store: Any) -> None:
-        """Connect to the other ranks, in place of an earlier group."""
+    def connect(self, store: Any) -> None:
+        """Connect to the other ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,27 +46,19 @@ class RankFigures:
 
 
 class Membership:
-    """One rank among the others. A `Peers` of its runner.
-
-    agreed: the numbers of blocks on the device and on the host that all ranks have; None before they agree.
-    group: the number of the group, which rises whenever one is made anew.
-    """
+    """One rank among the others. A `Peers` of its runner."""
 
     def __init__(
         self,
         layout: RankLayout,
         rank: int,
         store: Store,
-        transport: Regroups,
+        transport: Connects,
         *,
-        group: int = 0,
-        agreed: tuple[int, int] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.layout = layout
         self.rank = rank
-        self.agreed = agreed
-        self.group = group
         self.weight_bytes = 0
         self._store = store
         self._transport = transport
@@ -82,19 +74,13 @@ class Membership:
     def loaded(self, weight_bytes: int) -> None:
         """Wait until all ranks have read their weights, and connect to them."""
         self.weight_bytes = weight_bytes
-        self.join()
-
-    def join(self, timeout_s: float | None = None) -> None:
-        """Connect to all ranks once they come to this group. Raises RankError if one has not in time."""
-        self.meeting.gather(f"joined/{self.group}", None, timeout_s)
-        self._transport.regroup(_STORES.PrefixStore(f"group{self.group}", self._store))
+        self.meeting.gather("loaded", None)
+        self._transport.connect(_STORES.PrefixStore("group", self._store))
 
     def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
         """Return the numbers of blocks, on the device and on the host, that the smallest rank holds."""
-        if self.agreed is None:
-            found = self.meeting.gather("blocks", [num_blocks, num_host_blocks])
-            self.agreed = min(own[0] for own in found), min(own[1] for own in found)
-        return self.agreed
+        found = self.meeting.gather("blocks", [num_blocks, num_host_blocks])
+        return min(own[0] for own in found), min(own[1] for own in found)
 
     def tell_figures(self, kv_bytes: int, cpu_features: Sequence[str]) -> list[RankFigures]:
         """Tell all ranks that this one is ready. Return the figures of each."""

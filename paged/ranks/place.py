@@ -72,11 +72,6 @@ class Torchrun:
             raise ConfigError(
                 f"RANK must be from 0 to {num_ranks - 1}, with WORLD_SIZE {num_ranks}, got {rank}"
             )
-        if config.rank_restarts:
-            raise ConfigError(
-                f"rank_restarts {config.rank_restarts} is for ranks that the engine starts itself; torchrun "
-                "starts all anew: give torchrun --max-restarts, and leave rank_restarts out"
-            )
         hosts_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         address = environment["MASTER_ADDR"]
         return cls(rank, num_ranks, local_rank, num_local, address, port, attempt, hosts_store)

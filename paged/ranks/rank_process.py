@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from ..base.interrupts import leave_signals_to_parent
@@ -85,10 +84,8 @@ class RankProcess:
         *,
         host: str,
         message_timeout_s: float | None,
-        group: int = 0,
-        agreed: tuple[int, int] | None = None,
     ) -> FollowerRunner:
-        """Load this rank's part and meet the others; agreed: by ranks that are there already."""
+        """Load this rank's part and meet the others."""
         from ..model.hf_config import read_config
         from .facts import cpu_features, facts_of
         from .follower import FollowerRunner
@@ -105,11 +102,8 @@ class RankProcess:
             message_timeout_s=message_timeout_s,
         )
         self._transport = transport
-        self.membership = membership = Membership(
-            layout, self.rank, store, transport, group=group, agreed=agreed
-        )
-        if agreed is None:
-            membership.agree(facts_of(self.config, self.directory))
+        self.membership = membership = Membership(layout, self.rank, store, transport)
+        membership.agree(facts_of(self.config, self.directory))
         runner = FollowerRunner(
             share_of(self.config, self.local_index, self.num_local),
             model_config,
@@ -119,8 +113,7 @@ class RankProcess:
             transport=transport,
             peers=membership,
         )
-        if agreed is None:
-            membership.tell_figures(runner.kv_cache.num_bytes, cpu_features())
+        membership.tell_figures(runner.kv_cache.num_bytes, cpu_features())
         return runner
 
     def run(self, runner: FollowerRunner) -> None:
@@ -137,13 +130,6 @@ class RankProcess:
         """Tell the driver, which waits for that, that this rank has come to the end of its messages."""
         assert self.membership is not None
         self.membership.meeting.tell(ENDED, None)
-
-    def rejoin(self, runner: FollowerRunner, group: int) -> None:
-        """Connect to the ranks of a new group, and forget what was computed in the last one."""
-        assert self.membership is not None
-        self.membership.group = group
-        self.membership.join()
-        runner.reset()
 
 
 # Started by the driver
@@ -168,34 +154,30 @@ def follow_parent(descriptor: int) -> int:
         local_index=start["rank"],
         num_local=start["num_local"],
     )
-    groups: SimpleQueue[int] = SimpleQueue()
-    reading = (channel, messages, own, groups, os.getppid())
+    reading = (channel, messages, own, os.getppid())
     threading.Thread(target=_read_orders, args=reading, name="paged-orders", daemon=True).start()
     if own.config.num_threads is None:
         bind_to_share(own.local_index, own.num_local)
-    return _end(_follow(own, channel, groups, start))
+    return _end(_follow(own, channel))
 
 
-def _follow(own: RankProcess, channel: Channel, groups: SimpleQueue[int], start: Message) -> int:
+def _follow(own: RankProcess, channel: Channel) -> int:
     """Load and compute until the plans end. Return the exit code."""
     from .membership import local_store
 
-    agreed = start["agreed"] and tuple(start["agreed"])
     store = local_store(own.private, own.config.num_ranks)
     try:
-        runner = own.load(store, host=LOOPBACK, message_timeout_s=None, group=start["group"], agreed=agreed)
-        while True:
-            try:
-                own.run(runner)
-                return 0
-            except RankError:
-                own.set_state("lost")
-                own.heartbeat.waits()
-            own.rejoin(runner, groups.get())
+        runner = own.load(store, host=LOOPBACK, message_timeout_s=None)
+        try:
+            own.run(runner)
+        except RankError:
+            own.set_state("lost")
+            threading.Event().wait()  # the driver asks which rank is to blame, and then ends this process
+        return 0
     except Exception as error:
-        is_starting = own.state == "loads" and agreed is None
+        is_starting = own.state == "loads"
         own.set_state("fails")
-        if is_starting:  # later the socket alone tells: others may go on without this process
+        if is_starting:  # the driver does not wait for messages yet, but in the store
             post_failure(store, own.rank, error)
         if not isinstance(error, PagedError):
             logger.exception("rank %d has failed", own.rank)
@@ -203,15 +185,11 @@ def _follow(own: RankProcess, channel: Channel, groups: SimpleQueue[int], start:
         return 1
 
 
-def _read_orders(
-    channel: Channel, messages: Iterator[Message], own: RankProcess, groups: SimpleQueue[int], driver: int
-) -> None:
+def _read_orders(channel: Channel, messages: Iterator[Message], own: RankProcess, driver: int) -> None:
     for message in messages:
         match message["order"]:
             case "report":
                 channel.send({"state": own.state, "step": own.heartbeat.step})
-            case "regroup":
-                groups.put(message["group"])
             case "end":
                 os._exit(0)
     # The driver has ended, and cannot remove the files any more: perhaps it was killed.

@@ -72,7 +72,3 @@ class Stage:
         packed = self._next_shape.pack(self._next_shape.stream(tensors)).view(torch.uint8)
         header = torch.tensor([number, 0], device=packed.device).view(torch.uint8)
         self._transport.send(torch.cat([header, packed]), self._next)
-
-    def reset(self) -> None:
-        """Expect nothing more."""
-        self._due.clear()

@@ -1,4 +1,4 @@
-"""Ranks: the other processes of a model, as the driver sees them; what is done when one ends or hangs."""
+"""Ranks: the other processes of a model, as the driver sees them; how the driver notices that one is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..config import EngineConfig
-from ..errors import PagedError, RankError
+from ..errors import RankError
 from .facts import plain_options
 from .heartbeat import DIRECTORY_PREFIX, HeartbeatFile, remove_private
 from .layout import RankLayout
@@ -35,11 +35,10 @@ IDLE_SHARE = 3  # idle messages come so often within rank_timeout_s
 class Ranks:
     """The other ranks of a model whose rank 0 this process is.
 
-    Without torchrun they are processes that it starts here, one for each rank, and may start again.
+    Without torchrun they are processes that it starts here, one for each rank. When one is lost, all end.
 
     directory: of the checkpoint.
     transport, membership: this process's own connection to the others.
-    num_restarts: how many processes were replaced so far.
     """
 
     def __init__(self, config: EngineConfig, layout: RankLayout, directory: Path) -> None:
@@ -57,7 +56,6 @@ class Ranks:
         self._changed = threading.Event()
         self._lost: RankError | None = None  # why one of torchrun's ranks cannot be reached
         self._is_closed = False
-        self.num_restarts = 0
         self._on_loss: Callable[[], Callable[[], object] | None] = lambda: None
         self.figures: Sequence[RankFigures] = ()
         host = LOOPBACK if torchrun is None else torchrun.own_address()
@@ -84,15 +82,12 @@ class Ranks:
         return self._layout.num_ranks if self._torchrun is None else self._torchrun.num_local
 
     def _start(self, rank: int) -> None:
-        membership = self.membership
         start = {
             "rank": rank,
             "options": plain_options(self._config),
             "directory": str(self._directory),
             "private": str(self._private),
             "num_local": self.num_local,
-            "group": membership.group,
-            "agreed": membership.agreed,
         }
         name = name_of(self._layout, rank, socket.gethostname())
         self._local[rank] = LocalRank(rank, name, start, on_end=self._changed.set)
@@ -139,11 +134,8 @@ class Ranks:
                 )
             local.ask_state()
 
-    def recover(self, error: BaseException) -> RankError | None:
-        """Make a new group after a step has raised. Return why no step can run any more, None if one can.
-
-        Processes that have ended, or hang, are replaced if rank_restarts allow it.
-        """
+    def end_after(self, error: BaseException) -> RankError:
+        """End all ranks after a step has raised. Return which one has ended or hangs, else the error."""
         self.transport.close()  # ranks that wait for this one learn of it
         if not isinstance(error, Exception):
             self.close()
@@ -153,27 +145,10 @@ class Ranks:
             remove_private(self._private)  # a server ends this process as soon as it knows
             return loss
         troubles = self._find_troubles()
-        while troubles or isinstance(error, RankError):
-            reason = RankError("; ".join(troubles.values()) or str(error))
-            if self.num_restarts + max(1, len(troubles)) > self._config.rank_restarts:
-                for rank in troubles:
-                    self._local[rank].kill()  # one that hangs would not end when it is told to
-                self.close()
-                return reason
-            logger.warning("%s; a new group is made, and all requests are computed anew", reason)
-            self.num_restarts += max(1, len(troubles))
-            try:
-                self._regroup(troubles)
-            except PagedError as failure:
-                error = failure if isinstance(failure, RankError) else RankError(str(failure))
-                troubles = self._find_troubles()
-            else:
-                return None
-        try:
-            self._regroup(())
-        except RankError as failure:
-            return self.recover(failure)
-        return None
+        for rank in troubles:
+            self._local[rank].kill()  # one that hangs would not end when it is told to
+        self.close()
+        return RankError("; ".join(troubles.values())) if troubles else _as_rank_error(error)
 
     def _loss(self, error: Exception) -> RankError:
         """Return what torchrun's ranks say of the one that is lost, or else the error."""
@@ -182,7 +157,7 @@ class Ranks:
             if (failure := self.membership.meeting.failure()) is not None:
                 return RankError(str(failure))
             time.sleep(_LOOK_S)
-        return error if isinstance(error, RankError) else RankError(f"{type(error).__name__}: {error}")
+        return _as_rank_error(error)
 
     def _find_troubles(self) -> dict[int, str]:
         """Return which local ranks have ended or hang, and how, by their numbers.
@@ -207,17 +182,6 @@ class Ranks:
         return {
             rank: f"{self._local[rank].name}, {stuck}" for rank, state in states.items() if state not in _WELL
         }
-
-    def _regroup(self, replaced: Sequence[int] | dict[int, str]) -> None:
-        """Connect to all ranks anew, and replace some processes. Raises PagedError if that fails."""
-        self.membership.group += 1
-        for rank in replaced:
-            self._local[rank].kill()
-            self._start(rank)
-        for rank, local in self._local.items():
-            if rank not in replaced:
-                local.regroup(self.membership.group)
-        self.membership.join(None if replaced else self._config.rank_timeout_s)
 
     # While no step runs
 
@@ -291,3 +255,7 @@ class Ranks:
         if len({tuple(each.cpu_features) for each in self.figures}) > 1:
             parts.append("their CPUs differ, and with them the last bits of results")
         return "; ".join(parts)
+
+
+def _as_rank_error(error: Exception) -> RankError:
+    return error if isinstance(error, RankError) else RankError(f"{type(error).__name__}: {error}")

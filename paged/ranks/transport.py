@@ -84,7 +84,7 @@ class ShardGroup:
 
 
 class GlooTransport:
-    """Sends over gloo, in a group of its own that `regroup` makes.
+    """Sends over gloo, in a group of its own that `connect` makes.
 
     num_ranks, rank: of all ranks, and this one.
     timeout_s: how long a tensor may take.
@@ -119,9 +119,8 @@ class GlooTransport:
         # What is being sent by tag, with its memory. Work that is done is found out by waiting for it.
         self._sending: dict[int, deque[tuple[Any, Tensor]]] = {_TENSORS: deque(), _MESSAGES: deque()}
 
-    def regroup(self, store: Any) -> None:
-        """Meet the other ranks in a store, in place of the group before."""
-        self.close()
+    def connect(self, store: Any) -> None:
+        """Meet the other ranks in a store."""
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
         options._devices = [

@@ -25,7 +25,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..base.interrupts import signals_blocked
-from ..errors import ClusterError, ConfigError
+from ..errors import ClusterError
 from ..server.frames import Start
 from ..server.launcher import LocalProcess, socket_pair, start_process
 from ..text.worker import ROOT
@@ -306,11 +306,6 @@ class RayLauncher:
 
 def connect(address: str | None, options: Mapping[str, Any], replicas: int) -> RayLauncher:
     """Return a launcher for engines with these options on a cluster. Raises ConfigError."""
-    if options.get("rank_restarts"):
-        raise ConfigError(
-            f"rank_restarts {options['rank_restarts']} is for ranks that an engine starts itself; on a Ray "
-            "cluster the whole engine is replaced: leave rank_restarts out"
-        )
     is_local = join(address)
     return RayLauncher(share_of(options, replicas), num_ranks_of(options), is_local=is_local)
 

@@ -48,10 +48,7 @@ class Executor(Protocol):
         """Raise RankError if a process of the model has ended, as one may while no step runs."""
 
     def recover(self, error: BaseException) -> EngineDeadError | None:
-        """Prepare for the next step after one has raised. Return why none can run any more, if so.
-
-        After a RankError from which it recovers, the step is as if it had not begun.
-        """
+        """Prepare for the next step after one has raised. Return why none can run any more, if so."""
 
     def watch(self, on_loss: Callable[[], object]) -> None:
         """Call a function, from another thread, when `check` may raise."""
@@ -60,8 +57,8 @@ class Executor(Protocol):
         """End the other processes of the model."""
 
     @property
-    def rank_stats(self) -> tuple[int, float]:
-        """How many processes of the model were replaced, and the seconds that steps waited for others."""
+    def exchange_s(self) -> float:
+        """The seconds that steps have waited for other processes of the model."""
 
     def describe(self) -> str:
         """Return dtype, device, threads and attention backend as one phrase."""

@@ -201,9 +201,9 @@ class ModelRunner(PartRunner):
         """Do nothing."""
 
     @property
-    def rank_stats(self) -> tuple[int, float]:
-        """How many processes were replaced, and the seconds that steps waited for others: 0."""
-        return 0, 0.0
+    def exchange_s(self) -> float:
+        """The seconds that steps have waited for other processes: 0."""
+        return 0.0
 
     def run_in_other_cache(self, schedule: Schedule, kv_cache: KVCache) -> None:
         """Run one step of both models in this KV cache, and keep none of the memory that it took."""

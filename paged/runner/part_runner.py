@@ -95,11 +95,6 @@ class PartRunner:
         """The bytes of the weights in the memory of this process."""
         return self.model.stored_weights.num_bytes.total() if self.model.stored_weights else 0
 
-    @property
-    def kv_bytes_here(self) -> int:
-        """The bytes of the KV cache of this process."""
-        return self.kv_cache.num_bytes
-
     def allocate(self, directory: Path, run_step: RunStep) -> None:
         """Allocate the KV cache, and prepare for requests that fit in it.
 

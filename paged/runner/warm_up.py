@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from tqdm import tqdm
 
-from ..device.devices import is_shortage
+from ..device.devices import failure_of, is_shortage
 from ..errors import PagedError, RankError, ResourceError, UnsupportedModelError
 from ..requests.request import Request, RequestInputs
 from ..sampling_params import SamplingParams
@@ -39,18 +39,16 @@ def warm_up(runner: ModelRunner) -> int:
     Raises UnsupportedModelError or ResourceError if a step raises, EngineDeadError if the GPU or a process of
     the model has failed.
     """
-    while True:
-        try:
-            return _run_steps(runner)
-        except Exception as error:
-            runner.discard()
-            if (dead := runner.recover(error)) is not None:
-                raise dead from error
-            if isinstance(error, RankError):
-                continue  # the process was replaced; how often it may be is bounded
-            if isinstance(error, PagedError):
-                raise
-            raise _explained(runner, error) from error
+    try:
+        return _run_steps(runner)
+    except Exception as error:
+        runner.discard()
+        dead = runner.recover(error)
+        if dead is not None and (isinstance(error, RankError) or failure_of(runner.device) is not None):
+            raise dead from error
+        if isinstance(error, PagedError):
+            raise
+        raise _explained(runner, error) from error
 
 
 def _explained(runner: ModelRunner, error: Exception) -> PagedError:

@@ -19,7 +19,7 @@ TOTAL_FIELDS = frozenset(
         *("num_prompt_tokens", "num_generated_tokens", "num_drafts", "num_draft_tokens"),
         *("num_accepted_tokens", "num_accepted_at", "draft_seconds_won"),
         *("step_seconds", "step_tokens", "num_restarts", "num_resumed"),
-        *("num_rank_restarts", "exchange_seconds"),
+        "exchange_seconds",
     )
 )
 
@@ -38,7 +38,6 @@ class EngineStats:
     step_seconds, step_tokens: of all steps, by the bounds SECONDS_OF_STEP and TOKENS_OF_STEP of `histogram`.
     num_restarts: how often the process of the engine was replaced.
     num_resumed: requests that went on after the process that had them had ended.
-    num_rank_restarts: how many processes of a model over several were replaced.
     exchange_seconds: that steps waited for other processes of the model.
     weight_bytes: that the weights take in their files, by what their format is called.
     num_parameters: the weights of the model; num_active_parameters: those that a token is multiplied by.
@@ -84,7 +83,6 @@ class EngineStats:
     num_active_parameters: int = 0
     num_restarts: int = 0
     num_resumed: int = 0
-    num_rank_restarts: int = 0
     exchange_seconds: float = 0.0
 
     def after(self, earlier: EngineStats) -> EngineStats:
@@ -139,12 +137,12 @@ class EngineStats:
         scheduler: Scheduler,
         weight_bytes: Mapping[str, int] | None = None,
         parameters: tuple[int, int] = (0, 0),
-        rank_stats: tuple[int, float] = (0, 0.0),
+        exchange_seconds: float = 0.0,
     ) -> EngineStats:
         """Collect the figures of a scheduler and its blocks.
 
         parameters: of the model, all and the active ones.
-        rank_stats: num_rank_restarts and exchange_seconds.
+        exchange_seconds: that steps waited for other processes of the model.
         """
         manager = scheduler.block_manager
         counters = scheduler.counters
@@ -186,8 +184,7 @@ class EngineStats:
             step_seconds=counters.step_seconds.snapshot(),
             step_tokens=counters.step_tokens.snapshot(),
             weight_bytes=weight_bytes or {},
-            num_rank_restarts=rank_stats[0],
-            exchange_seconds=rank_stats[1],
+            exchange_seconds=exchange_seconds,
             num_parameters=parameters[0],
             num_active_parameters=parameters[1],
             block_size=manager.block_size,

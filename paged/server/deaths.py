@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 LEAST_DEATHS = 2  # of processes, after which a request that all of them had may be the cause
 MOST_DEATHS_ALONE = 2  # of a request; what ends a process once may be something else
@@ -11,27 +10,21 @@ TIMES_SURVIVED = 2  # as long as before the last death a request has to run alon
 
 
 class Death:
-    """The end of an engine process, or of a process of its model that it has replaced by itself.
+    """The end of an engine process.
 
     is_explained: whether a request was found to be the cause.
     is_pending: whether the process had a single request, which may be found to be the cause.
     """
 
-    def __init__(self, of_ranks: Sequence[Death] = ()) -> None:
-        """of_ranks: of the processes of the model that the engine process had replaced before it ended."""
+    def __init__(self) -> None:
         self.at = time.monotonic()
         self.is_explained = False
         self.is_pending = False
-        self._of_ranks = of_ranks
 
     @property
     def counts(self) -> bool:
         """Whether it counts as a restart."""
         return not (self.is_explained or self.is_pending)
-
-    def since(self, began_at: float) -> list[Death]:
-        """Return it, and the ends of processes of its model that came after a time."""
-        return [self, *(death for death in self._of_ranks if death.at >= began_at)]
 
 
 class Suspicion:
@@ -49,11 +42,10 @@ class Suspicion:
         self.is_alone = False
         self.survived_s = 0.0
         self._survived_steps = 0
-        self._deaths: list[Death] = []  # with those of processes of the model
+        self._deaths: list[Death] = []
         self._deaths_alone: list[Death] = []
         self._is_cleared = False
         # Of its newest process.
-        self._sent_at = 0.0
         self._begun: tuple[int, float] | None = None  # the step and the time with which it began
         self._has_token = False
 
@@ -74,7 +66,6 @@ class Suspicion:
 
     def on_send(self) -> None:
         """Record that another process gets it."""
-        self._sent_at = time.monotonic()
         self._begun = None
         self._has_token = False
 
@@ -93,15 +84,13 @@ class Suspicion:
         step: the number of steps that the process is known to have ended.
         lived_until: when the process computed something last, at most.
         """
-        deaths = death.since(self._sent_at)
-        self._deaths += deaths
+        self._deaths.append(death)
         self._is_cleared = False
         self.num_deaths += 1
         if self.is_alone:
             self.num_deaths_alone += 1
-            self._deaths_alone += deaths
-            for each in deaths:
-                each.is_pending = True
+            self._deaths_alone.append(death)
+            death.is_pending = True
         self._survived_steps = 0
         self.survived_s = 0.0
         if self._begun is not None:

@@ -64,7 +64,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
     log_format: of the lines that the processes write to stderr, "text" or "json".
 
     resume: let requests go on when their process ends; without it they fail with EngineDeadError.
-    max_restarts: of one engine within ten minutes, those of rank_restarts included. After that all requests
+    max_restarts: of one engine within ten minutes. After that all requests
         fail with EngineDeadError.
     step_timeout: seconds after which a process whose step does not end is taken for one that hangs.
     launcher: starts the processes, by default on this machine; `paged.ray.launcher.connect` returns one that

@@ -117,7 +117,7 @@ class ServeOptions:
     otlp_traces_endpoint: the URL of a collector to which a span of each request is sent.
     page: serve a page at / to chat with the model and to watch the engine's blocks.
     resume: let the requests of an engine process that ends go on in another one; else they end with an error.
-    max_restarts: how often a process is replaced within ten minutes, those of rank_restarts included, before
+    max_restarts: how often a process is replaced within ten minutes, before
         the server ends with exit code 1.
     step_timeout: seconds after which a process whose step does not end is replaced.
     drain_delay: seconds from SIGTERM, when /ready is 503, until new requests are refused; a load balancer

@@ -13,7 +13,7 @@ class RestartTerms:
     """Whether and when engine processes are replaced.
 
     resume: whether the requests of a process that ends go on in another one.
-    max_restarts: of one engine within ten minutes, those of rank_restarts included; after that no engine can
+    max_restarts: of one engine within ten minutes; after that no engine can
         be had.
     step_timeout: seconds after which a process whose step does not end is taken for one that hangs.
 

@@ -55,9 +55,8 @@ class SupervisedEngine:
         self.error: EngineDeadError | None = None
         self.num_resumed = 0
         self._num_restarts = 0
-        self._restarts: deque[Death] = deque()  # what the last ones were for, and those of `count_ranks`
+        self._restarts: deque[Death] = deque()  # what the last ones were for
         self._death: Death | None = None  # of the newest process, for which none was started yet
-        self._rank_deaths: list[Death] = []  # of the newest process that are counted
         self._first: frames.Ready | None = None
         self._start_s = 0.0  # that the first start took
         self._down_since: float | None = None
@@ -113,8 +112,7 @@ class SupervisedEngine:
 
     def on_death(self) -> Death:
         """Keep the totals of the process, which has ended, or is about to."""
-        self.count_ranks()
-        self._death = death = Death(self._rank_deaths)
+        self._death = death = Death()
         self._earlier = self._counted(self.connection.stats)
         self.is_up = False
         self._down_since = time.monotonic()
@@ -126,13 +124,6 @@ class SupervisedEngine:
             self._restarts.popleft()
         return sum(death.counts for death in self._restarts) < most
 
-    def count_ranks(self) -> None:
-        """Count the processes of the model that its process has replaced by itself as restarts, too."""
-        num = self.connection.stats.num_rank_restarts
-        new = [Death() for _ in range(num - len(self._rank_deaths))]
-        self._rank_deaths += new
-        self._restarts += new
-
     def begin_restart(self) -> EngineConnection:
         """Start another process in place of the one that has ended, or whose start has failed."""
         self._restarts.append(self._death or Death())
@@ -141,7 +132,6 @@ class SupervisedEngine:
         return self._begin()
 
     def _begin(self) -> EngineConnection:
-        self._rank_deaths = []
         self.connection = EngineConnection(self._start, self._owner, self._launcher)
         return self.connection
 

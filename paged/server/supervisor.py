@@ -513,8 +513,6 @@ class Supervisor:
         is_late = now - self._looked_at > 2 * LOOK_S
         self._looked_at = now
         for replica in self.replicas:
-            if replica.is_up:
-                replica.count_ranks()
             if is_late:  # this process was held, and perhaps the others, too: their time counts from now
                 replica.connection.heard_at = replica.connection.moved_at = now
             elif replica.is_up and (why := replica.why_hung(self._terms.step_timeout)) is not None:

@@ -256,14 +256,14 @@ def _is_local(parts: Mapping[str, Any]) -> bool:
 
     parts: empty if unknown.
     """
-    from .linear_regex import matches_runs
+    from ..model.tokenizer_patterns import RUNS
 
     if not parts:
         return False
     removing = [parts["normalizer"]]
     if '"Removed"' in json.dumps(parts["pre_tokenizer"]):
         removing.append(parts["pre_tokenizer"])
-    return all(map(matches_runs, _expressions(removing)))
+    return all(expression in RUNS for expression in _expressions(removing))
 
 
 def _expressions(part: Any) -> Iterator[str]:

@@ -22,8 +22,7 @@ def engine(tmp_path_factory):
 
 
 def test_an_answer_in_the_terminal_has_its_reasoning_apart(engine, capsys):
-    params = engine.params_of({"temperature": 0}, max_tokens=None)
-    answers = EngineAnswers(engine, params, TEMPLATE)
+    answers = EngineAnswers(engine, {"temperature": 0}, TEMPLATE)
     growing = [*answers.stream([{"role": "user", "content": "#0 Hi"}])]
     assert growing[-1] == ChatAnswer("Four.", "2+2.")
     shown = ChatAnswer()

@@ -246,7 +246,6 @@ def test_engine_flags_reach_the_engine(run, monkeypatch):
         "pipeline_parallel_size": 2,
         "tensor_parallel_size": 2,
         "rank_timeout_s": 9.0,
-        "rank_restarts": 1,
         "seed": 3,
     }
     flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]

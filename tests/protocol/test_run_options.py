@@ -43,7 +43,6 @@ ENGINE = {
     "tensor_parallel_size": 2,
     "pipeline_layers": [2, 4],
     "rank_timeout_s": 9.0,
-    "rank_restarts": 1,
     "deterministic": True,
     "enforce_eager": True,
     "speculative_config": {"method": "ngram"},

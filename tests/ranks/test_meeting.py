@@ -117,18 +117,17 @@ def test_options_cross_as_json_whatever_they_are():
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "message"),
+    ("changes", "message"),
     [
-        ({"MASTER_ADDR": ""}, {}, "RANK is set and MASTER_ADDR is not"),
-        ({"WORLD_SIZE": "3"}, {}, "torchrun has started 3 processes, and pipeline_parallel_size 2 with"),
-        ({"RANK": "x"}, {}, "must be as torchrun sets them"),
-        ({"RANK": "2"}, {}, "RANK must be from 0 to 1, with WORLD_SIZE 2, got 2"),
-        ({}, {"rank_restarts": 1}, "give torchrun --max-restarts"),
+        ({"MASTER_ADDR": ""}, "RANK is set and MASTER_ADDR is not"),
+        ({"WORLD_SIZE": "3"}, "torchrun has started 3 processes, and pipeline_parallel_size 2 with"),
+        ({"RANK": "x"}, "must be as torchrun sets them"),
+        ({"RANK": "2"}, "RANK must be from 0 to 1, with WORLD_SIZE 2, got 2"),
     ],
     ids=str,
 )
-def test_an_environment_that_fits_no_ranks_is_refused(changes, options, message):
-    config = EngineConfig("demo", pipeline_parallel_size=2, **options)
+def test_an_environment_that_fits_no_ranks_is_refused(changes, message):
+    config = EngineConfig("demo", pipeline_parallel_size=2)
     with pytest.raises(ConfigError, match=message):
         Torchrun.of(config, TORCHRUN | changes)
 
@@ -182,13 +181,6 @@ def test_a_probe_tells_ranks_that_hang_or_have_ended(tmp_path, monkeypatch):
     assert find_troubles(tmp_path, 1004.0) == (2, [])
     now[0] += 2
     ranks[0].beat()
-    ranks[1].waits()  # for another one, which is started again
-    assert find_troubles(tmp_path, 5000.0)[1] == [
-        f"rank 0 (process {os.getpid()}) has written nothing for 3996 s, since step 8"
-    ]
-    now[0] -= 4.5
-    ranks[1].loaded()
-    now[0] += 4.5
     own = os.getpid()
     assert find_troubles(tmp_path, 1006.0) == (
         2,

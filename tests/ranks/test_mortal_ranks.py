@@ -1,17 +1,20 @@
-"""Ranks in threads end at random moments, many times: the tokens are those of one process."""
+"""Ranks in threads end at random moments: other engines go on, and the tokens are those of one process."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 
 from paged import AsyncLLMEngine, EngineDeadError, LLMEngine, RankError
 from paged.engine import async_engine
 from paged.errors import dead_engine
-from tests.rank_deaths import OPTIONS, add_requests, finish
-from tests.support.mortal_ranks import mortal_engine
+from tests.rank_deaths import OPTIONS, add_requests, finish, finish_dead, go_on
+from tests.support.ranks import ranked_engines
 
 
 @pytest.fixture(scope="module")
@@ -19,18 +22,55 @@ def single() -> LLMEngine:
     return LLMEngine("demo", **OPTIONS)
 
 
-@pytest.mark.parametrize(("num_stages", "num_shards"), [(3, 1), (1, 2)], ids=["stages", "shards"])
-def test_tokens_are_those_of_one_process_wherever_ranks_end(num_stages, num_shards, single):
-    sizes = {"pipeline_parallel_size": num_stages, "tensor_parallel_size": num_shards}
-    mean_sends = 40 if num_stages > 1 else 400  # shards exchange more
-    with mortal_engine("demo", 1, mean_sends, **OPTIONS, **sizes) as engine:
-        for seed in range(2):
-            add_requests(single, seed)
-            add_requests(engine, seed)
-            assert finish(engine) == finish(single)
-            engine.block_manager.check()
-        assert engine.stats().num_rank_restarts > 2
-        assert engine.stats().num_swap_preemptions > 0
+@contextmanager
+def mortal_engine(sizes: Sequence[int], num_sends: float) -> Iterator[LLMEngine]:
+    """Yield an engine of which a rank ends after so many things are sent."""
+    num_left = float("inf")
+
+    def deliver(sender: int, receiver: int, sent: Any) -> Sequence[Any]:
+        nonlocal num_left
+        num_left -= 1
+        if num_left >= 0:
+            return [sent]
+        worlds[0].error = RankError(f"rank {receiver or sender} was ended")  # the driver does not end
+        return []
+
+    ranks = ranked_engines(*sizes, fault=deliver)
+    worlds = ranks.__enter__()
+    try:
+        engine = LLMEngine("demo", **OPTIONS)
+        num_left = num_sends
+        yield engine
+    finally:
+        with suppress(RankError):  # of the rank that has ended
+            ranks.__exit__(None, None, None)
+
+
+# Shards exchange more.
+@pytest.mark.parametrize(("sizes", "mean_sends"), [((3, 1), 80), ((1, 2), 400)], ids=["stages", "shards"])
+def test_tokens_are_those_of_one_process_wherever_ranks_end(sizes, mean_sends, single):
+    choose = random.Random(1)
+    num_dead = num_swaps = 0
+    for seed in range(2):
+        add_requests(single, seed)
+        found: dict[str, list[int]] = {}
+        left = None
+        while left is None or left:
+            with mortal_engine(sizes, choose.expovariate(1 / mean_sends)) as engine:
+                if left is None:
+                    add_requests(engine, seed)
+                else:
+                    go_on(engine, left, seed)
+                try:
+                    finish(engine, found)
+                except EngineDeadError as error:
+                    assert isinstance(error.__cause__, RankError)  # noqa: PT017
+                    num_dead += 1
+                left = finish_dead(engine, found)
+                num_swaps += engine.stats().num_swap_preemptions
+        assert found == finish(single)
+    assert num_dead > 2
+    assert num_swaps
 
 
 def test_a_rank_that_ends_while_nothing_is_computed_is_noticed(single, monkeypatch):

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from paged import LLMEngine, SamplingParams
+from paged import EngineDeadError, LLMEngine, SamplingParams
 from paged.engine import prefixes
 from paged.errors import ConfigError, PagedError
 from paged.model.part import check_shards
@@ -149,7 +149,7 @@ def _compare(model: str, num_stages: int, options: dict[str, Any], num_shards: i
         assert used(ranked) == wanted
     assert worlds[0].num_ranks == num_stages * num_shards
     if len(engine.runner.model_config.layer_groups) == 1:  # else a block is as large as its largest group
-        assert ranked.runner.kv_bytes_here < engine.runner.kv_bytes_here
+        assert ranked.runner.kv_cache.num_bytes < engine.runner.kv_cache.num_bytes
 
 
 def in_pairs(engine: LLMEngine) -> Any:
@@ -283,6 +283,23 @@ def test_a_step_that_fails_is_computed_again(monkeypatch):
         assert calls > 8
         assert [tokens[str(i)] for i in range(len(PROMPTS))] == expected
         assert_all_free(engine)
+
+
+def test_a_step_of_shards_that_fails_ends_the_engine(monkeypatch):
+    """The other shards wait within it."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError("planted")
+
+    def run() -> None:
+        engine = new_engine("llama, 4 layers")
+        engine.add_request("a", PROMPTS[0], greedy(6))
+        engine.step()
+        monkeypatch.setattr(engine.runner, "compute", fail)
+        engine.step()
+
+    with pytest.raises(EngineDeadError, match=r"planted\. engine\.unfinished"), ranked_engines(1, 2):
+        run()
 
 
 def lost(_: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import random
@@ -24,7 +25,7 @@ from paged import EngineConfig, EngineDeadError, LLMEngine, RankError, SamplingP
 from paged.ranks import local_rank, supervision
 from paged.ranks.heartbeat import DIRECTORY_PREFIX, _states_in, find_troubles
 from tests import rank_deaths
-from tests.rank_deaths import OPTIONS, add_requests, end_rank, failing_restarts, finish, left_behind, ranks_of
+from tests.rank_deaths import OPTIONS, add_requests, failing_ranks, finish, go_on, left_behind, ranks_of
 from tests.support.served import eventually
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are processes that Linux can end")
@@ -54,17 +55,9 @@ def single() -> LLMEngine:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory) -> Iterator[Path]:
-    path = tmp_path_factory.mktemp("failures")
-    with failing_restarts(path):
-        yield path
-
-
-@pytest.fixture(scope="module")
-def engine(directory: Path) -> Iterator[LLMEngine]:
-    """Yield an engine of two ranks, of which the tests may end three."""
-    assert directory.exists()  # its environment is that of ranks that start later, too
-    engine = LLMEngine("demo", pipeline_parallel_size=2, rank_timeout_s=TIMEOUT_S, rank_restarts=3, **OPTIONS)
+def engine() -> Iterator[LLMEngine]:
+    """Yield an engine of two ranks, of which the last test that has it ends one."""
+    engine = LLMEngine("demo", pipeline_parallel_size=2, rank_timeout_s=TIMEOUT_S, **OPTIONS)
     yield engine
     engine.shutdown()
 
@@ -92,42 +85,43 @@ def test_answers_after_a_timeout_without_work(engine, single):
     assert engine.stats().exchange_seconds > 0
 
 
-@pytest.mark.parametrize(
-    ("way", "moment"),
-    [("SIGKILL", "decode"), ("SIGSTOP", "prompt"), ("memory", "swap")],
-    ids=str,
-)
-def test_a_rank_that_ends_is_replaced_and_all_tokens_are_the_same(way, moment, engine, single, directory):
-    seed = len(way) + 100
-    whole = expected(single, seed)
-    num_before = engine.stats().num_rank_restarts
-    add_requests(engine, seed)
-    found = rank_deaths.run_to(engine, moment)
-    end_rank(engine, 1, way, directory)
-    assert found | finish(engine) == whole
-    assert engine.stats().num_rank_restarts == num_before + 1
-    engine.block_manager.check()
-    assert find_troubles() == (2, [])
-
-
-def test_without_a_restart_left_the_engine_is_dead_and_says_what_is_left(engine):
-    assert engine.stats().num_rank_restarts == 3
+def test_another_engine_goes_on_when_a_rank_has_ended(engine, single):
+    whole = expected(single, 7)
     (rank,) = ranks_of(engine)._local.values()
     private = ranks_of(engine)._private
     add_requests(engine, 7)
-    engine.step()
+    found: dict[str, list[int]] = {}
+    rank_deaths.run_to(engine, "decode", found)
     os.kill(rank.pid, signal.SIGKILL)
     with pytest.raises(
         EngineDeadError,
         match=rf"^rank 1 \(stage 0 of 2, layers 0 to 1, on {socket.gethostname()}\), process "
         rf"{rank.pid}, was ended by SIGKILL.* engine.unfinished\(\) returns",
     ) as error:
-        finish(engine)
+        finish(engine, found)
     assert isinstance(error.value.__cause__, RankError)
-    assert len(engine.unfinished()) == 6
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         engine.step()
     assert not private.exists()
+    left = engine.unfinished()
+    assert len(left) == 6
+    go_on(single, left, 7)
+    assert finish(single, found) == whole
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ways"),
+    [
+        ({"pipeline_parallel_size": 2}, ["SIGKILL", "hang"]),
+        ({"tensor_parallel_size": 2}, ["SIGSTOP"]),
+    ],
+    ids=["stages", "shards"],
+)
+def test_a_server_goes_on_when_a_rank_ends_or_hangs(sizes, ways, tmp_path):
+    before = left_behind()
+    with failing_ranks(tmp_path):
+        asyncio.run(rank_deaths.run_server(ways, sizes, tmp_path))
+    assert left_behind() == before
 
 
 def test_a_rank_that_ends_while_it_loads_is_named(monkeypatch):
@@ -152,7 +146,6 @@ def test_ranks_end_with_the_process_that_has_started_them(tmp_path):
         "from paged.ranks.local_rank import LocalRank\n"
         "options = {'model': 'demo', 'pipeline_parallel_size': 2}\n"
         "start = {'rank': 1, 'options': options, 'directory': '/', 'private': sys.argv[1], 'num_local': 2}\n"
-        "start |= {'group': 0, 'agreed': None}\n"
         "print(LocalRank(1, 'rank 1', start, on_end=print).pid, flush=True); time.sleep(600)\n"
     )
     private = tmp_path / "private"
@@ -231,11 +224,11 @@ def test_a_rank_that_hangs_is_killed_before_the_others_are_waited_for(tmp_path):
     calls.attach_mock(hangs, "hangs")
     calls.attach_mock(waits, "waits")
     ranks._config = EngineConfig("demo", pipeline_parallel_size=3)
-    ranks._torchrun, ranks._is_closed, ranks.num_restarts = None, False, 0
+    ranks._torchrun, ranks._is_closed = None, False
     ranks._changed, ranks.transport = threading.Event(), mock.Mock()
     ranks._local, ranks._private = {1: hangs, 2: waits}, tmp_path / "private"
     with mock.patch.object(supervision.Ranks, "_find_troubles", return_value={1: "rank 1: it hangs"}):
-        error = ranks.recover(RankError("rank 1 sends nothing"))
+        error = ranks.end_after(RankError("rank 1 sends nothing"))
     assert str(error) == "rank 1: it hangs"
     names = [name for name, _, _ in calls.mock_calls]
     assert names.index("hangs.kill") < names.index("waits.wait")

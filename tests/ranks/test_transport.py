@@ -29,7 +29,7 @@ def connected(num_ranks: int, **options: float) -> list[GlooTransport]:
         for rank in range(num_ranks)
     ]
     with ThreadPoolExecutor(num_ranks) as pool:
-        list(pool.map(lambda each: each.regroup(store), transports))
+        list(pool.map(lambda each: each.connect(store), transports))
     return transports
 
 
@@ -115,7 +115,7 @@ def test_an_idle_driver_notices_that_a_rank_of_torchrun_is_gone(monkeypatch, tmp
     assert noticed.event.wait(60)
     with pytest.raises(RankError, match="rank 1 receives nothing") as lost:
         ranks.check()
-    assert "rank 1 receives nothing" in str(ranks.recover(lost.value))
+    assert "rank 1 receives nothing" in str(ranks.end_after(lost.value))
     assert not [*tmp_path.iterdir()]
     ranks.close()
 

@@ -221,8 +221,6 @@ def test_what_cannot_be():
         rows = [{"prompt": "x", "id": each} for each in ids]
         with pytest.raises(ConfigError, match=message):
             data.generate(from_items(rows), "demo", id_column="id", **OPTIONS)
-    with pytest.raises(ConfigError, match="rank_restarts 1 is for ranks that an engine starts itself"):
-        common.launcher_of("auto", {**OPTIONS, "pipeline_parallel_size": 2, "rank_restarts": 1}, 1)
     with pytest.raises(ConfigError, match="a row has one text, and n is 2"):
         generate(from_items([{"prompt": "x", "id": 1}]), "demo", {"n": 2}, id_column="id")
     for wrong, message in (

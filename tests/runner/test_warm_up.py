@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paged import ResourceError, SamplingParams, UnsupportedModelError
-from paged.errors import RankError
+from paged import EngineDeadError, RankError, ResourceError, UnsupportedModelError
 from paged.model.decoder import Decoder
-from paged.runner.model_runner import ModelRunner
+from paged.ranks.driver import DriverRunner
 from tests.support.checkpoints import checkpoint, new_engine
+from tests.support.ranks import ranked_engines
 
 FAILURES = {
     "shapes": (RuntimeError("Sizes of tensors must match\nexcept in dimension 0"), UnsupportedModelError),
@@ -36,19 +36,18 @@ def test_a_step_that_raises_ends_the_start(name, backend, monkeypatch):
     assert str(caught.value).isprintable()
 
 
-def test_a_process_that_ends_meanwhile_is_replaced(monkeypatch):
-    """As in any later step."""
-    execute, lost = ModelRunner.execute, [RankError("rank 1 has ended")]
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(RankError("rank 1 has ended"), EngineDeadError), (TypeError("x"), UnsupportedModelError)],
+)
+def test_a_step_of_shards_that_raises_ends_the_start(error, kind, monkeypatch):
+    def fail(*_):
+        raise error
 
-    def losing(self, schedule):
-        if lost:
-            raise lost.pop()
-        return execute(self, schedule)
-
-    monkeypatch.setattr(ModelRunner, "execute", losing)
-    engine = new_engine(checkpoint("llama"))
-    assert not lost
-    assert engine.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+    monkeypatch.setattr(DriverRunner, "compute", fail)
+    with pytest.raises(kind) as caught, ranked_engines(1, 2):
+        new_engine(checkpoint("llama"))
+    assert caught.value.__cause__ is error
 
 
 def test_one_small_step_is_run(monkeypatch):

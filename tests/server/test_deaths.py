@@ -163,29 +163,6 @@ def test_an_engine_that_does_not_start_again_is_given_up(engines, monkeypatch):
     asyncio.run(asyncio.wait_for(main(), 120))
 
 
-@pytest.mark.parametrize("num_replaced", [1, 2])
-def test_processes_of_the_model_that_an_engine_has_replaced_count_as_restarts(
-    num_replaced, engines, monkeypatch, hurry
-):
-    monkeypatch.setattr(ModelRunner, "rank_stats", (num_replaced, 0.0))
-
-    async def main() -> None:
-        with mortal(engines[:1], max_restarts=2) as (client, lives):
-            async with client:
-                stream = client.generate("x", LONG)
-                await anext(stream)
-                end(lives)
-                hurry.set()
-                if num_replaced == 2:
-                    with pytest.raises(EngineDeadError, match="has ended"):
-                        await read(stream, 0.0)
-                else:
-                    assert (await read(stream, 0.0))[-1].finished
-                    assert (await client.stats()).num_rank_restarts == 2  # of both processes together
-
-    asyncio.run(asyncio.wait_for(main(), 120))
-
-
 def test_a_request_that_ends_each_process_ends_four(engines):
     """The last two times it is alone. The other requests go on, also those in flight at two deaths."""
 

@@ -163,6 +163,11 @@ OWN_CHANGES: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
 OTHER_BODIES: dict[str, dict[str, Any]] = {GENERATE: {"prompt": "x"}, "/tokenize": {"messages": HELLO}}
 
 
+def honours(table: FieldTable, name: str) -> bool:
+    """Return whether a table has an honoured field of this name."""
+    return any(field.name == name for field in table.with_effect(Effect.HONOURED))
+
+
 def changes() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
     """Yield for each honoured field the URL, its name, and a body without it and with it."""
     for url, call in ENDPOINTS.items():
@@ -177,7 +182,7 @@ def changes() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
                 body = OTHER_BODIES[same]
             elif url == "/tokenize" and name not in ("prompt", "add_special_tokens"):
                 body = OTHER_BODIES[url]
-            others = {given: v for given, v in others.items() if call.table.honours(given)}
+            others = {given: v for given, v in others.items() if honours(call.table, given)}
             yield url, name, {**body, **others}, {**body, **others, name: value}
 
 

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from paged.protocol.endpoints import ENDPOINTS
-from tests.support.api_fields import BODIES, CHAT, TOOLS, changes
+from tests.support.api_fields import BODIES, CHAT, TOOLS, changes, honours
 from tests.support.assistant_bodies import ASSISTANT_BODIES
 from tests.support.mutations import damage_bytes, damage_value, dumps
 
@@ -129,9 +129,9 @@ def valid_body(choose: random.Random, url: str) -> dict[str, Any]:
     body = copy.deepcopy(choose.choice(VALID[url]))
     table = ENDPOINTS[url].table
     for name in ("max_tokens", "max_output_tokens"):
-        if table.honours(name):
+        if honours(table, name):
             body[name] = choose.randint(1, 6)
-    if table.honours("stream") and choose.random() < 0.5:
+    if honours(table, "stream") and choose.random() < 0.5:
         body["stream"] = True
     return body
 

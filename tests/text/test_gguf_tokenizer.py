@@ -201,8 +201,9 @@ def test_sentencepiece(prefix):
     metadata = metadata_of(model="llama", add_bos_token=False, add_space_prefix=prefix, **keys)
     whole, _ = make_tokenizer(metadata)
     own = Tokenizer.from_str(json.dumps(whole))
+    controls = [token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL]
     for text in (text[:100] for text in texts()):
-        if text:
+        if text and not any(token in text for token in controls):  # SentencePiece reads them as text
             expected = sentencepiece_ids(text, tokens, types, scores, prefix)
             assert own.encode(text).ids == expected, text
             assert own.decode(expected) == text

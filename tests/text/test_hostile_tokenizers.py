@@ -10,13 +10,14 @@ import sys
 import textwrap
 
 import pytest
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, normalizers
 from transformers import AutoTokenizer
 
 from paged import LLMEngine, SamplingParams, StructuredOutputsParams
 from paged.errors import CheckpointError, RequestError
 from paged.model.config import DEMO
-from paged.text.linear_regex import is_linear
+from paged.model.gguf.tokenizer import PRE_TOKENIZERS
+from paged.model.tokenizer_patterns import PUBLISHED
 from paged.text.remote_tokenizer import RemoteTokenizer
 from paged.text.tokenizer import Tokenizer
 from paged.text.tokenizer_bounds import why_unbounded
@@ -306,75 +307,27 @@ def test_the_worker_opens_no_file_elsewhere(tmp_path):
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
-# Patterns of GPT-2, Llama 3, Qwen, o200k (gpt-oss), Tekken (Mistral), DeepSeek and the demo.
-BEFORE, CONTRACTED = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-ENDS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-GOOD = {
-    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "llama3": CONTRACTED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + ENDS,
-    "qwen": CONTRACTED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + ENDS,
-    "o200k": f"{BEFORE}{UPPER}*{LOWER}+{CONTRACTED}?|{BEFORE}{UPPER}+{LOWER}*{CONTRACTED}?"
-    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
-    + ENDS,
-    "tekken": f"{BEFORE}{UPPER}*{LOWER}+|{BEFORE}{UPPER}+{LOWER}*"
-    + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
-    + ENDS,
-    "deepseek": r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-    r"| ?[\p{P}\p{S}]+[\r\n]*" + ENDS,
-    "demo": r"\w+ ?|[^\w\s]+ ?|\s+",
-    "spaces": " {2,}",
-}
 RUNS = [
-    text * 20_000 for text in ("  ", "A", "a", "語", "- ", "\u0301", "1", "'", " \u3000", "\n ", "\t", "Aa")
+    text * 200_000 for text in ("  ", "A", "a", "語", "- ", "\u0301", "1", "'", " \u3000", "\n ", "\t", "Aa")
 ]
 
 
-@pytest.mark.parametrize("kind", GOOD)
-def test_patterns_of_known_tokenizers_are_linear(kind):
-    pattern = GOOD[kind]
-    assert is_linear(pattern)
-    splitter = pre_tokenizers.Split(Regex(pattern), "isolated")
-    for text in RUNS:  # a quadratic pattern takes minutes
-        splitter.pre_tokenize_str(text + "x")
+@pytest.mark.parametrize("pattern", PUBLISHED)
+def test_published_patterns_take_linear_time_and_match_no_empty_text(pattern):
+    replaced = normalizers.Replace(Regex(pattern), "x")
+    for text in RUNS:  # a quadratic pattern takes a minute
+        replaced.normalize_str(text + "x")
+    for text in ("", *"aA1'- \n\u3000語\u0301!🙂"):
+        assert len(replaced.normalize_str(text)) == len(text)
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "(a+)+$",
-        "a+b",
-        "a+a+",
-        "(a|aa)+",
-        r"\s*\s*\s*x",
-        "a{1,1000}",
-        "(?:a?){50}",
-        "a++",
-        "a*?b",
-        r"(.)\1",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        "(?=a+b)",
-        "(?<=a)b",
-        "(a",
-        "a)",
-        "[a",
-        ".*a",
-        "(a{50}){50}",
-        "(?i:a*)*",
-        "[a&&[b]]",
-        "a{,}",
-        "^a+$",
-        r"\bfoo",
-        "(?>a+)b",
-        "|a",
-        "(a|a)" * 9 + "x",
-        "a" * 5000,
-        r"x|\s+(?!\S)|y",
-    ],
-)
-def test_other_patterns_are_not(pattern):
-    assert not is_linear(pattern)
+def test_patterns_are_known_by_their_exact_text():
+    assert {kind.expression for kind in PRE_TOKENIZERS.values()} - {None} <= PUBLISHED.keys()
+    for pattern in PUBLISHED:
+        assert why_unbounded(description(pre_tokenizer=split(pattern))) is None
+        for other in (pattern + "|x", pattern + "+", f"(?:{pattern})", pattern[:-1]):
+            found = why_unbounded(description(pre_tokenizer=split(other)))
+            assert other in PUBLISHED or "is not known to take linear time" in found
 
 
 UNBOUNDED = [
@@ -391,7 +344,6 @@ UNBOUNDED = [
     ("post_processor", template("A", "A"), "does not have the text once"),
     ("post_processor", template("B"), "does not have the text once"),
     ("normalizer", {"type": "Prepend", "prepend": ""}, "prepends nothing"),
-    ("normalizer", replace("a?|b", "x", "Regex"), "'a?|b' matches empty text"),
     ("decoder", replace("a", "a" * 65), "65 times as long"),
     ("decoder", {"type": "Strip", "content": "a", "start": 0, "stop": 1}, "strips the ends"),
     ("model", {"type": "Unigram", "vocab": [["a" * 2000, -1.0]], "unk_id": 0}, "tokens of up to 2000"),

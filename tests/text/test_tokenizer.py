@@ -266,7 +266,7 @@ SWALLOWED = {
     "one-word": ({}, "b" * BLANK),
     "joined": (
         {
-            "normalizer": normalizers.Replace(Regex(r" {2,}|\n+"), " "),
+            "normalizer": normalizers.Replace(Regex(r"\s{2,}|[\n\r\t]"), " "),
             "pre_tokenizer": pre_tokenizers.WhitespaceSplit(),
         },
         "a" + " " * BLANK + "\n" * BLANK + "a",

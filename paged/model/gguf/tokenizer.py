@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ...base.validation import shown
 from ...errors import CheckpointError, UnsupportedModelError
+from ..tokenizer_patterns import CL100K, O200K, QWEN2, TEKKEN
 from .metadata import Metadata
 
 _PREFIX = "tokenizer.ggml."
@@ -83,33 +84,17 @@ class PreTokenizer(NamedTuple):
     normalizer: str | None = None
 
 
-_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_START = r"[^\r\n\p{L}\p{N}]?"
-_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-_CL100K = rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_REST}"
-_O200K = (
-    rf"{_START}{_UPPER}*{_LOWER}+{_CONTRACTION}?|{_START}{_UPPER}+{_LOWER}*{_CONTRACTION}?"
-    rf"|\p{{N}}{{1,3}}|{_SLASHES}"
-)
-_TEKKEN = rf"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*|\p{{N}}|{_SLASHES}"
-
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "gpt-2": PreTokenizer(),
     **dict.fromkeys(("olmo", "mpt"), PreTokenizer(normalizer="NFC")),  # GPT-NeoX's
     **dict.fromkeys(("smollm", "refact", "starcoder", "codeshell"), PreTokenizer(splits_digits=True)),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3"), PreTokenizer(_CL100K, whole_tokens=True, adds_bos=True)
+        ("llama-bpe", "llama3", "llama-v3"), PreTokenizer(CL100K, whole_tokens=True, adds_bos=True)
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer(_CL100K)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer(_QWEN2, normalizer="NFC")),
-    **dict.fromkeys(("gpt-4o", "minimax-m2"), PreTokenizer(_O200K)),
-    "tekken": PreTokenizer(_TEKKEN, whole_tokens=True, adds_bos=True),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer(CL100K)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer(QWEN2, normalizer="NFC")),
+    **dict.fromkeys(("gpt-4o", "minimax-m2"), PreTokenizer(O200K)),
+    "tekken": PreTokenizer(TEKKEN, whole_tokens=True, adds_bos=True),
 }
 
 

@@ -164,11 +164,6 @@ TOTALS = (
         "engine_restarts", "Times that the process of the engine was replaced.", lambda s: s.num_restarts
     ),
     _counter(
-        "rank_restarts",
-        "Times that a process of a model over several was replaced.",
-        lambda s: s.num_rank_restarts,
-    ),
-    _counter(
         "exchange_seconds",
         "Time that steps waited for other processes of the model.",
         lambda s: s.exchange_seconds,
