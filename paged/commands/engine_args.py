@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, Self, TypeVar
 
-from ..base.arguments import field_texts
+from ..base.docstrings import field_texts
 from ..base.from_vllm import Neutral, neutral_of
 from ..config import EngineConfig
 from ..errors import ConfigError
