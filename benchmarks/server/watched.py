@@ -47,10 +47,10 @@ def _serve() -> None:
     launcher.ENGINE_PROCESS = "benchmarks.server.watched"
     listen = Server.listen
 
-    async def watched(self: Server, listener: object) -> None:
+    async def watched(self: Server, *listeners: object) -> None:
         watching = asyncio.get_running_loop().create_task(_watch_loop())
         try:
-            await listen(self, listener)  # type: ignore[arg-type]
+            await listen(self, *listeners)  # type: ignore[arg-type]
         finally:
             watching.cancel()
 
