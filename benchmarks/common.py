@@ -223,8 +223,15 @@ def checkpoint(name: str) -> str:
         config = AutoConfig.for_model(dtype=torch.bfloat16, **shape)
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         torch.set_default_dtype(before)
+        # Whole or not at all: another benchmark may look for it.
+        CHECKPOINTS.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CHECKPOINTS) as folder:
+            model.save_pretrained(folder)
+            directory.mkdir(exist_ok=True)
+            for file in sorted(Path(folder).iterdir(), key=lambda file: file.suffix == ".safetensors"):
+                file.replace(directory / file.name)
     return str(directory)
 
 

@@ -99,17 +99,18 @@ def ratio(first: list[float], second: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(first, second, strict=True))
 
 
-def decode(form: str | None, rounds: int) -> dict[str, Any]:
+def decode(form: str | None, hidden: int, rounds: int) -> dict[str, Any]:
     """Compare one token's experts with a dense MLP of as many bytes."""
-    mixture = Mixture(form, 64, 8, 2048, 1024)
-    x = _random(1, 2048)
+    inner = hidden // 2
+    mixture = Mixture(form, 64, 8, hidden, inner)
+    x = _random(1, hidden)
     weights = torch.full((1, 8), 0.125)
     chosen = [torch.arange(8 * i, 8 * i + 8, dtype=torch.int32)[None] for i in range(8)]
     routed = [KERNELS.sort_by_expert(each, 64) for each in chosen]
     mixture.check(x, routed[3])
     make = PANEL_FORMS[form]
-    gate_up = _random(16 * 1024, 2048)
-    down = _random(2048, 8 * 1024)
+    gate_up = _random(16 * inner, hidden)
+    down = _random(hidden, 8 * inner)
     dense = [(make(gate_up.roll(i, 1), gated=True), make(down.roll(i, 1))) for i in range(8)]
     dense_bytes = sum(map(_bytes_of, dense[0]))
 
@@ -132,10 +133,10 @@ def decode(form: str | None, rounds: int) -> dict[str, Any]:
     }
 
 
-def prompt(form: str | None, rounds: int) -> dict[str, Any]:
+def prompt(form: str | None, hidden: int, rounds: int) -> dict[str, Any]:
     """Compare a prompt's experts with dense products of as many rows as an expert has."""
-    mixture = Mixture(form, 64, 8, 2048, 1024)
-    x = _random(512, 2048)
+    mixture = Mixture(form, 64, 8, hidden, hidden // 2)
+    x = _random(512, hidden)
     chosen, weights = KERNELS.route(torch.randn(512, 64), RoutingOptions(num_chosen=8))
     rows = KERNELS.sort_by_expert(chosen, 64)
     mixture.check(x, rows)
@@ -159,10 +160,10 @@ def prompt(form: str | None, rounds: int) -> dict[str, Any]:
     }
 
 
-def more_experts(rounds: int) -> dict[str, Any]:
+def more_experts(hidden: int, rounds: int) -> dict[str, Any]:
     """Compare the time of a token with twice as many experts."""
-    mixtures = [Mixture("int8", number, 8, 2048, 512) for number in (64, 128)]
-    x = _random(1, 2048)
+    mixtures = [Mixture("int8", number, 8, hidden, hidden // 4) for number in (64, 128)]
+    x = _random(1, hidden)
     weights = torch.full((1, 8), 0.125)
 
     def runs_of(mixture: Mixture) -> Callable[[], None]:
@@ -180,11 +181,11 @@ def more_experts(rounds: int) -> dict[str, Any]:
     }
 
 
-def routing(rounds: int) -> dict[str, Any]:
+def routing(hidden: int, rounds: int) -> dict[str, Any]:
     """Compare routing with the whole layer."""
-    mixture = Mixture("int8", 128, 8, 2048, 768)
-    x = _random(64, 2048)
-    router = PanelWeight(_random(128, 2048), out_dtype=torch.float32)
+    mixture = Mixture("int8", 128, 8, hidden, 3 * hidden // 8)
+    x = _random(64, hidden)
+    router = PanelWeight(_random(128, hidden), out_dtype=torch.float32)
     options = RoutingOptions(num_chosen=8, renormalise=True)
     logits = router(x, None)
 
@@ -204,11 +205,11 @@ def routing(rounds: int) -> dict[str, Any]:
     }
 
 
-def loading(rounds: int, side: int) -> dict[str, Any]:
-    """Compare reading 18,000 tensors with reading their file."""
+def loading(rounds: int, num_tensors: int, side: int) -> dict[str, Any]:
+    """Compare reading many tensors with reading their file."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "model.safetensors"
-        names = [f"model.layers.{i // 384}.mlp.experts.{i % 384}.up_proj.weight" for i in range(18_000)]
+        names = [f"model.layers.{i // 384}.mlp.experts.{i % 384}.up_proj.weight" for i in range(num_tensors)]
         tensors = {name: torch.full((side, side), i % 100, dtype=torch.int8) for i, name in enumerate(names)}
         save_file(tensors, file)
         del tensors
@@ -229,7 +230,7 @@ def loading(rounds: int, side: int) -> dict[str, Any]:
 
         own, theirs = in_turns(rounds, load, read)
     return {
-        "figure": f"loading 18,000 tensors of {side * side / 1e3:,.0f} kB",
+        "figure": f"loading {num_tensors:,} tensors of {side * side / 1e3:,.0f} kB",
         "ms": statistics.median(own) * 1e3,
         "ratio": ratio(own, theirs),
         "reach": "<= 1.5",
@@ -241,18 +242,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--hidden", type=int, default=2048, help="size of a token's vector")
+    parser.add_argument("--tensors", type=int, default=18_000, help="that are loaded")
     parser.add_argument("--side", type=int, default=256, help="of the tensors that are loaded")
-    args = parse_args(parser, rounds=1, side=4)
+    args = parse_args(parser, rounds=1, threads=1, hidden=128, tensors=500, side=4)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     results = [
-        decode(None, args.rounds),
-        decode("int8", args.rounds),
-        prompt(None, args.rounds),
-        prompt("int8", args.rounds),
-        more_experts(args.rounds),
-        routing(args.rounds),
-        loading(args.rounds, args.side),
+        decode(None, args.hidden, args.rounds),
+        decode("int8", args.hidden, args.rounds),
+        prompt(None, args.hidden, args.rounds),
+        prompt("int8", args.hidden, args.rounds),
+        more_experts(args.hidden, args.rounds),
+        routing(args.hidden, args.rounds),
+        loading(args.rounds, args.tensors, args.side),
     ]
     columns = ("figure", "ms", "GB/s", "GFLOP/s", "ratio", "reach")
     print_table([{column: row.get(column, "") for column in columns} for row in results])

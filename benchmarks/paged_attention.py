@@ -10,15 +10,16 @@ measured in the same run. Each case is compared with the reference before it is 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.cases import Case, LayerShape, attention_case, layer_cases
+from benchmarks.cases import TINY_LAYER, Case, LayerShape, attention_case, layer_cases
 from benchmarks.common import parse_args, print_json, print_table
-from benchmarks.shapes import AttentionShape, decode, prefill
-from benchmarks.timing import device_name, measure, measure_limits
+from benchmarks.shapes import AttentionShape, decode, prefill, tiny_shapes
+from benchmarks.timing import device_name, measure_limits, time_call
 from paged.kernels.backend import load_kernels
 from paged.kernels.checks import TrustedContents
 
@@ -31,17 +32,17 @@ def main() -> None:
     args = parse_args(parser)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    limits = measure_limits(device, dtype)
+    limits = measure_limits(device, dtype, tiny=args.rehearse)
     kernels = load_kernels("triton" if device.type == "cuda" else "numba")
     plain = load_kernels("torch") if device.type == "cpu" else None
     print(f"{kernels.name} kernels on {device_name(device)}, {dtype}")
     moved_by = "copied" if device.type == "cuda" else "copied or read"
     print(f"limits: {limits.bytes_per_s / 1e9:,.0f} GB/s {moved_by}, {limits.flops / 1e12:,.2f} TFLOP/s")
     rows: list[dict[str, Any]] = []
-    for case in cases(args.block_size, dtype, device):
+    for case in cases(args, dtype, device):
         case.check(kernels)
         with TrustedContents():  # as an engine's steps
-            seconds = measure(partial(case.run, kernels), device)
+            seconds = time_call(partial(case.run, kernels), device, tiny=args.rehearse).seconds
         moved, flops = case.cost
         rows.append(
             {
@@ -54,13 +55,20 @@ def main() -> None:
         )
         if plain is not None:
             with TrustedContents():
-                rows[-1]["torch takes"] = measure(partial(case.run, plain), device) / seconds
+                timing = time_call(partial(case.run, plain), device, tiny=args.rehearse)
+            rows[-1]["torch takes"] = timing.seconds / seconds
     print_table(rows)
     print_json({"benchmark": "paged_attention", "device": device_name(device), "rows": rows, **vars(limits)})
 
 
-def cases(block_size: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
+def cases(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Make a case for every kernel of a decoder layer, at the sizes of a decode and of a prefill."""
+    if args.rehearse:
+        layer = replace(TINY_LAYER, block_size=args.block_size)
+        shapes = [replace(shape, block_size=args.block_size) for shape in tiny_shapes()]
+        listed = [attention_case(shape, dtype, device) for shape in shapes]
+        return listed + layer_cases(layer, 64, dtype, device)
+    block_size = args.block_size
     large = device.type == "cuda"
     # A CPU gets the heads of TinyLlama, and contexts that it reads in milliseconds.
     layer = LayerShape() if large else LayerShape(32, 4, 64, block_size, 2048, 5632, 2)

@@ -1,21 +1,26 @@
 """Does every benchmark still run? Each once, with little; nothing is measured.
 
-python -m benchmarks.rehearse               # all, some minutes; CI runs some
+python -m benchmarks.rehearse               # all, some minutes
+python -m benchmarks.rehearse --short       # without the long ones, as CI
 python -m benchmarks.rehearse linear moe    # some
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.common import print_json, print_table
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 900
+# Rehearsals that take more than ten seconds: transformers, and engines that are started several times.
+LONG = {"models", "peers", "peers.streams", "perplexity", "server", "strategies", "throughput"}
 # Programs that benchmarks start, and what has a test of its own.
 NO_BENCHMARKS = {
     "rehearse": "this one",
@@ -36,10 +41,15 @@ NO_BENCHMARKS = {
 
 
 def main() -> None:
-    """Run the benchmarks one after the other; exit with 1 if one fails."""
+    """Run the benchmarks, one on each core at a time; exit with 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
-    rows = [rehearse(name) for name in parser.parse_args().names or benchmarks()]
+    parser.add_argument("--short", action="store_true", help="leave out " + ", ".join(sorted(LONG)))
+    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="at the same time")
+    args = parser.parse_args()
+    names = [name for name in args.names or benchmarks() if not (args.short and name in LONG)]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        rows = [*pool.map(rehearse, names)]
     print_table(rows)
     failed = [row["benchmark"] for row in rows if row["exit code"]]
     print_json({"benchmark": "rehearse", "failed": failed})
@@ -77,10 +87,10 @@ def rehearse(name: str) -> dict[str, str | float]:
         code, printed = done.returncode, done.stdout
     except subprocess.TimeoutExpired as error:
         code, printed = 124, str(error)
-    if code:
-        print(printed[-4000:], flush=True)
     seconds = time.perf_counter() - started
-    print(f"{name}: {seconds:.0f} s{', failed' if code else ''}", flush=True)
+    told = f"{name}: {seconds:.0f} s{', failed' if code else ''}"
+    # In one call: other threads print, too.
+    print(f"{printed[-4000:]}\n{told}\n" if code else f"{told}\n", end="", flush=True)
     return {"benchmark": name, "s": seconds, "exit code": code}
 
 

@@ -102,7 +102,7 @@ def main() -> None:
             print_table(
                 [{k: v for k, v in row.items() if k not in ("gpu", "flops", "bytes")} for row in found]
             )
-            around = layer_rows(name, gpu) if not args.only else []
+            around = layer_rows(name, gpu) if not args.only or args.rehearse else []
             if around:
                 print_table([{k: v for k, v in row.items() if k != "gpu"} for row in around])
             rows += found + around

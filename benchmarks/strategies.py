@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of one strategy")
-    args = parse_args(parser, num_requests=4, batch_size=2, scale=0.1, rounds=1)
+    args = parse_args(parser, num_requests=4, batch_size=2, scale=0.02, rounds=1, threads=1)
     directory = checkpoint(args.model)
     vocab_size = read_model(directory).vocab_size
 

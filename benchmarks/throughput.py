@@ -16,6 +16,8 @@ from benchmarks.peers.__main__ import main
 
 WAYS = ["paged-float32", "generate-float32", "generate_batch-float32"]
 CHOICES = ["--workload", "nano-vllm", "--shapes", "demo", "--batches", "16", "--scale", "0.5"]
+REHEARSAL = ["--batches", "2", "--scale", "0.02"]
 
 if __name__ == "__main__":
-    main([*CHOICES, "--ways", *WAYS, *sys.argv[1:]], name="throughput", description=__doc__)
+    choices = CHOICES + REHEARSAL if "--rehearse" in sys.argv else CHOICES
+    main([*choices, "--ways", *WAYS, *sys.argv[1:]], name="throughput", description=__doc__)

@@ -57,11 +57,6 @@ def measure_limits(device: torch.device, dtype: torch.dtype, *, tiny: bool = Fal
     return Limits(bandwidth, 2 * n**3 / time_call(lambda: a @ b, device, tiny=tiny).seconds)
 
 
-def measure(run: Callable[[], Any], device: torch.device) -> float:
-    """Return the median seconds of a call."""
-    return time_call(run, device).seconds
-
-
 def time_call(run: Callable[[], Any], device: torch.device, *, tiny: bool = False) -> Timing:
     """Time `run`. If it returns a tensor of floats, assert that the call wrote all of it."""
     if device.type == "cuda":

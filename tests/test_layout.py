@@ -263,6 +263,36 @@ def test_kernels_know_tensors_only(file):
         assert module.split(".")[0] != "paged" or module.startswith("paged.kernels")
 
 
+def test_constants_of_triton_kernels_stand_behind_tensors():
+    """In the interpreter of Triton 3.7, `CONSTANT * x` is no tensor, where `x * CONSTANT` is."""
+    trees = {file: tree_of(file) for file in KERNELS if "triton" in packages(file)}
+    constants = {name for tree in trees.values() for name in _triton_constants(tree)}
+    assert "FLOAT_MAX" in constants
+    in_front = [
+        f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for file, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.BinOp)
+        and _is_number(node.left, constants)
+        and not isinstance(node.left, ast.Constant)
+        and not _is_number(node.right, constants)
+    ]
+    assert in_front == []
+
+
+def _triton_constants(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("tl.constexpr("):
+            yield ast.unparse(node.targets[0])
+
+
+def _is_number(node: ast.expr, constants: set[str]) -> bool:
+    """Return whether an expression is a number or a constant, with or without a sign."""
+    while isinstance(node, ast.UnaryOp):
+        node = node.operand
+    return isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and node.id in constants)
+
+
 OF_A_BACKEND = re.compile(r"paged\.kernels\.(cpu|gpu|plain)\b")
 
 

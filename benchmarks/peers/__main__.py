@@ -61,7 +61,7 @@ def main(
     name, description: of the command, for --help and the JSON line.
     """
     args = parse_args(argv, name, description)
-    limits = machine_limits()
+    limits = machine_limits(tiny=args.rehearse)
     for dtype in ("float32", "bfloat16"):
         limit = limits[dtype]
         print(f"{dtype}: {limit.bytes_per_s / 1e9:.1f} GB/s, {limit.flops / 1e9:,.0f} GFLOP/s", flush=True)
@@ -121,7 +121,7 @@ def parse_args(
     parser.add_argument("--environments", type=Path, default=ENVIRONMENTS, help=argparse.SUPPRESS)
     parser.add_argument("--workload", choices=["ragged", "nano-vllm"], default="ragged", help="whose lengths")
     small = {"shapes": ["llama-15m"], "batches": [1, 2], "ways": ["paged"], "rounds": 1, "scale": 0.1}
-    args = common.parse_args(parser, argv, **small)
+    args = common.parse_args(parser, argv, **small, threads=1)
     if args.workload == "nano-vllm" and args.common_prefix:
         parser.error("--common-prefix goes with --workload ragged")
     try:

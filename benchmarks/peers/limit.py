@@ -72,12 +72,12 @@ def _pairs(context: int, num_new: int) -> int:
     return num_new * context + num_new * (num_new + 1) // 2
 
 
-def machine_limits() -> dict[str, Limits]:
+def machine_limits(*, tiny: bool = False) -> dict[str, Limits]:
     """Measure this CPU, by precision. Narrower precisions may compute in whichever is fastest."""
     cpu = torch.device("cpu")
-    wide = narrow = measure_limits(cpu, torch.float32)
+    wide = narrow = measure_limits(cpu, torch.float32, tiny=tiny)
     if cpu_has_bfloat16():  # elsewhere it is emulated, and measuring it would take minutes
-        narrow = measure_limits(cpu, torch.bfloat16)
+        narrow = measure_limits(cpu, torch.bfloat16, tiny=tiny)
     bandwidth = max(wide.bytes_per_s, narrow.bytes_per_s)
     half = Limits(bandwidth, max(wide.flops, narrow.flops))
     # A float32 input is the sum of three bfloat16 numbers; a weight of the checkpoint is one.

@@ -89,7 +89,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--environments", type=Path, default=ENVIRONMENTS, help=argparse.SUPPRESS)
     small = {"model": ["llama-15m"], "streams": [1, 2], "ways": ["paged-int8"], "rounds": 1}
-    args = common.parse_args(parser, **small, prompt=16, output=4)
+    args = common.parse_args(parser, **small, prompt=16, output=4, threads=1)
     try:
         args.ways = [str(way) for way in ways_named(args.ways)]
     except ValueError as error:

@@ -49,7 +49,7 @@ def main() -> None:
         args.rounds = 1
     is_first = True
     for name, measure in SECTIONS.items():
-        if name not in (args.section or ["front-end", "engine"]):
+        if name not in (args.section or (REHEARSED if args.quick else ["front-end", "engine"])):
             continue
         for title, found in measure(args, cores).items():
             if not is_first:
@@ -62,7 +62,12 @@ def main() -> None:
 
 def _parsed() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--section", choices=SECTIONS, action="append", help="default: front-end and engine")
+    parser.add_argument(
+        "--section",
+        choices=SECTIONS,
+        action="append",
+        help="default: front-end and engine; with --quick all but vllm and budgets",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", default="tinyllama-1.1b", help="of the sections with an engine")
     parser.add_argument("--num-streams", type=int, default=64)
@@ -152,14 +157,13 @@ def _page(args: Options, cores: Cores) -> dict[str, Any]:
 def _service(args: Options, _: Cores) -> dict[str, Any]:
     from benchmarks.server import flood, service, slow_heads
 
-    rows = service.measure(
-        "demo", max_tokens=300 if args.quick else 1500, num_streams=4 if args.quick else 16
-    )
-    num_streams, num_tokens = (4, 100) if args.quick else (args.num_streams, 1000)
+    # Streams of the demo that last until the engine is killed, on a busy machine too.
+    rows = service.measure("demo", max_tokens=1500, num_streams=4 if args.quick else 16)
+    num_streams, num_tokens, max_tokens = (4, 100, 1500) if args.quick else (args.num_streams, 1000, 300)
     head_timeout_s, num_slow = (2.0, 50) if args.quick else (30.0, 1000)
     return {
         "service": rows,
-        "catch_up": service.measure_catch_up("demo", num_streams=num_streams, num_tokens=num_tokens),
+        "catch_up": service.measure_catch_up("demo", num_streams, num_tokens, max_tokens),
         "flood": flood.measure("demo", seconds=_seconds(args), rate=args.rate),
         "slow_heads": slow_heads.measure("demo", num_connections=num_slow, head_timeout_s=head_timeout_s),
     }
@@ -200,6 +204,7 @@ SECTIONS: dict[str, Callable[[Options, Cores], dict[str, Any]]] = {
     "service": _service,
     "windows": _windows,
 }
+REHEARSED = SECTIONS.keys() - {"vllm", "budgets"}  # whose client is vLLM's
 
 
 if __name__ == "__main__":

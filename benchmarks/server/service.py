@@ -129,7 +129,7 @@ def _row(
     }
 
 
-def measure_catch_up(model: str, *, num_streams: int, num_tokens: int) -> dict[str, Any]:
+def measure_catch_up(model: str, num_streams: int, num_tokens: int, max_tokens: int) -> dict[str, Any]:
     """Compare how long all streams take to go on, once a new engine serves, with how long they took to begin.
 
     No prefix is cached, so that each computes its own prompt, and what came after it. Those that go on first
@@ -138,7 +138,8 @@ def measure_catch_up(model: str, *, num_streams: int, num_tokens: int) -> dict[s
     flags = ["--device", "cpu", "--num-threads", 1, "--no-enable-prefix-caching"]
     with paged_serve(model, *flags) as server:
         begun = time.monotonic()
-        with streams(server.port, num_streams, 300, [*range(20, 20 + num_tokens)]) as readers:
+        prompt = [*range(20, 20 + num_tokens)]
+        with streams(server.port, num_streams, max_tokens, prompt) as readers:
             moment = time.monotonic()
             engines_of(server)[0].kill()
             while _is_ready(server.port):

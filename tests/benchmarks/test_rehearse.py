@@ -3,12 +3,15 @@
 import argparse
 import sys
 
+import pytest
+
 from benchmarks.common import parse_args
-from benchmarks.rehearse import FOLDER, NO_BENCHMARKS, benchmarks, programs, rehearse
+from benchmarks.rehearse import FOLDER, LONG, NO_BENCHMARKS, benchmarks, main, programs, rehearse
 
 
 def test_every_program_is_rehearsed_or_belongs_to_another():
     assert set(NO_BENCHMARKS) < set(programs())
+    assert set(benchmarks()) > LONG
     for name in benchmarks():
         # throughput is benchmarks.peers with other defaults.
         assert name == "throughput" or "--rehearse" in _source(name) or "parse_args(parser" in _source(name)
@@ -29,6 +32,20 @@ def test_a_benchmark_that_fails_is_named(monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", "false")
     assert rehearse("linear")["exit code"] == 1
     assert "linear: 0 s, failed" in capsys.readouterr().out
+
+
+def test_all_are_run_and_the_long_ones_may_be_left_out(monkeypatch, capsys):
+    def run(*argv):
+        monkeypatch.setattr(sys, "argv", ["rehearse", *argv])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        lines = capsys.readouterr().out.splitlines()
+        return exited.value.code, {line.split(":")[0] for line in lines if line.endswith(" s")}
+
+    monkeypatch.setattr(sys, "executable", "true")
+    assert run() == (0, set(benchmarks()))
+    assert run("--short", "--jobs", "3") == (0, set(benchmarks()) - LONG)
+    assert run("moe", "peers") == (0, {"moe", "peers"})
 
 
 def _source(name):

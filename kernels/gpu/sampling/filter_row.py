@@ -62,7 +62,7 @@ def row_scale(maxima_ptr, temperature_ptr, row, NUM_BLOCKS: tl.constexpr, BLOCKS
 def scaled(x, top, temperature, inverse):
     """Return z = (x - top) / temperature, from -300 to 0: nothing overflows; for -inf look at x itself."""
     x = tl.maximum(x, tl.maximum(top, 0.0) - FLOAT_MAX)
-    return tl.maximum(x - top, -_FURTHEST * temperature) * inverse
+    return tl.maximum(x - top, temperature * -_FURTHEST) * inverse
 
 
 @triton.jit
