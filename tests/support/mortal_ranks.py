@@ -133,7 +133,7 @@ def mortal_engine(model: str, seed: int, mean_sends: int, **options: Any) -> Ite
         mortal.draw()
         return driver
 
-    with mock.patch.object(engine_module, "new_executor", new_driver):
+    with mock.patch.object(engine_module, "_new_executor", new_driver):
         engine = LLMEngine(model, **options)
     try:
         yield engine

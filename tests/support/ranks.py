@@ -163,7 +163,7 @@ def ranked_engines(num_stages: int, num_shards: int = 1, **world: Any) -> Iterat
         drivers.append(DriverRunner(config, model_config, directory, layout=layout, transport=own, peers=own))
         return drivers[-1]
 
-    with mock.patch.object(engine_module, "new_executor", new_driver):
+    with mock.patch.object(engine_module, "_new_executor", new_driver):
         try:
             yield worlds
             for driver, ranks in zip(drivers, worlds, strict=True):
