@@ -123,11 +123,11 @@ class SupervisedEngine:
         return len(self._restarts) < most
 
     def forgive_restarts(self) -> None:
-        """Count none of the restarts so far: what ended its processes is known, and gone."""
+        """Forget the restarts so far, as their cause is known and gone."""
         self._restarts.clear()
 
     def count_ranks(self) -> None:
-        """Count the processes of the model that its process has replaced by itself as restarts, too."""
+        """Count as restarts also the ranks of the model that the engine process has replaced itself."""
         num = self.connection.stats.num_rank_restarts
         self._restarts += [time.monotonic()] * (num - self._num_rank_restarts)
         self._num_rank_restarts = num
