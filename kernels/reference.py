@@ -1,6 +1,7 @@
 """The definition of every operation in plain torch: the oracle that all backends are tested against.
 
-It loops over sequences, computes in float32 (float64 for float64 inputs) and casts to the input's dtype.
+Operations stand in the order of `backend.Kernels`, each followed by the functions that it alone needs. They
+loop over sequences, compute in float32 (float64 for float64 inputs) and cast to the dtype of the input.
 """
 
 import torch
@@ -82,6 +83,111 @@ def layer_norm(
     return (normed * upcast(weight) + upcast(bias)).to(x.dtype).contiguous()
 
 
+def rotary_store_kv(
+    qkv: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: query, key and value heads
+    cos: Tensor,  # f32[num_tokens, head_dim // 2]
+    sin: Tensor,  # f32[num_tokens, head_dim // 2]
+    key_cache: Tensor | None,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
+    value_cache: Tensor | None,  # like key_cache, written in place
+    slot_mapping: Tensor | None,  # i64[num_tokens]
+    *,
+    query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither, where K is rotated
+    key_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    unit_offset: bool = False,
+    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
+    value_scales: Tensor | None = None,
+    fixed_key_scales: Tensor | None = None,  # f32[num_kv_heads]; None: the scale follows from each head
+    fixed_value_scales: Tensor | None = None,
+) -> Tensor:  # [num_tokens, num_heads, head_dim]
+    """Normalise query and key heads if there are weights, rotate them, and store K and V in their slots.
+
+    The query is changed in place and returned as a view of qkv, whose key heads are undefined afterwards.
+    Without caches qkv has query heads only, and there is no key_norm_weight.
+    """
+    num_kv_heads = 0 if key_cache is None else key_cache.shape[2]
+    query, key, value = qkv.tensor_split(
+        [qkv.shape[1] - 2 * num_kv_heads, qkv.shape[1] - num_kv_heads], dim=1
+    )
+    if query_norm_weight is not None:
+        query.copy_(rms_norm(query, query_norm_weight, eps, unit_offset=unit_offset))
+    if key_norm_weight is not None:
+        key.copy_(rms_norm(key, key_norm_weight, eps, unit_offset=unit_offset))
+    rotary(query, key, cos, sin)
+    if key_cache is not None and value_cache is not None and slot_mapping is not None:
+        store_kv(
+            *(key, value, key_cache, value_cache, slot_mapping),
+            *(key_scales, value_scales, fixed_key_scales, fixed_value_scales),
+        )
+    return query
+
+
+def rotary(
+    query: Tensor,  # [num_tokens, num_heads, head_dim], in place
+    key: Tensor,  # [num_tokens, num_kv_heads, head_dim], in place
+    cos: Tensor,  # f32[num_tokens, head_dim // 2]
+    sin: Tensor,  # f32[num_tokens, head_dim // 2]
+) -> None:
+    """Rotate the halves of every head: (x1 cos - x2 sin, x2 cos + x1 sin) (Su et al. 2021)."""
+    for x in (query, key):
+        x1, x2 = upcast(x).chunk(2, dim=-1)
+        c = cos[:, None].to(x1.dtype)
+        s = sin[:, None].to(x1.dtype)
+        x.copy_(torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), dim=-1))
+
+
+def store_kv(
+    key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    value: Tensor,  # like key
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
+    value_cache: Tensor,  # like key_cache, written in place
+    slot_mapping: Tensor,  # i64[num_tokens]
+    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
+    value_scales: Tensor | None = None,
+    fixed_key_scales: Tensor | None = None,  # f32[num_kv_heads]; None: the scale follows from each head
+    fixed_value_scales: Tensor | None = None,
+) -> None:
+    """Store K and V of each new token in its slot, quantised if the cache has scales."""
+    block_size = key_cache.shape[1]
+    for x, cache, scales, fixed in (
+        (key, key_cache, key_scales, fixed_key_scales),
+        (value, value_cache, value_scales, fixed_value_scales),
+    ):
+        for token, slot in enumerate(slot_mapping.tolist()):
+            block = slot // block_size
+            place = slot % block_size
+            if scales is None:
+                cache[block, place] = x[token]
+            else:
+                cache[block, place], scales[block, :, place] = quantize(x[token], cache.dtype, fixed)
+
+
+def quantize(
+    x: Tensor,  # [..., size]
+    dtype: torch.dtype,
+    fixed: Tensor | None = None,  # f32 of the last dimensions but size
+) -> tuple[Tensor, Tensor]:  # like x, f32[...]
+    """Return x / scale in `dtype`, clamped to its range, and the scale.
+
+    The scale is the fixed one, or the largest absolute value of the last dimension over the largest of the
+    dtype. It is NaN if a value is not finite.
+    """
+    x32 = x.float()
+    largest = x32.abs().amax(-1)
+    most = QUANTIZED_DTYPES[dtype]
+    if fixed is not None:
+        scale = torch.where(largest.isfinite(), fixed, torch.nan)
+        divided = (x32 / fixed[..., None]).clamp(-most, most)
+    else:
+        scale = torch.where(largest.isfinite(), largest / most, torch.nan)
+        # A quotient of tensors: torch computes number / tensor as reciprocal times number, rounded twice.
+        inverse = torch.full_like(largest, most) / largest.where(largest > 0, 1.0)
+        divided = x32 * inverse[..., None]
+    if dtype == torch.int8:
+        divided = (divided + 0.5).floor()
+    return divided.to(dtype), scale
+
+
 def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
     """Return silu(gate) * up, where x is gate and up side by side (Shazeer 2020)."""
     gate, up = upcast(x).chunk(2, dim=-1)
@@ -103,6 +209,22 @@ def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
     tanh: take (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³))) / 2 for Φ(x).
     """
     x.copy_(torch.nn.functional.gelu(upcast(x), approximate="tanh" if tanh else "none"))
+
+
+def add(x: Tensor, out: Tensor) -> None:  # [num_rows, size], both
+    """Add x to `out` in place."""
+    out.add_(x)
+
+
+def scale_and_cap(x: Tensor, factor: float, softcap: float | None = None) -> None:  # [num_rows, size]
+    """Multiply x by a factor in place; softcap: turn the product p into softcap tanh(p / softcap)."""
+    product = upcast(x) * float(factor)
+    x.copy_(product if softcap is None else softcap * (product / softcap).tanh())
+
+
+def scale_rows(x: Tensor, factors: Tensor) -> None:  # [num_rows, size], f32[num_rows]
+    """Multiply each row of x by its factor, in place."""
+    x.copy_(upcast(x) * factors[:, None])
 
 
 def clamped_swiglu(
@@ -197,7 +319,7 @@ def sum_experts(
     shared: Tensor | None = None,  # [num_tokens, size], like x: of the experts that every token has
     shared_gate: Tensor | None = None,  # f32[num_tokens, 1], logits: `shared` is multiplied by their sigmoid
 ) -> Tensor:  # [num_tokens, size]
-    """Return each token's products times their weights, added in float32 in the order of places.
+    """Return for each token the weighted sum of its experts' outputs, in float32, in the order of places.
 
     What is `shared` is added last, and only the sum is rounded to x's dtype.
     """
@@ -208,127 +330,6 @@ def sum_experts(
         own = upcast(shared)
         total = total + (own if shared_gate is None else own * shared_gate.sigmoid())
     return total.to(x.dtype)
-
-
-def scale_and_cap(x: Tensor, factor: float, softcap: float | None = None) -> None:  # [num_rows, size]
-    """Multiply x by a factor in place; softcap: turn the product p into softcap tanh(p / softcap)."""
-    product = upcast(x) * float(factor)
-    x.copy_(product if softcap is None else softcap * (product / softcap).tanh())
-
-
-def scale_rows(x: Tensor, factors: Tensor) -> None:  # [num_rows, size], f32[num_rows]
-    """Multiply each row of x by its factor, in place."""
-    x.copy_(upcast(x) * factors[:, None])
-
-
-def add(x: Tensor, out: Tensor) -> None:  # [num_rows, size], both
-    """Add x to `out` in place."""
-    out.add_(x)
-
-
-def rotary(
-    query: Tensor,  # [num_tokens, num_heads, head_dim], in place
-    key: Tensor,  # [num_tokens, num_kv_heads, head_dim], in place
-    cos: Tensor,  # f32[num_tokens, head_dim // 2]
-    sin: Tensor,  # f32[num_tokens, head_dim // 2]
-) -> None:
-    """Rotate the halves of every head: (x1 cos - x2 sin, x2 cos + x1 sin) (Su et al. 2021)."""
-    for x in (query, key):
-        x1, x2 = upcast(x).chunk(2, dim=-1)
-        c = cos[:, None].to(x1.dtype)
-        s = sin[:, None].to(x1.dtype)
-        x.copy_(torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), dim=-1))
-
-
-def store_kv(
-    key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
-    value: Tensor,  # like key
-    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
-    value_cache: Tensor,  # like key_cache, written in place
-    slot_mapping: Tensor,  # i64[num_tokens]
-    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
-    value_scales: Tensor | None = None,
-    fixed_key_scales: Tensor | None = None,  # f32[num_kv_heads]; None: the scale follows from each head
-    fixed_value_scales: Tensor | None = None,
-) -> None:
-    """Store K and V of each new token in its slot, quantised if the cache has scales."""
-    block_size = key_cache.shape[1]
-    for x, cache, scales, fixed in (
-        (key, key_cache, key_scales, fixed_key_scales),
-        (value, value_cache, value_scales, fixed_value_scales),
-    ):
-        for token, slot in enumerate(slot_mapping.tolist()):
-            block = slot // block_size
-            place = slot % block_size
-            if scales is None:
-                cache[block, place] = x[token]
-            else:
-                cache[block, place], scales[block, :, place] = quantize(x[token], cache.dtype, fixed)
-
-
-def quantize(
-    x: Tensor,  # [..., size]
-    dtype: torch.dtype,
-    fixed: Tensor | None = None,  # f32 of the last dimensions but size
-) -> tuple[Tensor, Tensor]:  # like x, f32[...]
-    """Return x / scale in `dtype`, clamped to its range, and the scale.
-
-    The scale is the fixed one, or the largest absolute value of the last dimension over the largest of the
-    dtype. It is NaN if a value is not finite.
-    """
-    x32 = x.float()
-    largest = x32.abs().amax(-1)
-    most = QUANTIZED_DTYPES[dtype]
-    if fixed is not None:
-        scale = torch.where(largest.isfinite(), fixed, torch.nan)
-        divided = (x32 / fixed[..., None]).clamp(-most, most)
-    else:
-        scale = torch.where(largest.isfinite(), largest / most, torch.nan)
-        # A quotient of tensors: torch computes number / tensor as reciprocal times number, rounded twice.
-        inverse = torch.full_like(largest, most) / largest.where(largest > 0, 1.0)
-        divided = x32 * inverse[..., None]
-    if dtype == torch.int8:
-        divided = (divided + 0.5).floor()
-    return divided.to(dtype), scale
-
-
-def rotary_store_kv(
-    qkv: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: query, key and value heads
-    cos: Tensor,  # f32[num_tokens, head_dim // 2]
-    sin: Tensor,  # f32[num_tokens, head_dim // 2]
-    key_cache: Tensor | None,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
-    value_cache: Tensor | None,  # like key_cache, written in place
-    slot_mapping: Tensor | None,  # i64[num_tokens]
-    *,
-    query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither, where K is rotated
-    key_norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    unit_offset: bool = False,
-    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
-    value_scales: Tensor | None = None,
-    fixed_key_scales: Tensor | None = None,  # f32[num_kv_heads]; None: the scale follows from each head
-    fixed_value_scales: Tensor | None = None,
-) -> Tensor:  # [num_tokens, num_heads, head_dim]
-    """Normalise query and key heads if there are weights, rotate them, and store K and V in their slots.
-
-    The query is changed in place and returned as a view of qkv, whose key heads are undefined afterwards.
-    Without caches qkv has query heads only, and there is no key_norm_weight.
-    """
-    num_kv_heads = 0 if key_cache is None else key_cache.shape[2]
-    query, key, value = qkv.tensor_split(
-        [qkv.shape[1] - 2 * num_kv_heads, qkv.shape[1] - num_kv_heads], dim=1
-    )
-    if query_norm_weight is not None:
-        query.copy_(rms_norm(query, query_norm_weight, eps, unit_offset=unit_offset))
-    if key_norm_weight is not None:
-        key.copy_(rms_norm(key, key_norm_weight, eps, unit_offset=unit_offset))
-    rotary(query, key, cos, sin)
-    if key_cache is not None and value_cache is not None and slot_mapping is not None:
-        store_kv(
-            *(key, value, key_cache, value_cache, slot_mapping),
-            *(key_scales, value_scales, fixed_key_scales, fixed_value_scales),
-        )
-    return query
 
 
 def copy_blocks(
@@ -426,6 +427,45 @@ def apply_penalties(
         logits[row] = torch.where(count > 0, penalised, x)
 
 
+def sample_tokens(
+    logits: Tensor,  # f32[n, vocab_size], may be destroyed; -inf never drawn
+    seeds: Tensor,  # i64[n]
+    positions: Tensor,  # i64[n]
+    *,
+    temperature: Tensor,  # f32[n]; 0 takes the first of the highest logits, whatever the filters
+    min_p: Tensor | None,  # f32[n], 0 keeps all; None: no row uses it
+    top_n_sigma: Tensor | None,  # f32[n], 0 keeps all
+    typical_p: Tensor | None,  # f32[n], 1 keeps all
+    top_k: Tensor | None,  # i32[n], vocab_size keeps all
+    top_p: Tensor | None,  # f32[n], 1 keeps all
+    highest: Tensor | None = None,  # f32[n], receives each row's highest logit; NaN if the row has one
+) -> Tensor:  # i64[n]
+    """Return the first kept token with the highest (logit - highest) / temperature + Gumbel noise."""
+    kept = kept_tokens(
+        logits,
+        temperature=temperature,
+        min_p=min_p,
+        top_n_sigma=top_n_sigma,
+        typical_p=typical_p,
+        top_k=top_k,
+        top_p=top_p,
+    )
+    noise = gumbel_noise(seeds, positions, logits.shape[1])
+    drawn = gumbel_scores(logits, temperature, noise).where(kept, -torch.inf).argmax(-1)
+    if highest is not None:
+        highest.copy_(greedy(logits)[1])
+    return drawn.where(temperature > 0, _finite(logits).argmax(-1))
+
+
+def gumbel_scores(logits: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
+    """Return (logit - highest) / temperature + noise in float32, rounded as in the kernel."""
+    x = _finite(logits)
+    top = _highest(x)
+    divisor = _divisor(temperature)
+    x = torch.maximum(x, top.clamp(min=0) - torch.finfo(torch.float32).max)
+    return torch.maximum(x - top, -300 * divisor) * (1 / divisor) + noise
+
+
 def kept_tokens(
     logits: Tensor,  # [n, vocab_size]
     *,
@@ -472,6 +512,26 @@ def kept_tokens(
         within = likelier < (top_p.double() * left.sum(-1))[:, None]
         kept = kept & (within | (likelier == 0) | (top_p >= 1)[:, None])
     return kept
+
+
+def _weight_above(order: Tensor, weight: Tensor) -> Tensor:
+    """Return the weight of all values strictly above each value of `order`; all [n, size]."""
+    values, places = order.sort(dim=-1, descending=True)
+    sums = weight.gather(-1, places).cumsum(-1)
+    before = torch.cat([torch.zeros_like(sums[:, :1]), sums], dim=-1)
+    return before.gather(-1, torch.searchsorted(-values, -order))
+
+
+def _highest(x: Tensor) -> Tensor:  # [n, vocab_size] -> [n, 1]
+    return x.amax(-1, keepdim=True).clamp(min=-torch.finfo(torch.float32).max)
+
+
+def _divisor(temperature: Tensor) -> Tensor:  # [n] -> [n, 1]
+    return temperature.clamp(min=torch.finfo(torch.float32).tiny, max=1e35)[:, None]
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.finfo(torch.float32).max) + 0.0
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:  # f32[n, vocab_size] -> i64[n], f32[n]
@@ -528,62 +588,3 @@ def token_logprobs(
     ids = torch.cat([tokens[:, None], top], dim=1)
     ranks = 1 + (logits > logits.gather(-1, tokens[:, None])).sum(-1)
     return logprobs.gather(-1, ids).float(), ids, ranks
-
-
-def sample_tokens(
-    logits: Tensor,  # f32[n, vocab_size], may be destroyed; -inf never drawn
-    seeds: Tensor,  # i64[n]
-    positions: Tensor,  # i64[n]
-    *,
-    temperature: Tensor,  # f32[n]; 0 takes the first of the highest logits, whatever the filters
-    min_p: Tensor | None,  # f32[n], 0 keeps all; None: no row uses it
-    top_n_sigma: Tensor | None,  # f32[n], 0 keeps all
-    typical_p: Tensor | None,  # f32[n], 1 keeps all
-    top_k: Tensor | None,  # i32[n], vocab_size keeps all
-    top_p: Tensor | None,  # f32[n], 1 keeps all
-    highest: Tensor | None = None,  # f32[n], receives each row's highest logit; NaN if the row has one
-) -> Tensor:  # i64[n]
-    """Return the first kept token with the highest (logit - highest) / temperature + Gumbel noise."""
-    kept = kept_tokens(
-        logits,
-        temperature=temperature,
-        min_p=min_p,
-        top_n_sigma=top_n_sigma,
-        typical_p=typical_p,
-        top_k=top_k,
-        top_p=top_p,
-    )
-    noise = gumbel_noise(seeds, positions, logits.shape[1])
-    drawn = gumbel_scores(logits, temperature, noise).where(kept, -torch.inf).argmax(-1)
-    if highest is not None:
-        highest.copy_(greedy(logits)[1])
-    return drawn.where(temperature > 0, _finite(logits).argmax(-1))
-
-
-def gumbel_scores(logits: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
-    """Return (logit - highest) / temperature + noise in float32, rounded as in the kernel."""
-    x = _finite(logits)
-    top = _highest(x)
-    divisor = _divisor(temperature)
-    x = torch.maximum(x, top.clamp(min=0) - torch.finfo(torch.float32).max)
-    return torch.maximum(x - top, -300 * divisor) * (1 / divisor) + noise
-
-
-def _finite(x: Tensor) -> Tensor:
-    return x.nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.finfo(torch.float32).max) + 0.0
-
-
-def _highest(x: Tensor) -> Tensor:  # [n, vocab_size] -> [n, 1]
-    return x.amax(-1, keepdim=True).clamp(min=-torch.finfo(torch.float32).max)
-
-
-def _divisor(temperature: Tensor) -> Tensor:  # [n] -> [n, 1]
-    return temperature.clamp(min=torch.finfo(torch.float32).tiny, max=1e35)[:, None]
-
-
-def _weight_above(order: Tensor, weight: Tensor) -> Tensor:
-    """Return the weight of all values strictly above each value of `order`; all [n, size]."""
-    values, places = order.sort(dim=-1, descending=True)
-    sums = weight.gather(-1, places).cumsum(-1)
-    before = torch.cat([torch.zeros_like(sums[:, :1]), sums], dim=-1)
-    return before.gather(-1, torch.searchsorted(-values, -order))

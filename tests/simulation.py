@@ -49,6 +49,7 @@ from paged.scheduler.schedule import Schedule, StepOutput
 from paged.scheduler.scheduler import Scheduler
 from paged.scheduler.waiting import Need, Room
 
+STEPS = 2_000_000
 STOP = 0
 HOLDS = 2**40  # makes another seed of the same world, so that the other choices stay what they were
 RUNS = 2**41
@@ -768,7 +769,7 @@ def worlds(first_seed: int, num_steps: int, processes: int) -> Iterator[int]:
 def main() -> None:
     """Run many worlds, or one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2_000_000)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, help="run this world only")

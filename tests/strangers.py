@@ -28,6 +28,7 @@ from queue import Empty, Queue
 from threading import Thread
 from typing import Any
 
+COUNT = 100_000
 # Waits of a second without news of a checkpoint, or of a new process. Not a time, as this process may be
 # stopped as well.
 PATIENCE, START_PATIENCE = 40, 120
@@ -131,7 +132,7 @@ def run(
 def main() -> None:
     """Load many damaged checkpoints, or one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--count", type=int, default=COUNT)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, help="load this checkpoint only")

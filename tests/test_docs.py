@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 
 from paged.kernels.backend import load_kernels
+from tests import (
+    gpu_mutants,
+    model_mutants,
+    mutants,
+    simulation,
+    strangers,
+    test_examples,
+    test_strangers_corpus,
+)
+from tests.ops import fuzz
+from tests.support import absent_gpu, random_schemas, server_fuzz
 from tests.support.models_table import PAGE, SECTION, table
+from tests.support.pythons import supported
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -122,13 +134,65 @@ def test_readme_is_short():
     assert README.read_text(encoding="utf-8").count("\n") <= 200
 
 
-def test_reading_order_is_as_long_as_it_says():
-    section = README.read_text(encoding="utf-8").split("## Reading order")[1].split("Where to look")[0]
-    num_files, num_lines = re.search(r"(\d+) files of about ([\d,]+) lines", section).groups()
-    files = [ROOT / name for name in PATH.findall(section) if name.endswith(".py")]
-    assert len(files) == len(set(files)) == int(num_files)
-    lines = sum(file.read_text(encoding="utf-8").count("\n") for file in files)
-    assert lines == pytest.approx(int(num_lines.replace(",", "")), rel=0.1)
+def facts() -> dict[str, list[str]]:
+    """Return what pages say of the code, as it is now: a number that is not there is wrong on its page."""
+    order = README.read_text(encoding="utf-8").split("## Reading order")[1].split("Where to look")[0]
+    core = [ROOT / name for name in PATH.findall(order) if name.endswith(".py")]
+    assert len(core) == len(set(core)), "a file of the reading order is named twice"
+    num_lines = round(sum(file.read_text(encoding="utf-8").count("\n") for file in core), -2)
+    num_targets = {7: "seven", 8: "eight", 9: "nine", 10: "ten"}[len(absent_gpu.TARGETS)]
+    checkpoints = sum(test_strangers_corpus.COUNTS.values())
+    millions = simulation.STEPS // 10**6
+    models, gpu = model_mutants.MUTANTS, gpu_mutants.MUTANTS
+    num_mutants = sum(map(len, mutants.MUTANTS.values())) + len(models) + len(gpu)
+    hundreds = num_mutants // 100 * 100
+    num_mutants_in_ci = len(models[:: model_mutants.SHARES]) + len(gpu[:: gpu_mutants.SHARES])
+    pythons = f"Python 3.{supported()[0]} to 3.{supported()[-1]}"
+    schemas = f"random JSON schemas, compared with jsonschema; CI tries {random_schemas.COUNT_IN_CI}"
+    server = f"{server_fuzz.COUNT:,} malformed requests for the server; CI sends {server_fuzz.COUNT_IN_CI:,}"
+    return {
+        "README.md": [
+            pythons,
+            f"Its core of {num_lines:,} lines",
+            f"The core is {len(core)} files of about {num_lines:,} lines",
+            f"{fuzz.CALLS_IN_CI:,} calls in CI",
+            f"{millions} million random steps in CI",
+            f"{checkpoints:,} damaged checkpoints in CI",
+            f"inserts more than {hundreds} known bugs",
+            f"CI inserts {num_mutants_in_ci}",
+        ],
+        "CONTRIBUTING.md": [
+            f"{millions} million steps of the scheduler",
+            f"more than {hundreds} named bugs",
+            f"{strangers.COUNT:,} damaged checkpoints; CI loads {checkpoints:,}",
+            server,
+            schemas,
+        ],
+        "docs/README.md": [f"compile to on {num_targets} targets"],
+        "docs/exactness.md": [
+            f"without spills for {num_targets} targets",
+            f"{millions} million steps, as CI does",
+            f"{fuzz.CALLS:,} wrong calls of the kernels (`--calls` for more); CI makes {fuzz.CALLS_IN_CI:,}",
+        ],
+        "docs/kernels.md": [f"{fuzz.CALLS:,} wrong calls of all backends"],
+        "docs/security.md": [
+            f"damages small checkpoints, {strangers.COUNT:,} of them",
+            f"CI loads {checkpoints:,}; a seed",
+        ],
+        "examples/README.md": [
+            f"at most {test_examples.MOST_LINES} lines (`llama.py` has {test_examples.LINES_OF_LLAMA})"
+        ],
+    }
+
+
+def test_facts_about_the_code_are_true():
+    missing = [
+        f"{page}: write {fact!r}"
+        for page, of_page in facts().items()
+        for fact in of_page
+        if fact not in " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    ]
+    assert not missing, "\n".join(missing)
 
 
 def test_ratios_are_those_measured():

@@ -1,4 +1,4 @@
-"""A share of `python -m tests.strangers`: 425 damaged checkpoints, watched as they load."""
+"""A share of `python -m tests.strangers`: damaged checkpoints, watched as they load."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ DATA = (
     "model-00002-of-00002.safetensors",
     "model.gguf",
 )
+COUNTS = {"data": 400, "text": 25}
 TEXT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="inotify and /proc show what a process does")
-@pytest.mark.parametrize(("count", "files"), [(400, DATA), (25, TEXT)], ids=["data", "text"])
+@pytest.mark.parametrize(("count", "files"), [(COUNTS["data"], DATA), (COUNTS["text"], TEXT)], ids=COUNTS)
 def test_damaged_checkpoints_load_or_are_refused_by_one_line(count, files):
     report = run(range(count), processes=1, only=files)
     assert report.findings == {}, "python -m tests.strangers --seed SEED --files ..."

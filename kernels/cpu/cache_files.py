@@ -28,9 +28,9 @@ _IDENTITY = (
 
 
 class Target(NamedTuple):
-    """What kernels are compiled for.
+    """The machine that kernels are compiled for.
 
-    setting: a hash of everything that machine code depends on beside its source.
+    setting: a hash of everything but the source that the machine code depends on.
     """
 
     setting: str

@@ -26,10 +26,10 @@ class Effect(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a JSON object. null means that it is not given.
+    """A field of a JSON object. A null counts as a field that is not given.
 
-    meaning: of the value or, of a refused field, why it is refused and what to do.
-    neutral: values of a refused field that are accepted, as they ask for nothing.
+    meaning: what the value means. For a refused field: why it is refused, and what to do instead.
+    neutral: the values that a refused field may have, as they ask for nothing.
     """
 
     name: str

@@ -96,7 +96,7 @@ def cpu_has_bfloat16() -> bool:
 
 
 def only_torch_has_bfloat16() -> bool:
-    """Return whether torch uses the CPU's bfloat16 instructions and our kernels do not: ARM's."""
+    """Return whether an ARM CPU has bfloat16 instructions, which torch uses and our kernels do not."""
     return "bf16" in cpu_flags()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..base.interrupts import HeldInterrupts
@@ -78,21 +77,31 @@ class EngineCore:
         finished before are published.
         """
         if self.dead is not None:
-            if not self._finished:
-                raise EngineDeadError(str(self.dead)) from self.dead.__cause__
-            self._decode_logprobs()
-            self.publish()
-            return []
+            return self._publish_last()
         advanced: list[Request] = []
         with HeldInterrupts():
-            with self._recovery():
+            try:
                 schedule = self._schedule(on_schedule)
                 is_blocked = schedule.is_empty and not (self._finished or self._in_flight)
-                if self.runner.num_in_flight > 1:
-                    advanced = self._end_oldest(schedule, on_schedule)
-                elif not schedule.is_empty:
-                    output = self.runner.execute(schedule)
-                    advanced = self._update(schedule, output)
+                if self.runner.num_in_flight == 1:
+                    if not schedule.is_empty:
+                        output = self.runner.execute(schedule)  # launches it, and waits for its result
+                        advanced = self._update(schedule, output)
+                else:
+                    # Launch steps until enough are in flight. Then wait for the result of the oldest one.
+                    while not schedule.is_empty:
+                        self._in_flight.append((schedule, self.runner.launch(self.runner.plan(schedule))))
+                        if len(self._in_flight) == self.runner.num_in_flight:
+                            break
+                        schedule = self._schedule(on_schedule)
+                    if self._in_flight:
+                        oldest, pending = self._in_flight[0]
+                        output = pending.result()
+                        self._in_flight.popleft()
+                        advanced = self._update(oldest, output)
+            except BaseException as error:
+                self._recover(error)
+                raise
             self._decode_logprobs()
             self.publish(self._groups_in(outbox, advanced))
         if is_blocked:
@@ -110,24 +119,14 @@ class EngineCore:
             on_schedule(schedule)
         return schedule
 
-    def _end_oldest(
-        self, schedule: Schedule, on_schedule: Callable[[Schedule], None] | None
-    ) -> list[Request]:
-        """Launch this step, and others until enough are in flight. Record the results of the oldest one.
-
-        Returns the requests that got a token or an error.
-        """
-        while not schedule.is_empty:
-            self._in_flight.append((schedule, self.runner.launch(self.runner.plan(schedule))))
-            if len(self._in_flight) == self.runner.num_in_flight:
-                break
-            schedule = self._schedule(on_schedule)
-        if not self._in_flight:
-            return []
-        oldest, pending = self._in_flight[0]
-        output = pending.result()
-        self._in_flight.popleft()
-        return self._update(oldest, output)
+    def _publish_last(self) -> list[Request]:
+        """Publish the requests that finished before the engine died. If there are none, raise."""
+        assert self.dead is not None
+        if not self._finished:
+            raise EngineDeadError(str(self.dead)) from self.dead.__cause__
+        self._decode_logprobs()
+        self.publish()
+        return []
 
     def publish(self, groups: Iterable[RequestGroup] = ()) -> None:
         """Put an output into the outbox of each finished request, and of each of `groups` that wants one.
@@ -180,33 +179,34 @@ class EngineCore:
             return ()
         return (group for group in self.groups_of(requests) if group.outbox is outbox)
 
-    @contextmanager
-    def _recovery(self) -> Iterator[None]:
-        """On an error, keep the requests that the step finished, and have the others computed again."""
+    def _recover(self, error: BaseException) -> None:
+        """Have all requests that a failed step did not finish computed again.
+
+        Raises EngineDeadError if no step can run any more.
+        """
+        # The failed step may have appended tokens. They stay, and may end an output.
         try:
-            yield
-        except BaseException as error:
-            # The failed step may have appended tokens. They stay, and may end an output.
-            try:
-                samples = [sample for group in self._with_stops for sample in group.samples]
-                self._end_at_stop_strings([s for s in samples if not isinstance(s.stop_reason, str)])
-                self.scheduler.release_finished()
-            finally:  # also after another Ctrl-C: a step in flight holds its requests
-                self.scheduler.cancel()
-                self._in_flight.clear()
-                self.runner.discard()
-            self._waits.begin([sample for group in self._with_grammars for sample in group.samples])
-            self._finished |= dict.fromkeys(group for group in self.groups.values() if group.finished)
-            self.dead = self.runner.recover(error)
-            if self.dead is not None and isinstance(error, Exception):
-                raise self.dead from self.dead.__cause__
-            raise
+            samples = [sample for group in self._with_stops for sample in group.samples]
+            self._end_at_stop_strings([s for s in samples if not isinstance(s.stop_reason, str)])
+            self.scheduler.release_finished()
+        finally:  # also after another Ctrl-C: a step in flight holds its requests
+            self.scheduler.cancel()
+            self._in_flight.clear()
+            self.runner.discard()
+        self._waits.begin([sample for group in self._with_grammars for sample in group.samples])
+        self._finished |= dict.fromkeys(group for group in self.groups.values() if group.finished)
+        self.dead = self.runner.recover(error)
+        if self.dead is not None and isinstance(error, Exception):
+            raise self.dead from self.dead.__cause__
 
     def check(self) -> None:
         """Notice processes of the model that have ended while no step ran. Raises EngineDeadError."""
         if self.dead is None:
-            with self._recovery():
+            try:
                 self.runner.check()
+            except BaseException as error:
+                self._recover(error)
+                raise
 
     def _update(self, schedule: Schedule, output: StepOutput) -> list[Request]:
         """Record the results of a step. Return the requests that got a token or an error."""

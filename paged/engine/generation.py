@@ -122,7 +122,7 @@ class Generation:
     def step(self, *, every_token: bool) -> list[tuple[int, RequestOutput]]:
         """Run a step. Return the index of the prompt and the output of each request that finished.
 
-        every_token: return an output of each request that got a token, too.
+        every_token: also return an output of each unfinished request that got a token.
         """
         _queue(self._core, self._pending)
         advanced = self._core.step(self._outbox if every_token else None)

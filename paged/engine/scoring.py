@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 class ScoreOutput:
     """The log-probability of a continuation given its prompt.
 
-    logprob: sum over its tokens; None where `error` gives the reason.
-    token_logprobs: of each token given those before it.
+    logprob: the sum over the continuation's tokens; None if scoring failed, then `error` has the reason.
+    token_logprobs: of each token of the continuation, given the tokens before it.
     is_greedy: whether each token is the most likely one at its position.
-    num_prompt_tokens: of the prompt before the continuation.
+    num_prompt_tokens: the length of the prompt, without the continuation.
     """
 
     token_ids: list[int]

@@ -31,7 +31,7 @@ class RetryLedger:
         self._results: dict[str, RowResult] = {}  # of rows that were computed alone, whose batch is not done
 
     def start(self, actor: str) -> int:
-        """Note that an actor starts, perhaps again. Return how often it has ended with nothing done."""
+        """Record that an actor starts, perhaps again. Return how often in a row it ended without a result."""
         if actor in self._begun:
             self._ends.update(self._begun[actor])
             self._ends_in_a_row[actor] += 1
@@ -43,16 +43,16 @@ class RetryLedger:
         return self._ends[work], self._results.get(work)
 
     def begin(self, actor: str, works: Sequence[str]) -> None:
-        """Note that an actor begins with a batch or row, under each of these names."""
+        """Record that an actor begins to compute a batch or a row, under each of its names."""
         self._begun[actor].update(works)
 
     def keep(self, actor: str, row: str, result: RowResult) -> None:
-        """Keep the result of a row that was computed alone, should the actor end before its batch is done."""
+        """Store the result of a row that was computed alone, in case the actor ends before its batch does."""
         self._results[row] = result
         self._note_done(actor, row)
 
     def done(self, actor: str, works: Sequence[str], rows: Sequence[str]) -> None:
-        """Note that an actor is done with a batch, under each of its names."""
+        """Record that an actor has computed a batch, under each of its names. Drop the results of rows."""
         for row in rows:
             self._results.pop(row, None)
         for work in works:

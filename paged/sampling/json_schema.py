@@ -88,14 +88,18 @@ class Booleans:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers of an interval."""
+    """The numbers in an interval."""
 
     interval: Interval
 
 
 @dataclass(frozen=True, slots=True)
 class Strings:
-    """Strings. constants: the only ones; None for any. rules: schemas that all hold, as JSON texts."""
+    """Strings.
+
+    constants: the only strings that are allowed; None allows any.
+    rules: JSON texts of schemas. A string must satisfy all of them.
+    """
 
     constants: tuple[str, ...] | None = None
     rules: tuple[str, ...] = ()
@@ -103,7 +107,7 @@ class Strings:
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """Arrays. prefix: the schemas of the first items. rest: the schema of all other items."""
+    """Arrays. prefix: the schemas of the first items, in order. rest: the schema of every later item."""
 
     prefix: tuple[Schema, ...]
     rest: Schema

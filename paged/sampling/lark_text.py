@@ -27,5 +27,5 @@ def lark_of(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text as a literal, which may not hold DEL as it is."""
+    """Return a text as a string literal of Lark. DEL is escaped, as a literal may not contain it."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")

@@ -89,7 +89,7 @@ class Gallery:
         await self._next.wait()
 
     def view(self, owner: str | None) -> bytes:
-        """Return the newest pictures as JSON: of an owner's requests alone, or all with None."""
+        """Return the newest pictures as JSON, with the requests of one owner; None: with all requests."""
         view = self._views.get(owner)
         if view is None:
             if owner is None:

@@ -18,10 +18,11 @@ def check_matplotlib() -> None:
 
 
 class Timeline:
-    """Sums for each of NUM_INTERVALS intervals, whose length doubles whenever the simulation outgrows them.
+    """The load of a simulated fleet over time, in NUM_INTERVALS intervals of equal length.
 
-    used_blocks, running and waiting are sums of a count times seconds: divided by the length of the interval
-    they are the fleet's mean count in it. An idle replica counts as 0.
+    The length doubles whenever the simulation outgrows the intervals. used_blocks, running and waiting hold
+    the integral of a count over each interval. Divided by the interval's length, it is the mean count of the
+    fleet. An idle replica counts as 0.
     """
 
     def __init__(self, interval: float = 1e-3) -> None:

@@ -28,6 +28,8 @@ from typing import Any
 
 BACKENDS = "numba", "triton", "torch"
 PROGRAM = "-m", "tests.ops.fuzz"  # of a child; a test puts another in its place
+CALLS = 20_000
+CALLS_IN_CI = 1_000
 LONGEST_S = 60  # of a call
 MOST_DEFECTS = 20  # after which a backend's calls end
 MOST_CHARACTERS = 2000  # of a message
@@ -36,7 +38,7 @@ MOST_CHARACTERS = 2000  # of a message
 def main() -> None:
     """Run the calls, print what was found, and exit with 1 if that is anything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--calls", type=int, default=20_000)
+    parser.add_argument("--calls", type=int, default=CALLS)
     parser.add_argument("--backend", choices=BACKENDS)
     parser.add_argument("--seed", type=int, help="run this call only")
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -109,7 +109,7 @@ def test_small_values_of_a_quantised_cache_survive_float16(kind):
     assert_exact_enough(attend(triton_attention.paged_attention, **case), case, reference.paged_attention)
 
 
-@pytest.mark.parametrize("chosen", [("window", "sinks"), ("softcap", "int8"), ("mla", "sinks")])
+@pytest.mark.parametrize("chosen", [("window", "sinks"), ("softcap", "int8"), ("mla", "sinks")], ids="+".join)
 def test_neighbours_do_not_change_a_bit(chosen):
     """Each sequence alone or in other company."""
     query_lens = [1, 30, 1, 3, 8]

@@ -11,35 +11,22 @@ import pytest
 import torch
 
 from paged.kernels import reference
-from paged.kernels.backend import load_kernels
+from paged.kernels.backend import Kernels, load_kernels
 from paged.kernels.gpu import target
 from tests.support.checkpoints import checkpoint, new_engine
 
-OPERATIONS = (
-    "take_rows",
-    "rms_norm",
-    "rms_norm_into",
-    "rotary_store_kv",
-    "silu_and_mul",
-    "gelu_and_mul",
-    "layer_norm",
-    "gelu",
-    "clamped_swiglu",
-    "route",
-    "sort_by_expert",
-    "grouped_linear",
-    "sum_experts",
-    "add",
-    "scale_and_cap",
-    "scale_rows",
-    "copy_blocks",
-    "paged_attention",
-    "apply_penalties",
-    "sample_tokens",
-    "greedy",
-    "mask_logits",
-    "token_logprobs",
-)
+# Those of `Kernels` that the reference defines, in its order.
+OPERATIONS = [
+    name
+    for name, value in vars(Kernels).items()
+    if inspect.isfunction(value) and not name.startswith("_") and hasattr(reference, name)
+]
+
+
+def test_the_reference_has_the_order_of_the_operations():
+    names = [name for name, value in vars(reference).items() if callable(value)]
+    assert [name for name in names if name in OPERATIONS] == OPERATIONS
+    assert len(OPERATIONS) > 20
 
 
 @pytest.mark.parametrize("name", ["torch", "numba", "triton"])
@@ -140,7 +127,7 @@ def test_torch_backend_needs_no_triton():
     script = """
         import sys
         sys.modules["triton"] = None  # as if it were not installed
-        from paged.kernels.backend import load_kernels
+        from paged.kernels.backend import Kernels, load_kernels
         load_kernels("torch")
         try:
             load_kernels("triton")

@@ -20,7 +20,7 @@ def any_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(2, 8, 1, 32), (6, 16, 3, 80), (1, 256, 2, 64), (3, 8, 5, 7)], ids=str)
-@pytest.mark.parametrize("num_pairs", [0, 1, 4])
+@pytest.mark.parametrize("num_pairs", [0, 1, 4], ids="num_pairs={}".format)
 def test_matches_reference_to_the_bit(name, dtype, shape, num_pairs):
     """Targets get their sources in every plane, and no other block is touched."""
     num_planes, *block = shape

@@ -27,14 +27,14 @@ def check(assertion, exact, dtype):
 
 
 @each_dtype
-@pytest.mark.parametrize("unit_offset", [False, True])
+@pytest.mark.parametrize("unit_offset", [False, True], ids="unit_offset={}".format)
 def test_norm(dtype, unit_offset):
     exact = torch.randn(5, 96, dtype=torch.float64)
     check(lambda got: assert_norm(got, exact, unit_offset=unit_offset), exact, dtype)
 
 
 @each_dtype
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", [False, True], ids="norm={}".format)
 def test_rotary(dtype, norm):
     exact = torch.randn(5, 4, 64, dtype=torch.float64)
     check(lambda got: assert_rotated(got, exact, norm=norm), exact, dtype)
@@ -48,7 +48,7 @@ def test_silu_and_mul(dtype, name):
     check(lambda got: assert_silu_and_mul(got, x, exact, name), exact, dtype)
 
 
-@pytest.mark.parametrize(("dtype", "off_by"), [(torch.float32, 2e-5), (torch.bfloat16, 4 * 2**-7)])
+@pytest.mark.parametrize(("dtype", "off_by"), [(torch.float32, 2e-5), (torch.bfloat16, 4 * 2**-7)], ids=str)
 def test_product(dtype, off_by):
     x, weight = torch.randn(5, 64).to(dtype), torch.randn(40, 64).to(dtype)
     exact = x.double() @ weight.double().T
@@ -65,7 +65,9 @@ def test_logprobs():
 
 @pytest.mark.parametrize("name", ["torch", "numba", "triton"])
 @pytest.mark.parametrize(
-    ("dtype", "off_by"), [(torch.float32, 1e-4), (torch.float16, 4 * 2**-10), (torch.bfloat16, 4 * 2**-7)]
+    ("dtype", "off_by"),
+    [(torch.float32, 1e-4), (torch.float16, 4 * 2**-10), (torch.bfloat16, 4 * 2**-7)],
+    ids=str,
 )
 def test_attention(name, dtype, off_by):
     """An output that is off, and a scale, which matters as much as the scores are large."""

@@ -181,7 +181,7 @@ def test_grouped_product_matches_float64(name, dtype, counts):
 
 @on_cpu
 @pytest.mark.parametrize("form", PANEL_FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_have_the_bits_of_a_product_by_their_expert_alone(form, dtype):
     """In every weight form, whatever other rows there are: with gates, padded panels, wide inputs."""
     torch.manual_seed(0)
@@ -214,7 +214,7 @@ def test_experts_that_are_not_packed_alike_are_refused():
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("num_experts", [1, 7, 300])
+@pytest.mark.parametrize("num_experts", [1, 7, 300], ids="num_experts={}".format)
 def test_sorting_is_stable(name, num_experts):
     experts = torch.stack([torch.randperm(num_experts)[:4].sort().values for _ in range(50)]).int()
     rows = load_kernels(name).sort_by_expert(experts.to(DEVICE), num_experts)

@@ -7,7 +7,7 @@ from tests.support.error_bounds import SAME_IN_FLOAT64, assert_gelu
 from tests.support.kernel_cases import DEVICE, IMPLEMENTATIONS
 
 
-@pytest.mark.parametrize("tanh", [False, True])
+@pytest.mark.parametrize("tanh", [False, True], ids="tanh={}".format)
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 17), (2, 2100)], ids=str)
 def test_matches_float64(name, dtype, shape, tanh):
@@ -21,7 +21,7 @@ def test_matches_float64(name, dtype, shape, tanh):
     torch.testing.assert_close(wide, before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("tanh", [False, True])
+@pytest.mark.parametrize("tanh", [False, True], ids="tanh={}".format)
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
 def test_large_values_and_nan(name, dtype, tanh):
     x = torch.tensor([[-1e4, 1e4, 0.0, -30.0, float("nan")]], dtype=dtype, device=DEVICE)

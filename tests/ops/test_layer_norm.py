@@ -16,7 +16,7 @@ def operands(shape, dtype, shift=0.0):
 
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 257), (3, 2048), (17, 96)], ids=str)
-@pytest.mark.parametrize("shift", [0.0, 8.0])
+@pytest.mark.parametrize("shift", [0.0, 8.0], ids="shift={}".format)
 def test_matches_float64(name, dtype, shape, shift):
     """Also where the mean is larger than what it is subtracted from."""
     x, weight, bias = operands(shape, dtype, shift)

@@ -26,7 +26,7 @@ def masks(size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["torch", "numba"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES, ids="size={}".format)
 def test_masked_logits_are_those_of_the_reference(backend, size):
     logits, rows, allowed = masks(size)
     found, expected = logits.clone(), logits.clone()
@@ -37,7 +37,7 @@ def test_masked_logits_are_those_of_the_reference(backend, size):
         assert found[rows[3]].isfinite().nonzero().tolist() == [[size - 1]]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES, ids="size={}".format)
 def test_the_token_is_the_first_of_the_highest_that_are_allowed(size):
     kernels = load_kernels("numba")
     assert kernels.greedy_of_allowed is not None

@@ -83,7 +83,7 @@ def test_matches_float64(name, dtype, seq_lens, query_lens, shape):
     assert_exact_enough(got, case, reference.paged_attention, name)
 
 
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("window", [None, 9], ids="window={}".format)
 def test_reference_is_dense_attention(window):
     """One sequence whose blocks lie in order, against torch in float64."""
     case = ragged_case([37], [20], dtype=torch.float64, num_heads=6, sliding_window=window)
@@ -104,7 +104,7 @@ def test_reference_is_dense_attention(window):
     torch.testing.assert_close(got, expected.transpose(0, 1), **SAME_IN_FLOAT64)
 
 
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("window", [None, 70], ids="window={}".format)
 def test_neighbours_do_not_change_a_bit(window):
     """Each sequence alone, or in other company and order: other grids, splits bounds and Q-block numbers."""
     query_lens = [1, 30, 1, 3, 1, 1]
@@ -147,7 +147,7 @@ def test_splits_are_capped(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["triton", "numba"] if DEVICE == "cpu" else ["triton"])
-@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize("block_size", [8, 16], ids="block_size={}".format)
 def test_offsets_of_more_than_32_bits(name, block_size):
     """Blocks 2^30 numbers apart, of which only what is written takes memory: the bits of a small cache."""
     kernels, results = load_kernels(name), []
@@ -174,7 +174,7 @@ def test_offsets_of_more_than_32_bits(name, block_size):
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("window", [0, 40], ids="window={}".format)
 def test_plan_lists_every_split_of_every_decode_once(window):
     seq_lens = torch.tensor([5, 64, 65, 300, 9, 130, 0], dtype=torch.int32, device=DEVICE)
     query_lens = [1, 4, 1, 2, 9, 3, 0]
@@ -234,7 +234,7 @@ def test_batch_without_decodes_looks_for_none(monkeypatch):
     assert_exact_enough(got, case, reference.paged_attention)
 
 
-@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("block_size", [16, 128], ids="block_size={}".format)
 @pytest.mark.parametrize("target", ["sm_90", "sm_120", "gfx942", "gfx1100"])
 def test_tiles_of_a_gpu(monkeypatch, target, block_size):
     """The tiles a GPU gets, whatever this machine is: longer than a block, and shorter."""

@@ -32,7 +32,7 @@ def penalties(*rows):
 
 
 @pytest.mark.parametrize("share", [0.0005, 0.5], ids=["sparse", "dense"])
-@pytest.mark.parametrize("vocab_size", [1, 211, 4095, 8193])
+@pytest.mark.parametrize("vocab_size", [1, 211, 4095, 8193], ids="vocab_size={}".format)
 def test_matches_reference_bit_for_bit(vocab_size, share, apply):
     """Some rows of a wider tensor, histories in other slots; what is not theirs keeps its bits."""
     wide = torch.randn(5, vocab_size + 3, device=DEVICE)

@@ -115,7 +115,7 @@ def test_draws_are_distributed_as_the_warpers_say(filters, draw):
     assert chi_square <= df + 4 * math.sqrt(2 * df)
 
 
-@pytest.mark.parametrize("vocab_size", [211, 1009])
+@pytest.mark.parametrize("vocab_size", [211, 1009], ids="vocab_size={}".format)
 @pytest.mark.parametrize("filters", CONFIGURATIONS[3:], ids=str)
 def test_what_is_drawn_is_what_the_warpers_keep(vocab_size, filters, draw):
     row, n = row_of(vocab_size), 3000
@@ -179,8 +179,8 @@ def test_top_p_of_1_keeps_the_lightest_tokens_whatever_other_rows_use(draw, monk
     assert torch.equal(among_others, alone)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 13, 1009, 4096])
-@pytest.mark.parametrize("height", [4, 32])
+@pytest.mark.parametrize("vocab_size", [1, 13, 1009, 4096], ids="vocab_size={}".format)
+@pytest.mark.parametrize("height", [4, 32], ids="height={}".format)
 def test_kernels_draw_the_tokens_of_plain_torch(height, vocab_size, monkeypatch):
     """Whatever the filters, rows of a wider tensor, -inf among them, and ties."""
     monkeypatch.setattr(torch_selection, "HEIGHT", height)
@@ -271,7 +271,7 @@ def test_rows_that_are_not_finite_get_some_token_and_change_no_other(filters, dr
     assert drawn[5:].equal(draw(logits[5:], torch.arange(5, 6), torch.arange(5, 6), **filters))
 
 
-@pytest.mark.parametrize("vocab_size", [13, 1, 1009])
+@pytest.mark.parametrize("vocab_size", [13, 1, 1009], ids="vocab_size={}".format)
 def test_rows_do_not_depend_on_their_neighbours(vocab_size, draw):
     n = 72
     chosen = [CONFIGURATIONS[i % len(CONFIGURATIONS)] for i in range(n)]
@@ -304,7 +304,7 @@ def test_candidates_are_the_largest_in_order_with_what_ties():
     assert tokens[1, 0] == 8
 
 
-@pytest.mark.parametrize("vocab_size", [13, 1009])
+@pytest.mark.parametrize("vocab_size", [13, 1009], ids="vocab_size={}".format)
 def test_thresholds_are_those_of_a_sort(vocab_size):
     rng = torch.Generator().manual_seed(2)
     n, scales = 30, torch.tensor([1e-9, 1e-3, 1.0, 30.0, 1e9]).repeat(6)[:, None]

@@ -9,7 +9,7 @@ from tests.support.kernel_cases import DEVICE, IMPLEMENTATIONS
 
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 257), (17, 96)], ids=str)
-@pytest.mark.parametrize("unit_offset", [False, True])
+@pytest.mark.parametrize("unit_offset", [False, True], ids="unit_offset={}".format)
 def test_in_place_in_a_wider_tensor(name, dtype, shape, unit_offset):
     """As the norms of Q and K over their whole projections; neighbours stay as they are."""
     wide = torch.randn(shape[0], shape[1] + 24, dtype=dtype, device=DEVICE)
@@ -23,7 +23,7 @@ def test_in_place_in_a_wider_tensor(name, dtype, shape, unit_offset):
 
 
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
-@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize("num_heads", [1, 3], ids="num_heads={}".format)
 def test_heads_in_place(name, dtype, num_heads):
     """As the norm of V; the heads before and what is between stay as they are."""
     wide = torch.randn(5, num_heads + 4, 50, dtype=dtype, device=DEVICE)
@@ -36,7 +36,7 @@ def test_heads_in_place(name, dtype, num_heads):
 
 
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
-@pytest.mark.parametrize("unit_offset", [False, True])
+@pytest.mark.parametrize("unit_offset", [False, True], ids="unit_offset={}".format)
 def test_adds_with_one_rounding(name, dtype, unit_offset):
     x, residual = torch.randn(2, 5, 257, dtype=dtype, device=DEVICE)
     weight, before = torch.randn(257, dtype=dtype, device=DEVICE), x.clone()

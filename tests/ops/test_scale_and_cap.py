@@ -8,7 +8,7 @@ from tests.support.kernel_cases import DEVICE, IMPLEMENTATIONS
 
 
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
-@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("softcap", [None, 30.0], ids="softcap={}".format)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 17), (2, 2049)], ids=str)
 def test_matches_float64(name, dtype, softcap, shape):
     """In place, and neighbours in memory stay as they are."""

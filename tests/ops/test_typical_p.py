@@ -27,7 +27,7 @@ def rows_of(vocab_size):
     )
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 13, 211, 1009, 32003])
+@pytest.mark.parametrize("vocab_size", [1, 2, 13, 211, 1009, 32003], ids="vocab_size={}".format)
 def test_reference_keeps_what_transformers_keeps(vocab_size):
     logits = rows_of(vocab_size)
     num_without_top = 0

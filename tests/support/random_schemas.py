@@ -23,6 +23,7 @@ from paged.structural_tag import exact_json
 TOKENIZER = LLTokenizer("byte", eos_token=0)
 MAX_BYTES = 1500
 ENDS = b'"]},:'  # bytes that lead to the end of a value
+COUNT_IN_CI = 100
 # Identifiers and bounds that float64 rounds, and numbers of all forms.
 NUMBERS = [
     *("0", "1", "-1", "3", "-7", "100", "0.1", "1.5", "-2.5", "1e3", "1E-3", "12345.678901234567"),

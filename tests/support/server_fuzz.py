@@ -33,6 +33,8 @@ from tests.support.served import Served
 from tests.support.server_cases import new_case
 from tests.support.small_server import small_server
 
+COUNT = 100_000
+COUNT_IN_CI = 1_000
 AT_ONCE = 16
 PATIENCE_S = 120.0  # for the answer to a case
 
@@ -135,7 +137,7 @@ async def _play_all(
 def main() -> None:
     """Play many cases, or one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--count", type=int, default=COUNT)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="play this case only")
     args = parser.parse_args()

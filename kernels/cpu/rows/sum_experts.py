@@ -25,7 +25,7 @@ def sum_experts(
     shared: Tensor | None = None,  # [num_tokens, size]
     shared_gate: Tensor | None = None,  # f32[num_tokens, 1]
 ) -> Tensor:  # [num_tokens, size]
-    """Return each token's products times their weights, added up; see `reference.sum_experts`."""
+    """Return for each token the weighted sum of its experts' outputs; see `reference.sum_experts`."""
     rows = (x,) if shared is None else (x, shared)
     others = [y for y in (places, weights, shared_gate) if y is not None]
     if not (has_regular_rows(*rows) and all(y.is_contiguous() for y in others)):

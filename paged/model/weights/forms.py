@@ -24,10 +24,10 @@ class WeightForm(Protocol):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether it launches our kernels only, which a recorded step can replay."""
+        """Whether a recorded step can replay the product: it launches no kernels but ours."""
 
     def lay_out(self, bias: Tensor) -> None:  # noqa: ARG002
-        """Prepare for this bias, which every product will add. Most forms have nothing to do."""
+        """Prepare the bias that every product will add. Most forms need no preparation."""
         return
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -37,7 +37,7 @@ class WeightForm(Protocol):
         """
 
     def store(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Store the product into out, whose rows may be apart. A recordable form does so by its kernel."""
+        """Store the product in `out`, whose rows may be apart. The kernel of a recordable form writes it."""
         out.copy_(self(x, bias))
 
     def of_experts(
@@ -46,7 +46,10 @@ class WeightForm(Protocol):
         biases: Sequence[Tensor] | None,
         kernels: Kernels,
     ) -> ExpertsForm:
-        """Return the form of the weights of experts, of which this is the first: one product for each."""
+        """Return one form for the weights of all experts, of which this one is the first.
+
+        By default it computes one product for each expert.
+        """
         return EachExpert(forms, biases, kernels)
 
 

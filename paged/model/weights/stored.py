@@ -114,10 +114,13 @@ class StoredFormat(Protocol):
     title: str  # what people call it, such as "GPTQ 4 bits"; "" for floats
 
     def layouts(self, part: StoredPart) -> dict[str, Layout]:
-        """Return the layouts of its tensors by the last part of their names: exactly those it must have."""
+        """Return the layout of each tensor that the part must have, by the last part of the tensor's name."""
 
     def weight(self, tensors: Mapping[str, Tensor]) -> Weight:
-        """Make the weight of rows in the module's order: [num_rows, *columns] of each tensor that is read."""
+        """Make the weight of a module.
+
+        tensors: [num_rows, *columns], by the names in `layouts`, with the rows in the order of the module.
+        """
 
 
 # Returns the format of a part, or None for one that it does not know. Raises CheckpointError where tensors

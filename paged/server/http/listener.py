@@ -153,14 +153,14 @@ def connection_limit(wanted: int | None) -> int:
 
 
 def url_of(options: ServeOptions, listener: socket.socket) -> str:
-    """Return the address that clients use, or the path of the socket."""
+    """Return the URL that the server is reached at; `unix:` and the path for a Unix socket."""
     if options.uds is not None:
         return f"unix:{options.uds}"
     return f"{port_url(options, listener)}{options.root_path or ''}"
 
 
 def port_url(options: ServeOptions, listener: socket.socket) -> str:
-    """Return the address of a port that clients use."""
+    """Return the URL of the host and port that a socket listens on, without the root path."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if options.ssl_certfile else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -48,7 +48,7 @@ class PageRoute:
 
 
 class WatchRoute:
-    """Pictures of the engines as events: who has a key gets their own requests, all others everything."""
+    """Streams pictures of the engines as events: with a key the requests of its owner, else all requests."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front

@@ -64,7 +64,9 @@ def test_products_and_lookups_have_the_bits_of_the_floats(codes, factors):
 @pytest.mark.parametrize(
     "pairs", [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_DOT, reason="no AVX512-BF16"))]
 )
-@pytest.mark.parametrize("order", [(0, 0, 0, 1), (32, 18, 2, 16), (256, 136, 8, 16), (256, 144, 16, 32)])
+@pytest.mark.parametrize(
+    "order", [(0, 0, 0, 1), (32, 18, 2, 16), (256, 136, 8, 16), (256, 144, 16, 32)], ids=str
+)
 def test_half_bytes_are_packed_as_their_codes(order, pairs):
     """As bytes of each row in the file say, with bytes of factors or padding around them."""
     block, block_bytes, start, run = order

@@ -94,7 +94,7 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_as_a_decode(dt
             assert torch.equal(paged_attention_from_nan(**alone), together[first:end])
 
 
-@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize("num_threads", [1, 4], ids="num_threads={}".format)
 def test_splits_outside_of_the_window_weigh_nothing(num_threads):
     """Even if a unit has no other split, and whatever was in its memory before."""
     before = torch.get_num_threads()
@@ -108,7 +108,7 @@ def test_splits_outside_of_the_window_weigh_nothing(num_threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 4, 8])
+@pytest.mark.parametrize("num_kv_heads", [1, 4, 8], ids="num_kv_heads={}".format)
 @pytest.mark.parametrize(("dtype", "head_dim", "cache"), SHAPES, ids=str)
 def test_decodes_have_the_same_bits_in_a_batch_and_alone(dtype, head_dim, cache, num_kv_heads):
     seq_lens = [3, 64, 65, 1000, 130, 7, 900, 1025, 64, 12]
@@ -130,8 +130,8 @@ def test_tiles_that_linux_refuses_are_not_used(monkeypatch):
     assert torch.equal(refused, allowed) is not HAS_TILES, "vectors give other last bits in places"
 
 
-@pytest.mark.parametrize("group", [1, 3, 8, 16, 20])
-@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("group", [1, 3, 8, 16, 20], ids="group={}".format)
+@pytest.mark.parametrize("window", [None, 37], ids="window={}".format)
 def test_decodes_have_the_same_bits_over_blocks_of_any_size(group, window):
     """AMX reads K in the cache if blocks are a multiple of 16 tokens and at most 16 rows share a KV head."""
     seq_lens, shape = [1, 16, 17, 47, 100, 129, 1030], {"num_heads": 2 * group, "num_kv_heads": 2}
@@ -161,7 +161,7 @@ def test_decodes_have_the_same_bits_over_blocks_of_any_size(group, window):
         assert torch.equal(paged_attention_from_nan(**{**other, "query": case["query"]}), expected)
 
 
-@pytest.mark.parametrize("num_threads", [1, 3, 8])
+@pytest.mark.parametrize("num_threads", [1, 3, 8], ids="num_threads={}".format)
 def test_units_cover_every_row_head_and_split_once(num_threads):
     generator = np.random.default_rng(num_threads)
     for _ in range(50):
@@ -186,8 +186,12 @@ def test_units_cover_every_row_head_and_split_once(num_threads):
         assert len(parts) == len(set(parts)) == sum(int(merge[1]) for merge in plan.merges)
 
 
-@pytest.mark.parametrize(("num_threads", "num_units"), [(1, 32), (16, 64), (17, 128), (100, 256)])
-@pytest.mark.parametrize("num_decodes", [0, 50])
+@pytest.mark.parametrize(
+    ("num_threads", "num_units"),
+    [(1, 32), (16, 64), (17, 128), (100, 256)],
+    ids=["1-in-32", "16-in-64", "17-in-128", "100-in-256"],
+)
+@pytest.mark.parametrize("num_decodes", [0, 50], ids="num_decodes={}".format)
 def test_a_prompt_is_cut_smaller_where_threads_would_have_no_unit(num_threads, num_units, num_decodes):
     """No matter how many short decodes are beside it."""
     lengths = np.array([512] + [1] * num_decodes, np.int32)
@@ -288,7 +292,7 @@ def test_rows_that_the_kernels_would_misread_are_left_to_torch():
             numba_kernels.rotary_store_kv(qkv.clone(), cos, cos, *caches.to(dtype), slots)
 
 
-@pytest.mark.parametrize("size", [1, 7, 8, 24, 37])
+@pytest.mark.parametrize("size", [1, 7, 8, 24, 37], ids="size={}".format)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rows_of_any_length_are_not_left_to_torch(size, dtype, monkeypatch):
     """A step with a torch operation in it cannot be recorded. Other tests compare the results."""
@@ -334,7 +338,7 @@ def test_nan_reaches_its_own_row_alone():
     assert out[1].isfinite().all()
 
 
-@pytest.mark.parametrize("size", [1, 5, 8, 37])
+@pytest.mark.parametrize("size", [1, 5, 8, 37], ids="size={}".format)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_rows_of_tables(size, dtype):
     """Rows of any length, of strided tables and by strided indices; an index out of range raises."""

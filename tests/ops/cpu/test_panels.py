@@ -102,7 +102,7 @@ def test_products_and_bits(form, dtype, shape, unit):
 @pytest.mark.skipif(not HAS_LOOKUP, reason="this CPU looks no vectors of bytes up (AVX2, AVX512BW)")
 @pytest.mark.parametrize("unit", ["vectors of bf12", "tiles of bf12"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", [False, True], ids="gated={}".format)
 @pytest.mark.usefixtures("unit")
 def test_bf12_is_lossless(dtype, gated, monkeypatch):
     """Encode all kinds of numbers and a row of exceptions; leave random bits and small weights alone."""
@@ -134,7 +134,7 @@ def test_bf12_is_lossless(dtype, gated, monkeypatch):
 @forms
 @pytest.mark.parametrize("unit", ["tiles", "tiles of bf12"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", [False, True], ids="gated={}".format)
 @pytest.mark.usefixtures("unit")
 def test_units_of_several_panels_have_the_bits_of_one(form, dtype, gated, monkeypatch):
     """Multiply two panels at a time, adjacent or apart, of an odd number, with a last unit of few rows.
@@ -165,6 +165,7 @@ def test_units_of_several_panels_have_the_bits_of_one(form, dtype, gated, monkey
         ((6, 64, 2048, 3), False),
         ((1, 9, 768, 1), False),
     ],
+    ids=str,
 )
 def test_few_rows_read_a_large_weight_at_two_places(shape, apart):
     """shape: rows, panels, inputs, and the parts that a row is split into."""
@@ -178,7 +179,7 @@ def test_a_thread_that_takes_two_units_at_once_leaves_some_for_others(num_panels
 
 
 @dtypes
-@pytest.mark.parametrize("num_inputs", [33, 48])
+@pytest.mark.parametrize("num_inputs", [33, 48], ids="num_inputs={}".format)
 def test_numbers_of_inputs_that_make_no_pairs_or_fill_no_tile(dtype, num_inputs):
     weight, x = torch.randn(40, num_inputs).bfloat16().to(dtype), torch.randn(9, num_inputs).to(dtype)
     form = PanelWeight(weight)
@@ -210,7 +211,7 @@ def test_rows_that_are_not_side_by_side(dtype):
     assert torch.equal(form(x[:, ::2][:, :64], None), form(x[:, ::2][:, :64].clone(), None))
 
 
-@pytest.mark.parametrize("num_rows", [1, 70])
+@pytest.mark.parametrize("num_rows", [1, 70], ids="num_rows={}".format)
 def test_products_side_by_side(num_rows):
     """A product stores into the columns that it is given, and into no others."""
     x, weight = torch.randn(num_rows, 64), torch.randn(LANES + 5, 64)
@@ -229,7 +230,7 @@ def test_products_side_by_side(num_rows):
 
 @forms
 @dtypes
-@pytest.mark.parametrize("size", [5, 16, 100])
+@pytest.mark.parametrize("size", [5, 16, 100], ids="size={}".format)
 def test_gates_are_applied(form, dtype, size, unit):
     """Compare with the product and the activation one after the other: float32 is bitwise equal."""
     linear = Linear(64, StoredRows({"": 2 * size}), bias=size != 16).to(dtype)
@@ -296,7 +297,7 @@ def test_float32_in_tiles_is_float32(unit):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="takes mprotect")
-@pytest.mark.parametrize("num_rows", [1, 15, 17, 33, 65])
+@pytest.mark.parametrize("num_rows", [1, 15, 17, 33, 65], ids="num_rows={}".format)
 def test_nothing_behind_x_is_read(num_rows, unit):
     """Put x in front of an unreadable page, with blocks of few rows and of many in turn."""
     memory, weight = mmap.mmap(-1, 2**18), torch.randn(70, 96).bfloat16().float()
@@ -404,7 +405,7 @@ def test_an_engine_in_float32_reads_16_bits(name, kept, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("form", [PanelWeight, PanelInt8Weight], ids=lambda form: form.__name__)
 @dtypes
-@pytest.mark.parametrize("num_inputs", [8, 96])
+@pytest.mark.parametrize("num_inputs", [8, 96], ids="num_inputs={}".format)
 @pytest.mark.usefixtures("unit")
 def test_rows_are_those_of_the_weight(form, dtype, num_inputs):
     weight = torch.randn(70, num_inputs).bfloat16().to(dtype)

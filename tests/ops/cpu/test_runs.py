@@ -7,7 +7,7 @@ import pytest
 from paged.kernels.cpu.launch.tasks import first_unit, num_runs
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3, 4, 61])
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 4, 61], ids="num_threads={}".format)
 def test_runs_cover_the_units_in_order(num_threads: int) -> None:
     for num_units in (0, 1, 2, 7, 8, 9, 64, 352, 1000):
         number = num_runs(num_units, num_threads)

@@ -75,7 +75,7 @@ def test_rotary_store_kv(slots):
     assert not any(cache.any() for cache in caches)
 
 
-@pytest.mark.parametrize("index", [3, -1, 2**62])
+@pytest.mark.parametrize("index", [3, -1, 2**62], ids="index={}".format)
 def test_other_indices(index):
     wrong, table = torch.tensor([0, index]), torch.ones(3, 64)
     ones, counts = torch.ones(2), torch.zeros(3, 64, dtype=torch.int32)

@@ -59,8 +59,12 @@ def awkward_logits(num_experts: int) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of infinite logits
-@pytest.mark.parametrize("with_tensors", [False, True])
-@pytest.mark.parametrize(("num_experts", "options"), ROUTING)
+@pytest.mark.parametrize("with_tensors", [False, True], ids="with_tensors={}".format)
+@pytest.mark.parametrize(
+    ("num_experts", "options"),
+    ROUTING,
+    ids=[f"{chosen.num_chosen}-of-{n}-{chosen.score}" for n, chosen in ROUTING],
+)
 def test_routing_is_that_of_the_reference(num_experts, options, with_tensors):
     """Ties, infinities, NaN and subnormal logits too; the first columns of a wider matrix."""
     logits = torch.full((7, num_experts + 3), torch.nan, device=DEVICE)[:, :num_experts]
