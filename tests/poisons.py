@@ -31,7 +31,7 @@ from tests.support.poisoned_process import is_due, poison_id
 NUM_GOOD = 8
 LONG = SamplingParams(temperature=0.8, max_tokens=150, ignore_eos=True)
 ENDLESS = replace(LONG, max_tokens=2000, seed=1)
-KINDS = [("at once", 0), ("seconds", 0.03), ("seconds", 0.2), ("tokens", 1), ("tokens", 5), ("tokens", 40)]
+KINDS = [("at once", 0), ("seconds", 0.03), ("seconds", 0.1), ("tokens", 1), ("tokens", 5), ("tokens", 40)]
 FLAVOURS: dict[str, dict[str, Any]] = {
     "one engine": {},
     "two replicas": {"replicas": 2, "router": "round-robin"},

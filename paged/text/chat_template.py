@@ -190,10 +190,9 @@ class ChatTemplates:
         return self._refuses_repeated[source]
 
     def _takes(self, source: str, num_messages: int) -> bool:
-        messages = PROBE_CONVERSATION[1:] * num_messages
-        given = {**self.special_tokens, "documents": None, "messages": messages, "tools": None}
+        given = {**self.special_tokens, "documents": None, "tools": None}
         try:
-            self._workers.ask({"source": source, "variables": given})
+            self._write(source, given, PROBE_CONVERSATION[1:] * num_messages, continues=False)
         except RequestError:
             return False
         return True

@@ -20,7 +20,6 @@ from paged import CheckpointError, ConfigError, EngineConfig
 from paged.model.headers import write_header
 from paged.model.hub import resolve_headers
 from paged.model.weights import gguf_file, samples
-from paged.runner import footprint as footprints
 from paged.simulate.cost import DATA_SHEETS
 from paged.simulate.plan import make_plan
 from tests.support.checkpoints import checkpoint, new_engine, random_model
@@ -226,7 +225,7 @@ def test_what_is_said_to_fit_does(monkeypatch, mib):
 
 
 def test_engine_that_does_not_fit_says_what_would(monkeypatch):
-    monkeypatch.setattr(footprints, "free_on_cpu", lambda: 7_000_000)
+    monkeypatch.setattr("paged.runner.memory.free_on_cpu", lambda: 7_000_000)
     message = r"^no memory for the weights on cpu: weights 0\.01 GiB.* would fit: quantization=.int8. with "
     with pytest.raises(ConfigError, match=message):
         new_engine("demo", dtype="auto", num_blocks=None)
