@@ -78,7 +78,7 @@ test-other-python: $(INSTALLED)
 TORCHLESS := tests/test_pythons.py tests/blocks/test_block_manager.py tests/blocks/test_block_pool.py tests/drafting \
   tests/requests/test_sampling_params.py tests/scheduler/test_policies.py tests/scheduler/test_preemption.py \
   tests/scheduler/test_scheduler.py tests/protocol/test_api_fields.py tests/protocol/test_agent_bodies.py \
-  tests/protocol/test_chat_output.py tests/protocol/test_response_template.py tests/protocol/test_run_options.py \
+  tests/protocol/test_chat_output.py tests/protocol/test_run_options.py \
   tests/server/test_frames.py tests/server/test_limits.py tests/server/test_request_log.py \
   tests/server/test_routes.py tests/server/test_traces.py tests/sampling/test_json_grammar.py \
   tests/text/test_chat_template.py tests/commands/test_top.py tests/commands/test_vllm_options.py
