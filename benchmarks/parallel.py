@@ -164,7 +164,7 @@ def two_ranks(delay_s: float, options: dict[str, Any]) -> Iterator[tuple[LLMEngi
             return made[0]
 
         try:
-            with mock.patch.object(engine_module, "new_executor", new_driver):
+            with mock.patch.object(engine_module, "_new_executor", new_driver):
                 engine = LLMEngine(**options)
             yield engine, times
             made[0].end()
