@@ -149,10 +149,11 @@ def launch_attention(
     """Launch attention once, as a batch with prefill does: it compiles prefill, plan, decode and merge.
 
     decodes: as a batch of decodes does, without prefill.
-    Values of 512 dimensions are a view of the keys, as in MLA. A `cache` of another dtype than queries has
-    scales where it is quantised.
+    Values of 512 dimensions are a view of the keys of one KV head, as in MLA. A `cache` of another dtype than
+    queries has scales where it is quantised.
     """
-    num_kv_heads, num_blocks = 2, 4
+    is_mla = value_dim == 512
+    num_kv_heads, num_blocks = 1 if is_mla else 2, 4
     num_heads = num_kv_heads * group
     if decodes:
         num_tokens = num_seqs
@@ -163,7 +164,7 @@ def launch_attention(
     kernels.paged_attention(
         torch.empty(num_tokens, num_heads, head_dim, dtype=dtype),
         key_cache,
-        key_cache[..., :512] if value_dim == 512 else key_cache.new_empty(*sizes, value_dim or head_dim),
+        key_cache[..., :512] if is_mla else key_cache.new_empty(*sizes, value_dim or head_dim),
         torch.zeros(num_seqs, max_blocks, dtype=torch.int32),
         torch.zeros(num_seqs, dtype=torch.int32),
         torch.zeros(num_seqs + 1, dtype=torch.int32),
