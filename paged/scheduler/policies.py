@@ -159,9 +159,10 @@ class Fair(Policy):
 
     def exceeds_share(self, request: Request, holdings: Holdings) -> bool:
         """Return whether the samples of a request take more seats together than its tenant may hold."""
-        return 1 + len(request.siblings) > self._shares(holdings).seats_of(
-            self._weight_of(request.inputs.tenant)
-        )
+        tenant = request.inputs.tenant
+        # A protected request waits in another queue, and its tenant may have no other one.
+        shares = self._shares(holdings, tenant)
+        return 1 + len(request.siblings) > shares.seats_of(self._weight_of(tenant))
 
     def is_within(self, tenant: str, holdings: Holdings, num_seats: int, num_blocks: int) -> bool:
         """Return whether a tenant may hold so many seats and blocks more. Its first request it always may."""
@@ -190,11 +191,12 @@ class Fair(Policy):
         num_blocks = self._blocks_for(request.num_tokens)
         return self.is_within(request.inputs.tenant, holdings, 1 + len(request.siblings), num_blocks)
 
-    def _shares(self, holdings: Holdings) -> Shares:
-        """Return the shares of all tenants that wait or run."""
+    def _shares(self, holdings: Holdings, *asking: str) -> Shares:
+        """Return the shares of all tenants that wait or run, and of those that ask."""
         if self._weight_of_waiting is None:
             self._weight_of_waiting = sum(map(self._weight_of, self._queues))
-        others = [t for t, num in holdings.seats.items() if num and t not in self._queues]
+        held = [tenant for tenant, num in holdings.seats.items() if num]
+        others = [tenant for tenant in dict.fromkeys([*held, *asking]) if tenant not in self._queues]
         weight = self._weight_of_waiting + sum(map(self._weight_of, others))
         return Shares(self._num_seats, self._num_blocks, len(self._queues) + len(others), weight)
 

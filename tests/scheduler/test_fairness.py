@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from paged.requests.request import RequestStatus
+from paged.scheduler.holdings import Holdings
 from paged.scheduler.policies import Fair
 from tests.fairness import run_world, steps_alone
 from tests.support.scheduler_cases import added, finish, new_request, new_scheduler, run_step
@@ -61,6 +62,17 @@ def test_more_samples_than_a_share_run_one_by_one_while_others_wait():
     assert Counter(request.inputs.tenant for request in scheduler.running) == {"a": 4, "b": 4}
     finish(scheduler)
     assert {request.finish_reason for request in samples} == {"length"}
+
+
+def test_a_tenant_with_a_protected_request_alone_has_a_share():
+    """Such a request waits beside the policy's queues, which may be empty."""
+    policy = Fair({"b": 2.5})
+    policy.divide(lambda: Holdings([]), lambda _: 1, num_seats=8, num_blocks=99, lead=0.0)
+    request = new_request("b", 4, 9, tenant="b")
+    request.siblings = [new_request("b", 4, 9, tenant="b") for _ in range(8)]
+    assert policy.exceeds_share(request, Holdings([]))
+    request.siblings = request.siblings[1:]
+    assert not policy.exceeds_share(request, Holdings([]))
 
 
 def test_a_request_that_gives_way_to_others_again_and_again_is_not_protected():
