@@ -29,8 +29,8 @@ from .tool_format import ToolFormat
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"  # the name of the parser that the chat template tells
-NO_PARSER = "none"  # of no parser
+AUTO = "auto"  # chooses the parser by the chat template
+NO_PARSER = "none"  # turns parsing off
 TOOL_PARSERS = tuple(BY_NAME)
 REASONING_PARSERS = tuple(REASONING_BY_NAME)
 
