@@ -13,10 +13,7 @@ if (sys.argv[:1] == ["-m"] and ("-m", "paged") in zip(sys.orig_argv, sys.orig_ar
 
 from typing import TYPE_CHECKING, Any
 
-from .base.from_vllm import MissingNames as _MissingNames
-from .base.from_vllm import missing as _missing
-from .config import EngineConfig
-from .errors import (
+from .base.errors import (
     CheckpointError,
     ClusterError,
     ConfigError,
@@ -36,6 +33,9 @@ from .errors import (
     UsageError,
     WorkerLostError,
 )
+from .base.from_vllm import MissingNames as _MissingNames
+from .base.from_vllm import missing as _missing
+from .config import EngineConfig
 from .requests.prompts import TextPrompt, TokensPrompt
 from .requests.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from .sampling_params import (

@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from .base.arguments import strict
+from .base.errors import ConfigError, DivisionError
 from .base.validation import check_bool, check_int, check_number, shown
-from .errors import ConfigError, DivisionError
 
 if TYPE_CHECKING:
     from .speculative_config import SpeculativeConfig

@@ -34,12 +34,12 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
+from paged.base.errors import QueueFullError
 from paged.blocks.manager import BlockManager
 from paged.blocks.pool import BlockPool
 from paged.blocks.prefix_chain import sha256_block
 from paged.drafting.drafter import Draft
 from paged.drafting.lengths import DraftLengths
-from paged.errors import QueueFullError
 from paged.ranks.messages import MessageReader, MessageWriter
 from paged.requests.request import LONG, NO_MASK, SLOW_READER, Request, RequestInputs, RequestStatus
 from paged.runner.plan import IN_SEAT, ComputedPart, Planner, StepPlan

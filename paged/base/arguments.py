@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import FrozenInstanceError, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ..errors import PagedError, RequestError, UnknownArgumentError, reject_unknown
+from .errors import PagedError, RequestError, UnknownArgumentError, reject_unknown
 from .from_vllm import neutral_of, without_neutral
 from .validation import shown
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..errors import RequestError, UnknownArgumentError
+from .errors import RequestError, UnknownArgumentError
 from .kinds import AnyJSON, Kind, Schema, check_unicode_within, named_parts, nullable
 from .validation import shown
 

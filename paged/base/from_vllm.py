@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from ..errors import PagedError
+from .errors import PagedError
 from .validation import shown
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from numbers import Number as AnyNumber
 from types import NoneType
 from typing import Any, ClassVar, get_args, get_type_hints
 
-from ..errors import PagedError, RequestError
+from .errors import PagedError, RequestError
 from .validation import MAX_INT, check_bool, check_int, check_number, number_limits, plain, shown
 
 Schema = dict[str, Any]

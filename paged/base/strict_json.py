@@ -9,7 +9,7 @@ from collections import Counter
 from decimal import Decimal
 from typing import Any
 
-from ..errors import RequestError
+from .errors import RequestError
 from .validation import shown
 
 MAX_JSON_DEPTH = 64  # of objects and arrays in a JSON text

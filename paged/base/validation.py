@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields
 from numbers import Integral, Real
 from typing import Any
 
-from ..errors import PagedError
+from .errors import PagedError
 
 _INDEX = re.compile(r"(\[[^\[\]]*\])+$")
 _PATH = re.compile(r"[A-Za-z_][\w.\[\]]*")

@@ -8,7 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 
-from ..errors import UsageError
+from ..base.errors import UsageError
 from .pool import BlockId, BlockPool
 from .prefix_chain import HashBlock, PrefixChain, sha256_block
 from .sequence import NEVER, SequenceBlocks

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ..errors import UsageError
+from ..base.errors import UsageError
 from .prefix_chain import PrefixChain
 
 # A block holds block_size tokens of one sequence in the layers of one group; a slot is one token's place:

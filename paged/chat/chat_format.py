@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..errors import ConfigError, RequestError
+from ..base.errors import ConfigError, RequestError
 from ..model.config import ModelConfig
 from ..model.families.multimodal import NATIVE
 from ..text.chat_template import ChatTemplates

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from ..errors import RequestError
+from ..base.errors import RequestError
 from ..sampling.json_references import references
 from .formats import CallSyntax
 from .tagged import value_of

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import RequestError
+from ..base.errors import RequestError
 from ..sampling_params import StructuredOutputsParams
 from .chat_format import ChatFormat
 from .forced_arguments import Format, optional, sequence, tag, text

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..base.errors import RequestError
 from ..base.validation import shown
-from ..errors import RequestError
 
 MAX_TOOLS = 128
 MAX_FUNCTION_NAME = 64

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from ..base.errors import ConfigError, PagedError
 from ..base.validation import shown
-from ..errors import ConfigError, PagedError
 
 DEFAULT_URL = "http://127.0.0.1:8000"  # that of `paged serve`
 # In this order. The server's own variable comes first, so that one name serves both sides of a test.

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..base.errors import EngineDeadError, PagedError, QueueFullError, RequestError
 from ..engine.async_base import AsyncEngine
 from ..engine.embedding import EmbeddingRequestOutput
-from ..errors import EngineDeadError, PagedError, QueueFullError, RequestError
 from ..protocol.answers.errors import FAILED, MODEL_NOT_FOUND, NOT_FOUND, error_body, failure_of, status_of
 from ..protocol.batch_file import BatchOutput, Line
 from ..protocol.calls.call import AnswerCall

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import FileError, PagedError
+from ..base.errors import FileError, PagedError
 from ..protocol.jobs import check_writable, read_jobs
 from ..simulate.statistics import percentile
 from . import common

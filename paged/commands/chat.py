@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..base.errors import PagedError
 from ..engine.async_base import STREAM_INTERVAL_S, check_interval, next_publish_time
-from ..errors import PagedError
 from ..model.generation_config import CHAT_DEFAULTS
 from . import common
 from .answers import Answers, ChatAnswer, EngineAnswers, ServerAnswers

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from ..base.errors import RequestError
 from ..base.validation import shown
-from ..errors import RequestError
 from ..model.generation_config import SHAPES
 from ..sampling_params import SamplingParams
 from . import common

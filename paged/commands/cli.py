@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
+from ..base.errors import PagedError, RequestError, is_final
 from ..base.interrupts import end_at_ctrl_c
-from ..errors import PagedError, RequestError, is_final
 from .bench import bench
 from .chat import chat
 from .common import EXIT_FAILED, EXIT_USAGE, CliError, complain

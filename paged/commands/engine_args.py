@@ -9,9 +9,9 @@ from dataclasses import MISSING, fields
 from typing import Any, Self, TypeVar
 
 from ..base.docstrings import field_texts
+from ..base.errors import ConfigError
 from ..base.from_vllm import Neutral, neutral_of
 from ..config import EngineConfig
-from ..errors import ConfigError
 from .options import SHORT, option_type
 from .vllm_options import is_switch, value_of
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import FileError
+from ..base.errors import FileError
 from ..protocol.jobs import outcome_of, read_jobs
 from ..protocol.result_file import NO_RESULTS, ResultFile, earlier_results
 from ..protocol.run_options import RunOptions

@@ -12,8 +12,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..base.docstrings import docstring_of
+from ..base.errors import UnknownArgumentError
 from ..config import EngineConfig
-from ..errors import UnknownArgumentError
 from ..sampling_params import SamplingParams
 from ..server.options import ServeOptions
 from .api_client import ApiAddress

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from ..server.access.key_file import KEY_TABLE, Moment, line_of, new_key
 from .headings import CommandGroup, GroupedCommand
 

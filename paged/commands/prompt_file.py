@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ..errors import PagedError
+from ..base.errors import PagedError
 from ..protocol.jobs import Job, outcome_of
 from ..protocol.result_file import NO_RESULTS, Earlier
 from . import common

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from ..protocol.run_options import RunOptions
 from ..server.options import ServeOptions
 from . import common

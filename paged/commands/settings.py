@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..base.errors import ConfigError, reject_unknown
 from ..base.validation import shown
-from ..errors import ConfigError, reject_unknown
 from .vllm_options import without_options
 
 ENV_PREFIX = "PAGED_"

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..base.errors import ConfigError
 from ..config import EngineConfig
-from ..errors import ConfigError
 from ..protocol.jobs import check_writable
 from ..simulate.fleet import Fleet, FleetConfig
 from ..simulate.report import report, sweep_report

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import ResourceError
+from ..base.errors import ResourceError
 from .api_client import DEFAULT_URL
 from .common import one_of
 from .live_view import blocks_bar

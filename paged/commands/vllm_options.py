@@ -10,8 +10,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from ..base.errors import ConfigError
 from ..base.from_vllm import SECRETS, Neutral, neutral_of, without_neutral
-from ..errors import ConfigError
 
 _SHORT = {
     "-dp": "data_parallel_size",

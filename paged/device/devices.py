@@ -10,8 +10,8 @@ from typing import cast
 
 import torch
 
+from ..base.errors import ConfigError, ResourceError
 from ..config import EngineConfig
-from ..errors import ConfigError, ResourceError
 from ..kernels.backend import BackendName, Kernels, has_numba
 
 logger = logging.getLogger(__name__)

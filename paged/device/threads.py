@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch
 
-from ..errors import ConfigError, ResourceError
+from ..base.errors import ConfigError, ResourceError
 
 # torch takes its number of threads from these when it is imported.
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..errors import QueueFullError, RequestError
+from ..base.errors import QueueFullError, RequestError
 from ..sampling_params import RequestOutputKind, SamplingParams
 
 # About what is held of an answer until it is read.

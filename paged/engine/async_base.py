@@ -14,9 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from ..base.validation import check_number, shown
-from ..config import EngineConfig
-from ..errors import (
+from ..base.errors import (
     ConfigError,
     EngineDeadError,
     RequestError,
@@ -24,6 +22,8 @@ from ..errors import (
     UsageError,
     reject_unknown,
 )
+from ..base.validation import check_number, shown
+from ..config import EngineConfig
 from ..model.config import ModelConfig
 from ..model.embedding_files import Pooling
 from ..requests.prompts import Prompt

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 from ..base.arguments import show_arguments_of
+from ..base.errors import UsageError
 from ..base.from_vllm import ExplainsMissing
 from ..config import EngineConfig, options_of
-from ..errors import UsageError
 from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats
 from .answer_memory import AnswerAccount

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ..errors import QueueFullError, RequestError
+from ..base.errors import QueueFullError, RequestError
 from ..requests.prompts import Prompt
 from ..requests.request import FinishReason, Request, RequestStatus
 from ..sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams

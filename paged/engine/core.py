@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import TYPE_CHECKING
 
+from ..base.errors import EngineDeadError, RequestError
 from ..base.interrupts import HeldInterrupts
-from ..errors import EngineDeadError, RequestError
 from ..requests.request import SLOW_READER, Outbox, Request, RequestGroup, RequestStatus
 from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule, StepOutput

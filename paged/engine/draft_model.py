@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..base.errors import ConfigError
 from ..config import EngineConfig
-from ..errors import ConfigError
 from ..model.config import ModelConfig
 from ..model.hf_config import read_config
 from ..model.hub import resolve

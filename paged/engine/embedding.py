@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..base.errors import RequestError
 from ..base.validation import check_bool, check_int, shown
-from ..errors import RequestError
 from ..model.embedding_files import POOLINGS, EmbeddingSettings, Pooling
 from ..requests.prompt_report import PromptReport
 from ..requests.prompts import Prompt

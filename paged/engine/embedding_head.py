@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..errors import CheckpointError
+from ..base.errors import CheckpointError
 from ..model.embedding_files import Dense, EmbeddingSettings
 from ..model.weights.safetensors_file import SafetensorsFile
 

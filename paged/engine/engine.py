@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from ..base.arguments import check_call, with_arguments_of
+from ..base.errors import ConfigError, EngineDeadError, RequestError, UsageError
 from ..base.from_vllm import ExplainsMissing
 from ..base.validation import check_bool
 from ..config import EngineConfig, check_policy, options_of
-from ..errors import ConfigError, EngineDeadError, RequestError, UsageError
 from ..model.config import ModelConfig
 from ..model.hf_config import read_config
 from ..model.hub import resolve

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 from tqdm import tqdm
 
-from ..errors import PagedError, RequestError
+from ..base.errors import PagedError, RequestError
 from ..requests.prompts import Prompt
 from ..requests.request import Outbox, RequestGroup, RequestOutput
 from .core import EngineCore

@@ -13,7 +13,7 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from ..errors import EngineDeadError
+from ..base.errors import EngineDeadError
 from ..requests.request import Outbox, Request, RequestGroup
 from ..scheduler.picture import EnginePicture
 from ..scheduler.schedule import Schedule

@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.errors import RequestError, UsageError
 from ..config import EngineConfig
-from ..errors import RequestError, UsageError
 from ..model.config import ModelConfig
 from ..model.generation_config import (
     NO_DEFAULTS,

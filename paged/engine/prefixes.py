@@ -21,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..base.errors import CheckpointError, RequestError, UsageError
 from ..blocks.manager import BlockManager
 from ..blocks.pool import BlockId, BlockPool
 from ..blocks.prefix_chain import first_digest, sha256_block, short_digest
-from ..errors import CheckpointError, RequestError, UsageError
 from ..model.cache.kv_cache import DRAFT
 from ..model.config import ModelConfig
 from ..model.gguf_paths import gguf_files

@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
+from ..base.errors import RequestError, about
 from ..base.validation import shown
 from ..blocks.manager import BlockManager
-from ..errors import RequestError, about
 from ..requests.contradictions import check_possible
 from ..requests.prompt_report import PromptReport, TokenLogprobs
 from ..requests.prompts import Prompt

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from ..errors import EngineDeadError
+from ..base.errors import EngineDeadError
 from ..requests.request import RequestGroup, RequestOutput
 from ..sampling_params import RequestOutputKind
 from ..scheduler.picture import EnginePicture

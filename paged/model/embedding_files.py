@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from ..base.errors import CheckpointError, UnsupportedModelError
 from ..base.validation import shown
-from ..errors import CheckpointError, UnsupportedModelError
 from .gguf_paths import GGUF_POOLINGS, POOLING_KEY
 from .hf_config import read_json, read_json_list
 

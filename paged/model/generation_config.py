@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..base.errors import CheckpointError, RequestError
 from ..base.validation import shown
-from ..errors import CheckpointError, RequestError
 from ..sampling_params import SamplingParams
 from .hf_config import read_json
 

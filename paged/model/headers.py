@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..base.errors import CheckpointError
 from .gguf.directory import config_of
 from .gguf.metadata import Metadata
 from .weights.gguf_file import HEADERS_ALONE, GgufFile, open_gguf

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.errors import CheckpointError, MissingModelError, UnsupportedModelError
 from ..base.validation import shown
-from ..errors import CheckpointError, MissingModelError, UnsupportedModelError
 from .config import ModelConfig
 from .families.build import Family
 from .families.reading import Config, activation_of

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from ..errors import CheckpointError, MissingModelError
+from ..base.errors import CheckpointError, MissingModelError
 from .config import DEMO
 from .gguf_paths import PART_NAME, gguf_files, is_gguf, part_paths
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from ..errors import DivisionError
+from ..base.errors import DivisionError
 from .config import ModelConfig
 from .spec import AttentionSpec, ExpertsSpec, KVShape
 

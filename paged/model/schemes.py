@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import regex
 
+from ..base.errors import CheckpointError, UnsupportedModelError
 from ..base.validation import check_bool, check_int
 from ..base.validation import shown as shown_whole
-from ..errors import CheckpointError, UnsupportedModelError
 from .config import LAYERS, ModelConfig
 from .spec import ExpertsSpec, FeedForwardSpec
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from ..base.errors import FileError, RequestError, reject_unknown
 from ..base.strict_json import parse_json
 from ..base.validation import shown
-from ..errors import FileError, RequestError, reject_unknown
 from .calls.call import AnswerCall
 from .calls.vectors import EmbeddingCall
 from .endpoints import parse_call

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
+from ..base.errors import RequestError
 from ..base.validation import shown
-from ..errors import RequestError
 from .answers.schemas import RESPONSES
 from .calls.call import Call
 from .calls.chat import ChatCall

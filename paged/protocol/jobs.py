@@ -8,9 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..base.errors import FileError, RequestError, reject_unknown
 from ..base.strict_json import parse_json
 from ..base.validation import shown
-from ..errors import FileError, RequestError, reject_unknown
 from ..requests.request import CompletionOutput, Logprob, RequestOutput
 from ..sampling_params import SamplingParams, StructuredOutputsParams
 

@@ -11,7 +11,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from ..errors import FileError
+from ..base.errors import FileError
 from .jobs import Job, check_writable
 
 

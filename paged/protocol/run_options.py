@@ -9,9 +9,9 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from ..base.errors import FileError
 from ..base.validation import shown
 from ..config import EngineConfig
-from ..errors import FileError
 from .jobs import check_writable
 
 # Options on which no result depends (docs/exactness.md); whether a request fits is the exception. A run may

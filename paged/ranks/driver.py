@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..base.errors import EngineDeadError, RankError, dead_engine
 from ..blocks.pool import BlockId
 from ..config import EngineConfig
-from ..errors import EngineDeadError, RankError, dead_engine
 from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
 from ..model.cache.shares import cut_blocks, empty_blocks, join_blocks

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from .. import errors
-from ..errors import PagedError, RankError
+from ..base import errors
+from ..base.errors import PagedError, RankError
 
 COME_S = 120.0  # in which each rank must come
 _FIRST_PAUSE_S = 0.002  # between two looks into the store; it doubles

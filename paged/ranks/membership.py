@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch.distributed
 
-from ..errors import PagedError, RankError, is_final
+from ..base.errors import PagedError, RankError, is_final
 from .layout import RankLayout
 from .meeting import COME_S, Meeting, Store, post_failure, require_equal
 from .place import Torchrun

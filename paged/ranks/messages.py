@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
 
+from ..base.errors import RankError
 from ..blocks.pool import BlockId
-from ..errors import RankError
 from ..runner.plan import IN_SEAT, ComputedPart, SeatChange
 
 _HEADER = struct.Struct("<Ii")  # the kind, and the number

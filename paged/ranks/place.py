@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from ..base.errors import ConfigError, RankError, ResourceError
 from ..config import EngineConfig
-from ..errors import ConfigError, RankError, ResourceError
 from .layout import split_evenly
 
 LOOPBACK = "127.0.0.1"

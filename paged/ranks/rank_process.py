@@ -20,9 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.errors import PagedError, RankError
 from ..base.interrupts import leave_signals_to_parent
 from ..config import EngineConfig
-from ..errors import PagedError, RankError
 from .channel import Channel, Message
 from .heartbeat import DIRECTORY_PREFIX, HeartbeatFile, remove_private
 from .layout import RankLayout

@@ -7,7 +7,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from ..errors import RankError
+from ..base.errors import RankError
 from ..model.config import ModelConfig
 from ..model.part import ModelPart, Shard
 from ..model.stream import Stream, StreamShape

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
-from ..errors import RankError
+from ..base.errors import RankError
 
 _FRAME = 1024  # bytes that every message takes; what is longer follows
 _LENGTH = struct.Struct("<I")

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..errors import ClusterError, ConfigError
+from ..base.errors import ClusterError, ConfigError
 from .missing import explained
 
 try:

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ..base.errors import ClusterError, ConfigError, EngineDeadError, PagedError, QueueFullError
 from ..base.validation import check_int, shown
 from ..config import EngineConfig
-from ..errors import ClusterError, ConfigError, EngineDeadError, PagedError, QueueFullError
 from ..requests.request import RequestOutput
 from ..requests.seeds import derived_seed
 from ..sampling_params import RequestOutputKind, SamplingParams

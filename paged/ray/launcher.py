@@ -24,8 +24,8 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ..base.errors import ClusterError
 from ..base.interrupts import signals_blocked
-from ..errors import ClusterError
 from ..server.frames import Start
 from ..server.launcher import LocalProcess, socket_pair, start_process
 from ..text.worker import ROOT

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from ..base.errors import ClusterError, ConfigError, EngineDeadError
 from ..base.validation import shown
 from ..config import EngineConfig
-from ..errors import ClusterError, ConfigError, EngineDeadError
 from ..server.launcher import LocalLauncher
 from ..server.options import MAX_WAITING, ServeOptions
 from .missing import explained

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Self
 
+from ..base.errors import RequestError
 from ..base.validation import shown
-from ..errors import RequestError
 
 # Every prefix of every breaker is looked for in the texts of all tokens.
 MAX_BREAKERS = 64

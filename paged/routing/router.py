@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 
 _MOST_LOAD = 2**62
 WAITING_WEIGHT = 4  # as in the balancing of vLLM

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..base.errors import CheckpointError, ConfigError, UnsupportedModelError, UsageError
 from ..blocks.manager import BlockManager
 from ..device.transfers import Transfers
 from ..drafting.drafter import Draft
-from ..errors import CheckpointError, ConfigError, UnsupportedModelError, UsageError
 from ..kernels.checks import TrustedContents
 from ..model.cache.kv_cache import KVCache
 from ..model.config import ModelConfig

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..base.errors import EngineDeadError
 from ..blocks.pool import BlockId
-from ..errors import EngineDeadError
 from ..scheduler.schedule import Schedule, StepOutput
 from .plan import StepPlan
 

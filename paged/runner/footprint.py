@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
+from ..base.errors import ConfigError
 from ..config import QUANTIZATIONS
 from ..device.devices import is_here
-from ..errors import ConfigError
 from ..kernels.backend import Kernels
 from ..model.spec import ExpertsSpec, FeedForwardSpec
 from ..model.weights.loading import StoredWeights

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..base.errors import ConfigError, ResourceError
 from ..device.devices import check_attention, is_here, is_shortage, resolve_backend, weights_in_panels
 from ..device.host_memory import freed_at_once
-from ..errors import ConfigError, ResourceError
 from ..kernels.backend import Kernels, load_kernels
 from ..kernels.checks import in_debug_mode
 from ..model.config import ModelConfig, TensorNames

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..base.errors import ResourceError
 from ..config import EngineConfig
 from ..device.host_memory import free_on_cpu
-from ..errors import ResourceError
 from ..kernels.backend import Kernels
 from ..model.cache.kv_cache import KVCache
 from ..requests.request import Request, RequestInputs

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ..base.errors import EngineDeadError, dead_engine
 from ..blocks.manager import widest_of
 from ..config import EngineConfig
 from ..device.devices import failure_of
 from ..device.transfers import Download
-from ..errors import EngineDeadError, dead_engine
 from ..kernels.checks import TrustedContents
 from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from ..base.errors import ResourceError
 from ..blocks.pool import BlockId
 from ..config import EngineConfig
 from ..device.devices import resolve_device, resolve_dtype, sum_in_float32, target_of
 from ..device.threads import set_threads
 from ..device.transfers import Sent, Transfers, Upload
-from ..errors import ResourceError
 from ..model.config import ModelConfig
 from ..model.part import ModelPart
 from ..model.weights.weight_files import find_weight_files

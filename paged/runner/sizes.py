@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from ..base.errors import ConfigError, UnsupportedModelError
 from ..blocks.manager import BlockManager
 from ..config import EngineConfig
-from ..errors import ConfigError, UnsupportedModelError
 from ..model.cache.layout import CacheLayout
 from ..model.config import ModelConfig
 from ..model.part import UNDIVIDED, ModelPart, Shard

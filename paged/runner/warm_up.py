@@ -6,8 +6,8 @@ from itertools import pairwise
 
 from tqdm import tqdm
 
+from ..base.errors import PagedError, RankError, ResourceError, UnsupportedModelError
 from ..device.devices import failure_of, is_shortage
-from ..errors import PagedError, RankError, ResourceError, UnsupportedModelError
 from ..requests.request import Request, RequestInputs
 from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule

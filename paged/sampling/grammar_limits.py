@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any
 
-from ..errors import RequestError
+from ..base.errors import RequestError
 
 MAX_CHARACTERS = 2**18  # of a grammar's text
 # Fuel is for the regular expressions that are built at once, at about 250 bytes a unit. Large enumerations

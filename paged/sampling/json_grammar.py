@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import RequestError
+from ..base.errors import RequestError
 from .json_library import RawSchemas, multiples_schema, string_schema, why_unsatisfiable
 from .json_numbers import Interval, terminal
 from .json_schema import (

@@ -15,8 +15,8 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
+from ..base.errors import RequestError
 from ..base.validation import shown
-from ..errors import RequestError
 from .json_formats import is_known_format
 from .json_numbers import MAX_MAGNITUDE, Exact, Interval, constant_text, why_no_bound
 from .json_references import references, with_pointers

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import CheckpointError, RequestError
+from ..base.errors import CheckpointError, RequestError
 from ..kernels.arguments import WORD_BITS
 from ..kernels.backend import Kernels
 from ..sampling_params import StructuredOutputsParams

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
+from ..base.errors import QueueFullError, UsageError
 from ..blocks.manager import BlockManager
-from ..errors import QueueFullError, UsageError
 from ..requests.request import (
     NO_MASK,
     TIMEOUT_MESSAGE,

@@ -12,8 +12,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, cast
 
-from .. import errors
-from ..errors import EngineDeadError, PagedError
+from ..base import errors
+from ..base.errors import EngineDeadError, PagedError
 from ..routing.router import load_of
 from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats

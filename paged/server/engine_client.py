@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any, Self
 
 from ..base.arguments import show_arguments_of
+from ..base.errors import ConfigError, RequestError, ResourceError
 from ..base.validation import check_int, shown
 from ..config import EngineConfig, check_policy
 from ..engine.answer_memory import AnswerAccount, AnswerBudget, comes_in_parts
@@ -20,7 +21,6 @@ from ..engine.embedding import EmbeddingSpec
 from ..engine.model_text import ModelText
 from ..engine.request_spec import Prepared, ReportTerms, RequestSpec
 from ..engine.scoring import ScoreSpec
-from ..errors import ConfigError, RequestError, ResourceError
 from ..model.hf_config import read_config
 from ..model.hub import resolve
 from ..ranks.place import Torchrun

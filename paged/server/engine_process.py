@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from ..base.errors import EngineDeadError, PagedError, QueueFullError, ResourceError
 from ..base.interrupts import leave_signals_to_parent
 from ..config import EngineConfig
 from ..engine.async_base import Deadline, is_compiled_quickly
@@ -28,7 +29,6 @@ from ..engine.engine import LLMEngine
 from ..engine.loop import EngineLoop, Recipient
 from ..engine.request_spec import ReportSpec, RequestSpec
 from ..engine.scoring import ScoreOutput
-from ..errors import EngineDeadError, PagedError, QueueFullError, ResourceError
 from ..requests.request import Logprob, Request, RequestOutput
 from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.picture import EnginePicture

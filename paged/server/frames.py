@@ -13,11 +13,11 @@ from typing import Any, Generic, TypeVar, overload
 
 import msgspec
 
+from ..base.errors import RequestError
 from ..base.validation import MAX_INT
 from ..engine.embedding import EmbeddingRequestOutput, EmbeddingSpec
 from ..engine.request_spec import ReportTerms, SampleSoFar
 from ..engine.scoring import ScoreOutput, ScoreSpec
-from ..errors import RequestError
 from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, RequestMetrics
 from ..sampling_params import SamplingParams
 from ..scheduler.picture import EnginePicture

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from ..base.errors import ConfigError, EngineDeadError, QueueFullError
 from ..base.validation import shown
 from ..chat.chat_format import ChatFormat
 from ..engine.async_base import AsyncEngine, Deadline, OnPrompt
-from ..errors import ConfigError, EngineDeadError, QueueFullError
 from ..protocol.answers.errors import TOO_MANY
 from ..protocol.calls.call import Call
 from ..protocol.endpoints import ROUTES, parse_call

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from ..base.errors import PagedError
 from ..engine.async_base import AsyncEngine
-from ..errors import PagedError
 from ..scheduler.picture import EnginePicture, PicturedRequest
 from .http.failures import HttpError
 

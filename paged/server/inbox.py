@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..base.errors import RequestError
 from ..engine.answer_memory import (
     CANDIDATE_BYTES,
     TOKEN_BYTES,
@@ -15,7 +16,6 @@ from ..engine.answer_memory import (
     AnswerLedger,
     comes_in_parts,
 )
-from ..errors import RequestError
 from ..requests.request import (
     CompletionOutput,
     ErrorKind,

@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any, Literal
 
 from ..base.arguments import strict
+from ..base.errors import ConfigError
 from ..base.validation import check_bool, check_int, check_number, shown
 from ..chat.chat_format import check_parsers
 from ..engine.async_base import STREAM_INTERVAL_S, check_interval
-from ..errors import ConfigError
 from ..protocol.limits import MAX_PROMPTS
 from ..routing.router import ROUTERS
 from ..sampling_params import MAX_LOGPROBS

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ..errors import RequestTimeoutError
+from ..base.errors import RequestTimeoutError
 from ..requests.request import TIMEOUT_MESSAGE
 
 T = TypeVar("T")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..base.errors import ConfigError
 from ..base.validation import check_bool, check_int, check_number
-from ..errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import ConfigError, EngineDeadError
+from ..base.errors import ConfigError, EngineDeadError
 from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from . import frames

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..errors import (
+from ..base.errors import (
     EngineDeadError,
     PagedError,
     QueueFullError,

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
+from ..base.errors import ConfigError, ResourceError
 from ..base.validation import check_number
-from ..errors import ConfigError, ResourceError
 from ..model.config import ModelConfig
 from ..runner.sizes import GIB
 from ..scheduler.schedule import Schedule

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ..base.errors import ConfigError, ResourceError
 from ..base.validation import changed, check_int, check_number, shown
 from ..blocks.pool import bytes_of_pool
 from ..config import EngineConfig
 from ..device.host_memory import free_on_cpu
-from ..errors import ConfigError, ResourceError
 from ..requests.request import Request
 from ..routing.router import ROUTERS, choose_among, new_router
 from ..runner.sizes import GIB, Sizes

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
+from ..base.errors import ConfigError
 from ..base.validation import shown
-from ..errors import ConfigError
 from ..model.config import ModelConfig
 from ..model.part import ModelPart
 from ..model.spec import AttentionSpec, FeedForwardSpec

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from ..base.errors import ConfigError
 from ..config import EngineConfig
 from ..device.devices import resolve_device, resolve_dtype, target_of
 from ..device.threads import set_threads
-from ..errors import ConfigError
 from ..model.config import ModelConfig
 from ..model.hf_config import read_config
 from ..model.hub import resolve_headers

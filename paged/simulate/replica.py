@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ..base.errors import QueueFullError
 from ..drafting.drafter import Draft
-from ..errors import QueueFullError
 from ..requests.request import Request, RequestInputs, RequestMetrics, RequestStatus
 from ..routing.router import load_of
 from ..runner.sizes import Sizes

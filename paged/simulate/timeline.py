@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..errors import ResourceError
+from ..base.errors import ResourceError
 
 NUM_INTERVALS = 512
 

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..base.errors import FileError, RequestError
 from ..base.validation import check_int, check_number
-from ..errors import FileError, RequestError
 
 NAMES = ("timestamp", "input_tokens", "prompt_token_ids", "output_tokens", "tenant", "priority", "prefix_id")
 MAX_TOKENS = 2**24  # a longer request is a mistake, and its token ids would fill the memory

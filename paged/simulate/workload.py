@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
+from ..base.errors import ConfigError
 from ..base.validation import changed, check_int, check_number
-from ..errors import ConfigError
 from .trace import TraceLine, read_trace
 
 ARRIVALS = ("poisson", "bursty")

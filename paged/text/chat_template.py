@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from ..base.errors import RequestError
 from ..base.validation import check_bool, shown
-from ..errors import RequestError
 from .message_forms import RefusedError, write_shown
 from .worker import Worker, WorkerLimits, Workers
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ..base.errors import RequestError
 from ..base.strict_json import parse_json
-from ..errors import RequestError
 
 Message = dict[str, Any]
 Form = Callable[[list[Message]], list[Message]]

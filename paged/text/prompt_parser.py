@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from ..base.errors import RequestError, about, reject_unknown
 from ..base.validation import check_bool, field_of, shown
-from ..errors import RequestError, about, reject_unknown
 from ..model.config import ModelConfig
 from ..requests.prompts import Prompt
 from ..requests.request import LONG

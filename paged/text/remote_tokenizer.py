@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from ..errors import RequestError
+from ..base.errors import RequestError
 from .tokenizer_bounds import PIPELINE, why_unbounded, why_undecodable
 from .tokenizer_files import allowed_roots
 from .tokenizer_source import Source

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..errors import CheckpointError, RequestError
+from ..base.errors import CheckpointError, RequestError
 from .direct_tokenizer import DirectTokenizer
 from .token_bytes import TokenBytes
 from .tokenizer_files import check_tokenizer, damaged_tokenizer, first_line, may_load_here, source_of

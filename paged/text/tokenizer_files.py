@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..base.errors import CheckpointError, MissingModelError, UnsupportedModelError
 from ..base.garbage import without_collection
 from ..base.validation import shown
-from ..errors import CheckpointError, MissingModelError, UnsupportedModelError
 from ..model.families.table import ARCHITECTURES
 from ..model.gguf_paths import NO_TOKENIZER_KEY
 from ..model.hf_config import MAX_JSON_BYTES, check_file, read_json

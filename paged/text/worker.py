@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from ..errors import RequestError, WorkerLostError
+from ..base.errors import RequestError, WorkerLostError
 
 MOST_READ = 2**20  # bytes at once
 PIECE = 2**16  # characters of a text that are encoded or parsed by one call

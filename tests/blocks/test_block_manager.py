@@ -8,9 +8,9 @@ import tracemalloc
 
 import pytest
 
+from paged.base.errors import UsageError
 from paged.blocks.manager import REGISTER_EVERY, BlockManager, Copy
 from paged.blocks.sequence import NEVER, SequenceBlocks
-from paged.errors import UsageError
 
 
 def same_hash(parent: bytes, tokens: bytes) -> bytes:  # noqa: ARG001

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from paged.base.errors import UsageError
 from paged.blocks.pool import BlockPool, bytes_of_pool
 from paged.blocks.prefix_chain import HashBlock, PrefixChain, sha256_block
-from paged.errors import UsageError
 
 
 def same_hash(parent: bytes, tokens: bytes) -> bytes:  # noqa: ARG001

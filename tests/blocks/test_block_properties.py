@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
+from paged.base.errors import UsageError
 from paged.blocks.manager import BlockManager, Copy
 from paged.blocks.pool import BlockId, BlockPool
 from paged.blocks.prefix_chain import PrefixChain, sha256_block
 from paged.blocks.sequence import SequenceBlocks
-from paged.errors import UsageError
 from tests.simulation import slot_value, weak_hash
 
 STEPS_PER_EXAMPLE = 50

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
+from paged.base.errors import ConfigError, PagedError
 from paged.base.from_vllm import neutral_of
 from paged.commands.settings import from_environment, from_file
 from paged.commands.vllm_options import without_flag
-from paged.errors import ConfigError, PagedError
 
 # Options of `paged serve` that have these names in vLLM too, where they mean the same.
 TABLE = {**neutral_of("serve"), **neutral_of("EngineArgs")}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paged import BeamSearchParams, LLMEngine, RequestError, SamplingParams
-from paged.errors import QueueFullError
+from paged.base.errors import QueueFullError
 from paged.model.decoder import Decoder
 from paged.requests.request import RequestOutput
 from paged.runner import load as model_load

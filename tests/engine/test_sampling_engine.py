@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paged import LLMEngine, SamplingParams
-from paged.errors import RequestError
+from paged.base.errors import RequestError
 from tests.support.checkpoints import VOCAB_SIZE, assert_all_free, checkpoint, new_engine, ragged_prompts
 
 # Random sampling with every parameter whose effect depends on earlier tokens.

@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from paged.errors import CheckpointError, UnsupportedModelError
+from paged.base.errors import CheckpointError, UnsupportedModelError
 from paged.model.config import DEMO
 from paged.model.families.table import ARCHITECTURES
 from paged.model.hf_config import from_hf, read_config

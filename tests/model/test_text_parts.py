@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from paged.errors import CheckpointError, UnsupportedModelError
+from paged.base.errors import CheckpointError, UnsupportedModelError
 from paged.model.config import DEMO, TensorNames
 from paged.model.families.multimodal import MULTIMODAL
 from paged.model.hf_config import from_hf, read_config

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from paged.base.errors import PagedError
 from paged.chat.chat_format import ChatFormat
-from paged.errors import PagedError
 from paged.protocol.endpoints import error_in_form_of, parse_call
 from paged.protocol.limits import Limits
 from paged.protocol.messages.events import whole_members

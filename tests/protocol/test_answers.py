@@ -12,10 +12,7 @@ from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from paged import CompletionOutput, LLMEngine, Logprob, RequestMetrics, RequestOutput, SamplingParams
-from paged.chat.chat_format import ChatFormat
-from paged.engine.embedding import EmbeddingOutput, EmbeddingRequestOutput
-from paged.engine.scoring import ScoreOutput
-from paged.errors import (
+from paged.base.errors import (
     ConfigError,
     EngineDeadError,
     QueueFullError,
@@ -23,6 +20,9 @@ from paged.errors import (
     UnknownArgumentError,
     WorkerLostError,
 )
+from paged.chat.chat_format import ChatFormat
+from paged.engine.embedding import EmbeddingOutput, EmbeddingRequestOutput
+from paged.engine.scoring import ScoreOutput
 from paged.protocol.answers.errors import error_body, failure_of, status_of
 from paged.protocol.answers.places import CompletionPlaces, Decoding, chat_places, prompt_places
 from paged.protocol.endpoints import DEFAULT_LIMITS, parse_call

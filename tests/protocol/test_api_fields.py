@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from paged import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from paged.base.errors import PagedError
 from paged.base.fields import Effect
 from paged.chat.chat_format import ChatFormat
-from paged.errors import PagedError
 from paged.protocol.calls.call import AnswerCall, GenerationCall
 from paged.protocol.calls.tokens import TextCall
 from paged.protocol.calls.vectors import EmbeddingCall

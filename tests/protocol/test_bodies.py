@@ -13,11 +13,11 @@ import pytest
 import paged
 from paged import LLMEngine, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from paged.base import strict_json
+from paged.base.errors import PagedError, RequestError, UnknownArgumentError
 from paged.base.fields import Effect
 from paged.base.kinds import Integer, Number, kinds_of
 from paged.base.strict_json import parse_json
 from paged.commands.options import option
-from paged.errors import PagedError, RequestError, UnknownArgumentError
 from paged.protocol.endpoints import ENDPOINTS, parse_call
 from paged.protocol.fields.sampling import CONSTRAINTS, SAMPLING_KINDS
 from paged.protocol.jobs import SAMPLING_NAMES

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
+from paged.base.errors import PagedError, RequestError
 from paged.chat.answer_reader import AnswerReader, TokenText
 from paged.chat.chat_format import ChatFormat
 from paged.chat.formats import BY_NAME
@@ -19,7 +20,6 @@ from paged.chat.plan import ToolPlan
 from paged.chat.writing import written_call
 from paged.config import EngineConfig
 from paged.engine.model_text import ModelText
-from paged.errors import PagedError, RequestError
 from paged.model.hf_config import read_config
 from paged.model.hub import resolve
 from paged.protocol.answers.chunks import Chunks

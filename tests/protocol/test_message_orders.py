@@ -8,7 +8,7 @@ import re
 import pytest
 
 from paged import LLMEngine
-from paged.errors import RequestError
+from paged.base.errors import RequestError
 from paged.protocol.endpoints import parse_call
 from paged.protocol.limits import Limits
 from paged.text.chat_template import ChatTemplates

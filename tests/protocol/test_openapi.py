@@ -5,8 +5,8 @@ from contextlib import nullcontext
 import jsonschema
 import pytest
 
+from paged.base.errors import PagedError
 from paged.base.fields import Effect
-from paged.errors import PagedError
 from paged.protocol.endpoints import ENDPOINTS, parse_call
 from paged.protocol.limits import Limits
 from paged.protocol.openapi import openapi

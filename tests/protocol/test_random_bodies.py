@@ -3,9 +3,9 @@
 import json
 import random
 
+from paged.base.errors import RequestError, UnknownArgumentError
 from paged.base.strict_json import parse_json
 from paged.chat.chat_format import ChatFormat
-from paged.errors import RequestError, UnknownArgumentError
 from paged.protocol.calls.call import GenerationCall
 from paged.protocol.calls.tokens import TextCall
 from paged.protocol.endpoints import parse_call

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from paged import EngineConfig, SamplingParams, StructuredOutputsParams
-from paged.errors import FileError
+from paged.base.errors import FileError
 from paged.protocol.run_options import WITHOUT_EFFECT, RunOptions
 
 # Another value of each option.

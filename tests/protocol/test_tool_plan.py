@@ -12,12 +12,12 @@ import pytest
 
 from benchmarks.schemas import closed
 from paged import ConfigError, LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
+from paged.base.errors import PagedError
 from paged.chat.chat_format import ChatFormat
 from paged.chat.formats import THINK
 from paged.chat.parts import ChatOutput, delta_of
 from paged.chat.plan import ToolPlan
 from paged.chat.tools import MAX_CALLS
-from paged.errors import PagedError
 from paged.protocol.calls.chat import CHAT_TABLE, ChatCall
 from paged.protocol.endpoints import parse_call
 from paged.protocol.limits import Limits

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from paged.errors import RankError
+from paged.base.errors import RankError
 from paged.ranks.messages import MessageKind, MessageReader, MessageWriter
 from paged.runner.plan import ComputedPart, Planner
 from paged.scheduler.schedule import Schedule

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from paged import AsyncLLMEngine, EngineDeadError, LLMEngine, RankError
+from paged.base.errors import dead_engine
 from paged.engine import async_engine
-from paged.errors import dead_engine
 from tests.rank_deaths import OPTIONS, add_requests, finish, finish_dead, go_on
 from tests.support.ranks import ranked_engines
 

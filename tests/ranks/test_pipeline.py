@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from paged import EngineDeadError, LLMEngine, SamplingParams
+from paged.base.errors import ConfigError, PagedError
 from paged.engine import prefixes
-from paged.errors import ConfigError, PagedError
 from paged.model.part import check_shards
 from paged.ranks.driver import DriverRunner
 from paged.ranks.layout import RankLayout

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import HashStore
 
 from paged import EngineConfig
-from paged.errors import RankError
+from paged.base.errors import RankError
 from paged.ranks import supervision
 from paged.ranks.layout import RankLayout
 from paged.ranks.supervision import Ranks

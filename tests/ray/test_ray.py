@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from paged import LLMEngine, SamplingParams
+from paged.base.errors import ClusterError, ConfigError
 from paged.commands import common
-from paged.errors import ClusterError, ConfigError
 from paged.requests.seeds import derived_seed
 from paged.scheduler.policy import FirstComeFirstServed
 from paged.server.engine_client import EngineClient

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import paged
+from paged.base.errors import ClusterError
 from paged.commands import common
-from paged.errors import ClusterError
 
 INSTALL = "needs ray, which is not installed: pip install 'paged\\[ray\\]'"
 

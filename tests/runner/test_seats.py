@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from paged.base.errors import ConfigError
 from paged.blocks.manager import BlockManager
 from paged.device.transfers import Transfers
-from paged.errors import ConfigError
 from paged.kernels import steps
 from paged.kernels.gpu.target import in_interpreter
 from paged.kernels.gpu.unpack_step import unpack_step

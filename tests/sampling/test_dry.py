@@ -15,7 +15,7 @@ import torch
 
 import paged
 from paged import SamplingParams
-from paged.errors import RequestError
+from paged.base.errors import RequestError
 from paged.requests.request import Request, RequestInputs
 from paged.requests.token_rules import TokenRules
 from paged.sampling.dry import DryHistory

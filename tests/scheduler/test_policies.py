@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from paged.base.errors import ConfigError
 from paged.blocks.manager import BlockManager
-from paged.errors import ConfigError
 from paged.requests.request import Request, RequestInputs, RequestStatus
 from paged.scheduler.policies import POLICIES, Fair, LongestPrefixMatch, Priority, new_policy
 from paged.scheduler.policy import Policy

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from paged.errors import QueueFullError, UsageError
+from paged.base.errors import QueueFullError, UsageError
 from paged.requests.request import Request, RequestMetrics, RequestStatus
 from paged.scheduler.policies import POLICIES, Fair, LongestPrefixMatch, new_policy
 from paged.scheduler.schedule import SECONDS_OF_STEP

@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 
-from paged.errors import RankError
+from paged.base.errors import RankError
 from paged.ranks.messages import MessageKind
 from tests.mutants import MUTANTS, planted
 from tests.simulation import World, run_world

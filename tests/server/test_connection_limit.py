@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from paged.errors import ConfigError
+from paged.base.errors import ConfigError
 from paged.server.http import listener
 
 

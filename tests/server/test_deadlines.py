@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from paged.base.errors import RequestTimeoutError
 from paged.engine.async_base import Deadline
-from paged.errors import RequestTimeoutError
 from paged.text.worker import Worker, WorkerLimits
 from tests.support.served import Served, eventually
 from tests.support.small_server import small_server

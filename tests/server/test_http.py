@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from paged.errors import EngineDeadError
+from paged.base.errors import EngineDeadError
 from tests.support.served import eventually, serving
 
 JSON = {"content-type": "application/json"}

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
+from paged.base.errors import ConfigError
 from paged.base.strict_json import parse_json
-from paged.errors import ConfigError
 from paged.protocol.endpoints import MESSAGES_PATH, ROUTES
 from paged.server.access.key_file import KeyEntry, parse_keys, read_keys
 from paged.server.access.keys import Keys

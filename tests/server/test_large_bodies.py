@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from paged.base.errors import RequestError
 from paged.base.strict_json import parse_json
-from paged.errors import RequestError
 from paged.protocol.calls.completions import CompletionCall
 from paged.server.http import body_budget, exchange, large_json
 from paged.server.http.body_budget import BodyBudget, BodyRoom

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paged import SamplingParams
-from paged.errors import RequestError
+from paged.base.errors import RequestError
 from paged.server.access import windows
 from paged.server.access.key_file import parse_keys
 from paged.server.access.limits import Admission, KeyUsage, RateLimitError, num_new_tokens

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from paged import AsyncLLMEngine, SamplingParams
+from paged.base.errors import RequestError
 from paged.config import EngineConfig
-from paged.errors import RequestError
 from paged.model.config import DEMO
 from paged.model.hf_config import read_config
 from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from paged.errors import EngineDeadError
+from paged.base.errors import EngineDeadError
 from paged.protocol.endpoints import PAGE_FILES
 from paged.protocol.fields.sampling import SAMPLING_KINDS
 from paged.scheduler.picture import EnginePicture, PicturedRequest

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paged.errors import RequestTimeoutError
+from paged.base.errors import RequestTimeoutError
 from paged.server.preparations import Preparation, Preparations
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 
 from paged import AsyncLLMEngine
-from paged.errors import EngineDeadError
+from paged.base.errors import EngineDeadError
 from paged.protocol.limits import MAX_PROMPTS
 from paged.server.engine_client import EngineClient
 from paged.server.options import MAX_WAITING

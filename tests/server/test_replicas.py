@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paged.errors import EngineDeadError
+from paged.base.errors import EngineDeadError
 from paged.routing.router import ROUTERS, WAITING_WEIGHT, new_router
 from paged.scheduler.stats import EngineStats
 from paged.server import connection, frames, supervised_engine, supervisor

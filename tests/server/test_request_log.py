@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from paged.errors import RequestError
+from paged.base.errors import RequestError
 from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput
 from paged.server.telemetry.log_lines import formatter_of
 from paged.server.telemetry.log_queue import MAX_LINE_BYTES

@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
+from paged.base.errors import ConfigError, PagedError
 from paged.commands import serve
 from paged.commands.settings import from_environment, from_file
-from paged.errors import ConfigError, PagedError
 from paged.server.http.listener import bind_all
 from paged.server.options import ServeOptions
 from tests.support.command_line import running

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from paged import SamplingParams
-from paged.errors import ConfigError
+from paged.base.errors import ConfigError
 from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput
 from paged.server.telemetry.records import Observers, RequestRecord
 from paged.server.telemetry.trace_context import TraceContext

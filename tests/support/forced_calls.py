@@ -14,10 +14,10 @@ from typing import Any
 import jsonschema
 from llguidance import LLMatcher
 
+from paged.base.errors import RequestError
 from paged.chat.chat_format import ChatFormat
 from paged.chat.formats import ChatSyntax
 from paged.chat.plan import ToolPlan
-from paged.errors import RequestError
 from paged.sampling.structural_grammar import StructuralGrammar
 from tests.support.chat_corpus import all_cases, joined
 from tests.support.random_schemas import TOKENIZER, possible

@@ -16,7 +16,7 @@ from typing import Any
 import jsonschema
 from llguidance import LLMatcher, LLTokenizer
 
-from paged.errors import RequestError
+from paged.base.errors import RequestError
 from paged.sampling.json_grammar import JsonGrammar
 from paged.structural_tag import exact_json
 

@@ -14,7 +14,7 @@ from importlib.metadata import version
 
 import pytest
 
-from paged.errors import RequestError, WorkerLostError
+from paged.base.errors import RequestError, WorkerLostError
 from paged.model.config import DEMO
 from paged.text.chat_template import MOST_RENDERED, ChatTemplates
 from paged.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from tokenizers import Regex, normalizers
 from transformers import AutoTokenizer
 
 from paged import LLMEngine, SamplingParams, StructuredOutputsParams
-from paged.errors import CheckpointError, RequestError
+from paged.base.errors import CheckpointError, RequestError
 from paged.model.config import DEMO
 from paged.model.gguf.tokenizer import PRE_TOKENIZERS
 from paged.model.tokenizer_patterns import PUBLISHED

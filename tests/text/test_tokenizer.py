@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from paged.errors import CheckpointError, RequestError
+from paged.base.errors import CheckpointError, RequestError
 from paged.model.config import DEMO
 from paged.requests.prompt_report import TokenLogprobs
 from paged.requests.request import Request, RequestGroup, RequestInputs

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers.normalizers import Normalizer
 
-from paged.errors import CheckpointError
+from paged.base.errors import CheckpointError
 from paged.text.tokenizer import Tokenizer
 from paged.text.tokenizer_growth import growth, why_growing
 from paged.text.worker import Worker

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import check_number, shown
-from ...errors import CheckpointError, UnsupportedModelError
 from ..config import ModelConfig
 from ..spec import (
     AttentionSpec,

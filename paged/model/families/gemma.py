@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...errors import UnsupportedModelError
+from ...base.errors import UnsupportedModelError
 from ..config import ModelConfig
 from ..spec import AttentionSpec
 from .build import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import check_int, check_number, shown
-from ...errors import CheckpointError, UnsupportedModelError
 from ..config import LayerInputs, ModelConfig, TensorNames
 from ..spec import KVShape, LayerSpec
 from .build import AROUND_SUBLAYERS, Family, read_attention, read_feed_forward, read_model

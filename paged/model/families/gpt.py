@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import check_number, shown
-from ...errors import CheckpointError, UnsupportedModelError
 from ..config import ROTARY_BUFFERS, ModelConfig, TensorNames
 from ..spec import NO_ROPE, FeedForwardSpec
 from .build import Family, read_attention, read_feed_forward, read_model, read_norm, repeat

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ...base.errors import CheckpointError
 from ...base.validation import check_number, shown
-from ...errors import CheckpointError
 from ..config import ModelConfig
 from ..spec import NO_ROPE
 from .build import (

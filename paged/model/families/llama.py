@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...base.errors import CheckpointError
 from ...base.validation import check_number
-from ...errors import CheckpointError
 from ..config import ModelConfig
 from .build import (
     Family,

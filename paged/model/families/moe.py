@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import check_int, check_number, shown
-from ...errors import CheckpointError, UnsupportedModelError
 from ...kernels.routing import RoutingOptions
 from ..config import ExpertStack, ModelConfig, TensorNames
 from ..spec import ExpertsSpec, FeedForwardSpec, LayerSpec

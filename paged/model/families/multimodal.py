@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import check_int, shown
-from ...errors import CheckpointError, UnsupportedModelError
 from ..config import TensorNames
 from .reading import CEILINGS, Config
 from .table import ARCHITECTURES

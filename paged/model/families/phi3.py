@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...errors import UnsupportedModelError
+from ...base.errors import UnsupportedModelError
 from ..config import ModelConfig
 from .build import (
     Family,

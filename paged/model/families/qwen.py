@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ...base.errors import CheckpointError
 from ...base.validation import check_int
-from ...errors import CheckpointError
 from ..config import ModelConfig
 from .build import (
     Family,

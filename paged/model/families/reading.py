@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import check_bool, check_int, check_number, shown
-from ...errors import CheckpointError, UnsupportedModelError
 
 Config = Mapping[str, Any]
 # Bounds on what a damaged or hostile config.json can make us allocate or loop over.

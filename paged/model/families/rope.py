@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import check_bool, check_number, shown
-from ...errors import CheckpointError, UnsupportedModelError
 from ..spec import RopeConfig
 from .reading import Config, head_dim_of, size, window_of, windows_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...base.errors import CheckpointError
 from ...base.validation import shown
-from ...errors import CheckpointError
 from ..config import ModelConfig
 from ..spec import NO_ROPE
 from .build import (

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import shown
-from ...errors import CheckpointError, UnsupportedModelError
 from ..gguf_names import CONVERTED
 from ..gguf_paths import BITS_KEYS, GGUF_KEY, GGUF_POOLINGS, POOLING_KEY, ROPE_FACTORS
 from ..weights.gguf_file import Gguf, GgufTensor

@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import shown
-from ...errors import CheckpointError, UnsupportedModelError
 from ..generation_config import sampling_defaults
 from ..gguf_paths import NO_TOKENIZER_KEY, OVERRIDDEN_KEY
 from ..hf_config import MAX_JSON_BYTES, check_file, from_hf, read_json

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import shown
-from ...errors import CheckpointError, UnsupportedModelError
 from ..weights.gguf_file import Value
 
 _REQUIRED: Any = object()

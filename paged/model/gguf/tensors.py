@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError
+from ...base.errors import CheckpointError
 from ..gguf_names import CONVERTED, Converted
 from ..weights.gguf_file import Gguf, GgufTensor
 from .config import head_dim_of

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import shown
-from ...errors import CheckpointError, UnsupportedModelError
 from ..tokenizer_patterns import CL100K, O200K, QWEN2, TEKKEN
 from .metadata import Metadata
 

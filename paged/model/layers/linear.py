@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ...errors import ConfigError
+from ...base.errors import ConfigError
 from ...kernels.backend import Kernels
 from ..exchanges import look_up
 from ..part import UNDIVIDED, Shard

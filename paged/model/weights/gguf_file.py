@@ -19,8 +19,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import shown
-from ...errors import CheckpointError, UnsupportedModelError
 from ..gguf_paths import part_paths
 from .open_file import FileTensor, OpenFile
 

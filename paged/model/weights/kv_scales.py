@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError
+from ...base.errors import CheckpointError
 from ..config import LAYERS, ModelConfig
 from .loading import KVScales
 from .sources import Sources, StoredTensor

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...base.errors import CheckpointError
 from ...base.garbage import without_collection
-from ...errors import CheckpointError
 from ..config import ModelConfig, TensorNames
 from ..gguf_paths import ROPE_FACTORS, is_gguf
 from ..spec import ExpertsSpec

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError
+from ...base.errors import CheckpointError
 from ..hf_config import check_file
 from .sources import StoredTensor
 

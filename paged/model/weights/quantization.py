@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import ConfigError, ResourceError
+from ...base.errors import ConfigError, ResourceError
 from ...kernels.int4_search import LEVELS, best_fit
 from .forms import TableForm, WeightForm
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from ...base.errors import CheckpointError
 from ...base.validation import shown
-from ...errors import CheckpointError
 from ..config import LLAMA_NAMES, TensorNames
 from .open_file import FileTensor, OpenFile
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...errors import CheckpointError
+from ...base.errors import CheckpointError
 from ..config import ExpertStack
 from .open_file import FileTensor
 from .sources import StoredTensor

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...base.errors import CheckpointError, MissingModelError
 from ...base.validation import shown
-from ...errors import CheckpointError, MissingModelError
 from ..gguf_paths import GGUF_KEY, gguf_files, is_gguf
 from ..hf_config import read_json
 

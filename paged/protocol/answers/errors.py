@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...engine.embedding import EmbeddingRequestOutput
-from ...engine.scoring import ScoreOutput
-from ...errors import (
+from ...base.errors import (
     EngineDeadError,
     PagedError,
     QueueFullError,
@@ -16,6 +14,8 @@ from ...errors import (
     UnknownArgumentError,
     WorkerLostError,
 )
+from ...engine.embedding import EmbeddingRequestOutput
+from ...engine.scoring import ScoreOutput
 from ...requests.request import ErrorKind, RequestOutput
 
 BAD_REQUEST = 400

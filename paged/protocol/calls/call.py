@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ...base.errors import PagedError, RequestError
 from ...base.fields import FieldTable
-from ...errors import PagedError, RequestError
 from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
 from ...sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams

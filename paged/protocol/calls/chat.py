@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...base.errors import PagedError, RequestError
 from ...base.fields import Field, FieldTable, ignored, refused
 from ...base.kinds import Boolean, Integer
-from ...errors import PagedError, RequestError
 from ...requests.request import RequestOutput
 from ..answers.chats import ChatChunks, ChatForm, chat_body
 from ..answers.chunks import Head

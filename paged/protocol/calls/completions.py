@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...base.errors import RequestError
 from ...base.fields import Field, FieldTable, refused
 from ...base.kinds import Boolean, Integer
-from ...errors import RequestError
 from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
 from ..answers.chunks import Head

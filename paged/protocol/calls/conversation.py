@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...base.errors import RequestError
 from ...base.validation import shown
 from ...chat.tool_format import JSON_FORMAT, ToolFormat
 from ...chat.tool_prompts import Message
-from ...errors import RequestError
 from ...text.chat_template import names_role
 from ..fields.messages import ROLES
 from ..limits import Limits

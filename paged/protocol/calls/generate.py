@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...base.errors import PagedError
 from ...base.fields import Field, FieldTable
 from ...base.kinds import AnyJSON, Boolean, Choice, ListOf, OneOf
-from ...errors import PagedError
 from ...requests.prompts import Prompt
 from ...requests.request import CompletionOutput, RequestOutput
 from ...sampling_params import SamplingParams

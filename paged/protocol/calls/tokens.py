@@ -6,9 +6,9 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...base.errors import RequestError
 from ...base.fields import Field, FieldTable
 from ...base.kinds import Boolean, Text, TokenIds
-from ...errors import RequestError
 from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, TEMPLATE_FIELDS
 from ..fields.messages import MESSAGES
 from ..fields.tools import TOOLS

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...base.errors import RequestError
 from ...base.fields import FieldTable
 from ...base.kinds import Kind, Schema
 from ...base.validation import shown
-from ...errors import RequestError
 
 logger = logging.getLogger(__name__)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ...base.errors import RequestError
 from ...base.fields import Field, FieldTable, ObjectOf, refused
 from ...base.kinds import Choice, JSONObject, Kind, ListOf, OneOf, Schema, Text
 from ...base.validation import shown
-from ...errors import RequestError
 from ..limits import MAX_MESSAGES
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

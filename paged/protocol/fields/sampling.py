@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...base.docstrings import field_texts
+from ...base.errors import PagedError, RequestError
 from ...base.fields import Field, FieldTable, ObjectOf, Tagged, ignored, refused
 from ...base.from_vllm import Neutral, neutral_of
 from ...base.kinds import (
@@ -24,7 +25,6 @@ from ...base.kinds import (
     kinds_of,
 )
 from ...base.validation import shown
-from ...errors import PagedError, RequestError
 from ...sampling_params import (
     BIAS,
     MAX_BAD_WORDS,

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ...base.errors import RequestError
 from ...base.fields import Field, FieldTable, ObjectOf, Tagged
 from ...base.kinds import Boolean, Choice, JSONObject, ListOf, OneOf, Schema, Text
 from ...base.validation import shown
 from ...chat.tools import MAX_FUNCTION_NAME, MAX_TOOLS
-from ...errors import RequestError
 
 
 class FunctionName(Text):

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ...base.errors import RequestError
 from ...base.validation import shown
-from ...errors import RequestError
 from ..calls.call import OwnNames
 from ..fields.builtin_tools import functions_of
 from ..limits import Limits

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ...errors import RequestError
+from ...base.errors import RequestError
 from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
 from ...sampling_params import SamplingParams

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...base.errors import RequestError
 from ...base.fields import Field, FieldTable, ObjectOf, Tagged, ignored, refused
 from ...base.kinds import (
     Boolean,
@@ -22,7 +23,6 @@ from ...base.kinds import (
 )
 from ...base.validation import shown
 from ...chat.tools import MAX_TOOLS
-from ...errors import RequestError
 from ..fields.builtin_tools import FunctionOrBuiltin
 from ..fields.common import COMMON_FIELDS, EFFORTS, INCLUDE_REASONING, NO_THINKING_FIELD, TEMPLATE_KWARGS
 from ..fields.sampling import TOKEN_FIELDS, sampling_field

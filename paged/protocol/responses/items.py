@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ...base.errors import RequestError
 from ...base.validation import shown
-from ...errors import RequestError
 
 Message = dict[str, Any]
 Item = Mapping[str, Any]

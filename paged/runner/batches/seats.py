@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...base.errors import ResourceError
 from ...device.transfers import Sent, Upload, arrived
-from ...errors import ResourceError
 from ...kernels.steps import (
     ENTRIES,
     FIRST_ENTRY,

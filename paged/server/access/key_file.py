@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from typing import Any
 
+from ...base.errors import ConfigError, PagedError, RequestError, ResourceError
 from ...base.fields import Field, FieldTable
 from ...base.kinds import Integer, Kind, ListOf, Number, Schema, Text
-from ...errors import ConfigError, PagedError, RequestError, ResourceError
 from ...protocol.fields.priority import PriorityKind
 from ...protocol.limits import MAX_NAME_LENGTH
 

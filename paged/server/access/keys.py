@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 
-from ...errors import ConfigError
+from ...base.errors import ConfigError
 from ...protocol.fields.priority import PRIORITIES
 from .key_file import KeyEntry, digest_of, read_keys
 from .limits import Clock, KeyUsage

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ...errors import QueueFullError, RequestError
+from ...base.errors import QueueFullError, RequestError
 from ...sampling_params import SamplingParams
 from .key_file import KeyEntry
 from .windows import Use, Window

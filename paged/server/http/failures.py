@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from starlette.exceptions import HTTPException
 
-from ...errors import PagedError, RequestError
+from ...base.errors import PagedError, RequestError
 from ...protocol.answers.errors import error_body, status_of
 from ..access.limits import RateLimitError
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from ...base.errors import RequestError
 from ...base.strict_json import (
     MAX_JSON_DEPTH,
     RoundedFloat,
@@ -30,7 +31,6 @@ from ...base.strict_json import (
     too_deep,
     unique_names,
 )
-from ...errors import RequestError
 
 # What a body may have. A list takes 72 bytes of memory for the two of its text, and an object of one key 190
 # for seven, so the number of objects and arrays is bounded by the length, too.

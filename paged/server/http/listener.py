@@ -18,7 +18,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from ...errors import ResourceError
+from ...base.errors import ResourceError
 from ..options import ServeOptions
 from .acceptor import NUM_SPARE, Acceptor
 from .connection import ConnectionContext, OnRefusal

@@ -6,8 +6,8 @@ import asyncio
 import time
 from typing import Any
 
+from ...base.errors import ConfigError
 from ...base.validation import shown
-from ...errors import ConfigError
 from ...protocol.endpoints import POST_END, POST_REPLICAS
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange

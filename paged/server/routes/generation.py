@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ...base.errors import PagedError, QueueFullError
 from ...engine.async_base import RequestStream
-from ...errors import PagedError, QueueFullError
 from ...protocol.answers.errors import failure_of
 from ...protocol.calls.call import AnswerCall, GenerationCall
 from ...protocol.calls.conversation_call import ConversationCall

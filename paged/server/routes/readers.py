@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
+from ...base.errors import EngineDeadError, PagedError
 from ...engine.async_base import RequestStream, cooperatively
-from ...errors import EngineDeadError, PagedError
 from ...requests.request import Logprob, RequestOutput
 from ..frames import Places
 from ..http.exchange import PARTS_AT_ONCE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ... import __version__
-from ...errors import EngineDeadError
+from ...base.errors import EngineDeadError
 from ...protocol.endpoints import GET_MODEL
 from ...protocol.openapi import openapi
 from ..front_end import STOPPING, FrontEnd

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...errors import PagedError
+from ...base.errors import PagedError
 from ...protocol.answers.chunks import Chunks
 from ...protocol.answers.errors import failure_of
 from ...protocol.calls.call import AnswerCall

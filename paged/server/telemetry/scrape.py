@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from ...errors import ConfigError, PagedError
+from ...base.errors import ConfigError, PagedError
 
 TIMEOUT_S = 5.0
 MAX_BYTES = 16 * 2**20

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from ... import __version__
-from ...errors import ConfigError, ResourceError
+from ...base.errors import ConfigError, ResourceError
 from .records import CLIENT_GONE, Ending, Observer, RequestRecord
 from .trace_context import TraceContext
 

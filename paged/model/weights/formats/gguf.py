@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....errors import CheckpointError
+from ....base.errors import CheckpointError
 from ....kernels.half_bytes import HalfBytes
 from ..coded import CodedWeight, Factors
 from ..gguf_file import GgmlType, GgufTensor

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ....errors import CheckpointError
+from ....base.errors import CheckpointError
 from ...schemes import Scheme
 from ..coded import Weight
 from ..stored import Layout, StoredFormat, StoredPart

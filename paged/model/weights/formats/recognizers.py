@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ....errors import CheckpointError, UnsupportedModelError
+from ....base.errors import CheckpointError, UnsupportedModelError
 from ...config import TensorNames
 from ...schemes import Kind, Module, Quantization, Rule, Scheme
 from ..sources import StoredTensor
