@@ -29,9 +29,9 @@ from paged import LLMEngine, SamplingParams, StructuredOutputsParams
 from paged.drafting.drafter import Draft, Drafter
 from paged.drafting.drafters import new_drafter
 from paged.drafting.lengths import DraftLengths
+from paged.options.speculative_config import SpeculativeConfig
 from paged.requests.request import Request
 from paged.scheduler.drafts import Drafts
-from paged.speculative_config import SpeculativeConfig
 
 CLASS = """class Account:
     def __init__(self, owner, balance=0):

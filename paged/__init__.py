@@ -35,16 +35,16 @@ from .base.errors import (
 )
 from .base.from_vllm import MissingNames as _MissingNames
 from .base.from_vllm import missing as _missing
-from .config import EngineConfig
-from .requests.prompts import TextPrompt, TokensPrompt
-from .requests.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from .sampling_params import (
+from .options.config import EngineConfig
+from .options.sampling_params import (
     BeamSearchParams,
     PoolingParams,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
 )
+from .requests.prompts import TextPrompt, TokensPrompt
+from .requests.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
     from .commands.engine_args import EngineArgs, FlexibleArgumentParser
@@ -131,6 +131,9 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f".{_MODULES[found]}", __name__), found)
     raise AttributeError(_missing("paged", name))
 
+
+# vLLM's path of the same.
+sys.modules[f"{__name__}.sampling_params"] = sys.modules[SamplingParams.__module__]
 
 # `from paged import ModelRegistry` and `import paged.inputs` look for modules, and say what to use here.
 if _MissingNames not in sys.meta_path:

@@ -19,7 +19,8 @@ from paged.base import errors
 ROOT = Path(__file__).parents[1]
 # Imports go from a row to itself or to one above it, never down. Every file and folder has its row.
 LAYERS = [
-    ["base", "config", "speculative_config", "structural_tag", "sampling_params"],
+    ["base"],
+    ["options"],
     ["blocks"],
     ["requests"],
     ["drafting"],
@@ -41,7 +42,7 @@ LAYERS = [
     ["__main__"],
 ]
 ROW = {name: row for row, names in enumerate(LAYERS) for name in names}
-STDLIB_ROWS = 5  # the first rows are pure Python
+STDLIB_ROWS = 6  # the first rows are pure Python
 MAX_PARAMETERS = 12
 # The one module that defines each word of the glossary.
 GLOSSARY = {

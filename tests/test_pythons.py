@@ -15,11 +15,11 @@ from typer.main import get_command
 
 from paged.base.docstrings import docstring_of, field_texts
 from paged.commands.cli import app
-from paged.config import EngineConfig
+from paged.options.config import EngineConfig
+from paged.options.sampling_params import SamplingParams, StructuredOutputsParams
+from paged.options.speculative_config import SpeculativeConfig
 from paged.protocol.fields.sampling import SAMPLING_FIELDS
-from paged.sampling_params import SamplingParams, StructuredOutputsParams
 from paged.server.options import ServeOptions
-from paged.speculative_config import SpeculativeConfig
 from tests.support.pythons import supported
 from tests.support.requirements import KINDS, LEFT_OUT, declared, requirements
 

@@ -11,16 +11,16 @@ from typing import Any
 from paged.base.errors import EngineDeadError, UsageError
 from paged.chat.formats import BY_NAME
 from paged.chat.writing import written_call
-from paged.config import EngineConfig
 from paged.engine.async_base import OnPrompt
 from paged.engine.embedding import EmbeddingRequestOutput
 from paged.engine.model_text import ModelText
 from paged.engine.scoring import ScoreOutput
 from paged.model.hf_config import read_config
 from paged.model.hub import resolve
+from paged.options.config import EngineConfig
+from paged.options.sampling_params import RequestOutputKind, SamplingParams
 from paged.requests.prompts import Prompt
 from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput
-from paged.sampling_params import RequestOutputKind, SamplingParams
 from paged.scheduler.stats import EngineStats
 from paged.text.prompt_parser import ParsedPrompt
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..options.sampling_params import SamplingParams
 from ..requests.request import CompletionOutput
-from ..sampling_params import SamplingParams
 from ..text.detokenizer import Detokenizer
 from ..text.tokenizer import Tokenizer
 from .answer_reader import AnswerReader, TokenText

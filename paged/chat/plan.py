@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..base.errors import RequestError
-from ..sampling_params import StructuredOutputsParams
+from ..options.sampling_params import StructuredOutputsParams
 from .chat_format import ChatFormat
 from .forced_arguments import Format, optional, sequence, tag, text
 from .formats import REASONING_BY_NAME

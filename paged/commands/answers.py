@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..base.errors import PagedError
-from ..sampling_params import MAX_SEED, SamplingParams
+from ..options.sampling_params import MAX_SEED, SamplingParams
 from . import common
 from .api_client import ApiClient, ApiExchange, part_of, reasoning_of
 from .chat_params import ChatParams

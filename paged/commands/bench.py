@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..options.sampling_params import SamplingParams
 from ..protocol.jobs import check_writable
-from ..sampling_params import SamplingParams
 from ..simulate.statistics import percentile
 from . import common
 from .bench_serve import serve

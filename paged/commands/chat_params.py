@@ -10,7 +10,7 @@ from typing import Any
 from ..base.errors import RequestError
 from ..base.validation import shown
 from ..model.generation_config import SHAPES
-from ..sampling_params import SamplingParams
+from ..options.sampling_params import SamplingParams
 from . import common
 from .common import CliError
 

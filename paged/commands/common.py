@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..base.errors import ClusterError, PagedError, ResourceError
-from ..config import EngineConfig
-from ..sampling_params import SamplingParams, StructuredOutputsParams, biases_of
+from ..options.config import EngineConfig
+from ..options.sampling_params import SamplingParams, StructuredOutputsParams, biases_of
 from ..simulate.workload import read_shares
 from .headings import MODEL, OUTPUT
 from .options import option

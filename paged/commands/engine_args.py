@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 from ..base.docstrings import field_texts
 from ..base.errors import ConfigError
 from ..base.from_vllm import Neutral, neutral_of
-from ..config import EngineConfig
+from ..options.config import EngineConfig
 from .options import SHORT, option_type
 from .vllm_options import is_switch, value_of
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..base.errors import FileError
+from ..options.sampling_params import SamplingParams
 from ..protocol.jobs import outcome_of, read_jobs
 from ..protocol.result_file import NO_RESULTS, ResultFile, earlier_results
 from ..protocol.run_options import RunOptions
-from ..sampling_params import SamplingParams
 from . import common
 from .common import CliError
 from .options import with_options

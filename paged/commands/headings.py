@@ -13,8 +13,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..base.docstrings import docstring_of
 from ..base.errors import UnknownArgumentError
-from ..config import EngineConfig
-from ..sampling_params import SamplingParams
+from ..options.config import EngineConfig
+from ..options.sampling_params import SamplingParams
 from ..server.options import ServeOptions
 from .api_client import ApiAddress
 from .vllm_options import without_flag

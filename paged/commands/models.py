@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..config import EngineConfig
 from ..model.families.multimodal import NATIVE
+from ..options.config import EngineConfig
 from . import common
 from .options import with_options
 

@@ -15,7 +15,7 @@ import typer
 
 from ..base.docstrings import field_texts
 from ..model.generation_config import GENERATION_FIELDS
-from ..sampling_params import SamplingParams
+from ..options.sampling_params import SamplingParams
 from .headings import heading_of
 
 # Added to the help of fields that hold several values: how the command line writes one.

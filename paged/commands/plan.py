@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import EngineConfig
+from ..options.config import EngineConfig
 from ..runner.sizes import GIB
 from ..simulate.cost import DATA_SHEETS
 from ..simulate.report import table

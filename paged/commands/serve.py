@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..base.errors import ConfigError
-from ..config import EngineConfig
+from ..options.config import EngineConfig
 from ..server.access.keys import keys_of
 from ..server.options import MAX_WAITING, ServeOptions
 from . import common

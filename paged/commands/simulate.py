@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ..base.errors import ConfigError
-from ..config import EngineConfig
+from ..options.config import EngineConfig
 from ..protocol.jobs import check_writable
 from ..simulate.fleet import Fleet, FleetConfig
 from ..simulate.report import report, sweep_report

@@ -11,8 +11,8 @@ from typing import cast
 import torch
 
 from ..base.errors import ConfigError, ResourceError
-from ..config import EngineConfig
 from ..kernels.backend import BackendName, Kernels, has_numba
+from ..options.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..speculative_config import SpeculativeConfig
+from ..options.speculative_config import SpeculativeConfig
 from .drafter import Drafter
 from .grammar import GrammarDrafter
 from .ngram import NgramDrafter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..base.errors import QueueFullError, RequestError
-from ..sampling_params import RequestOutputKind, SamplingParams
+from ..options.sampling_params import RequestOutputKind, SamplingParams
 
 # About what is held of an answer until it is read.
 TOKEN_BYTES = 40

@@ -23,12 +23,12 @@ from ..base.errors import (
     reject_unknown,
 )
 from ..base.validation import check_number, shown
-from ..config import EngineConfig
 from ..model.config import ModelConfig
 from ..model.embedding_files import Pooling
+from ..options.config import EngineConfig
+from ..options.sampling_params import SamplingParams
 from ..requests.prompts import Prompt
 from ..requests.request import TIMEOUT_MESSAGE, RequestOutput
-from ..sampling_params import SamplingParams
 from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from ..text.chat_template import TEMPLATE_OPTIONS, Message

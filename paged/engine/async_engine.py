@@ -11,8 +11,8 @@ from typing import Any, Self, TypeVar
 from ..base.arguments import show_arguments_of
 from ..base.errors import UsageError
 from ..base.from_vllm import ExplainsMissing
-from ..config import EngineConfig, options_of
-from ..sampling_params import RequestOutputKind, SamplingParams
+from ..options.config import EngineConfig, options_of
+from ..options.sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats
 from .answer_memory import AnswerAccount
 from .async_base import STREAM_INTERVAL_S, AsyncEngine, check_interval, is_compiled_quickly

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..base.errors import QueueFullError, RequestError
+from ..options.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from ..requests.prompts import Prompt
 from ..requests.request import FinishReason, Request, RequestStatus
-from ..sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from ..scheduler.scheduler import Scheduler
 from ..text.tokenizer import Tokenizer
 from .request_factory import RequestFactory

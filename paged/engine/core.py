@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from ..base.errors import EngineDeadError, RequestError
 from ..base.interrupts import HeldInterrupts
+from ..options.sampling_params import SamplingParams
 from ..requests.request import SLOW_READER, Outbox, Request, RequestGroup, RequestStatus
-from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule, StepOutput
 from ..scheduler.scheduler import Scheduler
 from ..text.outputs import OutputProcessor

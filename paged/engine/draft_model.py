@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..base.errors import ConfigError
-from ..config import EngineConfig
 from ..model.config import ModelConfig
 from ..model.hf_config import read_config
 from ..model.hub import resolve
+from ..options.config import EngineConfig
 from ..runner.draft_model import DraftCheckpoint, naming_draft_model
 from ..text.tokenizer import Tokenizer
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from ..base.errors import RequestError
 from ..base.validation import check_bool, check_int, shown
 from ..model.embedding_files import POOLINGS, EmbeddingSettings, Pooling
+from ..options.sampling_params import PoolingParams
 from ..requests.prompt_report import PromptReport
 from ..requests.prompts import Prompt
 from ..requests.request import ErrorKind, Request, RequestMetrics
-from ..sampling_params import PoolingParams
 from ..text.prompt_parser import ParsedPrompt, PromptParser
 
 if TYPE_CHECKING:

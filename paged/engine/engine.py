@@ -16,15 +16,15 @@ from ..base.arguments import check_call, with_arguments_of
 from ..base.errors import ConfigError, EngineDeadError, RequestError, UsageError
 from ..base.from_vllm import ExplainsMissing
 from ..base.validation import check_bool
-from ..config import EngineConfig, check_policy, options_of
 from ..model.config import ModelConfig
 from ..model.hf_config import read_config
 from ..model.hub import resolve
+from ..options.config import EngineConfig, check_policy, options_of
+from ..options.sampling_params import DEFAULT_MAX_TOKENS, BeamSearchParams, SamplingParams
 from ..requests.prompts import Prompt
 from ..requests.request import RequestOutput
 from ..runner.model_runner import ModelRunner
 from ..runner.warm_up import warm_up
-from ..sampling_params import DEFAULT_MAX_TOKENS, BeamSearchParams, SamplingParams
 from ..text.prompt_parser import PromptParser
 from ..text.tokenizer import Tokenizer
 from .core import EngineCore
@@ -46,8 +46,8 @@ from .request_spec import ReportTerms, RequestSpec, ids_of
 
 if TYPE_CHECKING:
     from ..model.embedding_files import Pooling
+    from ..options.sampling_params import PoolingParams
     from ..runner.draft_model import DraftCheckpoint
-    from ..sampling_params import PoolingParams
     from ..scheduler.policies import Fair
     from ..scheduler.stats import EngineStats
     from ..text.chat_template import ChatTemplates, Message

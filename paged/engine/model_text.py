@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import RequestError, UsageError
-from ..config import EngineConfig
 from ..model.config import ModelConfig
 from ..model.generation_config import (
     NO_DEFAULTS,
@@ -20,7 +19,8 @@ from ..model.generation_config import (
     read_sampling_defaults,
 )
 from ..model.hub import resolve
-from ..sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
+from ..options.config import EngineConfig
+from ..options.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from ..text.prompt_parser import PromptParser
 from ..text.tokenizer import Tokenizer
 

@@ -29,8 +29,8 @@ from ..model.cache.kv_cache import DRAFT
 from ..model.config import ModelConfig
 from ..model.gguf_paths import gguf_files
 from ..model.hf_config import check_file
+from ..options.sampling_params import SamplingParams
 from ..requests.prompts import Prompt
-from ..sampling_params import SamplingParams
 from ..text.prompt_parser import ParsedPrompt
 from .core import EngineCore
 from .generation import RequestSource, generate_in_order

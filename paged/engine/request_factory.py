@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..base.errors import RequestError, about
 from ..base.validation import shown
 from ..blocks.manager import BlockManager
+from ..options.sampling_params import SamplingParams
 from ..requests.contradictions import check_possible
 from ..requests.prompt_report import PromptReport, TokenLogprobs
 from ..requests.prompts import Prompt
@@ -18,7 +19,6 @@ from ..requests.request import Grammar, Request, RequestGroup, RequestInputs, Re
 from ..requests.seeds import derived_seed, sample_seed
 from ..requests.stop_strings import StopStrings, stop_strings
 from ..requests.token_rules import TokenRules
-from ..sampling_params import SamplingParams
 from ..scheduler.policy import Policy
 from ..text.prompt_parser import ParsedPrompt, PromptParser
 from .model_text import ModelText

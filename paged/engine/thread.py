@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 from ..base.errors import EngineDeadError
+from ..options.sampling_params import RequestOutputKind
 from ..requests.request import RequestGroup, RequestOutput
-from ..sampling_params import RequestOutputKind
 from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from .answer_memory import CANDIDATE_BYTES, PAUSE_BYTES, TOKEN_BYTES

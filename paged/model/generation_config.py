@@ -8,7 +8,7 @@ from typing import Any
 
 from ..base.errors import CheckpointError, RequestError
 from ..base.validation import shown
-from ..sampling_params import SamplingParams
+from ..options.sampling_params import SamplingParams
 from .hf_config import read_json
 
 _FILE = "generation_config.json"

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from ..base.errors import FileError, RequestError, reject_unknown
 from ..base.strict_json import parse_json
 from ..base.validation import shown
+from ..options.sampling_params import SamplingParams, StructuredOutputsParams
 from ..requests.request import CompletionOutput, Logprob, RequestOutput
-from ..sampling_params import SamplingParams, StructuredOutputsParams
 
 TEXT_LINES = ("", ".txt")
 JSON_LINES = (".jsonl", ".ndjson")

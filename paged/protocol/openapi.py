@@ -6,7 +6,7 @@ import re
 from http import HTTPStatus
 from typing import Any
 
-from ..structural_tag import SCHEMA_NAME, format_schema
+from ..options.structural_tag import SCHEMA_NAME, format_schema
 from .answers.schemas import RESPONSES
 from .endpoints import ENDPOINTS, JSON, ROUTES, Endpoint
 

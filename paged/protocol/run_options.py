@@ -11,7 +11,7 @@ from typing import Any
 
 from ..base.errors import FileError
 from ..base.validation import shown
-from ..config import EngineConfig
+from ..options.config import EngineConfig
 from .jobs import check_writable
 
 # Options on which no result depends (docs/exactness.md); whether a request fits is the exception. A run may

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ..base.errors import EngineDeadError, RankError, dead_engine
 from ..blocks.pool import BlockId
-from ..config import EngineConfig
 from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
 from ..model.cache.shares import cut_blocks, empty_blocks, join_blocks
 from ..model.config import ModelConfig
 from ..model.part import ModelPart
+from ..options.config import EngineConfig
 from ..runner.memory import RunStep
 from ..runner.model_runner import ModelRunner
 from ..runner.part_runner import Peers

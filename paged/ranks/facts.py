@@ -10,9 +10,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..config import EngineConfig
 from ..device.devices import cpu_flags
 from ..model.weights.weight_files import find_weight_files
+from ..options.config import EngineConfig
 
 PACKAGES = ("paged", "torch", "numba", "llvmlite", "triton")
 # Options that may differ from rank to rank: what they are about is the driver's, or one machine's.

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..blocks.pool import BlockId
-from ..config import EngineConfig
 from ..kernels.checks import TrustedContents
 from ..model.cache.kv_cache import KVCache
 from ..model.config import ModelConfig
+from ..options.config import EngineConfig
 from ..runner.part_runner import PartRunner, Peers
 from ..runner.passes import compute, compute_part
 from ..runner.plan import ComputedPart

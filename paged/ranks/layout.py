@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from ..base.errors import DivisionError
-from ..config import EngineConfig
 from ..model.config import ModelConfig
 from ..model.part import check_shards
+from ..options.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

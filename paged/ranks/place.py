@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..base.errors import ConfigError, RankError, ResourceError
-from ..config import EngineConfig
+from ..options.config import EngineConfig
 from .layout import split_evenly
 
 LOOPBACK = "127.0.0.1"

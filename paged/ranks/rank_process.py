@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import PagedError, RankError
 from ..base.interrupts import leave_signals_to_parent
-from ..config import EngineConfig
+from ..options.config import EngineConfig
 from .channel import Channel, Message
 from .heartbeat import DIRECTORY_PREFIX, HeartbeatFile, remove_private
 from .layout import RankLayout

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..base.errors import DivisionError
-from ..config import EngineConfig
 from ..model.config import ModelConfig
+from ..options.config import EngineConfig
 from ..runner.draft_model import DraftCheckpoint
 from ..runner.model_runner import ModelRunner
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..base.errors import RankError
-from ..config import EngineConfig
+from ..options.config import EngineConfig
 from .facts import plain_options
 from .heartbeat import DIRECTORY_PREFIX, HeartbeatFile, remove_private
 from .layout import RankLayout

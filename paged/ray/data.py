@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ClusterError, ConfigError, EngineDeadError, PagedError, QueueFullError
 from ..base.validation import check_int, shown
-from ..config import EngineConfig
+from ..options.config import EngineConfig
+from ..options.sampling_params import RequestOutputKind, SamplingParams
 from ..requests.request import RequestOutput
 from ..requests.seeds import derived_seed
-from ..sampling_params import RequestOutputKind, SamplingParams
 from .cluster import ROOM_S, Share, share_of
 from .late_lines import LateLines
 from .retries import MOST_ENDS, BatchRoom, RetryLedger, RowResult

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..base.errors import ClusterError, ConfigError, EngineDeadError
 from ..base.validation import shown
-from ..config import EngineConfig
+from ..options.config import EngineConfig
 from ..server.launcher import LocalLauncher
 from ..server.options import MAX_WAITING, ServeOptions
 from .missing import explained

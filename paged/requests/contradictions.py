@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..base.errors import RequestError
-from ..sampling_params import SamplingParams
+from ..options.sampling_params import SamplingParams
 from .request import Grammar
 from .token_rules import TokenRules
 

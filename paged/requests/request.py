@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 from ..blocks.sequence import SequenceBlocks
-from ..sampling_params import RequestOutputKind, SamplingParams
+from ..options.sampling_params import RequestOutputKind, SamplingParams
 from .prompt_report import PromptReport, TokenLogprobs
 from .stop_strings import StopStrings
 from .token_rules import TokenRules

@@ -21,9 +21,9 @@ from ..drafting.drafter import Draft
 from ..kernels.checks import TrustedContents
 from ..model.cache.kv_cache import KVCache
 from ..model.config import ModelConfig
+from ..options.sampling_params import SamplingParams
 from ..requests.request import Request, RequestInputs, SamplingState
 from ..sampling.sampler import Sampler
-from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule
 from .load import check_kernels, load_model, new_kernels, open_model
 from .passes import compute, new_batches, new_graphs

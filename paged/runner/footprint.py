@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 
 from ..base.errors import ConfigError
-from ..config import QUANTIZATIONS
 from ..device.devices import is_here
 from ..kernels.backend import Kernels
 from ..model.spec import ExpertsSpec, FeedForwardSpec
 from ..model.weights.loading import StoredWeights
+from ..options.config import QUANTIZATIONS
 from .load import open_model
 from .memory import Memory, largest_step, max_partial_bytes
 from .sizes import ELEMENT_BYTES, GIB, Sizes, draft_sizes

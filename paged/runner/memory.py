@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 
 from ..base.errors import ResourceError
-from ..config import EngineConfig
 from ..device.host_memory import free_on_cpu
 from ..kernels.backend import Kernels
 from ..model.cache.kv_cache import KVCache
+from ..options.config import EngineConfig
+from ..options.sampling_params import SamplingParams
 from ..requests.request import Request, RequestInputs
-from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule
 from ..scheduler.scheduler import Scheduler
 from .sizes import Sizes

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..base.errors import EngineDeadError, dead_engine
 from ..blocks.manager import widest_of
-from ..config import EngineConfig
 from ..device.devices import failure_of
 from ..device.transfers import Download
 from ..kernels.checks import TrustedContents
@@ -19,6 +18,7 @@ from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
 from ..model.config import ModelConfig
 from ..model.part import ModelPart
+from ..options.config import EngineConfig
 from ..sampling.reporter import Reporter, StepReports
 from ..sampling.sampler import Draw, Sampler
 from ..sampling.seats import DraftRow, SamplingSeat, SamplingSeats

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ..base.errors import ConfigError, UnsupportedModelError
 from ..blocks.manager import BlockManager
-from ..config import EngineConfig
 from ..model.cache.layout import CacheLayout
 from ..model.config import ModelConfig
 from ..model.part import UNDIVIDED, ModelPart, Shard
+from ..options.config import EngineConfig
 from ..scheduler.policy import FirstComeFirstServed, Policy
 from ..scheduler.scheduler import Scheduler
 

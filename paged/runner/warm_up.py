@@ -8,8 +8,8 @@ from tqdm import tqdm
 
 from ..base.errors import PagedError, RankError, ResourceError, UnsupportedModelError
 from ..device.devices import failure_of, is_shortage
+from ..options.sampling_params import SamplingParams
 from ..requests.request import Request, RequestInputs
-from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule
 from .model_runner import ModelRunner
 

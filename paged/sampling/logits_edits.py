@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..device.transfers import Sent, Upload
 from ..kernels.backend import Kernels
-from ..sampling_params import SamplingParams, num_arguments
+from ..options.sampling_params import SamplingParams, num_arguments
 from ..scheduler.schedule import RowError
 from .dry import DryHistory
 from .seats import DraftRow, Sampled

@@ -30,9 +30,9 @@ from torch import Tensor
 from ..base.errors import CheckpointError, RequestError
 from ..kernels.arguments import WORD_BITS
 from ..kernels.backend import Kernels
-from ..sampling_params import StructuredOutputsParams
+from ..options.sampling_params import StructuredOutputsParams
+from ..options.structural_tag import NAME, exact_json, grammars_of
 from ..scheduler.schedule import RowError, StepOutput
-from ..structural_tag import NAME, exact_json, grammars_of
 from ..text.tokenizer import Tokenizer
 from .forced_text import ForcedText
 from .grammar_jobs import CompiledGrammar, MaskJob, wait_for

@@ -7,8 +7,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from ..config import POLICIES as POLICIES
-from ..config import check_policy
+from ..options.config import POLICIES as POLICIES
+from ..options.config import check_policy
 from ..requests.request import Request
 from .holdings import Holdings, Shares
 from .policy import FirstComeFirstServed, Policy, Rank

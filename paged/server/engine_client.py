@@ -14,7 +14,6 @@ from typing import Any, Self
 from ..base.arguments import show_arguments_of
 from ..base.errors import ConfigError, RequestError, ResourceError
 from ..base.validation import check_int, shown
-from ..config import EngineConfig, check_policy
 from ..engine.answer_memory import AnswerAccount, AnswerBudget, comes_in_parts
 from ..engine.async_base import STREAM_INTERVAL_S, AsyncEngine, RequestStream, check_interval
 from ..engine.embedding import EmbeddingSpec
@@ -23,9 +22,10 @@ from ..engine.request_spec import Prepared, ReportTerms, RequestSpec
 from ..engine.scoring import ScoreSpec
 from ..model.hf_config import read_config
 from ..model.hub import resolve
+from ..options.config import EngineConfig, check_policy
+from ..options.sampling_params import RequestOutputKind, SamplingParams
 from ..ranks.place import Torchrun
 from ..routing.router import new_router
-from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats
 from ..text.prompt_parser import ParsedPrompt
 from . import frames

@@ -23,14 +23,14 @@ from typing import Any
 
 from ..base.errors import EngineDeadError, PagedError, QueueFullError, ResourceError
 from ..base.interrupts import leave_signals_to_parent
-from ..config import EngineConfig
 from ..engine.async_base import Deadline, is_compiled_quickly
 from ..engine.engine import LLMEngine
 from ..engine.loop import EngineLoop, Recipient
 from ..engine.request_spec import ReportSpec, RequestSpec
 from ..engine.scoring import ScoreOutput
+from ..options.config import EngineConfig
+from ..options.sampling_params import RequestOutputKind, SamplingParams
 from ..requests.request import Logprob, Request, RequestOutput
-from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.picture import EnginePicture
 from ..text.prompt_parser import ParsedPrompt
 from . import frames

@@ -18,8 +18,8 @@ from ..base.validation import MAX_INT
 from ..engine.embedding import EmbeddingRequestOutput, EmbeddingSpec
 from ..engine.request_spec import ReportTerms, SampleSoFar
 from ..engine.scoring import ScoreOutput, ScoreSpec
+from ..options.sampling_params import SamplingParams
 from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, RequestMetrics
-from ..sampling_params import SamplingParams
 from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from .telemetry.log_lines import LogFormat

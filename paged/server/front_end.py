@@ -16,12 +16,12 @@ from ..base.errors import ConfigError, EngineDeadError, QueueFullError
 from ..base.validation import shown
 from ..chat.chat_format import ChatFormat
 from ..engine.async_base import AsyncEngine, Deadline, OnPrompt
+from ..options.sampling_params import MAX_SEED, SamplingParams
 from ..protocol.answers.errors import TOO_MANY
 from ..protocol.calls.call import Call
 from ..protocol.endpoints import ROUTES, parse_call
 from ..protocol.limits import Limits
 from ..requests.seeds import derived_seed
-from ..sampling_params import MAX_SEED, SamplingParams
 from .access.keys import keys_of, priorities_of, priority_of, salt_of
 from .access.limits import KeyUsage, RateLimitError, num_new_tokens
 from .connection import ProcessEndError

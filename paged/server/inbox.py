@@ -16,6 +16,7 @@ from ..engine.answer_memory import (
     AnswerLedger,
     comes_in_parts,
 )
+from ..options.sampling_params import RequestOutputKind
 from ..requests.request import (
     CompletionOutput,
     ErrorKind,
@@ -24,7 +25,6 @@ from ..requests.request import (
     RequestMetrics,
     RequestOutput,
 )
-from ..sampling_params import RequestOutputKind
 from ..text.outputs import View
 from . import frames
 

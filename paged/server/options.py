@@ -17,9 +17,9 @@ from ..base.errors import ConfigError
 from ..base.validation import check_bool, check_int, check_number, shown
 from ..chat.chat_format import check_parsers
 from ..engine.async_base import STREAM_INTERVAL_S, check_interval
+from ..options.sampling_params import MAX_LOGPROBS
 from ..protocol.limits import MAX_PROMPTS
 from ..routing.router import ROUTERS
-from ..sampling_params import MAX_LOGPROBS
 from .restart_terms import DEFAULT_TERMS, RestartTerms
 
 # Of each engine, by default. The MAX_PROMPTS prompts of one body must fit an idle engine's queue, or it would

@@ -13,8 +13,8 @@ import msgspec
 
 from ..engine.async_base import Deadline
 from ..engine.request_spec import SampleSoFar, closed_error
+from ..options.sampling_params import SamplingParams
 from ..requests.request import RequestMetrics, RequestOutput
-from ..sampling_params import SamplingParams
 from . import frames
 from .deaths import Suspicion
 from .inbox import Inbox

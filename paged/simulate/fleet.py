@@ -12,8 +12,8 @@ from typing import NamedTuple
 from ..base.errors import ConfigError, ResourceError
 from ..base.validation import changed, check_int, check_number, shown
 from ..blocks.pool import bytes_of_pool
-from ..config import EngineConfig
 from ..device.host_memory import free_on_cpu
+from ..options.config import EngineConfig
 from ..requests.request import Request
 from ..routing.router import ROUTERS, choose_among, new_router
 from ..runner.sizes import GIB, Sizes

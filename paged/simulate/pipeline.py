@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from ..config import EngineConfig
 from ..model.config import ModelConfig
 from ..model.part import ModelPart, Shard
 from ..model.stream import StreamShape
+from ..options.config import EngineConfig
 from ..ranks.layout import RankLayout
 from ..runner.sizes import SWAP_SPACE, Sizes
 from ..scheduler.schedule import Schedule

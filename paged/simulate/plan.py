@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from ..base.errors import ConfigError
-from ..config import EngineConfig
 from ..device.devices import resolve_device, resolve_dtype, target_of
 from ..device.threads import set_threads
 from ..model.config import ModelConfig
 from ..model.hf_config import read_config
 from ..model.hub import resolve_headers
 from ..model.weights.gguf_file import HEADERS_ALONE
+from ..options.config import EngineConfig
 from ..runner.draft_model import naming_draft_model
 from ..runner.footprint import GPU_OVERHEAD, Footprint, ways_to_fit
 from ..runner.load import check_kernels, new_kernels

@@ -9,9 +9,9 @@ import time
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from ..config import EngineConfig
+from ..options.config import EngineConfig
+from ..options.sampling_params import SamplingParams
 from ..runner.sizes import Sizes
-from ..sampling_params import SamplingParams
 from .cost import Coefficients
 
 if TYPE_CHECKING:

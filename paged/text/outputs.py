@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar, overload
 
+from ..options.sampling_params import RequestOutputKind
 from ..requests.prompt_report import PromptReport, TokenLogprobs
 from ..requests.request import CompletionOutput, Logprob, Outbox, Request, RequestGroup, RequestOutput
-from ..sampling_params import RequestOutputKind
 from .tokenizer import Tokenizer
 from .transcript import Transcript
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from paged.config import EngineConfig
+from paged.options.config import EngineConfig
 from paged.scheduler.schedule import SECONDS_OF_STEP, TOKENS_OF_STEP, Histogram
 from paged.scheduler.stats import EngineStats
 from paged.server.telemetry.records import Observers, RequestRecord

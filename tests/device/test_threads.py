@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from paged import ConfigError
-from paged.config import EngineConfig
 from paged.device import threads
 from paged.device.threads import cpu_quota, num_cores, set_threads
+from paged.options.config import EngineConfig
 
 V1_SHELL = "5:cpuset:/\n2:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n"
 CGROUPS = {

@@ -7,9 +7,9 @@ import pytest
 
 from paged.drafting.drafters import new_drafter
 from paged.drafting.token_index import MOST_LOOKS, TokenIndex
+from paged.options.sampling_params import SamplingParams
+from paged.options.speculative_config import SpeculativeConfig
 from paged.requests.request import Request, RequestInputs
-from paged.sampling_params import SamplingParams
-from paged.speculative_config import SpeculativeConfig
 
 
 def new_request(prompt: list[int], output: Sequence[int] = (), **options) -> Request:

@@ -19,7 +19,7 @@ from paged import (
     SamplingParams,
 )
 from paged.base.validation import MAX_SHOWN, shown
-from paged.config import EngineConfig
+from paged.options.config import EngineConfig
 from paged.protocol.batch_file import IdentitySet, read_lines
 from paged.protocol.endpoints import parse_call
 from paged.protocol.jobs import read_jobs

@@ -23,10 +23,10 @@ from paged import (
 from paged.drafting.drafter import Draft, Drafter
 from paged.drafting.drafters import new_drafter
 from paged.drafting.lengths import DraftLengths
+from paged.options.speculative_config import SpeculativeConfig
 from paged.requests.request import CompletionOutput, Request
 from paged.sampling import grammar_jobs
 from paged.scheduler.drafts import Drafts
-from paged.speculative_config import SpeculativeConfig
 from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts
 
 CODE = "import os\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n"

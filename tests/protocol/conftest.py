@@ -2,10 +2,10 @@
 
 import pytest
 
-from paged.config import EngineConfig
 from paged.engine.model_text import ModelText
 from paged.model.hf_config import read_config
 from paged.model.hub import resolve
+from paged.options.config import EngineConfig
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paged import ConfigError, LLMEngine
-from paged.config import EngineConfig
 from paged.model.batch import Batch
+from paged.options.config import EngineConfig
 from paged.runner.memory import kv_bytes_on_cpu, kv_bytes_on_gpu, measure_peak_bytes
 from tests.support.checkpoints import checkpoint, new_engine
 

@@ -22,10 +22,10 @@ from transformers import (
 
 from paged.kernels import reference
 from paged.kernels.backend import BackendName, load_kernels
+from paged.options.sampling_params import SamplingParams
 from paged.requests.request import Request, RequestInputs, SamplingState
 from paged.requests.token_rules import TokenRules
 from paged.sampling.sampler import Sampler
-from paged.sampling_params import SamplingParams
 from paged.scheduler.schedule import StepOutput
 
 VOCAB_SIZE = 13

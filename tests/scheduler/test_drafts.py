@@ -9,7 +9,7 @@ import pytest
 from paged.drafting.drafter import Draft
 from paged.drafting.grammar import GrammarDrafter
 from paged.drafting.lengths import DraftLengths
-from paged.sampling_params import SamplingParams
+from paged.options.sampling_params import SamplingParams
 from paged.scheduler.drafts import Drafts, verified
 from paged.scheduler.schedule import StepOutput
 from paged.scheduler.scheduler import Scheduler

@@ -17,7 +17,7 @@ from paged.engine.answer_memory import (
     AnswerAccount,
     AnswerBudget,
 )
-from paged.sampling_params import RequestOutputKind
+from paged.options.sampling_params import RequestOutputKind
 from paged.server import frames
 from paged.server.inbox import Inbox, bytes_of, size_of
 from tests.server.test_streams import events_of, read_all, send, slow_client

@@ -9,11 +9,11 @@ import pytest
 
 from paged import AsyncLLMEngine, SamplingParams
 from paged.base.errors import RequestError
-from paged.config import EngineConfig
 from paged.model.config import DEMO
 from paged.model.hf_config import read_config
+from paged.options.config import EngineConfig
+from paged.options.sampling_params import RequestOutputKind
 from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput
-from paged.sampling_params import RequestOutputKind
 from paged.server.telemetry.records import CLIENT_GONE, Observers, RequestRecord
 from tests.support.metrics_table import table
 

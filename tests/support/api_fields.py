@@ -10,6 +10,7 @@ from typing import Any
 
 from paged.base.fields import Effect, Field, FieldTable
 from paged.base.strict_json import MAX_JSON_DEPTH
+from paged.options.structural_tag import STRUCTURE_TABLE, TAG_FORMATS
 from paged.protocol import limits
 from paged.protocol.endpoints import ENDPOINTS
 from paged.protocol.fields.common import (
@@ -30,7 +31,6 @@ from paged.protocol.fields.sampling import (
 from paged.protocol.fields.tools import ALLOWED_TABLE, CHOICE_TABLES, FUNCTION_TABLE, TOOL_TABLE
 from paged.protocol.messages import fields as message_fields
 from paged.protocol.responses import fields as response_fields
-from paged.structural_tag import STRUCTURE_TABLE, TAG_FORMATS
 from paged.text.prompt_parser import MAX_CONTINUED_TOKENS
 
 PAGE = Path(__file__).parents[2] / "docs" / "api-fields.md"

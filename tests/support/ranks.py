@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from paged.base.errors import RankError
-from paged.config import EngineConfig
 from paged.engine import engine as engine_module
 from paged.model.config import ModelConfig
+from paged.options.config import EngineConfig
 from paged.ranks.driver import DriverRunner
 from paged.ranks.follower import FollowerRunner
 from paged.ranks.layout import RankLayout

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paged.structural_tag import SCHEMA_NAME
+from paged.options.structural_tag import SCHEMA_NAME
 from tests.support.server_fuzz import fuzzed_server
 
 # A body may match its schema and be wrong for the model: a token id outside its vocabulary.

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer as Backend
 
 from paged.base.errors import CheckpointError, RequestError
 from paged.model.config import DEMO
+from paged.options.sampling_params import SamplingParams
 from paged.requests.prompt_report import TokenLogprobs
 from paged.requests.request import Request, RequestGroup, RequestInputs
-from paged.sampling_params import SamplingParams
 from paged.text.detokenizer import REPLACEMENT, Detokenizer
 from paged.text.outputs import OutputProcessor
 from paged.text.tokenizer import Tokenizer

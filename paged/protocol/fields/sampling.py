@@ -25,7 +25,7 @@ from ...base.kinds import (
     kinds_of,
 )
 from ...base.validation import shown
-from ...sampling_params import (
+from ...options.sampling_params import (
     BIAS,
     MAX_BAD_WORDS,
     MAX_TOKEN_IDS,
@@ -33,7 +33,7 @@ from ...sampling_params import (
     StructuredOutputsParams,
     biases_of,
 )
-from ...structural_tag import FORM_FIELDS, TAG_FORMS, StructuralTag
+from ...options.structural_tag import FORM_FIELDS, TAG_FORMS, StructuralTag
 from ..limits import MAX_LOGIT_BIASES, MAX_N, MAX_NAME_LENGTH, MAX_STOP_STRINGS
 from .priority import PriorityKind
 

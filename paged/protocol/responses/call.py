@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import RequestError
+from ...options.sampling_params import SamplingParams
 from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
-from ...sampling_params import SamplingParams
 from ..answers.chunks import Head
 from ..calls.call import OwnNames
 from ..calls.conversation_call import ConversationCall

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ...base.errors import QueueFullError, RequestError
-from ...sampling_params import SamplingParams
+from ...options.sampling_params import SamplingParams
 from .key_file import KeyEntry
 from .windows import Use, Window
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import PagedError, QueueFullError
 from ...engine.async_base import RequestStream
+from ...options.sampling_params import SamplingParams
 from ...protocol.answers.errors import failure_of
 from ...protocol.calls.call import AnswerCall, GenerationCall
 from ...protocol.calls.conversation_call import ConversationCall
 from ...protocol.calls.generate import GenerateCall
 from ...requests.request import RequestOutput
-from ...sampling_params import SamplingParams
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange, encode_answer, in_thread_if, until_disconnect
 from ..http.failures import HttpError

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from ... import __version__
-from ...config import EngineConfig
+from ...options.config import EngineConfig
 from ...scheduler.schedule import Histogram, HistogramCounts
 from ...scheduler.stats import EngineStats
 from .families import FINISH_REASONS, METRIC_FAMILIES, REQUESTS, SERVER, MetricFamily, length_bounds

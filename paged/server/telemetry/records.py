@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ...options.sampling_params import SamplingParams
 from ...requests.request import RequestMetrics, RequestOutput
-from ...sampling_params import SamplingParams
 from ...scheduler.schedule import Histogram
 from .trace_context import TraceContext
 

@@ -7,9 +7,9 @@ from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from .base.arguments import strict
-from .base.errors import ConfigError, DivisionError
-from .base.validation import check_bool, check_int, check_number, shown
+from ..base.arguments import strict
+from ..base.errors import ConfigError, DivisionError
+from ..base.validation import check_bool, check_int, check_number, shown
 
 if TYPE_CHECKING:
     from .speculative_config import SpeculativeConfig

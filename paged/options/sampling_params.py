@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal, Self
 
-from .base.arguments import strict
-from .base.errors import RequestError, about
-from .base.from_vllm import ExplainsMissing
-from .base.kinds import Boolean, Integer, Number, check_fields, of_kind
-from .base.validation import check_bool, check_int, plain, shown
+from ..base.arguments import strict
+from ..base.errors import RequestError, about
+from ..base.from_vllm import ExplainsMissing
+from ..base.kinds import Boolean, Integer, Number, check_fields, of_kind
+from ..base.validation import check_bool, check_int, plain, shown
 
 DEFAULT_MAX_TOKENS = 16  # as in vLLM and OpenAI's completions
 MAX_LOGPROBS = 1024  # most candidates reported for a token

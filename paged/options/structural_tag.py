@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from .base.errors import PagedError, RequestError
-from .base.fields import Field, FieldTable, ObjectOf, Tagged, refused
-from .base.kinds import Boolean, Choice, Integer, Kind, ListOf, Schema, Text, check_unicode_within
-from .base.strict_json import RoundedFloat, exact_decimal, parse_json
-from .base.validation import shown
+from ..base.errors import PagedError, RequestError
+from ..base.fields import Field, FieldTable, ObjectOf, Tagged, refused
+from ..base.kinds import Boolean, Choice, Integer, Kind, ListOf, Schema, Text, check_unicode_within
+from ..base.strict_json import RoundedFloat, exact_decimal, parse_json
+from ..base.validation import shown
 
 NAME = "structural_tag"
 SCHEMA_NAME = "StructuralFormat"  # of the formats' JSON schema, which refers to itself

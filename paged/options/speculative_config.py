@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
-from .base.errors import ConfigError
-from .base.validation import check_bool, check_int, shown
+from ..base.errors import ConfigError
+from ..base.validation import check_bool, check_int, shown
 
 METHODS = ("ngram", "suffix", "grammar", "draft_model")
 LOOKUP_MAX = 5
