@@ -25,8 +25,8 @@ from tqdm import tqdm
 from benchmarks.common import parse_args, print_json, print_table
 from benchmarks.server.text_checkpoint import text_checkpoint
 from paged import LLMEngine, SamplingParams, StructuredOutputsParams
+from paged.grammars.grammar_jobs import MaskJob
 from paged.sampling import structured_outputs
-from paged.sampling.grammar_jobs import MaskJob
 from paged.sampling.structured_outputs import GrammarMasks, Grammars
 
 PARTS: dict[str, tuple[Any, str]] = {

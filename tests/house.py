@@ -19,7 +19,7 @@ CHOSEN = (
     *("paged.ranks", "paged.drafting", "paged.server", "paged.commands", "paged.simulate", "paged.protocol"),
     *("paged.model.gguf", "paged.model.gguf_names", "paged.model.schemes", "paged.model.weights.formats"),
     *("paged.model.weights.coded_panels", "paged.model.families.moe", "paged.model.families.gemma4"),
-    *("paged.sampling.structured_outputs", "paged.sampling.json_schema", "paged.sampling.dry"),
+    *("paged.sampling.structured_outputs", "paged.grammars.json_schema", "paged.sampling.dry"),
     *(
         "paged.scheduler.drafts",
         "paged.runner.draft_model",

@@ -29,6 +29,7 @@ LAYERS = [
     ["device"],
     ["model"],
     ["text"],
+    ["grammars"],
     ["sampling"],
     ["chat"],
     ["runner"],

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ..base.errors import RequestError
-from ..sampling.json_references import references
+from ..grammars.json_references import references
 from .formats import CallSyntax
 from .tagged import value_of
 from .tools import Tool

@@ -10,7 +10,7 @@ from ..requests.request import Request
 from ..scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from ..sampling.grammar_jobs import MaskJob
+    from ..grammars.grammar_jobs import MaskJob
 
 # A step that computes nothing waits for masks this long. What else comes up is seen after it.
 ALL_HELD_S = 0.01
@@ -73,7 +73,7 @@ class GrammarWaits:
     def _wait_for_awaited(self) -> None:
         jobs = self._jobs(request for request, is_awaited in self._begun.items() if is_awaited)
         if fast := [job for job in jobs if not job.is_slow]:
-            from ..sampling.grammar_jobs import wait_for
+            from ..grammars.grammar_jobs import wait_for
 
             wait_for(fast)
 

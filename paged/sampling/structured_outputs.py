@@ -28,17 +28,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..base.errors import CheckpointError, RequestError
+from ..grammars.forced_text import ForcedText
+from ..grammars.grammar_jobs import CompiledGrammar, MaskJob, wait_for
+from ..grammars.grammar_limits import check_grammar, library_limits
+from ..grammars.json_grammar import JsonGrammar
+from ..grammars.library_grammar import library_grammar
 from ..kernels.arguments import WORD_BITS
 from ..kernels.backend import Kernels
 from ..options.sampling_params import StructuredOutputsParams
 from ..options.structural_tag import NAME, exact_json, grammars_of
 from ..scheduler.schedule import RowError, StepOutput
 from ..text.tokenizer import Tokenizer
-from .forced_text import ForcedText
-from .grammar_jobs import CompiledGrammar, MaskJob, wait_for
-from .grammar_limits import check_grammar, library_limits
-from .json_grammar import JsonGrammar
-from .library_grammar import library_grammar
 from .seats import Sampled
 
 Answer = TypeVar("Answer")

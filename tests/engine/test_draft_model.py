@@ -23,11 +23,12 @@ from paged import (
     StructuredOutputsParams,
 )
 from paged.drafting.drafter import Draft, Drafter
+from paged.grammars import grammar_jobs
 from paged.model.config import DEMO
 from paged.model.weights.loading import Loader
 from paged.requests.request import Request
 from paged.runner.memory import Memory
-from paged.sampling import grammar_jobs, structured_outputs
+from paged.sampling import structured_outputs
 from paged.simulate.plan import make_plan
 from tests.engine.test_speculation import CODE, demo, outputs_of, text_requests, token_requests
 from tests.support.checkpoints import checkpoint, edit_json, new_engine

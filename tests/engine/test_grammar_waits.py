@@ -25,8 +25,8 @@ from paged import (
 )
 from paged.engine import grammar_waits, loop
 from paged.engine.request_spec import RequestSpec
-from paged.sampling import grammar_jobs
-from paged.sampling.grammar_jobs import CompiledGrammar, MaskJob
+from paged.grammars import grammar_jobs
+from paged.grammars.grammar_jobs import CompiledGrammar, MaskJob
 from tests.support.checkpoints import assert_all_free, new_engine
 
 DEMO = Path(paged.__file__).parent / "demo"

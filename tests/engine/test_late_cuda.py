@@ -11,11 +11,12 @@ import torch
 
 from paged import LLMEngine, SamplingParams, StructuredOutputsParams
 from paged.drafting.drafter import Draft
+from paged.grammars import grammar_jobs
 from paged.kernels.gpu.target import in_interpreter
 from paged.requests.request import Request
 from paged.runner.model_runner import Pending
 from paged.runner.swap_rate import measure_swap_rate
-from paged.sampling import grammar_jobs, structured_outputs
+from paged.sampling import structured_outputs
 from paged.scheduler.drafts import Drafts
 from paged.scheduler.schedule import Schedule
 from tests.support.batches import read_back, steps_from_bytes

@@ -23,9 +23,9 @@ from paged import (
 from paged.drafting.drafter import Draft, Drafter
 from paged.drafting.drafters import new_drafter
 from paged.drafting.lengths import DraftLengths
+from paged.grammars import grammar_jobs
 from paged.options.speculative_config import SpeculativeConfig
 from paged.requests.request import CompletionOutput, Request
-from paged.sampling import grammar_jobs
 from paged.scheduler.drafts import Drafts
 from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts
 

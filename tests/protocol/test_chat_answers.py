@@ -19,6 +19,7 @@ from paged.chat.parts import ChatOutput
 from paged.chat.plan import ToolPlan
 from paged.chat.writing import written_call
 from paged.engine.model_text import ModelText
+from paged.grammars.structural_grammar import StructuralGrammar
 from paged.model.hf_config import read_config
 from paged.model.hub import resolve
 from paged.options.config import EngineConfig
@@ -27,7 +28,6 @@ from paged.protocol.answers.chunks import Chunks
 from paged.protocol.endpoints import parse_call
 from paged.protocol.limits import Limits
 from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput
-from paged.sampling.structural_grammar import StructuralGrammar
 from paged.text.tokenizer import Tokenizer
 from tests.protocol.test_chat_formats import CASES, named
 from tests.support.chat_corpus import SCHEMA, TOOLS, examples, joined, plan_of

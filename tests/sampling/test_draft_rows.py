@@ -15,11 +15,11 @@ from torch import Tensor
 import paged
 from paged import StructuredOutputsParams
 from paged.device.transfers import Transfers
+from paged.grammars import grammar_jobs
 from paged.kernels.backend import load_kernels
 from paged.options.sampling_params import SamplingParams
 from paged.requests.request import Request, RequestInputs, SamplingState
 from paged.requests.token_rules import TokenRules
-from paged.sampling import grammar_jobs
 from paged.sampling.sampler import Sampler
 from paged.sampling.seats import Sampled, SamplingSeats
 from paged.sampling.structured_outputs import Grammars, begin_masks

@@ -17,8 +17,8 @@ import jsonschema
 from llguidance import LLMatcher, LLTokenizer
 
 from paged.base.errors import RequestError
+from paged.grammars.json_grammar import JsonGrammar
 from paged.options.structural_tag import exact_json
-from paged.sampling.json_grammar import JsonGrammar
 
 TOKENIZER = LLTokenizer("byte", eos_token=0)
 MAX_BYTES = 1500
