@@ -30,12 +30,12 @@ from benchmarks.common import parse_args, print_json, print_table
 from benchmarks.format_files import FLOATS, FORMATS, config_of, layers_for, write_checkpoint
 from benchmarks.timing import device_name
 from paged import LLMEngine
+from paged.architectures.config import LLAMA_NAMES
+from paged.architectures.families.reading import CEILINGS
+from paged.architectures.hf_config import from_hf, read_config, read_hf
+from paged.architectures.schemes import quantization_of
 from paged.kernels.backend import load_kernels
-from paged.model.config import LLAMA_NAMES
 from paged.model.decoder import Decoder
-from paged.model.families.reading import CEILINGS
-from paged.model.hf_config import from_hf, read_config, read_hf
-from paged.model.schemes import quantization_of
 from paged.model.weights.choice import Forms, choose_forms
 from paged.model.weights.formats.recognizers import recognizers_of
 from paged.model.weights.forms import PlainWeight

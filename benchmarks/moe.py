@@ -29,10 +29,10 @@ from torch import Tensor
 
 from benchmarks.common import parse_args, print_json, print_table
 from benchmarks.timing import device_name
+from paged.architectures.families.moe import STACK_NAMES
 from paged.kernels.backend import load_kernels
 from paged.kernels.checks import TrustedContents
 from paged.kernels.routing import ExpertRows, RoutingOptions
-from paged.model.families.moe import STACK_NAMES
 from paged.model.weights.coded_panels import PANEL_FORMS
 from paged.model.weights.expert_panels import PanelExperts
 from paged.model.weights.loading import open_tensors

@@ -32,9 +32,9 @@ from torch.distributed import FileStore
 
 from benchmarks.common import checkpoint, parse_args, print_json, print_table
 from paged import LLMEngine, SamplingParams
+from paged.architectures.config import ModelConfig
+from paged.architectures.hf_config import read_config
 from paged.engine import engine as engine_module
-from paged.model.config import ModelConfig
-from paged.model.hf_config import read_config
 from paged.options.config import EngineConfig
 from paged.ranks import follower as follower_module
 from paged.ranks.driver import DriverRunner

@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 from benchmarks.common import parse_args, print_json, print_table
 from benchmarks.demo.train import encode, read_corpus
 from paged import LLMEngine
-from paged.model.config import DEMO
+from paged.architectures.config import DEMO
 from paged.model.weights.choice import Forms
 from paged.model.weights.coded import CodedWeight, Weight
 from paged.model.weights.forms import Role, WeightForm

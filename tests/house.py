@@ -17,8 +17,17 @@ ROOT = Path(__file__).parents[1]
 # Rooms and files that a plain generation must not import.
 CHOSEN = (
     *("paged.ranks", "paged.drafting", "paged.server", "paged.commands", "paged.simulate", "paged.protocol"),
-    *("paged.model.gguf", "paged.model.gguf_names", "paged.model.schemes", "paged.model.weights.formats"),
-    *("paged.model.weights.coded_panels", "paged.model.families.moe", "paged.model.families.gemma4"),
+    *(
+        "paged.model.gguf",
+        "paged.architectures.gguf_names",
+        "paged.architectures.schemes",
+        "paged.model.weights.formats",
+    ),
+    *(
+        "paged.model.weights.coded_panels",
+        "paged.architectures.families.moe",
+        "paged.architectures.families.gemma4",
+    ),
     *("paged.sampling.structured_outputs", "paged.grammars.json_schema", "paged.sampling.dry"),
     *(
         "paged.scheduler.drafts",

@@ -27,6 +27,7 @@ LAYERS = [
     ["scheduler"],
     ["kernels"],
     ["device"],
+    ["architectures"],
     ["model"],
     ["text"],
     ["grammars"],

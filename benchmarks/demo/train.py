@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from paged.model.config import DEMO
+from paged.architectures.config import DEMO
 from paged.text.chat_template import PLAIN_TEMPLATE
 
 EOS = "<|endoftext|>"  # id 0; stands between files

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.timing import Limits, measure_limits
+from paged.architectures.config import ModelConfig
 from paged.device.devices import cpu_has_bfloat16
-from paged.model.config import ModelConfig
 
 # Bytes of a weight, without the scales of quantised ones. Checkpoints are in bfloat16, and weights need not
 # be wider for computing in float32. Weights in fewer bits without loss (as on our CPU backend) may exceed the

@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..architectures.config import ModelConfig
+from ..architectures.families.multimodal import NATIVE
 from ..base.errors import ConfigError, RequestError
-from ..model.config import ModelConfig
-from ..model.families.multimodal import NATIVE
 from ..text.chat_template import ChatTemplates
 from ..text.tokenizer import Tokenizer
 from .formats import (

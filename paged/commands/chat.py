@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ..architectures.generation_config import CHAT_DEFAULTS
 from ..base.errors import PagedError
 from ..engine.async_base import STREAM_INTERVAL_S, check_interval, next_publish_time
-from ..model.generation_config import CHAT_DEFAULTS
 from . import common
 from .answers import Answers, ChatAnswer, EngineAnswers, ServerAnswers
 from .api_client import ApiAddress, ApiClient, ApiError

@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from ..architectures.generation_config import SHAPES
 from ..base.errors import RequestError
 from ..base.validation import shown
-from ..model.generation_config import SHAPES
 from ..options.sampling_params import SamplingParams
 from . import common
 from .common import CliError

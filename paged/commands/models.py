@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..model.families.multimodal import NATIVE
+from ..architectures.families.multimodal import NATIVE
 from ..options.config import EngineConfig
 from . import common
 from .options import with_options

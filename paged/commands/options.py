@@ -13,8 +13,8 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import typer
 
+from ..architectures.generation_config import GENERATION_FIELDS
 from ..base.docstrings import field_texts
-from ..model.generation_config import GENERATION_FIELDS
 from ..options.sampling_params import SamplingParams
 from .headings import heading_of
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+from ..architectures.config import ModelConfig
 from ..base.errors import (
     ConfigError,
     EngineDeadError,
@@ -23,7 +24,6 @@ from ..base.errors import (
     reject_unknown,
 )
 from ..base.validation import check_number, shown
-from ..model.config import ModelConfig
 from ..model.embedding_files import Pooling
 from ..options.config import EngineConfig
 from ..options.sampling_params import SamplingParams

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..architectures.config import ModelConfig
+from ..architectures.hf_config import read_config
 from ..base.errors import ConfigError
-from ..model.config import ModelConfig
-from ..model.hf_config import read_config
 from ..model.hub import resolve
 from ..options.config import EngineConfig
 from ..runner.draft_model import DraftCheckpoint, naming_draft_model

@@ -12,12 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
+from ..architectures.config import ModelConfig
+from ..architectures.hf_config import read_config
 from ..base.arguments import check_call, with_arguments_of
 from ..base.errors import ConfigError, EngineDeadError, RequestError, UsageError
 from ..base.from_vllm import ExplainsMissing
 from ..base.validation import check_bool
-from ..model.config import ModelConfig
-from ..model.hf_config import read_config
 from ..model.hub import resolve
 from ..options.config import EngineConfig, check_policy, options_of
 from ..options.sampling_params import DEFAULT_MAX_TOKENS, BeamSearchParams, SamplingParams

@@ -10,14 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import RequestError, UsageError
-from ..model.config import ModelConfig
-from ..model.generation_config import (
+from ..architectures.config import ModelConfig
+from ..architectures.generation_config import (
     NO_DEFAULTS,
     chat_defaults,
     read_eos_token_ids,
     read_sampling_defaults,
 )
+from ..base.errors import RequestError, UsageError
 from ..model.hub import resolve
 from ..options.config import EngineConfig
 from ..options.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams

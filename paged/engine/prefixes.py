@@ -21,14 +21,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..architectures.config import ModelConfig
+from ..architectures.gguf_paths import gguf_files
+from ..architectures.hf_config import check_file
 from ..base.errors import CheckpointError, RequestError, UsageError
 from ..blocks.manager import BlockManager
 from ..blocks.pool import BlockId, BlockPool
 from ..blocks.prefix_chain import first_digest, sha256_block, short_digest
 from ..model.cache.kv_cache import DRAFT
-from ..model.config import ModelConfig
-from ..model.gguf_paths import gguf_files
-from ..model.hf_config import check_file
 from ..options.sampling_params import SamplingParams
 from ..requests.prompts import Prompt
 from ..text.prompt_parser import ParsedPrompt

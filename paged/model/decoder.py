@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
+from ..architectures.config import LAYERS, ModelConfig
+from ..architectures.spec import FeedForwardSpec
 from ..base.errors import CheckpointError
 from ..base.validation import check_number
 from ..kernels.backend import Kernels
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
-from .config import LAYERS, ModelConfig
 from .exchanges import collect_logits
 from .layers.attention import Attention
 from .layers.linear import Embedding, Linear
@@ -24,7 +25,6 @@ from .layers.norms import LayerNorm, RMSNorm, new_norm
 from .layers.rotary import RotaryEmbedding
 from .layers.token_rows import TokenRows
 from .part import ModelPart, Shard
-from .spec import FeedForwardSpec
 from .stream import Stream
 from .weights.loading import Loadable, Loader, StoredWeights
 from .weights.stored import StoredRows

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from ..architectures.gguf_paths import GGUF_POOLINGS, POOLING_KEY
+from ..architectures.hf_config import read_json, read_json_list
 from ..base.errors import CheckpointError, UnsupportedModelError
 from ..base.validation import shown
-from .gguf_paths import GGUF_POOLINGS, POOLING_KEY
-from .hf_config import read_json, read_json_list
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from ..architectures.config import DEMO
+from ..architectures.gguf_paths import PART_NAME, gguf_files, is_gguf, part_paths
 from ..base.errors import CheckpointError, MissingModelError
-from .config import DEMO
-from .gguf_paths import PART_NAME, gguf_files, is_gguf, part_paths
 
 # What an engine reads of a repository.
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from ..architectures.config import ModelConfig
+from ..architectures.spec import AttentionSpec, ExpertsSpec, KVShape
 from ..base.errors import DivisionError
-from .config import ModelConfig
-from .spec import AttentionSpec, ExpertsSpec, KVShape
 
 if TYPE_CHECKING:
     from torch import Tensor

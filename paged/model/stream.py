@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from .config import ModelConfig
+from ..architectures.config import ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

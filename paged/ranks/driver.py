@@ -10,12 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..architectures.config import ModelConfig
 from ..base.errors import EngineDeadError, RankError, dead_engine
 from ..blocks.pool import BlockId
 from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
 from ..model.cache.shares import cut_blocks, empty_blocks, join_blocks
-from ..model.config import ModelConfig
 from ..model.part import ModelPart
 from ..options.config import EngineConfig
 from ..runner.memory import RunStep

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..architectures.config import ModelConfig
 from ..blocks.pool import BlockId
 from ..kernels.checks import TrustedContents
 from ..model.cache.kv_cache import KVCache
-from ..model.config import ModelConfig
 from ..options.config import EngineConfig
 from ..runner.part_runner import PartRunner, Peers
 from ..runner.passes import compute, compute_part

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from ..architectures.config import ModelConfig
 from ..base.errors import DivisionError
-from ..model.config import ModelConfig
 from ..model.part import check_shards
 from ..options.config import EngineConfig
 

@@ -86,7 +86,7 @@ class RankProcess:
         message_timeout_s: float | None,
     ) -> FollowerRunner:
         """Load this rank's part and meet the others."""
-        from ..model.hf_config import read_config
+        from ..architectures.hf_config import read_config
         from .facts import cpu_features, facts_of
         from .follower import FollowerRunner
         from .membership import Membership

@@ -7,8 +7,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from ..architectures.config import ModelConfig
 from ..base.errors import RankError
-from ..model.config import ModelConfig
 from ..model.part import ModelPart, Shard
 from ..model.stream import Stream, StreamShape
 from .layout import RankLayout

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..architectures.config import ModelConfig
 from ..base.errors import DivisionError
-from ..model.config import ModelConfig
 from ..options.config import EngineConfig
 from ..runner.draft_model import DraftCheckpoint
 from ..runner.model_runner import ModelRunner

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..architectures.config import ModelConfig
 from ..base.errors import CheckpointError, ConfigError, UnsupportedModelError, UsageError
 from ..blocks.manager import BlockManager
 from ..device.transfers import Transfers
 from ..drafting.drafter import Draft
 from ..kernels.checks import TrustedContents
 from ..model.cache.kv_cache import KVCache
-from ..model.config import ModelConfig
 from ..options.sampling_params import SamplingParams
 from ..requests.request import Request, RequestInputs, SamplingState
 from ..sampling.sampler import Sampler

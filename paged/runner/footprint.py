@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
+from ..architectures.spec import ExpertsSpec, FeedForwardSpec
 from ..base.errors import ConfigError
 from ..device.devices import is_here
 from ..kernels.backend import Kernels
-from ..model.spec import ExpertsSpec, FeedForwardSpec
 from ..model.weights.loading import StoredWeights
 from ..options.config import QUANTIZATIONS
 from .load import open_model

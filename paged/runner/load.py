@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..architectures.config import ModelConfig, TensorNames
+from ..architectures.gguf_paths import is_gguf
+from ..architectures.hf_config import read_hf, read_quantization
 from ..base.errors import ConfigError, ResourceError
 from ..device.devices import check_attention, is_here, is_shortage, resolve_backend, weights_in_panels
 from ..device.host_memory import freed_at_once
 from ..kernels.backend import Kernels, load_kernels
 from ..kernels.checks import in_debug_mode
-from ..model.config import ModelConfig, TensorNames
 from ..model.decoder import Decoder
-from ..model.gguf_paths import is_gguf
-from ..model.hf_config import read_hf, read_quantization
 from ..model.weights.choice import choose_forms
 from ..model.weights.loading import (
     KVScales,
@@ -38,8 +38,8 @@ from ..model.weights.stored import Recognizer
 from .sizes import Sizes
 
 if TYPE_CHECKING:
+    from ..architectures.schemes import Quantization
     from ..model.model import Model
-    from ..model.schemes import Quantization
     from ..model.weights.kv_scales import FoundScales
 
 logger = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ def _without_unused(sources: Sources, quantization: Quantization, kv_scales: Fou
 
     kv_scales: those that were read.
     """
-    from ..model.schemes import UNUSED
+    from ..architectures.schemes import UNUSED
 
     used = {name: tensor for name, tensor in sources.items() if name.rpartition(".")[2] not in UNUSED}
     if quantization.quantizes_activations:

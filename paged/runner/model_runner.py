@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ..architectures.config import ModelConfig
 from ..base.errors import EngineDeadError, dead_engine
 from ..blocks.manager import widest_of
 from ..device.devices import failure_of
@@ -16,7 +17,6 @@ from ..device.transfers import Download
 from ..kernels.checks import TrustedContents
 from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
-from ..model.config import ModelConfig
 from ..model.part import ModelPart
 from ..options.config import EngineConfig
 from ..sampling.reporter import Reporter, StepReports

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from ..architectures.config import ModelConfig
 from ..base.errors import ResourceError
 from ..blocks.pool import BlockId
 from ..device.devices import resolve_device, resolve_dtype, sum_in_float32, target_of
 from ..device.threads import set_threads
 from ..device.transfers import Sent, Transfers, Upload
-from ..model.config import ModelConfig
 from ..model.part import ModelPart
 from ..model.weights.weight_files import find_weight_files
 from ..options.config import EngineConfig

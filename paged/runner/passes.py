@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..architectures.config import ModelConfig
 from ..kernels.checks import in_debug_mode
 from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
-from ..model.config import ModelConfig
 from ..model.stream import Stream, tensors_of
 from .batches.batches import Batches
 from .batches.host import HostBatches

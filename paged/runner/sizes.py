@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from ..architectures.config import ModelConfig
 from ..base.errors import ConfigError, UnsupportedModelError
 from ..blocks.manager import BlockManager
 from ..model.cache.layout import CacheLayout
-from ..model.config import ModelConfig
 from ..model.part import UNDIVIDED, ModelPart, Shard
 from ..options.config import EngineConfig
 from ..scheduler.policy import FirstComeFirstServed, Policy

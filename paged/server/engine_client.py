@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Self
 
+from ..architectures.hf_config import read_config
 from ..base.arguments import show_arguments_of
 from ..base.errors import ConfigError, RequestError, ResourceError
 from ..base.validation import check_int, shown
@@ -20,7 +21,6 @@ from ..engine.embedding import EmbeddingSpec
 from ..engine.model_text import ModelText
 from ..engine.request_spec import Prepared, ReportTerms, RequestSpec
 from ..engine.scoring import ScoreSpec
-from ..model.hf_config import read_config
 from ..model.hub import resolve
 from ..options.config import EngineConfig, check_policy
 from ..options.sampling_params import RequestOutputKind, SamplingParams

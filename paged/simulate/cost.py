@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
+from ..architectures.config import ModelConfig
 from ..base.errors import ConfigError, ResourceError
 from ..base.validation import check_number
-from ..model.config import ModelConfig
 from ..runner.sizes import GIB
 from ..scheduler.schedule import Schedule
 from .portion import Portion

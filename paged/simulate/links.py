@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
+from ..architectures.config import ModelConfig
+from ..architectures.spec import AttentionSpec, FeedForwardSpec
 from ..base.errors import ConfigError
 from ..base.validation import shown
-from ..model.config import ModelConfig
 from ..model.part import ModelPart
-from ..model.spec import AttentionSpec, FeedForwardSpec
 from .cost import DATA_SHEETS, Work, element_bytes
 
 # Assumed: microseconds from the call that sends to the return of the one that receives, beside the bytes.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from ..architectures.config import ModelConfig
+from ..architectures.hf_config import read_config
 from ..base.errors import CheckpointError, MissingModelError
-from ..model.config import ModelConfig
-from ..model.hf_config import read_config
 from ..model.hub import resolve_config
 
 

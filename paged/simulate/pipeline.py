@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from ..model.config import ModelConfig
+from ..architectures.config import ModelConfig
 from ..model.part import ModelPart, Shard
 from ..model.stream import StreamShape
 from ..options.config import EngineConfig

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from ..architectures.config import ModelConfig
+from ..architectures.hf_config import read_config
 from ..base.errors import ConfigError
 from ..device.devices import resolve_device, resolve_dtype, target_of
 from ..device.threads import set_threads
-from ..model.config import ModelConfig
-from ..model.hf_config import read_config
 from ..model.hub import resolve_headers
 from ..model.weights.gguf_file import HEADERS_ALONE
 from ..options.config import EngineConfig

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-from ..model.config import ModelConfig
+from ..architectures.config import ModelConfig
+from ..architectures.spec import FeedForwardSpec, LayerSpec
 from ..model.part import ModelPart, Shard
-from ..model.spec import FeedForwardSpec, LayerSpec
 
 
 @dataclass(frozen=True, slots=True)

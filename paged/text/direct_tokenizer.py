@@ -12,8 +12,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from ..model.gguf_paths import GGUF_KEY
-from ..model.hf_config import read_json
+from ..architectures.gguf_paths import GGUF_KEY
+from ..architectures.hf_config import read_json
 from .tokenizer_files import SPECIAL_TOKENS
 from .tokenizer_source import GENERAL_CLASSES
 

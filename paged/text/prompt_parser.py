@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from ..architectures.config import ModelConfig
 from ..base.errors import RequestError, about, reject_unknown
 from ..base.validation import check_bool, field_of, shown
-from ..model.config import ModelConfig
 from ..requests.prompts import Prompt
 from ..requests.request import LONG
 from .tokenizer import Tokenizer

@@ -9,12 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..architectures.families.table import ARCHITECTURES
+from ..architectures.gguf_paths import NO_TOKENIZER_KEY
+from ..architectures.hf_config import MAX_JSON_BYTES, check_file, read_json
 from ..base.errors import CheckpointError, MissingModelError, UnsupportedModelError
 from ..base.garbage import without_collection
 from ..base.validation import shown
-from ..model.families.table import ARCHITECTURES
-from ..model.gguf_paths import NO_TOKENIZER_KEY
-from ..model.hf_config import MAX_JSON_BYTES, check_file, read_json
 from .tokenizer_growth import MOST_OF_TOKEN, why_growing
 from .tokenizer_source import Source
 
@@ -139,7 +139,7 @@ def may_load_here(source: Source) -> bool:
 def _is_native(model_type: str | None) -> bool:
     if model_type is None or any(model_type == known.model_type for known in ARCHITECTURES.values()):
         return True
-    from ..model.families.multimodal import MULTIMODAL
+    from ..architectures.families.multimodal import MULTIMODAL
 
     return any(model_type == known.model_type for known in MULTIMODAL.values())
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from paged import LLMEngine, SamplingParams
+from paged.architectures.config import DEMO
+from paged.architectures.generation_config import chat_defaults
 from paged.commands import cli, common
-from paged.model.config import DEMO
-from paged.model.generation_config import chat_defaults
 from paged.scheduler.schedule import StepOutput
 from tests.support.command_line import write
 

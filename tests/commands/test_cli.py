@@ -16,12 +16,12 @@ import pytest
 import typer
 
 from paged import EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams, __version__
+from paged.architectures.config import DEMO
+from paged.architectures.families.multimodal import NATIVE
 from paged.base.from_vllm import neutral_of
 from paged.commands import cli, common, generate
 from paged.commands.headings import HEADINGS
 from paged.device import threads
-from paged.model.config import DEMO
-from paged.model.families.multimodal import NATIVE
 from paged.protocol.jobs import read_jobs
 from paged.scheduler.schedule import StepOutput
 from tests.support.checkpoints import edit_json

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import huggingface_hub as hub
 import pytest
 
-from paged.model.config import DEMO
+from paged.architectures.config import DEMO
 from paged.model.hub import resolve_config
 from paged.simulate.cost import DATA_SHEETS, Coefficients
 from paged.simulate.machine import Measured

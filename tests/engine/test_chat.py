@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from paged import LLMEngine, RequestError, SamplingParams
-from paged.model.config import DEMO
+from paged.architectures.config import DEMO
 from paged.text.chat_template import PLAIN_TEMPLATE
 from tests.support.checkpoints import assert_all_free, checkpoint, new_engine
 

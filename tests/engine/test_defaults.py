@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paged import AsyncLLMEngine, CheckpointError, LLMEngine, SamplingParams
-from paged.model.config import DEMO
+from paged.architectures.config import DEMO
 from paged.protocol.endpoints import parse_call
 from tests.support.checkpoints import new_engine
 

@@ -22,9 +22,9 @@ from paged import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from paged.architectures.config import DEMO
 from paged.drafting.drafter import Draft, Drafter
 from paged.grammars import grammar_jobs
-from paged.model.config import DEMO
 from paged.model.weights.loading import Loader
 from paged.requests.request import Request
 from paged.runner.memory import Memory

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from paged import ConfigError, RequestError, SamplingParams
-from paged.model.config import DEMO
+from paged.architectures.config import DEMO
 from tests.support.checkpoints import (
     CONFIGS,
     MIXTURES,

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paged import CheckpointError, EngineConfig, SamplingParams
+from paged.architectures.hf_config import read_config
 from paged.kernels.cpu.attention.units import SPLIT_KEYS
 from paged.kernels.plain import backend as torch_kernels
 from paged.model.decoder import Decoder
-from paged.model.hf_config import read_config
 from paged.model.layers.attention import Attention
 from paged.simulate.fleet import Fleet, FleetConfig
 from tests.engine.test_families import run

@@ -32,7 +32,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paged import CheckpointError, ConfigError, RequestError, SamplingParams, UnsupportedModelError
-from paged.model.hf_config import read_config
+from paged.architectures.hf_config import read_config
 from paged.model.hub import resolve
 from paged.model.layers.rotary import scaled_frequencies
 from paged.model.weights.gguf_file import GGML_TYPES, GgufTensor, open_gguf

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import Ministral3Config, Olmo3Config, SmolLM3Config
 
 from paged import LLMEngine, RequestOutput, SamplingParams
-from paged.model.config import DEMO
-from paged.model.families.table import ARCHITECTURES
+from paged.architectures.config import DEMO
+from paged.architectures.families.table import ARCHITECTURES
 from paged.runner.model_runner import ModelRunner
 from paged.sampling.sampler import Draw
 from paged.scheduler.schedule import Schedule

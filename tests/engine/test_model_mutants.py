@@ -3,11 +3,11 @@
 from dataclasses import fields
 from typing import get_args
 
+from paged.architectures.config import ModelConfig
+from paged.architectures.families.rope import ROPE_TYPES
+from paged.architectures.schemes import Kind
+from paged.architectures.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, NormSpec
 from paged.kernels.routing import RoutingOptions
-from paged.model.config import ModelConfig
-from paged.model.families.rope import ROPE_TYPES
-from paged.model.schemes import Kind
-from paged.model.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, NormSpec
 from tests.aot import run_compiler
 from tests.model_mutants import MUTANTS, SHARES
 from tests.mutants import planted

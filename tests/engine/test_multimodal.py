@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paged import CheckpointError, RequestError, SamplingParams
-from paged.model.config import DEMO
-from paged.model.generation_config import read_eos_token_ids
+from paged.architectures.config import DEMO
+from paged.architectures.generation_config import read_eos_token_ids
 from paged.server.engine_client import EngineClient
 from tests.engine.test_matches_transformers import assert_matches, greedy
 from tests.support.checkpoints import (

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from paged import LLMEngine, SamplingParams
+from paged.architectures.hf_config import read_config
 from paged.device.devices import target_of
 from paged.kernels.gpu.target import check_target, in_interpreter
 from paged.model.decoder import Decoder
-from paged.model.hf_config import read_config
 from paged.runner.model_runner import ModelRunner
 from paged.scheduler.schedule import Schedule
 from tests.steps import KINDS, TABLE, counts_in

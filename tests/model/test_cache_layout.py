@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from paged.architectures.config import ModelConfig
+from paged.architectures.spec import KVShape
 from paged.kernels.plain import backend as torch_kernels
 from paged.model.cache.kv_cache import KVCache
 from paged.model.cache.layout import CacheLayout
-from paged.model.config import ModelConfig
-from paged.model.spec import KVShape
 from paged.simulate.model import read_model
 
 DEMO = read_model("demo")

@@ -19,10 +19,10 @@ from transformers import GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from paged import CheckpointError, SamplingParams, UnsupportedModelError
-from paged.model.config import TensorNames
-from paged.model.families.moe import MOST_EXPERTS
-from paged.model.families.table import ARCHITECTURES
-from paged.model.hf_config import from_hf
+from paged.architectures.config import TensorNames
+from paged.architectures.families.moe import MOST_EXPERTS
+from paged.architectures.families.table import ARCHITECTURES
+from paged.architectures.hf_config import from_hf
 from paged.model.weights import loading
 from paged.model.weights.loading import open_tensors
 from paged.model.weights.open_file import OpenFile

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from paged.model.config import LLAMA_NAMES
+from paged.architectures.config import LLAMA_NAMES
+from paged.architectures.schemes import quantization_of
 from paged.model.layers.linear import Linear
-from paged.model.schemes import quantization_of
 from paged.model.weights import sources
 from paged.model.weights.choice import Forms
 from paged.model.weights.coded import CodedWeight

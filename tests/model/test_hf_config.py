@@ -13,11 +13,11 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from paged.architectures.config import DEMO
+from paged.architectures.families.table import ARCHITECTURES
+from paged.architectures.hf_config import from_hf, read_config
+from paged.architectures.spec import KVShape
 from paged.base.errors import CheckpointError, UnsupportedModelError
-from paged.model.config import DEMO
-from paged.model.families.table import ARCHITECTURES
-from paged.model.hf_config import from_hf, read_config
-from paged.model.spec import KVShape
 from paged.text.tokenizer import Tokenizer
 from tests.support.checkpoints import CONFIGS, edit_json
 from tests.support.specs import value_at

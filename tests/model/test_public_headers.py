@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from paged import CheckpointError
-from paged.model.config import LLAMA_NAMES
+from paged.architectures.config import LLAMA_NAMES
+from paged.architectures.schemes import UNUSED, quantization_of
 from paged.model.layers.linear import Linear
-from paged.model.schemes import UNUSED, quantization_of
 from paged.model.weights.formats.recognizers import recognizers_of
 from paged.model.weights.loading import check_weights
 from paged.model.weights.sources import StoredTensor

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from paged.model.families.table import ARCHITECTURES
-from paged.model.hf_config import from_hf
+from paged.architectures.families.table import ARCHITECTURES
+from paged.architectures.hf_config import from_hf
 from tests.model.test_hf_config import SIZES, completed
 from tests.support.specs import value_at
 

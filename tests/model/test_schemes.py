@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from paged import CheckpointError, UnsupportedModelError
-from paged.model.config import LLAMA_NAMES
-from paged.model.families.multimodal import MULTIMODAL
-from paged.model.hf_config import read_hf
-from paged.model.schemes import Module, quantization_of
+from paged.architectures.config import LLAMA_NAMES
+from paged.architectures.families.multimodal import MULTIMODAL
+from paged.architectures.hf_config import read_hf
+from paged.architectures.schemes import Module, quantization_of
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
@@ -443,7 +443,7 @@ def test_wrong_values_are_named(name):
 
 
 def test_a_pattern_cannot_take_for_ever(monkeypatch):
-    monkeypatch.setattr("paged.model.schemes.MATCH_SECONDS", 0.05)
+    monkeypatch.setattr("paged.architectures.schemes.MATCH_SECONDS", 0.05)
     config = ct("pack-quantized", weights(4, "int", "channel"), ignore=["re:(a|aa)+$"])
     with pytest.raises(CheckpointError, match=r"takes more than 0\.05 s to match a"):
         title_of(config, "a" * 60 + "b")

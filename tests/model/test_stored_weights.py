@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paged import CheckpointError, SamplingParams
-from paged.model.config import LLAMA_NAMES
+from paged.architectures.config import LLAMA_NAMES
 from paged.model.layers.linear import Linear
 from paged.model.weights import sources
 from paged.model.weights.choice import Forms

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from paged import CheckpointError, PagedError, RequestError, UnsupportedModelError
+from paged.architectures.config import DEMO
+from paged.architectures.families.multimodal import MULTIMODAL, NATIVE
+from paged.architectures.families.table import COMMON, family_of
+from paged.architectures.generation_config import read_eos_token_ids, read_sampling_defaults
+from paged.architectures.hf_config import from_hf, read_config
 from paged.base.strict_json import parse_json
-from paged.model.config import DEMO
-from paged.model.families.multimodal import MULTIMODAL, NATIVE
-from paged.model.families.table import COMMON, family_of
-from paged.model.generation_config import read_eos_token_ids, read_sampling_defaults
-from paged.model.hf_config import from_hf, read_config
 from paged.model.weights.safetensors_file import SafetensorsFile
 from paged.text.tokenizer import Tokenizer
 from tests.support.checkpoints import checkpoint, edit_json, new_engine
@@ -249,7 +249,7 @@ def test_no_value_is_too_strange_for_a_message(architecture):
 def test_eos_ids_that_repr_refuses_make_a_message(copy, monkeypatch):
     for value in UNPRINTABLE.values():
         monkeypatch.setattr(
-            "paged.model.generation_config.read_json", lambda _, eos=value: {"eos_token_id": eos}
+            "paged.architectures.generation_config.read_json", lambda _, eos=value: {"eos_token_id": eos}
         )
         if not isinstance(value, int):
             refused(lambda: read_eos_token_ids(copy), "eos_token_id must be")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from paged.architectures.config import DEMO, TensorNames
+from paged.architectures.families.multimodal import MULTIMODAL
+from paged.architectures.hf_config import from_hf, read_config
 from paged.base.errors import CheckpointError, UnsupportedModelError
-from paged.model.config import DEMO, TensorNames
-from paged.model.families.multimodal import MULTIMODAL
-from paged.model.hf_config import from_hf, read_config
 from paged.model.weights.loading import open_tensors
 from paged.text.tokenizer import Tokenizer
 from tests.model.test_hf_config import completed

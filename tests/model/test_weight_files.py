@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 
 from paged import CheckpointError
-from paged.model.config import LLAMA_NAMES
+from paged.architectures.config import LLAMA_NAMES
 from paged.model.weights import sources
 from paged.model.weights.loading import open_tensors
 from paged.model.weights.safetensors_file import SafetensorsFile

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paged import CheckpointError, ConfigError, LLMEngine, SamplingParams, UnsupportedModelError
-from paged.model.config import DEMO
-from paged.model.generation_config import read_eos_token_ids
-from paged.model.hf_config import read_config
+from paged.architectures.config import DEMO
+from paged.architectures.generation_config import read_eos_token_ids
+from paged.architectures.hf_config import read_config
 from paged.model.hub import resolve
 from paged.model.weights import stored
 from paged.model.weights.safetensors_file import SafetensorsFile

@@ -2,8 +2,8 @@
 
 import pytest
 
+from paged.architectures.hf_config import read_config
 from paged.engine.model_text import ModelText
-from paged.model.hf_config import read_config
 from paged.model.hub import resolve
 from paged.options.config import EngineConfig
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
+from paged.architectures.hf_config import read_config
 from paged.base.errors import PagedError, RequestError
 from paged.chat.answer_reader import AnswerReader, TokenText
 from paged.chat.chat_format import ChatFormat
@@ -20,7 +21,6 @@ from paged.chat.plan import ToolPlan
 from paged.chat.writing import written_call
 from paged.engine.model_text import ModelText
 from paged.grammars.structural_grammar import StructuralGrammar
-from paged.model.hf_config import read_config
 from paged.model.hub import resolve
 from paged.options.config import EngineConfig
 from paged.options.sampling_params import StructuredOutputsParams
@@ -325,7 +325,7 @@ def tokenizer_with(directory: Any, special: list[str]) -> Tokenizer:
     """Return the demo's tokenizer with more special tokens."""
     import transformers
 
-    from paged.model.config import DEMO
+    from paged.architectures.config import DEMO
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
     tokenizer.add_special_tokens({"additional_special_tokens": special})

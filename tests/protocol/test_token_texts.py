@@ -9,7 +9,7 @@ import pytest
 from tokenizers import decoders
 
 from paged import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from paged.model.config import DEMO
+from paged.architectures.config import DEMO
 from paged.protocol.answers.chunks import Head
 from paged.protocol.answers.completions import CompletionChunks, CompletionForm, Echo, completion_body
 from paged.protocol.answers.places import Decoding, chat_places

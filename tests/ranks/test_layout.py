@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from paged import ConfigError, EngineConfig
-from paged.model.hf_config import read_config
+from paged.architectures.hf_config import read_config
 from paged.model.hub import resolve
 from paged.ranks.layout import RankLayout, cut_layers, split_evenly
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from paged import ConfigError, EngineConfig
+from paged.architectures.spec import KVShape
 from paged.kernels.gpu.attention.config import choose_config
 from paged.kernels.gpu.attention.descriptors import loads_by_descriptors
-from paged.model.spec import KVShape
 from paged.runner.sizes import Sizes, draft_sizes
 from paged.simulate.fleet import Fleet, FleetConfig
 from paged.simulate.model import read_model

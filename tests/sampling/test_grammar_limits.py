@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from paged import RequestError, StructuredOutputsParams
-from paged.model.config import DEMO
+from paged.architectures.config import DEMO
 from paged.sampling.structured_outputs import Grammars
 from paged.text.tokenizer import Tokenizer
 

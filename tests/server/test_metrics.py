@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from paged import AsyncLLMEngine, SamplingParams
+from paged.architectures.config import DEMO
+from paged.architectures.hf_config import read_config
 from paged.base.errors import RequestError
-from paged.model.config import DEMO
-from paged.model.hf_config import read_config
 from paged.options.config import EngineConfig
 from paged.options.sampling_params import RequestOutputKind
 from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput

@@ -13,9 +13,9 @@ import pytest
 import typer
 
 from paged import EngineConfig, PagedError
+from paged.architectures.config import DEMO
+from paged.architectures.schemes import quantization_of
 from paged.commands.simulate import simulate
-from paged.model.config import DEMO
-from paged.model.schemes import quantization_of
 from paged.requests.request import Request, RequestInputs
 from paged.routing.router import LeastLoaded, PrefixAware, RoundRobin
 from paged.scheduler.schedule import Schedule

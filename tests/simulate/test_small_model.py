@@ -5,8 +5,8 @@ from contextlib import nullcontext
 import pytest
 
 from paged import EngineConfig
-from paged.model.config import DEMO
-from paged.model.hf_config import read_config
+from paged.architectures.config import DEMO
+from paged.architectures.hf_config import read_config
 from paged.runner.sizes import Sizes
 from paged.simulate import small_model
 from paged.simulate.cost import Coefficients, decode_work, prompt_work

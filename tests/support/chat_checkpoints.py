@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 from transformers import Qwen3Config
 
-from paged.model.config import DEMO
+from paged.architectures.config import DEMO
 from tests.support.checkpoints import SHAPE, random_model
 
 # As in Qwen's tokenizers, and as in those of Mistral and Llama.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from paged.model.config import DEMO
+from paged.architectures.config import DEMO
 
 ANSWERS = Path(__file__).with_name("embedding_answers.json")
 TEXTS = ["def add(a, b):", "import os\nimport Sys\n", "class Stack:\n    Def push(self, item):"]

@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from paged.model.families.multimodal import NATIVE
+from paged.architectures.families.multimodal import NATIVE
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 SECTION = re.compile(r"(?<=<!-- models -->\n).*?(?=<!-- end of models -->)", re.DOTALL)

@@ -14,9 +14,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from paged.architectures.config import ModelConfig
 from paged.base.errors import RankError
 from paged.engine import engine as engine_module
-from paged.model.config import ModelConfig
 from paged.options.config import EngineConfig
 from paged.ranks.driver import DriverRunner
 from paged.ranks.follower import FollowerRunner

@@ -4,7 +4,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from paged.model.config import ModelConfig
+from paged.architectures.config import ModelConfig
 
 
 def windows(config: ModelConfig) -> tuple[int | None, ...]:

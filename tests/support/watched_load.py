@@ -30,9 +30,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer  # noqa: F401 - imported before memory is measured
 
 from paged import CheckpointError, ConfigError, LLMEngine, RequestError, SamplingParams, UnsupportedModelError
+from paged.architectures.hf_config import from_hf
 from paged.kernels.backend import load_kernels
 from paged.model.decoder import Decoder
-from paged.model.hf_config import from_hf
 from paged.model.weights.loading import wanted_tensors
 from tests.support.gguf_files import in_type, write_gguf
 from tests.support.mutations import Files, mutate

@@ -14,8 +14,8 @@ from importlib.metadata import version
 
 import pytest
 
+from paged.architectures.config import DEMO
 from paged.base.errors import RequestError, WorkerLostError
-from paged.model.config import DEMO
 from paged.text.chat_template import MOST_RENDERED, ChatTemplates
 from paged.text.tokenizer import Tokenizer
 from paged.text.worker import PIECE, Worker, WorkerLimits

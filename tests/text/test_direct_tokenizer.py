@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from paged.model.config import DEMO
+from paged.architectures.config import DEMO
 from paged.text.direct_tokenizer import DirectTokenizer
 from paged.text.tokenizer import Tokenizer
 

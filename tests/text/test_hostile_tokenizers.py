@@ -14,8 +14,8 @@ from tokenizers import Regex, normalizers
 from transformers import AutoTokenizer
 
 from paged import LLMEngine, SamplingParams, StructuredOutputsParams
+from paged.architectures.config import DEMO
 from paged.base.errors import CheckpointError, RequestError
-from paged.model.config import DEMO
 from paged.model.gguf.tokenizer import PRE_TOKENIZERS
 from paged.model.tokenizer_patterns import PUBLISHED
 from paged.text.remote_tokenizer import RemoteTokenizer

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged import CompletionOutput, LLMEngine, RequestError, RequestOutputKind, SamplingParams
-from paged.model.config import DEMO
+from paged.architectures.config import DEMO
 from paged.requests.prompt_report import TokenLogprobs
 from paged.requests.request import Request, RequestGroup, RequestInputs
 from paged.requests.stop_strings import StopStrings, stop_strings

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from paged.architectures.config import DEMO
 from paged.base.errors import CheckpointError, RequestError
-from paged.model.config import DEMO
 from paged.options.sampling_params import SamplingParams
 from paged.requests.prompt_report import TokenLogprobs
 from paged.requests.request import Request, RequestGroup, RequestInputs

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...architectures.config import ModelConfig
+from ...architectures.spec import KVShape
 from ...kernels.backend import Kernels
 from ...kernels.checks import QUANTIZED_DTYPES
-from ..config import ModelConfig
-from ..spec import KVShape
 from .layout import CacheLayout, Place
 
 DRAFT = "draft_"  # begins the names of a draft model's tensors

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ..config import LayerGroup, ModelConfig
+from ...architectures.config import LayerGroup, ModelConfig
+from ...architectures.spec import KVShape
 from ..part import ModelPart
-from ..spec import KVShape
 
 
 class Place(NamedTuple):

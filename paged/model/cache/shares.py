@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..config import ModelConfig
+from ...architectures.config import ModelConfig
 from ..part import ModelPart
 from .kv_cache import KVCache
 from .layout import CacheLayout

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from ...architectures.gguf_names import CONVERTED
+from ...architectures.gguf_paths import BITS_KEYS, GGUF_KEY, GGUF_POOLINGS, POOLING_KEY, ROPE_FACTORS
 from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import shown
-from ..gguf_names import CONVERTED
-from ..gguf_paths import BITS_KEYS, GGUF_KEY, GGUF_POOLINGS, POOLING_KEY, ROPE_FACTORS
 from ..weights.gguf_file import Gguf, GgufTensor
 from .metadata import Metadata
 

@@ -21,11 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...architectures.generation_config import sampling_defaults
+from ...architectures.gguf_paths import NO_TOKENIZER_KEY, OVERRIDDEN_KEY
+from ...architectures.hf_config import MAX_JSON_BYTES, check_file, from_hf, read_json
 from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import shown
-from ..generation_config import sampling_defaults
-from ..gguf_paths import NO_TOKENIZER_KEY, OVERRIDDEN_KEY
-from ..hf_config import MAX_JSON_BYTES, check_file, from_hf, read_json
 from ..weights.gguf_file import Gguf, open_gguf
 from .config import make_config
 from .metadata import Metadata

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...architectures.gguf_names import CONVERTED, Converted
 from ...base.errors import CheckpointError
-from ..gguf_names import CONVERTED, Converted
 from ..weights.gguf_file import Gguf, GgufTensor
 from .config import head_dim_of
 from .metadata import Metadata

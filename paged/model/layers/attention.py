@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...architectures.config import LAYERS, ModelConfig
+from ...architectures.spec import AttentionSpec
 from ...kernels.attention_options import AttentionOptions
 from ...kernels.backend import Kernels
 from ...kernels.steps import call_within_step
 from ..batch import Batch, Queries
 from ..cache.kv_cache import KVCache
-from ..config import LAYERS, ModelConfig
 from ..exchanges import gather, group_of
 from ..part import Shard
-from ..spec import AttentionSpec
 from ..weights.loading import KVScales, Loadable, Loader
 from ..weights.stored import StoredRows
 from .linear import Linear

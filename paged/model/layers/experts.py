@@ -8,10 +8,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ...architectures.config import LAYERS, ModelConfig
+from ...architectures.spec import ExpertsSpec
 from ...kernels.backend import Kernels
-from ..config import LAYERS, ModelConfig
 from ..part import UNDIVIDED
-from ..spec import ExpertsSpec
 from ..weights.forms import ExpertsForm, Role
 from ..weights.loading import Loader
 from ..weights.stored import StoredRows

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ...architectures.config import LAYERS, ModelConfig
 from ...kernels.backend import Kernels
-from ..config import LAYERS, ModelConfig
 from ..exchanges import gather
 from ..part import ModelPart, Shard
 from ..weights.stored import StoredRows

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ...architectures.config import LAYERS, ModelConfig
+from ...architectures.spec import FeedForwardSpec
 from ...kernels.backend import Kernels
-from ..config import LAYERS, ModelConfig
 from ..exchanges import gather
 from ..part import Shard
-from ..spec import FeedForwardSpec
 from ..weights.forms import Role
 from ..weights.stored import StoredRows
 from .linear import Linear

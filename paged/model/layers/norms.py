@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ...architectures.spec import NormSpec
 from ...kernels.backend import Kernels
-from ..spec import NormSpec
 from ..weights.loading import Loadable
 from ..weights.stored import StoredRows
 

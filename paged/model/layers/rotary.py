@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...architectures.config import ModelConfig
+from ...architectures.spec import RopeConfig
 from ...kernels.backend import Kernels
 from ..batch import Batch
-from ..config import ModelConfig
-from ..spec import RopeConfig
 
 
 class Angles(NamedTuple):

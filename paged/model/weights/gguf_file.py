@@ -19,9 +19,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ...architectures.gguf_paths import part_paths
 from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import shown
-from ..gguf_paths import part_paths
 from .open_file import FileTensor, OpenFile
 
 # A file beside GGUF files that have no data: see `model.headers`.

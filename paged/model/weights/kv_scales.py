@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...architectures.config import LAYERS, ModelConfig
 from ...base.errors import CheckpointError
-from ..config import LAYERS, ModelConfig
 from .loading import KVScales
 from .sources import Sources, StoredTensor
 from .stored import FLOATS

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...architectures.config import ModelConfig, TensorNames
+from ...architectures.gguf_paths import ROPE_FACTORS, is_gguf
+from ...architectures.spec import ExpertsSpec
 from ...base.errors import CheckpointError
 from ...base.garbage import without_collection
-from ..config import ModelConfig, TensorNames
-from ..gguf_paths import ROPE_FACTORS, is_gguf
-from ..spec import ExpertsSpec
 from .coded import Weight
 from .forms import JoinedForm, Role, WeightForm
 from .safetensors_file import SafetensorsFile

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...architectures.spec import LongContext
 from ...device.transfers import Sent, Upload
 from ...model.batch import Batch, Queries
-from ...model.spec import LongContext
 from ..plan import ComputedPart
 
 Tables: TypeAlias = "list[array[int]]"  # the block tables of one sequence, one for each layer group

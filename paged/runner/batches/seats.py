@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...architectures.spec import LongContext
 from ...base.errors import ResourceError
 from ...device.transfers import Sent, Upload, arrived
 from ...kernels.steps import (
@@ -26,7 +27,6 @@ from ...kernels.steps import (
     UnpackStep,
 )
 from ...model.batch import Batch, Queries
-from ...model.spec import LongContext
 from ..plan import ComputedPart
 
 NO_NEW_ENTRIES = 2**30  # as FIRST_ENTRY: beyond every entry, so that all are taken from the seat
