@@ -11,10 +11,10 @@ from torch import Tensor
 
 from benchmarks.cases import assert_close
 from benchmarks.costs import linear_cost
+from paged.checkpoints.coded import CodedWeight, Factors
+from paged.checkpoints.formats.fp4 import E2M1
+from paged.checkpoints.formats.integers import SIGNED
 from paged.kernels.codes import PackedCodes, coded_linear, pack_codes
-from paged.model.weights.coded import CodedWeight, Factors
-from paged.model.weights.formats.fp4 import E2M1
-from paged.model.weights.formats.integers import SIGNED
 
 # Outputs and inputs of the linears of Llama-3.1-8B, the largest first.
 LINEARS_8B = {

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from benchmarks.common import GGUF_NAMES, SHAPES
-from paged.model.gguf.config import make_config
-from paged.model.gguf.metadata import Metadata
-from paged.model.weights.gguf_file import open_gguf
+from paged.checkpoints.gguf.config import make_config
+from paged.checkpoints.gguf.gguf_file import open_gguf
+from paged.checkpoints.gguf.metadata import Metadata
 from tests.support.gguf_files import KIND_OF, Stored, write_gguf
 from tests.support.gguf_models import metadata_of
 from tests.support.quantised import compressed, float_group, int_group

@@ -23,9 +23,9 @@ from torch import Tensor
 from benchmarks.common import parse_args, print_json, print_table
 from benchmarks.linear import CPU, layer_shapes
 from benchmarks.timing import device_name
+from paged.checkpoints.coded import CodedWeight, Factors
 from paged.kernels.checks import TrustedContents
 from paged.kernels.panels import linear, pack
-from paged.model.weights.coded import CodedWeight, Factors
 from paged.model.weights.coded_panels import PanelCodes, PanelInt4Weight, PanelInt8Weight
 from paged.model.weights.panels import PanelWeight
 

@@ -34,10 +34,10 @@ from paged.architectures.config import LLAMA_NAMES
 from paged.architectures.families.reading import CEILINGS
 from paged.architectures.hf_config import from_hf, read_config, read_hf
 from paged.architectures.schemes import quantization_of
+from paged.checkpoints.formats.recognizers import recognizers_of
 from paged.kernels.backend import load_kernels
 from paged.model.decoder import Decoder
 from paged.model.weights.choice import Forms, choose_forms
-from paged.model.weights.formats.recognizers import recognizers_of
 from paged.model.weights.forms import PlainWeight
 from paged.model.weights.loading import Loader, check_weights, open_tensors, wanted_tensors
 

@@ -33,8 +33,8 @@ from benchmarks.common import parse_args, print_json, print_table
 from benchmarks.demo.train import encode, read_corpus
 from paged import LLMEngine
 from paged.architectures.config import DEMO
+from paged.checkpoints.coded import CodedWeight, Weight
 from paged.model.weights.choice import Forms
-from paged.model.weights.coded import CodedWeight, Weight
 from paged.model.weights.forms import Role, WeightForm
 from paged.model.weights.quantization import Int4Weight
 from paged.runner import load

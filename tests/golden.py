@@ -22,14 +22,14 @@ from torch import Tensor
 
 import paged
 from paged import LLMEngine, SamplingParams
+from paged.checkpoints.coded import CodedWeight, Factors
+from paged.checkpoints.formats.fp4 import E2M1
 from paged.kernels.attention_options import AttentionOptions
 from paged.kernels.backend import load_kernels
 from paged.kernels.cpu.target import HAS_DOT, HAS_LOOKUP, HAS_TILES, VECTOR_BYTES
 from paged.kernels.routing import RoutingOptions, Score
-from paged.model.weights.coded import CodedWeight, Factors
 from paged.model.weights.coded_panels import PANEL_FORMS, PanelCodes
 from paged.model.weights.expert_panels import PanelExperts
-from paged.model.weights.formats.fp4 import E2M1
 from paged.model.weights.panels import PanelWeight
 
 RECORD = Path(__file__).parent / "golden.json"

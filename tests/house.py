@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[1]
 CHOSEN = (
     *("paged.ranks", "paged.drafting", "paged.server", "paged.commands", "paged.simulate", "paged.protocol"),
     *(
-        "paged.model.gguf",
+        "paged.checkpoints.gguf",
         "paged.architectures.gguf_names",
         "paged.architectures.schemes",
-        "paged.model.weights.formats",
+        "paged.checkpoints.formats",
     ),
     *(
         "paged.model.weights.coded_panels",

@@ -28,6 +28,7 @@ LAYERS = [
     ["kernels"],
     ["device"],
     ["architectures"],
+    ["checkpoints"],
     ["model"],
     ["text"],
     ["grammars"],

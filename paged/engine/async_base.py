@@ -24,7 +24,7 @@ from ..base.errors import (
     reject_unknown,
 )
 from ..base.validation import check_number, shown
-from ..model.embedding_files import Pooling
+from ..checkpoints.embedding_files import Pooling
 from ..options.config import EngineConfig
 from ..options.sampling_params import SamplingParams
 from ..requests.prompts import Prompt

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import RequestError
 from ..base.validation import check_bool, check_int, shown
-from ..model.embedding_files import POOLINGS, EmbeddingSettings, Pooling
+from ..checkpoints.embedding_files import POOLINGS, EmbeddingSettings, Pooling
 from ..options.sampling_params import PoolingParams
 from ..requests.prompt_report import PromptReport
 from ..requests.prompts import Prompt

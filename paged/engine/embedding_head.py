@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..base.errors import CheckpointError
-from ..model.embedding_files import Dense, EmbeddingSettings
-from ..model.weights.safetensors_file import SafetensorsFile
+from ..checkpoints.embedding_files import Dense, EmbeddingSettings
+from ..checkpoints.safetensors_file import SafetensorsFile
 
 
 class EmbeddingHead:

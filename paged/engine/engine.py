@@ -18,7 +18,7 @@ from ..base.arguments import check_call, with_arguments_of
 from ..base.errors import ConfigError, EngineDeadError, RequestError, UsageError
 from ..base.from_vllm import ExplainsMissing
 from ..base.validation import check_bool
-from ..model.hub import resolve
+from ..checkpoints.hub import resolve
 from ..options.config import EngineConfig, check_policy, options_of
 from ..options.sampling_params import DEFAULT_MAX_TOKENS, BeamSearchParams, SamplingParams
 from ..requests.prompts import Prompt
@@ -45,7 +45,7 @@ from .request_factory import RequestFactory
 from .request_spec import ReportTerms, RequestSpec, ids_of
 
 if TYPE_CHECKING:
-    from ..model.embedding_files import Pooling
+    from ..checkpoints.embedding_files import Pooling
     from ..options.sampling_params import PoolingParams
     from ..runner.draft_model import DraftCheckpoint
     from ..scheduler.policies import Fair

@@ -18,14 +18,14 @@ from ..architectures.generation_config import (
     read_sampling_defaults,
 )
 from ..base.errors import RequestError, UsageError
-from ..model.hub import resolve
+from ..checkpoints.hub import resolve
 from ..options.config import EngineConfig
 from ..options.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from ..text.prompt_parser import PromptParser
 from ..text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from ..model.embedding_files import EmbeddingSettings
+    from ..checkpoints.embedding_files import EmbeddingSettings
     from ..text.chat_template import ChatTemplates, Message
     from .embedding_head import EmbeddingHead
 
@@ -91,7 +91,7 @@ class ModelText:
     @cached_property
     def embedding(self) -> EmbeddingSettings:
         """How the checkpoint makes embeddings. Raises CheckpointError for wrong files."""
-        from ..model.embedding_files import read_embedding_settings
+        from ..checkpoints.embedding_files import read_embedding_settings
 
         return read_embedding_settings(self._directory, self.model_config.hidden_size)
 

@@ -1,1 +1,1 @@
-"""What an output may be: JSON schemas, regular expressions and Lark as grammars of llguidance, within limits."""
+"""What an output may be: JSON schemas, regular expressions and Lark, as grammars of llguidance."""

@@ -14,6 +14,7 @@ from ..architectures.config import LAYERS, ModelConfig
 from ..architectures.spec import FeedForwardSpec
 from ..base.errors import CheckpointError
 from ..base.validation import check_number
+from ..checkpoints.stored import StoredRows
 from ..kernels.backend import Kernels
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
@@ -27,7 +28,6 @@ from .layers.token_rows import TokenRows
 from .part import ModelPart, Shard
 from .stream import Stream
 from .weights.loading import Loadable, Loader, StoredWeights
-from .weights.stored import StoredRows
 
 if TYPE_CHECKING:
     from .layers.experts import Experts, ExpertsBeside

@@ -10,8 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.weight_files import find_weight_files
 from ..device.devices import cpu_flags
-from ..model.weights.weight_files import find_weight_files
 from ..options.config import EngineConfig
 
 PACKAGES = ("paged", "torch", "numba", "llvmlite", "triton")

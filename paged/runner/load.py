@@ -18,6 +18,8 @@ from ..architectures.config import ModelConfig, TensorNames
 from ..architectures.gguf_paths import is_gguf
 from ..architectures.hf_config import read_hf, read_quantization
 from ..base.errors import ConfigError, ResourceError
+from ..checkpoints.sources import Sources
+from ..checkpoints.stored import Recognizer
 from ..device.devices import check_attention, is_here, is_shortage, resolve_backend, weights_in_panels
 from ..device.host_memory import freed_at_once
 from ..kernels.backend import Kernels, load_kernels
@@ -33,8 +35,6 @@ from ..model.weights.loading import (
     has_own_head,
     open_tensors,
 )
-from ..model.weights.sources import Sources
-from ..model.weights.stored import Recognizer
 from .sizes import Sizes
 
 if TYPE_CHECKING:
@@ -176,14 +176,14 @@ def _recognizers_of(
     """Return what recognizes quantised weights: those of config.json, or of a GGUF file."""
     if quantization is None and not any(is_gguf(each.path.name) for each in islice(sources.values(), 1)):
         return ()
-    from ..model.weights.formats.recognizers import recognizers_of
+    from ..checkpoints.formats.recognizers import recognizers_of
 
     return recognizers_of(quantization, names)
 
 
 def _require_no_blocks(sources: Sources, quantization: str) -> None:
     """Raise ConfigError for a GGUF file that is quantised."""
-    from ..model.weights.gguf_file import GgufTensor
+    from ..checkpoints.gguf.gguf_file import GgufTensor
 
     found = [each for each in sources.values() if isinstance(each, GgufTensor) and each.type.in_blocks]
     if found:

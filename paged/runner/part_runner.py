@@ -14,11 +14,11 @@ from torch import Tensor
 from ..architectures.config import ModelConfig
 from ..base.errors import ResourceError
 from ..blocks.pool import BlockId
+from ..checkpoints.weight_files import find_weight_files
 from ..device.devices import resolve_device, resolve_dtype, sum_in_float32, target_of
 from ..device.threads import set_threads
 from ..device.transfers import Sent, Transfers, Upload
 from ..model.part import ModelPart
-from ..model.weights.weight_files import find_weight_files
 from ..options.config import EngineConfig
 from .load import load_model, new_kernels
 from .memory import Memory, RunStep, new_kv_cache, num_blocks_that_fit

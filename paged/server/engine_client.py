@@ -15,13 +15,13 @@ from ..architectures.hf_config import read_config
 from ..base.arguments import show_arguments_of
 from ..base.errors import ConfigError, RequestError, ResourceError
 from ..base.validation import check_int, shown
+from ..checkpoints.hub import resolve
 from ..engine.answer_memory import AnswerAccount, AnswerBudget, comes_in_parts
 from ..engine.async_base import STREAM_INTERVAL_S, AsyncEngine, RequestStream, check_interval
 from ..engine.embedding import EmbeddingSpec
 from ..engine.model_text import ModelText
 from ..engine.request_spec import Prepared, ReportTerms, RequestSpec
 from ..engine.scoring import ScoreSpec
-from ..model.hub import resolve
 from ..options.config import EngineConfig, check_policy
 from ..options.sampling_params import RequestOutputKind, SamplingParams
 from ..ranks.place import Torchrun

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..architectures.config import ModelConfig
 from ..architectures.hf_config import read_config
 from ..base.errors import CheckpointError, MissingModelError
-from ..model.hub import resolve_config
+from ..checkpoints.hub import resolve_config
 
 
 def read_model(model: str, revision: str | None = None) -> ModelConfig:
@@ -34,7 +34,7 @@ def read_model(model: str, revision: str | None = None) -> ModelConfig:
 def _stored_layer_bits(directory: Path, config: ModelConfig) -> float:
     """Return the bits that a weight of the layers takes in its files, on average."""
     # Only here, as a simulation of other models needs no torch.
-    from ..model.weights.formats.recognizers import KEPT
+    from ..checkpoints.formats.recognizers import KEPT
     from ..model.weights.loading import open_tensors
 
     with open_tensors(directory, config.tensor_names) as sources:

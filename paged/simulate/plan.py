@@ -16,10 +16,10 @@ import torch
 from ..architectures.config import ModelConfig
 from ..architectures.hf_config import read_config
 from ..base.errors import ConfigError
+from ..checkpoints.gguf.gguf_file import HEADERS_ALONE
+from ..checkpoints.hub import resolve_headers
 from ..device.devices import resolve_device, resolve_dtype, target_of
 from ..device.threads import set_threads
-from ..model.hub import resolve_headers
-from ..model.weights.gguf_file import HEADERS_ALONE
 from ..options.config import EngineConfig
 from ..runner.draft_model import naming_draft_model
 from ..runner.footprint import GPU_OVERHEAD, Footprint, ways_to_fit

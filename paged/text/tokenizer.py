@@ -256,7 +256,7 @@ def _is_local(parts: Mapping[str, Any]) -> bool:
 
     parts: empty if unknown.
     """
-    from ..model.tokenizer_patterns import RUNS
+    from ..checkpoints.tokenizer_patterns import RUNS
 
     if not parts:
         return False

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from math import ceil, prod
 from typing import Any
 
-from ..model.tokenizer_patterns import PUBLISHED
+from ..checkpoints.tokenizer_patterns import PUBLISHED
 
 Part = Mapping[str, Any]
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from paged import LLM, CheckpointError, PoolingParams, RequestError
+from paged.checkpoints.embedding_files import read_embedding_settings
 from paged.engine.embedding_head import EmbeddingHead
-from paged.model.embedding_files import read_embedding_settings
 from paged.sampling.reporter import exact_sums
 from tests.support.checkpoints import checkpoint, edit_json, new_engine, ragged_prompts
 from tests.support.embedding_cases import (

@@ -23,9 +23,9 @@ from paged.architectures.config import TensorNames
 from paged.architectures.families.moe import MOST_EXPERTS
 from paged.architectures.families.table import ARCHITECTURES
 from paged.architectures.hf_config import from_hf
+from paged.checkpoints.open_file import OpenFile
 from paged.model.weights import loading
 from paged.model.weights.loading import open_tensors
-from paged.model.weights.open_file import OpenFile
 from tests.support.checkpoints import CONFIGS, checkpoint, edit_json, new_engine, ragged_prompts, random_model
 
 PROMPTS = ragged_prompts([3, 40, 17])

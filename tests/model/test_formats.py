@@ -11,15 +11,15 @@ from safetensors.torch import save_file
 
 from paged.architectures.config import LLAMA_NAMES
 from paged.architectures.schemes import quantization_of
+from paged.checkpoints import sources
+from paged.checkpoints.coded import CodedWeight
+from paged.checkpoints.formats.recognizers import recognizers_of
+from paged.checkpoints.safetensors_file import SafetensorsFile
+from paged.checkpoints.stored import StoredRows
 from paged.model.layers.linear import Linear
-from paged.model.weights import sources
 from paged.model.weights.choice import Forms
-from paged.model.weights.coded import CodedWeight
-from paged.model.weights.formats.recognizers import recognizers_of
 from paged.model.weights.forms import PlainWeight
 from paged.model.weights.loading import Loader, check_weights
-from paged.model.weights.safetensors_file import SafetensorsFile
-from paged.model.weights.stored import StoredRows
 from tests.support.quantised import (
     Sizes,
     Stored,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from paged import CheckpointError, UnsupportedModelError
-from paged.model.weights.formats.gguf import format_in
-from paged.model.weights.gguf_file import GGML_TYPES, GgufFile, open_gguf
+from paged.checkpoints.formats.gguf import format_in
+from paged.checkpoints.gguf.gguf_file import GGML_TYPES, GgufFile, open_gguf
 from tests.support.gguf_files import Stored, Typed, in_type, string, write_gguf
 
 FLOATS = Stored("F32", [3, 8], torch.arange(24.0).numpy().tobytes())

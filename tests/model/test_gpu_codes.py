@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paged import SamplingParams
+from paged.checkpoints.coded import CodedWeight, Factors
+from paged.checkpoints.stored import Layout, StoredFormat, StoredPart
 from paged.kernels.backend import load_kernels
 from paged.model.layers.linear import Embedding, Linear
 from paged.model.weights import gpu_codes
-from paged.model.weights.coded import CodedWeight, Factors
 from paged.model.weights.coded_forms import CodedProduct
 from paged.model.weights.forms import EachExpert, PlainWeight, StackedExperts
 from paged.model.weights.gpu_codes import CodedExperts, PackedCodesWeight, coded_form, quantized_form
 from paged.model.weights.quantization import Int8Weight, int4_codes
-from paged.model.weights.stored import Layout, StoredFormat, StoredPart
 from paged.runner import load
 from tests.support.checkpoints import checkpoint, new_engine, ragged_prompts
 from tests.support.coded_weights import coded_weight, random_coded

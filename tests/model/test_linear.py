@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from paged import LLMEngine, SamplingParams
+from paged.checkpoints.stored import StoredRows
 from paged.model.layers.linear import Linear
 from paged.model.weights.forms import PackedWeight, PlainWeight, can_pack
-from paged.model.weights.stored import StoredRows
 from tests.support.error_bounds import assert_product
 
 CPU = torch.device("cpu")

@@ -17,11 +17,11 @@ from torch import Tensor
 from paged import CheckpointError
 from paged.architectures.config import LLAMA_NAMES
 from paged.architectures.schemes import UNUSED, quantization_of
+from paged.checkpoints.formats.recognizers import recognizers_of
+from paged.checkpoints.sources import StoredTensor
+from paged.checkpoints.stored import StoredRows
 from paged.model.layers.linear import Linear
-from paged.model.weights.formats.recognizers import recognizers_of
 from paged.model.weights.loading import check_weights
-from paged.model.weights.sources import StoredTensor
-from paged.model.weights.stored import StoredRows
 from tests.model.test_schemes import ACCEPTED, Q_PROJ
 
 I32, I64, U8, I8 = torch.int32, torch.int64, torch.uint8, torch.int8

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from paged import CheckpointError, ConfigError, LLMEngine, SamplingParams
+from paged.checkpoints import stored
+from paged.checkpoints.stored import FloatFormat, StoredRows
 from paged.kernels import int4_search
 from paged.kernels.coded_panels import best_fit
 from paged.model.decoder import Decoder
 from paged.model.layers.linear import Linear
-from paged.model.weights import stored
 from paged.model.weights.choice import choose_forms
 from paged.model.weights.coded_panels import PANEL_FORMS
 from paged.model.weights.forms import JoinedForm, PlainWeight
 from paged.model.weights.loading import Loader
 from paged.model.weights.quantization import Int4Weight, Int8Weight, int4_codes
-from paged.model.weights.stored import FloatFormat, StoredRows
 from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts
 
 CPU = torch.device("cpu")

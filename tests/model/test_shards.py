@@ -11,10 +11,10 @@ from transformers import Gemma4TextConfig, LlamaConfig
 
 from paged import ConfigError, SamplingParams
 from paged.architectures.hf_config import read_config
+from paged.checkpoints.open_file import OpenFile
 from paged.kernels.panels import can_pair, pack, pack_bf12
 from paged.model.cache.shares import cut_blocks, join_blocks
 from paged.model.part import ModelPart, Shard, check_shards
-from paged.model.weights.open_file import OpenFile
 from tests.model.test_quantised_checkpoints import MODELS
 from tests.support.checkpoints import (
     CONFIGS,

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from paged import CheckpointError, SamplingParams
 from paged.architectures.config import LLAMA_NAMES
+from paged.checkpoints import sources
+from paged.checkpoints.sources import StoredTensor
+from paged.checkpoints.stored import Layout, StoredFormat, StoredPart, StoredRows, read_rows
 from paged.model.layers.linear import Linear
-from paged.model.weights import sources
 from paged.model.weights.choice import Forms
 from paged.model.weights.coded_forms import CodedProduct
 from paged.model.weights.forms import JoinedForm, PlainWeight, Role, WeightForm
 from paged.model.weights.loading import Loader, check_weights
 from paged.model.weights.quantization import Int8Weight
-from paged.model.weights.sources import StoredTensor
-from paged.model.weights.stored import Layout, StoredFormat, StoredPart, StoredRows, read_rows
 from paged.runner import load
 from tests.support.checkpoints import checkpoint, new_engine, ragged_prompts
 

@@ -20,7 +20,7 @@ from paged.architectures.families.table import COMMON, family_of
 from paged.architectures.generation_config import read_eos_token_ids, read_sampling_defaults
 from paged.architectures.hf_config import from_hf, read_config
 from paged.base.strict_json import parse_json
-from paged.model.weights.safetensors_file import SafetensorsFile
+from paged.checkpoints.safetensors_file import SafetensorsFile
 from paged.text.tokenizer import Tokenizer
 from tests.support.checkpoints import checkpoint, edit_json, new_engine
 

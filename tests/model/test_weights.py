@@ -19,11 +19,11 @@ from paged import CheckpointError, ConfigError, LLMEngine, SamplingParams, Unsup
 from paged.architectures.config import DEMO
 from paged.architectures.generation_config import read_eos_token_ids
 from paged.architectures.hf_config import read_config
-from paged.model.hub import resolve
-from paged.model.weights import stored
-from paged.model.weights.safetensors_file import SafetensorsFile
-from paged.model.weights.sources import StoredTensor
-from paged.model.weights.stored import FloatFormat
+from paged.checkpoints import stored
+from paged.checkpoints.hub import resolve
+from paged.checkpoints.safetensors_file import SafetensorsFile
+from paged.checkpoints.sources import StoredTensor
+from paged.checkpoints.stored import FloatFormat
 from tests.support.checkpoints import (
     CONFIGS,
     Reference,

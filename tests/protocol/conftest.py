@@ -3,8 +3,8 @@
 import pytest
 
 from paged.architectures.hf_config import read_config
+from paged.checkpoints.hub import resolve
 from paged.engine.model_text import ModelText
-from paged.model.hub import resolve
 from paged.options.config import EngineConfig
 
 

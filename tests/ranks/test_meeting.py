@@ -19,8 +19,8 @@ from torch.distributed import HashStore
 
 import paged
 from paged import CheckpointError, ConfigError, EngineConfig, LLMEngine, PagedError, RankError
+from paged.checkpoints.hub import resolve
 from paged.device import threads
-from paged.model.hub import resolve
 from paged.ranks import heartbeat
 from paged.ranks.facts import OF_ONE_RANK, facts_of, header_hash, plain_options
 from paged.ranks.heartbeat import HeartbeatFile, find_troubles

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from paged import CheckpointError, ConfigError, EngineConfig
-from paged.model.headers import write_header
-from paged.model.hub import resolve_headers
-from paged.model.weights import gguf_file, samples
+from paged.checkpoints.gguf import gguf_file
+from paged.checkpoints.headers import write_header
+from paged.checkpoints.hub import resolve_headers
+from paged.model.weights import samples
 from paged.simulate.cost import DATA_SHEETS
 from paged.simulate.plan import make_plan
 from tests.support.checkpoints import checkpoint, new_engine, random_model

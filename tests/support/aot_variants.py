@@ -16,10 +16,10 @@ import torch
 
 from paged import EngineConfig, SamplingParams
 from paged.architectures.hf_config import read_config
+from paged.checkpoints.hub import resolve
 from paged.kernels.backend import load_kernels
 from paged.kernels.checks import TrustedContents
 from paged.kernels.gpu.target import listening
-from paged.model.hub import resolve
 from paged.requests.request import Request, RequestInputs
 from paged.runner import load
 from paged.runner.model_runner import ModelRunner

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paged.model.weights.formats.gguf import format_in
-from paged.model.weights.gguf_file import GGML_TYPES
+from paged.checkpoints.formats.gguf import format_in
+from paged.checkpoints.gguf.gguf_file import GGML_TYPES
 
 NUMBER_OF = {kind.name: number for number, kind in GGML_TYPES.items()}
 KIND_OF = {kind.name: kind for kind in GGML_TYPES.values()}

@@ -12,9 +12,9 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from paged.model.gguf.directory import gguf_directory
-from paged.model.gguf.metadata import Metadata
-from paged.model.gguf.tokenizer import make_tokenizer, read_ends
+from paged.checkpoints.gguf.directory import gguf_directory
+from paged.checkpoints.gguf.metadata import Metadata
+from paged.checkpoints.gguf.tokenizer import make_tokenizer, read_ends
 from tests.support.gguf_models import write_model
 
 # The lists of llama-vocab.cpp: of ends, and of tokens for the middle of a text, of which some end, too.

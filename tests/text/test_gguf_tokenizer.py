@@ -18,8 +18,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import GemmaTokenizer
 
 from paged import CheckpointError, UnsupportedModelError
-from paged.model.gguf.metadata import Metadata
-from paged.model.gguf.tokenizer import make_tokenizer, read_ends
+from paged.checkpoints.gguf.metadata import Metadata
+from paged.checkpoints.gguf.tokenizer import make_tokenizer, read_ends
 from paged.text import tokenizer as text_tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 from paged import LLMEngine, SamplingParams, StructuredOutputsParams
 from paged.architectures.config import DEMO
 from paged.base.errors import CheckpointError, RequestError
-from paged.model.gguf.tokenizer import PRE_TOKENIZERS
-from paged.model.tokenizer_patterns import PUBLISHED
+from paged.checkpoints.gguf.tokenizer import PRE_TOKENIZERS
+from paged.checkpoints.tokenizer_patterns import PUBLISHED
 from paged.text.remote_tokenizer import RemoteTokenizer
 from paged.text.tokenizer import Tokenizer
 from paged.text.tokenizer_bounds import why_unbounded

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...architectures.config import LAYERS, ModelConfig
 from ...architectures.spec import AttentionSpec
+from ...checkpoints.stored import StoredRows
 from ...kernels.attention_options import AttentionOptions
 from ...kernels.backend import Kernels
 from ...kernels.steps import call_within_step
@@ -18,7 +19,6 @@ from ..cache.kv_cache import KVCache
 from ..exchanges import gather, group_of
 from ..part import Shard
 from ..weights.loading import KVScales, Loadable, Loader
-from ..weights.stored import StoredRows
 from .linear import Linear
 from .norms import RMSNorm
 from .rotary import rotated_order

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ...architectures.config import LAYERS, ModelConfig
 from ...architectures.spec import ExpertsSpec
+from ...checkpoints.stored import StoredRows
 from ...kernels.backend import Kernels
 from ..part import UNDIVIDED
 from ..weights.forms import ExpertsForm, Role
 from ..weights.loading import Loader
-from ..weights.stored import StoredRows
 from .linear import Linear
 from .mlp import MLP, ManyExperts, is_precise
 from .norms import RMSNorm

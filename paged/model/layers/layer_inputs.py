@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from ...architectures.config import LAYERS, ModelConfig
+from ...checkpoints.stored import StoredRows
 from ...kernels.backend import Kernels
 from ..exchanges import gather
 from ..part import ModelPart, Shard
-from ..weights.stored import StoredRows
 from .linear import Embedding, Linear
 from .norms import RMSNorm
 

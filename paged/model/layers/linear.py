@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ...base.errors import ConfigError
+from ...checkpoints.stored import StoredRows
 from ...kernels.backend import Kernels
 from ..exchanges import look_up
 from ..part import UNDIVIDED, Shard
 from ..weights.forms import Role, TableForm, WeightForm
 from ..weights.loading import Loadable, Loader
-from ..weights.stored import StoredRows
 
 
 class Linear(Loadable):

@@ -6,11 +6,11 @@ from torch import Tensor, nn
 
 from ...architectures.config import LAYERS, ModelConfig
 from ...architectures.spec import FeedForwardSpec
+from ...checkpoints.stored import StoredRows
 from ...kernels.backend import Kernels
 from ..exchanges import gather
 from ..part import Shard
 from ..weights.forms import Role
-from ..weights.stored import StoredRows
 from .linear import Linear
 
 

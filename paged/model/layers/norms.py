@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from ...architectures.spec import NormSpec
+from ...checkpoints.stored import StoredRows
 from ...kernels.backend import Kernels
 from ..weights.loading import Loadable
-from ..weights.stored import StoredRows
 
 
 class RMSNorm(Loadable):

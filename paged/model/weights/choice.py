@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .coded import CodedWeight, Weight, WholeWeight
+from ...checkpoints.coded import CodedWeight, Weight, WholeWeight
 from .forms import (
     Float32Product,
     Float32Weight,

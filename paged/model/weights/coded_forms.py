@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .coded import CodedWeight
+from ...checkpoints.coded import CodedWeight
 from .forms import Role, TableForm
 
 _TILE_ELEMENTS = 2**19  # of a tile in floats, so that it stays in a cache

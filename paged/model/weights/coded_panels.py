@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...checkpoints.coded import CodedWeight, Weight, WholeWeight
 from ...kernels.checks import TrustedContents
 from ...kernels.coded_panels import LEAST_GROUP, best_fit, group_of, is_exact, pack_codes
 from ...kernels.panels import Panels, can_pair, pack
-from .coded import CodedWeight, Weight, WholeWeight
 from .forms import Role
 from .panels import ALONE, PanelWeight
 from .quantization import INT4_TABLE, Int4Weight, Int8Weight, int4_codes

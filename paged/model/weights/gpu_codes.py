@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ...checkpoints.coded import CodedWeight, Factors
 from ...kernels.backend import Kernels
 from ...kernels.checks import TrustedContents
 from ...kernels.codes import (
@@ -23,7 +24,6 @@ from ...kernels.codes import (
     stack_codes,
     take_coded_rows,
 )
-from .coded import CodedWeight, Factors
 from .coded_forms import CodedProduct
 from .forms import ExpertsForm, Role, TableForm, WeightForm
 from .quantization import INT4_TABLE, Int4Weight, int4_codes, int8_codes

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ...architectures.config import LAYERS, ModelConfig
 from ...base.errors import CheckpointError
+from ...checkpoints.sources import Sources, StoredTensor
+from ...checkpoints.stored import FLOATS
 from .loading import KVScales
-from .sources import Sources, StoredTensor
-from .stored import FLOATS
 
 # By what they end in, within a layer's self_attn: one for both, and those of each.
 _OF_BOTH = ("kv_scale", "attn.kv_scale", "qkv_proj.kv_scale")

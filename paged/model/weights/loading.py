@@ -18,11 +18,10 @@ from ...architectures.gguf_paths import ROPE_FACTORS, is_gguf
 from ...architectures.spec import ExpertsSpec
 from ...base.errors import CheckpointError
 from ...base.garbage import without_collection
-from .coded import Weight
-from .forms import JoinedForm, Role, WeightForm
-from .safetensors_file import SafetensorsFile
-from .sources import Sources, StoredTensor
-from .stored import (
+from ...checkpoints.coded import Weight
+from ...checkpoints.safetensors_file import SafetensorsFile
+from ...checkpoints.sources import Sources, StoredTensor
+from ...checkpoints.stored import (
     FLOATS,
     Layout,
     Recognizer,
@@ -35,7 +34,8 @@ from .stored import (
     read_rows,
     split_by_format,
 )
-from .weight_files import find_weight_files
+from ...checkpoints.weight_files import find_weight_files
+from .forms import JoinedForm, Role, WeightForm
 
 if TYPE_CHECKING:
     from .choice import Forms
@@ -69,7 +69,7 @@ def _find_tensors(directory: Path, names: TensorNames, files: ExitStack) -> Sour
             stack = names.stack_of(own_name)
             parts: Iterable[tuple[str, StoredTensor]] = [(own_name, tensor)]
             if stack is not None:
-                from .stacks import experts_of
+                from ...checkpoints.stacks import experts_of
 
                 parts = experts_of(own_name, tensor, stack)
             for each, own in parts:
@@ -84,8 +84,8 @@ def _find_tensors(directory: Path, names: TensorNames, files: ExitStack) -> Sour
 def _open_file(path: Path, names: TensorNames) -> Iterator[Mapping[str, StoredTensor]]:
     """Open a file, or a GGUF file with its other parts, and find its tensors by their names in it."""
     if is_gguf(path.name):
-        from ..gguf.tensors import presented
-        from .gguf_file import open_gguf
+        from ...checkpoints.gguf.gguf_file import open_gguf
+        from ...checkpoints.gguf.tensors import presented
 
         with open_gguf(path) as gguf:
             yield {

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...checkpoints.coded import Weight, WholeWeight
 from ...kernels.backend import Kernels
 from ...kernels.panels import (
     Panels,
@@ -23,7 +24,6 @@ from ...kernels.panels import (
     take_rows,
     widen_rows,
 )
-from .coded import Weight, WholeWeight
 from .forms import ExpertsForm, PlainWeight, TableForm, WeightForm
 
 ALONE = WholeWeight()  # of a weight that is no shard

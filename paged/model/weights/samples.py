@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...checkpoints.gguf.gguf_file import GgmlType, GgufTensor
+from ...checkpoints.sources import StoredTensor
+from ...checkpoints.stored import Layout, StoredPart, StoredRows, StoredWeight
 from .forms import Role, WeightForm
-from .gguf_file import GgmlType, GgufTensor
 from .loading import Loadable, Loader
-from .sources import StoredTensor
-from .stored import Layout, StoredPart, StoredRows, StoredWeight
 
 _SAMPLE_NUMBERS = 2**20  # enough for a form that only large weights take
 _ROW_STEP = 128  # whole panels, and halves of them

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from paged.checkpoints.coded import CodedWeight, Factors
 from paged.kernels.cpu.linear import linear as numba_linear
 from paged.kernels.cpu.linear.linear import linear, pack, pad
 from paged.kernels.cpu.linear.pack_codes import is_exact, narrowest, pack_codes
 from paged.kernels.cpu.target import HAS_DOT
 from paged.kernels.half_bytes import HalfBytes
-from paged.model.weights.coded import CodedWeight, Factors
 from paged.model.weights.coded_panels import CodedForms, PanelCodes, keepable
 from paged.model.weights.panels import PanelWeight
 from tests.support.coded_weights import CENTRED, CODES, FACTORS, is_stored, random_coded, same_bits

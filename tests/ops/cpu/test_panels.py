@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from paged import ConfigError, SamplingParams
+from paged.checkpoints.stored import StoredRows
 from paged.device import devices
 from paged.kernels.cpu import backend as numba_kernels
 from paged.kernels.cpu.formats import BFLOAT16_PAIRS
@@ -27,7 +28,6 @@ from paged.model.weights import panels
 from paged.model.weights.coded_panels import PANEL_FORMS, PanelInt4Weight, PanelInt8Weight
 from paged.model.weights.panels import PanelWeight, Table
 from paged.model.weights.quantization import Int8Weight, int4_codes
-from paged.model.weights.stored import StoredRows
 from tests.support.checkpoints import (
     CONFIGS,
     assert_all_free,

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from paged.checkpoints.coded import CodedWeight, Factors
 from paged.kernels.codes import PackedCodes, can_pack_codes, coded_linear, pack_codes, take_coded_rows
 from paged.kernels.gpu.attention.config import FAMILIES
 from paged.kernels.gpu.linear.config import linear_config, row_count, split_tiles
-from paged.model.weights.coded import CodedWeight, Factors
 from tests.support.coded_weights import coded_weight
 from tests.support.error_bounds import assert_product
 from tests.support.kernel_cases import DEVICE

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paged.checkpoints.coded import CodedWeight
 from paged.kernels import reference
 from paged.kernels.backend import load_kernels
 from paged.kernels.codes import (
@@ -17,7 +18,6 @@ from paged.kernels.codes import (
     stack_codes,
 )
 from paged.kernels.routing import ExpertRows, RoutingOptions
-from paged.model.weights.coded import CodedWeight
 from tests.support.coded_weights import coded_weight
 from tests.support.error_bounds import U32, assert_product, assert_within
 from tests.support.kernel_cases import DEVICE

@@ -13,8 +13,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ...architectures.hf_config import check_file
-from ...base.errors import CheckpointError
+from ..architectures.hf_config import check_file
+from ..base.errors import CheckpointError
 from .sources import StoredTensor
 
 _ALL = slice(None)

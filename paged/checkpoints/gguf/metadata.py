@@ -10,7 +10,7 @@ from typing import Any
 
 from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import shown
-from ..weights.gguf_file import Value
+from .gguf_file import Value
 
 _REQUIRED: Any = object()
 # Keys of a model that change nothing here.

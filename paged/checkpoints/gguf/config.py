@@ -17,7 +17,7 @@ from ...architectures.gguf_names import CONVERTED
 from ...architectures.gguf_paths import BITS_KEYS, GGUF_KEY, GGUF_POOLINGS, POOLING_KEY, ROPE_FACTORS
 from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import shown
-from ..weights.gguf_file import Gguf, GgufTensor
+from .gguf_file import Gguf, GgufTensor
 from .metadata import Metadata
 
 # The number of layers of Gemma 2 27B and Gemma 3 27B, whose queries are scaled by the width of a head that

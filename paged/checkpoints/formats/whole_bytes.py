@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....architectures.schemes import Scheme
+from ...architectures.schemes import Scheme
 from ..coded import CodedWeight, Factors, Weight
 from ..stored import Layout, StoredFormat, StoredPart
 from .groups import NO_NAN, InputGroups

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...architectures.config import ExpertStack
-from ...base.errors import CheckpointError
+from ..architectures.config import ExpertStack
+from ..base.errors import CheckpointError
 from .open_file import FileTensor
 from .sources import StoredTensor
 

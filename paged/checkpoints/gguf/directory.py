@@ -26,8 +26,8 @@ from ...architectures.gguf_paths import NO_TOKENIZER_KEY, OVERRIDDEN_KEY
 from ...architectures.hf_config import MAX_JSON_BYTES, check_file, from_hf, read_json
 from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import shown
-from ..weights.gguf_file import Gguf, open_gguf
 from .config import make_config
+from .gguf_file import Gguf, open_gguf
 from .metadata import Metadata
 from .tokenizer import make_tokenizer, read_ends, read_vocabulary
 

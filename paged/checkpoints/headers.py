@@ -14,10 +14,10 @@ from typing import Any
 
 from ..base.errors import CheckpointError
 from .gguf.directory import config_of
+from .gguf.gguf_file import HEADERS_ALONE, GgufFile, open_gguf
 from .gguf.metadata import Metadata
-from .weights.gguf_file import HEADERS_ALONE, GgufFile, open_gguf
-from .weights.safetensors_file import HEADER_CEILING, HEADER_ONLY
-from .weights.weight_files import find_weight_files
+from .safetensors_file import HEADER_CEILING, HEADER_ONLY
+from .weight_files import find_weight_files
 
 _LENGTH_BYTES = 8
 _CHUNK = 2**16  # bytes of a request: most headers are smaller

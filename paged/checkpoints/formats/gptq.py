@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ....architectures.schemes import Scheme
-from ....base.errors import CheckpointError
+from ...architectures.schemes import Scheme
+from ...base.errors import CheckpointError
 from ..coded import Weight
 from ..stored import Layout, StoredFormat, StoredPart
 from .groups import FINITE, SCALES, InputGroups, codes_of, rows_of

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ...architectures.config import LLAMA_NAMES, TensorNames
-from ...base.errors import CheckpointError
-from ...base.validation import shown
+from ..architectures.config import LLAMA_NAMES, TensorNames
+from ..base.errors import CheckpointError
+from ..base.validation import shown
 from .open_file import FileTensor, OpenFile
 
 STORED_DTYPES = {

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....architectures.schemes import Scheme
+from ...architectures.schemes import Scheme
 from ..coded import Weight
 from ..stored import Layout, StoredFormat, StoredPart
 from .gptq import scale_dtype_of

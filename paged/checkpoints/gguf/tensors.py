@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...architectures.gguf_names import CONVERTED, Converted
 from ...base.errors import CheckpointError
-from ..weights.gguf_file import Gguf, GgufTensor
 from .config import head_dim_of
+from .gguf_file import Gguf, GgufTensor
 from .metadata import Metadata
 
 # What llama.cpp has as a vector, and transformers as a matrix of one row.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....architectures.schemes import Scheme
-from ....kernels.half_bytes import HalfBytes
+from ...architectures.schemes import Scheme
+from ...kernels.half_bytes import HalfBytes
 from ..coded import CodedWeight, Factors, Weight
 from ..stored import Layout, StoredFormat, StoredPart, ValueCheck
 from .groups import FINITE, NO_NAN, InputGroups, codes_of, is_not_finite

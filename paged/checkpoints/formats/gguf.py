@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....base.errors import CheckpointError
-from ....kernels.half_bytes import HalfBytes
+from ...base.errors import CheckpointError
+from ...kernels.half_bytes import HalfBytes
 from ..coded import CodedWeight, Factors
-from ..gguf_file import GgmlType, GgufTensor
+from ..gguf.gguf_file import GgmlType, GgufTensor
 from ..stored import Layout, StoredFormat, StoredPart
 from .fp4 import E2M1
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...base.errors import CheckpointError
+from ..base.errors import CheckpointError
 from .coded import Weight
 from .sources import Sources, StoredTensor
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....kernels.half_bytes import HalfBytes
+from ...kernels.half_bytes import HalfBytes
 from ..coded import CodedWeight, Factors, Weight
 from .groups import InputGroups
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...architectures.gguf_paths import part_paths
 from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import shown
-from .open_file import FileTensor, OpenFile
+from ..open_file import FileTensor, OpenFile
 
 # A file beside GGUF files that have no data: see `model.headers`.
 HEADERS_ALONE = "paged.headers_alone"

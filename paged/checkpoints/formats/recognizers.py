@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ....architectures.config import TensorNames
-from ....architectures.schemes import Kind, Module, Quantization, Rule, Scheme
-from ....base.errors import CheckpointError, UnsupportedModelError
+from ...architectures.config import TensorNames
+from ...architectures.schemes import Kind, Module, Quantization, Rule, Scheme
+from ...base.errors import CheckpointError, UnsupportedModelError
 from ..sources import StoredTensor
 from ..stored import FLOATS, Recognizer, StoredFormat, StoredPart
 from .awq import awq_format

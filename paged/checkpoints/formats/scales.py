@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....architectures.schemes import Scheme
+from ...architectures.schemes import Scheme
 from ..stored import Layout, StoredPart
 from .groups import FINITE, SCALES
 

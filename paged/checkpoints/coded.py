@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ...kernels.half_bytes import HalfBytes
+    from ..kernels.half_bytes import HalfBytes
 
 
 class Factors(NamedTuple):
@@ -62,7 +62,7 @@ class CodedWeight:
     @property
     def codes(self) -> Tensor:
         """The codes, one to a byte."""
-        from ...kernels.half_bytes import HalfBytes
+        from ..kernels.half_bytes import HalfBytes
 
         return self.stored.unpacked() if isinstance(self.stored, HalfBytes) else self.stored
 
@@ -78,7 +78,7 @@ class CodedWeight:
 
     def take(self, rows: Tensor | slice) -> CodedWeight:
         """Return these rows."""
-        from ...kernels.half_bytes import HalfBytes
+        from ..kernels.half_bytes import HalfBytes
 
         stored = self.stored.take(rows) if isinstance(self.stored, HalfBytes) else self.stored[rows]
         return replace(self, stored=stored, factors=self.factors.take(rows))

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ....kernels.half_bytes import HalfBytes
+from ...kernels.half_bytes import HalfBytes
 from ..stored import ValueCheck
 
 SCALES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of scales that are floats

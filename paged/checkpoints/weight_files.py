@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...architectures.gguf_paths import GGUF_KEY, gguf_files, is_gguf
-from ...architectures.hf_config import read_json
-from ...base.errors import CheckpointError, MissingModelError
-from ...base.validation import shown
+from ..architectures.gguf_paths import GGUF_KEY, gguf_files, is_gguf
+from ..architectures.hf_config import read_json
+from ..base.errors import CheckpointError, MissingModelError
+from ..base.validation import shown
 
 logger = logging.getLogger(__name__)
 
