@@ -80,7 +80,7 @@ TORCHLESS := tests/test_pythons.py tests/blocks/test_block_manager.py tests/bloc
   tests/scheduler/test_scheduler.py tests/protocol/test_api_fields.py tests/protocol/test_agent_bodies.py \
   tests/protocol/test_chat_output.py tests/protocol/test_run_options.py \
   tests/server/test_frames.py tests/server/test_limits.py tests/server/test_request_log.py \
-  tests/server/test_routes.py tests/server/test_traces.py tests/sampling/test_json_grammar.py \
+  tests/server/test_routes.py tests/server/test_traces.py tests/grammars/test_json_grammar.py \
   tests/text/test_chat_template.py tests/commands/test_top.py tests/commands/test_vllm_options.py
 test-torchless: $(VENV)/.torchless
 	@echo "$$($(BIN)/python --version): tests that need no torch. Not run: engines, kernels, models, answers of a server"

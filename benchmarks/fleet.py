@@ -35,8 +35,8 @@ from benchmarks.common import Workload as Requests
 from benchmarks.common import checkpoint, parse_args, print_json, print_table
 from benchmarks.simulate import FIT, Case, fit, serve
 from paged import EngineConfig, RequestOutputKind, SamplingParams
-from paged.routing.router import ROUTERS
 from paged.server.engine_client import EngineClient
+from paged.server.router import ROUTERS
 from paged.simulate.fleet import Fleet, FleetConfig
 from paged.simulate.model import read_model
 from paged.simulate.workload import Arrival, Workload

@@ -1,17 +1,20 @@
-"""What each use of the engine imports, and how large each room is.
+"""What each use of the engine imports, how large each room is, and how many files answer a question.
 
-python -m tests.house    # two tables
+python -m tests.house    # three tables
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.test_layout import LAYERS, import_graph
 
 ROOT = Path(__file__).parents[1]
 # Rooms and files that a plain generation must not import.
@@ -100,17 +103,43 @@ def rooms() -> Counter[str]:
     return lines
 
 
+def arrows() -> set[tuple[str, str]]:
+    """Return each pair of rooms of which the first imports the second."""
+    pairs = {
+        (importer.split(".")[1], imported.split(".")[1])
+        for importer, targets in import_graph().items()
+        for imported in targets
+        if "." in importer and "." in imported
+    }
+    return {(importer, imported) for importer, imported in pairs if importer != imported}
+
+
+def questions() -> list[tuple[str, int]]:
+    """Return the questions of docs/README.md, each with the number of Python files to open for its answer."""
+    table = (
+        (ROOT / "docs/README.md").read_text(encoding="utf-8").split("## Where to look")[1].split("\n## ")[0]
+    )
+    rows = [line.strip("|").split("|", 1) for line in table.splitlines() if line.startswith("| ")][1:]
+    return [(asked.strip(), len(set(re.findall(r"\((\S+\.py)\)", answer)))) for asked, answer in rows]
+
+
 def main() -> None:
     """Print the tables."""
     print(f"{'use':10} {'modules':>8} {'lines':>8}")
     for use in USES:
         found = imported_by(use)
         print(f"{use:10} {len(found.own):8,} {found.num_lines:8,}", flush=True)
-    sizes = rooms()
-    print(f"\n{'room':20} {'lines':>8}")
+    sizes, pairs = rooms(), arrows()
+    floors = {room: floor for floor, found in enumerate(LAYERS, 1) for room in found}
+    print(f"\n{'room':20} {'floor':>8} {'lines':>8} {'imports':>8}")
     for room, count in sizes.most_common():
-        print(f"{room:20} {count:8,}")
-    print(f"{'all':20} {sizes.total():8,}")
+        print(f"{room:20} {floors.get(room, ''):>8} {count:8,} {sum(room == pair[0] for pair in pairs):8}")
+    print(f"{f'all {len(sizes) - 1} rooms':20} {len(LAYERS):8} {sizes.total():8,} {len(pairs):8}")
+    asked = questions()
+    print(f"\n{'files':>5} question")
+    for question, num_files in asked:
+        print(f"{num_files:5} {question}")
+    print(f"{sum(count for _, count in asked):5} of {len(asked)} questions")
 
 
 if __name__ == "__main__":

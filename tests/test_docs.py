@@ -15,6 +15,7 @@ from tests import (
     simulation,
     strangers,
     test_examples,
+    test_layout,
     test_strangers_corpus,
 )
 from tests.ops import fuzz
@@ -148,11 +149,13 @@ def facts() -> dict[str, list[str]]:
     hundreds = num_mutants // 100 * 100
     num_mutants_in_ci = len(models[:: model_mutants.SHARES]) + len(gpu[:: gpu_mutants.SHARES])
     pythons = f"Python 3.{supported()[0]} to 3.{supported()[-1]}"
+    floors = " | ".join(", ".join(f"`{room}`" for room in floor) for floor in test_layout.LAYERS[:-1])
     schemas = f"random JSON schemas, compared with jsonschema; CI tries {random_schemas.COUNT_IN_CI}"
     server = f"{server_fuzz.COUNT:,} malformed requests for the server; CI sends {server_fuzz.COUNT_IN_CI:,}"
     return {
         "README.md": [
             pythons,
+            floors,
             f"Its core of {num_lines:,} lines",
             f"The core is {len(core)} files of about {num_lines:,} lines",
             f"{fuzz.CALLS_IN_CI:,} calls in CI",

@@ -1,1 +1,1 @@
-"""Files of a checkpoint: on the hub, in safetensors or GGUF, their tensors as stored, and published formats."""
+"""Files of a checkpoint: on the hub, in safetensors or GGUF, tensors as stored, and published formats."""

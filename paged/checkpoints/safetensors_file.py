@@ -33,7 +33,7 @@ STORED_DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-HEADER_ONLY = "paged.header_only"  # in the metadata of a file that has no data: see `model.headers`
+HEADER_ONLY = "paged.header_only"  # in the metadata of a file that has no data: see `checkpoints.headers`
 HEADER_CEILING = 100 * 2**20
 MAX_RANK = 8
 _SPLIT_AT_ONCE = 2**16  # bytes of a header

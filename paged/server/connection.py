@@ -14,11 +14,11 @@ from typing import Any, Protocol, cast
 
 from ..base import errors
 from ..base.errors import EngineDeadError, PagedError
-from ..routing.router import load_of
 from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from . import frames
 from .launcher import Launcher
+from .router import load_of
 from .sent_request import SentRequest
 
 SOON_S = 0.2  # from the end of a process's socket to its own end

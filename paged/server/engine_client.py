@@ -25,13 +25,13 @@ from ..engine.scoring import ScoreSpec
 from ..options.config import EngineConfig, check_policy
 from ..options.sampling_params import RequestOutputKind, SamplingParams
 from ..ranks.place import Torchrun
-from ..routing.router import new_router
 from ..scheduler.stats import EngineStats
 from ..text.prompt_parser import ParsedPrompt
 from . import frames
 from .inbox import Inbox
 from .launcher import Launcher, LocalLauncher
 from .restart_terms import DEFAULT_TERMS, RestartTerms
+from .router import new_router
 from .sent_request import SentRequest
 from .supervised_engine import SupervisedEngine
 from .supervisor import Supervisor

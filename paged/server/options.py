@@ -19,8 +19,8 @@ from ..chat.chat_format import check_parsers
 from ..engine.async_base import STREAM_INTERVAL_S, check_interval
 from ..options.sampling_params import MAX_LOGPROBS
 from ..protocol.limits import MAX_PROMPTS
-from ..routing.router import ROUTERS
 from .restart_terms import DEFAULT_TERMS, RestartTerms
+from .router import ROUTERS
 
 # Of each engine, by default. The MAX_PROMPTS prompts of one body must fit an idle engine's queue, or it would
 # be refused each time; beside it there is room for those of another one, or of as many clients.

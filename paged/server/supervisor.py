@@ -20,13 +20,13 @@ from ..base.errors import (
     UsageError,
 )
 from ..requests.request import TIMEOUT_MESSAGE
-from ..routing.router import choose_among, new_router
 from ..scheduler.stats import EngineStats
 from . import frames
 from .connection import EngineConnection, call_in_loop, caused
 from .deaths import MOST_DEATHS_ALONE, Death
 from .launcher import Launcher
 from .restart_terms import RestartTerms
+from .router import choose_among, new_router
 from .sent_request import SentRequest
 from .supervised_engine import SupervisedEngine, next_pause
 

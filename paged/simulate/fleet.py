@@ -15,8 +15,8 @@ from ..blocks.pool import bytes_of_pool
 from ..device.host_memory import free_on_cpu
 from ..options.config import EngineConfig
 from ..requests.request import Request
-from ..routing.router import ROUTERS, choose_among, new_router
 from ..runner.sizes import GIB, Sizes
+from ..server.router import ROUTERS, choose_among, new_router
 from .cost import DATA_SHEETS, Coefficients, Roofline, blocks_that_fit
 from .links import RankLink
 from .model import read_model

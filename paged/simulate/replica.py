@@ -12,10 +12,10 @@ from typing import NamedTuple
 from ..base.errors import QueueFullError
 from ..drafting.drafter import Draft
 from ..requests.request import Request, RequestInputs, RequestMetrics, RequestStatus
-from ..routing.router import load_of
 from ..runner.sizes import Sizes
 from ..scheduler.drafts import Drafts
 from ..scheduler.schedule import Schedule
+from ..server.router import load_of
 from .pipeline import Pipeline
 from .workload import SAMPLED, Arrival
 

@@ -15,7 +15,7 @@ from paged.checkpoints.open_file import OpenFile
 from paged.kernels.panels import can_pair, pack, pack_bf12
 from paged.model.cache.shares import cut_blocks, join_blocks
 from paged.model.part import ModelPart, Shard, check_shards
-from tests.model.test_quantised_checkpoints import MODELS
+from tests.checkpoints.test_quantised_checkpoints import MODELS
 from tests.support.checkpoints import (
     CONFIGS,
     SHAPE,

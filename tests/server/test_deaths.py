@@ -30,7 +30,6 @@ from paged import (
 )
 from paged.commands.serve import _serve
 from paged.requests.request import RequestMetrics
-from paged.routing.router import PrefixAware
 from paged.runner.model_runner import ModelRunner
 from paged.server import connection, frames
 from paged.server.deaths import Death, Suspicion
@@ -38,6 +37,7 @@ from paged.server.engine_client import EngineClient
 from paged.server.http.failures import failure_of
 from paged.server.http.listener import bind_all
 from paged.server.options import ServeOptions
+from paged.server.router import PrefixAware
 from paged.server.sent_request import _Times
 from tests import poisons
 from tests.deaths import OPTIONS, read, run_round

@@ -20,10 +20,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paged.base.errors import EngineDeadError
-from paged.routing.router import ROUTERS, WAITING_WEIGHT, new_router
 from paged.scheduler.stats import EngineStats
 from paged.server import connection, frames, supervised_engine, supervisor
 from paged.server.engine_client import EngineClient
+from paged.server.router import ROUTERS, WAITING_WEIGHT, new_router
 from tests.server.test_refusals import LONG, posted
 from tests.support.mortal_engines import processes
 from tests.support.scheduler_cases import new_scheduler

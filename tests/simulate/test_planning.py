@@ -8,7 +8,7 @@ import pytest
 
 from paged import EngineConfig, LLMEngine, PagedError, SamplingParams
 from paged.model.part import ModelPart, Shard
-from paged.routing.router import PrefixAware
+from paged.server.router import PrefixAware
 from paged.simulate.cost import Work
 from paged.simulate.fleet import Fleet, FleetConfig
 from paged.simulate.links import Exchanges, RankLink

@@ -17,8 +17,8 @@ from paged.architectures.config import DEMO
 from paged.architectures.schemes import quantization_of
 from paged.commands.simulate import simulate
 from paged.requests.request import Request, RequestInputs
-from paged.routing.router import LeastLoaded, PrefixAware, RoundRobin
 from paged.scheduler.schedule import Schedule
+from paged.server.router import LeastLoaded, PrefixAware, RoundRobin
 from paged.simulate.cost import (
     DATA_SHEETS,
     Coefficients,

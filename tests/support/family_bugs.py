@@ -408,7 +408,7 @@ BUGS = {
             "scale=self.head_dim**-0.5",
         ),
     ],
-    "tests/model/test_hf_config.py::test_gemma3_s_context_includes_the_scaling": [
+    "tests/architectures/test_hf_config.py::test_gemma3_s_context_includes_the_scaling": [
         (
             "context_is_scaled",
             "a context is scaled twice",

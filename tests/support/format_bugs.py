@@ -11,12 +11,12 @@ PACKING = "kernels/cpu/linear/pack_codes"
 
 def defined(case: str) -> str:
     """Return the test that compares a case of `test_formats` with its format's definition."""
-    return f"tests/model/test_formats.py::test_weight_is_what_its_format_defines[{case}]"
+    return f"tests/checkpoints/test_formats.py::test_weight_is_what_its_format_defines[{case}]"
 
 
 def block_type(name: str) -> str:
     """Return the test that compares a type of GGUF with llama.cpp's own reader."""
-    return f"tests/model/test_gguf_file.py::test_numbers_are_those_of_llama_cpp[{name}]"
+    return f"tests/checkpoints/test_gguf_file.py::test_numbers_are_those_of_llama_cpp[{name}]"
 
 
 def gguf_family(name: str) -> str:
@@ -26,7 +26,7 @@ def gguf_family(name: str) -> str:
 
 def damage(name: str) -> str:
     """Return the test that a damaged checkpoint is refused."""
-    return f"tests/model/test_quantised_checkpoints.py::test_damage_is_named[{name}]"
+    return f"tests/checkpoints/test_quantised_checkpoints.py::test_damage_is_named[{name}]"
 
 
 def triton_product(kind: str) -> str:
@@ -34,8 +34,8 @@ def triton_product(kind: str) -> str:
     return f"tests/ops/gpu/test_coded_linear.py::test_products_match_float64[{kind} float32]"
 
 
-CHECKPOINTS = "tests/model/test_quantised_checkpoints.py"
-RULES = "tests/model/test_schemes.py"
+CHECKPOINTS = "tests/checkpoints/test_quantised_checkpoints.py"
+RULES = "tests/architectures/test_schemes.py"
 FOLDED = "tests/ops/cpu/test_codes.py::test_what_one_rounding_does_not_give_is_folded_or_widened"
 # Test: (part, name, file, old, new).
 BUGS = {
@@ -362,7 +362,7 @@ BUGS = {
             "check=None",
         ),
     ],
-    "tests/model/test_gguf_file.py::test_factors_are_numbers": [
+    "tests/checkpoints/test_gguf_file.py::test_factors_are_numbers": [
         (
             "checks",
             "an infinite factor is accepted",

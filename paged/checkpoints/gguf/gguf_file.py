@@ -24,7 +24,7 @@ from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import shown
 from ..open_file import FileTensor, OpenFile
 
-# A file beside GGUF files that have no data: see `model.headers`.
+# A file beside GGUF files that have no data: see `checkpoints.headers`.
 HEADERS_ALONE = "paged.headers_alone"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

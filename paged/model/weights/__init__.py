@@ -1,1 +1,1 @@
-"""The weights of a model: the files that hold them, and the forms that they take in memory."""
+"""The weights of a model: the forms that they take in memory, and how they are loaded."""

@@ -13,7 +13,7 @@ import pytest
 
 from paged.architectures.families.table import ARCHITECTURES
 from paged.architectures.hf_config import from_hf
-from tests.model.test_hf_config import SIZES, completed
+from tests.architectures.test_hf_config import SIZES, completed
 from tests.support.specs import value_at
 
 SHAPE = {

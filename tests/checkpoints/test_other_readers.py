@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.model.test_formats import CASES, SIZES, loaded
+from tests.checkpoints.test_formats import CASES, SIZES, loaded
 from tests.support.quantised import E2M1
 
 COMPRESSED = [

@@ -22,7 +22,7 @@ from paged.checkpoints.sources import StoredTensor
 from paged.checkpoints.stored import StoredRows
 from paged.model.layers.linear import Linear
 from paged.model.weights.loading import check_weights
-from tests.model.test_schemes import ACCEPTED, Q_PROJ
+from tests.architectures.test_schemes import ACCEPTED, Q_PROJ
 
 I32, I64, U8, I8 = torch.int32, torch.int64, torch.uint8, torch.int8
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

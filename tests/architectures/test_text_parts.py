@@ -16,7 +16,7 @@ from paged.architectures.hf_config import from_hf, read_config
 from paged.base.errors import CheckpointError, UnsupportedModelError
 from paged.model.weights.loading import open_tensors
 from paged.text.tokenizer import Tokenizer
-from tests.model.test_hf_config import completed
+from tests.architectures.test_hf_config import completed
 from tests.support.checkpoints import checkpoint, edit_json
 
 GEMMA3_4B = {
