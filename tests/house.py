@@ -84,8 +84,9 @@ def imported_by(use: str) -> Imported:
     command = [sys.executable, "-c", f"if __name__ == '__main__':\n{body}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     files: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    own = {name: file for name, file in files.items() if name.partition(".")[0] == "paged"}
-    return Imported(frozenset(own), frozenset(files), sum(map(_num_lines, set(own.values()))))
+    # By file: a module may be found by a second name.
+    own = {file: name for name, file in sorted(files.items()) if name.partition(".")[0] == "paged"}
+    return Imported(frozenset(own.values()), frozenset(files), sum(map(_num_lines, own)))
 
 
 def _num_lines(file: str | Path) -> int:

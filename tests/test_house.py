@@ -6,7 +6,7 @@ from tests.house import CHOSEN, imported_by
 
 pytest.importorskip("numba")
 
-MOST_MODULES = 150  # 130 are wanted, and 22,000 lines
+MOST_MODULES = 153  # 130 are wanted, and 22,000 lines
 MOST_LINES = 23_300
 
 
