@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .attention_options import AttentionOptions, AttentionPlan
 from .checked import unchecked
-from .steps import StepRecorder, UnpackStep
+from .steps import StepRecorder, TakeParameters, UnpackStep
 
 if TYPE_CHECKING:
     from .routing import ExpertRows, RoutingOptions
@@ -41,6 +41,12 @@ class Kernels(Protocol):
     @property
     def unpack_step(self) -> UnpackStep | None:
         """Makes a step's batch of one upload, on the device; None if the host makes it."""
+
+    @property
+    def take_parameters(self) -> TakeParameters | None:
+        """Takes the sampling parameters of rows out of those of seats, on the device; None: not needed, as
+        the host sends those of rows.
+        """
 
     @property
     def step_recorder(self) -> Callable[[int, Sequence[int]], StepRecorder] | None:
@@ -132,6 +138,7 @@ class Kernels(Protocol):
         options: RoutingOptions,
         correction_bias: Tensor | None = None,
         expert_scales: Tensor | None = None,
+        count: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def sort_by_expert(self, experts: Tensor, num_experts: int) -> ExpertRows: ...

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..checks import check_cache_dtype as check_cache_dtype
-from ..steps import UnpackStep
+from ..steps import TakeParameters, UnpackStep
 from .attention.units import SPLIT_KEYS
 from .launch.code_cache import missing_kernels
 
@@ -20,6 +20,7 @@ has_coded_linear = False
 has_grouped_linear = False
 compiles_at_launch = False  # `compile_ahead` compiles all
 unpack_step: UnpackStep | None = None
+take_parameters: TakeParameters | None = None
 split_keys = SPLIT_KEYS
 
 # The module of each operation, and what it is called there if that differs.

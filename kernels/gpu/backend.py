@@ -4,7 +4,7 @@ import torch
 
 from ..attention_options import MIN_HEAD_DIM
 from ..plain.backend import add, greedy, mask_logits, take_rows, token_logprobs
-from .attention.config import SPLIT, largest_head_dim
+from .attention.config import INTERPRETED_SPLIT, SPLIT, largest_head_dim
 from .attention.paged_attention import paged_attention, plan_attention
 from .attention.split_kv import most_partial_bytes
 from .copy_blocks import copy_blocks
@@ -23,6 +23,7 @@ from .rows.scale_rows import scale_rows
 from .rows.silu_and_mul import silu_and_mul
 from .sampling.penalties import apply_penalties
 from .sampling.sample_tokens import sample_tokens
+from .sampling.seat_parameters import take_parameters
 from .target import check_target, current_target, in_interpreter, listening
 from .unpack_step import unpack_step
 
@@ -33,7 +34,7 @@ has_grouped_linear = True
 compiles_at_launch = not in_interpreter()
 step_recorder = None
 greedy_of_allowed = None
-split_keys = SPLIT
+split_keys = INTERPRETED_SPLIT if in_interpreter() else SPLIT
 
 
 def head_dims() -> range:

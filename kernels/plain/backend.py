@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from .. import reference
 from ..checked import checked
 from ..checks import check_cache_dtype
-from ..steps import UnpackStep
+from ..steps import TakeParameters, UnpackStep
 from .attention.paged_attention import paged_attention, plan_attention
 from .rows.gelu_and_mul import gelu_and_mul
 from .rows.greedy import greedy
@@ -42,6 +42,7 @@ has_coded_linear = False
 has_grouped_linear = False
 compiles_at_launch = False
 unpack_step: UnpackStep | None = None
+take_parameters: TakeParameters | None = None
 step_recorder = None
 greedy_of_allowed = None
 split_keys = sys.maxsize  # contexts are not split

@@ -71,6 +71,7 @@ def _run_steps(runner: ModelRunner) -> int:
     num_blocks = runner.kv_cache.num_blocks
     if not kernels.compiles_at_launch:
         _run(runner, _end_of_a_prompt(runner, REHEARSED_TOKENS, REHEARSED_TOKENS, EVERY_WAY_TO_SAMPLE[0]))
+        runner.capture_graphs()
         return 0
     long = 2 * kernels.split_keys  # so that attention splits its keys
     with tqdm(desc="Compiling kernels", unit="kernel", delay=1.0) as bar, kernels.listening(bar.update):
@@ -79,6 +80,7 @@ def _run_steps(runner: ModelRunner) -> int:
             _run(runner, _end_of_a_prompt(runner, long, 1, params))
         if num_blocks > 1:
             runner.execute(Schedule(copies=[(0, num_blocks - 1)]))
+        runner.capture_graphs()
         return int(bar.n)
 
 

@@ -160,6 +160,8 @@ class Attention(Loadable):
             scale=self.spec.scale,
             max_seqlen_q=queries.max_seqlen_q,
             min_seqlen_q=queries.min_seqlen_q,
+            max_decode_q=queries.max_decode_q,
+            max_seq_len=queries.max_seq_len,
             sliding_window=self.spec.window,
             softcap=self.spec.softcap,
             sinks=self.sinks,
