@@ -64,6 +64,12 @@ class Kernels(Protocol):
     def listening(self, compiled: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `compiled` for every kernel that is compiled at its launch inside the block."""
 
+    def most_decode_q(self, head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
+        """Return up to how many new tokens a sequence may be a decode, see `gpu.attention.paged_attention`.
+
+        group: query heads that share a KV head.
+        """
+
     def head_dims(self) -> range:
         """Return the head dimensions that attention takes. Raises ValueError if it has no kernel for the
         current device.

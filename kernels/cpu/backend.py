@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..checks import check_cache_dtype as check_cache_dtype
 from ..steps import TakeParameters, UnpackStep
@@ -70,6 +72,11 @@ def compile_ahead(progress: Any = None) -> None:
         from .compiling import compile_ahead
 
         compile_ahead(progress)
+
+
+def most_decode_q(head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:  # noqa: ARG001
+    """Return 1: no sequence of more tokens is split."""
+    return 1
 
 
 def head_dims() -> range:

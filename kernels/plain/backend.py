@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
+
 from .. import reference
 from ..checked import checked
 from ..checks import check_cache_dtype
@@ -46,6 +48,11 @@ take_parameters: TakeParameters | None = None
 step_recorder = None
 greedy_of_allowed = None
 split_keys = sys.maxsize  # contexts are not split
+
+
+def most_decode_q(head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:  # noqa: ARG001
+    """Return 1: no sequence of more tokens is split."""
+    return 1
 
 
 def head_dims() -> range:

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -37,6 +38,14 @@ _READS = {"_local_scalar_dense", "nonzero", "bincount"}
 
 
 _ALIVE: Counter[int] = Counter()  # how many tensors of the program there are of each storage
+_UPLOADS: set[int] = set()  # storages that uploads of steps were copied to
+
+
+def _drop(storage: int) -> None:
+    """Take note of a tensor that the program has dropped."""
+    _ALIVE[storage] -= 1
+    if not _ALIVE[storage]:
+        _UPLOADS.discard(storage)
 
 
 class DeviceTensor(Tensor):
@@ -51,7 +60,7 @@ class DeviceTensor(Tensor):
         made.memory = memory
         storage = memory.untyped_storage().data_ptr()
         _ALIVE[storage] += 1
-        weakref.finalize(made, _ALIVE.subtract, [storage])
+        weakref.finalize(made, _drop, storage)
         return made
 
     @classmethod
@@ -159,10 +168,11 @@ class Graph:
     def note(self, work: Callable[[], Any], used: Iterable[Tensor]) -> None:
         for memory in used:
             storage = memory.untyped_storage().data_ptr()
-            if storage in self._gpu.uploads and _ALIVE[storage] > 0:
+            if storage in self._pool or not memory.numel():
+                continue
+            if storage in _UPLOADS:
                 raise RuntimeError(f"a captured operation reads an upload, in {_place()}")
-            if storage not in self._pool and memory.numel():
-                self._used.setdefault(storage, _place())
+            self._used.setdefault(storage, _place())
         self._work.append(work)
 
     def replay(self) -> None:
@@ -208,7 +218,6 @@ class LateCuda:
         self._pinned: dict[int, Tensor] = {}
         self.captured: Graph | None = None
         self.pools: dict[Any, dict[int, Tensor]] = {}  # the memory of graphs
-        self.uploads: set[int] = set()  # storages
         self.num_replays = 0
 
     def enqueue(self, work: Callable[[], Any], used: Iterable[Tensor] = ()) -> None:
@@ -343,7 +352,7 @@ class _Queueing(TorchDispatchMode):
         if into:
             return args[0]
         if is_upload and not blocking:
-            gpu.uploads.add(out.untyped_storage().data_ptr())
+            _UPLOADS.add(out.untyped_storage().data_ptr())
         return DeviceTensor(out) if is_upload else out if blocking else gpu.pin(out)
 
 
@@ -379,7 +388,12 @@ def _queued_launch(gpu: LateCuda, run: Callable[..., Any]) -> Callable[..., Any]
         arguments = [on_cpu(value) for value in args], {k: on_cpu(value) for k, value in kwargs.items()}
         given = [getattr(value, "base", value) for value in [*arguments[0], *arguments[1].values()]]
         used = [value for value in given if isinstance(value, Tensor)]
-        gpu.enqueue(lambda: run(self, *arguments[0], **arguments[1]), used)
+
+        def work() -> None:
+            with np.errstate(all="ignore"):  # rows that pad a step hold anything
+                run(self, *arguments[0], **arguments[1])
+
+        gpu.enqueue(work, used)
 
     return launch
 

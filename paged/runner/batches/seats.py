@@ -74,6 +74,7 @@ class _Step(NamedTuple):
     longest: int  # an argument of `unpack_step`
     max_seqlen_q: int
     min_seqlen_q: int
+    max_decode_q: int
     max_seq_len: int | None
     out: StepTensors | None
     is_padded: bool
@@ -162,10 +163,15 @@ class SeatedBatches:
             outputs = _put_outputs(plan, seq_lens, ends, upload)
         num_logits = len(plan.sampled)
         padded = 0
+        max_decode_q = 1
         if num_logits and outputs is None and num_tokens <= self._capacity:
             if plan.is_decode and self.padded_sizes and num_rows <= self.padded_sizes[-1]:
                 padded = self.padded_sizes[bisect_left(self.padded_sizes, num_rows)]
             out = self.static(padded or num_rows, padded or num_tokens)
+            # Runs of drafts are decodes, whose keys are split, where partial results are no more than of as
+            # many decodes as there may be.
+            if num_rows * max_seqlen_q <= self._capacity:
+                max_decode_q = max_seqlen_q
         elif num_logits:
             positions = upload.put(plan.positions(), torch.int64)
             sampled = upload.put(plan.sampled_seats, torch.int64), positions
@@ -180,6 +186,7 @@ class SeatedBatches:
             longest=max(max_seqlen_q, max_entries),
             max_seqlen_q=max_seqlen_q,
             min_seqlen_q=int(num_new.min()),
+            max_decode_q=max_decode_q,
             max_seq_len=self._split_keys if int(seq_lens.max()) <= self._split_keys else None,
             out=out,
             is_padded=padded > 0,
@@ -199,7 +206,7 @@ class SeatedBatches:
         columns = [column[:num_tokens] for column in out.by_token.unbind()]
         lens = out.seq_lens[:num_rows], out.cu_seqlens_q[: num_rows + 1]
         tables = tuple(table[:num_rows] for table in out.tables.unbind())
-        queries = Queries(tables, *lens, *extremes, max_seq_len=step.max_seq_len)
+        queries = Queries(tables, *lens, *extremes, step.max_decode_q, step.max_seq_len)
         output_rows = self._all_rows[: step.num_logits]
         output_queries = queries if step.num_logits else None
         if outputs is not None:
