@@ -111,6 +111,12 @@ class ModelRunner(PartRunner):
                 total += model.stored_weights.num_bytes
         return {title or "floats": n for title, n in total.items()}
 
+    @property
+    def graph_costs(self) -> tuple[int, int, float]:
+        """The number of CUDA graphs, and the bytes and seconds that those of the start took."""
+        graphs = self.decode_graphs
+        return (0, 0, 0.0) if graphs is None else (graphs.num_graphs, *graphs.cost)
+
     def execute(self, schedule: Schedule) -> StepOutput:
         """Run one step. Return a token for each of schedule.sampled_requests."""
         return self.launch(self.plan(schedule)).result()

@@ -230,6 +230,7 @@ def test_there_are_no_graphs_where_they_are_turned_off_or_too_small():
     for options in ({"enforce_eager": True}, {"cudagraph_capture_sizes": [1]}):
         gpu, engine = compared(Case("llama", options, sampled), WAYS["greedy"][:2], 4, [[5, 6], [7, 8]])
         assert gpu.num_replays == (0 if "enforce_eager" in options else 2)
+        assert engine.stats().num_graphs == (0 if "enforce_eager" in options else 2)
         assert ("CUDA graphs" in engine.runner.describe()) == ("enforce_eager" not in options)
 
 

@@ -172,7 +172,8 @@ class SeatedBatches:
             # many decodes as there may be.
             if num_rows * max_seqlen_q <= self._capacity:
                 max_decode_q = max_seqlen_q
-        elif num_logits:
+        # A draft model draws after the last token of each row alone.
+        if num_logits and (out is None or len(plan.sampled_seats) != num_logits):
             positions = upload.put(plan.positions(), torch.int64)
             sampled = upload.put(plan.sampled_seats, torch.int64), positions
         return _Step(
