@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ...checks import KERNEL_DTYPES, check_contiguous, check_device, check_dtype, check_shape, is_trusted
-from ..factors import MOST_GROUP, expanded_bytes
-from ..formats import GATED, PANEL, PANEL_WIDTH
+from ..formats import GATED, MOST_GROUP, PANEL, PANEL_WIDTH, expanded_bytes
 from ..launch.huge_pages import in_huge_pages
 from ..launch.tasks import Field, Task, num_runs
 from ..target import HAS_DOT, HAS_TILES, INPUTS, LANES

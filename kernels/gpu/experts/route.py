@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...checked import checked_as
-from ...checks import check_last_dim_contiguous
+from ...checks import check_last_dim_contiguous, checked_as
 from ...routing import RoutingOptions
 from ..launch import BoundLaunch, Launches, combination
 from ..rows.gelu_and_mul import sigmoid

@@ -4,8 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...checked import checked_as
-from ...checks import check_last_dim_contiguous, check_shape
+from ...checks import check_last_dim_contiguous, check_shape, checked_as
 from ..launch import BoundLaunch, Launches, combination
 from ..target import check_launchable
 

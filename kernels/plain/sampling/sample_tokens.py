@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...checked import checked
-from ..rows.greedy import greedy
+from ...checks import checked
+from ..rows.row_kernels import greedy
 from . import selection as torch_selection
 from .selection import (
     candidates,
