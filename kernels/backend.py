@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .attention_options import AttentionOptions, AttentionPlan
-from .checks import unchecked
+from .checked import unchecked
 from .steps import StepRecorder, UnpackStep
 
 if TYPE_CHECKING:

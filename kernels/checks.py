@@ -1,14 +1,8 @@
-"""Checks for launchers: a wrong shape is a ValueError here, not a fault on the GPU.
+"""Checks for launchers: a wrong shape is a ValueError here, not a fault on the GPU."""
 
-Operations are `checked` before a call; the first check imports `arguments`, which has them all.
-"""
-
-import inspect
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -286,46 +280,3 @@ def must_read_contents(device: torch.device) -> bool:
 def in_debug_mode() -> bool:
     """Return whether PAGED_DEBUG=1 is set: launchers then check lengths, tables and slots on the host."""
     return os.environ.get("PAGED_DEBUG", "0") == "1"
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-_BARE: dict[Callable[..., Any], Callable[..., Any]] = {}  # the operation that each `checked` one calls
-
-
-def checked(operation: Callable[P, T]) -> Callable[P, T]:
-    """Decorate an operation, so that a call outside of `TrustedContents` is checked first."""
-    check = checked_as(operation.__name__)(operation)
-
-    @wraps(operation)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return operation(*args, **kwargs) if is_trusted() else check(*args, **kwargs)
-
-    _BARE[call] = operation
-    return call
-
-
-def checked_as(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a function with an operation's parameters, so that every call is checked first."""
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            from .arguments import check_call
-
-            try:
-                given = inspect.signature(function).bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{name}(): {error}") from None
-            given.apply_defaults()
-            check_call(name, given.arguments)
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-def unchecked(operation: Callable[P, T]) -> Callable[P, T]:
-    """Return an operation without the check of `checked`, for a caller that has proven its arguments."""
-    return _BARE.get(operation, operation)

@@ -43,8 +43,14 @@ from .options.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from .requests.prompts import TextPrompt, TokensPrompt
-from .requests.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from .requests.request import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    TextPrompt,
+    TokensPrompt,
+)
 
 if TYPE_CHECKING:
     from .commands.engine_args import EngineArgs, FlexibleArgumentParser

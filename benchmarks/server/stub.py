@@ -19,8 +19,7 @@ from paged.engine.model_text import ModelText
 from paged.engine.scoring import ScoreOutput
 from paged.options.config import EngineConfig
 from paged.options.sampling_params import RequestOutputKind, SamplingParams
-from paged.requests.prompts import Prompt
-from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput
+from paged.requests.request import CompletionOutput, Prompt, RequestMetrics, RequestOutput
 from paged.scheduler.stats import EngineStats
 from paged.text.prompt_parser import ParsedPrompt
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from .. import reference
-from ..checks import check_cache_dtype, checked
+from ..checked import checked
+from ..checks import check_cache_dtype
 from ..steps import UnpackStep
 from .attention.paged_attention import paged_attention, plan_attention
 from .rows.rotary_store_kv import rotary_store_kv

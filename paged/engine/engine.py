@@ -21,8 +21,7 @@ from ..base.validation import check_bool
 from ..checkpoints.hub import resolve
 from ..options.config import EngineConfig, check_policy, options_of
 from ..options.sampling_params import DEFAULT_MAX_TOKENS, BeamSearchParams, SamplingParams
-from ..requests.prompts import Prompt
-from ..requests.request import RequestOutput
+from ..requests.request import Prompt, RequestOutput
 from ..runner.model_runner import ModelRunner
 from ..runner.warm_up import warm_up
 from ..text.prompt_parser import PromptParser

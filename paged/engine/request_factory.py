@@ -14,9 +14,17 @@ from ..blocks.manager import BlockManager
 from ..options.sampling_params import SamplingParams
 from ..requests.contradictions import check_possible
 from ..requests.prompt_report import PromptReport, TokenLogprobs
-from ..requests.prompts import Prompt
-from ..requests.request import Grammar, Request, RequestGroup, RequestInputs, RequestMetrics, SamplingState
-from ..requests.seeds import derived_seed, sample_seed
+from ..requests.request import (
+    Grammar,
+    Prompt,
+    Request,
+    RequestGroup,
+    RequestInputs,
+    RequestMetrics,
+    SamplingState,
+    derived_seed,
+    sample_seed,
+)
 from ..requests.stop_strings import StopStrings, stop_strings
 from ..requests.token_rules import TokenRules
 from ..scheduler.policy import Policy

@@ -10,8 +10,7 @@ from ..base.errors import RequestError, UsageError
 from ..base.validation import shown
 from ..options.sampling_params import SamplingParams
 from ..requests.prompt_report import PromptReport
-from ..requests.prompts import Prompt
-from ..requests.request import Grammar, Request
+from ..requests.request import Grammar, Prompt, Request
 from ..requests.stop_strings import StopStrings
 from ..requests.token_rules import TokenRules
 from ..text.prompt_parser import ParsedPrompt

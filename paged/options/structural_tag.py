@@ -1,7 +1,7 @@
 """Structural tags: outputs in which some parts are free text and others must match a grammar.
 
 The JSON form is that of vLLM and xgrammar: {"type": "structural_tag", "format": ...} with a tree of formats,
-or the older one with "structures" and "triggers". `sampling.structural_grammar` compiles what is valid.
+or the older one with "structures" and "triggers". `grammars.library_grammar` compiles what is valid.
 """
 
 from __future__ import annotations

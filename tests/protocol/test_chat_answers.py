@@ -21,7 +21,7 @@ from paged.chat.plan import ToolPlan
 from paged.chat.writing import written_call
 from paged.checkpoints.hub import resolve
 from paged.engine.model_text import ModelText
-from paged.grammars.structural_grammar import StructuralGrammar
+from paged.grammars.library_grammar import StructuralGrammar
 from paged.options.config import EngineConfig
 from paged.options.sampling_params import StructuredOutputsParams
 from paged.protocol.answers.chunks import Chunks

@@ -5,7 +5,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from ...checks import checked
+from ...checked import checked
 from ...routing import ExpertRows, RoutingOptions, Score
 from ..formats import KINDS
 from ..launch.tasks import Task

@@ -4,7 +4,7 @@ import math
 
 from torch import Tensor
 
-from ...checks import checked
+from ...checked import checked
 from ..formats import KINDS
 from ..launch.tasks import Task, are_contiguous
 from .row_kernels import has_regular_rows, in_torch, padded_width, units_of_rows

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ...checks import checked
+from ...checked import checked
 from ..formats import KINDS
 from ..launch.tasks import Task, are_contiguous, cache_strides
 from .row_kernels import in_torch, units_of_rows

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import KERNEL_DTYPES, checked
+from ...checked import checked
+from ...checks import KERNEL_DTYPES
 from ..formats import KINDS
 from ..launch.tasks import Task
 from ..target import LINE, VECTOR_BYTES

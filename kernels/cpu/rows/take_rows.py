@@ -3,15 +3,8 @@
 import torch
 from torch import Tensor
 
-from ...checks import (
-    check_contiguous,
-    check_device,
-    check_dtype,
-    check_indices,
-    check_shape,
-    checked,
-    is_trusted,
-)
+from ...checked import checked
+from ...checks import check_contiguous, check_device, check_dtype, check_indices, check_shape, is_trusted
 from ..formats import (
     BF12,
     BF12_PAIRS,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...checks import checked
+from ...checked import checked
 from ...plain.sampling import selection as torch_selection
 from ..launch.tasks import Task, are_contiguous
 from ..rows.row_kernels import has_regular_rows, in_torch

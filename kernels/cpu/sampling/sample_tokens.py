@@ -9,7 +9,7 @@ base-2 logarithms of the tokens' weights relative to the likeliest token, whose 
 import torch
 from torch import Tensor
 
-from ...checks import checked
+from ...checked import checked
 from ...plain.sampling import selection as torch_selection
 from ..launch.tasks import Task, are_contiguous
 from ..rows.row_kernels import greedy, has_regular_rows, in_torch

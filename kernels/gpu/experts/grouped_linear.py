@@ -10,14 +10,8 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from ...arguments import Rules
-from ...checks import (
-    check_contiguous,
-    check_device,
-    check_dtype,
-    check_last_dim_contiguous,
-    check_shape,
-    checked_as,
-)
+from ...checked import checked_as
+from ...checks import check_contiguous, check_device, check_dtype, check_last_dim_contiguous, check_shape
 from ..launch import BoundLaunch, Launches, combination, programs_per_sm
 from ..linear.coded_linear import compiler_options, dot_dtype, kind_of, shape_of
 from ..linear.config import ROW_COUNTS, RowCount, linear_config, row_count

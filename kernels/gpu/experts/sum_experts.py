@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...checks import check_contiguous, check_last_dim_contiguous, checked_as
+from ...checked import checked_as
+from ...checks import check_contiguous, check_last_dim_contiguous
 from ..launch import BoundLaunch, Launches, combination
 from ..rows.gelu_and_mul import sigmoid
 from ..target import check_launchable

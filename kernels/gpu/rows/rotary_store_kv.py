@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...checks import QUANTIZED_DTYPES, check_last_dim_contiguous, check_span, checked_as
+from ...checked import checked_as
+from ...checks import QUANTIZED_DTYPES, check_last_dim_contiguous, check_span
 from ..launch import BoundLaunch, Launches, combination
 from ..target import check_launchable, check_target, current_target
 from .rms_norm import weighted

@@ -28,7 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...checks import check_contiguous, check_last_dim_contiguous, checked_as
+from ...checked import checked_as
+from ...checks import check_contiguous, check_last_dim_contiguous
 from ...gumbel import NOISE_BLOCK
 from ..launch import BoundLaunch
 from ..target import check_launchable, current_target

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...checks import checked
+from ...checked import checked
 from ...reference import quantize
 
 

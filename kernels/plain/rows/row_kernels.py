@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...checks import checked
+from ...checked import checked
 
 
 @checked

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checks import checked
+from ...checked import checked
 from . import selection as torch_selection
 from .selection import places_where
 

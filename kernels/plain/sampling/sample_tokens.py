@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks import checked
+from ...checked import checked
 from ..rows.row_kernels import greedy
 from . import selection as torch_selection
 from .selection import (

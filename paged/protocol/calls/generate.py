@@ -9,8 +9,7 @@ from ...base.errors import PagedError
 from ...base.fields import Field, FieldTable
 from ...base.kinds import AnyJSON, Boolean, Choice, ListOf, OneOf
 from ...options.sampling_params import SamplingParams
-from ...requests.prompts import Prompt
-from ...requests.request import CompletionOutput, RequestOutput
+from ...requests.request import CompletionOutput, Prompt, RequestOutput
 from ..answers.errors import error_body, failure_of, status_of
 from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS
 from ..fields.sampling import SAMPLING_FIELDS, check_most_logprobs, sampling_field

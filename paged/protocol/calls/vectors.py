@@ -13,7 +13,7 @@ from ...base.kinds import Boolean, Choice, Integer, ListOf, OneOf, Text, TokenId
 from ...checkpoints.embedding_files import POOLINGS
 from ...engine.embedding import EmbeddingOptions, EmbeddingRequestOutput
 from ...engine.scoring import ScoreOutput
-from ...requests.prompts import Prompt
+from ...requests.request import Prompt
 from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, ENCODING_FORMAT, PROMPTS
 from ..fields.sampling import sampling_field
 from ..jobs import finite

@@ -35,7 +35,7 @@ from ...options.sampling_params import (
 )
 from ...options.structural_tag import FORM_FIELDS, TAG_FORMS, StructuralTag
 from ..limits import MAX_LOGIT_BIASES, MAX_N, MAX_NAME_LENGTH, MAX_STOP_STRINGS
-from .priority import PriorityKind
+from .common import PriorityKind
 
 
 @dataclass(frozen=True, slots=True)
