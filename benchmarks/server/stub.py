@@ -12,7 +12,7 @@ from paged.architectures.hf_config import read_config
 from paged.base.errors import EngineDeadError, UsageError
 from paged.chat.formats import BY_NAME
 from paged.chat.writing import written_call
-from paged.checkpoints.hub import resolve
+from paged.checkpoints.model_directory import resolve
 from paged.engine.async_base import OnPrompt
 from paged.engine.embedding import EmbeddingRequestOutput
 from paged.engine.model_text import ModelText

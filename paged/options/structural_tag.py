@@ -15,7 +15,8 @@ from typing import Any
 
 from ..base.errors import PagedError, RequestError
 from ..base.fields import Field, FieldTable, ObjectOf, Tagged, refused
-from ..base.kinds import Boolean, Choice, Integer, Kind, ListOf, Schema, Text, check_unicode_within
+from ..base.json_kinds import Choice, ListOf, Text, check_unicode_within
+from ..base.kinds import Boolean, Integer, Kind, Schema
 from ..base.strict_json import RoundedFloat, exact_decimal, parse_json
 from ..base.validation import shown
 

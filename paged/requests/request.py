@@ -12,13 +12,15 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NotRequired, Protocol, Self, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired, Protocol, Self, TypedDict
 
 from ..blocks.sequence import SequenceBlocks
 from ..options.sampling_params import RequestOutputKind, SamplingParams
-from .prompt_report import PromptReport, TokenLogprobs
-from .stop_strings import StopStrings
 from .token_rules import TokenRules
+
+if TYPE_CHECKING:
+    from .prompt_report import PromptReport, TokenLogprobs
+    from .stop_strings import StopStrings
 
 
 class TextPrompt(TypedDict):

@@ -19,7 +19,7 @@ from paged.chat.harmony import TOKENS
 from paged.chat.parts import ChatOutput
 from paged.chat.plan import ToolPlan
 from paged.chat.writing import written_call
-from paged.checkpoints.hub import resolve
+from paged.checkpoints.model_directory import resolve
 from paged.engine.model_text import ModelText
 from paged.grammars.library_grammar import StructuralGrammar
 from paged.options.config import EngineConfig

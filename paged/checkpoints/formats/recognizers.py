@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from ...architectures.config import TensorNames
 from ...architectures.schemes import Kind, Module, Quantization, Rule, Scheme
 from ...base.errors import CheckpointError, UnsupportedModelError
-from ..sources import StoredTensor
-from ..stored import FLOATS, Recognizer, StoredFormat, StoredPart
+from ..stored import FLOATS, Recognizer, StoredFormat, StoredPart, StoredTensor
 from .fp4 import mxfp4_format, nvfp4_format
 from .gguf import gguf_format
 from .whole_bytes import fp8_format, integer_format

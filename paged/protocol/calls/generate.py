@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import PagedError
 from ...base.fields import Field, FieldTable
-from ...base.kinds import AnyJSON, Boolean, Choice, ListOf, OneOf
+from ...base.json_kinds import AnyJSON, Choice, ListOf, OneOf
+from ...base.kinds import Boolean
 from ...options.sampling_params import SamplingParams
 from ...requests.request import CompletionOutput, Prompt, RequestOutput
 from ..answers.errors import error_body, failure_of, status_of

@@ -5,19 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...base.fields import Field, FieldTable, ObjectOf, ignored, refused
-from ...base.kinds import (
-    Boolean,
-    Choice,
-    JSONObject,
-    Kind,
-    ListOf,
-    Number,
-    OneOf,
-    PrintableText,
-    Schema,
-    Text,
-    TokenIds,
-)
+from ...base.json_kinds import Choice, JSONObject, ListOf, OneOf, PrintableText, Text, TokenIds
+from ...base.kinds import Boolean, Kind, Number, Schema
 from ..limits import MAX_NAME_LENGTH, MAX_PROMPTS, MAX_REQUEST_ID_LENGTH
 
 # A lower number goes first.
