@@ -25,6 +25,7 @@ CHOSEN = (
         "paged.architectures.gguf_names",
         "paged.architectures.schemes",
         "paged.checkpoints.formats",
+        "paged.checkpoints.hub",
     ),
     *(
         "paged.model.weights.coded_panels",
@@ -32,6 +33,13 @@ CHOSEN = (
         "paged.architectures.families.gemma4",
     ),
     *("paged.sampling.structured_outputs", "paged.grammars.json_schema", "paged.sampling.dry"),
+    *("paged.base.from_vllm", "paged.base.json_kinds", "paged.sampling.reporter"),
+    *(
+        "paged.requests.answer_start",
+        "paged.requests.contradictions",
+        "paged.requests.prompt_report",
+        "paged.requests.stop_strings",
+    ),
     *(
         "paged.scheduler.drafts",
         "paged.runner.draft_model",
@@ -41,7 +49,8 @@ CHOSEN = (
     *(
         "paged.text.worker",
         "paged.kernels.cpu.compiled",
-        "paged.kernels.gpu.backend",
+        "paged.kernels.cpu.rows.experts",
+        "paged.kernels.gpu",
         "paged.kernels.reference",
     ),
     *("numba", "llvmlite", "triton", "transformers", "huggingface_hub", "msgspec", "prometheus_client"),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..base.errors import RequestError
+from .grammar_text import quoted
 from .json_library import RawSchemas, multiples_schema, string_schema, why_unsatisfiable
 from .json_numbers import Interval, terminal
 from .json_schema import (
@@ -35,7 +36,6 @@ from .json_schema import (
     SchemaTooHardError,
     Strings,
 )
-from .lark_text import quoted
 
 # One space, or a line break and indentation. Without a bound, a model may write blanks forever.
 WHITESPACE = r"[ ]|\n[ ]{0,32}"

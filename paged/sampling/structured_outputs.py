@@ -30,7 +30,7 @@ from torch import Tensor
 from ..base.errors import CheckpointError, RequestError
 from ..grammars.forced_text import ForcedText
 from ..grammars.grammar_jobs import CompiledGrammar, MaskJob, wait_for
-from ..grammars.grammar_limits import check_grammar, library_limits
+from ..grammars.grammar_text import check_grammar, library_limits
 from ..grammars.json_grammar import JsonGrammar
 from ..grammars.library_grammar import library_grammar
 from ..kernels.arguments import WORD_BITS

@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import get_args
 
 from paged.architectures.config import ModelConfig
-from paged.architectures.families.rope import ROPE_TYPES
+from paged.architectures.families.reading import ROPE_TYPES
 from paged.architectures.schemes import Kind
 from paged.architectures.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, NormSpec
 from paged.kernels.routing import RoutingOptions

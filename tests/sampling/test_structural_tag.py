@@ -14,7 +14,7 @@ from benchmarks.schemas import closed
 from paged import LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
 from paged.base.errors import PagedError
 from paged.base.strict_json import parse_json
-from paged.grammars.structural_grammar import StructuralGrammar
+from paged.grammars.library_grammar import StructuralGrammar
 from tests.support.chat_checkpoints import chat_checkpoint
 from tests.support.checkpoints import assert_all_free, new_engine
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.gguf.gguf_file import GgmlType, GgufTensor
-from ...checkpoints.sources import StoredTensor
-from ...checkpoints.stored import Layout, StoredPart, StoredRows, StoredWeight
+from ...checkpoints.stored import Layout, StoredPart, StoredRows, StoredTensor, StoredWeight
 from .forms import Role, WeightForm
 from .loading import Loadable, Loader
 

@@ -13,11 +13,11 @@ from paged.kernels.attention_options import MAX_GROUP
 from paged.kernels.cpu import backend as numba_kernels
 from paged.kernels.cpu.attention.paged_attention import (
     LEAST_ROWS,
+    SPLIT_KEYS,
     paged_attention,
     plan_attention,
     plan_units,
 )
-from paged.kernels.cpu.attention.units import SPLIT_KEYS
 from paged.kernels.cpu.compiled.simd.memory import load, store
 from paged.kernels.cpu.compiled.simd.vectors import exp2, exp2_of_negative
 from paged.kernels.cpu.launch import tasks
@@ -302,8 +302,13 @@ def test_rows_of_any_length_are_not_left_to_torch(size, dtype, monkeypatch):
     caches = cache[..., :-1]
     for name in ("rms_norm", "rms_norm_into", "gelu", "add", "scale_and_cap", "scale_rows"):
         monkeypatch.delattr(reference, name)
-    for name in ("silu_and_mul", "gelu_and_mul", "layer_norm", "rotary_store_kv"):
-        monkeypatch.delattr(f"paged.kernels.cpu.rows.{name}.by_torch")
+    for place in (
+        "row_kernels.silu_and_mul",
+        "row_kernels.gelu_and_mul",
+        "norms.layer_norm",
+        "rotary_store_kv.rotary_store_kv",
+    ):
+        monkeypatch.delattr(f"paged.kernels.cpu.rows.{place}_by_torch")
     numba_kernels.rms_norm_into(x, weight, 1e-6, x.clone())
     numba_kernels.gelu_and_mul(x)
     numba_kernels.layer_norm(x, weight, weight, 1e-6, x.clone())

@@ -1,10 +1,11 @@
-"""BodyBudget: divides the memory for the bodies of requests in progress among clients."""
+"""The memory of bodies that arrive and of responses that are not read yet, and its limits."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 # Of the bodies of all requests that are being read, parsed and answered. Parsed, a body takes up to 24
 # times its size: docs/security.md has what was measured.
@@ -153,3 +154,45 @@ class BodyRoom:
         self.is_lost = True
         self.close()
         self._on_lost()
+
+
+MAX_RESPONSE_BYTES_IN_PROGRESS = 512 * 2**20
+
+
+class ResponseBudget:
+    """The memory of whole responses that their clients have not read to the end, and its limit.
+
+    A client may read as slowly as it likes while there is memory for all.
+
+    max_bytes: the limit.
+    num_bytes: how many are in use.
+    """
+
+    def __init__(self, max_bytes: int = MAX_RESPONSE_BYTES_IN_PROGRESS) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        # Their bytes, and what cuts their connections; the one that began first comes first.
+        self._responses: dict[object, tuple[int, Callable[[], None]]] = {}
+
+    @contextmanager
+    def sending(self, num_bytes: int, cut: Callable[[], None]) -> Iterator[None]:
+        """Count a response while it is sent. Cut the slowest responses if all together exceed the limit.
+
+        cut: closes the connection of this response.
+        """
+        key = object()
+        self._responses[key] = num_bytes, cut
+        self.num_bytes += num_bytes
+        while self.num_bytes > self.max_bytes and len(self._responses) > 1:
+            first = next(iter(self._responses))
+            cut_first = self._responses[first][1]
+            self._forget(first)
+            cut_first()
+        try:
+            yield
+        finally:
+            self._forget(key)
+
+    def _forget(self, key: object) -> None:
+        num_bytes, _ = self._responses.pop(key, (0, None))
+        self.num_bytes -= num_bytes
