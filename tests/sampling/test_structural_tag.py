@@ -10,13 +10,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from benchmarks.schemas import closed
 from paged import LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
 from paged.base.strict_json import parse_json
 from paged.errors import PagedError
 from paged.sampling.structural_grammar import StructuralGrammar
 from tests.support.chat_checkpoints import chat_checkpoint
 from tests.support.checkpoints import assert_all_free, new_engine
+from tests.support.json_schemas import closed
 
 SCHEMA = closed({"a": {"enum": ["x", "/", "</f>"]}, "b": {"type": "boolean"}})
 JSON = {"type": "json_schema", "json_schema": SCHEMA}
