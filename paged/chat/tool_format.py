@@ -31,7 +31,6 @@ from .writing import written_arguments, written_call
 
 ALPHANUMERIC = string.ascii_letters + string.digits
 FINAL = f"{CHANNEL}final{MESSAGE}"
-ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 PREAMBLE = f"{CHANNEL}commentary{MESSAGE}"
 _END = "<|end|>"
 
