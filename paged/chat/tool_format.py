@@ -130,7 +130,6 @@ class ForcedCalls:
 
 ALPHANUMERIC = string.ascii_letters + string.digits
 FINAL = f"{CHANNEL}final{MESSAGE}"
-ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 PREAMBLE = f"{CHANNEL}commentary{MESSAGE}"
 _END = "<|end|>"
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .grammar_text import check_grammar, lark_of, quoted
-from .json_grammar import WHITESPACE, JsonGrammar
+from .json_grammar import JsonGrammar
 
 _SLASH = re.compile(r"(\\.)|[/\n]", re.DOTALL)
 
@@ -19,11 +19,9 @@ class StructuralGrammar:
 
     special: the special tokens of the vocabulary and their ids. Where a text of the tag has one, the token is
         meant: free text never has special tokens.
-    whitespace: a regular expression of the blanks that JSON may have between its tokens.
     """
 
-    def __init__(self, special: Mapping[str, int], whitespace: str = WHITESPACE) -> None:
-        self._whitespace = whitespace
+    def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
         longest_first = sorted(filter(None, special), key=len, reverse=True)
         self._any_special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -166,7 +164,7 @@ class StructuralGrammar:
         return name
 
     def _json_rule(self, schema: Any) -> str:
-        grammar = JsonGrammar(schema, self._whitespace)
+        grammar = JsonGrammar(schema)
         values = [self._rule(f"%json {text}") for text in grammar.at_start]
         if grammar.others is not None:
             values.append(self._subgrammar(grammar.others))

@@ -167,15 +167,12 @@ class RequestInputs:
     namespace: bytes = b""
     long_from: int | None = None
     deadline: float = math.inf
-    is_greedy: bool = field(init=False)  # temperature 0, logits unchanged, no log-probabilities
     wants_logprobs: bool = field(init=False)  # of the output
 
     def __post_init__(self) -> None:
         params = self.params
         wants_logprobs = params.logprobs is not None or params.best_of is not None
-        plain = not (params.edits_logits or wants_logprobs)
         object.__setattr__(self, "wants_logprobs", wants_logprobs)
-        object.__setattr__(self, "is_greedy", params.temperature == 0.0 and plain)
 
 
 @dataclass(slots=True, eq=False)

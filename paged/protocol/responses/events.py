@@ -25,7 +25,6 @@ class SingleTokens:
     """Splits outputs with log-probabilities, deltas or whole ones, into outputs of one token each."""
 
     def __init__(self, decoding: Decoding) -> None:
-        self._decoding = decoding
         tokenizer = decoding.tokenizer
         before = [] if tokenizer is None else tokenizer.encode_bare("a")  # the answer follows a prompt
         self._detokenizer = decoding.detokenizer(before)

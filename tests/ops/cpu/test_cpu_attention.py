@@ -1,5 +1,6 @@
 """The CPU kernels for attention and rows: every option, batch invariance, threads."""
 
+import itertools
 import random
 import threading
 
@@ -108,9 +109,10 @@ def test_splits_outside_of_the_window_weigh_nothing(num_threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 4, 8], ids="num_kv_heads={}".format)
-@pytest.mark.parametrize(("dtype", "head_dim", "cache"), SHAPES, ids=str)
-def test_decodes_have_the_same_bits_in_a_batch_and_alone(dtype, head_dim, cache, num_kv_heads):
+@pytest.mark.parametrize(("num_kv_heads", "shape"), [*zip(itertools.cycle([1, 4, 8]), SHAPES)], ids=str)
+def test_decodes_have_the_same_bits_in_a_batch_and_alone(num_kv_heads, shape):
+    """In turns, each kind of cache meets each number of heads."""
+    dtype, head_dim, cache = shape
     seq_lens = [3, 64, 65, 1000, 130, 7, 900, 1025, 64, 12]
     options = {"num_heads": 8, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
     case = case_over(cache, seq_lens, [1] * len(seq_lens), **options)
