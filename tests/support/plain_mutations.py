@@ -98,15 +98,19 @@ def _mutants(node: ast.AST) -> Iterator[Mutant]:
         yield node, "pass"
     for name in ("body", "orelse"):
         statements = getattr(node, name, None)
-        for first, second in pairwise(statements if isinstance(statements, list) else []):
-            if _has_effect(first) and _has_effect(second) and not isinstance(first, ast.Assign):
-                both = ast.copy_location(ast.Pass(), first)
-                both.end_lineno, both.end_col_offset = second.end_lineno, second.end_col_offset
-                yield both, f"{ast.unparse(second)}\n{ast.unparse(first)}"
+        for pair in pairwise(statements if isinstance(statements, list) else []):
+            match pair:
+                case (
+                    ast.Expr(value=ast.Call(func=ast.Attribute(value=one))) as first,
+                    ast.Expr(value=ast.Call(func=ast.Attribute(value=other))) as second,
+                ) if ast.dump(one) == ast.dump(other):  # two calls of the same object
+                    both = ast.copy_location(ast.Pass(), first)
+                    both.end_lineno, both.end_col_offset = second.end_lineno, second.end_col_offset
+                    yield both, f"{ast.unparse(second)}\n{ast.unparse(first)}"
 
 
 def _has_effect(node: ast.AST) -> bool:
-    """Return whether a statement changes what was there before, so that it may be dropped or come later."""
+    """Return whether a statement changes what was there before, so that it may be dropped."""
     match node:
         case ast.AugAssign() | ast.Delete() | ast.Expr(value=ast.Call()):
             return True

@@ -10,7 +10,7 @@ comments do not count. In `old`, $X stands for any expression, which `new` may r
 arguments of a call. `old` must occur once in the file or, behind `@`, in that function or class. The test
 must fail; where none is named, those of the folder (`tests.mutants.LOOKS`); with `step case`, a row of
 `kernels/gpu/STEPS.md` must change. A line that begins with spaces goes on with the line above.
-`name[*] := test[*]` shortens the name of a test.
+`name[*] := test[*]` shortens the name of a test, which may begin with its file: `test_file.py::test_of_it`.
 """
 
 import ast

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from tests.support.planting import Change, plant
 
-TIME_LIMIT_S = 90  # for one look: a bug may make a loop endless
+TIME_LIMIT_S = 120  # for one look: a bug may make a loop endless
 LATE = f"not done after {TIME_LIMIT_S} s"
 MEMORY_LIMIT = 12 * 2**30
 CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGABRT}
@@ -117,7 +117,7 @@ def _look_for(trial: Trial, folder: str, there: Connection) -> None:
         there.send(None)
         kind, _, which = look.partition(" ")
         run = {"worlds": _worlds, "step": _step}.get(kind)
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        with open(os.devnull, "w") as no, contextlib.redirect_stdout(no), contextlib.redirect_stderr(no):
             found = run(which) if run else _pytest(look)
         if found:
             break
