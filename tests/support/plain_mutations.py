@@ -75,7 +75,12 @@ def _mutants(node: ast.AST) -> Iterator[Mutant]:
     match node:
         case ast.Compare(ops=[op]) if type(op) in SWAPS:
             yield node, ast.unparse(_with(node, ops=[SWAPS[type(op)]()]))
-        case ast.BinOp(op=op) | ast.BoolOp(op=op) | ast.AugAssign(op=op) if type(op) in SWAPS:
+        case ast.BoolOp(op=op, values=values):
+            yield node, ast.unparse(_with(node, op=SWAPS[type(op)]()))
+            for dropped in values:
+                rest = [value for value in values if value is not dropped]
+                yield node, ast.unparse(_with(node, values=rest) if len(rest) > 1 else rest[0])
+        case ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in SWAPS:
             yield node, ast.unparse(_with(node, op=SWAPS[type(op)]()))
         case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
             yield node, ast.unparse(operand)
@@ -91,9 +96,10 @@ def _mutants(node: ast.AST) -> Iterator[Mutant]:
             yield node, ast.unparse(_with(node, args=[second, first, *rest]))
         case ast.Continue():
             yield node, "break"
-        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
-            if isinstance(test, ast.Name | ast.Attribute | ast.Call):
-                yield test, f"not {ast.unparse(test)}"
+        case ast.If(test=test) | ast.IfExp(test=test):
+            yield from ((test, "True"), (test, "False"))
+        case ast.While(test=test):
+            yield test, "False"
     if _has_effect(node):
         yield node, "pass"
     for name in ("body", "orelse"):
