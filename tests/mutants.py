@@ -40,7 +40,8 @@ LOOKS = {
     "runner/plan.py": ("tests/runner/test_plan.py", *CORE),
     "ranks/messages.py": ("tests/ranks/test_messages.py", "worlds 0 16"),
     "sampling": ("\n".join(_OF_SAMPLING),),
-    "server/access": ("tests/server/test_limits.py",),
+    "server/access/limits.py": ("tests/server/test_limits.py",),
+    "server/access/windows.py": ("tests/server/test_limits.py",),
     "model/layers": ("tests/engine/test_matches_transformers.py\n-k\nragged and torch",),
     "kernels/plain": ("tests/ops\n-k\ntorch and not triton and not numba\n--ignore-glob=*pu/*",),
 }
@@ -130,7 +131,10 @@ def main() -> None:
     mutants = share() if args.share else chosen(mutants, args.sample, args.seed)
     if not mutants:
         sys.exit(f"there is no bug with {' or '.join(args.words)}")
-    tried = [*map(trial_of, mutants)]
+    try:
+        tried = [*map(trial_of, mutants)]
+    except LookupError as error:
+        sys.exit(f"{error}")
     if not args.no_control:
         looks = dict.fromkeys(look for trial in tried for look in trial.looks)
         for result in trials.results([Trial(look, (look,), None) for look in looks], args.jobs):
