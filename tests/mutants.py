@@ -39,9 +39,9 @@ LOOKS = {
     "drafting": ("tests/drafting", *CORE),
     "runner/plan.py": ("tests/runner/test_plan.py", *CORE),
     "ranks/messages.py": ("tests/ranks/test_messages.py", "worlds 0 16"),
+    "grammars": ("tests/grammars",),
     "sampling": ("\n".join(_OF_SAMPLING),),
     "server/access/limits.py": ("tests/server/test_limits.py",),
-    "server/access/windows.py": ("tests/server/test_limits.py",),
     "model/layers": ("tests/engine/test_matches_transformers.py\n-k\nragged and torch",),
     "kernels/plain": ("tests/ops\n-k\ntorch and not triton and not numba\n--ignore-glob=*pu/*",),
 }

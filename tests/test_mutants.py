@@ -5,11 +5,11 @@ from typing import get_args
 
 import pytest
 
-from paged.kernels.routing import RoutingOptions
 from paged.architectures.config import ModelConfig
 from paged.architectures.families.reading import ROPE_TYPES
 from paged.architectures.schemes import Kind
 from paged.architectures.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, NormSpec
+from paged.kernels.routing import RoutingOptions
 from tests.aot import run_compiler
 from tests.mutants import NUM_BUGS, NUM_MUTATIONS, chosen, summary, trial_of
 from tests.support.fake_cuda import lacks
