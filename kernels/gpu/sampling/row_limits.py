@@ -28,18 +28,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...checked import checked_as
 from ...checks import check_contiguous, check_last_dim_contiguous
 from ...gumbel import NOISE_BLOCK
 from ..launch import BoundLaunch
-from ..target import check_launchable, current_target
+from ..target import current_target
 from .filter_row import (
     NUM_LIMITS,
     PARAMETERS,
     coarse_low,
     coarse_pivots,
     finite,
-    kept_and_scaled,
     load_finite,
     lowest_kept,
     mass_of,
@@ -168,23 +166,6 @@ def _gather_kernel(
     tl.store(list_ptr + row * SIZE + start + place - 1, x, mask=wanted)
 
 
-@triton.jit
-def _mask_kernel(
-    logits_ptr,
-    limits_ptr,
-    stride_row: tl.constexpr,
-    SIZE: tl.constexpr,
-    NUM_LIMITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    logits_ptr += row * stride_row
-    x = tl.load(logits_ptr + offs, mask=offs < SIZE, other=float("-inf"))
-    kept, _ = kept_and_scaled(finite(x), limits_ptr + row * NUM_LIMITS)
-    tl.store(logits_ptr + offs, tl.where(kept, x, float("-inf")), mask=offs < SIZE)
-
-
 class Filters(NamedTuple):
     """The filters of the rows; None: no row uses it."""
 
@@ -275,38 +256,3 @@ def row_limits(
         list_ptr=candidates, limits_ptr=limits, NUM_LIMITS=NUM_LIMITS, **arguments, **registers, num_warps=8
     )
     return limits
-
-
-@checked_as("filter_logits")
-def filter_logits(
-    logits: Tensor,  # f32[n, vocab_size], changed in place
-    *,
-    temperature: Tensor,  # f32[n], above 0
-    min_p: Tensor | None,  # f32[n]; None: no row uses it
-    top_n_sigma: Tensor | None,  # f32[n]
-    typical_p: Tensor | None,  # f32[n]
-    top_k: Tensor | None,  # i32[n], vocab_size keeps all
-    top_p: Tensor | None,  # f32[n]
-) -> None:
-    """Set to -inf the logits that the filters do not keep; `reference.kept_tokens` defines which.
-
-    A NaN counts as -inf and +inf as the largest float: see sample_tokens. Raises ValueError for a shape,
-    dtype or stride that does not fit.
-    """
-    filters = Filters(min_p, top_n_sigma, typical_p, top_k, top_p)
-    check_launchable("logits", logits)
-    check_vocabulary(logits, temperature, filters)
-    if len(logits) == 0:
-        return
-    maxima, moments, _ = BlockMaxima(logits, moments=top_n_sigma is not None)(logits)
-    limits = row_limits(logits, temperature, filters, maxima, moments)
-    _mask_kernel[(len(logits), maxima.shape[1])](
-        logits_ptr=logits,
-        limits_ptr=limits,
-        stride_row=logits.stride(0),
-        SIZE=logits.shape[1],
-        NUM_LIMITS=NUM_LIMITS,
-        BLOCK=BLOCK,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
