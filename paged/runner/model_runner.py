@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,6 @@ from ..model.cache.kv_cache import KVCache
 from ..model.part import ModelPart
 from ..options.config import EngineConfig
 from ..sampling.parameters import SampledPlaces
-from ..sampling.reporter import Reporter, StepReports
 from ..sampling.sampler import Draw, Sampler
 from ..sampling.seats import DraftRow, SamplingSeat, SamplingSeats
 from ..scheduler.schedule import Schedule, StepOutput
@@ -31,6 +31,7 @@ from .passes import compute
 from .plan import Planner, StepPlan
 
 if TYPE_CHECKING:
+    from ..sampling.reporter import Reporter, StepReports
     from ..sampling.structured_outputs import GrammarMasks
     from .decode_graphs import DecodeGraph, DecodeGraphs
     from .draft_model import DraftCheckpoint, DraftModel
@@ -65,7 +66,6 @@ class ModelRunner(PartRunner):
 
     def _sample_here(self) -> None:
         """Make what plans steps and samples, for a part with the head."""
-        config = self.config
         model_config = self.model_config
         self.draft_model = self._new_draft_model()
         self.planner = Planner(
@@ -77,10 +77,17 @@ class ModelRunner(PartRunner):
         )
         self.sampling_seats = SamplingSeats()
         self.sampler = self.new_sampler()
-        self.reporter = Reporter(self.model.logits, model_config.vocab_size, self.model.kernels)
+
+    @cached_property
+    def reporter(self) -> Reporter:
+        """Computes what requests report on their prompts."""
+        from ..sampling.reporter import Reporter
+
+        reporter = Reporter(self.model.logits, self.model_config.vocab_size, self.model.kernels)
         if self.device.type == "cuda":
             # No more logits at once than in the step by which memory was measured.
-            self.reporter.max_rows = min(self.reporter.max_rows, config.max_num_seqs)
+            reporter.max_rows = min(reporter.max_rows, self.config.max_num_seqs)
+        return reporter
 
     def describe(self) -> str:
         """Return dtype, device, threads and attention backend as one phrase."""

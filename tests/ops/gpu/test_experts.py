@@ -172,6 +172,7 @@ def test_products_of_codes_match_float64(kind, shape, dtype):
     assert_products(got, x, rows, weight, bias)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
 @pytest.mark.parametrize("options", [RoutingOptions(num_chosen=2), ROUTING[4][1]], ids=["plain", "groups"])
 def test_rows_that_pad_a_step_have_no_experts(options):
     """Whatever they hold: no product computes them, and sums read what is in bounds."""
