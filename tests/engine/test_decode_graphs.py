@@ -107,6 +107,17 @@ def test_requests_that_come_and_go_get_their_own_parameters():
     assert gpu.num_replays > 3
 
 
+@needs_stand_in
+def test_runs_of_drafts_are_decodes_of_several_tokens():
+    """Beside graphs of the steps without drafts; prompts that repeat themselves are guessed."""
+    speculation = {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}
+    case = Case("llama", {"speculative_config": speculation, "max_model_len": 96}, sampled)
+    prompts = [[20, 21, 22] * 25, [7, 8] * 3]
+    gpu, engine = compared(case, [{"temperature": 0.0}] * 2, 8, prompts)
+    assert engine.stats().num_drafts > 0
+    assert gpu.num_replays > 0
+
+
 # What the stand-in shows
 
 

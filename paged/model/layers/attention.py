@@ -152,12 +152,11 @@ class Attention(Loadable):
         call_within_step(exchange, qkv)
 
     def _max_decode_q(self, query: Tensor, key_cache: Tensor, queries: Queries) -> int:
-        """Return of how many new tokens a sequence is a decode: as many as are asked for, or 1."""
+        """Return of how many new tokens a sequence is a decode: as many as are asked for, or as tiles hold."""
         most = queries.max_decode_q
         if most > 1:
             group = query.shape[1] // key_cache.shape[2]
-            if most > self.kernels.most_decode_q(self.head_dim, group, query.dtype, key_cache.dtype):
-                return 1
+            most = min(most, self.kernels.most_decode_q(self.head_dim, group, query.dtype, key_cache.dtype))
         return most
 
     def attend(self, query: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:

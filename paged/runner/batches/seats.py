@@ -92,6 +92,7 @@ class SeatedBatches:
     the lengths of a step, beyond the choice of `max_seq_len`.
 
     split_keys: contexts up to so many tokens are one split for attention.
+    max_run: the most tokens of a request in a step of decodes: more than one with drafts.
     padded_sizes: numbers of rows, in ascending order, to which decodes are padded; those beyond are not.
 
     `HostBatches` is the reference.
@@ -109,6 +110,7 @@ class SeatedBatches:
         max_num_seqs: int,
         max_model_len: int,
         split_keys: int = 0,
+        max_run: int = 1,
         with_rope_lens: bool = False,
         long_context: LongContext | None = None,
     ) -> None:
@@ -118,6 +120,7 @@ class SeatedBatches:
         self._num_groups = num_groups
         self.long_context = long_context
         self._split_keys = split_keys
+        self._max_run = max_run
         self._device = device
         self.padded_sizes: Sequence[int] = ()
         self._width = -(-max_model_len // block_size)
@@ -170,8 +173,8 @@ class SeatedBatches:
             out = self.static(padded or num_rows, padded or num_tokens)
             # Runs of drafts are decodes, whose keys are split, where partial results are no more than of as
             # many decodes as there may be.
-            if num_rows * max_seqlen_q <= self._capacity:
-                max_decode_q = max_seqlen_q
+            if max_seqlen_q > 1 and num_rows * self._max_run <= self._capacity:
+                max_decode_q = self._max_run
         # A draft model draws after the last token of each row alone.
         if num_logits and (out is None or len(plan.sampled_seats) != num_logits):
             positions = upload.put(plan.positions(), torch.int64)
