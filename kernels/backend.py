@@ -15,10 +15,11 @@ from torch import Tensor
 
 from .attention_options import AttentionOptions, AttentionPlan
 from .checked import unchecked
-from .steps import StepRecorder, TakeParameters, UnpackStep
+from .steps import StepRecorder
 
 if TYPE_CHECKING:
     from .routing import ExpertRows, RoutingOptions
+    from .seats import TakeParameters, UnpackStep
 
 BackendName = Literal["triton", "numba", "torch"]
 BACKENDS: tuple[BackendName, ...] = ("triton", "numba", "torch")

@@ -12,7 +12,6 @@ import torch
 
 from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..checks import check_cache_dtype as check_cache_dtype
-from ..steps import TakeParameters, UnpackStep
 from .attention.paged_attention import SPLIT_KEYS
 from .launch.code_cache import missing_kernels
 
@@ -21,8 +20,7 @@ has_linear = True
 has_coded_linear = False
 has_grouped_linear = False
 compiles_at_launch = False  # `compile_ahead` compiles all
-unpack_step: UnpackStep | None = None
-take_parameters: TakeParameters | None = None
+unpack_step = take_parameters = None
 split_keys = SPLIT_KEYS
 
 # The module of each operation, and what it is called there if that differs.

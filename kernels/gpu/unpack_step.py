@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..checks import check_contiguous, check_device, check_last_dim_contiguous, check_shape
-from ..steps import NO_SLOT, NUM_COLUMNS, NUM_TOKEN_COLUMNS, StepTensors
+from ..seats import NO_SLOT, NUM_COLUMNS, NUM_TOKEN_COLUMNS, StepTensors
 from .launch import BoundLaunch, Launches, combination
 from .target import check_launchable
 

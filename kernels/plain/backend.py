@@ -12,7 +12,6 @@ import torch
 from .. import reference
 from ..checked import checked
 from ..checks import check_cache_dtype
-from ..steps import TakeParameters, UnpackStep
 from .attention.paged_attention import paged_attention, plan_attention
 from .rows.rotary_store_kv import rotary_store_kv
 from .rows.row_kernels import gelu_and_mul, greedy, layer_norm, silu_and_mul
@@ -38,8 +37,7 @@ has_linear = False
 has_coded_linear = False
 has_grouped_linear = False
 compiles_at_launch = False
-unpack_step: UnpackStep | None = None
-take_parameters: TakeParameters | None = None
+unpack_step = take_parameters = None
 step_recorder = None
 greedy_of_allowed = None
 split_keys = sys.maxsize  # contexts are not split

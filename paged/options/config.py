@@ -190,7 +190,10 @@ class EngineConfig:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         self._check_sizes()
-        self._check_graphs()
+        if self.cudagraph_capture_sizes is not None or self.max_cudagraph_capture_size is not None:
+            from .graph_sizes import check_sizes
+
+            check_sizes(self.cudagraph_capture_sizes, self.max_cudagraph_capture_size)
         self._check_ranks()
 
     @property
@@ -236,26 +239,6 @@ class EngineConfig:
                 raise ConfigError(
                     f"swap_space {self.swap_space:g} has no effect with preemption_mode 'recompute'; omit one"
                 )
-
-    def _check_graphs(self) -> None:
-        sizes = self.cudagraph_capture_sizes
-        most = self.max_cudagraph_capture_size
-        if most is not None:
-            check_int(ConfigError, "max_cudagraph_capture_size", most, 1)
-        if sizes is None:
-            return
-        if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
-            raise ConfigError(
-                f"cudagraph_capture_sizes must be a list of ints such as [1, 2, 4], got {shown(sizes)}; "
-                "enforce_eager=True captures none"
-            )
-        for size in sizes:
-            check_int(ConfigError, "cudagraph_capture_sizes", size, 1)
-        if most is not None and most != max(sizes):
-            raise ConfigError(
-                f"max_cudagraph_capture_size {most} must be the largest of cudagraph_capture_sizes, "
-                f"{max(sizes)}; leave one of them out"
-            )
 
     def _check_ranks(self) -> None:
         """Check what of the options about several processes can be checked without the model."""

@@ -8,27 +8,34 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..base.errors import ResourceError
 from ..device.cuda_graphs import Cost, GraphPool
 from ..device.devices import is_shortage
-from ..kernels.checks import in_debug_mode
+from ..device.transfers import Download
+from ..kernels.checks import TrustedContents, in_debug_mode
 from ..model.cache.kv_cache import KVCache
 from ..model.model import Model
 from ..options.config import EngineConfig
-from ..sampling.sampler import Way
+from ..sampling.sampler import Draw
 from ..sampling.seat_parameters import FILTERS, SeatParameters, draw
 from .batches.batches import Batches
 from .batches.seats import SeatedBatches, places_in
 from .sizes import Sizes
 
+if TYPE_CHECKING:
+    from ..sampling.structured_outputs import GrammarMasks
+
 logger = logging.getLogger(__name__)
 
 # Sizes beside 1, 2 and 4 are multiples of this: a step is padded by fewer rows.
 SIZE_STEP = 8
+# How a step draws its tokens; "logits": by more than the parameters that a device keeps by seat.
+Way = Literal["greedy", "drawn", "filtered", "logits"]
 CAPTURED_AT_START: tuple[Way, ...] = ("greedy", "drawn")
 # For graphs that are captured when a step first needs them, beside the logits for what they end with.
 RESERVE = 128 * 2**20
@@ -56,10 +63,6 @@ class DecodeGraph(NamedTuple):
     tokens: Tensor  # i64[num_rows]; those of the highest logits, if there are logits
     highest: Tensor  # f32[num_rows], the model's highest logits
     logits: Tensor | None  # f32[num_rows, vocab_size]
-
-    def replay(self) -> None:
-        """Compute the step that is unpacked."""
-        self.graph.replay()
 
 
 class DecodeGraphs:
@@ -134,6 +137,67 @@ class DecodeGraphs:
         self.cost = self._pool.measure(capture)
         self._batches.padded_sizes = self.sizes
         return self.cost
+
+    def capture_for_good(self, kv_cache: KVCache) -> None:
+        """Capture the graphs of the start over the engine's cache.
+
+        Raises ResourceError if there is no memory for them.
+        """
+        expected = self.cost.num_bytes
+        with torch.cuda.device(self._device), TrustedContents():
+            try:
+                cost = self.capture(kv_cache)
+            except torch.OutOfMemoryError as error:
+                raise ResourceError(
+                    f"no memory for CUDA graphs of {self.sizes[-1]} decodes beside the KV cache on "
+                    f"{self._device}: lower max_cudagraph_capture_size or num_blocks, or set "
+                    f"enforce_eager=True; {error}"
+                ) from error
+        mib = 2**20
+        logger.info(
+            "%d CUDA graphs in %.1f s and %.0f MiB (%+.0f MiB against their profile)",
+            *(self.num_graphs, cost.seconds, cost.num_bytes / mib, (cost.num_bytes - expected) / mib),
+        )
+
+    def profile(self, kv_cache: KVCache) -> int:
+        """Capture the graphs of the start over another cache, and drop them.
+
+        Returns the bytes that graphs will take, those that are captured later included.
+        """
+        with torch.cuda.device(self._device), TrustedContents():
+            cost = self.capture(kv_cache)
+        self.forget()
+        return cost.num_bytes + self.reserve
+
+    def describe(self) -> str:
+        """Return the number of graphs and what they took, for the description of an engine."""
+        if not self.num_graphs:
+            return ""
+        size = f"{self.cost.num_bytes / 2**20:,.0f} MiB, captured in {self.cost.seconds:.1f} s"
+        return f"; {self.num_graphs} CUDA graphs in {size}"
+
+    def run(self, step: Any, draw: Draw, masks: GrammarMasks | None, download: Download) -> bool:
+        """Compute a step that `SeatedBatches.put` has returned, if there is a graph of it.
+
+        Samples from the graph's logits what it has not drawn. Returns False for a step without a graph.
+        """
+        if not step.is_padded:
+            return False
+        graph = self.find(len(step.out.seq_lens), step.max_seq_len, way_of(draw))
+        if graph is None:
+            return False
+        batches = self._batches
+        batches.unpack(step)
+        graph.graph.replay()
+        num_rows = step.num_rows
+        best = graph.tokens[:num_rows], graph.highest[:num_rows]
+        if graph.logits is None:
+            draw.take(*best, download)
+            return True
+        drawn = draw.run(graph.logits[:num_rows], download, masks, best, batches.places(step))
+        if drawn is not None:
+            batches.record(step, drawn)
+        return True
 
     def find(self, num_rows: int, max_seq_len: int | None, way: Way) -> DecodeGraph | None:
         """Return the graph of a padded step; None: it runs without one.
@@ -210,6 +274,16 @@ class DecodeGraphs:
             _place_of(error.__traceback__),
             reason,
         )
+
+
+def way_of(draw: Draw) -> Way:
+    """Return how tokens are drawn."""
+    batch = draw.batch
+    if batch.edits is not None or batch.with_grammar or batch.asked:
+        return "logits"
+    if batch.parameters is None:
+        return "greedy"
+    return "filtered" if batch.parameters.filters else "drawn"
 
 
 def _place_of(traceback: TracebackType | None) -> str:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ..architectures.config import ModelConfig
-from ..base.errors import EngineDeadError, ResourceError, dead_engine
+from ..base.errors import EngineDeadError, dead_engine
 from ..blocks.manager import widest_of
 from ..device.devices import failure_of
 from ..device.transfers import Download
@@ -22,7 +20,6 @@ from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
 from ..model.part import ModelPart
 from ..options.config import EngineConfig
-from ..sampling.parameters import SampledPlaces
 from ..sampling.sampler import Draw, Sampler
 from ..sampling.seats import DraftRow, SamplingSeat, SamplingSeats
 from ..scheduler.schedule import Schedule, StepOutput
@@ -33,11 +30,9 @@ from .plan import Planner, StepPlan
 if TYPE_CHECKING:
     from ..sampling.reporter import Reporter, StepReports
     from ..sampling.structured_outputs import GrammarMasks
-    from .decode_graphs import DecodeGraph, DecodeGraphs
+    from .decode_graphs import DecodeGraphs
     from .draft_model import DraftCheckpoint, DraftModel
     from .executor import PendingStep
-
-logger = logging.getLogger(__name__)
 
 
 class ModelRunner(PartRunner):
@@ -101,11 +96,7 @@ class ModelRunner(PartRunner):
         if self.kv_dtype != self.dtype:
             parts.append(f"KV in {self.config.kv_cache_dtype}")
         narrower = f" with {' and '.join(parts)}" if parts else ""
-        graphs = ""
-        if self.decode_graphs is not None and self.decode_graphs.num_graphs:
-            cost = self.decode_graphs.cost
-            size = f"{cost.num_bytes / 2**20:,.0f} MiB, captured in {cost.seconds:.1f} s"
-            graphs = f"; {self.decode_graphs.num_graphs} CUDA graphs in {size}"
+        graphs = "" if self.decode_graphs is None else self.decode_graphs.describe()
         return f"{dtype}{narrower} on {self.device}{threads}; attention by {self.model.kernels.name}{graphs}"
 
     @property
@@ -181,45 +172,21 @@ class ModelRunner(PartRunner):
             reports = self.reporter.prepare(computed.asked, plan.sampled.reports, upload)
         upload.send()
         self._move_blocks(*moves)
-        draw.keep_parameters()
+        if self.sampler.of_seats is not None:
+            self.sampler.of_seats.write()
         masks = draw.start_masks()
-        graph = None
-        if self.decode_graphs is not None and step.is_padded:
-            graph = self.decode_graphs.find(len(step.out.seq_lens), step.max_seq_len, draw.way)
-        if graph is not None:
-            self._replay(graph, step, draw, masks, download)
+        if self.decode_graphs is not None and self.decode_graphs.run(step, draw, masks, download):
             download.send()
             return Pending(self, download, draw, masks)
         batch = self.batches.batch(step)
         logits, best, hidden = self.compute(batch)
-        tokens = draw.run(logits, download, masks, best, self._places(step))
+        tokens = draw.run(logits, download, masks, best, self.batches.places(step))
         if tokens is not None and not self.planner.with_last_tokens:
             self.batches.record(step, tokens)
         if reports is not None and hidden is not None:
             reports.run(hidden, download)
         download.send()
         return Pending(self, download, draw, masks, reports)
-
-    def _replay(
-        self, graph: DecodeGraph, step: Any, draw: Draw, masks: GrammarMasks | None, download: Download
-    ) -> None:
-        """Compute decodes by their graph, and sample from its logits what it has not drawn."""
-        batches: Any = self.batches
-        batches.unpack(step)
-        graph.replay()
-        num_rows = step.num_rows
-        tokens, highest = graph.tokens[:num_rows], graph.highest[:num_rows]
-        if graph.logits is None:
-            draw.take(tokens, highest, download)
-            return
-        logits = graph.logits[:num_rows]
-        drawn = draw.run(logits, download, masks, (tokens, highest), self._places(step))
-        if drawn is not None:
-            self.batches.record(step, drawn)
-
-    def _places(self, step: Any) -> SampledPlaces | None:
-        """Return where the sampled rows of a step are, if parameters lie there."""
-        return None if self.sampler.of_seats is None else self.batches.places(step)
 
     def compute(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
         """Run the model on a batch.
@@ -266,30 +233,6 @@ class ModelRunner(PartRunner):
 
         return new_decode_graphs(self.sizes, self.model, self.batches, self.sampler.of_seats, self.device)
 
-    def capture_graphs(self, captured: Callable[[], object] | None = None) -> None:
-        """Capture the graphs of decodes over the KV cache, if there are any. captured: called after each.
-
-        Raises ResourceError if there is no memory for them.
-        """
-        if self.decode_graphs is None:
-            return
-        expected = self.decode_graphs.cost.num_bytes
-        with self._on_device, TrustedContents():
-            try:
-                cost = self.decode_graphs.capture(self.kv_cache, captured)
-            except torch.OutOfMemoryError as error:
-                raise ResourceError(
-                    f"no memory for CUDA graphs of {self.decode_graphs.sizes[-1]} decodes beside the KV cache"
-                    f" on {self.device}: lower max_cudagraph_capture_size or num_blocks, or set "
-                    f"enforce_eager=True; {error}"
-                ) from error
-        mib = 2**20
-        logger.info(
-            "%d CUDA graphs in %.1f s and %.0f MiB (%+.0f MiB against their profile)",
-            *(self.decode_graphs.num_graphs, cost.seconds),
-            *(cost.num_bytes / mib, (cost.num_bytes - expected) / mib),
-        )
-
     def run_in_other_cache(self, schedule: Schedule, kv_cache: KVCache) -> int:
         """Run one step of both models in this KV cache, and capture the graphs of the start.
 
@@ -302,9 +245,7 @@ class ModelRunner(PartRunner):
             self.draft_model.kv_cache = None
         num_bytes = 0
         if self.decode_graphs is not None:
-            with self._on_device, TrustedContents():
-                num_bytes = self.decode_graphs.capture(kv_cache).num_bytes + self.decode_graphs.reserve
-            self.decode_graphs.forget()
+            num_bytes = self.decode_graphs.profile(kv_cache)
         del self.kv_cache
         self.sampler.forget()
         return num_bytes
@@ -325,12 +266,16 @@ class ModelRunner(PartRunner):
 
     def new_sampler(self) -> Sampler:
         """Return a sampler that knows of no request."""
-        # Each step of several processes has a sampler of its own, which does not know what others have sent.
-        in_seats = self.model.kernels.take_parameters is not None and self.sizes.part is None
         config = self.model_config
-        return Sampler(
-            self.model.kernels, config.vocab_size, self.device, self.config.max_num_seqs, in_seats=in_seats
-        )
+        of_seats = None
+        # Each step of several processes has a sampler of its own, which does not know what others have sent.
+        if self.model.kernels.take_parameters is not None and self.sizes.part is None:
+            from ..sampling.seat_parameters import SeatParameters
+
+            take = self.model.kernels.take_parameters
+            of_seats = SeatParameters(take, self.config.max_num_seqs, self.device)
+        num_seqs = self.config.max_num_seqs
+        return Sampler(self.model.kernels, config.vocab_size, self.device, num_seqs, of_seats)
 
 
 class Pending:

@@ -71,7 +71,7 @@ def _run_steps(runner: ModelRunner) -> int:
     num_blocks = runner.kv_cache.num_blocks
     if not kernels.compiles_at_launch:
         _run(runner, _end_of_a_prompt(runner, REHEARSED_TOKENS, REHEARSED_TOKENS, EVERY_WAY_TO_SAMPLE[0]))
-        runner.capture_graphs()
+        _capture_graphs(runner)
         return 0
     long = 2 * kernels.split_keys  # so that attention splits its keys
     with tqdm(desc="Compiling kernels", unit="kernel", delay=1.0) as bar, kernels.listening(bar.update):
@@ -82,8 +82,13 @@ def _run_steps(runner: ModelRunner) -> int:
             runner.execute(_with_a_draft(_end_of_a_prompt(runner, long, 2, EVERY_WAY_TO_SAMPLE[0])))
         if num_blocks > 1:
             runner.execute(Schedule(copies=[(0, num_blocks - 1)]))
-        runner.capture_graphs()
+        _capture_graphs(runner)
         return int(bar.n)
+
+
+def _capture_graphs(runner: ModelRunner) -> None:
+    if runner.decode_graphs is not None:
+        runner.decode_graphs.capture_for_good(runner.kv_cache)
 
 
 def _run(runner: ModelRunner, schedule: Schedule) -> None:

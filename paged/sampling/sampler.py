@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..device.transfers import Download, Received, Sent, Transfers, Upload
 from ..kernels.backend import Kernels
 from ..scheduler.schedule import NOT_FINITE, RowError, StepOutput
-from .parameters import SampledPlaces, SentParameters, columns_of
+from .parameters import SentParameters, columns_of
 from .seats import Sampled
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from .structured_outputs import GrammarMasks
     from .token_history import TokenHistory
 
-# How a step draws its tokens; "logits": by more than parameters by seat.
-Way = Literal["greedy", "drawn", "filtered", "logits"]
 NONE_LEFT = RowError(
     "no token is left: bad_words, min_tokens or a logits processor ban everything that allowed_token_ids and "
     "structured_outputs allow",
@@ -41,7 +39,7 @@ class Sampler:
     The parameters on the device are kept while the same requests are sampled.
 
     max_num_seqs: the most requests of a batch; on a GPU, memory for their penalties is allocated at once.
-    in_seats: whether the device keeps parameters by seat, and finds the positions of what is drawn.
+    of_seats: the parameters that a device keeps by seat; it finds the positions of what is drawn, too.
     """
 
     def __init__(
@@ -50,19 +48,13 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         max_num_seqs: int = 1,
-        *,
-        in_seats: bool = False,
+        of_seats: SeatParameters | None = None,
     ) -> None:
         self.kernels = kernels
         self.vocab_size = vocab_size
         self.device = device
         self._max_num_seqs = max_num_seqs
-        self.of_seats: SeatParameters | None = None
-        if in_seats:
-            from .seat_parameters import SeatParameters
-
-            assert kernels.take_parameters is not None, "only a device that makes batches has seats"
-            self.of_seats = SeatParameters(kernels.take_parameters, max_num_seqs, device)
+        self.of_seats = of_seats
         if device.type == "cuda":
             assert self.history, "its memory is allocated at once"
         self._last: _Batch | None = None
@@ -89,11 +81,7 @@ class Sampler:
         upload: Upload,
         seats: Sequence[int] = (),
     ) -> Draw:
-        """Send what sampling a token for each request needs.
-
-        positions: returns the tokens' positions.
-        seats: of the requests, where the device keeps parameters by seat.
-        """
+        """Send what sampling a token for each request needs. positions: returns the tokens' positions."""
         batch = self._last
         if batch is None or batch.requests != requests:
             # Before the new batch changes the histories: the old one is invalid even if that fails half-way.
@@ -130,7 +118,6 @@ class Draw:
     """One step's choice of a token for each request of a batch."""
 
     __slots__ = (
-        "_batch",
         "_edited",
         "_edits",
         "_errors",
@@ -139,16 +126,17 @@ class Draw:
         "_of_model",
         "_positions",
         "_tokens",
+        "batch",
         "requests",
     )
 
     def __init__(self, batch: _Batch, positions: Callable[[], Sequence[int]], upload: Upload) -> None:
-        self._batch = batch
+        self.batch = batch
         self._kernels = batch.kernels
         self.requests = batch.requests
         self._edits: StepEdits | None = None
         self._positions: Sent | None = None
-        is_drawn = batch.parameters is not None and not batch.in_seats
+        is_drawn = batch.parameters is not None and batch.of_seats is None
         if batch.edits is not None or is_drawn:
             known = positions()
             self._edits = None if batch.edits is None else batch.edits.prepare(known, upload)
@@ -160,31 +148,14 @@ class Draw:
         self._edited: Received | None = None  # after all edits; None: as the model's
         self._logprobs: list[list[Received]] = []
 
-    @property
-    def way(self) -> Way:
-        """How the tokens are drawn."""
-        batch = self._batch
-        if batch.edits is not None or batch.with_grammar or batch.asked:
-            return "logits"
-        if batch.parameters is None:
-            return "greedy"
-        return "filtered" if batch.parameters.filters else "drawn"
-
     def take(self, tokens: Tensor, highest: Tensor, download: Download) -> None:
-        """Take tokens that were drawn in the `way` of the draw, and each row's highest logit."""
+        """Take tokens that were drawn with the parameters of the batch, and each row's highest logit."""
         self._tokens = download.get(tokens)
         self._of_model = download.get(highest)
 
-    def keep_parameters(self) -> None:
-        """Keep the parameters of requests that are new in their seats. Call once, when the upload is sent."""
-        batch = self._batch
-        if batch.new_parameters is not None and batch.of_seats is not None:
-            batch.of_seats.write(batch.new_parameters)
-            batch.new_parameters = None
-
     def start_masks(self) -> GrammarMasks | None:
         """Start the masks of the requests that have a grammar; None if there are none."""
-        rows = self._batch.with_grammar
+        rows = self.batch.with_grammar
         if not rows:
             return None
         from .structured_outputs import GrammarMasks
@@ -197,17 +168,17 @@ class Draw:
         download: Download,
         grammar_masks: GrammarMasks | None = None,
         best: tuple[Tensor, Tensor] | None = None,
-        places: SampledPlaces | None = None,
+        places: Any = None,
     ) -> Tensor | None:
         """Choose one token for each row of f32[num_requests, vocab_size], which is changed in place.
 
         best: `kernels.greedy` of the logits, if already computed.
-        places: of the rows, where the device keeps parameters by seat.
+        places: `SampledPlaces` of the rows, where the device keeps parameters by seat.
 
         Returns the tokens, i64[num_requests]; None if there is no request. A row gets an error instead if the
         model's logits are not finite, or if the request's own parameters leave no token.
         """
-        batch = self._batch
+        batch = self.batch
         kernels = self._kernels
         if not self.requests:
             return None
@@ -228,8 +199,7 @@ class Draw:
                 tokens, edited = chosen
             else:
                 known = None if chosen is None else chosen[1]
-                if places is None and self._positions is not None:
-                    places = SampledPlaces(self._positions.tensor[:0], self._positions.tensor)
+                places = places if self._positions is None else self._positions.tensor
                 tokens, edited = self._choose(
                     logits, grammar_masks, best, places, highest=known, may_ban_all=may_ban_all
                 )
@@ -248,7 +218,7 @@ class Draw:
         logits: Tensor,
         grammar_masks: GrammarMasks | None,
         best: tuple[Tensor, Tensor] | None,
-        places: SampledPlaces | None,
+        places: Any,
         *,
         highest: Tensor | None,
         may_ban_all: bool,
@@ -257,7 +227,7 @@ class Draw:
 
         highest: the latter, if known.
         """
-        batch = self._batch
+        batch = self.batch
         if grammar_masks is not None:
             grammar_masks.apply(self._kernels, logits)
         if batch.edits is not None and self._edits is not None:
@@ -282,11 +252,11 @@ class Draw:
         drawn = self._tokens.numbers.tolist()
         of_model = self._of_model.numbers.tolist()
         if self._edited is None and not self._errors and math.isfinite(sum(of_model)):
-            return StepOutput(drawn, self._batch.reports(self._logprobs) if self._logprobs else {})
+            return StepOutput(drawn, self.batch.reports(self._logprobs) if self._logprobs else {})
         edited = of_model if self._edited is None else self._edited.numbers.tolist()
         errors = self._errors | _not_finite(of_model, edited, self._errors)
         tokens = [None if row in errors else token for row, token in enumerate(drawn)]
-        reports = self._batch.reports(self._logprobs)
+        reports = self.batch.reports(self._logprobs)
         return StepOutput(tokens, {row: reports[row] for row in reports if row not in errors}, errors)
 
 
@@ -294,7 +264,6 @@ class _Batch:
     """The parameters of a batch's requests on the device, sent once.
 
     parameters: of `sample_tokens`; None: every row is greedy.
-    new_parameters: those that `of_seats` has not written yet.
     asked: the rows that report log-probabilities.
     with_grammar: the rows of requests that have a grammar.
     """
@@ -320,16 +289,15 @@ class _Batch:
                 sampler.dry.keep([])
         self.may_ban_all = self.edits is not None and self.edits.may_ban_all
         self.parameters: SentParameters | SeatedParameters | None = None
-        self.new_parameters: tuple[Sent, Sent] | None = None
-        if self.of_seats is not None:
-            self.new_parameters = self.of_seats.put(seats, requests, columns, upload)
+        of_seats = sampler.of_seats
+        if of_seats is not None:
+            of_seats.put(seats, requests, columns, upload)
         if columns["temperature"].any():
-            if self.of_seats is None:
-                self.parameters = SentParameters(columns, sampler.vocab_size, upload)
-            else:
-                from .seat_parameters import SeatedParameters
-
-                self.parameters = SeatedParameters(self.of_seats, columns, sampler.vocab_size)
+            self.parameters = (
+                SentParameters(columns, sampler.vocab_size, upload)
+                if of_seats is None
+                else of_seats.of_rows(columns, sampler.vocab_size)
+            )
         self.with_grammar = [row for row, r in enumerate(requests) if r.sampling.grammar is not None]
         self.asked = np.flatnonzero(columns["wants_logprobs"]).tolist()
         if self.asked:
@@ -339,11 +307,6 @@ class _Batch:
             self._logprobs = AskedLogprobs(num_tops, sampler.vocab_size, upload)
             self._asked_rows = upload.put(self.asked, torch.int64)
         self._raw: Tensor | None = None
-
-    @property
-    def in_seats(self) -> bool:
-        """Whether the device finds parameters and positions by itself."""
-        return self.of_seats is not None
 
     def raw_rows(self, logits: Tensor, *, changed: bool) -> Tensor | None:
         """Return the logits of rows that report log-probabilities, copied if anything will change them.

@@ -13,10 +13,10 @@ from paged.architectures.spec import LongContext
 from paged.base.errors import ConfigError
 from paged.blocks.manager import BlockManager
 from paged.device.transfers import Transfers
-from paged.kernels import steps
+from paged.kernels import seats as steps
 from paged.kernels.gpu.target import in_interpreter
 from paged.kernels.gpu.unpack_step import unpack_step
-from paged.kernels.steps import StepTensors
+from paged.kernels.seats import StepTensors
 from paged.requests.prompt_report import PromptReport
 from paged.runner.batches.host import HostBatches
 from paged.runner.batches.seats import NO_NEW_ENTRIES, SeatedBatches

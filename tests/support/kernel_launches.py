@@ -24,7 +24,7 @@ from paged.kernels.gpu.sampling.sample_tokens import sample_tokens
 from paged.kernels.gpu.sampling.seat_parameters import take_parameters
 from paged.kernels.gpu.unpack_step import unpack_step
 from paged.kernels.routing import RoutingOptions
-from paged.kernels.steps import NUM_COLUMNS, NUM_PARAMETER_WORDS, NUM_TOKEN_COLUMNS, StepTensors
+from paged.kernels.seats import NUM_COLUMNS, NUM_PARAMETER_WORDS, NUM_TOKEN_COLUMNS, StepTensors
 from tests.support.absent_gpu import TARGETS
 from tests.support.coded_weights import coded_weight
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...checked import checked_as
 from ...checks import QUANTIZED_DTYPES, check_last_dim_contiguous, check_span
-from ...steps import NO_SLOT
+from ...seats import NO_SLOT
 from ..launch import BoundLaunch, Launches, combination
 from ..target import check_launchable, check_target, current_target
 from .norms import weighted

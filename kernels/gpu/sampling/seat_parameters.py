@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...checks import check_contiguous, check_device, check_shape
-from ...steps import NUM_PARAMETER_FLOATS, NUM_PARAMETER_WORDS, RowParameters
+from ...seats import NUM_PARAMETER_FLOATS, NUM_PARAMETER_WORDS, RowParameters
 from ..launch import BoundLaunch, Launches, combination
 from ..target import check_launchable
 

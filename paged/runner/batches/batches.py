@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torch import Tensor
 
 from ...device.transfers import Upload
 from ...model.batch import Batch
-from ...sampling.parameters import SampledPlaces
 from ..plan import ComputedPart
+
+if TYPE_CHECKING:
+    from ...sampling.seat_parameters import SampledPlaces
 
 Step = TypeVar("Step")
 

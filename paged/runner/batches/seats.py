@@ -16,7 +16,7 @@ from torch import Tensor
 from ...architectures.spec import LongContext
 from ...base.errors import ResourceError
 from ...device.transfers import Sent, Upload, arrived
-from ...kernels.steps import (
+from ...kernels.seats import (
     DRAWN_AT,
     ENTRIES,
     FIRST_ENTRY,
@@ -36,7 +36,7 @@ from ...kernels.steps import (
     UnpackStep,
 )
 from ...model.batch import Batch, Queries
-from ...sampling.parameters import SampledPlaces
+from ...sampling.seat_parameters import SampledPlaces
 from ..plan import ComputedPart
 
 NO_NEW_ENTRIES = 2**30  # as FIRST_ENTRY: beyond every entry, so that all are taken from the seat
