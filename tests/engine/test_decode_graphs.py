@@ -72,8 +72,12 @@ def on_late_device(
 
 
 @needs_stand_in
-def test_replays_give_the_tokens_of_a_plain_cpu():
-    """Batches of 3, 2 and 1 requests are padded to 3, and contexts become longer than a split of 64 keys."""
+def test_replays_give_the_tokens_of_a_plain_cpu(monkeypatch):
+    """Batches of 3, 2 and 1 requests are padded to 3, and contexts become longer than a split of 64 keys.
+
+    Of graphs that are captured late, the least recently used go.
+    """
+    monkeypatch.setattr(decode_graphs, "MOST_LATE", 2)
     prompts = [[*range(20 + i, 80 + i)] for i in range(3)]
     case = Case("llama", {"cudagraph_capture_sizes": [3], "max_model_len": 80}, sampled)
     with draws_of_a_gpu():
@@ -88,6 +92,7 @@ def test_replays_give_the_tokens_of_a_plain_cpu():
             assert gpu.num_replays - before == 6, "a decode ran without its graph"
             keys = [key for key in (*graphs._graphs, *graphs._late) if key.way == way]
             assert {key.is_short for key in keys} == {True, False}
+        assert [key.way for key in graphs._late] == ["logits"] * 2
 
 
 @needs_stand_in
@@ -253,14 +258,3 @@ def test_graphs_that_leave_no_memory_are_refused():
         runner, taken = engine.runner, 10 * gpu.free_bytes
         with pytest.raises(ResourceError, match=r"10,240 MiB are kept: lower max_cudagraph_"):
             num_blocks_that_fit(runner.sizes, runner.device, runner.model.kernels, lambda *_: taken)
-
-
-@needs_stand_in
-def test_late_graphs_go_by_their_last_use(monkeypatch):
-    monkeypatch.setattr(decode_graphs, "MOST_LATE", 1)
-    case = Case("llama", {"cudagraph_capture_sizes": [4]}, sampled)
-    ways: Ways = [{"seed": 1, "top_p": 0.9}, {"seed": 1, "logprobs": 1}, {"seed": 2, "top_k": 5}]
-    gpu, engine = compared(case, ways, 6, [[5, 6], [7, 8], [9]])
-    graphs = engine.runner.decode_graphs
-    assert [key.way for key in graphs._late] == ["filtered"]
-    assert gpu.num_replays == 5
