@@ -12,6 +12,9 @@ upload    one upload and the batch that is made of it, the draw, and one downloa
 launch    the model: its launchers, Triton's dispatch, and torch's allocations and views
 update    tokens are recorded
 
+Each number of requests is timed by launches, then by the replay of a CUDA graph in the place of the model
+and the draw, which takes no time here.
+
 Not in it: the driver's calls (some 2.5 µs a launch or copy), cuBLAS's dispatch in linear layers, and the
 time between steps. The vocabulary has 1,024 tokens, as the host's work does not depend on it, but the few
 operations of torch on logits, which really run here, do.
@@ -43,10 +46,13 @@ from triton.runtime import JITFunction, driver
 
 from benchmarks.common import SHAPES, parse_args, print_json, print_table
 from paged import LLMEngine, SamplingParams
+from paged.device.cuda_graphs import Cost
 from paged.device.transfers import Transfers
 from paged.kernels.backend import load_kernels
+from paged.kernels.checks import TrustedContents
 from paged.model.decoder import Decoder
 from paged.model.layers.linear import Linear
+from paged.runner.decode_graphs import DecodeGraphs
 from paged.runner.sizes import Sizes
 from tests.support.absent_gpu import TARGETS, AbsentGPU
 
@@ -70,8 +76,12 @@ def main() -> None:
     with absent_gpu(args.target) as launched:
         for num_requests in args.num_requests:
             engine = engine_of(num_requests, args.context + MAX_NEW_TOKENS, args.block_size)
-            rows.append({"requests": num_requests, **time_steps(engine, num_requests, args, launched)})
-            print_table(rows[-1:])
+            for by in ("launches", "replay"):
+                if by == "replay":
+                    capture_graphs(engine, num_requests)
+                times = time_steps(engine, num_requests, args, launched)
+                rows.append({"requests": num_requests, "by": by, **times})
+            print_table(rows[-2:])
             del engine
     print_table(rows)
     print("Not in it: the driver's calls (some 2.5 µs a launch or copy) and cuBLAS's dispatch.")
@@ -83,8 +93,9 @@ def time_steps(
 ) -> dict[str, Any]:
     """Return the microseconds of each part of a decode step, and its launches of Triton's kernels."""
     params = SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=MAX_NEW_TOKENS)
-    for i in range(num_requests):
-        engine.add_request(str(i), [i % VOCAB_SIZE] * args.context, params)
+    if not engine.has_unfinished_requests():
+        for i in range(num_requests):
+            engine.add_request(str(i), [i % VOCAB_SIZE] * args.context, params)
     while any(r.num_output_tokens < 2 for r in (*engine.scheduler.running, *engine.scheduler.waiting())):
         engine.core.step()
     clock = Clock()
@@ -107,6 +118,33 @@ def time_steps(
     microseconds = {part: sorted(seconds)[len(seconds) // 10] * 1e6 for part, seconds in times.items()}
     outside = sum(microseconds.values()) - microseconds["launch"]
     return {**microseconds, "outside launches": outside, "launches": launched.total()}
+
+
+def capture_graphs(engine: LLMEngine, num_requests: int) -> None:
+    """Give the engine graphs of decodes of so many requests, whose replays do nothing."""
+    runner = engine.runner
+    with mock.patch("paged.runner.decode_graphs.GraphPool", _NoGraphs):
+        graphs = runner.decode_graphs = DecodeGraphs(
+            *(runner.model, runner.batches, runner.sampler.of_seats, runner.device),
+            [num_requests],
+            VOCAB_SIZE,
+            is_always_short=False,
+        )
+        with TrustedContents():
+            graphs.capture(runner.kv_cache)
+
+
+class _NoGraphs:
+    """A pool of graphs that hold nothing."""
+
+    def __init__(self, _: torch.device) -> None: ...
+
+    def capture(self, compute: Callable[[], Any]) -> tuple[SimpleNamespace, Any]:
+        return SimpleNamespace(replay=lambda: None), compute()
+
+    def measure(self, capture: Callable[[], object]) -> Cost:
+        capture()
+        return Cost(0, 0.0)
 
 
 class Clock:
