@@ -336,10 +336,14 @@ MUTANTS = {
         ("steps never end", "self._running.end_step()\n        now", "now"),
     ],
     "scheduler/preemption": [
-        ("the held keep what others wait for", "request.ready and held_at <= since:", "False:"),
-        ("the held give way at once", "request.ready and held_at <= since:", "request.ready:"),
-        ("the held keep blocks that others lack", "if candidate.held and candidate.ready:", "if False:"),
-        ("the held in flight are preempted", "if candidate.held and candidate.ready:", "if candidate.held:"),
+        ("the held keep what others wait for", "request.is_settled and held_at <= since:", "False:"),
+        ("the held give way at once", "request.is_settled and held_at <= since:", "request.is_settled:"),
+        ("the held keep blocks that others lack", "if candidate.held and candidate.is_settled:", "if False:"),
+        (
+            "the held in flight are preempted",
+            "if candidate.held and candidate.is_settled:",
+            "if candidate.held:",
+        ),
         ("to be held protects", "if counts and not victim.held:", "if counts:"),
         ("to be above a share protects", "if counts and not victim.held:", "if not victim.held:"),
         ("none gives way to a tenant below its share", "if not fair.any_is_above(now):", "if True:"),
@@ -358,12 +362,12 @@ MUTANTS = {
         ),
         (
             "preempts the protected",
-            "if candidate.ready and not candidate.protected:\n                return",
+            "if candidate.is_settled and not candidate.protected:\n                return",
             "if candidate.ready:\n                return",
         ),
         (
             "preempts what is in flight",
-            "if candidate.ready and not candidate.protected:\n                return",
+            "if candidate.is_settled and not candidate.protected:\n                return",
             "if not candidate.protected:\n                return",
         ),
         (

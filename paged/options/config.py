@@ -112,6 +112,8 @@ class EngineConfig:
         output: {"method": "ngram", "num_speculative_tokens": 4}, {"method": "suffix"} or, for a draft model,
         {"model": "owner/name"}, a dict or its JSON; see `SpeculativeConfig`. None guesses none.
     enforce_eager: record no steps. By default a CPU with numba records small steps and replays them.
+    async_scheduling: whether the host schedules the next step of the same requests while the device computes
+        one. None does so on a GPU with Triton's kernels and a model in one process; elsewhere True is refused.
     seed: from which the seeds of requests without one are derived.
     skip_tokenizer_init: load no tokenizer: prompts must be token ids, and outputs have no text.
 
@@ -155,6 +157,7 @@ class EngineConfig:
     deterministic: bool = False
     speculative_config: str | Any = None
     enforce_eager: bool = False
+    async_scheduling: bool | None = None
     seed: int = 0
     skip_tokenizer_init: bool = False
 
@@ -171,6 +174,8 @@ class EngineConfig:
             raise ConfigError(f"device must be a string such as 'cpu' or 'cuda:0', got {shown(self.device)}")
         for name in ("deterministic", "enforce_eager", "enable_prefix_caching", "skip_tokenizer_init"):
             check_bool(ConfigError, name, getattr(self, name))
+        if self.async_scheduling is not None:
+            check_bool(ConfigError, "async_scheduling", self.async_scheduling)
         _check_choice("dtype", self.dtype, DTYPES)
         if self.quantization is not None:
             _check_choice("quantization", self.quantization, QUANTIZATIONS)
@@ -252,6 +257,11 @@ class EngineConfig:
             raise DivisionError(
                 f"device {self.device!r} is one device, and each of the {self.num_ranks} processes of the "
                 "model needs its own: give 'cuda'"
+            )
+        if self.num_ranks > 1 and self.async_scheduling:
+            raise DivisionError(
+                f"async_scheduling=True is for a model in one process, and this one has {self.num_ranks}, "
+                "whose steps in flight are of different requests; leave it out"
             )
 
 
