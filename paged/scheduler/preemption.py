@@ -15,7 +15,6 @@ from .schedule import Schedule, SchedulerCounters
 from .waiting import Need, Room, WaitingQueue
 
 if TYPE_CHECKING:
-    from .ahead import StepsAhead
     from .policies import Fair
 
 
@@ -45,7 +44,9 @@ class Preemption:
         self._counters = counters
         self._max_preemptions = max_preemptions
         self.swap_pays = swap_pays
-        self.ahead: StepsAhead | None = None
+        # Lets the steps in flight end before any request is preempted; returns whether there are any. None: those
+        # that are in flight are left out.
+        self.drain: Callable[[], bool] | None = None
         self._grown_long: list[Request] = []
         self._held_since: dict[Request, float] = {}  # when each held request was held
 
@@ -57,7 +58,7 @@ class Preemption:
         while not self._running.grow(request, end, schedule.copies):
             if self._manager.pool.num_deferred:
                 return False  # blocks come back when a step in flight ends
-            if self.ahead is not None and self.ahead.drain():
+            if self.drain is not None and self.drain():
                 return False
             victim = self.choose_victim(request)
             if victim is None:
@@ -107,8 +108,8 @@ class Preemption:
         """Return whether no step in flight has any of these requests. If one does, let all steps end."""
         if all(victim.is_settled for victim in victims):
             return True
-        assert self.ahead is not None, "a request in flight was ready"
-        self.ahead.drain()
+        assert self.drain is not None, "a request in flight was ready"
+        self.drain()
         return False
 
     def _victims_above_share(

@@ -147,7 +147,8 @@ class Scheduler:
         """Schedule decodes also while steps in flight compute the same requests."""
         from .ahead import StepsAhead
 
-        self.ahead = self.preemption.ahead = StepsAhead(self._running, self.preemption, self.block_manager)
+        self.ahead = StepsAhead(self._running, self.preemption, self.block_manager)
+        self.preemption.drain = self.ahead.drain
 
     def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""

@@ -39,7 +39,7 @@ MUTANTS = {
     "scheduler/preemption": [
         (
             "requests with steps in flight are preempted for blocks",
-            "if self.ahead is not None and self.ahead.drain():\n                return False",
+            "if self.drain is not None and self.drain():\n                return False",
             "pass",
         ),
         (
