@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..blocks.manager import BlockManager
 from ..requests.request import Request, RequestStatus
-from .holdings import Holdings
+from .policy import Holdings
 from .running import RunningSet
 from .schedule import Schedule, SchedulerCounters
 from .waiting import Need, Room, WaitingQueue
@@ -44,8 +44,7 @@ class Preemption:
         self._counters = counters
         self._max_preemptions = max_preemptions
         self.swap_pays = swap_pays
-        # Lets the steps in flight end before any request is preempted; returns whether there are any. None: those
-        # that are in flight are left out.
+        # Lets the steps in flight end before any request is preempted, and returns whether there are any.
         self.drain: Callable[[], bool] | None = None
         self._grown_long: list[Request] = []
         self._held_since: dict[Request, float] = {}  # when each held request was held

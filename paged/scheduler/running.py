@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..blocks.manager import BlockManager, Copy
 from ..requests.request import NO_SEAT, Request, RequestStatus
-from .holdings import Holdings
+from .policy import Holdings
 from .schedule import Schedule
 from .waiting import Room, num_tokens_ahead
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..blocks.manager import Copy
-from ..requests.prompt_report import TokenLogprobs
 from ..requests.request import ErrorKind, Request
+
+if TYPE_CHECKING:
+    from ..requests.prompt_report import TokenLogprobs
 
 
 class AskedRows(NamedTuple):
@@ -228,16 +230,11 @@ class StepOutput:
         Those of a request that ended in flight are dropped, as its token will be.
         """
         num_candidates = 0
-        for row, logprobs in self.logprobs.items():
+        for row, logprobs in ({row: [one] for row, one in self.logprobs.items()} | self.run_logprobs).items():
             request = schedule.sampled_requests[row]
             if request.finish_reason is None:
-                request.add_logprobs(logprobs)
-                num_candidates += len(logprobs.token_ids)
-        for row, several in self.run_logprobs.items():
-            request = schedule.sampled_requests[row]
-            if request.finish_reason is None:
-                request.add_logprobs(*several)
-                num_candidates += sum(len(logprobs.token_ids) for logprobs in several)
+                request.add_logprobs(*logprobs)
+                num_candidates += sum(len(each.token_ids) for each in logprobs)
         return num_candidates
 
 

@@ -13,8 +13,6 @@ from paged.requests.token_rules import TokenRules
 from paged.scheduler.policies import Priority
 from paged.scheduler.schedule import Schedule, StepOutput
 from paged.scheduler.scheduler import Scheduler
-from tests.mutants import planted
-from tests.support.ahead_bugs import MUTANTS
 from tests.support.scheduler_cases import (
     STOP,
     added,
@@ -202,9 +200,3 @@ def test_a_failed_step_leaves_no_token_pending():
     scheduler.check()
     assert (a.num_pending, a.num_computed_tokens, a.status) == (0, 0, RequestStatus.WAITING)
     assert computed(scheduled(scheduler)) == {"a": 4}
-
-
-def test_texts_of_the_bugs_are_current():
-    for file, bugs in MUTANTS.items():
-        for name, old, new in bugs:
-            planted(file, name, old, new)
