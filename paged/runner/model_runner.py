@@ -69,6 +69,7 @@ class ModelRunner(PartRunner):
             with_prompt_lens=model_config.rope.type == "dynamic",
             with_lens=model_config.long_context is not None,
             with_last_tokens=self.sizes.part is not None,
+            with_pending=self.sizes.part is None and self.num_in_flight > 1,
         )
         self.sampling_seats = SamplingSeats()
         self.sampler = self.new_sampler()

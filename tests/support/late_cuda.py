@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -390,7 +389,8 @@ def _queued_launch(gpu: LateCuda, run: Callable[..., Any]) -> Callable[..., Any]
         used = [value for value in given if isinstance(value, Tensor)]
 
         def work() -> None:
-            with np.errstate(all="ignore"):  # rows that pad a step hold anything
+            with warnings.catch_warnings():  # rows that pad a step hold anything
+                warnings.simplefilter("ignore", RuntimeWarning)
                 run(self, *arguments[0], **arguments[1])
 
         gpu.enqueue(work, used)

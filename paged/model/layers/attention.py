@@ -152,7 +152,7 @@ class Attention(Loadable):
         call_within_step(exchange, qkv)
 
     def _max_decode_q(self, query: Tensor, key_cache: Tensor, queries: Queries) -> int:
-        """Return of how many new tokens a sequence is a decode: as many as asked for, or as tiles hold."""
+        """Return the most new tokens of a decode: as many as are asked for, or as tiles hold."""
         most = queries.max_decode_q
         if most > 1:
             group = query.shape[1] // key_cache.shape[2]
