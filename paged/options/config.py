@@ -113,8 +113,8 @@ class EngineConfig:
         {"model": "owner/name"}, a dict or its JSON; see `SpeculativeConfig`. None guesses none.
     enforce_eager: record no steps. By default a CPU with numba records small steps and replays them.
     async_scheduling: whether the host schedules the next step of the same requests while the device computes
-        one. None does so on a GPU with Triton's kernels and the model in one process; elsewhere True is an
-        error.
+        one. None takes True on a GPU with Triton's kernels where one process has the model; elsewhere True is
+        an error.
     seed: from which the seeds of requests without one are derived.
     skip_tokenizer_init: load no tokenizer: prompts must be token ids, and outputs have no text.
 
