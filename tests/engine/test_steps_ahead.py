@@ -57,7 +57,7 @@ def test_what_the_device_has_counted_is_not_counted_again(monkeypatch):
         return recount
 
     monkeypatch.setattr(TokenHistory, "prepare", preparing)
-    params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True, frequency_penalty=0.5)
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, frequency_penalty=0.3)
     engine.add_request("a", [5, 6, 7], params)
     engine.add_request("b", [5], SamplingParams(max_tokens=40, ignore_eos=True))
     tokens = {}
