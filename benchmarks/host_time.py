@@ -18,6 +18,9 @@ waits     how long that device waits for the host in each step if launches take 
 With two steps in flight the next one is scheduled before the last one's tokens are known, and taking the
 download is part of `update`.
 
+Each number of requests is timed by launches, then by the replay of a CUDA graph in the place of the model
+and the draw, which takes no time here.
+
 Not in it: the driver's calls (some 2.5 µs a launch or copy), cuBLAS's dispatch in linear layers, and the
 time between steps. The vocabulary has 1,024 tokens, as the host's work does not depend on it, but the few
 operations of torch on logits, which really run here, do.
@@ -50,10 +53,13 @@ from triton.runtime import JITFunction, driver
 
 from benchmarks.common import SHAPES, parse_args, print_json, print_table
 from paged import EngineConfig, LLMEngine, SamplingParams
+from paged.device.cuda_graphs import Cost
 from paged.device.transfers import Transfers
 from paged.kernels.backend import load_kernels
+from paged.kernels.checks import TrustedContents
 from paged.model.decoder import Decoder
 from paged.model.layers.linear import Linear
+from paged.runner.decode_graphs import DecodeGraphs
 from paged.runner.sizes import Sizes
 from paged.simulate.cost import decode_work, window_shares
 from paged.simulate.fleet import Fleet, FleetConfig
@@ -83,10 +89,13 @@ def main() -> None:
     with absent_gpu(args.target) as launched:
         for num_requests in args.num_requests:
             engine = engine_of(num_requests, args.context + MAX_NEW_TOKENS, args.block_size, args.depth)
-            times = time_steps(engine, num_requests, args, launched)
-            device, waits = device_waits(num_requests, times["outside launches"], args)
-            rows.append({"requests": num_requests, **times, "device": device, "waits": waits})
-            print_table(rows[-1:])
+            for by in ("launches", "replay"):
+                if by == "replay":
+                    capture_graphs(engine, num_requests)
+                times = time_steps(engine, num_requests, args, launched)
+                device, waits = device_waits(num_requests, times["outside launches"], args)
+                rows.append({"requests": num_requests, "by": by, **times, "device": device, "waits": waits})
+            print_table(rows[-2:])
             del engine
     print_table(rows)
     print("Not in it: the driver's calls (some 2.5 µs a launch or copy) and cuBLAS's dispatch.")
@@ -98,8 +107,9 @@ def time_steps(
 ) -> dict[str, Any]:
     """Return the microseconds of each part of a decode step, and its launches of Triton's kernels."""
     params = SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=MAX_NEW_TOKENS)
-    for i in range(num_requests):
-        engine.add_request(str(i), [i % VOCAB_SIZE] * args.context, params)
+    if not engine.has_unfinished_requests():
+        for i in range(num_requests):
+            engine.add_request(str(i), [i % VOCAB_SIZE] * args.context, params)
     while any(r.num_output_tokens < 2 for r in (*engine.scheduler.running, *engine.scheduler.waiting())):
         engine.core.step()
     clock = Clock()
@@ -123,6 +133,33 @@ def time_steps(
     microseconds = {part: sorted(seconds)[len(seconds) // 10] * 1e6 for part, seconds in times.items()}
     outside = sum(microseconds.values()) - microseconds["launch"]
     return {**microseconds, "outside launches": outside, "launches": launched.total()}
+
+
+def capture_graphs(engine: LLMEngine, num_requests: int) -> None:
+    """Give the engine graphs of decodes of so many requests, whose replays do nothing."""
+    runner = engine.runner
+    with mock.patch("paged.runner.decode_graphs.GraphPool", _NoGraphs):
+        graphs = runner.decode_graphs = DecodeGraphs(
+            *(runner.model, runner.batches, runner.sampler.of_seats, runner.device),
+            [num_requests],
+            VOCAB_SIZE,
+            is_always_short=False,
+        )
+        with TrustedContents():
+            graphs.capture(runner.kv_cache)
+
+
+class _NoGraphs:
+    """A pool of graphs that hold nothing."""
+
+    def __init__(self, _: torch.device) -> None: ...
+
+    def capture(self, compute: Callable[[], Any]) -> tuple[SimpleNamespace, Any]:
+        return SimpleNamespace(replay=lambda: None), compute()
+
+    def measure(self, capture: Callable[[], object]) -> Cost:
+        capture()
+        return Cost(0, 0.0)
 
 
 def device_waits(num_requests: int, host_us: float, args: argparse.Namespace) -> tuple[float, float]:

@@ -23,6 +23,7 @@ FORMS = {
     "logit_bias": " As ID=BIAS.",
     "tenant_weights": " As a=1,b=2.",
     "pipeline_layers": " As --pipeline-layers 12 --pipeline-layers 10.",
+    "cudagraph_capture_sizes": " As --cudagraph-capture-sizes 1 --cudagraph-capture-sizes 8.",
 }
 # The flags that turn options off which are on by default, where they are not --no- and the name.
 NEGATED = {"enable_auto_tool_choice": "no-auto-tool-choice"}

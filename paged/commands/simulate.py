@@ -38,6 +38,8 @@ NOT_SIMULATED = {
     "rank_timeout_s",
     "deterministic",
     "enforce_eager",
+    "cudagraph_capture_sizes",
+    "max_cudagraph_capture_size",
     "speculative_config",
     "seed",
     "skip_tokenizer_init",

@@ -247,7 +247,9 @@ class LLMEngine(metaclass=ExplainsMissing):
         from ..scheduler.stats import EngineStats
 
         runner = self.runner
-        return EngineStats.of(self.scheduler, runner.weight_bytes, self._parameters, runner.exchange_s)
+        return EngineStats.of(
+            self.scheduler, runner.weight_bytes, self._parameters, runner.exchange_s, runner.graph_costs
+        )
 
     @property
     def _parameters(self) -> tuple[int, int]:

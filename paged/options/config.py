@@ -111,7 +111,12 @@ class EngineConfig:
     speculative_config: how to guess tokens, which steps verify beside the next one, without a change of any
         output: {"method": "ngram", "num_speculative_tokens": 4}, {"method": "suffix"} or, for a draft model,
         {"model": "owner/name"}, a dict or its JSON; see `SpeculativeConfig`. None guesses none.
-    enforce_eager: record no steps. By default a CPU with numba records small steps and replays them.
+    enforce_eager: record no steps. By default a CPU with numba records small steps and replays them, and a
+        GPU has CUDA graphs of decodes.
+    cudagraph_capture_sizes: the numbers of requests to which decodes are padded on a GPU, each of which has
+        CUDA graphs; None takes 1, 2, 4 and the multiples of 8 up to max_cudagraph_capture_size.
+    max_cudagraph_capture_size: the most requests of a CUDA graph; steps of more run without one. None takes
+        max_num_seqs, or the largest of cudagraph_capture_sizes.
     async_scheduling: whether the host schedules the next step of the same requests while the device computes
         one. None takes True on a GPU with Triton's kernels where one process has the model; elsewhere True is
         an error.
@@ -158,6 +163,8 @@ class EngineConfig:
     deterministic: bool = False
     speculative_config: str | Any = None
     enforce_eager: bool = False
+    cudagraph_capture_sizes: Sequence[int] | None = None
+    max_cudagraph_capture_size: int | None = None
     async_scheduling: bool | None = None
     seed: int = 0
     skip_tokenizer_init: bool = False
@@ -189,6 +196,7 @@ class EngineConfig:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         self._check_sizes()
+        self._check_graphs()
         self._check_ranks()
 
     @property
@@ -234,6 +242,26 @@ class EngineConfig:
                 raise ConfigError(
                     f"swap_space {self.swap_space:g} has no effect with preemption_mode 'recompute'; omit one"
                 )
+
+    def _check_graphs(self) -> None:
+        sizes = self.cudagraph_capture_sizes
+        most = self.max_cudagraph_capture_size
+        if most is not None:
+            check_int(ConfigError, "max_cudagraph_capture_size", most, 1)
+        if sizes is None:
+            return
+        if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
+            raise ConfigError(
+                f"cudagraph_capture_sizes must be a list of ints such as [1, 2, 4], got {shown(sizes)}; "
+                "enforce_eager=True captures none"
+            )
+        for size in sizes:
+            check_int(ConfigError, "cudagraph_capture_sizes", size, 1)
+        if most is not None and most != max(sizes):
+            raise ConfigError(
+                f"max_cudagraph_capture_size {most} must be the largest of cudagraph_capture_sizes, "
+                f"{max(sizes)}; leave one of them out"
+            )
 
     def _check_ranks(self) -> None:
         """Check what of the options about several processes can be checked without the model."""

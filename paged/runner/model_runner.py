@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..architectures.config import ModelConfig
-from ..base.errors import EngineDeadError, dead_engine
+from ..base.errors import EngineDeadError, ResourceError, dead_engine
 from ..blocks.manager import widest_of
 from ..device.devices import failure_of
 from ..device.transfers import Download
@@ -20,6 +22,7 @@ from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
 from ..model.part import ModelPart
 from ..options.config import EngineConfig
+from ..sampling.parameters import SampledPlaces
 from ..sampling.sampler import Draw, Sampler
 from ..sampling.seats import DraftRow, SamplingSeat, SamplingSeats
 from ..scheduler.schedule import Schedule, StepOutput
@@ -30,8 +33,11 @@ from .plan import Planner, StepPlan
 if TYPE_CHECKING:
     from ..sampling.reporter import Reporter, StepReports
     from ..sampling.structured_outputs import GrammarMasks
+    from .decode_graphs import DecodeGraph, DecodeGraphs
     from .draft_model import DraftCheckpoint, DraftModel
     from .executor import PendingStep
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner(PartRunner):
@@ -52,6 +58,7 @@ class ModelRunner(PartRunner):
     ) -> None:
         super().__init__(config, model_config, directory, draft, part, num_in_flight, peers)
         self._sample_here()
+        self.decode_graphs = self._new_decode_graphs()
         self.allocate(directory, self.run_in_other_cache)
         if self.draft_model is not None:
             self.draft_model.prepare(self.kv_cache.num_blocks)
@@ -95,7 +102,12 @@ class ModelRunner(PartRunner):
         if self.kv_dtype != self.dtype:
             parts.append(f"KV in {self.config.kv_cache_dtype}")
         narrower = f" with {' and '.join(parts)}" if parts else ""
-        return f"{dtype}{narrower} on {self.device}{threads}; attention by {self.model.kernels.name}"
+        graphs = ""
+        if self.decode_graphs is not None and self.decode_graphs.num_graphs:
+            cost = self.decode_graphs.cost
+            size = f"{cost.num_bytes / 2**20:,.0f} MiB, captured in {cost.seconds:.1f} s"
+            graphs = f"; {self.decode_graphs.num_graphs} CUDA graphs in {size}"
+        return f"{dtype}{narrower} on {self.device}{threads}; attention by {self.model.kernels.name}{graphs}"
 
     @property
     def weight_bytes(self) -> dict[str, int]:
@@ -106,6 +118,12 @@ class ModelRunner(PartRunner):
             if model.stored_weights is not None:
                 total += model.stored_weights.num_bytes
         return {title or "floats": n for title, n in total.items()}
+
+    @property
+    def graph_costs(self) -> tuple[int, int, float]:
+        """The number of CUDA graphs, and the bytes and seconds that those of the start took."""
+        graphs = self.decode_graphs
+        return (0, 0, 0.0) if graphs is None else (graphs.num_graphs, *graphs.cost)
 
     def execute(self, schedule: Schedule) -> StepOutput:
         """Run one step. Return a token for each of schedule.sampled_requests."""
@@ -158,22 +176,51 @@ class ModelRunner(PartRunner):
             return Pending(self)
         # Everything is put into the upload before it is sent.
         step = self.batches.put(computed, upload)
-        draw = self.sampler.prepare(rows, computed.positions, upload)
+        draw = self.sampler.prepare(rows, computed.positions, upload, computed.sampled_seats)
         reports = None
         if computed.asked:
             reports = self.reporter.prepare(computed.asked, plan.sampled.reports, upload)
         upload.send()
         self._move_blocks(*moves)
-        batch = self.batches.batch(step)
+        draw.keep_parameters()
         masks = draw.start_masks()
+        graph = None
+        if self.decode_graphs is not None and step.is_padded:
+            graph = self.decode_graphs.find(len(step.out.seq_lens), step.max_seq_len, draw.way)
+        if graph is not None:
+            self._replay(graph, step, draw, masks, download)
+            download.send()
+            return Pending(self, download, draw, masks)
+        batch = self.batches.batch(step)
         logits, best, hidden = self.compute(batch)
-        tokens = draw.run(logits, download, masks, best)
+        tokens = draw.run(logits, download, masks, best, self._places(step))
         if tokens is not None and not self.planner.with_last_tokens:
             self.batches.record(step, tokens)
         if reports is not None and hidden is not None:
             reports.run(hidden, download)
         download.send()
         return Pending(self, download, draw, masks, reports)
+
+    def _replay(
+        self, graph: DecodeGraph, step: Any, draw: Draw, masks: GrammarMasks | None, download: Download
+    ) -> None:
+        """Compute decodes by their graph, and sample from its logits what it has not drawn."""
+        batches: Any = self.batches
+        batches.unpack(step)
+        graph.replay()
+        num_rows = step.num_rows
+        tokens, highest = graph.tokens[:num_rows], graph.highest[:num_rows]
+        if graph.logits is None:
+            draw.take(tokens, highest, download)
+            return
+        logits = graph.logits[:num_rows]
+        drawn = draw.run(logits, download, masks, (tokens, highest), self._places(step))
+        if drawn is not None:
+            self.batches.record(step, drawn)
+
+    def _places(self, step: Any) -> SampledPlaces | None:
+        """Return where the sampled rows of a step are, if parameters lie there."""
+        return None if self.sampler.of_seats is None else self.batches.places(step)
 
     def compute(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
         """Run the model on a batch.
@@ -213,15 +260,55 @@ class ModelRunner(PartRunner):
         """The seconds that steps have waited for other processes: 0."""
         return 0.0
 
-    def run_in_other_cache(self, schedule: Schedule, kv_cache: KVCache) -> None:
-        """Run one step of both models in this KV cache, and keep none of the memory that it took."""
+    def _new_decode_graphs(self) -> DecodeGraphs | None:
+        if self.device.type != "cuda":
+            return None
+        from .decode_graphs import new_decode_graphs
+
+        return new_decode_graphs(self.sizes, self.model, self.batches, self.sampler.of_seats, self.device)
+
+    def capture_graphs(self, captured: Callable[[], object] | None = None) -> None:
+        """Capture the graphs of decodes over the KV cache, if there are any. captured: called after each.
+
+        Raises ResourceError if there is no memory for them.
+        """
+        if self.decode_graphs is None:
+            return
+        expected = self.decode_graphs.cost.num_bytes
+        with self._on_device, TrustedContents():
+            try:
+                cost = self.decode_graphs.capture(self.kv_cache, captured)
+            except torch.OutOfMemoryError as error:
+                raise ResourceError(
+                    f"no memory for CUDA graphs of {self.decode_graphs.sizes[-1]} decodes beside the KV cache"
+                    f" on {self.device}: lower max_cudagraph_capture_size or num_blocks, or set "
+                    f"enforce_eager=True; {error}"
+                ) from error
+        mib = 2**20
+        logger.info(
+            "%d CUDA graphs in %.1f s and %.0f MiB (%+.0f MiB against their profile)",
+            *(self.decode_graphs.num_graphs, cost.seconds),
+            *(cost.num_bytes / mib, (cost.num_bytes - expected) / mib),
+        )
+
+    def run_in_other_cache(self, schedule: Schedule, kv_cache: KVCache) -> int:
+        """Run one step of both models in this KV cache, and capture the graphs of the start.
+
+        Keeps none of the memory that this took. Returns the bytes that graphs will take.
+        """
         self.kv_cache = kv_cache
         self.execute(schedule)
         if self.draft_model is not None:
             self.draft_model.rehearse(schedule, kv_cache.draft)
             self.draft_model.kv_cache = None
+        num_bytes = 0
+        if self.decode_graphs is not None:
+            with self._on_device, TrustedContents():
+                num_bytes = self.decode_graphs.capture(kv_cache).num_bytes + self.decode_graphs.reserve
+            self.decode_graphs.forget()
         del self.kv_cache
-        self.sampler = self.new_sampler()
+        self.sampler.forget()
+        return num_bytes
 
     def _new_draft_model(self) -> DraftModel | None:
         speculation = self.config.speculation
@@ -239,8 +326,11 @@ class ModelRunner(PartRunner):
 
     def new_sampler(self) -> Sampler:
         """Return a sampler that knows of no request."""
+        # Each step of several processes has a sampler of its own, which does not know what others have sent.
+        in_seats = self.model.kernels.take_parameters is not None and self.sizes.part is None
+        config = self.model_config
         return Sampler(
-            self.model.kernels, self.model_config.vocab_size, self.device, self.config.max_num_seqs
+            self.model.kernels, config.vocab_size, self.device, self.config.max_num_seqs, in_seats=in_seats
         )
 
 

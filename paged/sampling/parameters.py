@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,15 +15,8 @@ from ..kernels.backend import Kernels
 from .seats import Sampled
 
 _FLOATS = ("temperature", "min_p", "top_n_sigma", "typical_p", "top_p")
-_ROW = np.dtype(
-    [
-        ("seed", np.int64),
-        *((name, np.float32) for name in _FLOATS),
-        ("top_k", np.int32),
-        ("has_edits", np.bool_),
-        ("wants_logprobs", np.bool_),
-    ]
-)
+_WORDS = np.dtype([("seed", np.int64), *((name, np.float32) for name in _FLOATS), ("top_k", np.int32)])
+_ROW = np.dtype([*_WORDS.descr, ("has_edits", np.bool_), ("wants_logprobs", np.bool_)])
 _FLOAT32 = torch.finfo(torch.float32)
 # What keeps every token, for the filters of `sample_tokens`. top_k's is the size of the vocabulary.
 _KEEPS_ALL = {"min_p": 0.0, "top_n_sigma": 0.0, "typical_p": 1.0, "top_p": 1.0}
@@ -35,6 +28,30 @@ def columns_of(requests: Sequence[Sampled], vocab_size: int) -> NDArray[Any]:
     return np.frombuffer(b"".join(rows), _ROW)
 
 
+def words_of(columns: NDArray[Any]) -> NDArray[np.int32]:
+    """Return the parameters as words of 32 bits, a row of them for each request; see `TakeParameters`."""
+    packed: NDArray[Any] = np.empty(len(columns), _WORDS)
+    for name in _WORDS.names or ():
+        packed[name] = columns[name]
+    return packed.view(np.int32).reshape(len(columns), -1)
+
+
+def used_filters(columns: NDArray[Any], vocab_size: int) -> list[str]:
+    """Return the filters that the rows use."""
+    unused = _KEEPS_ALL | {"top_k": vocab_size}
+    return [name for name, value in unused.items() if (columns[name] != value).any()]
+
+
+class SampledPlaces(NamedTuple):
+    """The rows of logits that a step samples from: their seats, and the positions of the drawn tokens.
+
+    seats: empty where the host sends the parameters of rows.
+    """
+
+    seats: Tensor  # i64[num_rows]
+    positions: Tensor  # i64[num_rows]
+
+
 class SentParameters:
     """The parameters of `sample_tokens` on the device. A filter that no row uses is left out."""
 
@@ -42,18 +59,20 @@ class SentParameters:
         self._seeds = upload.put(columns["seed"], torch.int64)
         self._temperature = upload.put(columns["temperature"], torch.float32)
         self._filters: dict[str, Sent | None] = {}
-        for name, unused in (_KEEPS_ALL | {"top_k": vocab_size}).items():
+        self.filters = used = used_filters(columns, vocab_size)
+        for name in (*_KEEPS_ALL, "top_k"):
             dtype = torch.int32 if name == "top_k" else torch.float32
-            is_used = (columns[name] != unused).any()
-            self._filters[name] = upload.put(columns[name], dtype) if is_used else None
+            self._filters[name] = upload.put(columns[name], dtype) if name in used else None
 
-    def sample(self, kernels: Kernels, logits: Tensor, positions: Tensor, highest: Tensor | None) -> Tensor:
+    def sample(
+        self, kernels: Kernels, logits: Tensor, places: SampledPlaces, highest: Tensor | None
+    ) -> Tensor:
         """Draw a token of each row; see `Kernels.sample_tokens`."""
         filters: dict[str, Any] = {name: arrived(sent) for name, sent in self._filters.items()}
         return kernels.sample_tokens(
             logits,
             self._seeds.tensor,
-            positions,
+            places.positions,
             temperature=self._temperature.tensor,
             highest=highest,
             **filters,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -14,16 +14,19 @@ from torch import Tensor
 from ..device.transfers import Download, Received, Sent, Transfers, Upload
 from ..kernels.backend import Kernels
 from ..scheduler.schedule import NOT_FINITE, RowError, StepOutput
-from .parameters import SentParameters, columns_of
+from .parameters import SampledPlaces, SentParameters, columns_of
 from .seats import Sampled
 
 if TYPE_CHECKING:
     from ..requests.prompt_report import TokenLogprobs
     from .dry import DryHistory
     from .logits_edits import LogitsEdits, StepEdits
+    from .seat_parameters import SeatedParameters, SeatParameters
     from .structured_outputs import GrammarMasks
     from .token_history import TokenHistory
 
+# How a step draws its tokens; "logits": by more than parameters by seat.
+Way = Literal["greedy", "drawn", "filtered", "logits"]
 NONE_LEFT = RowError(
     "no token is left: bad_words, min_tokens or a logits processor ban everything that allowed_token_ids and "
     "structured_outputs allow",
@@ -38,15 +41,28 @@ class Sampler:
     The parameters on the device are kept while the same requests are sampled.
 
     max_num_seqs: the most requests of a batch; on a GPU, memory for their penalties is allocated at once.
+    in_seats: whether the device keeps parameters by seat, and finds the positions of what is drawn.
     """
 
     def __init__(
-        self, kernels: Kernels, vocab_size: int, device: torch.device, max_num_seqs: int = 1
+        self,
+        kernels: Kernels,
+        vocab_size: int,
+        device: torch.device,
+        max_num_seqs: int = 1,
+        *,
+        in_seats: bool = False,
     ) -> None:
         self.kernels = kernels
         self.vocab_size = vocab_size
         self.device = device
         self._max_num_seqs = max_num_seqs
+        self.of_seats: SeatParameters | None = None
+        if in_seats:
+            from .seat_parameters import SeatParameters
+
+            assert kernels.take_parameters is not None, "only a device that makes batches has seats"
+            self.of_seats = SeatParameters(kernels.take_parameters, max_num_seqs, device)
         if device.type == "cuda":
             assert self.history, "its memory is allocated at once"
         self._last: _Batch | None = None
@@ -67,19 +83,29 @@ class Sampler:
         return DryHistory(self.device)
 
     def prepare(
-        self, requests: Sequence[Sampled], positions: Callable[[], Sequence[int]], upload: Upload
+        self,
+        requests: Sequence[Sampled],
+        positions: Callable[[], Sequence[int]],
+        upload: Upload,
+        seats: Sequence[int] = (),
     ) -> Draw:
-        """Send what sampling a token for each request needs. positions: returns the tokens' positions."""
+        """Send what sampling a token for each request needs.
+
+        positions: returns the tokens' positions.
+        seats: of the requests, where the device keeps parameters by seat.
+        """
         batch = self._last
         if batch is None or batch.requests != requests:
             # Before the new batch changes the histories: the old one is invalid even if that fails half-way.
             self._last = None
-            batch = self._last = _Batch(requests, self, upload)
+            batch = self._last = _Batch(requests, self, upload, seats)
         return Draw(batch, positions, upload)
 
     def forget(self) -> None:
         """Keep nothing of the last batch: its upload may have failed."""
         self._last = None
+        if self.of_seats is not None:
+            self.of_seats.forget()
 
     def sample(
         self,
@@ -122,15 +148,39 @@ class Draw:
         self.requests = batch.requests
         self._edits: StepEdits | None = None
         self._positions: Sent | None = None
-        if batch.edits is not None or batch.parameters is not None:
+        is_drawn = batch.parameters is not None and not batch.in_seats
+        if batch.edits is not None or is_drawn:
             known = positions()
             self._edits = None if batch.edits is None else batch.edits.prepare(known, upload)
-            self._positions = upload.put(known, torch.int64)
+            if is_drawn:
+                self._positions = upload.put(known, torch.int64)
         self._errors: dict[int, RowError] = {}
         self._tokens: Received | None = None
         self._of_model: Received | None = None  # each row's highest logit
         self._edited: Received | None = None  # after all edits; None: as the model's
         self._logprobs: list[list[Received]] = []
+
+    @property
+    def way(self) -> Way:
+        """How the tokens are drawn."""
+        batch = self._batch
+        if batch.edits is not None or batch.with_grammar or batch.asked:
+            return "logits"
+        if batch.parameters is None:
+            return "greedy"
+        return "filtered" if batch.parameters.filters else "drawn"
+
+    def take(self, tokens: Tensor, highest: Tensor, download: Download) -> None:
+        """Take tokens that were drawn in the `way` of the draw, and each row's highest logit."""
+        self._tokens = download.get(tokens)
+        self._of_model = download.get(highest)
+
+    def keep_parameters(self) -> None:
+        """Keep the parameters of requests that are new in their seats. Call once, when the upload is sent."""
+        batch = self._batch
+        if batch.new_parameters is not None and batch.of_seats is not None:
+            batch.of_seats.write(batch.new_parameters)
+            batch.new_parameters = None
 
     def start_masks(self) -> GrammarMasks | None:
         """Start the masks of the requests that have a grammar; None if there are none."""
@@ -147,10 +197,12 @@ class Draw:
         download: Download,
         grammar_masks: GrammarMasks | None = None,
         best: tuple[Tensor, Tensor] | None = None,
+        places: SampledPlaces | None = None,
     ) -> Tensor | None:
         """Choose one token for each row of f32[num_requests, vocab_size], which is changed in place.
 
         best: `kernels.greedy` of the logits, if already computed.
+        places: of the rows, where the device keeps parameters by seat.
 
         Returns the tokens, i64[num_requests]; None if there is no request. A row gets an error instead if the
         model's logits are not finite, or if the request's own parameters leave no token.
@@ -176,8 +228,10 @@ class Draw:
                 tokens, edited = chosen
             else:
                 known = None if chosen is None else chosen[1]
+                if places is None and self._positions is not None:
+                    places = SampledPlaces(self._positions.tensor[:0], self._positions.tensor)
                 tokens, edited = self._choose(
-                    logits, grammar_masks, best, highest=known, may_ban_all=may_ban_all
+                    logits, grammar_masks, best, places, highest=known, may_ban_all=may_ban_all
                 )
             if may_ban_all and edited is not None:
                 self._edited = download.get(edited)
@@ -194,6 +248,7 @@ class Draw:
         logits: Tensor,
         grammar_masks: GrammarMasks | None,
         best: tuple[Tensor, Tensor] | None,
+        places: SampledPlaces | None,
         *,
         highest: Tensor | None,
         may_ban_all: bool,
@@ -211,11 +266,11 @@ class Draw:
             is_edited = batch.edits is not None or grammar_masks is not None
             tokens, highest = self._kernels.greedy(logits) if is_edited or best is None else best
         else:
-            assert self._positions is not None, "random numbers depend on the position"
+            assert places is not None, "random numbers depend on the position"
             found: Tensor | None = None
             if highest is None and (best is None or may_ban_all):
                 highest = found = torch.empty(len(logits), device=logits.device)
-            tokens = batch.parameters.sample(self._kernels, logits, self._positions.tensor, found)
+            tokens = batch.parameters.sample(self._kernels, logits, places, found)
         if batch.edits is not None and self._edits is not None:
             batch.edits.record(tokens, self._edits)
         return tokens, highest
@@ -239,12 +294,16 @@ class _Batch:
     """The parameters of a batch's requests on the device, sent once.
 
     parameters: of `sample_tokens`; None: every row is greedy.
+    new_parameters: those that `of_seats` has not written yet.
     asked: the rows that report log-probabilities.
     with_grammar: the rows of requests that have a grammar.
     """
 
-    def __init__(self, requests: Sequence[Sampled], sampler: Sampler, upload: Upload) -> None:
+    def __init__(
+        self, requests: Sequence[Sampled], sampler: Sampler, upload: Upload, seats: Sequence[int]
+    ) -> None:
         self.requests = requests
+        self.of_seats = sampler.of_seats
         self.kernels = sampler.kernels
         columns = columns_of(requests, sampler.vocab_size)
         self.edits: LogitsEdits | None = None
@@ -260,9 +319,17 @@ class _Batch:
             if "dry" in vars(sampler):
                 sampler.dry.keep([])
         self.may_ban_all = self.edits is not None and self.edits.may_ban_all
-        self.parameters: SentParameters | None = None
+        self.parameters: SentParameters | SeatedParameters | None = None
+        self.new_parameters: tuple[Sent, Sent] | None = None
+        if self.of_seats is not None:
+            self.new_parameters = self.of_seats.put(seats, requests, columns, upload)
         if columns["temperature"].any():
-            self.parameters = SentParameters(columns, sampler.vocab_size, upload)
+            if self.of_seats is None:
+                self.parameters = SentParameters(columns, sampler.vocab_size, upload)
+            else:
+                from .seat_parameters import SeatedParameters
+
+                self.parameters = SeatedParameters(self.of_seats, columns, sampler.vocab_size)
         self.with_grammar = [row for row, r in enumerate(requests) if r.sampling.grammar is not None]
         self.asked = np.flatnonzero(columns["wants_logprobs"]).tolist()
         if self.asked:
@@ -272,6 +339,11 @@ class _Batch:
             self._logprobs = AskedLogprobs(num_tops, sampler.vocab_size, upload)
             self._asked_rows = upload.put(self.asked, torch.int64)
         self._raw: Tensor | None = None
+
+    @property
+    def in_seats(self) -> bool:
+        """Whether the device finds parameters and positions by itself."""
+        return self.of_seats is not None
 
     def raw_rows(self, logits: Tensor, *, changed: bool) -> Tensor | None:
         """Return the logits of rows that report log-probabilities, copied if anything will change them.

@@ -179,6 +179,8 @@ class Case(NamedTuple):
         defaults = {"dtype": "float32", "device": "cpu", "attention_backend": "torch"}
         sizes = {"num_blocks": 64, "max_model_len": 40, "preemption_mode": "recompute"}
         model, no_tokenizer = self.model, self.model != "demo"
+        if options.get("device") == "cuda":  # graphs take as long to capture as so many steps do
+            sizes["cudagraph_capture_sizes"] = [4]
         return LLMEngine(
             str(checkpoint(model)) if no_tokenizer else model,
             **{**defaults, **sizes, "skip_tokenizer_init": no_tokenizer, **self.options, **options},
