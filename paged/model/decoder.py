@@ -27,7 +27,7 @@ from .layers.rotary import RotaryEmbedding
 from .layers.token_rows import TokenRows
 from .part import ModelPart, Shard
 from .stream import Stream
-from .weights.loading import Loadable, Loader, StoredWeights
+from .weights.loading import KeepsWeights, Loadable, Loader, StoredWeights
 
 if TYPE_CHECKING:
     from .layers.experts import Experts, ExpertsBeside
@@ -176,6 +176,7 @@ class Decoder(nn.Module):
         self.kernels = kernels
         self.part = part = ModelPart.whole(config.num_layers) if part is None else part
         self.stored_weights: StoredWeights | None = None
+        self.kept_weights: KeepsWeights | None = None
         self.dtype = torch.empty(0).dtype  # of parameters that are made here
         self.embedding: Embedding | None = None
         self.head: Linear | None = None

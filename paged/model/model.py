@@ -11,7 +11,7 @@ from ..kernels.backend import Kernels
 from .batch import Batch
 from .cache.kv_cache import KVCache
 from .stream import Stream
-from .weights.loading import Loadable, Loader, StoredWeights
+from .weights.loading import KeepsWeights, Loadable, Loader, StoredWeights
 
 
 class Model(Protocol):
@@ -23,6 +23,7 @@ class Model(Protocol):
 
     kernels: Kernels
     stored_weights: StoredWeights | None  # what it was loaded from
+    kept_weights: KeepsWeights | None  # the cache of packed weights, if they are to be kept
 
     def loadables(self) -> Iterator[Loadable]:
         """Yield the modules that take parameters from a checkpoint."""

@@ -89,6 +89,11 @@ class ModelRunner(PartRunner):
         narrower = f" with {' and '.join(parts)}" if parts else ""
         return f"{dtype}{narrower} on {self.device}{threads}; attention by {self.model.kernels.name}"
 
+    def keep_weights(self) -> None:
+        super().keep_weights()
+        if self.draft_model is not None and self.draft_model.model.kept_weights is not None:
+            self.draft_model.model.kept_weights.start_keeping()
+
     @property
     def weight_bytes(self) -> dict[str, int]:
         """The bytes of the weights of all models in their files, by what their format is called."""

@@ -95,6 +95,11 @@ class PartRunner:
         """The bytes of the weights in the memory of this process."""
         return self.model.stored_weights.num_bytes.total() if self.model.stored_weights else 0
 
+    def keep_weights(self) -> None:
+        """Keep packed weights for the next start. Call it once this one is over."""
+        if self.model.kept_weights is not None:
+            self.model.kept_weights.start_keeping()
+
     def allocate(self, directory: Path, run_step: RunStep) -> None:
         """Allocate the KV cache, and prepare for requests that fit in it.
 
