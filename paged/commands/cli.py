@@ -1,5 +1,5 @@
 """The command line: `paged generate`, `chat`, `run-batch`, `serve`, `models`, `warmup`, `plan`,
-`simulate`, `top`, `keys` and `bench`.
+`simulate`, `top`, `keys`, `cache` and `bench`.
 
 Arguments are validated before torch is imported and the model loaded. Every error is one line on stderr; only
 generated text and results go to stdout.
@@ -18,6 +18,7 @@ from .. import __version__
 from ..base.errors import PagedError, RequestError, is_final
 from ..base.interrupts import end_at_ctrl_c
 from .bench import bench
+from .cache import cache
 from .chat import chat
 from .common import EXIT_FAILED, EXIT_USAGE, CliError, complain
 from .generate import generate
@@ -101,3 +102,4 @@ for command in (generate, chat, run_batch, serve, top, models, warmup, plan, sim
     app.command(cls=GroupedCommand)(command)
 app.add_typer(bench, name="bench")
 app.add_typer(keys, name="keys")
+app.add_typer(cache, name="cache")

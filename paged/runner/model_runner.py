@@ -18,6 +18,7 @@ from ..kernels.checks import TrustedContents
 from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
 from ..model.part import ModelPart
+from ..model.weights.loading import KeepsWeights
 from ..options.config import EngineConfig
 from ..sampling.reporter import Reporter, StepReports
 from ..sampling.sampler import Draw, Sampler
@@ -89,10 +90,10 @@ class ModelRunner(PartRunner):
         narrower = f" with {' and '.join(parts)}" if parts else ""
         return f"{dtype}{narrower} on {self.device}{threads}; attention by {self.model.kernels.name}"
 
-    def keep_weights(self) -> None:
-        super().keep_weights()
-        if self.draft_model is not None and self.draft_model.model.kept_weights is not None:
-            self.draft_model.model.kept_weights.start_keeping()
+    def _kept_weights(self) -> list[KeepsWeights]:
+        own = super()._kept_weights()
+        draft = None if self.draft_model is None else self.draft_model.model.kept_weights
+        return own if draft is None else [*own, draft]
 
     @property
     def weight_bytes(self) -> dict[str, int]:

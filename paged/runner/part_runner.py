@@ -19,6 +19,7 @@ from ..device.devices import resolve_device, resolve_dtype, sum_in_float32, targ
 from ..device.threads import set_threads
 from ..device.transfers import Sent, Transfers, Upload
 from ..model.part import ModelPart
+from ..model.weights.loading import KeepsWeights
 from ..options.config import EngineConfig
 from .load import load_model, new_kernels
 from .memory import Memory, RunStep, new_kv_cache, num_blocks_that_fit
@@ -97,8 +98,16 @@ class PartRunner:
 
     def keep_weights(self) -> None:
         """Keep packed weights for the next start. Call it once this one is over."""
-        if self.model.kept_weights is not None:
-            self.model.kept_weights.start_keeping()
+        for each in self._kept_weights():
+            each.start_keeping()
+
+    def wait_for_kept_weights(self) -> Iterator[Path | None]:
+        """Wait until all packed weights are kept. Yield where; None if they cannot be."""
+        return (each.wait() for each in self._kept_weights())
+
+    def _kept_weights(self) -> list[KeepsWeights]:
+        """Return what keeps the weights of each model whose weights are to be kept."""
+        return [self.model.kept_weights] if self.model.kept_weights is not None else []
 
     def allocate(self, directory: Path, run_step: RunStep) -> None:
         """Allocate the KV cache, and prepare for requests that fit in it.

@@ -361,7 +361,7 @@ def test_small_weights_are_not_kept(cache, monkeypatch):
 
 
 def test_the_least_recently_used_make_room(cache, monkeypatch, caplog):
-    monkeypatch.setattr(folder, "SHARE_OF_FREE", 1.0)
+    monkeypatch.setattr(folder, "KEPT_SHARE", 1.0)
     names = ["llama", "qwen2", "mistral"]
     for number, name in enumerate(names):
         started(checkpoint(name), cache)
@@ -380,7 +380,7 @@ def test_the_least_recently_used_make_room(cache, monkeypatch, caplog):
     assert used[0].startswith("olmo2")
     assert any(title.startswith("llama") for title in used)
     assert not any(title.startswith("qwen2") for title in used)
-    monkeypatch.setattr(folder, "SHARE_OF_FREE", 1e-9)
+    monkeypatch.setattr(folder, "KEPT_SHARE", 1e-9)
     with caplog.at_level(logging.WARNING):
         started(checkpoint("phi3"), cache)
     assert "would be more than" in caplog.messages[-1]

@@ -20,7 +20,7 @@ from typing import BinaryIO, NamedTuple, Self
 
 logger = logging.getLogger(__name__)
 
-SHARE_OF_FREE = 0.2  # of the free space, counting what is kept as free
+KEPT_SHARE = 0.2  # of the free space, counting what is kept as free
 OFF = "PAGED_NO_WEIGHTS_CACHE"  # a variable of the environment that leaves the default folder out
 _SUFFIX = ".weights"
 _UNFINISHED = ".unfinished"
@@ -155,8 +155,8 @@ class WeightsCache:
     def describe_room(self, num_bytes: int) -> str:
         """Say why so many bytes may not be kept."""
         return (
-            f"{num_bytes / 1e9:,.3g} GB would be more than {SHARE_OF_FREE:.0%} of the "
-            f"{self._most_bytes() / SHARE_OF_FREE / 1e9:,.3g} GB that are free"
+            f"{num_bytes / 1e9:,.3g} GB would be more than {KEPT_SHARE:.0%} of the "
+            f"{self._most_bytes() / KEPT_SHARE / 1e9:,.3g} GB that are free"
         )
 
     def make_room(self, num_bytes: int) -> bool:
@@ -175,7 +175,7 @@ class WeightsCache:
 
     def _most_bytes(self) -> float:
         """Return how much may be kept: a share of what is free, or would be without the cache."""
-        return (shutil.disk_usage(self.place).free + sum(k.num_bytes for k in self.kept())) * SHARE_OF_FREE
+        return (shutil.disk_usage(self.place).free + sum(k.num_bytes for k in self.kept())) * KEPT_SHARE
 
     @contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO | None]:

@@ -148,6 +148,9 @@ class KeepsWeights(Protocol):
     def start_keeping(self) -> None:
         """Keep what was packed, beside what the process does. Call it once the model is ready."""
 
+    def wait(self) -> Path | None:
+        """Wait until the weights are kept. Return their file; None if they cannot be kept."""
+
 
 class LoadsWeights(Protocol):
     """A model, as `Model` is."""
