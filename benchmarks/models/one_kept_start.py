@@ -30,6 +30,9 @@ def main() -> None:
     options = dict(each.split("=", 1) for each in rest)
     wait, hold, compare = (int(options.pop(name, 0)) for name in ("wait", "hold", "compare"))
     import paged
+    from paged.runner import load
+
+    load.LEAST_KEPT_BYTES = 0  # for a rehearsal
 
     def start(kept: str) -> paged.LLMEngine:
         return paged.LLMEngine(

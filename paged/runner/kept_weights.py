@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -61,12 +61,15 @@ class KeptWeights(KeepsWeights):
         self._is_over = threading.Event()
 
     @classmethod
-    def of(cls, sizes: Sizes, directory: Path, loader: Loader) -> KeptWeights | None:
-        """Return those of weights that a loader would pack; None if these are not kept."""
+    def of(cls, sizes: Sizes, directory: Path, loader: Loader, *, create: bool = True) -> KeptWeights | None:
+        """Return those of weights that a loader would pack; None if these are not kept.
+
+        create: make the folder, if it is not there.
+        """
         files = _files_of(loader)
         if not all(each.has_data for each in files):
             return None
-        cache = WeightsCache.chosen(sizes.config.weights_cache)
+        cache = WeightsCache.chosen(sizes.config.weights_cache, create=create)
         return None if cache is None else cls(cache, _facts(sizes, directory, loader), files, sizes)
 
     def load(self, model: LoadsWeights, loader: Loader) -> bool:
@@ -101,6 +104,18 @@ class KeptWeights(KeepsWeights):
             return None
         header, tensors = found
         return kept_loader(loader, header, tensors)
+
+    def seconds_saved(self) -> float | None:
+        """Return how long packing took of weights that are kept; None if they are not, by what is known."""
+        digest = content.known_digest(self.cache, self.files.values())
+        if digest is None:
+            return None
+        with suppress(CacheError), ExitStack() as stack:
+            stream = self.cache.open(self._name(digest), is_use=False)
+            if stream is not None:
+                packed = file.read_header(stack.enter_context(stream))
+                return float(packed.header["seconds"])
+        return None
 
     def _open(self, digest: str) -> tuple[dict[str, Any], file.PackedTensors] | None:
         """Open the file of a checkpoint with this digest. A damaged one is removed, and said once."""
@@ -169,6 +184,7 @@ class KeptWeights(KeepsWeights):
             warn_once(f"packed weights are not kept in {self.cache.place}: {reason}")
         finally:
             self._recorder = None
+            atexit.unregister(self._end)
 
     def _write(self) -> None:
         started = time.perf_counter()
@@ -181,11 +197,6 @@ class KeptWeights(KeepsWeights):
             return
         values, tensors = described
         num_bytes = file.places_for(tensors)[1]
-        if not self.cache.has_room(num_bytes):
-            warn_once(
-                f"packed weights are not kept in {self.cache.place}: {self.cache.describe_room(num_bytes)}"
-            )
-            return
         digest = content.known_digest(self.cache, self.files.values())
         digest = digest or content.compute_digest(self.cache, self.files, self._is_over.is_set)
         if digest is None:
@@ -203,8 +214,13 @@ class KeptWeights(KeepsWeights):
             "content": digest,
             **values,
         }
+        if not self.cache.make_room(num_bytes):
+            warn_once(
+                f"packed weights are not kept in {self.cache.place}: {self.cache.describe_room(num_bytes)}"
+            )
+            return
         with self.cache.writing(name) as stream:
-            if stream is None or not self.cache.make_room(num_bytes):
+            if stream is None:  # another process writes them
                 return
             file.write(stream, header, tensors, self._is_over.is_set)
         self.path = path

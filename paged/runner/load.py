@@ -76,7 +76,7 @@ def _load(
     """Load the weights: those that are kept from an earlier start, or those of the checkpoint."""
     with open_model(sizes, model_config, device, directory, kernels) as (model, loader), freed_at_once():
         model.stored_weights = StoredWeights(loader.num_bytes)
-        if may_be_kept and _are_worth_keeping(sizes, loader):
+        if may_be_kept and are_worth_keeping(sizes, loader):
             from .kept_weights import KeptWeights
 
             model.kept_weights = KeptWeights.of(sizes, directory, loader)
@@ -87,7 +87,7 @@ def _load(
     return model
 
 
-def _are_worth_keeping(sizes: Sizes, loader: Loader) -> bool:
+def are_worth_keeping(sizes: Sizes, loader: Loader) -> bool:
     """Return whether packed weights are looked for in the cache, and kept there."""
     num_bytes = sum(each.num_bytes for each in loader.sources.values())
     return (

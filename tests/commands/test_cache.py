@@ -1,5 +1,6 @@
 """`paged cache`, `paged warmup` and the flags of the cache of packed weights."""
 
+import json
 import re
 
 import pytest
@@ -8,6 +9,8 @@ from paged.commands import common
 from paged.options.config import EngineConfig
 from paged.ranks.keep import keep_parts
 from paged.runner import load
+from paged.simulate.cost import Coefficients
+from paged.simulate.machine import Measured
 from tests.support.checkpoints import checkpoint
 
 pytest.importorskip("numba")
@@ -75,3 +78,21 @@ def test_flags_of_the_cache(run, monkeypatch):
         assert {name: given[-1][name] for name in names if name in given[-1]} == expected
     line = run.fails("warmup", "demo", "--weights-cache", "x", "--no-weights-cache")
     assert line == "paged: --weights-cache and --no-weights-cache exclude each other; give one"
+
+
+def test_a_plan_says_what_a_start_takes_with_and_without(run, tmp_path, monkeypatch):
+    measured = Measured(Coefficients(step_s=1.0), 1e10, 1e12)
+    monkeypatch.setattr("paged.simulate.plan.measure", lambda _: measured)
+    monkeypatch.setattr("paged.simulate.plan.measure_steps", lambda *_: measured.coefficients)
+    place = ("--weights-cache", tmp_path / "weights")
+    options = ("--dtype", "float32", "--device", "cpu", "--num-blocks", "64")
+    model = checkpoint("llama")
+    _, out, _ = run("plan", model, *options, *place)
+    first, second = (line for line in out.splitlines() if "with packed weights" in line or "a start" in line)
+    assert re.fullmatch(r"a start packs 0\.\d+ GB of files into 0\.\d MiB of its own memory;", first)
+    assert second.endswith("which processes share: none are kept yet, see paged warmup")
+    assert not (tmp_path / "weights").exists()
+    monkeypatch.setattr("paged.checkpoints.weights_cache.content._RACY_NS", 0)
+    assert run("warmup", model, *OPTIONS, *place)[0] == 0
+    assert json.loads(run("plan", model, *options, *place, "--json")[1])["start"]["is_kept"]
+    assert ", which took " in run("plan", model, *options, *place)[1]

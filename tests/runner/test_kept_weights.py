@@ -24,6 +24,7 @@ from paged.checkpoints.weights_cache import file, folder
 from paged.model.weights import kept, loading
 from paged.options.config import EngineConfig
 from paged.runner import kept_weights, load
+from tests import golden
 from tests.support.checkpoints import SHAPE, checkpoint, new_engine, ragged_prompts, random_model
 from tests.support.gguf_models import write_model
 from tests.support.quantised import Sizes, gptq, nvfp4, quantised_checkpoint
@@ -219,6 +220,29 @@ def test_a_changed_file_of_the_same_stamp_is_noticed_if_asked(cache, tmp_path, m
     weights.write_bytes(weights.read_bytes()[:-64] + bytes(64))
     assert_same(started(model, cache), engine)
     assert_same(started(model, cache, verify_weights_cache=True), started(model, False))
+
+
+def test_the_golden_record_holds_from_kept_weights(cache, monkeypatch):
+    expected = golden.recorded()["tokens"]
+    assert golden.tokens(weights_cache=str(cache)) == expected
+    for _ in range(600):
+        if list(cache.glob("*.weights")):
+            break
+        time.sleep(0.05)
+    monkeypatch.setattr(loading, "read_rows", lambda *_: pytest.fail("a weight is read"))
+    assert golden.tokens(weights_cache=str(cache)) == expected
+
+
+def test_a_file_system_without_locks_is_said_in_one_line(cache, monkeypatch, caplog):
+    def refuse(*_: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(folder.fcntl, "flock", refuse)
+    with caplog.at_level(logging.WARNING):
+        started(checkpoint("llama"), cache)
+    (line,) = caplog.messages
+    assert line.endswith("Operation not supported")
+    assert not list(cache.glob("*.weights"))
 
 
 def damaged(content: bytes, choose: random.Random) -> bytes:

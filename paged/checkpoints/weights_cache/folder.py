@@ -79,10 +79,11 @@ class WeightsCache:
         _check_owner(str(place), status)
 
     @classmethod
-    def chosen(cls, option: str | bool | None) -> Self | None:
+    def chosen(cls, option: str | bool | None, *, create: bool = True) -> Self | None:
         """Return the cache that an option names; None without one. Warn once where it cannot be used.
 
-        option: a path; None takes the default folder; False none.
+        option: a path; None takes the default folder; False none. create: make the folder; else it need not
+        be there.
         """
         if option is False or (option is None and os.environ.get(OFF)):
             return None
@@ -90,8 +91,10 @@ class WeightsCache:
         if place is None:
             warn_once("packed weights are not kept: there is no home directory; weights_cache names a folder")
             return None
+        if not create and not place.exists():
+            return None
         try:
-            return cls(place)
+            return cls(place, create=create)
         except CacheError as error:
             warn_once(f"packed weights are not kept: {error}")
             return None
@@ -148,10 +151,6 @@ class WeightsCache:
         with suppress(OSError):
             path.unlink()
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Return whether so many bytes may be kept, once others have been removed."""
-        return num_bytes <= self._most_bytes()
-
     def describe_room(self, num_bytes: int) -> str:
         """Say why so many bytes may not be kept."""
         return (
@@ -182,7 +181,8 @@ class WeightsCache:
         """Open a file that takes this name once the context ends; an error leaves nothing.
 
         Yields None if another process writes it, or just has. The lock of a process ends with it, however it
-        ends, and what it has left unfinished is written over.
+        ends, and what it has left unfinished is written over. Raises OSError, on a file system without locks
+        too.
         """
         self._remove_unfinished()
         unfinished = self.place / f"{name}{_UNFINISHED}"
@@ -253,10 +253,10 @@ def _age(path: Path) -> float:
 
 
 def _is_locked(file: BinaryIO) -> bool:
-    """Lock a file for this process, unless another one has. A file system without locks keeps nothing."""
+    """Lock a file for this process, unless another one has. Raises OSError where there are no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
     return True
 
