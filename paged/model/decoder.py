@@ -27,11 +27,12 @@ from .layers.rotary import RotaryEmbedding
 from .layers.token_rows import TokenRows
 from .part import ModelPart, Shard
 from .stream import Stream
-from .weights.loading import KeepsWeights, Loadable, Loader, StoredWeights
+from .weights.loading import Loadable, Loader, StoredWeights
 
 if TYPE_CHECKING:
     from .layers.experts import Experts, ExpertsBeside
     from .layers.layer_inputs import PerLayerEmbeddings, PerLayerGate
+    from .weights.kept import KeepsWeights
 
 MAX_SCALAR = 1e6  # of a layer
 

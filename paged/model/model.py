@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -11,7 +11,10 @@ from ..kernels.backend import Kernels
 from .batch import Batch
 from .cache.kv_cache import KVCache
 from .stream import Stream
-from .weights.loading import KeepsWeights, Loadable, Loader, StoredWeights
+from .weights.loading import Loadable, Loader, StoredWeights
+
+if TYPE_CHECKING:
+    from .weights.kept import KeepsWeights
 
 
 class Model(Protocol):

@@ -20,15 +20,17 @@ from ..checkpoints.weights_cache import content, file
 from ..checkpoints.weights_cache.folder import CacheError, WeightsCache, warn_once
 from ..kernels.panels import HAS_TILES, TARGET
 from ..model.weights.kept import (
+    KeepsWeights,
     KeptError,
     KeptLoader,
+    LoadsWeights,
     RecordingLoader,
     describe,
     kept_loader,
     packer,
     recording_loader,
 )
-from ..model.weights.loading import KeepsWeights, Loader, LoadsWeights
+from ..model.weights.loading import Loader
 from .sizes import Sizes
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,6 @@ from ..kernels.checks import TrustedContents
 from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
 from ..model.part import ModelPart
-from ..model.weights.loading import KeepsWeights
 from ..options.config import EngineConfig
 from ..sampling.reporter import Reporter, StepReports
 from ..sampling.sampler import Draw, Sampler
@@ -29,6 +28,7 @@ from .passes import compute
 from .plan import Planner, StepPlan
 
 if TYPE_CHECKING:
+    from ..model.weights.kept import KeepsWeights
     from ..sampling.structured_outputs import GrammarMasks
     from .draft_model import DraftCheckpoint, DraftModel
     from .executor import PendingStep

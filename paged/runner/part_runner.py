@@ -19,7 +19,6 @@ from ..device.devices import resolve_device, resolve_dtype, sum_in_float32, targ
 from ..device.threads import set_threads
 from ..device.transfers import Sent, Transfers, Upload
 from ..model.part import ModelPart
-from ..model.weights.loading import KeepsWeights
 from ..options.config import EngineConfig
 from .load import load_model, new_kernels
 from .memory import Memory, RunStep, new_kv_cache, num_blocks_that_fit
@@ -28,6 +27,7 @@ from .plan import ComputedPart
 from .sizes import Sizes
 
 if TYPE_CHECKING:
+    from ..model.weights.kept import KeepsWeights
     from .draft_model import DraftCheckpoint
     from .step_graphs import StepGraphs  # needs numba
 

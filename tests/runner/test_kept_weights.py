@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -21,6 +22,7 @@ from transformers import LlamaConfig
 
 from paged import ConfigError, LLMEngine, SamplingParams
 from paged.checkpoints.weights_cache import file, folder
+from paged.device import host_memory
 from paged.model.weights import kept, loading
 from paged.options.config import EngineConfig
 from paged.runner import kept_weights, load
@@ -465,9 +467,26 @@ LLMEngine({str(model)!r}, weights_cache={str(cache)!r}, **options)
     assert_starts_from(cache, started(model, False), model)
 
 
-def test_mapped_weights_are_not_free_memory(cache, monkeypatch):
-    from paged.device import host_memory
+def test_two_engines_share_the_pages_of_a_file(cache, monkeypatch):
+    """One alone copies them into huge pages, where those of the file are small."""
+    monkeypatch.setattr(file, "_may_have_huge_pages", lambda: True)
+    monkeypatch.setattr(file, "_has_huge_pages", lambda _: False)
+    alone: list[bool] = []
+    read = file.PackedTensors._read
+    note = lambda tensors, packed: (alone.append(not tensors.is_mapped), read(tensors, packed))  # noqa: E731
+    monkeypatch.setattr(file.PackedTensors, "_read", note)
+    started(checkpoint("llama"), cache)
+    first = started(checkpoint("llama"), cache)
+    second = started(checkpoint("llama"), cache)
+    assert_same(first, second)
+    assert alone == [True, False]
+    del first, second
+    gc.collect()
+    started(checkpoint("llama"), cache)
+    assert alone == [True, False, True]
 
+
+def test_mapped_weights_are_not_free_memory(cache, monkeypatch):
     monkeypatch.setattr(file, "_may_have_huge_pages", lambda: False)
     started(checkpoint("llama"), cache)
     held = host_memory.held_in_files
@@ -475,7 +494,8 @@ def test_mapped_weights_are_not_free_memory(cache, monkeypatch):
     (path,) = cache.glob("*.weights")
     assert 0 < host_memory.held_in_files - held <= path.stat().st_size
     del engine
-    import gc
-
     gc.collect()
     assert host_memory.held_in_files == held
+    monkeypatch.setattr(host_memory, "held_in_files", 300)
+    monkeypatch.setattr(host_memory, "_cgroup_free_bytes", lambda: 1000.0)
+    assert host_memory.free_on_cpu() == 700

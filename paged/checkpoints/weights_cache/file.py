@@ -9,6 +9,7 @@ fast as memory, so that every start compares them.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import math
 import mmap
@@ -16,6 +17,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ...device import host_memory
+from ...kernels.panels import in_huge_pages
 from .folder import CacheError, Kept, WeightsCache
 
 _MAGIC = b"paged\0w1"
@@ -36,6 +39,8 @@ _LINE = 64
 _PART = 2**22
 _MOST_HEADER = 2**28
 _HUGE_PAGE = 2**21
+_READ = 2**24  # bytes at a time
+_MOST_READERS = 4
 _NUM_PROBES = 16  # huge pages of a mapping that are looked at
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -189,29 +194,69 @@ def listed(cache: WeightsCache) -> Iterator[Listed]:
 class PackedTensors:
     """The tensors of a file in memory, compared with their sums.
 
-    is_mapped: whether they are the file's own pages, which all processes share. Raises CacheError for damage,
-    and OSError on a file system without mmap.
+    is_mapped: whether they are the file's own pages, which all processes share. They are where these are huge
+    pages, or other processes have the file, too; else they are copied into huge pages, as weights are read
+    from end to end. Raises CacheError for damage, and OSError on a file system without mmap.
     """
 
     def __init__(self, packed: PackedFile) -> None:
         self._places = [TensorPlace(*each) for each in packed.header["tensors"]]
-        mapped = _map(packed)
-        self.is_mapped = _has_huge_pages(mapped) or not _may_have_huge_pages()
-        self._memory = mapped if self.is_mapped else _in_huge_pages(mapped)
-        self._check(packed.header["sums"])
+        is_shared = _is_shared(packed.file)
+        self._memory = _map(packed)
+        self.is_mapped = is_shared or not _may_have_huge_pages() or _has_huge_pages(self._memory)
+        if not self.is_mapped:
+            self._memory = _new_memory(packed)
+        self._read(packed)
 
-    def _check(self, sums: str) -> None:
+    def _read(self, packed: PackedFile) -> None:
+        """Compare all pages with their sums, after reading them unless they are mapped."""
+        memory = self._memory.numpy()
+        descriptor = packed.file.fileno()
+
+        def read(start: int) -> bytes:
+            part = memory[start : start + _READ]
+            if not self.is_mapped:
+                _fill(part, descriptor, packed.begin + start)
+            return _sums(part)
+
         digest = sha256()
-        pages = self._memory.numpy()
-        for start in range(0, len(pages), 16 * _PART):
-            digest.update(_sums(pages[start : start + 16 * _PART]))
-        if digest.hexdigest() != sums:
+        with ThreadPoolExecutor(min(_MOST_READERS, torch.get_num_threads())) as readers:
+            for sums in readers.map(read, range(0, len(memory), _READ)):
+                digest.update(sums)
+        if digest.hexdigest() != packed.header["sums"]:
             raise CacheError("its tensors are damaged")
 
     def __getitem__(self, index: int) -> Tensor:
         place = self._places[index]
         part = self._memory[place.start : place.start + place.num_bytes]
         return part.view(_dtype_of(place.dtype)).view(place.shape)
+
+
+def _fill(part: np.ndarray[Any, np.dtype[np.uint8]], descriptor: int, start: int) -> None:
+    """Read bytes of a file. Raises CacheError if it has fewer."""
+    left = part.data
+    while left:
+        count = os.preadv(descriptor, [left], start)
+        if not count:
+            raise CacheError("it became shorter while it was read")
+        left = left[count:]
+        start += count
+
+
+def _is_shared(file: BinaryIO) -> bool:
+    """Return whether another process has this file. From then on, others find that this one has.
+
+    The lock lasts as long as any descriptor of the open file; a mapping has one.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = False
+    except BlockingIOError:
+        found = True
+    except OSError:  # a file system without locks
+        return False
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return found
 
 
 def _dtype_of(name: str) -> torch.dtype:
@@ -230,22 +275,31 @@ def _map(packed: PackedFile) -> Tensor:
 
     A write into them would end the process, so that no process changes what others compute with.
     """
-    descriptor = packed.file.fileno()
-    mapping = _Mapping(descriptor, packed.begin + packed.num_bytes, prot=mmap.PROT_READ)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a system without huge pages
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+    size = packed.begin + packed.num_bytes
+    mapping = _Mapping(packed.file.fileno(), size, prot=mmap.PROT_READ)
     # The system counts pages of files as free memory, which these are not while they are mapped.
     host_memory.held_in_files += packed.num_bytes
     weakref.finalize(mapping, _release, packed.num_bytes)
-    pages = np.frombuffer(mapping, np.uint8)
-    memory = (ctypes.c_ubyte * packed.num_bytes).from_address(pages.ctypes.data + packed.begin)
-    memory.pages = pages  # type: ignore[attr-defined]  # as long as any tensor
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return _tensor_of(mapping, packed.begin)
 
 
 def _release(num_bytes: int) -> None:
     host_memory.held_in_files -= num_bytes
+
+
+def _new_memory(packed: PackedFile) -> Tensor:
+    """Return memory for a copy of a file's tensors, u8[num_bytes], which keeps the file locked."""
+    mapping = _Mapping(-1, packed.num_bytes)
+    weakref.finalize(mapping, os.close, os.dup(packed.file.fileno()))
+    return _tensor_of(mapping, 0)
+
+
+def _tensor_of(mapping: _Mapping, begin: int) -> Tensor:
+    """Return the bytes of a mapping, which stays as long as any tensor of it, in huge pages if it can."""
+    pages = np.frombuffer(mapping, np.uint8)
+    memory = (ctypes.c_ubyte * (len(pages) - begin)).from_address(pages.ctypes.data + begin)
+    memory.pages = pages  # type: ignore[attr-defined]
+    return in_huge_pages(torch.frombuffer(memory, dtype=torch.uint8))
 
 
 def _may_have_huge_pages() -> bool:
@@ -287,10 +341,3 @@ def _huge_bytes(address: int) -> int:
     except (OSError, ValueError):
         return 0
     return found
-
-
-def _in_huge_pages(mapped: Tensor) -> Tensor:
-    """Copy a mapping into huge pages of this process."""
-    from ...kernels.panels import in_huge_pages
-
-    return in_huge_pages(torch.empty_like(mapped)).copy_(mapped)

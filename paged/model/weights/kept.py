@@ -33,6 +33,26 @@ class Tensors(Protocol):
     def __getitem__(self, index: int) -> Tensor: ...
 
 
+class KeepsWeights(Protocol):
+    """Keeps the weights of a model as they are packed, for the next start."""
+
+    def load(self, model: LoadsWeights, loader: Loader) -> bool:
+        """Load the weights that are kept, else those of the checkpoint. Return False if neither was done."""
+
+    def start_keeping(self) -> None:
+        """Keep what was packed, beside what the process does. Call it once the model is ready."""
+
+    def wait(self) -> Path | None:
+        """Wait until the weights are kept. Return their file; None if they cannot be kept."""
+
+
+class LoadsWeights(Protocol):
+    """A model, as `Model` is."""
+
+    def load(self, loader: Loader) -> None:
+        """Load the weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class RecordingLoader(Loader):
     """A loader that remembers what it has made, in order."""

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -137,26 +137,6 @@ class StoredWeights(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.formats or 'floats'} ({self.num_bytes.total() / 1e9:,.3g} GB)"
-
-
-class KeepsWeights(Protocol):
-    """Keeps the weights of a model as they are packed, for the next start."""
-
-    def load(self, model: LoadsWeights, loader: Loader) -> bool:
-        """Load the weights that are kept, else those of the checkpoint. Return False if neither was done."""
-
-    def start_keeping(self) -> None:
-        """Keep what was packed, beside what the process does. Call it once the model is ready."""
-
-    def wait(self) -> Path | None:
-        """Wait until the weights are kept. Return their file; None if they cannot be kept."""
-
-
-class LoadsWeights(Protocol):
-    """A model, as `Model` is."""
-
-    def load(self, loader: Loader) -> None:
-        """Load the weights."""
 
 
 @dataclass(frozen=True, slots=True)
