@@ -8,10 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..checks import check_cache_dtype as check_cache_dtype
-from ..steps import UnpackStep
-from .attention.units import SPLIT_KEYS
+from .attention.paged_attention import SPLIT_KEYS
 from .launch.code_cache import missing_kernels
 
 name = "numba"
@@ -19,37 +20,37 @@ has_linear = True
 has_coded_linear = False
 has_grouped_linear = False
 compiles_at_launch = False  # `compile_ahead` compiles all
-unpack_step: UnpackStep | None = None
+unpack_step = take_parameters = None
 split_keys = SPLIT_KEYS
 
 # The module of each operation, and what it is called there if that differs.
 OPERATIONS = {
-    "add": ".rows.add",
-    "apply_penalties": ".sampling.penalties",
-    "clamped_swiglu": ".rows.clamped_swiglu",
+    "add": ".rows.row_kernels",
+    "apply_penalties": ".sampling.logits",
+    "clamped_swiglu": ".rows.row_kernels",
     "copy_blocks": "..plain.backend",
-    "gelu": ".rows.gelu_and_mul",
-    "gelu_and_mul": ".rows.gelu_and_mul",
-    "greedy": ".rows.greedy",
-    "greedy_of_allowed": ".sampling.masks",
+    "gelu": ".rows.row_kernels",
+    "gelu_and_mul": ".rows.row_kernels",
+    "greedy": ".rows.row_kernels",
+    "greedy_of_allowed": ".sampling.logits",
     "grouped_linear": "..plain.backend",
-    "layer_norm": ".rows.layer_norm",
-    "mask_logits": ".sampling.masks",
+    "layer_norm": ".rows.norms",
+    "mask_logits": ".sampling.logits",
     "paged_attention": ".attention.paged_attention",
     "plan_attention": ".attention.paged_attention",
-    "rms_norm": ".rows.rms_norm",
-    "rms_norm_into": ".rows.rms_norm_into",
+    "rms_norm": ".rows.norms",
+    "rms_norm_into": ".rows.norms",
     "rotary_store_kv": ".rows.rotary_store_kv",
-    "route": ".rows.route",
+    "route": ".rows.experts",
     "sample_tokens": ".sampling.sample_tokens",
-    "scale_and_cap": ".rows.scale_and_cap",
-    "scale_rows": ".rows.scale_rows",
-    "silu_and_mul": ".rows.silu_and_mul",
-    "sort_by_expert": ".rows.sort_by_expert",
+    "scale_and_cap": ".rows.row_kernels",
+    "scale_rows": ".rows.row_kernels",
+    "silu_and_mul": ".rows.row_kernels",
+    "sort_by_expert": ".rows.experts",
     "step_recorder": ".step_recorder:CPUStepRecorder",
-    "sum_experts": ".rows.sum_experts",
+    "sum_experts": ".rows.experts",
     "take_rows": ".rows.take_rows",
-    "token_logprobs": ".sampling.token_logprobs",
+    "token_logprobs": ".sampling.logits",
 }
 
 
@@ -69,6 +70,11 @@ def compile_ahead(progress: Any = None) -> None:
         from .compiling import compile_ahead
 
         compile_ahead(progress)
+
+
+def most_decode_q(head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:  # noqa: ARG001
+    """Return 1: no sequence of more tokens is split."""
+    return 1
 
 
 def head_dims() -> range:

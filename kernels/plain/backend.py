@@ -7,20 +7,16 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
+
 from .. import reference
 from ..checked import checked
 from ..checks import check_cache_dtype
-from ..steps import UnpackStep
 from .attention.paged_attention import paged_attention, plan_attention
-from .rows.gelu_and_mul import gelu_and_mul
-from .rows.greedy import greedy
-from .rows.layer_norm import layer_norm
 from .rows.rotary_store_kv import rotary_store_kv
-from .rows.silu_and_mul import silu_and_mul
-from .sampling.masks import mask_logits
-from .sampling.penalties import apply_penalties
+from .rows.row_kernels import gelu_and_mul, greedy, layer_norm, silu_and_mul
+from .sampling.logits import apply_penalties, mask_logits, token_logprobs
 from .sampling.sample_tokens import sample_tokens
-from .sampling.token_logprobs import token_logprobs
 
 add = checked(reference.add)
 clamped_swiglu = checked(reference.clamped_swiglu)
@@ -41,10 +37,15 @@ has_linear = False
 has_coded_linear = False
 has_grouped_linear = False
 compiles_at_launch = False
-unpack_step: UnpackStep | None = None
+unpack_step = take_parameters = None
 step_recorder = None
 greedy_of_allowed = None
 split_keys = sys.maxsize  # contexts are not split
+
+
+def most_decode_q(head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:  # noqa: ARG001
+    """Return 1: no sequence of more tokens is split."""
+    return 1
 
 
 def head_dims() -> range:

@@ -28,7 +28,7 @@ _UNITS = ((86_400, "days"), (3_600, "hours"), (60, "minutes"), (1, "seconds"))
 
 @cache.callback(invoke_without_command=True)
 def root(context: typer.Context, weights_cache: Folder = None) -> int:
-    """List the packed weights that are kept for later starts, the last used first."""
+    """List the packed weights that are kept, or remove them. The last used come first."""
     if context.invoked_subcommand is not None:
         return 0
     found = _listed(weights_cache)

@@ -35,9 +35,9 @@ def warmup(
     model_option: common.ModelOption = None,
     **options: Any,
 ) -> int:
-    """Compile the kernels and pack the weights of a model, so that engines start at once.
+    """Compile the kernels and pack the weights of a model.
 
-    Both are kept on disk: see paged cache.
+    Engines then start at once. Both are kept on disk; paged cache lists the weights.
     """
     given = common.driver_options(common.one_model(model, model_option), options)
     engine = common.start(given | {"skip_tokenizer_init": True})

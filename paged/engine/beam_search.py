@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from ..base.errors import QueueFullError, RequestError
 from ..options.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
-from ..requests.prompts import Prompt
-from ..requests.request import FinishReason, Request, RequestStatus
+from ..requests.request import FinishReason, Prompt, Request, RequestStatus
 from ..scheduler.scheduler import Scheduler
 from ..text.tokenizer import Tokenizer
 from .request_factory import RequestFactory
@@ -196,6 +195,7 @@ class BeamSearch:
         )
         spec = RequestSpec(prompt, params, tenant=tenant)
         root = self.factory.new_group(request_id, spec, self.scheduler.clock()).samples[0]
+        root.is_beam = True
         self.groups.append(BeamGroup(self.params, root, self.eos_token_ids))
         self._unstarted.append(self.groups[-1])
 
@@ -260,6 +260,7 @@ class BeamSearch:
         """Fork a request with another newest token. The fork runs and shares blocks, or waits."""
         now = self.scheduler.clock()
         child = self.factory.new_fork(parent.request_id, parent, None, now).samples[0]
+        child.is_beam = True
         child.token_ids[-1] = token_id
         try:
             if parent.status is RequestStatus.RUNNING:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..architectures.hf_config import read_config
-from ..checkpoints.hub import resolve
+from ..checkpoints.model_directory import resolve
 from ..device.devices import resolve_device, resolve_dtype, target_of
 from ..model.part import ModelPart, Shard
 from ..options.config import EngineConfig

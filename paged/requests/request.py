@@ -1,20 +1,64 @@
-"""Request: one sample of a prompt on its way through the engine; RequestOutput: its result for the user."""
+"""Request: one sample of a prompt on its way through the engine; RequestOutput: its result for the user.
+
+Before them, prompts as users write them, and the seeds of requests that have none of their own.
+"""
 
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired, Protocol, Self, TypedDict
 
 from ..blocks.sequence import SequenceBlocks
 from ..options.sampling_params import RequestOutputKind, SamplingParams
-from .prompt_report import PromptReport, TokenLogprobs
-from .stop_strings import StopStrings
 from .token_rules import TokenRules
+
+if TYPE_CHECKING:
+    from .prompt_report import PromptReport, TokenLogprobs
+    from .stop_strings import StopStrings
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text.
+
+    cache_salt: only prompts of the same salt share cached blocks.
+    add_special_tokens: False for text that contains them, such as a chat template's.
+    """
+
+    prompt: str
+    cache_salt: NotRequired[str]
+    add_special_tokens: NotRequired[bool]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: Sequence[int]
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
+
+
+def derived_seed(engine_seed: int, request_id: str) -> int:
+    """Return the seed of a request, of 64 bits, from the engine's seed and the request's id."""
+    return _digest(f"{engine_seed}/{request_id}")
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """Return the seed of a sample: the request's for the first one, so that it equals the output of n=1."""
+    return _digest(f"{seed}#{index}") if index else seed
+
+
+def _digest(text: str) -> int:
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "little")
+
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 # Why a request failed: its own parameters, the model or the engine, its timeout_s, or that it was aborted.
@@ -123,15 +167,12 @@ class RequestInputs:
     namespace: bytes = b""
     long_from: int | None = None
     deadline: float = math.inf
-    is_greedy: bool = field(init=False)  # temperature 0, logits unchanged, no log-probabilities
     wants_logprobs: bool = field(init=False)  # of the output
 
     def __post_init__(self) -> None:
         params = self.params
         wants_logprobs = params.logprobs is not None or params.best_of is not None
-        plain = not (params.edits_logits or wants_logprobs)
         object.__setattr__(self, "wants_logprobs", wants_logprobs)
-        object.__setattr__(self, "is_greedy", params.temperature == 0.0 and plain)
 
 
 @dataclass(slots=True, eq=False)
@@ -161,12 +202,17 @@ class Request:
     siblings: the other samples, until the prompt is computed.
     on_token_from: the number of tokens from which on `on_token` must be called for each new one.
     num_cached_tokens: how many prompt tokens the prefix cache held when the request first ran.
-    ready: whether the next step may include it: it is running, and no step in flight computes it.
+    ready: whether the next step may include it: it is running, and no step in flight computes it, unless that
+        is a step which ends with one of its pending tokens.
+    num_pending: how many tokens steps in flight will give it, where steps begin before these are known; see
+        `StepsAhead`. ahead_until: the number of known and pending tokens from which on its next step waits
+        for all results; 0: it always does.
     seat: its place in what the device keeps about running requests; NO_SEAT while it does not run.
     arrival: its number in the order of arrival.
     rank: its place among the running requests.
     protected: whether it reached max_preemptions and is not preempted any more.
     held: the reasons for which it computes nothing until it is released; see `Scheduler.hold`.
+    is_beam: whether another token may replace its newest one, by `Scheduler.replace_last_token`.
     """
 
     inputs: RequestInputs
@@ -183,11 +229,14 @@ class Request:
     num_cached_tokens: int | None = None
     status: RequestStatus = RequestStatus.WAITING
     ready: bool = False
+    num_pending: int = 0
+    ahead_until: int = 0
     seat: int = NO_SEAT
     arrival: int = -1
     rank: tuple[float, int] = (0.0, -1)
     protected: bool = False
     held: int = 0
+    is_beam: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error_kind: ErrorKind | None = None
@@ -214,6 +263,11 @@ class Request:
     def num_output_tokens(self) -> int:
         """Number of tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is running and no step in flight has it, so that it may be preempted."""
+        return self.ready and not self.num_pending
 
     @property
     def namespace(self) -> bytes:

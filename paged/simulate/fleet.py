@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,11 +17,9 @@ from ..options.config import EngineConfig
 from ..requests.request import Request
 from ..runner.sizes import GIB, Sizes
 from ..server.router import ROUTERS, choose_among, new_router
-from .cost import DATA_SHEETS, Coefficients, Roofline, blocks_that_fit
-from .links import RankLink
+from .cost import DATA_SHEETS, Coefficients, Portion, Roofline, blocks_that_fit
 from .model import read_model
-from .pipeline import Pipeline, StageCost, rank_sizes
-from .portion import Portion
+from .pipeline import Pipeline, RankLink, StageCost, rank_sizes
 from .replica import Refusal, Replica
 from .statistics import Statistics
 from .timeline import Timeline
@@ -201,6 +199,15 @@ class Fleet:
         self._num_host_blocks = min(each.num_host_blocks for each in ranks)
         self._config = fleet
         self._engine = engine
+        self._host_s: float | None = None
+        if engine.async_scheduling:
+            if fleet.coefficients is not None:
+                raise ConfigError(
+                    "coefficients do not tell the host's part of a step, which async_scheduling hides; "
+                    "leave one of both out"
+                )
+            self._host_s = fleet.step_overhead / 1e3
+            fleet = replace(fleet, step_overhead=0.0)  # no part of the device's time
         self._stages = fleet.stages(ranks)
         self._acceptance = (
             read_acceptance(fleet.speculative_acceptance) if fleet.speculative_acceptance else []
@@ -235,7 +242,7 @@ class Fleet:
 
     def _new_replica(self) -> Replica:
         link = RankLink.of(self._config.link, self._config.gpu)
-        pipeline = Pipeline(self._stages, link, self._engine.num_ranks)
+        pipeline = Pipeline(self._stages, link, self._engine.num_ranks, self._host_s)
         return Replica(self._sizes, self.num_blocks, self._num_host_blocks, pipeline, self._acceptance)
 
     def run(
