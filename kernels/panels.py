@@ -2,6 +2,7 @@
 `has_linear`. `coded_panels` has those of weights in codes, `expert_panels` those of experts.
 """
 
+from .cpu.launch.huge_pages import in_huge_pages as in_huge_pages
 from .cpu.linear.linear import can_pair as can_pair
 from .cpu.linear.linear import linear as linear
 from .cpu.linear.linear import pack as pack
@@ -11,3 +12,5 @@ from .cpu.linear.panels import Panels as Panels
 from .cpu.rows.take_rows import take_panel_rows as take_panel_rows
 from .cpu.rows.take_rows import take_rows as take_rows
 from .cpu.rows.take_rows import widen_rows as widen_rows
+from .cpu.target import HAS_TILES as HAS_TILES
+from .cpu.target import TARGET as TARGET

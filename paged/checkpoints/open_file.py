@@ -24,10 +24,21 @@ _memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize
 )
 
 
+def stamp_of(status: os.stat_result) -> str:
+    """Return what tells a file from others, and from its later versions, without reading it."""
+    return f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_size} {status.st_ino}"
+
+
+def last_change(stamp: str) -> int:
+    """Return when a file was changed last, in nanoseconds since 1970."""
+    return max(map(int, stamp.split()[:2]))
+
+
 class OpenFile:
     """An open file. Use it as a context manager, or close it.
 
     has_data: whether it has more than the header of its tensors.
+    stamp: tells it from other files, and from what it may become.
 
     Raises CheckpointError, which names the file, where it cannot be read.
     """
@@ -41,7 +52,9 @@ class OpenFile:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         self._descriptor = self._stream.fileno()
-        self.size = os.fstat(self._descriptor).st_size
+        status = os.fstat(self._descriptor)
+        self.size = status.st_size
+        self.stamp = stamp_of(status)
 
     def __enter__(self) -> Self:
         return self

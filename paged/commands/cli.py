@@ -47,10 +47,11 @@ COMMANDS = {
     "serve": Command("serve", "Serve a model over HTTP with OpenAI's API."),
     "top": Command("top", "Show what a server does, as it changes."),
     "models": Command("models", "List the native architectures."),
-    "warmup": Command("models", "Compile the kernels that a model needs."),
+    "warmup": Command("models", "Compile the kernels and pack the weights of a model."),
     "plan": Command("plan", "Predict memory and speed of an engine."),
     "simulate": Command("simulate", "Predict latency and throughput of a fleet."),
     "bench": Command("bench", "Measure throughput or latency."),
+    "cache": Command("cache", "List the packed weights that are kept, or remove them."),
     "keys": Command("keys", "Make keys for paged serve --api-keys."),
 }
 

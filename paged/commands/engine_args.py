@@ -12,7 +12,7 @@ from ..base.docstrings import field_texts
 from ..base.errors import ConfigError
 from ..base.from_vllm import Neutral, neutral_of
 from ..options.config import EngineConfig
-from .options import SHORT, option_type
+from .options import SHORT, SWITCHED_OFF, option_type
 from .vllm_options import is_switch, value_of
 
 Group = TypeVar("Group", bound="argparse._ActionsContainer")
@@ -45,6 +45,9 @@ class EngineArgs(EngineConfig):
             default = None if field.default is MISSING else field.default
             described = texts.get(field.name, "").replace("%", "%%")
             parser.add_argument(*flags, default=default, help=described, **_kind(field.name))
+        for off, name in SWITCHED_OFF.items():
+            flag = f"--{off.replace('_', '-')}"
+            parser.add_argument(flag, dest=name, action="store_const", const=False, default=argparse.SUPPRESS)
         for name, neutral in neutral_of("EngineArgs").items():
             parser.add_argument(
                 f"--{name.replace('_', '-')}",

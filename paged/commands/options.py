@@ -7,7 +7,7 @@ import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
-from functools import cache
+from functools import cache, wraps
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
@@ -15,6 +15,7 @@ import typer
 
 from ..architectures.generation_config import GENERATION_FIELDS
 from ..base.docstrings import field_texts
+from ..base.errors import ConfigError
 from ..options.sampling_params import SamplingParams
 from .headings import heading_of
 
@@ -27,6 +28,9 @@ FORMS = {
 }
 # The flags that turn options off which are on by default, where they are not --no- and the name.
 NEGATED = {"enable_auto_tool_choice": "no-auto-tool-choice"}
+# The flags that set an option of text to False, by their names.
+SWITCHED_OFF = {"no_weights_cache": "weights_cache"}
+_OFF_HELP = {"no_weights_cache": "Look for no packed weights, and keep none. [default: off]"}
 # vLLM's short names of options.
 SHORT = {"pipeline_parallel_size": "-pp", "tensor_parallel_size": "-tp"}
 # What a docstring says of None, which cannot be typed: where it is the default, that is shown instead.
@@ -74,15 +78,49 @@ def with_options(
     """
     shown = defaults or {}
     added = [_parameter(owner, name, shown.get(name)) for owner, names in given for name in names]
+    names = {parameter.name for parameter in added}
+    added += [
+        _off_parameter(owner, off)
+        for owner, own in given
+        for off, name in SWITCHED_OFF.items()
+        if name in own
+    ]
 
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
         signature = inspect.signature(command, eval_str=True)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        run = _with_off(command) if names & set(SWITCHED_OFF.values()) else command
         # Typer reads this attribute.
-        command.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
-        return command
+        run.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+        return run
 
     return decorate
+
+
+def _off_parameter(owner: type[Any], name: str) -> inspect.Parameter:
+    """Return the parameter of a flag that sets an option to False."""
+    flag = name.replace("_", "-")
+    given = typer.Option(
+        f"--{flag}", help=_OFF_HELP[name], rich_help_panel=heading_of(owner, SWITCHED_OFF[name])
+    )
+    annotation = Annotated[bool, given]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
+
+
+def _with_off(command: Callable[..., int]) -> Callable[..., int]:
+    """Return a command that gets False for an option that a flag turns off."""
+
+    @wraps(command)
+    def run(*args: Any, **options: Any) -> int:
+        for off, name in SWITCHED_OFF.items():
+            if options.pop(off, False):
+                if options.get(name) is not None:
+                    flags = (f"--{each.replace('_', '-')}" for each in (name, off))
+                    raise ConfigError(f"{' and '.join(flags)} exclude each other; give one")
+                options[name] = False
+        return command(*args, **options)
+
+    return run
 
 
 def option_type(owner: type[Any], name: str) -> Any:

@@ -24,7 +24,7 @@ PLANNED = [
     *("revision", "dtype", "quantization", "kv_cache_dtype", "attention_backend", "num_threads"),
     *("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks"),
     *("gpu_memory_utilization", "cpu_memory_utilization", "long_prefill_token_threshold", "deterministic"),
-    "speculative_config",
+    *("speculative_config", "weights_cache"),
 ]
 _DEVICE = f"""auto, cpu, cuda or cuda:N of this machine, which is measured for a second, or the data
 sheet of {", ".join(DATA_SHEETS)}. [default: auto]"""
@@ -70,6 +70,7 @@ def report(made: EnginePlan) -> str:
             f"activations in {sizes.dtype}, on {place}",
             "",
             *table([["memory", "MiB"], *_memory(made)]),
+            *_start(made),
             "",
             *table([["sequences of", "fit at once"], *fits]),
             "",
@@ -78,6 +79,19 @@ def report(made: EnginePlan) -> str:
             *_shortage(made),
         ]
     )
+
+
+def _start(made: EnginePlan) -> Iterator[str]:
+    """Yield what a start does with the weights, with and without packed ones that are kept."""
+    start = made.start
+    if start is None:
+        return
+    read = f"{made.footprint.model.in_files.num_bytes.total() / 1e9:,.3g} GB"
+    size = f"{made.footprint.model.num_bytes / 2**20:,.1f} MiB"
+    took = "" if start.packing_s is None else f", which took {start.packing_s:,.1f} s"
+    yield f"a start packs {read} of files into {size} of its own memory{took};"
+    kept = "they are kept" if start.is_kept else "none are kept yet, see paged warmup"
+    yield f"with packed weights it maps {size}, which processes share: {kept}"
 
 
 def _memory(made: EnginePlan) -> Iterator[list[str]]:

@@ -20,6 +20,9 @@ _MAPPED_FROM = 2**20  # bytes
 _MOST_MMAP_THRESHOLD = 32 * 2**20
 _MOST_TRIM_THRESHOLD = 64 * 2**20
 
+# Bytes of files that this process has mapped and needs. The system counts their pages as free.
+held_in_files = 0
+
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
@@ -44,7 +47,7 @@ def freed_at_once() -> Iterator[None]:
 def free_on_cpu() -> float:
     """Return the bytes of RAM that are free now, within the container's limit."""
     available: int = psutil.virtual_memory().available
-    return min(available, _cgroup_free_bytes())
+    return max(0, min(available, _cgroup_free_bytes()) - held_in_files)
 
 
 def _cgroup_free_bytes() -> float:

@@ -174,6 +174,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         )
         self._chats: dict[str | None, LocalChat] = {}  # by chat_template
         self.core = EngineCore(runner, self.scheduler, factory, self.tokenizer)
+        runner.keep_weights()
         logger.info(self.describe())
 
     @classmethod

@@ -31,6 +31,7 @@ from .weights.loading import Loadable, Loader, StoredWeights
 if TYPE_CHECKING:
     from .layers.experts import Experts, ExpertsBeside
     from .layers.layer_inputs import PerLayerEmbeddings, PerLayerGate
+    from .weights.kept import KeepsWeights
 
 MAX_SCALAR = 1e6  # of a layer
 
@@ -181,6 +182,7 @@ class Decoder(nn.Module):
         self.kernels = kernels
         self.part = part = ModelPart.whole(config.num_layers) if part is None else part
         self.stored_weights: StoredWeights | None = None
+        self.kept_weights: KeepsWeights | None = None
         self.dtype = torch.empty(0).dtype  # of parameters that are made here
         self.embedding: Embedding | None = None
         self.head: Linear | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -12,6 +12,9 @@ from .batch import Batch
 from .cache.kv_cache import KVCache
 from .stream import Stream
 from .weights.loading import Loadable, Loader, StoredWeights
+
+if TYPE_CHECKING:
+    from .weights.kept import KeepsWeights
 
 
 class Model(Protocol):
@@ -23,6 +26,7 @@ class Model(Protocol):
 
     kernels: Kernels
     stored_weights: StoredWeights | None  # what it was loaded from
+    kept_weights: KeepsWeights | None  # the cache of packed weights, if they are to be kept
 
     def loadables(self) -> Iterator[Loadable]:
         """Yield the modules that take parameters from a checkpoint."""

@@ -106,6 +106,11 @@ class EngineConfig:
     pipeline_layers: the number of layers of each stage, in their order; None takes about equal bytes.
     rank_timeout_s: seconds after which a process that does not answer the others within a step is taken for
         one that hangs; longer than the longest step.
+    weights_cache: a folder of weights as a CPU's kernels pack them, which later starts map instead of packing
+        them again, from 64 MB of weights on; False for no such folder; None takes paged/weights in the user's
+        cache ($XDG_CACHE_HOME). See docs/starts.md.
+    verify_weights_cache: read the checkpoint to see whether kept weights are its own, rather than trust the
+        size, inode and times of its files.
     deterministic: batch-invariant: a request's result is bitwise equal in any batch. Needs a CPU with numba,
         where it holds even without this option, except in bfloat16 on ARM.
     speculative_config: how to guess tokens, which steps verify beside the next one, without a change of any
@@ -160,6 +165,8 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     pipeline_layers: Sequence[int] | None = None
     rank_timeout_s: float = 30.0
+    weights_cache: str | Literal[False] | None = None
+    verify_weights_cache: bool = False
     deterministic: bool = False
     speculative_config: str | Any = None
     enforce_eager: bool = False
@@ -180,7 +187,16 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be {wanted}, got {shown(value)}")
         if not isinstance(self.device, str):
             raise ConfigError(f"device must be a string such as 'cpu' or 'cuda:0', got {shown(self.device)}")
-        for name in ("deterministic", "enforce_eager", "enable_prefix_caching", "skip_tokenizer_init"):
+        cache = self.weights_cache
+        if (not isinstance(cache, str | None) and cache is not False) or cache == "":
+            raise ConfigError(f"weights_cache must be a folder, False or None, got {shown(cache)}")
+        for name in (
+            "verify_weights_cache",
+            "deterministic",
+            "enforce_eager",
+            "enable_prefix_caching",
+            "skip_tokenizer_init",
+        ):
             check_bool(ConfigError, name, getattr(self, name))
         if self.async_scheduling is not None:
             check_bool(ConfigError, "async_scheduling", self.async_scheduling)

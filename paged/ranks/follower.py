@@ -58,6 +58,7 @@ class FollowerRunner(PartRunner):
 
         on_message: called with the number of each, before anything is computed; None: the driver is idle.
         """
+        self.keep_weights()
         for _ in count():
             message = self._next_message(on_message)
             on_message(message.number)

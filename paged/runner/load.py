@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LEAST_KEPT_BYTES = 64 * 10**6  # of a checkpoint: packing less takes no longer than to find it packed
+
 
 def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, directory: Path) -> Model:
     """Load the checkpoint in this directory.
@@ -55,15 +57,41 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
     # Steps give them what the scheduler and the batch have proven.
     kernels = new_kernels(sizes, device, checked=in_debug_mode())
     check_kernels(sizes, device, kernels)
-    with (
-        _explaining_shortage(sizes.model, device),
-        open_model(sizes, model_config, device, directory, kernels) as (model, loader),
-        freed_at_once(),
-    ):
-        model.load(loader)
-    model.stored_weights = StoredWeights(loader.num_bytes)
+    with _explaining_shortage(sizes.model, device):
+        model = _load(sizes, model_config, device, directory, kernels)
     logger.info("read the weights: %s", model.stored_weights)
     return model
+
+
+def _load(
+    sizes: Sizes,
+    model_config: ModelConfig,
+    device: torch.device,
+    directory: Path,
+    kernels: Kernels,
+    *,
+    may_be_kept: bool = True,
+) -> Decoder:
+    """Load the weights: those that are kept from an earlier start, or those of the checkpoint."""
+    with open_model(sizes, model_config, device, directory, kernels) as (model, loader), freed_at_once():
+        model.stored_weights = StoredWeights(loader.num_bytes)
+        if may_be_kept and are_worth_keeping(sizes, loader):
+            from .kept_weights import KeptWeights
+
+            model.kept_weights = KeptWeights.of(sizes, directory, loader)
+        if model.kept_weights is None:
+            model.load(loader)
+        elif not model.kept_weights.load(model, loader):
+            return _load(sizes, model_config, device, directory, kernels, may_be_kept=False)
+    return model
+
+
+def are_worth_keeping(sizes: Sizes, loader: Loader) -> bool:
+    """Return whether packed weights are looked for in the cache, and kept there."""
+    num_bytes = sum(each.num_bytes for each in loader.sources.values())
+    return (
+        sizes.config.weights_cache is not False and loader.forms.in_panels and num_bytes >= LEAST_KEPT_BYTES
+    )
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from .passes import compute
 from .plan import Planner, StepPlan
 
 if TYPE_CHECKING:
+    from ..model.weights.kept import KeepsWeights
     from ..sampling.reporter import Reporter, StepReports
     from ..sampling.structured_outputs import GrammarMasks
     from .decode_graphs import DecodeGraphs
@@ -99,6 +100,11 @@ class ModelRunner(PartRunner):
         narrower = f" with {' and '.join(parts)}" if parts else ""
         graphs = "" if self.decode_graphs is None else self.decode_graphs.describe()
         return f"{dtype}{narrower} on {self.device}{threads}; attention by {self.model.kernels.name}{graphs}"
+
+    def _kept_weights(self) -> list[KeepsWeights]:
+        own = super()._kept_weights()
+        draft = None if self.draft_model is None else self.draft_model.model.kept_weights
+        return own if draft is None else [*own, draft]
 
     @property
     def weight_bytes(self) -> dict[str, int]:

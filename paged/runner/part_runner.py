@@ -27,6 +27,7 @@ from .plan import ComputedPart
 from .sizes import Sizes
 
 if TYPE_CHECKING:
+    from ..model.weights.kept import KeepsWeights
     from .draft_model import DraftCheckpoint
     from .step_graphs import StepGraphs  # needs numba
 
@@ -94,6 +95,19 @@ class PartRunner:
     def weight_bytes_here(self) -> int:
         """The bytes of the weights in the memory of this process."""
         return self.model.stored_weights.num_bytes.total() if self.model.stored_weights else 0
+
+    def keep_weights(self) -> None:
+        """Keep packed weights for the next start. Call it once this one is over."""
+        for each in self._kept_weights():
+            each.start_keeping()
+
+    def wait_for_kept_weights(self) -> Iterator[Path | None]:
+        """Wait until all packed weights are kept. Yield where; None if they cannot be."""
+        return (each.wait() for each in self._kept_weights())
+
+    def _kept_weights(self) -> list[KeepsWeights]:
+        """Return what keeps the weights of each model whose weights are to be kept."""
+        return [self.model.kept_weights] if self.model.kept_weights is not None else []
 
     def allocate(self, directory: Path, run_step: RunStep) -> None:
         """Allocate the KV cache, and prepare for requests that fit in it.

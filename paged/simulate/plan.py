@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -23,7 +23,7 @@ from ..device.threads import set_threads
 from ..options.config import EngineConfig
 from ..runner.draft_model import naming_draft_model
 from ..runner.footprint import GPU_OVERHEAD, Footprint, ways_to_fit
-from ..runner.load import check_kernels, new_kernels
+from ..runner.load import are_worth_keeping, check_kernels, new_kernels, open_model
 from ..runner.memory import Memory
 from ..runner.sizes import GIB, Sizes, draft_sizes
 from .cost import DATA_SHEETS, Coefficients, DataSheet, Roofline, decode_work, prompt_work, window_shares
@@ -73,12 +73,39 @@ class PlannedDevice:
         return Memory(total, total - GPU_OVERHEAD)
 
 
+class PackedStart(NamedTuple):
+    """What a start does with weights that are packed.
+
+    is_kept: whether they are kept from an earlier one, as far as is known without reading the checkpoint.
+    packing_s: how long packing took then.
+    """
+
+    is_kept: bool
+    packing_s: float | None
+
+    @classmethod
+    def of(cls, footprint: Footprint) -> Self | None:
+        """Return what a start of an engine on this machine does; None if packing takes no time."""
+        sizes = footprint.sizes
+        model = sizes.model.for_context(sizes.max_model_len)
+        opened = open_model(sizes, model, footprint.device, footprint.directory, footprint.kernels)
+        with opened as (_, loader):
+            if not are_worth_keeping(sizes, loader):
+                return None
+            from ..runner.kept_weights import KeptWeights
+
+            kept = KeptWeights.of(sizes, footprint.directory, loader, create=False)
+            seconds = None if kept is None else kept.seconds_saved()
+        return cls(seconds is not None, seconds)
+
+
 @dataclass(frozen=True)
 class EnginePlan:
     """What an engine takes of a device, what fits, and how fast it should be.
 
     measured: what this machine reaches; None for a device with a data sheet.
     would_fit: options with which a request of max_model_len fits, if it does not.
+    start: what a start does with the weights; None where nothing is packed, or it takes no time.
     """
 
     config: EngineConfig
@@ -86,6 +113,7 @@ class EnginePlan:
     footprint: Footprint
     measured: Measured | None
     would_fit: tuple[str, ...]
+    start: PackedStart | None = None
 
     @property
     def model(self) -> ModelConfig:
@@ -177,6 +205,7 @@ class EnginePlan:
             "max_model_len": sizes.max_model_len,
             "longest": footprint.longest,
             "sequences": {str(length): count for length, count in self.sequences.items()},
+            "start": self.start and self.start._asdict(),
             "fits": footprint.fits,
             "would_fit": list(self.would_fit),
             "is_measured": self.measured is not None,
@@ -204,7 +233,8 @@ def make_plan(config: EngineConfig) -> EnginePlan:
             set_threads(footprint, config.num_threads)
         measured = measure(footprint)
     would_fit = () if footprint.fits else tuple(ways_to_fit(footprint))
-    made = EnginePlan(config, place, footprint, measured, would_fit)
+    start = PackedStart.of(footprint) if place.sheet is None else None
+    made = EnginePlan(config, place, footprint, measured, would_fit, start)
     if measured is None or not footprint.fits or not _is_small(footprint, directory):
         return made
     steps = measure_steps(config, footprint.sizes, made.usual_length)

@@ -37,6 +37,7 @@ def measure_steps(config: EngineConfig, sizes: Sizes, length: int) -> Coefficien
         "num_blocks": (num_seqs + 1) * num_groups * (1 + (length + _NUM_STEPS) // sizes.block_size),
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
+        "weights_cache": False,
     }
     with LLMEngine(**options) as engine:
         one_short, one = (_decode_s(engine, 1, each) for each in (short, length))

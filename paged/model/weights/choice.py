@@ -36,13 +36,19 @@ class Forms:
     apply silu(gate) * up itself.
 
     of_precise: rows of a layer that lose too much in its form; None: no rows do.
-    num_shards: into how many each weight is divided; None: no form depends on the other shards.
+    num_shards: into how many each weight is divided; None: no form depends on the other shards, as none is in
+        panels.
     """
 
     of_floats: Mapping[Role, MakeForm]
     of_codes: MakeCodedForm
     of_precise: MakeForm | None = None
     num_shards: int | None = None
+
+    @property
+    def in_panels(self) -> bool:
+        """Whether weights are packed into panels."""
+        return self.num_shards is not None
 
     def make(
         self,

@@ -19,6 +19,7 @@ class InPanels(Protocol):
     panels: Panels
     padded_bias: Tensor | None
     gated: bool
+    stays: bool
 
     @property
     def is_recordable(self) -> bool: ...
@@ -31,14 +32,20 @@ class PanelExperts(ExpertsForm):
         first = forms[0]
         self.gated = first.gated
         self.is_recordable = first.is_recordable
-        memory = expert_memory(first.panels, len(forms))
-        for own, form in zip(memory, forms, strict=True):
-            if form.panels.weight.shape == own.shape and form.panels.weight.dtype == own.dtype:
-                own.copy_(form.panels.weight)
-                form.panels = form.panels._replace(weight=own)  # so that one matrix is in memory twice
+        if not all(form.stays for form in forms):
+            _move_together(forms)
         biases = [form.padded_bias for form in forms if form.padded_bias is not None]
         with TrustedContents():  # they were checked when they were packed
             self.weights = ExpertPanels([form.panels for form in forms], biases if with_bias else None)
 
     def __call__(self, x: Tensor, offsets: Tensor, sources: Tensor | None) -> Tensor:
         return grouped_panel_linear(x, self.weights, offsets, sources)
+
+
+def _move_together(forms: Sequence[InPanels]) -> None:
+    """Move the panels of experts that are packed as the first one into one piece of memory."""
+    memory = expert_memory(forms[0].panels, len(forms))
+    for own, form in zip(memory, forms, strict=True):
+        if form.panels.weight.shape == own.shape and form.panels.weight.dtype == own.dtype:
+            own.copy_(form.panels.weight)
+            form.panels = form.panels._replace(weight=own)  # so that one matrix is in memory twice

@@ -71,7 +71,11 @@ class PanelWeight(TableForm):
 
     out_dtype: of its products, by default that of x. gated: the weight [2 * n, in_features] holds gates and
     ups; its products are the n numbers silu(gate) * up. whole: what the weight may be a shard of.
+
+    stays: whether the panels lie in memory that holds those of all weights.
     """
+
+    stays = False
 
     def __init__(
         self,

@@ -1,0 +1,96 @@
+"""`paged cache`: the packed weights that are kept for later starts. `paged cache rm` removes them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..base.errors import ResourceError
+from ..simulate.report import table
+from .common import CliError
+from .headings import MODEL, CommandGroup, GroupedCommand
+
+if TYPE_CHECKING:
+    from ..checkpoints.weights_cache.file import Listed
+
+cache = typer.Typer(cls=CommandGroup)
+_HELP = "The folder. [default: paged/weights in the user's cache ($XDG_CACHE_HOME)]"
+Folder = Annotated[
+    Path | None, typer.Option("--weights-cache", help=_HELP, show_default=False, rich_help_panel=MODEL)
+]
+_NAMES_HELP = "Names that paged cache lists, or their beginnings. [default: all]"
+Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help=_NAMES_HELP, show_default=False)]
+_UNITS = ((86_400, "days"), (3_600, "hours"), (60, "minutes"), (1, "seconds"))
+
+
+@cache.callback(invoke_without_command=True)
+def root(context: typer.Context, weights_cache: Folder = None) -> int:
+    """List the packed weights that are kept, or remove them. The last used come first."""
+    if context.invoked_subcommand is not None:
+        return 0
+    found = _listed(weights_cache)
+    rows = [
+        [each.kept.path.stem, f"{each.kept.num_bytes:,}", _ago(each.kept.last_use), each.title or "damaged"]
+        for each in found
+    ]
+    if rows:
+        print("\n".join(table([["name", "bytes", "last used", "weights"], *rows])))
+    print(f"{sum(each.kept.num_bytes for each in found):,} bytes in {_folder(weights_cache)}")
+    return 0
+
+
+@cache.command(cls=GroupedCommand)
+def rm(
+    names: Names = None,
+    weights_cache: Folder = None,
+) -> int:
+    """Remove packed weights. Engines that run go on with them."""
+    from ..checkpoints.weights_cache.folder import WeightsCache
+
+    found = _listed(weights_cache)
+    chosen = {each.kept: None for each in found if not names}
+    for name in names or []:
+        own = [each.kept for each in found if each.kept.path.stem.startswith(name)]
+        if not own:
+            raise CliError(f"no packed weights are kept as {name!r}; paged cache lists what is")
+        chosen |= dict.fromkeys(own)
+    for kept in chosen:
+        WeightsCache(kept.path.parent, create=False).remove(kept.path)
+    left = [kept for kept in chosen if kept.path.exists()]
+    if left:
+        raise ResourceError(f"{left[0].path} cannot be removed")
+    print(f"removed {len(chosen)} files of {sum(kept.num_bytes for kept in chosen):,} bytes")
+    return 0
+
+
+def _listed(folder: Path | None) -> list[Listed]:
+    """Return what is kept in a folder; nothing if there is none. Raises ResourceError."""
+    from ..checkpoints.weights_cache.file import listed
+    from ..checkpoints.weights_cache.folder import CacheError, WeightsCache
+
+    place = _folder(folder)
+    if not place.exists():
+        return []
+    try:
+        return [*listed(WeightsCache(place, create=False))]
+    except CacheError as error:
+        raise ResourceError(str(error)) from error
+
+
+def _folder(folder: Path | None) -> Path:
+    from ..checkpoints.weights_cache.folder import default_place
+
+    place = default_place() if folder is None else folder.expanduser()
+    if place is None:
+        raise ResourceError("there is no home directory; --weights-cache names a folder")
+    return place
+
+
+def _ago(moment: float) -> str:
+    """Return how long ago a moment was, in the largest unit of which it is two or more."""
+    seconds = max(0.0, time.time() - moment)
+    size, name = next(((size, name) for size, name in _UNITS if seconds >= 2 * size), _UNITS[-1])
+    return f"{seconds / size:.0f} {name} ago"

@@ -1,0 +1,209 @@
+"""Weights that are kept between starts: what a loader has made, as plain values and tensors, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...checkpoints.stored import StoredRows
+from ...kernels.panels import Panels
+from . import panels
+from .forms import JoinedForm, Role, WeightForm
+from .loading import Loader
+
+# What else a loader would be needed for, or is made again.
+_NOT_KEPT = {"_whole", "padded_bias", "stays"}
+_ROOMS = ("architectures", "checkpoints", "kernels", "model")  # whose code decides how weights are packed
+
+
+class KeptError(Exception):
+    """Kept weights are not those of the model that is loaded."""
+
+
+class Tensors(Protocol):
+    """The tensors of kept weights by their number."""
+
+    def __getitem__(self, index: int) -> Tensor: ...
+
+
+class KeepsWeights(Protocol):
+    """Keeps the weights of a model as they are packed, for the next start."""
+
+    def load(self, model: LoadsWeights, loader: Loader) -> bool:
+        """Load the weights that are kept, else those of the checkpoint. Return False if neither was done."""
+
+    def start_keeping(self) -> None:
+        """Keep what was packed, beside what the process does. Call it once the model is ready."""
+
+    def wait(self) -> Path | None:
+        """Wait until the weights are kept. Return their file; None if they cannot be kept."""
+
+
+class LoadsWeights(Protocol):
+    """A model, as `Model` is."""
+
+    def load(self, loader: Loader) -> None:
+        """Load the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingLoader(Loader):
+    """A loader that remembers what it has made, in order."""
+
+    made: list[tuple[str, Tensor | WeightForm]] = field(default_factory=list)
+
+    def parameter(self, rows: StoredRows, name: str, like: Tensor) -> nn.Parameter:
+        found = Loader.parameter(self, rows, name, like)
+        self.made.append((_name_of(rows, name), found))
+        return found
+
+    def form(self, rows: StoredRows, like: Tensor, role: Role, num_precise: int = 0) -> WeightForm:
+        found = Loader.form(self, rows, like, role, num_precise)
+        self.made.append((_name_of(rows, "form"), found))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class KeptLoader(Loader):
+    """A loader that takes what another one has made. Raises KeptError where a module asks for another.
+
+    described: what was made, in order, with the names.
+    """
+
+    described: Iterator[list[Any]] = field(default_factory=lambda: iter(()))
+    tensors: Tensors = ()
+
+    def parameter(self, rows: StoredRows, name: str, like: Tensor) -> nn.Parameter:
+        value = self.tensors[self._next(_name_of(rows, name))]
+        if value.shape != like.shape or value.dtype != like.dtype:
+            raise KeptError(f"{name} of {list(like.shape)} was kept as {list(value.shape)}")
+        return nn.Parameter(value.clone(), requires_grad=False)
+
+    def form(self, rows: StoredRows, like: Tensor, role: Role, num_precise: int = 0) -> WeightForm:  # noqa: ARG002
+        return _restored(self._next(_name_of(rows, "form")), self.tensors)
+
+    def _next(self, name: str) -> Any:
+        found, described = next(self.described, ("nothing", None))
+        if found != name:
+            raise KeptError(f"{found} was kept where {name} is needed")
+        return described
+
+
+def _name_of(rows: StoredRows, name: str) -> str:
+    return f"{next(iter(rows.parts), '')}.{name}"
+
+
+def describe(loader: RecordingLoader) -> tuple[dict[str, Any], list[Tensor]] | None:
+    """Return what a loader has made as plain values and tensors; None if a form cannot be kept.
+
+    Call it once the model is loaded: experts are taken together then.
+    """
+    tensors: list[Tensor] = []
+
+    def put(tensor: Tensor) -> int:
+        tensors.append(tensor)
+        return len(tensors) - 1
+
+    made: list[tuple[str, Any]] = []
+    for name, found in loader.made:
+        described = put(found.contiguous()) if isinstance(found, Tensor) else _described(found, put)
+        if described is None:
+            return None
+        made.append((name, described))
+    return {"made": made, "file_bytes": dict(loader.num_bytes)}, tensors
+
+
+def kept_loader(loader: Loader, described: Mapping[str, Any], tensors: Tensors) -> KeptLoader:
+    """Return a loader that takes what was described."""
+    loader.num_bytes.update(described["file_bytes"])
+    return KeptLoader(**_fields_of(loader), described=iter(described["made"]), tensors=tensors)
+
+
+def recording_loader(loader: Loader) -> RecordingLoader:
+    """Return a loader that remembers what it makes."""
+    return RecordingLoader(**_fields_of(loader))
+
+
+def _fields_of(loader: Loader) -> dict[str, Any]:
+    return {each.name: getattr(loader, each.name) for each in fields(Loader)}
+
+
+def _described(form: WeightForm, put: Callable[[Tensor], int]) -> dict[str, Any] | None:
+    """Return the class and the attributes of a form in panels; None for any other."""
+    if isinstance(form, JoinedForm):
+        forms = [_described(each, put) for each in form.forms]
+        return None if None in forms else {"class": "JoinedForm", "forms": forms, "num_rows": form.num_rows}
+    if not isinstance(form, panels.PanelWeight | panels.Table):
+        return None
+    values = {name: _value(x, put) for name, x in vars(form).items() if name not in _NOT_KEPT}
+    return {"class": type(form).__name__, "values": values}
+
+
+def _value(x: Any, put: Callable[[Tensor], int]) -> Any:
+    """Return an attribute as JSON has it: True, False and None as they are."""
+    if isinstance(x, Tensor):
+        return {"tensor": put(x)}
+    if isinstance(x, torch.dtype):
+        return {"dtype": str(x).removeprefix("torch.")}
+    if isinstance(x, Panels):
+        return {"panels": [put(x.weight), put(x.scales), x.out_features, x.gated]}
+    assert x is None or isinstance(x, bool), f"a form has {x!r}"
+    return x
+
+
+def _restored(described: Mapping[str, Any], tensors: Tensors) -> WeightForm:
+    """Make a form again."""
+    if described["class"] == "JoinedForm":
+        forms = [_restored(each, tensors) for each in described["forms"]]
+        return JoinedForm(list(zip(forms, described["num_rows"], strict=True)))
+    kind = _classes()[described["class"]]
+    form: WeightForm = object.__new__(kind)
+    for name, value in described["values"].items():
+        setattr(form, name, _attribute(value, tensors))
+    if isinstance(form, panels.PanelWeight):
+        form.stays = True
+        form.padded_bias = None
+    return form
+
+
+def _attribute(value: Any, tensors: Tensors) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dtype":
+        return getattr(torch, content)
+    weight, scales, out_features, gated = content
+    return Panels(tensors[weight], tensors[scales], out_features, gated)
+
+
+@cache
+def _classes() -> dict[str, type[Any]]:
+    from . import coded_panels
+
+    kinds = (
+        *(panels.Table, panels.PanelWeight, coded_panels.PanelCodes),
+        *(coded_panels.PanelInt8Weight, coded_panels.PanelInt4Weight),
+    )
+    return {kind.__name__: kind for kind in kinds}
+
+
+@cache
+def packer() -> str:
+    """Return a hash of the code that packs weights, which another version may do otherwise."""
+    folder = Path(__file__).parents[2]
+    digest = sha256(torch.__version__.encode())
+    for room in _ROOMS:
+        files = sorted((folder / room).resolve().rglob("*.py"))
+        for file in files:
+            if "gpu" not in file.parts:
+                digest.update(f"{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
