@@ -160,7 +160,7 @@ class LLMEngine(metaclass=ExplainsMissing):
             self.block_manager,
             draft_model=runner.draft_model,
             num_in_flight=runner.num_in_flight,
-            runs_ahead=config.num_ranks == 1 and runner.num_in_flight > 1,
+            runs_ahead=runner.sizes.part is None and runner.num_in_flight > 1,
         )
         if text.has_embedding_files:
             _ = text.embedding_head  # wrong weights are refused now

@@ -118,8 +118,8 @@ class EngineConfig:
     max_cudagraph_capture_size: the most requests of a CUDA graph; steps of more run without one. None takes
         max_num_seqs, or the largest of cudagraph_capture_sizes.
     async_scheduling: whether the host schedules the next step of the same requests while the device computes
-        one. None does so on a GPU with Triton's kernels and the model in one process; elsewhere True is an
-        error.
+        one. None takes True on a GPU with Triton's kernels where one process has the model; elsewhere True is
+        an error.
     seed: from which the seeds of requests without one are derived.
     skip_tokenizer_init: load no tokenizer: prompts must be token ids, and outputs have no text.
 

@@ -11,7 +11,7 @@ from paged import LLMEngine, SamplingParams, StructuredOutputsParams
 from paged.base.errors import ConfigError
 from paged.runner.model_runner import Pending
 from paged.sampling.token_history import TokenHistory
-from tests.support.engine_uses import WAYS_TO_SAMPLE, generated
+from tests.support.engine_uses import WAYS_TO_SAMPLE, generated, with_steps_ahead
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "attention_backend": "torch", "max_model_len": 64}
 WAYS: list[dict[str, Any]] = [
@@ -25,11 +25,7 @@ WAYS: list[dict[str, Any]] = [
 
 def engine_of(depth: int, **options: Any) -> LLMEngine:
     engine = LLMEngine("demo", **{**OPTIONS, "num_blocks": 64, **options})
-    if depth > 1:
-        engine.runner.num_in_flight = depth
-        engine.runner.planner.with_pending = True
-        engine.scheduler.run_ahead()
-    return engine
+    return with_steps_ahead(engine, depth) if depth > 1 else engine
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -61,7 +57,7 @@ def test_what_the_device_has_counted_is_not_counted_again(monkeypatch):
         return recount
 
     monkeypatch.setattr(TokenHistory, "prepare", preparing)
-    params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True, frequency_penalty=0.5)
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, frequency_penalty=0.3)
     engine.add_request("a", [5, 6, 7], params)
     engine.add_request("b", [5], SamplingParams(max_tokens=40, ignore_eos=True))
     tokens = {}
