@@ -44,5 +44,5 @@ class RowParameters(NamedTuple):
 NUM_PARAMETER_FLOATS = 5
 NUM_PARAMETER_WORDS = 2 + NUM_PARAMETER_FLOATS + 1  # of 32 bits, in a row of the table of parameters
 
-TakeParameters = Callable[[Tensor, Tensor], RowParameters]  # see `gpu.sampling.seat_parameters`
+TakeParameters = Callable[[Tensor, Tensor], RowParameters]  # see `gpu.sampling.take_parameters`
 UnpackStep = Callable[..., None]  # with the parameters of `gpu.unpack_step.unpack_step`

@@ -19,7 +19,7 @@ from .rows.scale_and_cap import scale_and_cap
 from .rows.scale_rows import scale_rows
 from .sampling.penalties import apply_penalties
 from .sampling.sample_tokens import sample_tokens
-from .sampling.seat_parameters import take_parameters
+from .sampling.take_parameters import take_parameters
 from .target import check_target, current_target, in_interpreter, listening
 from .unpack_step import unpack_step
 

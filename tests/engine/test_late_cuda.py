@@ -13,9 +13,8 @@ from paged import LLMEngine, SamplingParams, StructuredOutputsParams
 from paged.drafting.drafter import Draft
 from paged.engine import engine as engine_module
 from paged.grammars import grammar_jobs
-from paged.kernels import steps
 from paged.kernels.gpu.target import in_interpreter
-from paged.model.batch import Batch
+from paged.kernels.seats import SEAT, StepTensors
 from paged.requests.request import Request
 from paged.runner.batches.seats import SeatedBatches
 from paged.runner.swap_rate import measure_swap_rate
@@ -81,9 +80,9 @@ def random_requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
 class SpendingTokens(SeatedBatches):
     """Takes from a seat the token that it computes: what is read twice, or before it is drawn, is -1."""
 
-    def batch(self, step: Any) -> Batch:
-        made = super().batch(step)
-        self.last_tokens.index_fill_(0, step.rows.tensor[: step.num_logits, steps.SEAT].long(), -1)
+    def unpack(self, step: Any) -> StepTensors:
+        made = super().unpack(step)
+        self.last_tokens.index_fill_(0, step.rows.tensor[: step.num_logits, SEAT].long(), -1)
         return made
 
 
@@ -100,13 +99,16 @@ def test_steps_in_flight_of_the_same_requests_give_the_tokens_of_a_cpu(seed, mon
     monkeypatch.setattr(engine_module, "_steps_in_flight", lambda _: depth)
     num_blocks = 6 if seed % 4 == 3 else 64
     with late_cuda(seed) as gpu:
-        engine = OVERLAPS.engine(device="cuda", attention_backend="triton", num_blocks=num_blocks)
+        sizes = [3] if seed % 4 == 1 else [4]  # graphs of all decodes, or of none
+        options = {"num_blocks": num_blocks, "cudagraph_capture_sizes": sizes}
+        engine = OVERLAPS.engine(device="cuda", attention_backend="triton", **options)
         most = watch_depth(engine)
         with steps_from_bytes():
             outputs = engine.generate(prompts, params, use_tqdm=False)
         engine.scheduler.check()
     assert most() == depth or num_blocks < 64  # where blocks are short none is scheduled ahead
     assert gpu.num_late > 20, "the host has waited for nothing"
+    assert bool(gpu.num_replays) == (seed % 4 == 1)
     for output, wanted, own in zip(outputs, expected, params, strict=True):
         assert [s.token_ids for s in output.outputs] == [s.token_ids for s in wanted.outputs], own
         assert [s.finish_reason for s in output.outputs] == [s.finish_reason for s in wanted.outputs]

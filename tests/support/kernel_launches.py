@@ -21,7 +21,7 @@ from paged.kernels.gpu.attention.config import choose_config, largest_head_dim
 from paged.kernels.gpu.experts.grouped_linear import grouped_linear
 from paged.kernels.gpu.sampling.penalties import apply_penalties
 from paged.kernels.gpu.sampling.sample_tokens import sample_tokens
-from paged.kernels.gpu.sampling.seat_parameters import take_parameters
+from paged.kernels.gpu.sampling.take_parameters import take_parameters
 from paged.kernels.gpu.unpack_step import unpack_step
 from paged.kernels.routing import RoutingOptions
 from paged.kernels.seats import NUM_COLUMNS, NUM_PARAMETER_WORDS, NUM_TOKEN_COLUMNS, StepTensors
