@@ -23,6 +23,8 @@ generates --max-tokens tokens. tokens/s is their number over the time of prompts
                as long, in 2 and 8 times as many rounds; then the time in which an engine starts
     imports    seconds and memory of `import paged` and of a start of the demo model with its tokenizer, and
                what a model class of transformers would add. That none is imported is checked.
+    starts     commands as whole processes, in turns with the imports that they cannot do without; and the
+               first start of a fresh clone, which compiles kernels
 
 Every way is a process that loads the model once. It first proves on a small run that its tokens are those of
 transformers in float32 (benchmarks.peers.hf.Judge), then takes turns with the others; each round has new
@@ -44,6 +46,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import checkpoint, print_json, print_table
+from benchmarks.models.commands import command_rows
 from benchmarks.models.counts import assert_equal_cost, assert_within_windows, counts
 from benchmarks.models.starts import check_native_start, medians, start
 from benchmarks.models.ways import Turns, Way, ratio_rows
@@ -51,7 +54,7 @@ from benchmarks.peers.process import ROOT
 from benchmarks.peers.report import Row
 from paged.device.devices import resolve_dtype
 
-SECTIONS = ("llama", "generate", "before", "imports")
+SECTIONS = ("llama", "generate", "before", "imports", "starts")
 FAMILIES = {"gemma3-1b": "gemma3-tiny", "phi3-1b": "phi3-tiny"}
 # Times as many rounds and tokens: the target is near 1, and runs of a small model are short.
 EARLIER = {"tinyllama-1.1b": (2, 1), "llama-15m": (8, 2)}
@@ -71,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rounds=args.rounds, scale=args.scale, max_tokens=args.max_tokens, dtype=dtype, threads=args.threads
     )
     print(f"{dtype}, {args.threads} threads", flush=True)
-    rows: dict[str, list[Row]] = {section: [] for section in args.section}
+    rows: dict[str, list[Row]] = {section: [] for section in args.section if section != "starts"}
     if {"llama", "generate"} & rows.keys():
         for shape, tiny in FAMILIES.items():
             run_family(tiny if args.quick else shape, args, turns, rows)
@@ -79,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         run_before(args, turns, rows)
     if "imports" in rows:
         rows["imports"] = run_imports(args)
+    if "starts" in args.section:
+        rows["commands"] = command_rows(args.rounds, args.threads)
     for section, found in rows.items():
         print(f"\n{section}")
         print_table(found)

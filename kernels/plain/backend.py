@@ -6,11 +6,12 @@ An operation that plain torch computes no faster than the reference is the refer
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from .. import reference
 from ..checked import checked
 from ..checks import check_cache_dtype
-from ..steps import UnpackStep
+from ..steps import Needs, UnpackStep
 from .attention.paged_attention import paged_attention, plan_attention
 from .rows.rotary_store_kv import rotary_store_kv
 from .rows.row_kernels import gelu_and_mul, greedy, layer_norm, silu_and_mul
@@ -40,6 +41,11 @@ unpack_step: UnpackStep | None = None
 step_recorder = None
 greedy_of_allowed = None
 split_keys = sys.maxsize  # contexts are not split
+
+
+def compile_for(needs: Needs, progress: Any = None) -> Callable[[], None]:  # noqa: ARG001
+    """Begin to compile what an engine needs; the result waits for it. Nothing is compiled."""
+    return lambda: None
 
 
 def head_dims() -> range:
