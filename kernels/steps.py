@@ -1,4 +1,4 @@
-"""What an engine's steps need of a backend, and its services for whole ones: record and replay, or unpack."""
+"""What an engine's steps need of a backend, and its service for whole ones: record a step, and replay it."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -6,14 +6,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-# The columns of a row, which says what one request does in the step; see `gpu.unpack_step`.
-SEAT, START, FIRST_TOKEN, LAST_TOKEN, FIRST_ENTRY, ENTRIES, NUM_ENTRIES = range(7)
-NUM_COLUMNS = 7
-FROM_SEAT = -1  # as FIRST_TOKEN: the only new token is the seat's last one, which as LAST_TOKEN stays
-
-UnpackStep = Callable[..., tuple[Tensor, Tensor]]  # with the parameters of `gpu.unpack_step.unpack_step`
-
 
 MOST_CALL_TENSORS = 3
 NoteCall = Callable[[Callable[..., None], tuple[Tensor, ...]], None]

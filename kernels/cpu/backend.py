@@ -8,9 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..checks import check_cache_dtype as check_cache_dtype
-from ..steps import Needs, UnpackStep
+from ..steps import Needs
 from .attention.paged_attention import SPLIT_KEYS
 from .launch.code_cache import announced, missing_kernels, needed, variant
 from .variants import kernels_for
@@ -20,7 +22,7 @@ has_linear = True
 has_coded_linear = False
 has_grouped_linear = False
 compiles_at_launch = False  # `compile_ahead` compiles all
-unpack_step: UnpackStep | None = None
+unpack_step = take_parameters = None
 split_keys = SPLIT_KEYS
 
 # The module of each operation, and what it is called there if that differs.
@@ -84,6 +86,11 @@ def compile_for(needs: Needs, progress: Any = None) -> Callable[[], None]:
     from .compiling import Compilation
 
     return Compilation(progress, sorted(names)).finish
+
+
+def most_decode_q(head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:  # noqa: ARG001
+    """Return 1: no sequence of more tokens is split."""
+    return 1
 
 
 def head_dims() -> range:
