@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .attention_options import AttentionOptions, AttentionPlan
 from .checked import unchecked
-from .steps import StepRecorder
+from .steps import Needs, StepRecorder
 
 if TYPE_CHECKING:
     from .routing import ExpertRows, RoutingOptions
@@ -61,6 +61,12 @@ class Kernels(Protocol):
 
     def partial_bytes(self, num_seqs: int, max_keys: int, num_heads: int, value_dim: int) -> int:
         """Return the most bytes that attention allocates for partial results, which grow with the batch."""
+
+    def compile_for(self, needs: Needs, progress: Any = None) -> Callable[[], None]:
+        """Begin to compile what an engine needs before it is ready. Call the result to wait for it.
+
+        progress: see `load_kernels`.
+        """
 
     def listening(self, compiled: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `compiled` for every kernel that is compiled at its launch inside the block."""
@@ -239,17 +245,20 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-def load_kernels(name: BackendName, progress: Any = None, *, checked: bool = True) -> Kernels:
+def load_kernels(
+    name: BackendName, progress: Any = None, *, checked: bool = True, ahead: bool = True
+) -> Kernels:
     """Return the kernels of one backend.
 
     progress: see `cpu.compiling.Progress`; shows what is compiled now, which is logged otherwise.
     checked: False: leave out the checks that are skipped in `checks.TrustedContents`, and the cost of asking
         for it. For a caller that proves its arguments, as the engine does.
+    ahead: compile all that numba compiles now. False: when asked for by `Kernels.compile_for`, or launched.
 
     Raises ValueError for an unknown name, and ImportError if Triton or numba is missing, or if numba has no
     directory to keep compiled kernels in.
     """
-    kernels = _load(name, progress)
+    kernels = _load(name, progress, ahead)
     if checked:
         return kernels
     return cast(Kernels, _Unchecked(kernels))
@@ -268,13 +277,13 @@ class _Unchecked:
         return value
 
 
-def _load(name: BackendName, progress: Any) -> Kernels:
+def _load(name: BackendName, progress: Any, ahead: bool) -> Kernels:
     if name == "torch":
         from .plain import backend as torch_kernels
 
         return torch_kernels
     if name == "numba":
-        return _numba_kernels(progress)
+        return _numba_kernels(progress, ahead)
     if name == "triton":
         return _triton_kernels()
     raise ValueError(f"attention_backend must be one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
@@ -288,7 +297,7 @@ def has_numba() -> bool:
         return False
 
 
-def _numba_kernels(progress: Any) -> Kernels:
+def _numba_kernels(progress: Any, ahead: bool) -> Kernels:
     if not has_numba():
         raise ImportError(
             "attention_backend='numba' needs numba, which compiles the CPU's kernels: "
@@ -296,7 +305,8 @@ def _numba_kernels(progress: Any) -> Kernels:
         )
     from .cpu import backend as numba_kernels
 
-    numba_kernels.compile_ahead(progress)
+    if ahead:
+        numba_kernels.compile_ahead(progress)
     return cast(Kernels, numba_kernels)
 
 

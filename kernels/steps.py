@@ -1,9 +1,10 @@
-"""Optional services of a backend for whole steps: record a step, and replay it."""
+"""What an engine's steps need of a backend, and its service for whole ones: record a step, and replay it."""
 
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 MOST_CALL_TENSORS = 3
@@ -78,3 +79,20 @@ class StepRecorder(Protocol):
 
     def new_memory(self, num_bytes: int) -> Tensor:
         """Allocate memory for `RecordedStep.use_memory`. Raises RuntimeError if there is none."""
+
+
+class Needs(NamedTuple):
+    """What a backend that compiles ahead must have ready.
+
+    operations: names in `backend.Kernels`, of the model's layers and of all that a request may ask for.
+    head_dims: of K and V, of all layers.
+    quantization: what weights in floats are quantised to while they load, if to anything.
+    has_codes: weights may be stored in codes, as in a quantised checkpoint.
+    """
+
+    operations: frozenset[str]
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    head_dims: frozenset[tuple[int, int]]
+    quantization: str | None
+    has_codes: bool

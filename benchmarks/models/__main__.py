@@ -26,7 +26,9 @@ generates --max-tokens tokens. tokens/s is their number over the time of prompts
     starts     TinyLlama's shape in bfloat16, int8 and int4: a start that packs the weights, one that finds
                them packed, and one beside another engine of the same weights. Seconds are those since the
                process was made, memory is the most that was resident, and what is this process's alone.
-               decode is the speed of kept weights over that of packed ones, in turns in one process.
+               decode is the speed of kept weights over that of packed ones, in turns in one process.; then
+                commands as whole processes, in turns with the imports that they cannot do without; and the
+                first start of a fresh clone, which compiles kernels
 
 Every way is a process that loads the model once. It first proves on a small run that its tokens are those of
 transformers in float32 (benchmarks.peers.hf.Judge), then takes turns with the others; each round has new
@@ -48,6 +50,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import checkpoint, print_json, print_table
+from benchmarks.models.commands import command_rows
 from benchmarks.models.counts import assert_equal_cost, assert_within_windows, counts
 from benchmarks.models.kept import kept_rows
 from benchmarks.models.starts import check_native_start, medians, start
@@ -85,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "imports" in rows:
         rows["imports"] = run_imports(args)
     if "starts" in args.section:
+        rows["commands"] = command_rows(args.rounds, args.threads)
         shape = "gemma3-tiny" if args.quick else "tinyllama-1.1b"
         rows["kept weights"] = []
         for options in ((), ("quantization=int8",), ("quantization=int4",)):

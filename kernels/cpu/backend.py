@@ -12,8 +12,10 @@ import torch
 
 from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..checks import check_cache_dtype as check_cache_dtype
+from ..steps import Needs
 from .attention.paged_attention import SPLIT_KEYS
-from .launch.code_cache import missing_kernels
+from .launch.code_cache import announced, missing_kernels, needed, variant
+from .variants import kernels_for
 
 name = "numba"
 has_linear = True
@@ -70,6 +72,20 @@ def compile_ahead(progress: Any = None) -> None:
         from .compiling import compile_ahead
 
         compile_ahead(progress)
+
+
+def compile_for(needs: Needs, progress: Any = None) -> Callable[[], None]:
+    """Begin to compile what an engine reaches, see `variants`. The result waits until it is there."""
+    names, kinds = kernels_for(needs)
+    for name, own in kinds.items():
+        announced[name] = announced.get(name, frozenset()) | own
+    names = {variant(name, announced.get(name)) for name in names}
+    needed.update(names)
+    if not missing_kernels(names):
+        return lambda: None
+    from .compiling import Compilation
+
+    return Compilation(progress, sorted(names)).finish
 
 
 def most_decode_q(head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:  # noqa: ARG001

@@ -1,11 +1,13 @@
 """Compile the kernels that are not in the cache: at the first start on a CPU, or after an update.
 
-Several processes do it together, each on a core: this one, helpers that it starts, and other engines that
-start at the same time. Each takes the next kernel that no other one has claimed.
+Several processes do it together, each on a core: helpers that this one starts, and those of other engines
+that start at the same time. Each takes the next kernel that no other one has claimed. Meanwhile this process
+reads the weights.
 
-python -m paged.kernels.cpu.compiling    # what a helper runs
+python -m paged.kernels.cpu.compiling launch.graph.graph linear.linear.linear+6-8    # what a helper runs
 """
 
+import gc
 import logging
 import os
 import signal
@@ -13,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -21,19 +23,22 @@ from typing import NamedTuple
 import torch
 
 from .launch import code_cache
-from .launch.code_cache import SECONDS, missing_kernels
+from .launch.code_cache import SECONDS, missing_kernels, seconds_of
 from .target import writable_directory
+from .variants import compile_only
 
 logger = logging.getLogger(__name__)
 
 MOST_PROCESSES = 4  # each takes half a gigabyte, and the longest kernel ends no sooner with more
+_IMPORTS_S = 2.0  # what a helper imports first takes so long, on one core of Zen 4
+_MEASURED_S = 1.0  # kernels that take so long there tell how fast this machine is, and how busy
 _POLL_S = 0.1
 
 
 class Compiled(NamedTuple):
-    """What was compiled when this process loaded the kernels, and where the cache is.
+    """What was compiled for the engines of this process, and where the cache is.
 
-    num_compiled: those of num_kernels that were not in the cache.
+    num_compiled: those of num_kernels, all that were needed, that were not in the cache.
     """
 
     num_kernels: int
@@ -51,81 +56,132 @@ class Compiled(NamedTuple):
         )
 
 
-# Shows progress: progress(number, text) is a context, which gives a function of how many are compiled.
-Progress = Callable[[int, str], AbstractContextManager[Callable[[int], None]]]
-_reports: list[Compiled] = []
+# Shows progress: progress(number, text) is a context, which gives a function of how many are compiled, and of
+# the text from now on.
+Progress = Callable[[int, str], AbstractContextManager[Callable[[int, str], None]]]
 
 
-def compile_ahead(progress: Progress | None = None) -> Compiled:
-    """Compile the kernels that are not in the cache. Only the first call of a process does anything.
+def compile_ahead(progress: Progress | None = None, names: Sequence[str] | None = None) -> Compiled:
+    """Compile those of these kernels, by default of all, that are not in the cache; see `Compilation`.
+
+    Return what was compiled in this process so far. Raises ImportError if the cache cannot be written.
+    """
+    Compilation(progress, SECONDS if names is None else names).finish()
+    return report()
+
+
+def report() -> Compiled:
+    """Return what was compiled in this process so far."""
+    directory = code_cache.directory_of("launch.graph.graph") or writable_directory()
+    return Compiled(len(code_cache.needed), sum(_counts), sum(_seconds), directory)
+
+
+_counts: list[int] = []
+_seconds: list[float] = []
+
+
+class Compilation:
+    """Compiles those of some kernels that are not in the cache, in other processes, until `finish`.
 
     progress: by default, lines in the log at the start and the end.
-
-    Raises ImportError if the cache cannot be written.
     """
-    if not _reports:
-        missing = missing_kernels()
-        started = time.perf_counter()
-        directory = code_cache.directory_of(next(iter(SECONDS))) or writable_directory()
-        if missing:
-            _compile(missing, progress)
-        seconds = time.perf_counter() - started
-        _reports.append(Compiled(len(SECONDS), len(missing), seconds, directory))
-        if missing and progress is None:
-            logger.warning(_reports[0].describe())
-    return _reports[0]
 
+    def __init__(self, progress: Progress | None, names: Iterable[str]) -> None:
+        own = [*names]
+        code_cache.needed.update(own)
+        self._missing = missing_kernels(own)
+        self._helpers: list[subprocess.Popen[bytes]] = []
+        self._thread: threading.Thread | None = None
+        if not self._missing:
+            return
+        writable_directory()  # raises before it takes time
+        self._started = time.perf_counter()
+        self._is_logged = progress is None
+        self._progress = progress or _no_progress
+        number = min(torch.get_num_threads(), MOST_PROCESSES, len(self._missing))
+        self._text = f"compiling {len(self._missing)} kernels for this CPU, once"
+        self._is_estimated = False
+        self._ended = threading.Event()
+        if self._is_logged:
+            logger.warning(self._text)
+        self._helpers = _start_helpers(number, self._missing)
+        code_cache.expected.update(self._missing if self._helpers else ())
+        self._thread = threading.Thread(target=self._watch, name="paged-compiling", daemon=True)
+        self._thread.start()
 
-def _compile(missing: list[str], progress: Progress | None) -> None:
-    num_processes = min(torch.get_num_threads(), MOST_PROCESSES, len(missing))
-    seconds = _estimate(missing, num_processes)
-    text = f"compiling {len(missing)} kernels for this CPU, once: about {seconds:.0f} s"
-    if progress is None:
-        logger.warning(text)
-        progress = _no_progress
-    with _helpers(num_processes - 1), progress(len(missing), text) as update, _watched(missing, update):
-        _work()
+    def _watch(self) -> None:
+        """Show the progress, until all is compiled or the end."""
+        with self._progress(len(self._missing), self._text) as update:
+            while (left := missing_kernels(self._missing)) and not self._ended.is_set():
+                self._estimate(left)
+                update(len(self._missing) - len(left), self._text)
+                if not self._is_helped():
+                    code_cache.expected.difference_update(self._missing)
+                self._ended.wait(_POLL_S)
+            code_cache.expected.difference_update(self._missing)
+            update(len(self._missing) - len(left), self._text)
+
+    def _is_helped(self) -> bool:
+        return any(helper.poll() is None for helper in self._helpers)
+
+    def _estimate(self, left: Sequence[str]) -> None:
+        """Say how long it takes, once the first kernels tell how fast it goes."""
+        done = sum(map(seconds_of, self._missing)) - sum(map(seconds_of, left))
+        if self._is_estimated or done < _MEASURED_S:
+            return
+        self._is_estimated = True
+        # The first ones are of the helper that begins with the quick ones.
+        slowness = (time.perf_counter() - self._started) / (_IMPORTS_S + done)
+        seconds = f"about {slowness * estimate(self._missing, max(1, len(self._helpers))):.0f} s"
+        self._text += f": {seconds}"
+        if self._is_logged:
+            logger.warning("%s in all", seconds)
+
+    def finish(self) -> None:
+        """Wait until all is compiled. Raises ImportError if the cache cannot be written."""
+        if self._thread is None:
+            return
+        try:
+            while left := missing_kernels(self._missing):
+                if not self._is_helped():
+                    work([code_cache.parts(name)[0] for name in left])  # raises what keeps helpers from it
+                time.sleep(_POLL_S)
+        finally:
+            self._ended.set()
+            self._thread.join()
+            self._thread = None
+            for helper in self._helpers:
+                helper.kill()
+                helper.wait()
+        _counts.append(len(self._missing))
+        _seconds.append(time.perf_counter() - self._started)
+        if self._is_logged:
+            logger.warning(report().describe())
 
 
 @contextmanager
-def _no_progress(number: int, text: str) -> Iterator[Callable[[int], None]]:  # noqa: ARG001
-    yield lambda num_compiled: None  # noqa: ARG005
+def _no_progress(number: int, text: str) -> Iterator[Callable[[int, str], None]]:  # noqa: ARG001
+    yield lambda num_compiled, text: None  # noqa: ARG005
 
 
-@contextmanager
-def _watched(missing: list[str], update: Callable[[int], None]) -> Iterator[None]:
-    """Call update(number of kernels compiled) again and again while the block runs, and at its end."""
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(_POLL_S):
-            update(len(missing) - len(missing_kernels()))
-
-    thread = threading.Thread(target=watch, name="paged-compiling", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-    update(len(missing))
+def estimate(names: Sequence[str], num_processes: int) -> float:
+    """Return the seconds that these kernels take on so many idle cores of Zen 4."""
+    seconds = [*map(seconds_of, names)]
+    return _IMPORTS_S + max(*seconds, sum(seconds) / num_processes)
 
 
-def _estimate(missing: list[str], num_processes: int) -> float:
-    seconds = [SECONDS[name] for name in missing]
-    return max(*seconds, sum(seconds) / num_processes, 1.0)
+def work(
+    names: Sequence[str], *, quickest_first: bool = False, is_wanted: Callable[[], bool] = lambda: True
+) -> None:
+    """Compile kernels until none of these is missing, and wait for those that other processes compile."""
+    while missing := missing_kernels(names):
+        from .compiled.kernels import compile_kernel
 
-
-def _work(*, quickest_first: bool = False, is_wanted: Callable[[], bool] = lambda: True) -> None:
-    """Compile kernels until none is missing, and wait for those that other processes compile."""
-    from .compiled.kernels import compile_kernel
-
-    while missing := missing_kernels():
         num_compiled = 0
         for name in reversed(missing) if quickest_first else missing:
             with code_cache.claimed(name) as is_claimed:
-                if is_claimed and is_wanted() and code_cache.directory_of(name) is None:
-                    compile_kernel(name)
+                if is_claimed and is_wanted() and code_cache.holder_of(name) is None:
+                    compile_kernel(code_cache.parts(name)[0])
                     num_compiled += 1
         if not is_wanted():
             return
@@ -133,38 +189,34 @@ def _work(*, quickest_first: bool = False, is_wanted: Callable[[], bool] = lambd
             time.sleep(_POLL_S)
 
 
-@contextmanager
-def _helpers(number: int) -> Iterator[None]:
-    """Let so many other processes compile too. They end with the block."""
+def _start_helpers(number: int, names: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+    """Start so many processes that compile these kernels."""
     if not sys.executable or getattr(sys, "frozen", False):  # Python is embedded in another program
         number = 0
     # So that they find these modules where this process does.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    processes = [
+    order = ("longest", "quickest")
+    return [
         subprocess.Popen(
-            [sys.executable, "-P", "-m", "paged.kernels.cpu.compiling"],
+            [sys.executable, "-P", "-m", "paged.kernels.cpu.compiling", order[i % 2], *names],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # what fails there fails here too, where it is reported
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         )
-        for _ in range(number)
+        for i in range(number)
     ]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
-def main() -> None:
+def main(order: str, *names: str) -> None:
     """Help the process that started this one, as long as it lives."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = os.getppid()
-    # The other one has begun with the kernels that take longest. Quick ones let its bar move soon.
-    _work(quickest_first=True, is_wanted=lambda: os.getppid() == parent)
+    compile_only(names)
+    gc.disable()  # what a compiler makes is of use until it ends: a tenth of its time
+    # Quick ones let the bar move soon.
+    work(names, quickest_first=order == "quickest", is_wanted=lambda: os.getppid() == parent)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -3,7 +3,7 @@
 import torch
 
 from ..attention_options import MIN_HEAD_DIM
-from ..plain.backend import add, greedy, mask_logits, take_rows, token_logprobs
+from ..plain.backend import add, compile_for, greedy, mask_logits, take_rows, token_logprobs
 from .attention.config import INTERPRETED_SPLIT, MAX_DECODE_Q, SPLIT, choose_config, largest_head_dim
 from .attention.paged_attention import paged_attention, plan_attention
 from .attention.split_kv import most_partial_bytes

@@ -6,12 +6,14 @@ An operation that plain torch computes no faster than the reference is the refer
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
 from .. import reference
 from ..checked import checked
 from ..checks import check_cache_dtype
+from ..steps import Needs
 from .attention.paged_attention import paged_attention, plan_attention
 from .rows.rotary_store_kv import rotary_store_kv
 from .rows.row_kernels import gelu_and_mul, greedy, layer_norm, silu_and_mul
@@ -41,6 +43,11 @@ unpack_step = take_parameters = None
 step_recorder = None
 greedy_of_allowed = None
 split_keys = sys.maxsize  # contexts are not split
+
+
+def compile_for(needs: Needs, progress: Any = None) -> Callable[[], None]:  # noqa: ARG001
+    """Begin to compile what an engine needs; the result waits for it. Nothing is compiled."""
+    return lambda: None
 
 
 def most_decode_q(head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:  # noqa: ARG001

@@ -56,9 +56,9 @@ def warmup(
 def _compiled(kernels: Kernels, num_kernels: int) -> str:
     """Describe what was compiled. num_kernels: those that the warm-up compiled or found on disk."""
     if kernels.name == "numba":
-        from ..kernels.cpu.compiling import compile_ahead  # done when the engine started: this tells about it
+        from ..kernels.cpu.compiling import report
 
-        return compile_ahead().describe()
+        return report().describe()
     if kernels.compiles_at_launch:
         return f"{num_kernels} kernels ready"
     return f"nothing to compile: attention_backend {kernels.name!r} has no kernels of its own"

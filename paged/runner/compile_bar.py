@@ -9,12 +9,13 @@ from tqdm import tqdm
 
 
 @contextmanager
-def compile_bar(number: int, text: str) -> Iterator[Callable[[int], None]]:
+def compile_bar(number: int, text: str) -> Iterator[Callable[[int, str], None]]:
     """Show how many kernels of `number` are compiled; the bar stays when the block ends."""
     with tqdm(total=number, desc=text, bar_format="{desc} |{bar}| {n}/{total} in {elapsed}") as bar:
 
-        def update(num_compiled: int) -> None:
+        def update(num_compiled: int, text: str) -> None:
             bar.n = num_compiled
+            bar.set_description_str(text, refresh=False)
             bar.refresh()
 
         yield update

@@ -17,12 +17,14 @@ from torch.overrides import TorchFunctionMode
 from ..architectures.config import ModelConfig, TensorNames
 from ..architectures.gguf_paths import is_gguf
 from ..architectures.hf_config import read_hf, read_quantization
+from ..architectures.spec import ExpertsSpec, FeedForwardSpec, LayerSpec
 from ..base.errors import ConfigError, ResourceError
 from ..checkpoints.stored import Recognizer, Sources
 from ..device.devices import check_attention, is_here, is_shortage, resolve_backend, weights_in_panels
 from ..device.host_memory import freed_at_once
 from ..kernels.backend import Kernels, load_kernels
 from ..kernels.checks import in_debug_mode
+from ..kernels.steps import Needs
 from ..model.decoder import Decoder
 from ..model.weights.choice import choose_forms
 from ..model.weights.loading import (
@@ -44,6 +46,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST_KEPT_BYTES = 64 * 10**6  # of a checkpoint: packing less takes no longer than to find it packed
+# Of every model, and of any request's sampling parameters.
+_EVERYWHERE = (
+    *("paged_attention", "rotary_store_kv", "step_recorder", "take_rows"),
+    *("apply_penalties", "greedy", "greedy_of_allowed", "mask_logits", "sample_tokens", "token_logprobs"),
+)
 
 
 def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, directory: Path) -> Model:
@@ -73,7 +80,11 @@ def _load(
     may_be_kept: bool = True,
 ) -> Decoder:
     """Load the weights: those that are kept from an earlier start, or those of the checkpoint."""
-    with open_model(sizes, model_config, device, directory, kernels) as (model, loader), freed_at_once():
+    with (
+        open_model(sizes, model_config, device, directory, kernels) as (model, loader),
+        freed_at_once(),
+        _compiling(kernels, needs_of(sizes, model_config, loader)),
+    ):
         model.stored_weights = StoredWeights(loader.num_bytes)
         if may_be_kept and are_worth_keeping(sizes, loader):
             from .kept_weights import KeptWeights
@@ -94,6 +105,83 @@ def are_worth_keeping(sizes: Sizes, loader: Loader) -> bool:
     )
 
 
+def needs_of(sizes: Sizes, config: ModelConfig, loader: Loader) -> Needs:
+    """Return what a model of these sizes needs, whose weights this loader reads."""
+    return Needs(
+        operations=frozenset(operations_of(config)),
+        dtype=getattr(torch, sizes.dtype),
+        cache_dtype=getattr(torch, sizes.kv_dtype),
+        head_dims=frozenset((shape.key_dim, shape.value_dim) for shape in config.kv_shapes),
+        quantization=sizes.config.quantization,
+        has_codes=bool(loader.recognizers),
+    )
+
+
+def operations_of(config: ModelConfig) -> Iterator[str]:
+    """Yield the operations that steps may launch: those of the layers, and all of sampling."""
+    yield from _EVERYWHERE
+    yield "layer_norm" if config.norm.subtracts_mean else "rms_norm"
+    factors = config.embedding_multiplier, config.logits_divisor
+    if factors != (1.0, 1.0) or config.logits_softcap is not None:
+        yield "scale_and_cap"
+    if config.layer_inputs is not None:
+        yield from ("gelu_and_mul", "rms_norm", "scale_and_cap")
+    for layer in config.layers:
+        yield from _of_layer(layer)
+
+
+def _of_layer(layer: LayerSpec) -> Iterator[str]:
+    if layer.parallel:
+        yield "add"
+    if layer.scaled:
+        yield "scale_and_cap"
+    if layer.attention.qk_norm is not None or layer.attention.value_norm or layer.norms.after_attention:
+        yield "rms_norm"
+    if layer.attention.rope.query_scaling_beta:
+        yield "scale_rows"
+    for part in layer.feed_forwards:
+        yield from _of_experts(part) if isinstance(part, ExpertsSpec) else _of_mlp(part)
+
+
+def _of_mlp(spec: FeedForwardSpec) -> Iterator[str]:
+    if not spec.gated:
+        yield "gelu"
+    else:
+        yield "silu_and_mul" if spec.activation == "silu" else "gelu_and_mul"
+
+
+def _of_experts(spec: ExpertsSpec) -> Iterator[str]:
+    yield from ("route", "sort_by_expert", "sum_experts")
+    if spec.router_scale is not None:
+        yield from ("rms_norm", "scale_and_cap")
+    activations = {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul"}
+    yield activations.get(spec.activation, spec.activation)
+    if spec.shared is not None:
+        yield from _of_mlp(spec.shared)
+
+
+@contextmanager
+def _compiling(kernels: Kernels, needs: Needs) -> Iterator[None]:
+    """Compile what an engine needs while the block runs; wait for it at the end.
+
+    Raises ResourceError where compiled kernels cannot be kept.
+    """
+    with _importing():
+        finish = kernels.compile_for(needs, _progress())
+    yield
+    with _importing():
+        finish()
+
+
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Turn an ImportError, of Triton, of numba or of its cache, into a ResourceError."""
+    try:
+        yield
+    except ImportError as error:
+        raise ResourceError(str(error)) from error
+
+
 @contextmanager
 def _explaining_shortage(model: ModelConfig, device: torch.device) -> Iterator[None]:
     """Turn what an allocation raises into a ResourceError that names the sizes."""
@@ -112,12 +200,13 @@ def _explaining_shortage(model: ModelConfig, device: torch.device) -> Iterator[N
 
 
 def new_kernels(sizes: Sizes, device: torch.device, *, checked: bool) -> Kernels:
-    """Return the kernels of the backend that is asked for. Raises ResourceError if it is not installed."""
-    try:
+    """Return the kernels of the backend that is asked for; none is compiled yet.
+
+    Raises ResourceError if it is not installed.
+    """
+    with _importing():
         backend = resolve_backend(sizes.config.attention_backend, device)
-        return load_kernels(backend, _progress(), checked=checked)
-    except ImportError as error:  # Triton or numba
-        raise ResourceError(str(error)) from error
+        return load_kernels(backend, checked=checked, ahead=False)
 
 
 def _progress() -> Any:

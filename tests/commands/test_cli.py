@@ -800,7 +800,7 @@ def test_warmup_says_how_long_a_cpu_compiled_and_where_the_cache_is(run, loaded,
         (0, "14 kernels for this CPU were compiled before, in cache\n"),
     ):
         told = compiling.Compiled(14, num_compiled, 2.5, Path("cache"))
-        monkeypatch.setattr(compiling, "compile_ahead", lambda told=told: told)
+        monkeypatch.setattr(compiling, "report", lambda told=told: told)
         monkeypatch.setattr(loaded.runner.model, "kernels", SimpleNamespace(name="numba"))
         assert run("warmup", "demo")[:2] == (0, line)
 

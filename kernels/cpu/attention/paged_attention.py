@@ -20,8 +20,9 @@ from ...attention_options import (
 )
 from ...checks import check_device, check_tensor, is_trusted
 from ..formats import KINDS
-from ..launch.tasks import Task, cache_strides
+from ..launch.tasks import Task, VariantTask, cache_strides
 from ..target import HAS_TILES, LANES, LINE, TILE_ROWS, padded
+from ..variants import attention_kinds
 
 SPLIT_KEYS = 1024  # keys that one softmax goes over; longer contexts are split and merged (split-KV)
 MAX_DECODE = 8  # new tokens of a sequence that is computed as a decode: mostly it waits for memory
@@ -58,7 +59,9 @@ _STRIDES = (  # bytes
     "value_token_stride",
     "value_head_stride",
 )
-ATTEND = Task("attention.kernel.attend", _ADDRESSES, (*_SIZES, *_KINDS, *_STRIDES), ("scale", "softcap"))
+ATTEND = VariantTask(
+    "attention.kernel.attend", _ADDRESSES, (*_SIZES, *_KINDS, *_STRIDES), ("scale", "softcap")
+)
 MERGE = Task(
     "attention.kernel.merge", ("merges", "parts", "out", "sinks"), ("num_heads", "value_dim", "query_kind")
 )
@@ -124,6 +127,7 @@ def plan_attention(
     check_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads, value_dim = value_cache.shape[1:]
+    ATTEND.require(*attention_kinds(KINDS[query.dtype], KINDS[key_cache.dtype], [(head_dim, value_dim)]))
     work = plan_units(
         seq_lens.numpy(), cu_seqlens_q.numpy(), num_heads, num_kv_heads, torch.get_num_threads()
     )

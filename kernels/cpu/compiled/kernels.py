@@ -13,6 +13,7 @@ from numba import carray, cfunc
 from ..launch import code_cache
 from ..launch.tasks import NEXT_THREAD, NEXT_UNIT, Task
 from ..target import writable_directory
+from ..variants import compiled_name
 from .simd.inner_code import KernelCompiler
 from .simd.memory import address_of, claim
 from .simd.vectors import function
@@ -69,11 +70,14 @@ def thread_scratch(args, counters):
 
 
 def compile_kernel(name: str) -> tuple[str, bytes]:
-    """Compile a kernel into the cache. Return its symbol and object code. Raises ImportError."""
+    """Compile a kernel into the cache. Return its symbol and object code. Raises ImportError.
+
+    It is the variant that this process compiles, if it has chosen one (`variants.compile_only`).
+    """
     writable_directory()  # raises before it takes time
     if name not in KERNELS:
         import_module(f"{__package__}.{name.rpartition('.')[0]}")
     compiled = cfunc("void(voidptr)", pipeline_class=KernelCompiler)(KERNELS[name])
     code = compiled.native_name, compiled._library._get_compiled_object()
-    code_cache.keep(name, code)
+    code_cache.keep(compiled_name(name), code)
     return code

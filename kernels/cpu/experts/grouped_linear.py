@@ -51,6 +51,7 @@ class ExpertPanels:
         self._table = torch.tensor(rows, dtype=torch.int64, device=_CPU)
         # One in floats may come before others in codes, whose factors need memory.
         self._has_groups = any(own.has_groups for own in self.weights)
+        self._kinds = frozenset(own.kind for own in self.weights)
 
     @property
     def first(self) -> Panels:
@@ -62,7 +63,7 @@ class ExpertPanels:
 
     def of_rows(self, offsets: Tensor) -> WeightsOfRows:
         """Return the weights with the rows of each."""
-        return WeightsOfRows(self._table, offsets, self._has_groups)
+        return WeightsOfRows(self._table, offsets, self._has_groups, self._kinds)
 
 
 def _shape_of(own: Panels) -> tuple[int, int, bool, bool]:

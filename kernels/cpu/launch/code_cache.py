@@ -3,13 +3,16 @@
 A file's name is a hash of all that its code depends on, and of no path: a copy of the project finds the code
 in its copy of the cache. A file that other users may have written is not used, as its code would run.
 
+Some kernels have variants: compiled for some kinds of numbers alone, which takes a fraction of the time.
+`linear.linear.linear+6-8` is the kernel for the kinds 6 and 8 of `formats`; a name without kinds is for all.
+
 A process claims a kernel before it compiles it. The others go on to kernels that are not claimed, and find
 the file of this one later.
 """
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -28,41 +31,53 @@ from ..target import (
 _DIGEST_BYTES = 32
 # Of a kernel, how many files from other sources are kept: copies of the project may share a directory.
 _MOST_OTHERS = 3
-# All kernels, and the seconds that each takes with all cores busy. Those of AMX are compiled where it is.
+# All kernels, and the seconds that each took on one core of Zen 4. Those of AMX are compiled where it is.
 SECONDS = {
-    "attention.kernel.attend": 20.0,
-    "attention.kernel.merge": 0.5,
-    "launch.graph.graph": 0.5,
-    "launch.threads.help": 0.5,
-    "launch.threads.launch": 0.5,
-    "launch.threads.look": 0.5,
+    "attention.kernel.attend": 14.7,
+    "attention.kernel.merge": 0.3,
+    "launch.graph.graph": 0.2,
+    "launch.threads.help": 0.1,
+    "launch.threads.launch": 0.1,
+    "launch.threads.look": 0.1,
     "linear.amx_linear.tiles": 4.0,
-    "linear.int4_search.best_fit": 0.5,
-    "linear.linear.linear": 10.0,
+    "linear.int4_search.best_fit": 0.9,
+    "linear.linear.linear": 11.8,
     "linear.pack_bf12.pack_bf12": 0.5,
-    "linear.pack_codes.pack_codes": 0.5,
+    "linear.pack_codes.pack_codes": 0.7,
     "rows.add.add": 0.5,
     "rows.clamped_swiglu.clamped_swiglu": 0.5,
-    "rows.gelu_and_mul.gelu": 0.5,
+    "rows.gelu_and_mul.gelu": 0.7,
     "rows.gelu_and_mul.gelu_and_mul": 0.5,
-    "rows.greedy.greedy": 0.5,
-    "rows.layer_norm.layer_norm": 0.5,
-    "rows.rms_norm.rms_norm": 1.0,
-    "rows.rotary_store_kv.rotary_store_kv": 4.0,
-    "rows.route.route": 0.5,
-    "rows.scale_and_cap.scale_and_cap": 0.5,
+    "rows.greedy.greedy": 0.3,
+    "rows.layer_norm.layer_norm": 1.4,
+    "rows.rms_norm.rms_norm": 0.9,
+    "rows.rotary_store_kv.rotary_store_kv": 3.0,
+    "rows.route.route": 0.7,
+    "rows.scale_and_cap.scale_and_cap": 0.7,
     "rows.scale_rows.scale_rows": 0.5,
     "rows.silu_and_mul.silu_and_mul": 0.5,
-    "rows.sort_by_expert.sort_by_expert": 0.5,
-    "rows.sum_experts.sum_experts": 0.5,
-    "rows.take_rows.take_panel_rows": 0.5,
-    "rows.take_rows.take_rows": 0.5,
-    "sampling.masks.choose": 0.5,
-    "sampling.masks.mask": 0.5,
-    "sampling.penalties.penalties": 0.5,
-    "sampling.sample_tokens.sample": 5.0,
+    "rows.sort_by_expert.sort_by_expert": 0.2,
+    "rows.sum_experts.sum_experts": 0.7,
+    "rows.take_rows.take_panel_rows": 1.2,
+    "rows.take_rows.take_rows": 0.6,
+    "sampling.masks.choose": 0.2,
+    "sampling.masks.mask": 0.2,
+    "sampling.penalties.penalties": 0.2,
+    "sampling.sample_tokens.sample": 3.5,
     "sampling.token_logprobs.logprobs": 0.5,
 }
+# Of a kernel with variants: the seconds of what they share, and in how many kinds the others are divided.
+_VARIANTS = {
+    "attention.kernel.attend": (4.5, 6),
+    "linear.linear.linear": (1.0, 14),
+    "rows.rotary_store_kv.rotary_store_kv": (0.4, 5),
+}
+# Of kernels with variants, the kinds that engines of this process have asked for.
+announced: dict[str, frozenset[int]] = {}
+# What engines of this process need.
+needed: set[str] = set()
+# What other processes compile for this one now, so that it need not.
+expected: set[str] = set()
 if not HAS_TILES:
     del SECONDS["linear.amx_linear.tiles"]
 
@@ -155,7 +170,45 @@ def _is_at(file: Path, descriptor: int) -> bool:
         return False
 
 
-def missing_kernels() -> list[str]:
-    """Return the kernels that are not in the cache; those that take longest come first."""
-    missing = [name for name in SECONDS if directory_of(name) is None]
-    return sorted(missing, key=SECONDS.__getitem__, reverse=True)
+def variant(kernel: str, kinds: Iterable[int] | None) -> str:
+    """Return the name of a kernel that is compiled for these kinds; None: for all."""
+    return kernel if kinds is None else f"{kernel}+{'-'.join(map(str, sorted(kinds)))}"
+
+
+def parts(name: str) -> tuple[str, frozenset[int] | None]:
+    """Return a kernel's own name, and the kinds that the name has; None: all."""
+    kernel, _, kinds = name.partition("+")
+    return kernel, frozenset(map(int, kinds.split("-"))) if kinds else None
+
+
+def holder_of(name: str) -> str | None:
+    """Return what the cache has in place of a variant, or of a kernel: itself, or one for more kinds."""
+    kernel, kinds = parts(name)
+    if directory_of(kernel) is not None:
+        return kernel
+    if kinds is None:
+        return None
+    end = _file_name("")
+    for place in directories():
+        for file in sorted(place.glob(f"{kernel}+*{end}")):
+            other = file.name.removesuffix(end)
+            with suppress(ValueError):  # not a name of ours
+                if kinds <= (parts(other)[1] or set()) and directory_of(other) is not None:
+                    return other
+    return None
+
+
+def missing_kernels(names: Iterable[str] | None = None) -> list[str]:
+    """Return which of these, by default of all kernels, the cache lacks; those that take longest first."""
+    missing = [name for name in (SECONDS if names is None else names) if holder_of(name) is None]
+    return sorted(missing, key=seconds_of, reverse=True)
+
+
+def seconds_of(name: str) -> float:
+    """Return the seconds that a kernel or a variant takes."""
+    kernel, kinds = parts(name)
+    whole = SECONDS.get(kernel, 0.5)
+    if kinds is None:
+        return whole
+    shared, number = _VARIANTS[kernel]
+    return shared + (whole - shared) * len(kinds) / number

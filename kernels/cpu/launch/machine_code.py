@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 import sys
+import time
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -18,12 +19,14 @@ from typing import Any, NamedTuple
 
 from . import code_cache
 
+_POLL_S = 0.02
 _C_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class MachineCode(NamedTuple):
     """A kernel as a C function of an address.
 
+    kinds: of a variant, that it is compiled for; None: all.
     owner: of its memory. Each kernel has its own, as numba numbers functions of the same name: code compiled
     by two processes may use one symbol for two functions.
     """
@@ -31,19 +34,33 @@ class MachineCode(NamedTuple):
     address: int
     call: Callable[[Any], None]
     owner: Any
+    kinds: frozenset[int] | None = None
 
 
 def machine_code(name: str) -> MachineCode:
     """Load the code of a kernel, a function of its record's address; compile it if it is not in the cache.
 
-    name: the module below `compiled` that has the kernel, and the kernel's own name.
+    name: the module below `compiled` that has the kernel, and the kernel's own name. Of a variant, what is
+    loaded may have more kinds; what is compiled here has all.
 
     Raises ImportError if the cache cannot be written.
     """
-    code = code_cache.find(name)
-    if code is None:
-        code = _compiled("kernels").compile_kernel(name)
-    return _load(*code)
+    found = _found(name)
+    while found is None and name in code_cache.expected:
+        time.sleep(_POLL_S)
+        found = _found(name)
+    if found is None:
+        found = _load(*_compiled("kernels").compile_kernel(code_cache.parts(name)[0]))
+    return found
+
+
+def _found(name: str) -> MachineCode | None:
+    """Load a kernel from the cache; None: it is not there, or damaged."""
+    holder = code_cache.holder_of(name)
+    code = None if holder is None else code_cache.find(holder)
+    if holder is None or code is None:
+        return None
+    return _load(*code)._replace(kinds=code_cache.parts(holder)[1])
 
 
 def _compiled(module: str) -> Any:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from . import code_cache
 from .machine_code import MachineCode, machine_code
 from .threads import threads
 
@@ -96,6 +97,33 @@ class Task:
             value.data_ptr() if isinstance(value, torch.Tensor) else 0 if value is None else value
             for value in given
         ]
+
+
+class VariantTask(Task):
+    """A task whose kernel may be compiled for some kinds alone. A launcher says which it has by `require`."""
+
+    _kinds: frozenset[int] = frozenset()  # of the code that is loaded
+    _is_whole = False
+    _earlier: tuple[MachineCode, ...] = ()  # kept, as recorded steps call it
+
+    def require(self, *kinds: int) -> None:
+        """Load code for launches of these kinds, unless what is loaded has them."""
+        if not self._is_whole and not self._kinds.issuperset(kinds):
+            announced = code_cache.announced.get(self.name, ())
+            self._load(self._kinds.union(announced, kinds))
+
+    def _load(self, kinds: frozenset[int] | None) -> None:
+        found = machine_code(code_cache.variant(self.name, kinds))
+        self._earlier += (found,)
+        self.code = found
+        self._is_whole = found.kinds is None
+        self._kinds = found.kinds or frozenset()
+
+    @cached_property
+    def code(self) -> MachineCode:
+        """The kernel's code, for all kinds unless a launcher has asked for some."""
+        self._load(None)
+        return self._earlier[-1]
 
 
 class Launch(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...checks import KERNEL_DTYPES, check_contiguous, check_device, check_dtype, check_shape, is_trusted
 from ..formats import GATED, MOST_GROUP, PANEL, PANEL_WIDTH, expanded_bytes
 from ..launch.huge_pages import in_huge_pages
-from ..launch.tasks import Field, Task, num_runs
+from ..launch.tasks import Field, VariantTask, num_runs
 from ..target import HAS_DOT, HAS_TILES, INPUTS, LANES
 from .panels import (
     OUT_KINDS,
@@ -38,7 +38,7 @@ ROWS = 64  # of a unit of work
 # Parts of whole groups have up to DEPTH steps and a group more, of two inputs each.
 _EXPANDED = expanded_bytes(2 * (DEPTH + MOST_GROUP))
 
-LINEAR = Task(
+LINEAR = VariantTask(
     "linear.linear.linear",
     ("x", "panels", "scales", "bias", "out", "offsets"),
     (
@@ -146,6 +146,7 @@ class WeightsOfRows(NamedTuple):
     table: Tensor  # i64[num_experts, 4], see `units`
     offsets: Tensor  # i32[num_experts + 1]: the rows of expert e are offsets[e] to offsets[e + 1]
     has_groups: bool  # whether any is in codes with factors for groups of inputs
+    kinds: frozenset[int]  # all their formats
 
 
 def multiply(
@@ -201,6 +202,7 @@ def multiply(
         has_groups = weight.has_groups if experts is None else experts.has_groups
         multiply_tiles(fields, rows, weight, num_experts=num_experts, has_groups=has_groups)
     else:
+        LINEAR.require(weight.kind, *(() if experts is None else experts.kinds))
         num_threads = torch.get_num_threads()
         size = (ROWS + 1 + DEPTH) * PANEL_WIDTH + _EXPANDED
         num_units = num_panels * -(-num_rows // ROWS)

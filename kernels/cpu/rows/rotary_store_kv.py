@@ -4,10 +4,10 @@ from torch import Tensor
 
 from ...checked import checked
 from ..formats import KINDS
-from ..launch.tasks import Task, are_contiguous, cache_strides
+from ..launch.tasks import VariantTask, are_contiguous, cache_strides
 from .row_kernels import in_torch, units_of_rows
 
-ROTARY_STORE_KV = Task(
+ROTARY_STORE_KV = VariantTask(
     "rows.rotary_store_kv.rotary_store_kv",
     (
         "qkv", "cos", "sin", "key_cache", "value_cache", "slot_mapping", "query_norm", "key_norm",
@@ -74,6 +74,7 @@ def rotary_store_kv(
             fixed_key_scales=fixed_key_scales,
             fixed_value_scales=fixed_value_scales,
         )
+    ROTARY_STORE_KV.require(KINDS[qkv.dtype], KINDS[cache_dtype])
     num_units, per_unit = units_of_rows(num_tokens, num_rows * head_dim)
     ROTARY_STORE_KV.run(
         num_units,

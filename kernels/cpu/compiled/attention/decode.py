@@ -5,10 +5,11 @@ prompts do, where many rows share them, would take as long as to read them.
 """
 
 from ...attention.paged_attention import TILE, TILE_BYTES
-from ...formats import BFLOAT16, BFLOAT16_PAIRS, FLOAT32
+from ...formats import BFLOAT16, BFLOAT16_PAIRS, FLOAT32, INT8
 from ...target import LANES
+from ...variants import ATTENTION_KERNEL
 from ..simd.memory import get_long, set_long
-from ..simd.vectors import function, padded
+from ..simd.vectors import dispatch_for, function, padded
 from .block_table import write_next_addresses
 from .decode_tiles import (
     add_bfloat,
@@ -22,6 +23,13 @@ from .decode_tiles import (
 )
 from .softmax import softmax_step
 from .units import BY_FLOATS
+
+_SCORES = {
+    FLOAT32: score_float, BFLOAT16_PAIRS: score_pairs, BFLOAT16: score_bfloat, INT8: score_int8
+}  # fmt: skip
+_SUMS = {FLOAT32: add_float, BFLOAT16_PAIRS: add_pairs, BFLOAT16: add_bfloat, INT8: add_int8}
+# _score(kind, ...) and _add(kind, ...) of products of that kind; other kinds are copied first.
+_score, _add = (dispatch_for(ATTENTION_KERNEL, own) for own in (_SCORES, _SUMS))
 
 _BLOCK = 8  # keys whose V is added for all heads before the next keys' V: it lies in few pages of memory
 
@@ -53,14 +61,7 @@ def _score_keys(args, unit, scratch, tile, kind):
                 ahead = keys + 8 * (TILE + tile.skip)
                 ahead_offset = unit.value_offset + head * args.value_head_stride
             same = out, TILE_BYTES, query, q_stride, where, offset, unit.depth, rows, ahead, ahead_offset
-            if kind == FLOAT32:
-                score_float(*same)
-            elif kind == BFLOAT16_PAIRS:
-                score_pairs(*same)
-            elif kind == BFLOAT16:
-                score_bfloat(*same)
-            else:
-                score_int8(*same)
+            _score(kind, *same)
 
 
 @function
@@ -92,14 +93,7 @@ def _add_values(args, unit, scratch, state, tile, kind):
                 ahead = scratch.more_addresses
                 ahead_offset = unit.key_offset + head * args.key_head_stride
             same = out, stride, weight, TILE_BYTES, where, offset, size, rows, vectors, ahead, ahead_offset
-            if kind == FLOAT32:
-                add_float(*same)
-            elif kind == BFLOAT16_PAIRS:
-                add_pairs(*same)
-            elif kind == BFLOAT16:
-                add_bfloat(*same)
-            else:
-                add_int8(*same)
+            _add(kind, *same)
 
 
 @function

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...attention.paged_attention import ATTEND, MAX_DECODE, MERGE, SPLIT_KEYS, TILE
 from ...formats import FLOAT32
-from ...target import LANES, VECTOR_BYTES
+from ...target import CPU_HAS_TILES, LANES, VECTOR_BYTES
 from ..kernels import each_unit
 from ..products.amx import release
 from ..simd.gather import copy_row, copy_words, fetch_rows
@@ -21,7 +21,7 @@ from . import amx_attention, decode
 from .block_table import copy_scales, write_addresses
 from .prompt import attend_in_scratch
 from .softmax import KeyTile, Prefetch, merge_softmax, reset, rows_from, write_output
-from .units import BY_FLOATS, BY_TILES, lay_out, read_unit
+from .units import BY_FLOATS, BY_TILES, HAS_FLOATS, HAS_WORDS, lay_out, read_unit
 
 
 @function
@@ -32,10 +32,10 @@ def _load_queries(args, unit, to):
         for token in range(unit.first_token, unit.first_token + unit.num_tokens):
             source = args.query + token * args.query_token_stride + key_head * group * args.query_head_stride
             for _ in range(group):
-                if unit.arithmetic != BY_FLOATS:
+                if HAS_WORDS and unit.arithmetic != BY_FLOATS:
                     copy_words(to, source, args.head_dim // 2)
                     to += 2 * args.head_dim
-                else:
+                elif HAS_FLOATS:
                     copy_row(FLOAT32, to, args.query_kind, source, args.head_dim, np.float32(args.scale))
                     to += 4 * args.head_dim
                 source += args.query_head_stride
@@ -93,14 +93,14 @@ def _attend(args, number, scratch_memory):
     """Attend from a unit's rows to all its keys, tile by tile and split by split."""
     unit = read_unit(args, args.units + 64 * number)
     scratch, total, partial = lay_out(args, unit, scratch_memory)
-    amx_in_place = unit.arithmetic == BY_TILES and unit.in_place
-    if amx_in_place:
+    amx_in_place = CPU_HAS_TILES and unit.arithmetic == BY_TILES and unit.in_place
+    if CPU_HAS_TILES and amx_in_place:
         start = max(unit.first_split * SPLIT_KEYS, unit.first_key // TILE * TILE)
         first = _next_tile(args, unit, start, scratch.next_addresses)
         fetch_rows(first.addresses, first.key_offset, first.key_bytes, 0, first.num_tokens)
         fetch_rows(first.addresses + 8 * TILE, first.value_offset, first.value_bytes, 0, first.num_tokens)
     _load_queries(args, unit, scratch.queries)
-    if amx_in_place:
+    if CPU_HAS_TILES and amx_in_place:
         amx_attention.prepare_in_place(args, unit, scratch)
 
     configured = 0
@@ -121,7 +121,7 @@ def _attend(args, number, scratch_memory):
                 decode.attend_in_place(args, unit, scratch, state, tile)
                 continue
             prefetch = _next_tile(args, unit, start + TILE, scratch.next_addresses)
-            if amx_in_place:
+            if CPU_HAS_TILES and amx_in_place:
                 amx_attention.attend_in_place(args, unit, scratch, state, tile, prefetch)
             else:
                 configured = attend_in_scratch(args, unit, scratch, state, tile, configured, prefetch)
@@ -134,7 +134,7 @@ def _attend(args, number, scratch_memory):
                 vectors = total.num_vectors
                 merge_softmax(to.maxima, to.normalizers, to.outputs, score, weight, other.outputs, vectors)
 
-    if unit.arithmetic == BY_TILES:
+    if CPU_HAS_TILES and unit.arithmetic == BY_TILES:
         release()
     _store_results(args, unit, total)
 

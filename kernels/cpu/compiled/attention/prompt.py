@@ -1,17 +1,21 @@
 """Attention over a key tile in scratch memory: of prompts, and of decodes that cannot read it in place."""
 
 from ...attention.paged_attention import AMX_BLOCK, TILE, TILE_BYTES
-from ...target import LANES, VECTOR_BYTES
+from ...target import CPU_HAS_TILES, LANES, VECTOR_BYTES
 from ..products.amx import configure_rows
 from ..products.tiles import multiply_add, multiply_add_pairs
 from ..simd.gather import copy_pairs, copy_rows, pair_rows
 from ..simd.memory import transpose
-from ..simd.vectors import function, padded
+from ..simd.vectors import dispatch, function, padded
 from .amx_attention import KEYS, add_values, clear_pairs, multiply_tiles, whole_keys
 from .softmax import KeyTile, rows_from, softmax_step
-from .units import BY_FLOATS, BY_PAIRS, BY_TILES
+from .units import BY_FLOATS, BY_PAIRS, BY_TILES, HAS_FLOATS, HAS_PAIRS, HAS_WORDS
 
 _ROW_BLOCK = 12  # query rows that go through a key tile together, up to the last key that one of them sees
+_PRODUCTS = {BY_PAIRS: multiply_add_pairs, BY_FLOATS: multiply_add}
+_HAS = {BY_PAIRS: HAS_PAIRS, BY_FLOATS: HAS_FLOATS}
+# _multiply(arithmetic, *product)
+_multiply = dispatch({kind: own for kind, own in _PRODUCTS.items() if _HAS[kind]})
 
 
 @function
@@ -21,7 +25,7 @@ def _copy_tile(args, unit, scratch, tile):
     width = padded(args.value_dim)
     heads = unit.num_heads
     value_addresses = key_addresses + 8 * TILE
-    if unit.arithmetic == BY_FLOATS:
+    if HAS_FLOATS and unit.arithmetic == BY_FLOATS:
         copy_rows(
             args.cache_kind, scratch.tile_keys, scratch.key_stride, key_addresses, unit.key_offset, tile.skip,
             tile.end, heads, args.key_head_stride, args.head_dim, args.head_dim,
@@ -31,15 +35,16 @@ def _copy_tile(args, unit, scratch, tile):
             tile.skip, tile.end, heads, args.value_head_stride, args.value_dim, width,
         )  # fmt: skip
         return
-    copy_pairs(
-        args.cache_kind, scratch.tile_keys, scratch.key_stride, key_addresses, unit.key_offset, tile.skip,
-        tile.end, heads, args.key_head_stride, args.head_dim,
-    )  # fmt: skip
-    pair_rows(
-        args.cache_kind, scratch.tile_values, scratch.value_stride, value_addresses, unit.value_offset,
-        tile.skip, tile.end, heads, args.value_head_stride, args.value_dim, width,
-    )  # fmt: skip
-    if unit.arithmetic == BY_TILES:
+    if HAS_WORDS:
+        copy_pairs(
+            args.cache_kind, scratch.tile_keys, scratch.key_stride, key_addresses, unit.key_offset, tile.skip,
+            tile.end, heads, args.key_head_stride, args.head_dim,
+        )  # fmt: skip
+        pair_rows(
+            args.cache_kind, scratch.tile_values, scratch.value_stride, value_addresses, unit.value_offset,
+            tile.skip, tile.end, heads, args.value_head_stride, args.value_dim, width,
+        )  # fmt: skip
+    if CPU_HAS_TILES and unit.arithmetic == BY_TILES:
         clear_pairs(scratch.tile_values, scratch.value_stride, tile, heads * width // LANES)
 
 
@@ -58,7 +63,7 @@ def _attend_block(args, unit, state, queries, keys, values, value_stride, first,
     scores = state.scores
     vectors = state.num_vectors
     q_stride = 4 * unit.depth
-    if unit.arithmetic == BY_TILES:
+    if CPU_HAS_TILES and unit.arithmetic == BY_TILES:
         width = whole_keys(tile.end)
         steps = args.head_dim // KEYS
         multiply_tiles(
@@ -71,10 +76,7 @@ def _attend_block(args, unit, state, queries, keys, values, value_stride, first,
     width = padded(tile.end)
     row_bytes = vectors * VECTOR_BYTES
     product = True, scores, TILE_BYTES, queries, q_stride, keys, TILE_BYTES, rows, width // LANES, unit.depth
-    if in_pairs:
-        multiply_add_pairs(*product)
-    else:
-        multiply_add(*product)
+    _multiply(unit.arithmetic, *product)
     softmax_step(args, unit, state, first, rows, tile, width, in_pairs, prefetch)
     skip = tile.skip
     end = tile.end
@@ -86,10 +88,7 @@ def _attend_block(args, unit, state, queries, keys, values, value_stride, first,
     product = (
         False, state.outputs, row_bytes, weights, TILE_BYTES, values, value_stride, rows, vectors, end - skip
     )  # fmt: skip
-    if in_pairs:
-        multiply_add_pairs(*product)
-    else:
-        multiply_add(*product)
+    _multiply(unit.arithmetic, *product)
 
 
 @function
@@ -111,7 +110,7 @@ def attend_in_scratch(args, unit, scratch, state, tile, configured, prefetch):
             seen = min(tile.end, unit.position + (block + some - 1) // group + 1 - tile.start)
             if seen <= tile.skip:
                 continue
-            if unit.arithmetic == BY_TILES and some != configured:
+            if CPU_HAS_TILES and unit.arithmetic == BY_TILES and some != configured:
                 configure_rows(scratch.tile_config, some)
                 configured = some
             row = head * rows + block

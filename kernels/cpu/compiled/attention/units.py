@@ -3,8 +3,9 @@
 from typing import NamedTuple
 
 from ...attention.paged_attention import AMX_BLOCK, TILE, TILE_BYTES, WORK_VECTORS
-from ...formats import BFLOAT16, BFLOAT16_PAIRS, FLOAT8, FLOAT32, INT8
-from ...target import HAS_DOT, LANES, LINE, TILE_ROWS, VECTOR_BYTES
+from ...formats import BFLOAT16, BFLOAT16_PAIRS, FLOAT8, FLOAT16, FLOAT32, INT8
+from ...target import CPU_HAS_TILES, HAS_DOT, LANES, LINE, TILE_ROWS, VECTOR_BYTES
+from ...variants import ATTENTION_KERNEL, compiles
 from ..simd.memory import get_int, get_long
 from ..simd.vectors import function, padded
 from .amx_attention import KEYS
@@ -13,6 +14,10 @@ from .softmax import State
 MAX_IN_PLACE_ROWS = 8  # of a KV head: with more, copying K and V into scratch memory pays
 # Multiply-adds of float32, of pairs of bfloat16 (AVX512-BF16), of tiles of such pairs (AMX).
 BY_FLOATS, BY_PAIRS, BY_TILES = range(3)
+# Which of them the kernel is compiled with.
+HAS_FLOATS = compiles(ATTENTION_KERNEL, FLOAT32, FLOAT16, BFLOAT16, INT8, FLOAT8)
+HAS_PAIRS = HAS_DOT and compiles(ATTENTION_KERNEL, BFLOAT16_PAIRS)
+HAS_WORDS = HAS_PAIRS or CPU_HAS_TILES
 
 
 class Unit(NamedTuple):

@@ -12,6 +12,12 @@ from numba import carray
 from ...formats import (
     BF12,
     BF12_PAIRS,
+    CODES4,
+    CODES4_PAIRS,
+    CODES8,
+    CODES8_PAIRS,
+    E4M3,
+    E4M3_PAIRS,
     FLOAT32,
     INT8,
     INT8_PAIRS,
@@ -24,11 +30,12 @@ from ...formats import (
 )
 from ...linear.linear import DEPTH, LINEAR, ROWS
 from ...target import LANES, VECTOR_BYTES
+from ...variants import compiles
 from ..kernels import kernel, thread_scratch
 from ..launch.runs import take_run
 from ..products.factors import expand_factors, group_steps, has_groups
 from ..products.tiles import MOST_TILE_ROWS, PanelArgs, multiply_panel
-from ..products.unpack import unpack
+from ..products.unpack import unpack_for_linear
 from ..simd.memory import address_of, get_byte, item_size, set_byte, store
 from ..simd.vectors import function, splat
 from .units import count_units, find_expert, no_expert, weight_of
@@ -36,6 +43,7 @@ from .units import count_units, find_expert, no_expert, weight_of
 UNPACKED_DEPTH = 128  # the same if they are unpacked first, to 4 bytes a number
 
 _RECORD = LINEAR.record
+_HAS_GROUPS = compiles(LINEAR.name, CODES4, CODES4_PAIRS, CODES8, CODES8_PAIRS, E4M3, E4M3_PAIRS)
 
 
 @function
@@ -61,7 +69,9 @@ def _linear(args, unit, own, next_panel, scratch):
     is_unpacked = rows > MOST_TILE_ROWS and UNPACKED[kind] != kind
     most = UNPACKED_DEPTH if is_unpacked and kind != BF12 else DEPTH
     # Equal parts of whole groups.
-    whole = group_steps(kind, own.scales) if has_groups(kind) else PART_STEPS[kind]
+    whole = PART_STEPS[kind]
+    if _HAS_GROUPS and has_groups(kind):
+        whole = group_steps(kind, own.scales)
     step = -(-args.depth // (-(-args.depth // most) * whole)) * whole
     for start in range(0, args.depth, step):
         depth = min(step, args.depth - start)
@@ -82,11 +92,11 @@ def _linear(args, unit, own, next_panel, scratch):
         bias = 0
         if kind in (BF12_PAIRS, BF12):
             scale = own.scales
-        elif has_groups(kind):
+        elif _HAS_GROUPS and has_groups(kind):
             scale = expanded
             expand_factors(kind, own.scales, panel, start, depth, MOST_GROUP, expanded)
         if is_unpacked:
-            unpack(kind, tile, b, stride, scale, depth)
+            unpack_for_linear(kind, tile, b, stride, scale, depth)
             b = tile
             b_kind = UNPACKED[kind]
             scale = 0

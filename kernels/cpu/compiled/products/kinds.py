@@ -21,7 +21,7 @@ from ...formats import (
     INT8_PAIRS,
     STEP_BYTES,
 )
-from ..simd.vectors import dispatch, missing
+from ..simd.vectors import dispatch_for, missing
 from .bf12 import Bf12
 from .codes import Codes4, Codes4Pairs, Codes8, E4m3
 from .reader import Bfloat16, Bfloat16Pairs, Int8Pairs, Reader
@@ -49,9 +49,11 @@ def step_bytes_of(reader: Reader) -> int:
     return next(STEP_BYTES[kind] for kind, own in READERS.items() if own is reader)
 
 
-def for_kinds(make: Callable[[Reader], Any], kinds: list[int]) -> Any:
+def for_kinds(make: Callable[[Reader], Any], kinds: list[int], kernel: str = "") -> Any:
     """Return call(kind, *args), which runs make(reader) of the kind's format.
 
-    For a format that this CPU lacks instructions for it raises.
+    For a format that this CPU lacks instructions for it raises. kernel: that has variants, see
+    `dispatch_for`.
     """
-    return dispatch({kind: make(READERS[kind]) if FORMATS[kind].is_supported else missing for kind in kinds})
+    made = {kind: make(READERS[kind]) if FORMATS[kind].is_supported else missing for kind in kinds}
+    return dispatch_for(kernel, made)

@@ -11,6 +11,7 @@ from numba.core import cgutils
 
 from ...formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS, GATED, ITEM_SIZES
 from ...target import HAS_DOT, LANES, LINE, VECTOR_BYTES
+from ...variants import LINEAR_KERNEL
 from ..simd import emit
 from ..simd.emit import F32, fields_type, int64, operation
 from ..simd.vectors import function, missing
@@ -281,4 +282,4 @@ def _panel_product(weight: Reader) -> Any:
 multiply_add = _product(pairs=False)
 multiply_add_pairs = _product(pairs=True) if HAS_DOT else missing
 # multiply_panel(kind, rows, c, to, a, ahead, same: PanelArgs) for a weight of any format.
-multiply_panel = for_kinds(_panel_product, [*FORMATS])
+multiply_panel = for_kinds(_panel_product, [*FORMATS], LINEAR_KERNEL)

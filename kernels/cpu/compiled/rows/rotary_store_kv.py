@@ -1,12 +1,14 @@
 """QK norm, rotary embeddings, and the store of K and V into the cache."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ...formats import FLOAT32, INT8, ITEM_SIZES
+from ...formats import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8, ITEM_SIZES
 from ...rows.rotary_store_kv import ROTARY_STORE_KV
 from ...target import LANES
+from ...variants import among
 from ..kernels import each_unit
 from ..simd.memory import get_float, get_long, item_size, load_some_as, set_float, some_of, store_some_as
 from ..simd.vectors import (
@@ -25,8 +27,12 @@ from ..simd.vectors import (
 from .rms_norm import make_normalize
 from .row_kernel import by_kind, rows_of_unit
 
+_by_kind = partial(by_kind, kernel=ROTARY_STORE_KV.name)
+_KINDS = among(ROTARY_STORE_KV.name, dict.fromkeys((FLOAT32, FLOAT16, BFLOAT16, INT8, FLOAT8)))
+_HAS_OTHERS = len(_KINDS) > 1  # caches of another kind than K and V
 
-@by_kind
+
+@_by_kind
 def _rotary_row(kind: int) -> Any:
     size_of = ITEM_SIZES[kind]
     load, store = some_of(kind)
@@ -86,7 +92,7 @@ def _make_store(store_head: Any) -> Any:
     return store_kv
 
 
-@by_kind
+@_by_kind
 def _store_row(kind: int) -> Any:
     size_of = ITEM_SIZES[kind]
     load, store = some_of(kind)
@@ -168,5 +174,5 @@ def _rotary_store_kv_unit(args, unit):
             continue
         if args.kind == args.cache_kind:
             _store_row(args, row)
-        else:
+        elif _HAS_OTHERS:
             _store_row_as(args, row)

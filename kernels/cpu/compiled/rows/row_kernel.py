@@ -4,15 +4,18 @@ from collections.abc import Callable
 from typing import Any
 
 from ...formats import BFLOAT16, FLOAT16, FLOAT32
-from ..simd.vectors import function
+from ...variants import among
+from ..simd.vectors import function, missing
 
 
-def by_kind(make: Callable[[int], Any]) -> Any:
+def by_kind(make: Callable[[int], Any], kernel: str = "") -> Any:
     """Turn make(kind), which makes f(args, row) for one kind, into f(args, row) for any args.kind.
 
-    Each is compiled for its kind alone, so that no inner loop asks for it.
+    Each is compiled for its kind alone, so that no inner loop asks for it. kernel: that has variants.
     """
-    of_floats, of_halves, of_bfloats = map(make, (FLOAT32, FLOAT16, BFLOAT16))
+    kinds = FLOAT32, FLOAT16, BFLOAT16
+    made = {kind: make(kind) for kind in among(kernel, dict.fromkeys(kinds))}
+    of_floats, of_halves, of_bfloats = (made.get(kind, missing) for kind in kinds)
 
     @function
     def operate(args, row):

@@ -7,11 +7,12 @@ from llvmlite import ir
 from numba import types
 
 from ...formats import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8, ITEM_SIZES
-from ...target import LANES, LINE
+from ...target import CPU_HAS_TILES, LANES, LINE
+from ...variants import ATTENTION_KERNEL
 from . import emit
 from .emit import INTS, int64, operation
 from .memory import LOADERS, get_long, item_size, load, load_as, store, store_as
-from .vectors import dispatch, function, multiply, splat, vector
+from .vectors import dispatch, dispatch_for, function, multiply, splat, vector
 
 
 def _copier(kind):
@@ -43,9 +44,8 @@ def _copier(kind):
 _copy_float = _copier(FLOAT32)
 # copy_rows(kind, to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width) copies
 # rows of K or V from `skip` to `count` as float32, every head in `width` numbers.
-copy_rows = dispatch(
-    {FLOAT32: _copy_float, **{kind: _copier(kind) for kind in (BFLOAT16, FLOAT16, INT8, FLOAT8)}}
-)
+_COPIERS = {FLOAT32: _copy_float, **{kind: _copier(kind) for kind in (BFLOAT16, FLOAT16, INT8, FLOAT8)}}
+copy_rows = dispatch_for(ATTENTION_KERNEL, _COPIERS)
 
 
 @function
@@ -89,7 +89,8 @@ def _copy_bfloat(to, stride, addresses, offset, skip, count, num_heads, head_str
 
 # copy_pairs(kind, to, stride, addresses, offset, skip, count, num_heads, head_stride, columns) copies rows of
 # K from `skip` to `count` as bfloat16; rows of 8 bits have whole pairs of vectors.
-copy_pairs = dispatch({BFLOAT16: _copy_bfloat, INT8: _narrower(INT8), FLOAT8: _narrower(FLOAT8)})
+_IN_PAIRS = (BFLOAT16, INT8, FLOAT8) if CPU_HAS_TILES else (BFLOAT16,)  # the others are for AMX
+copy_pairs = dispatch({BFLOAT16: _copy_bfloat, **{kind: _narrower(kind) for kind in _IN_PAIRS[1:]}})
 
 
 def _pairer(kind):
@@ -121,7 +122,7 @@ def _pairer(kind):
 # rows of V from `skip` to `count` as bfloat16, two at a time: the first number of both, then the second,
 # and so on. The addresses must have whole pairs: an even row in front of `skip`, an odd one behind the
 # last.
-pair_rows = dispatch({kind: _pairer(kind) for kind in (BFLOAT16, INT8, FLOAT8)})
+pair_rows = dispatch({kind: _pairer(kind) for kind in _IN_PAIRS})
 
 
 @function

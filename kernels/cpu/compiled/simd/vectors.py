@@ -13,6 +13,7 @@ from numba.extending import register_model
 
 from ... import target
 from ...target import LANES
+from ...variants import among
 from . import emit
 from .emit import F32, I32, I64, INTS, VECTOR, operation
 from .inner_code import InnerCompiler
@@ -31,6 +32,9 @@ inlined = njit(
 )
 
 
+_OTHERS = 1000  # stands for all kinds that a variant is not compiled for
+
+
 @function
 def missing(*_args):
     """Stand in for a function that this CPU lacks instructions for."""
@@ -45,6 +49,12 @@ def dispatch(functions: dict[int, Any]) -> Any:
     scope = {f"_{kind}": own for kind, own in functions.items()}
     exec("\n".join(["def call(kind, *args):", *lines, f" return _{last}(*args)"]), scope)
     return function(scope["call"])
+
+
+def dispatch_for(kernel: str, functions: dict[int, Any]) -> Any:
+    """Do as `dispatch`, with the kinds that a kernel is compiled for; any other raises."""
+    own = among(kernel, functions)
+    return dispatch(own if len(own) == len(functions) else {**own, _OTHERS: missing})
 
 
 class Vector(types.Type):  # type: ignore[misc]
