@@ -26,9 +26,9 @@ generates --max-tokens tokens. tokens/s is their number over the time of prompts
     starts     TinyLlama's shape in bfloat16, int8 and int4: a start that packs the weights, one that finds
                them packed, and one beside another engine of the same weights. Seconds are those since the
                process was made, memory is the most that was resident, and what is this process's alone.
-               decode is the speed of kept weights over that of packed ones, in turns in one process.; then
-                commands as whole processes, in turns with the imports that they cannot do without; and the
-                first start of a fresh clone, which compiles kernels
+               decode is the speed of kept weights over that of packed ones, in turns in one process.
+               Then commands as whole processes, in turns with the imports that they cannot do without; and
+               the first start of a fresh clone, which compiles kernels
 
 Every way is a process that loads the model once. It first proves on a small run that its tokens are those of
 transformers in float32 (benchmarks.peers.hf.Judge), then takes turns with the others; each round has new
