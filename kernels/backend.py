@@ -40,26 +40,28 @@ class Kernels(Protocol):
 
     @property
     def unpack_step(self) -> UnpackStep | None:
-        """Makes a step's batch of one upload, on the device; None if the host makes it."""
+        """The function that makes a step's batch on the device from one upload; None if the host
+        makes batches.
+        """
 
     @property
     def step_recorder(self) -> Callable[[int, Sequence[int]], StepRecorder] | None:
-        """Makes a recorder of steps: of num_heads, and of num_kv_heads in each layer group. None: none are
+        """Makes a recorder of steps, from num_heads and num_kv_heads of each layer group. None: steps are not
         recorded.
         """
 
     @property
     def greedy_of_allowed(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None:
-        """See `reference.greedy_of_allowed`; None: masking the logits first is as fast."""
+        """See `reference.greedy_of_allowed`. None: masking the logits first is as fast."""
 
     def partial_bytes(self, num_seqs: int, max_keys: int, num_heads: int, value_dim: int) -> int:
-        """Return the most bytes that attention allocates for partial results, which grow with the batch."""
+        """Return the most bytes of partial results that attention allocates; they grow with the batch."""
 
     def listening(self, compiled: Callable[[], None]) -> AbstractContextManager[None]:
-        """Call `compiled` for every kernel that is compiled at its launch inside the block."""
+        """Call `compiled` for every kernel that a launch inside this context compiles."""
 
     def head_dims(self) -> range:
-        """Return the head dimensions that attention takes. Raises ValueError if it has no kernel for the
+        """Return the head dimensions that attention supports. Raises ValueError if it has no kernel for the
         current device.
         """
 
@@ -144,9 +146,10 @@ class Kernels(Protocol):
         sources: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Multiply rows by weights as they were loaded; `panels` and `codes` have the products of the others.
+        """Multiply the rows of each expert by the expert's weight, stored as it was loaded. For packed
+        weights, see `panels` and `codes`.
 
-        The launch does not depend on the offsets, which stay on the device.
+        The offsets stay on the device; the launch does not depend on them.
         """
 
     def sum_experts(
@@ -228,9 +231,10 @@ class Kernels(Protocol):
 def load_kernels(name: BackendName, progress: Any = None, *, checked: bool = True) -> Kernels:
     """Return the kernels of one backend.
 
-    progress: see `cpu.compiling.Progress`; shows what is compiled now, which is logged otherwise.
-    checked: False: leave out the checks that are skipped in `checks.TrustedContents`, and the cost of asking
-        for it. For a caller that proves its arguments, as the engine does.
+    progress: shows which kernels are being compiled, see `cpu.compiling.Progress`; by default they are
+        logged.
+    checked: False omits the checks that `checks.TrustedContents` would skip. It is for callers that have
+        proven their arguments, as the engine has.
 
     Raises ValueError for an unknown name, and ImportError if Triton or numba is missing, or if numba has no
     directory to keep compiled kernels in.

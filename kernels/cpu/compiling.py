@@ -31,9 +31,9 @@ _POLL_S = 0.1
 
 
 class Compiled(NamedTuple):
-    """What was compiled when this process loaded the kernels, and where the cache is.
+    """The compilation when this process loaded the kernels, and the place of the cache.
 
-    num_compiled: those of num_kernels that were not in the cache.
+    num_compiled: how many of num_kernels were not in the cache.
     """
 
     num_kernels: int
@@ -42,7 +42,7 @@ class Compiled(NamedTuple):
     directory: Path
 
     def describe(self) -> str:
-        """Return a line about it."""
+        """Return a line that describes the compilation."""
         if not self.num_compiled:
             return f"{self.num_kernels} kernels for this CPU were compiled before, in {self.directory}"
         return (
@@ -159,7 +159,7 @@ def _helpers(number: int) -> Iterator[None]:
 
 
 def main() -> None:
-    """Help the process that started this one, as long as it lives."""
+    """Help the parent process to compile, for as long as the parent lives."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = os.getppid()
     # The other one has begun with the kernels that take longest. Quick ones let its bar move soon.

@@ -92,7 +92,7 @@ class BlockPool:
         return self.num_blocks - self.num_available - self.num_deferred
 
     def refcount(self, block: BlockId) -> int:
-        """Return the number of references to this block."""
+        """Return the number of references to a block."""
         return self._refcounts[block]
 
     def references(self) -> list[BlockId]:
@@ -137,7 +137,7 @@ class BlockPool:
             self._refcounts[block] += 1
 
     def free(self, blocks: Iterable[BlockId]) -> None:
-        """Drop a reference to each block. The last ones given are evicted last."""
+        """Drop a reference to each block. Of these blocks, the last one is evicted last."""
         refcounts = self._refcounts
         for block in blocks:
             count = refcounts[self._existing(block)]
@@ -187,7 +187,7 @@ class BlockPool:
         return self._next_serial - 1
 
     def match(self, chain: PrefixChain, num_blocks: int, group: int = 0) -> list[BlockId]:
-        """Return the indexed blocks of the longest known prefix, at most num_blocks of them."""
+        """Return the indexed blocks of the longest known prefix, at most num_blocks."""
         get = self._index.get
         parents = self._parents
         serials = self._serials
@@ -258,7 +258,10 @@ class BlockPool:
         return self._serials[block]
 
     def is_known(self, entry: tuple[BlockId, int]) -> bool:
-        """Return whether a block was not evicted since `serial` returned its serial. entry: both."""
+        """Return whether a block is still indexed under the serial that `serial` returned for it.
+
+        entry: the block and its serial.
+        """
         return self._serials[entry[0]] == entry[1]
 
     def reset(self) -> None:

@@ -36,7 +36,7 @@ def option(owner: type[Any], name: str, *flags: str, default: str | None = None)
     """Return the option of a config's field. Its help is read from the docstring of `owner`.
 
     flags: default to --name, and to --name/--no-name where the field's default is True.
-    default: the text that help shows in place of the field's default.
+    default: the default's text in the help, if it differs from the field's default.
     """
     text = _described(owner).texts.get(name, "") + FORMS.get(name, "")
     (field,) = (field for field in fields(owner) if field.name == name)
@@ -70,7 +70,7 @@ def with_options(
     The value of a field that is a sequence or mapping is a list of strings or ints. An option that is not
     given is None or an empty list.
 
-    defaults: the text that help shows as the default of an option, where the command has one of its own.
+    defaults: the default's text in the help, for options whose default the command sets itself.
     """
     shown = defaults or {}
     added = [_parameter(owner, name, shown.get(name)) for owner, names in given for name in names]
@@ -86,7 +86,7 @@ def with_options(
 
 
 def option_type(owner: type[Any], name: str) -> Any:
-    """Return the type that the command line gives the values of a field."""
+    """Return the command line's type for a field."""
     hint = _described(owner).hints[name]
     if _is_list(hint):
         return list[int] if any(get_args(member) == (int,) for member in _members(hint)) else list[str]

@@ -24,14 +24,20 @@ RunStep = Callable[[Schedule, KVCache], None]
 
 
 class Memory(NamedTuple):
-    """The memory of a device in bytes. free: what neither other processes take nor the system."""
+    """The memory of a device in bytes.
+
+    free: what neither other processes nor the system use.
+    """
 
     total: int
     free: int
 
     @classmethod
     def of(cls, device: torch.device, held: int = 0) -> Memory:
-        """Return that of a device of this machine. held: what this engine has taken of it already."""
+        """Return the memory of a device of this machine.
+
+        held: how many bytes this engine already uses.
+        """
         if device.type == "cpu":
             free = int(free_on_cpu()) + held
             return cls(free, free)
@@ -42,7 +48,7 @@ class Memory(NamedTuple):
 def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, run_step: RunStep) -> int:
     """Return how many KV blocks fit in free memory, at most as many as requests can ever fill.
 
-    run_step: runs one step; on a GPU, where the memory that a step takes is measured.
+    run_step: runs one step. On a GPU it is called to measure the memory of a step.
 
     Raises ResourceError if no token fits.
     """

@@ -61,7 +61,7 @@ class Sampler:
 
     @cached_property
     def dry(self) -> DryHistory:
-        """What DRY knows of requests that use it."""
+        """The texts of requests that use DRY."""
         from .dry import DryHistory
 
         return DryHistory(self.device)
@@ -69,7 +69,10 @@ class Sampler:
     def prepare(
         self, requests: Sequence[Sampled], positions: Callable[[], Sequence[int]], upload: Upload
     ) -> Draw:
-        """Send what sampling a token for each request needs. positions: returns the tokens' positions."""
+        """Send the tensors needed to sample a token for each request.
+
+        positions: returns the tokens' positions.
+        """
         batch = self._last
         if batch is None or batch.requests != requests:
             # Before the new batch changes the histories: the old one is invalid even if that fails half-way.
@@ -78,7 +81,7 @@ class Sampler:
         return Draw(batch, positions, upload)
 
     def forget(self) -> None:
-        """Keep nothing of the last batch: its upload may have failed."""
+        """Drop what is kept of the last batch, whose upload may have failed."""
         self._last = None
 
     def sample(
@@ -88,7 +91,7 @@ class Sampler:
         grammar_masks: GrammarMasks | None = None,
         best: tuple[Tensor, Tensor] | None = None,
     ) -> StepOutput:
-        """Choose one token for each row of f32[len(requests), vocab_size], at once: see `Draw.run`."""
+        """Choose one token for each row of f32[len(requests), vocab_size] without delay; see `Draw.run`."""
         transfers = Transfers(self.device)
         upload = transfers.new_upload()
         download = transfers.new_download()
@@ -150,7 +153,7 @@ class Draw:
     ) -> Tensor | None:
         """Choose one token for each row of f32[num_requests, vocab_size], which is changed in place.
 
-        best: `kernels.greedy` of the logits, if already computed.
+        best: the result of `kernels.greedy` for the logits, if it is already computed.
 
         Returns the tokens, i64[num_requests]; None if there is no request. A row gets an error instead if the
         model's logits are not finite, or if the request's own parameters leave no token.

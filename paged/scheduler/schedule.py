@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class AskedRows(NamedTuple):
     """The prompt positions [start, end) of requests[row] that a step computes and its report asks for.
 
-    offset: the first one's place among the new tokens of the step.
-    is_scored: whether their logits are computed; or their hidden states are summed.
+    offset: the place of the first position among the step's new tokens.
+    is_scored: whether their logits are computed; otherwise their hidden states are summed.
     """
 
     row: int
@@ -29,16 +29,16 @@ class AskedRows(NamedTuple):
 
 
 class RowError(NamedTuple):
-    """Why a row has no token, and of which kind that is."""
+    """Why a row has no token, and the kind of that error."""
 
     message: str
     kind: ErrorKind
 
 
 class ReportParams(NamedTuple):
-    """What is reported of rows that are asked for.
+    """How the rows that a report asks for are reported.
 
-    num_top: as of a `PromptReport`.
+    num_top: see `PromptReport`.
     next_tokens: the prompt's token after each position; none if hidden states are summed.
     """
 

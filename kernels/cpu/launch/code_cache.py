@@ -125,9 +125,10 @@ def _age(file: Path) -> float:
 
 @contextmanager
 def claimed(name: str) -> Iterator[bool]:
-    """Claim a kernel for compiling it, and yield whether it is claimed: not if another process has it.
+    """Try to claim a kernel for compilation. Yield whether this process got the claim rather than another
+    one.
 
-    The system ends a claim with its process, however that ends.
+    The system releases the claim when the process ends, however that happens.
     """
     file = writable_directory() / f"{name}-{TARGET.setting}.lock"
     with file.open("ab") as lock:
@@ -156,6 +157,6 @@ def _is_at(file: Path, descriptor: int) -> bool:
 
 
 def missing_kernels() -> list[str]:
-    """Return the kernels that are not in the cache; those that take longest come first."""
+    """Return the kernels that are not in the cache, those that take longest to compile first."""
     missing = [name for name in SECONDS if directory_of(name) is None]
     return sorted(missing, key=SECONDS.__getitem__, reverse=True)

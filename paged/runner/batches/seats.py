@@ -62,7 +62,7 @@ class _Step(NamedTuple):
 
 
 class SeatedBatches:
-    """Batches made on a GPU, which keeps the last token and the block tables of each seat's request.
+    """Makes batches on a GPU, which keeps the last token and the block tables of each seat's request.
 
     `HostBatches` is the reference.
 

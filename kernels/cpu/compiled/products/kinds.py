@@ -45,13 +45,13 @@ READERS = {
 
 
 def step_bytes_of(reader: Reader) -> int:
-    """Return the bytes of a step of the format with this reader."""
+    """Return how many bytes a step takes in this reader's format."""
     return next(STEP_BYTES[kind] for kind, own in READERS.items() if own is reader)
 
 
 def for_kinds(make: Callable[[Reader], Any], kinds: list[int]) -> Any:
-    """Return call(kind, *args), which runs make(reader) of the kind's format.
+    """Return call(kind, *args), which runs make(reader) for the kind's format.
 
-    For a format that this CPU lacks instructions for it raises.
+    For a format that needs missing CPU instructions, the call raises.
     """
     return dispatch({kind: make(READERS[kind]) if FORMATS[kind].is_supported else missing for kind in kinds})

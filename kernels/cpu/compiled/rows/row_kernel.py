@@ -10,7 +10,7 @@ from ..simd.vectors import function
 def by_kind(make: Callable[[int], Any]) -> Any:
     """Turn make(kind), which makes f(args, row) for one kind, into f(args, row) for any args.kind.
 
-    Each is compiled for its kind alone, so that no inner loop asks for it.
+    Each kind is compiled separately, so that no inner loop tests for it.
     """
     of_floats, of_halves, of_bfloats = map(make, (FLOAT32, FLOAT16, BFLOAT16))
 
@@ -28,6 +28,6 @@ def by_kind(make: Callable[[int], Any]) -> Any:
 
 @function
 def rows_of_unit(args, unit):
-    """Return the range of a unit's rows."""
+    """Return the range of rows in a unit."""
     first = unit * args.rows_per_unit
     return range(first, min(first + args.rows_per_unit, args.num_rows))
