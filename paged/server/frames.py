@@ -1,7 +1,7 @@
 """Frames between the front end and an engine process: their schema, and how they are cut from a stream.
 
 A frame is its length in 4 bytes, little-endian, and a msgpack array that begins with the name of its type.
-docs/serving.md describes each.
+docs/serving-processes.md describes each.
 """
 
 from __future__ import annotations
