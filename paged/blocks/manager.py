@@ -98,6 +98,7 @@ class BlockManager:
         Blocks that `grow` frees are not deducted: while steps are in flight, they become available later.
         """
         wanted = self.blocks_for(num_tokens)
+        # `fork` lowers the capacity, so that `grow` copies the shared last block.
         is_forked = seq.capacity < len(seq.tables[0]) * self.block_size
         return sum(max(0, wanted - len(table)) + is_forked for table in seq.tables)
 

@@ -29,6 +29,8 @@ def bytes_of_pool(num_blocks: int, block_size: int) -> int:
 class BlockPool:
     """The blocks of one memory, each in one of four states.
 
+    A block belongs to one layer group, the layers that share a block table; see `BlockManager`.
+
     - used: it has references.
     - cached: it has none, but the index finds it by its prefix; evicted when blocks are needed, the least
       recently used first.
@@ -50,7 +52,7 @@ class BlockPool:
         self._free = _downwards(num_blocks)[:]
         self._refcounts = array("i", bytes(4 * num_blocks))
         self._num_groups = num_groups
-        self._index: dict[int, BlockId] = {}  # by digest; those of group g are g modulo num_groups
+        self._index: dict[int, BlockId] = {}  # by digest, whose remainder is the group: see `_in_group`
         self._digests = array("q", bytes(8 * num_blocks))
         self._serials = array("I", bytes(4 * num_blocks))  # 0: not in the index
         self._parents = array("I", bytes(4 * num_blocks))  # serials of predecessors, 0 for a first block
@@ -65,6 +67,7 @@ class BlockPool:
         self._steps_begun = self._steps_ended = 0
         self._deferred: dict[int, list[BlockId]] = {}  # by the number of the step that must end first
         self._deferred_until: dict[BlockId, int] = {}
+        # Sources of copies in the step that is being scheduled: freed, but not yet read by that step.
         self._kept: set[BlockId] = set()
         # The blocks that hold K and V of the draft model for all of their tokens.
         self.drafted: set[BlockId] = set()

@@ -207,7 +207,8 @@ class Request:
 
     index: the number of this sample among the n samples of the prompt.
     siblings: the other samples, until the prompt is computed.
-    on_token_from: from this number of tokens on, `on_token` must be called for each new token.
+    on_token_from: from this number of tokens on, `on_token` must be called for each new token. Before it,
+        only a stop token can end the request.
     num_cached_tokens: how many prompt tokens the prefix cache held when the request first ran.
     ready: whether the next step may include the request: it is running, and no step in flight computes it.
     seat: its place in what the device keeps about running requests; NO_SEAT while it does not run.

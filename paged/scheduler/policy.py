@@ -15,7 +15,7 @@ from typing import Protocol
 
 from ..requests.request import Request
 
-Rank = tuple[float, int]
+Rank = tuple[float, int]  # priority (0 unless the policy has one), then arrival
 
 
 class Policy(Protocol):

@@ -105,7 +105,8 @@ class Need(NamedTuple):
 class Room(NamedTuple):
     """The seats, blocks and tokens that a step has left, or that one request takes.
 
-    num_seats: requests that may run. num_partial: prompts that may stay incomplete.
+    num_seats: how many requests may run. num_partial: how many prompts may stay incomplete, see
+        max_num_partial_prefills.
     num_blocks: infinite for a request that has the pool to itself, where every request fits.
     """
 
@@ -146,7 +147,7 @@ class WaitingQueue:
     max_chunk: the most tokens that a request begins with.
     watermark: the share of blocks that stays free when a request is admitted.
     arrive: gives a part of a call, whose turn has come, its arrival and rank.
-    num_tokens: the number of tokens of all waiting requests, whose own do not change while they wait.
+    num_tokens: the number of tokens of all waiting requests. A request gets no tokens while it waits.
     """
 
     def __init__(

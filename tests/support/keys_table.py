@@ -1,4 +1,4 @@
-"""The table of the fields of a key in docs/serving-operations.md: python -m tests.support.keys_table --write."""
+"""The fields of a key, a table in docs/serving-operations.md: python -m tests.support.keys_table --write."""
 
 import argparse
 from pathlib import Path

@@ -63,7 +63,7 @@ def _wake(pool, address, sleepers, most):
 def wait_in_kernel(pool, address, old):
     """Wait until the number at this address differs from `old`; may return earlier.
 
-    Whoever changes the number must call `changed` afterwards.
+    After a change of the number, call `changed`.
     """
     _wait_while(pool, address, old, get_long(pool + WITHIN), pool + WAITING)
 
