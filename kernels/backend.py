@@ -15,10 +15,11 @@ from torch import Tensor
 
 from .attention_options import AttentionOptions, AttentionPlan
 from .checked import unchecked
-from .steps import StepRecorder, UnpackStep
+from .steps import StepRecorder
 
 if TYPE_CHECKING:
     from .routing import ExpertRows, RoutingOptions
+    from .seats import TakeParameters, UnpackStep
 
 BackendName = Literal["triton", "numba", "torch"]
 BACKENDS: tuple[BackendName, ...] = ("triton", "numba", "torch")
@@ -45,6 +46,12 @@ class Kernels(Protocol):
         """
 
     @property
+    def take_parameters(self) -> TakeParameters | None:
+        """Takes the sampling parameters of rows out of those of seats, on the device; None: not needed, as
+        the host sends those of rows.
+        """
+
+    @property
     def step_recorder(self) -> Callable[[int, Sequence[int]], StepRecorder] | None:
         """Makes a recorder of steps, from num_heads and num_kv_heads of each layer group. None: steps are not
         recorded.
@@ -59,6 +66,12 @@ class Kernels(Protocol):
 
     def listening(self, compiled: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `compiled` for every kernel that a launch inside this context compiles."""
+
+    def most_decode_q(self, head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
+        """Return up to how many new tokens a sequence may be a decode, see `gpu.attention.paged_attention`.
+
+        group: query heads that share a KV head.
+        """
 
     def head_dims(self) -> range:
         """Return the head dimensions that attention supports. Raises ValueError if it has no kernel for the
@@ -134,6 +147,7 @@ class Kernels(Protocol):
         options: RoutingOptions,
         correction_bias: Tensor | None = None,
         expert_scales: Tensor | None = None,
+        count: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def sort_by_expert(self, experts: Tensor, num_experts: int) -> ExpertRows: ...

@@ -30,7 +30,7 @@ def from_environment(types: Mapping[str, Any], environment: Mapping[str, str] = 
 
     types: the types of the options, by name.
 
-    An empty variable sets nothing. For a list it is an error, as an empty list of keys would let everybody
+    An empty variable sets nothing. For a list it is an error, as an empty list of keys would let all clients
     in.
 
     Raises ConfigError for a value of a wrong type, UnknownArgumentError for a variable that names no option.

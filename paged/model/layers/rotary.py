@@ -232,12 +232,14 @@ def rotated_order(rope: RopeConfig, head_dim: int) -> Tensor | None:  # i64[head
 class TokenRows(NamedTuple):
     """Values that every layer gets for each token: row i belongs to token i.
 
-    angles: the angles of each rotary embedding of the model.
-    inputs: the inputs of all layers, see PerLayerEmbeddings; None: the model has none.
+    angles: of each rotary embedding of the model.
+    inputs: of all layers, see PerLayerEmbeddings; None: the model has none.
+    real_count: as of a `Batch`.
     """
 
     angles: Sequence[Angles]
     inputs: Tensor | None
+    real_count: Tensor | None = None
 
     def take(self, indices: Tensor, kernels: Kernels) -> TokenRows:
         """Return the rows with these indices, i64[n]."""
