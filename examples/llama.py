@@ -35,7 +35,7 @@ class Batch:
     seq_lens: Tensor  # i32[num_seqs], cached and new tokens
     cu_seqlens_q: Tensor  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
     max_seqlen_q: int
-    output_rows: Tensor  # i64[num_sampled], the last new token of each sequence that gets a next one
+    output_rows: Tensor  # i64[num_sampled], the last new token of each sequence in schedule.sampled
 
     @classmethod
     def from_schedule(cls, schedule: Schedule, block_size: int) -> "Batch":
@@ -43,7 +43,7 @@ class Batch:
         starts, counts = schedule.num_computed_tokens, schedule.num_new_tokens
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         for request, start, end in zip(schedule.requests, starts, ends, strict=True):
-            table = request.blocks.tables[0].tolist()
+            table = request.blocks.tables[0].tolist()  # of the only layer group
             token_ids += request.token_ids[start:end]
             positions += range(start, end)
             slots += [table[pos // block_size] * block_size + pos % block_size for pos in range(start, end)]
@@ -132,7 +132,7 @@ def generate(model: Llama, scheduler: Scheduler, prompts: list[list[int]], max_t
         schedule = scheduler.schedule()
         assert not schedule.moves_blocks, "only forks and swapping move blocks"
         logits = model.forward(Batch.from_schedule(schedule, scheduler.block_manager.block_size))
-        tokens, _ = model.kernels.greedy(logits)
+        tokens, _ = model.kernels.greedy(logits)  # the argmax of each row, and its logit
         scheduler.update(schedule, tokens.tolist())
     return requests
 

@@ -38,7 +38,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def check_call(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError unless an operation takes these arguments."""
+    """Check the arguments of an operation. Raise ValueError if one is wrong."""
     call = Rules(arguments)
     getattr(call, name)()
     if call.written and call.reads_contents:
@@ -46,7 +46,7 @@ def check_call(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 class KernelCall:
-    """The arguments of a call, and those tensors among them that were checked: written and read."""
+    """The arguments of a call, and which tensors among them were checked as written and as read."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._arguments = arguments
@@ -64,7 +64,7 @@ class KernelCall:
 
     @property
     def reads_contents(self) -> bool:
-        """Whether what the tensors hold is checked too."""
+        """Whether the contents of tensors are checked too."""
         return self.device is not None and must_read_contents(self.device)
 
     def tensor(
@@ -104,7 +104,10 @@ class KernelCall:
         return self.tensor(name, other.shape, other.dtype, written=written)
 
     def indices(self, name: str, size: int | None, what: str, limit: int, *, once: bool = False) -> Tensor:
-        """Check and return i64[size], of numbers below a limit; once: each of another."""
+        """Check and return i64[size], a tensor of numbers below a limit.
+
+        once: whether all numbers must be different.
+        """
         indices = self.tensor(name, (size,), torch.int64)
         if self.reads_contents:
             check_indices(name, indices, what, limit)
@@ -125,7 +128,9 @@ _FILTERS = {
 
 
 class Rules(KernelCall):
-    """A method for each operation, which checks its arguments; `reference` has their shapes."""
+    """The checks of each operation's arguments, one method for each operation. `reference` has
+    their shapes.
+    """
 
     def take_rows(self) -> None:
         table = self.rows("table")

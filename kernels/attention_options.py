@@ -46,9 +46,10 @@ FIRST_TENSOR: Final = 7  # among the fields of AttentionOptions
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What follows from a batch's lengths: computed once, for all layers of the same `layout`.
+    """What attention derives from the lengths of a batch. It is computed once for all layers of the same
+    `layout`.
 
-    Each backend adds what its kernels read.
+    Each backend adds the fields that its kernels read.
     """
 
     layout: tuple[object, ...]
@@ -62,7 +63,9 @@ def layout_of(
     seq_lens: Tensor,
     options: AttentionOptions,
 ) -> tuple[object, ...]:
-    """Return what layers that share a plan agree in: shapes, dtypes, strides, options that are no tensors."""
+    """Return everything that layers with a common plan must agree in: shapes, dtypes, strides
+    and plain options.
+    """
     return (
         query.shape, query.dtype, query.stride(), key_cache.shape, key_cache.dtype, key_cache.stride(),
         value_cache.shape, value_cache.stride(), block_tables.shape, block_tables.stride(), seq_lens.shape,
@@ -83,7 +86,7 @@ def check_layout(plan: AttentionPlan, layout: tuple[object, ...]) -> None:
 
 
 def check_lengths(are_same: bool) -> None:
-    """Raise ValueError if the plan was made for other lengths; called in debug mode only."""
+    """Raise ValueError if the plan was made for other lengths. Called in debug mode only."""
     if not are_same:
         raise ValueError("this plan was made for the lengths of another batch")
 
@@ -101,7 +104,7 @@ def check_attention(
 ) -> None:
     """Raise ValueError unless the inputs fit together; see `must_read_contents` for what they hold.
 
-    any_layout: plain torch computes it, for all strides and head dimensions.
+    any_layout: accept all strides and head dimensions, as plain torch does.
     """
     if not isinstance(options, AttentionOptions):
         raise ValueError(f"options must be AttentionOptions, got {type(options).__name__}")
@@ -171,7 +174,7 @@ def check_contents(
     num_tokens: int,
     options: AttentionOptions,
 ) -> None:
-    """Raise ValueError unless every read stays inside the tensors. Reads int32 tensors on the host."""
+    """Raise ValueError unless every read stays inside the tensors. Copies int32 tensors to the host."""
     num_blocks, block_size = key_cache.shape[:2]
     starts = cu_seqlens_q.tolist()
     lengths = seq_lens.tolist()

@@ -41,7 +41,9 @@ class Kernels(Protocol):
 
     @property
     def unpack_step(self) -> UnpackStep | None:
-        """Makes a step's batch of one upload, on the device; None if the host makes it."""
+        """The function that makes a step's batch on the device from one upload; None if the host
+        makes batches.
+        """
 
     @property
     def take_parameters(self) -> TakeParameters | None:
@@ -51,16 +53,16 @@ class Kernels(Protocol):
 
     @property
     def step_recorder(self) -> Callable[[int, Sequence[int]], StepRecorder] | None:
-        """Makes a recorder of steps: of num_heads, and of num_kv_heads in each layer group. None: none are
+        """Makes a recorder of steps, from num_heads and num_kv_heads of each layer group. None: steps are not
         recorded.
         """
 
     @property
     def greedy_of_allowed(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None:
-        """See `reference.greedy_of_allowed`; None: masking the logits first is as fast."""
+        """See `reference.greedy_of_allowed`. None: masking the logits first is as fast."""
 
     def partial_bytes(self, num_seqs: int, max_keys: int, num_heads: int, value_dim: int) -> int:
-        """Return the most bytes that attention allocates for partial results, which grow with the batch."""
+        """Return the most bytes of partial results that attention allocates; they grow with the batch."""
 
     def compile_for(self, needs: Needs, progress: Any = None) -> Callable[[], None]:
         """Begin to compile what an engine needs before it is ready. Call the result to wait for it.
@@ -69,7 +71,7 @@ class Kernels(Protocol):
         """
 
     def listening(self, compiled: Callable[[], None]) -> AbstractContextManager[None]:
-        """Call `compiled` for every kernel that is compiled at its launch inside the block."""
+        """Call `compiled` for every kernel that a launch inside this context compiles."""
 
     def most_decode_q(self, head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
         """Return up to how many new tokens a sequence may be a decode, see `gpu.attention.paged_attention`.
@@ -78,7 +80,7 @@ class Kernels(Protocol):
         """
 
     def head_dims(self) -> range:
-        """Return the head dimensions that attention takes. Raises ValueError if it has no kernel for the
+        """Return the head dimensions that attention supports. Raises ValueError if it has no kernel for the
         current device.
         """
 
@@ -164,9 +166,10 @@ class Kernels(Protocol):
         sources: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Multiply rows by weights as they were loaded; `panels` and `codes` have the products of the others.
+        """Multiply the rows of each expert by the expert's weight, stored as it was loaded. For packed
+        weights, see `panels` and `codes`.
 
-        The launch does not depend on the offsets, which stay on the device.
+        The offsets stay on the device; the launch does not depend on them.
         """
 
     def sum_experts(

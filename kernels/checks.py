@@ -17,8 +17,8 @@ def check_scales(
 ) -> None:
     """Raise ValueError unless a plain cache has no scales, and a quantised one has both.
 
-    dtype: of queries, keys and values. A plain cache has the same, or for float32 a narrower one. Scales are
-    f32[num_blocks, num_kv_heads, block_size], contiguous.
+    dtype: the dtype of queries, keys and values. A plain cache has the same, or for float32 a narrower one.
+        Scales are f32[num_blocks, num_kv_heads, block_size], contiguous.
     """
     scales = {"key_scales": key_scales, "value_scales": value_scales}
     plain = KERNEL_DTYPES if dtype == torch.float32 else (dtype,)
@@ -80,7 +80,7 @@ def check_shape(
 
 
 def check_dtype(name: str, tensor: Tensor, allowed: Sequence[torch.dtype] = KERNEL_DTYPES) -> None:
-    """Raise ValueError unless `tensor` has one of the `allowed` dtypes."""
+    """Raise ValueError unless the dtype of `tensor` is one of `allowed`."""
     if tensor.dtype not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {tensor.dtype}")
 
@@ -120,7 +120,7 @@ def check_span(name: str, tensor: Tensor) -> None:
 def check_apart(name: str, tensor: Tensor) -> None:
     """Raise ValueError if elements of `tensor`, which is written, share memory, as after `expand`.
 
-    Nor may it be a tensor of torch.inference_mode() outside of that: torch itself refuses to write to it.
+    An inference tensor is refused outside torch.inference_mode(), where torch itself refuses to write to it.
     """
     if not _trust.is_given and tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
@@ -136,7 +136,7 @@ def check_apart(name: str, tensor: Tensor) -> None:
 def check_alone(written: Mapping[str, Tensor | None], read: Mapping[str, Tensor | None]) -> None:
     """Raise ValueError if one of the `written` tensors shares memory with another, or with one of `read`.
 
-    Two of the same shape and strides may alternate, as keys and values do in [num_blocks, 2, ...].
+    Two tensors of the same shape and strides may interleave, as keys and values do in [num_blocks, 2, ...].
     """
     places = [
         (name, x, x.data_ptr(), x.data_ptr() + _span(x) * x.itemsize, name in written)
@@ -179,7 +179,7 @@ def _alternate(x: Tensor, other: Tensor, distance: int) -> bool:
 
 
 def check_positive(name: str, value: float) -> None:
-    """Raise ValueError unless `value` is a positive number that float32 holds, and its inverse too."""
+    """Raise ValueError unless `value` is a positive number such that float32 holds it and its inverse."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ValueError(f"{name} must be a number, got {value!r}")
     if not value > 0:
@@ -203,7 +203,9 @@ def check_between(name: str, value: int, low: int, high: int) -> None:
 
 
 def check_flag(name: str, value: bool) -> None:
-    """Raise ValueError unless `value` is True or False: any other value would be another specialisation."""
+    """Raise ValueError unless `value` is True or False: any other value would compile another
+    specialisation.
+    """
     if type(value) is not bool:
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
@@ -215,7 +217,7 @@ def check_multiple(name: str, value: int, of_name: str, of: int) -> None:
 
 
 def check_indices(name: str, tensor: Tensor, of_name: str, size: int) -> None:
-    """Raise ValueError unless all of `tensor` are indices below `size`. Reads it on the host."""
+    """Raise ValueError unless all of `tensor` are indices below `size`. Copies it to the host."""
     if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < size:
         low = int(tensor.min())
         high = int(tensor.max())
@@ -223,14 +225,14 @@ def check_indices(name: str, tensor: Tensor, of_name: str, size: int) -> None:
 
 
 def check_range(name: str, tensor: Tensor, low: float, high: float) -> None:
-    """Raise ValueError unless low <= number <= high for all of `tensor`. Reads it on the host."""
+    """Raise ValueError unless low <= number <= high for all of `tensor`. Copies it to the host."""
     outside = tensor[~((tensor >= low) & (tensor <= high))]
     if len(outside):
         raise ValueError(f"{name} must be between {low:g} and {high:g}, got {outside[0].item()}")
 
 
 def check_once(name: str, tensor: Tensor) -> None:
-    """Raise ValueError if two of `tensor` are equal. Reads it on the host."""
+    """Raise ValueError if two numbers in `tensor` are equal. Copies it to the host."""
     values, counts = tensor.unique(return_counts=True)
     twice = values[counts > 1].tolist()
     if twice:
@@ -247,7 +249,7 @@ _trust = _Trust()
 
 
 class TrustedContents:
-    """A context whose launches have proven arguments: launchers do not check them once more.
+    """A context in which arguments are known to be right, so that launchers do not check their contents.
 
     Steps of an engine run in it. On a CPU nothing is checked again; GPU launchers check shapes, dtypes and
     strides all the same. With PAGED_DEBUG=1 it changes nothing.
@@ -269,10 +271,10 @@ def is_trusted() -> bool:
 
 
 def must_read_contents(device: torch.device) -> bool:
-    """Return whether a launcher checks the indices, lengths and slots that its tensors hold.
+    """Return whether a launcher must check the indices, lengths and slots in its tensors.
 
-    On a CPU always, except in `TrustedContents`. On a GPU the host would have to wait for them: there only
-    with PAGED_DEBUG=1.
+    On a CPU it must, except in `TrustedContents`. On a GPU the host would have to wait for them, so only
+    PAGED_DEBUG=1 turns these checks on.
     """
     return not _trust.is_given if device.type == "cpu" else in_debug_mode()
 

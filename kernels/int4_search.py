@@ -50,7 +50,7 @@ def best_fit(levels: Tensor) -> tuple[Tensor, Tensor]:
 def _fit(codes: Tensor, numbers: Tensor, sums: Tensor, scratch: Tensor) -> Fit:
     """Round codes [size, n] in place, and fit scale * code + zero to the numbers by least squares.
 
-    sums: of the numbers of each group.
+    sums: the sum of the numbers of each group.
     """
     size = len(numbers)
     codes.round_().clamp_(-8, 7)

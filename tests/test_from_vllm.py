@@ -1,4 +1,4 @@
-"""What users of vLLM type works, or says why not; docs/from-vllm.md lists it."""
+"""What users of vLLM type works, or says why not; docs/vllm-names.md lists it."""
 
 import asyncio
 import dataclasses

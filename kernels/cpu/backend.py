@@ -94,15 +94,17 @@ def most_decode_q(head_dim: int, group: int, dtype: torch.dtype, cache_dtype: to
 
 
 def head_dims() -> range:
-    """Return the head dimensions that attention takes."""
+    """Return the head dimensions that attention supports."""
     return range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1)
 
 
 def partial_bytes(num_seqs: int, max_keys: int, num_heads: int, value_dim: int) -> int:  # noqa: ARG001
-    """Return the most bytes that partial results of attention take, beside what a step of any size takes."""
+    """Return the most bytes of partial results in attention that a step's activations do not
+    include already.
+    """
     return 0
 
 
 def listening(compiled: Callable[[], None]) -> AbstractContextManager[None]:  # noqa: ARG001
-    """Call `compiled` for every kernel that is compiled at its launch inside the block: there is none."""
+    """Do nothing: no launch compiles a kernel."""
     return nullcontext()

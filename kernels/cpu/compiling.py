@@ -47,7 +47,7 @@ class Compiled(NamedTuple):
     directory: Path
 
     def describe(self) -> str:
-        """Return a line about it."""
+        """Return a line that describes the compilation."""
         if not self.num_compiled:
             return f"{self.num_kernels} kernels for this CPU were compiled before, in {self.directory}"
         return (

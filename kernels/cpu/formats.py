@@ -55,7 +55,7 @@ _BY_GROUP = 0
 
 
 class Format(NamedTuple):
-    """How panels are stored."""
+    """The storage format of panels."""
 
     name: str
     step_bytes: int  # of a panel
@@ -66,7 +66,7 @@ class Format(NamedTuple):
 
     @property
     def is_supported(self) -> bool:
-        """Whether this CPU has the instructions."""
+        """Whether this CPU has the instructions for the format."""
         return all(_INSTRUCTIONS[name] for name in self.needs)
 
 
@@ -121,7 +121,7 @@ NONE = -1  # in place of the kind of what a weight does not have
 
 
 class FactorHead(NamedTuple):
-    """The integers in front of a weight's factors; the table follows them."""
+    """The header of a weight's factors: integers, followed by the table."""
 
     group: int  # inputs of a group as readers take it: a power of two from LEAST_GROUP to MOST_GROUP
     stored_group: int  # inputs of a group as it is stored, a multiple of `group`
@@ -152,7 +152,7 @@ def head_of(
     offset_unit: int = NONE,
     low_unit: int = NONE,
 ) -> FactorHead:
-    """Make the head of factors of these kinds, for groups of a size that `group_of` knows."""
+    """Make the header of factors of these kinds. `group_of` must accept the group size."""
     group_bytes = PANEL * sum(ITEM_SIZES[kind] for kind in (scale, zero, offset) if kind != NONE)
     unit_bytes = PANEL * sum(ITEM_SIZES[kind] for kind in (scale_unit, offset_unit, low_unit) if kind != NONE)
     units_at = in_features // stored_group * group_bytes
@@ -162,12 +162,14 @@ def head_of(
 
 
 def group_of(stored_group: int) -> int:
-    """Return the inputs of a group as readers take it; less than LEAST_GROUP: they cannot."""
+    """Return how many inputs share factors in memory; less than LEAST_GROUP means that readers cannot use the
+    group size.
+    """
     return min(stored_group & -stored_group, MOST_GROUP)
 
 
 def is_valid_head(head: FactorHead, in_features: int) -> bool:
-    """Return whether this is the head of the factors of a weight with so many inputs."""
+    """Return whether this is a valid header of factors for a weight with in_features inputs."""
     _, stored_group, unit_groups, *kinds, _, _ = head
     scale, zero, offset, scale_unit, offset_unit, low_unit = kinds
     if min(stored_group, unit_groups) < 1 or in_features % (stored_group * unit_groups):
@@ -183,5 +185,5 @@ def is_valid_head(head: FactorHead, in_features: int) -> bool:
 
 
 def expanded_bytes(num_inputs: int) -> int:
-    """Return the memory that the factors of so many inputs of a panel take for readers."""
+    """Return the memory that readers need for the factors of num_inputs inputs of a panel."""
     return EXPANDED_HEAD_BYTES + -(-num_inputs // LEAST_GROUP) * GROUP_BYTES

@@ -24,7 +24,8 @@ AMD_LIMITS = {
 def blocks_per_sm(target: str, registers: int, shared: int, warps: int) -> int:
     """Return how many blocks fit on an SM, or a CU, at once: at least 1, as such a kernel would not load.
 
-    registers: of a thread. shared: bytes of a block. Raises KeyError for a target that is not in the tables.
+    registers: the registers of a thread. shared: bytes of a block. Raises KeyError for a target that is not
+        in the tables.
     """
     fit: tuple[int, ...]
     if target in SM_LIMITS:

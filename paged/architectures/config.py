@@ -29,10 +29,10 @@ class LayerGroup:
 
 
 class ExpertStack(NamedTuple):
-    """A tensor of a layer that holds tensors of all its experts, along its first dimension.
+    """A tensor of a layer that holds the same tensor of all experts, stacked along its first dimension.
 
-    parts: what the rows of each expert are, in equal shares: names within experts.N.
-    flat: the last two dimensions are one.
+    parts: the names, within experts.N, that the rows of each expert are divided into in equal shares.
+    flat: whether the last two dimensions are stored as one.
     """
 
     name: str  # within a layer, as `TensorNames.in_decoder` gives it
@@ -50,11 +50,12 @@ class TensorNames:
     """The names of tensors in a checkpoint that holds more than the decoder.
 
     prefixes: pairs of a prefix in this checkpoint and the prefix in a checkpoint of the decoder alone.
-    parts: pairs of a prefix within a layer and that of Llama.
-    skipped_prefixes: of tensors that are not loaded: those of other parts, and of multi-token prediction.
-    ignored_suffixes: of tensors that are not parameters.
-    stacks: tensors of experts, that a checkpoint may have in place of a tensor for each.
-    only_stacks: errors name tensors of experts by their places in these.
+    parts: pairs of a prefix within a layer and Llama's prefix for it.
+    skipped_prefixes: the prefixes of tensors that are not loaded, such as other parts of the model and
+        multi-token prediction.
+    ignored_suffixes: the suffixes of tensors that are not parameters.
+    stacks: the stacked tensors that a checkpoint may have in place of one tensor for each expert.
+    only_stacks: whether error messages name the tensors of experts by their place in a stack.
     """
 
     # The last is for checkpoints of the model without its head, such as Qwen3-Embedding.
@@ -70,7 +71,9 @@ class TensorNames:
         return not (name.startswith(self.skipped_prefixes) or name.endswith(self.ignored_suffixes))
 
     def around(self, text: TensorNames) -> TensorNames:
-        """Return these names, but skip also what `text` skips in the decoder within."""
+        """Return these names, extended so that the tensors that `text` skips in its decoder are skipped here
+        too.
+        """
         skipped = tuple(
             theirs + name[len(ours) :]
             for theirs, ours in self.prefixes
@@ -96,7 +99,7 @@ class TensorNames:
         return f"{LAYERS}{layer}.{_with_other_start(part, self.parts) or part}"
 
     def stack_of(self, name: str) -> ExpertStack | None:
-        """Return what a tensor of this name, as `in_decoder` gives it, holds of experts; None: no stack."""
+        """Return the stack that a tensor holds, by its name from `in_decoder`; None if it is no stack."""
         for stack in self.stacks:
             if name.endswith(stack.name) and name.startswith(LAYERS):
                 _, _, part = name.removeprefix(LAYERS).partition(".")
@@ -193,14 +196,14 @@ class ModelConfig:
 
     @property
     def residual_norm(self) -> NormSpec:
-        """The norms of the residual, which is kept divided by residual_multiplier.
+        """The norms of the residual. The residual is kept divided by residual_multiplier.
 
         x / sqrt(mean(x²) + eps) is the same number for x / m and eps / m².
         """
         return replace(self.norm, eps=self.norm.eps / self.residual_multiplier**2)
 
     def for_context(self, max_model_len: int) -> ModelConfig:
-        """Return the config for an engine with sequences of up to this many tokens."""
+        """Return the config for an engine whose sequences have at most this many tokens."""
         for rope, _ in self.ropes:
             if rope.grows_long(max_model_len):
                 first_long = rope.original_max_position_embeddings + 1
@@ -281,7 +284,7 @@ class ModelConfig:
         )
 
     def num_read_layer_params(self, num_tokens: float) -> float:
-        """Return how many weights of all layers a step of so many tokens reads."""
+        """Return how many weights of all layers a step of num_tokens tokens reads."""
         return self._outside_feed_forward + sum(
             part.num_read_params(self.hidden_size, num_tokens)
             for layer in self.layers
@@ -290,7 +293,7 @@ class ModelConfig:
 
     @property
     def num_active_params(self) -> int:
-        """The number of weights that one token is multiplied by, and those of embedding and head."""
+        """The number of weights that one token is multiplied by, plus those of embedding and head."""
         return self.num_params - self.num_layer_params + self.num_active_layer_params
 
     @property
@@ -303,7 +306,7 @@ class ModelConfig:
     def num_attention_dims(self) -> int:
         """The dimensions of a query and a value, summed over heads and layers.
 
-        For each key that a token attends to, attention multiplies and adds so many numbers.
+        For each key that a token attends to, attention does this many multiply-adds.
         """
         attentions = [layer.attention for layer in self.layers]
         return sum(each.num_heads * (each.kv.key_dim + each.kv.value_dim) for each in attentions)

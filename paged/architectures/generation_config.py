@@ -30,9 +30,9 @@ SHAPES = frozenset({"temperature", "top_p", "top_k", "min_p"})
 
 
 def chat_defaults(source: str, found: Mapping[str, Any]) -> Mapping[str, float]:
-    """Return the parameters that `paged chat` and the page take beside those that a checkpoint sets.
+    """Return the sampling parameters that `paged chat` and the page add to those that the checkpoint sets.
 
-    source: `EngineConfig.generation_config`; a name of no file asks for vLLM's defaults.
+    source: `EngineConfig.generation_config`; a name that is no file asks for vLLM's defaults.
     found: the parameters that the checkpoint sets.
     """
     return {} if source in NO_DEFAULTS or not SHAPES.isdisjoint(found) else CHAT_DEFAULTS

@@ -121,9 +121,9 @@ _GEMMA4 = _with_experts(
 class Converted(NamedTuple):
     """How llama.cpp's converter changes the tensors of a family.
 
-    interleaved: in each head of Q and K, the rows of both halves alternate.
-    qkv_by_part: all heads' Q come first, then K, then V; in the checkpoint of transformers, each head has its
-        own after each other.
+    interleaved: the rows of the two halves of each head of Q and K alternate.
+    qkv_by_part: Q of all heads comes first, then K, then V. In transformers' checkpoint, Q, K and V of each
+        head follow each other.
     norms_plus_one: weights of norms are stored plus 1.
     """
 
@@ -158,7 +158,7 @@ CONVERTED: Mapping[str, Converted] = {
 
 
 def with_gguf_names(config: ModelConfig, architecture: str) -> ModelConfig:
-    """Return the config of a model whose tensors a GGUF file has: under other names, and none transposed."""
+    """Return the config with the tensor names of a GGUF file. None of its tensors is transposed."""
     names = CONVERTED[architecture].names
     skipped = tuple(map(names.in_checkpoint, config.tensor_names.skipped_prefixes))
     layers = tuple(

@@ -38,7 +38,9 @@ def gguf_files(directory: Path) -> list[str]:
 
 
 def models_of(names: Iterable[str]) -> list[str]:
-    """Return the names of GGUF files that are models, and of such in parts, of the first part."""
+    """Return the names of the GGUF files that are models. A model in several parts is named by
+    its first part.
+    """
     firsts = {PART_NAME.sub(r"\1-00001-of-\3\4", name) for name in names}
     return sorted(name for name in firsts if "mmproj" not in name.lower())
 
@@ -51,7 +53,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def part_paths(path: Path, exists: Callable[[str], bool] = os.path.exists) -> list[Path]:
-    """Return the paths of all parts of a model, by the path of one of them. Raises CheckpointError."""
+    """Return the paths of all parts of a model, given the path of one part. Raises CheckpointError."""
     match = PART_NAME.fullmatch(path.name)
     if match is None:
         return [path]

@@ -39,9 +39,9 @@ REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 
 
 def check_file(file: Path, most: int) -> int:
-    """Return the size of a regular file or of the file that a link leads to. Raises CheckpointError.
+    """Return the size of a regular file, or of the file that a link leads to. Raises CheckpointError.
 
-    most: bytes that it may have.
+    most: the largest allowed size in bytes.
     """
     try:
         status = file.stat()
@@ -77,7 +77,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_json_list(file: Path, most: int) -> list[Any]:
-    """Read the list in a JSON file of a checkpoint, of at most so many entries. Raises CheckpointError."""
+    """Read a JSON list of at most `most` entries from a file of a checkpoint. Raises CheckpointError."""
     value = _parsed(file)
     if not isinstance(value, list) or len(value) > most:
         raise CheckpointError(f"{file}: must hold a JSON list of at most {most} entries")
@@ -103,7 +103,7 @@ def _instead(directory: Path) -> str:
 
 
 def read_hf(directory: Path) -> dict[str, Any]:
-    """Read config.json, with what ModelOpt writes of quantised weights into a file beside it."""
+    """Read config.json. Merge what ModelOpt writes about quantised weights into a file beside it."""
     hf = read_json(directory / "config.json")
     sidecar = directory / "hf_quant_config.json"
     if not sidecar.exists():
@@ -117,7 +117,7 @@ def read_hf(directory: Path) -> dict[str, Any]:
 
 
 def read_quantization(hf: Config) -> Quantization | None:
-    """Return what config.json says of quantised weights; None: that there are none. See `quantization_of`."""
+    """Return what config.json says about quantised weights; None if there are none. See `quantization_of`."""
     text = hf.get("text_config")
     configs = [hf, text] if isinstance(text, dict) else [hf]
     if not any(config.get(key) for config in configs for key in QUANTIZATION_KEYS):

@@ -42,7 +42,7 @@ _OTHER_GROUP = regex.compile(r"\(\?(?!:|=|!|<=|<!|i\)|P<)")
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How the weights under one rule are stored."""
+    """How the weights are stored that one rule matches."""
 
     kind: Kind
     title: str  # what people call it
@@ -58,7 +58,7 @@ class Scheme:
 
     @property
     def bits_per_weight(self) -> float:
-        """The bits of a weight with its share of the factors of its group."""
+        """The bits per weight, including the weight's share of its group's factors."""
         if self.scale_rows is None or self.scale_inputs is None:
             return self.bits  # one factor for a whole row, or for all rows
         factor_bits = 8 if self.kind in ("mxfp4", "nvfp4") else 16
@@ -72,7 +72,7 @@ def shown(value: object) -> str:
 
 
 class Module(NamedTuple):
-    """A module that rules are about."""
+    """A module that quantisation rules may match."""
 
     names: tuple[str, ...]  # by which rules may call it
     kind: Literal["Linear", "Embedding"]
@@ -96,7 +96,7 @@ class Quantization:
     kv_scales_are_fp8: bool = True  # if there are any; others are of K and V in another form
 
     def layer_bits(self, config: ModelConfig) -> float | None:
-        """Return the bits of a weight of the layers by these rules, on average; None: all are floats."""
+        """Return the mean bits per weight of the layers under these rules; None if all are floats."""
         floats = 32 if config.dtype == "float32" else 16
         num_weights = 0
         num_bits = 0.0
@@ -146,10 +146,10 @@ def _of_feed_forward(spec: FeedForwardSpec | ExpertsSpec) -> dict[str, int]:
 
 
 def quantization_of(hf: Config) -> Quantization | None:
-    """Return what config.json, or its text_config, says of quantised weights; None: that there are none.
+    """Return what config.json, or its text_config, says about quantised weights; None if there are none.
 
-    Raises UnsupportedModelError for what cannot be loaded, with what can be, and CheckpointError for values
-    that are out of range or of a wrong type.
+    Raises UnsupportedModelError for a format that cannot be loaded, listing those that can, and
+    CheckpointError for values that are out of range or of a wrong type.
     """
     text = hf.get("text_config")
     for config, where in ((hf, ""), (text if isinstance(text, dict) else {}, "text_config: ")):
@@ -166,7 +166,7 @@ def quantization_of(hf: Config) -> Quantization | None:
 
 
 def with_sidecar(hf: dict[str, Any], sidecar: Config) -> dict[str, Any]:
-    """Add to config.json what ModelOpt's hf_quant_config.json says, where it does not say it itself."""
+    """Add the fields of ModelOpt's hf_quant_config.json to config.json, where config.json lacks them."""
     own = hf.get("quantization_config") or {}
     if not isinstance(own, dict) or own.get("quant_method", "modelopt") not in list(_MODELOPT):
         return hf

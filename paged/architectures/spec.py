@@ -42,8 +42,8 @@ NO_ROPE = RopeConfig("none", 1.0)
 class LongContext(NamedTuple):
     """The length from which longrope rotates a request by its long factors.
 
-    A request that reaches num_tokens is recomputed, with `offset` added to its positions. The offset selects
-    the rows of long requests in the tables of all rotary embeddings.
+    A request that reaches num_tokens is recomputed with `offset` added to its positions. The offset selects
+    the rows for long requests in the tables of all rotary embeddings.
     """
 
     num_tokens: int
@@ -54,7 +54,8 @@ class LongContext(NamedTuple):
 class KVShape:
     """What the cache keeps of a token for one layer.
 
-    value_in_key: V is the first value_dim numbers of each key, as in the latent of MLA (DeepSeek-V2, 2024).
+    value_in_key: whether V is the first value_dim numbers of each key, as in the latent of MLA (DeepSeek-V2,
+        2024).
     """
 
     num_kv_heads: int
@@ -74,8 +75,8 @@ class KVShape:
 class NormSpec:
     """The kind of all norms over the hidden size: RMSNorm, or LayerNorm.
 
-    unit_offset: the norm multiplies by 1 + weight.
-    subtracts_mean: LayerNorm, which has a bias.
+    unit_offset: whether the norm multiplies by 1 + weight.
+    subtracts_mean: whether it is a LayerNorm, which has a bias.
     """
 
     eps: float
@@ -87,7 +88,7 @@ class NormSpec:
 class AttentionSpec:
     """Attention of one layer.
 
-    source: the earlier layer whose K and V it reads; None: it has its own.
+    source: the earlier layer whose K and V this layer reads; None: it has its own.
     """
 
     num_heads: int
@@ -136,15 +137,15 @@ class FeedForwardSpec:
         return self.num_params(hidden_size)
 
     def num_read_params(self, hidden_size: int, num_tokens: float) -> float:  # noqa: ARG002
-        """Return how many weights a step of so many tokens reads: all."""
+        """Return how many weights a step of num_tokens tokens reads: all of them."""
         return self.num_params(hidden_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """A mixture of experts: each token has the weighted sum of the outputs of a few MLPs.
+    """A mixture of experts: a token's output is the weighted sum of the outputs of a few MLPs.
 
-    Names are those of a checkpoint, within mlp. of a layer, or within its experts.N.
+    Names are those of a checkpoint, below mlp. of a layer, or below experts.N of it.
     """
 
     num_experts: int
@@ -168,12 +169,12 @@ class ExpertsSpec:
 
     @property
     def num_chosen(self) -> int:
-        """The number of experts of a token."""
+        """The number of experts per token."""
         return self.routing.num_chosen
 
     @property
     def gated(self) -> bool:
-        """Whether each expert is an MLP with a gate: all are."""
+        """Whether each expert is an MLP with a gate: always true."""
         return True
 
     def num_params(self, hidden_size: int) -> int:
@@ -185,9 +186,9 @@ class ExpertsSpec:
         return self._beside(hidden_size) + self.num_chosen * self.expert_params(hidden_size)
 
     def num_read_params(self, hidden_size: int, num_tokens: float) -> float:
-        """Return how many weights a step of so many tokens reads, if all experts are chosen as often.
+        """Return how many weights a step of num_tokens tokens reads, if all experts are equally likely.
 
-        An expert is read unless no token has it: E (1 - (1 - k / E)^t) of E are.
+        An expert is read unless no token chooses it: E (1 - (1 - k / E)^t) of E are.
         """
         share: float = 1 - (1 - self.num_chosen / self.num_experts) ** num_tokens
         return self._beside(hidden_size) + share * self.num_experts * self.expert_params(hidden_size)
@@ -204,7 +205,7 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """Where a layer normalises: the names of the norms in a checkpoint, None where there is none."""
+    """Where a layer normalises: the checkpoint's names of its norms, None for a norm that it lacks."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None  # of the output of attention, before it is added to the residual
@@ -216,8 +217,8 @@ class NormNames:
 class LayerSpec:
     """One decoder layer.
 
-    parallel: attention and the feed-forward part both normalise and extend the same residual.
-    scaled: the checkpoint has a number that multiplies the layer's output.
+    parallel: whether attention and the feed-forward part read the same residual and are both added to it.
+    scaled: whether the checkpoint has a scalar that multiplies the layer's output.
     """
 
     attention: AttentionSpec

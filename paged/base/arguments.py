@@ -24,13 +24,13 @@ def strict(
     *,
     assignable: bool = False,
 ) -> type[T]:
-    """Make a frozen dataclass refuse unknown keywords and, with a message that says what to do, assignments.
+    """Make a frozen dataclass refuse unknown keywords and assignments, with a message that says what to do.
 
     vllm: the class of vLLM whose keywords are accepted at a value that changes nothing. Other values raise
         `error`.
-    name: of the constructor in messages.
-    assignable: fields may be assigned to. Then all are checked and converted as by the constructor, and stay
-        as they were if that raises.
+    name: the name of the constructor in messages.
+    assignable: whether fields may be assigned to. All fields are then checked and converted as by the
+        constructor, and keep their values if a check raises.
     """
     known = {field.name for field in fields(owner)}  # type: ignore[arg-type]
     name = name or owner.__name__
@@ -85,12 +85,12 @@ def show_arguments_of(config: Callable[..., Any], method: Callable[..., Any]) ->
 
 
 def check_call(method: str, unnamed: Mapping[str, Any], **neutral: Any) -> None:
-    """Refuse unknown arguments of a call, and arguments of vLLM at values that are not supported.
+    """Refuse unknown arguments of a call, and arguments of vLLM at unsupported values.
 
     unnamed: keywords that are not in the method's signature.
-    neutral: arguments of vLLM that are in it, and have no effect here.
+    neutral: arguments of vLLM that are in the signature and have no effect here.
 
-    Raises RequestError for an argument of vLLM at a value that is not supported, and UnknownArgumentError.
+    Raises RequestError for an argument of vLLM at an unsupported value, and UnknownArgumentError.
     """
     given = {**{name: value for name, value in neutral.items() if value is not None}, **unnamed}
     if not given:

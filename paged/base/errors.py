@@ -34,9 +34,9 @@ class PagedError(ValueError):
     """Base of every error that `paged` raises on purpose.
 
     The message is one line: characters that are not printable, which may come from a file and command a
-    terminal, are escaped. MAX_LENGTH: of the message; the middle of a longer one is left out.
+    terminal, are escaped. A message longer than MAX_LENGTH loses its middle.
 
-    param: the parameter, or the field of a request body, that is wrong, where that is known.
+    param: the parameter or the field of a request body that is wrong, if known.
     """
 
     MAX_LENGTH: ClassVar[int | None] = None
@@ -66,17 +66,17 @@ class ResourceError(ConfigError):
 
 
 class ClusterError(ResourceError):
-    """Ray is not installed, no cluster of it answers, or the cluster has too little room for the engines."""
+    """Ray is not installed, no Ray cluster answers, or the cluster lacks room for the engines."""
 
 
 class RequestError(PagedError):
-    """A prompt or a sampling parameter is wrong; only that request is refused."""
+    """A prompt or a sampling parameter is wrong. Only that request is refused."""
 
     MAX_LENGTH = 500  # it may repeat what a stranger wrote
 
 
 class WorkerLostError(RequestError):
-    """The process that renders a chat template, or tokenizes, was ended from outside; try again later."""
+    """The process that renders a chat template or tokenizes was killed from outside; try again later."""
 
 
 class QueueFullError(RequestError):
@@ -84,7 +84,9 @@ class QueueFullError(RequestError):
 
 
 class RequestTimeoutError(RequestError):
-    """The request's timeout_s has passed before it reached the engine: its prompt was not made in time."""
+    """The request's timeout_s passed before the request reached the engine: preparing its prompt
+    took too long.
+    """
 
 
 class UnknownArgumentError(PagedError, TypeError):
@@ -104,7 +106,7 @@ class CheckpointError(PagedError):
 
 
 class MissingModelError(CheckpointError):
-    """Files of a checkpoint that are missing, or cannot be read or fetched: they may be there later."""
+    """Files of a checkpoint are missing, or cannot be read or fetched. They may be there later."""
 
 
 class FileError(PagedError):
@@ -116,11 +118,13 @@ class EngineDeadError(PagedError):
 
 
 class RequestKillsEngineError(PagedError):
-    """Four engine processes ended while they computed the request, the last two nothing else."""
+    """Four engine processes ended while they computed this request; the last two computed nothing else."""
 
 
 class RankError(PagedError):
-    """A process of a model over several processes has ended or hangs, or they do not fit together."""
+    """A process of a model over several processes has ended or hangs, or the processes do not
+    fit together.
+    """
 
 
 class UsageError(PagedError):
@@ -128,16 +132,16 @@ class UsageError(PagedError):
 
 
 def is_final(error: PagedError) -> bool:
-    """Return whether the same start with the same files would fail again, on this machine and at any time.
+    """Return whether starting again with the same files on this machine would always fail.
 
-    Not if something is lacking, which may come: memory, cores, a port, another process, a file of the model.
+    Shortages may end: of memory, cores, a port, another process, or a file of the model.
     """
     is_wrong = isinstance(error, ConfigError | UnknownArgumentError | UnsupportedModelError | CheckpointError)
     return is_wrong and not isinstance(error, ResourceError | MissingModelError)
 
 
 def dead_engine(reason: str, cause: BaseException) -> EngineDeadError:
-    """Return the error of an engine whose steps cannot run any more, for this reason."""
+    """Return the error of an engine that can run no more steps, for this reason."""
     error = EngineDeadError(
         f"{reason}. engine.unfinished() returns the requests so far, for another engine to go on with"
     )
@@ -147,7 +151,9 @@ def dead_engine(reason: str, cause: BaseException) -> EngineDeadError:
 
 @contextmanager
 def about(param: str) -> Iterator[None]:
-    """Let an error from within name a parameter as what it is about, unless it names one itself."""
+    """Set `param` of an error that is raised inside this context, unless the error already names
+    a parameter.
+    """
     try:
         yield
     except PagedError as error:

@@ -18,7 +18,7 @@ MAX_COMPARED = 64
 
 
 class Effect(enum.Enum):
-    """How a field that a body gives is treated."""
+    """How a field of a body is treated."""
 
     HONOURED = "honoured"
     IGNORED = "no effect"  # accepted, and listed in the header x-paged-ignored
@@ -27,10 +27,10 @@ class Effect(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a JSON object. A null counts as a field that is not given.
+    """A field of a JSON object. null counts as absent.
 
     meaning: what the value means. For a refused field: why it is refused, and what to do instead.
-    neutral: the values that a refused field may have, as they ask for nothing.
+    neutral: the values of a refused field that are accepted because they ask for nothing.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Field:
     neutral: tuple[Any, ...] = ()
 
     def refuses(self, value: Any) -> bool:
-        """Return whether a field that is refused asks for something."""
+        """Return whether this field is refused and its value asks for something."""
         return not any(type(value) is type(known) and value == known for known in self.neutral)
 
 
@@ -59,9 +59,9 @@ def refused(names: str, reason: str, *neutral: Any) -> Iterator[Field]:
 class FieldTable:
     """The fields of a JSON object.
 
-    owner: its name in messages about an object that is not part of another one.
-    is_open: whether other fields are passed on as they are.
-    one_of: fields of which exactly one is given.
+    owner: the name of a top-level object in messages.
+    is_open: whether unknown fields are passed on unchanged.
+    one_of: fields of which exactly one must be given.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FieldTable:
         self._required = [field.name for field in self.fields if field.required]
 
     def with_effect(self, effect: Effect) -> list[Field]:
-        """Return the fields that are treated so."""
+        """Return the fields with this effect."""
         return [field for field in self.fields if field.effect is effect]
 
     def parse(self, given: Mapping[str, Any], path: str = "") -> tuple[dict[str, Any], list[str]]:
@@ -123,7 +123,7 @@ class FieldTable:
         return UnknownArgumentError(message, param=path + name if len(name) <= MAX_COMPARED else None)
 
     def schema(self) -> Schema:
-        """Return the JSON schema of the objects. A refused field is in it with its neutral values alone."""
+        """Return the JSON schema of the objects. A refused field appears with its neutral values only."""
         properties = {}
         for field in self.fields:
             if field.effect is not Effect.REFUSED:

@@ -27,7 +27,7 @@ _NOTES = {
 
 
 class Neutral(NamedTuple):
-    """The values of an argument of vLLM that change nothing here, and why others are refused."""
+    """The values of an argument of vLLM that change nothing here, and why other values are refused."""
 
     values: tuple[Any, ...]
     reason: str
@@ -81,8 +81,8 @@ def without_neutral(
 
     written: the argument as the user wrote it, for messages; by default name=value.
 
-    Raises `error`, which names the argument and what to do, for another value: of several, a switch that is
-    on, else the first.
+    Raises `error`, which names the argument and what to do, for another value. If there are several, it names
+    a switch that is on, else the first.
     """
     theirs = [name for name in given if name in neutral]
     # A switch first: enable_lora is the reason why there is a max_lora_rank.

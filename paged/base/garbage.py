@@ -9,7 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Pause the collector, which would look at all objects again and again as their number grows."""
+    """Pause Python's garbage collector while many objects are made: it would scan all of them
+    again and again.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

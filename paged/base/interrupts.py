@@ -21,9 +21,10 @@ _OF_GROUPS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Let processes that are started within get no signals of their group until `leave_signals_to_parent`.
+    """Block the signals of this process group in processes started here, until they call
+    `leave_signals_to_parent`.
 
-    Without it a Ctrl-C, while such a process imports its modules, would end it with a traceback.
+    Without it, a Ctrl-C while such a process imports its modules would end it with a traceback.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
     try:
@@ -35,8 +36,8 @@ def signals_blocked() -> Iterator[None]:
 def leave_signals_to_parent() -> None:
     """Ignore the signals that a terminal or a supervisor sends to a whole process group.
 
-    For a process that ends when its parent does, which may have work for it until then. The parent starts it
-    within `signals_blocked`.
+    It is for a process that ends with its parent, and may have work until then. The parent starts it within
+    `signals_blocked`.
     """
     for number in _OF_GROUPS:
         signal.signal(number, signal.SIG_IGN)  # which discards one that is pending
@@ -49,9 +50,9 @@ def end_at_ctrl_c() -> None:
 
 
 class HeldInterrupts:
-    """A context that holds back the first Ctrl-C until it ends, so that nothing in it is half done.
+    """A context that delays the first Ctrl-C to its end, so that the work inside is not interrupted.
 
-    It does nothing inside another such context, and outside the main thread, where Python handles no signals.
+    It does nothing inside another such context, nor outside the main thread, where Python handles no signals.
     """
 
     __slots__ = ("_frame", "_is_pending", "_previous")

@@ -123,7 +123,9 @@ class ListOf(Kind):
 
 
 def named_parts(kind: Kind, name: str, value: Any) -> tuple[Any, list[str]]:
-    """Return what `kind.parts` does. An error is about the name, unless a part of the value is named."""
+    """Return the result of `kind.parts`. Prefix its errors with the name, unless they name a
+    part of the value.
+    """
     try:
         return kind.parts(name, value)
     except PagedError as error:
@@ -172,7 +174,7 @@ class TokenIds(Kind):
 
 @dataclass(frozen=True, slots=True)
 class OneOf(Kind):
-    """A value of the first of several kinds that takes its type."""
+    """A value of the first kind in a list that accepts its type."""
 
     kinds: tuple[Kind, ...]
 
@@ -239,7 +241,7 @@ class JSONObject(Kind):
 
 
 def nullable(schema: Schema) -> Schema:
-    """Return the schema with null as another value, which stands for a field that is not given."""
+    """Return the schema with null as an alternative, which stands for an absent field."""
     if isinstance(schema.get("type"), str) and "enum" not in schema:
         return {**schema, "type": [schema["type"], "null"]}
     if not schema:

@@ -17,28 +17,28 @@ Schema = dict[str, Any]
 
 
 class Kind(ABC):
-    """What the value of a field may be. A kind has `parse`, or `parts` if there may be fields within it.
+    """What the value of a field may be. A kind has `parse`, or `parts` if the value may contain fields.
 
-    types: the Python types of JSON values that may be of this kind.
+    types: the Python types of the JSON values of this kind.
     """
 
     types: ClassVar[tuple[type, ...]] = ()
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return a JSON value as the code takes it. Raises RequestError naming the field."""
+        """Convert a JSON value to what the code uses. Raises RequestError naming the field."""
         return self.parts(name, value)[0]
 
     def parts(self, name: str, value: Any) -> tuple[Any, list[str]]:
-        """Return what `parse` does, and the names of the fields within that have no effect."""
+        """Return the result of `parse`, and the names of fields inside the value that have no effect."""
         return self.parse(name, value), []
 
     def check(self, name: str, value: Any) -> None:
-        """Raise RequestError, naming the field, unless a value of Python's API is of this kind."""
+        """Raise RequestError, naming the field, unless a value given in Python is of this kind."""
         self.parse(name, value)
 
     @property
     def limits(self) -> str:
-        """The bounds of the values in words, "" if there are none."""
+        """The bounds of the values in words; "" if there are none."""
         return ""
 
     @abstractmethod
@@ -72,7 +72,7 @@ def integral(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Integer(Kind):
-    """An int in [minimum, maximum]. JSON does not tell 1.0 from 1."""
+    """An int in [minimum, maximum]. In JSON, 1.0 counts as 1."""
 
     types = (int, float)
     minimum: int
@@ -82,7 +82,7 @@ class Integer(Kind):
         return check_int(RequestError, name, integral(value), self.minimum, self.maximum)
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse 1.0, which Python tells from 1."""
+        """Refuse 1.0: in Python it is no int."""
         check_int(RequestError, name, value, self.minimum, self.maximum)
 
     def schema(self) -> Schema:
@@ -101,7 +101,10 @@ class Integer(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Number(Kind):
-    """A finite number in [minimum, maximum]; above: not the minimum itself."""
+    """A finite number in [minimum, maximum].
+
+    above: exclude the minimum itself.
+    """
 
     types = (int, float)
     minimum: float = -math.inf
@@ -109,7 +112,7 @@ class Number(Kind):
     above: bool = False
 
     def parse(self, name: str, value: Any) -> float:
-        """Return the value as it is given: 1 stays an int, unless it has more than 64 bits."""
+        """Return the value unchanged: 1 stays an int, unless it has more than 64 bits."""
         number = check_number(RequestError, name, value, self.minimum, self.maximum, above=self.above)
         return number if abs(number) > MAX_INT else value
 
@@ -130,7 +133,9 @@ class Number(Kind):
 
 
 def of_kind(kind: Kind, default: Any) -> Any:
-    """Return a field of a dataclass whose values are of a kind; None too, if its type says so."""
+    """Declare a dataclass field whose values are of a kind; None is allowed too if the field's
+    type says so.
+    """
     return field(default=default, metadata={"kind": kind})
 
 
@@ -140,7 +145,8 @@ def kinds_of(owner: Any) -> dict[str, Kind]:
 
 
 def check_fields(config: Any) -> None:
-    """Check the fields of a frozen dataclass that have a kind. Convert numbers of numpy and the like.
+    """Check the fields of a frozen dataclass that have a kind. Convert numbers of other libraries, such as
+    numpy.
 
     Raises RequestError naming the field.
     """

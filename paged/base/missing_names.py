@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 
 class ExplainsMissing(type):
-    """The type of a class whose missing attributes say what to use instead."""
+    """A metaclass. A missing attribute of its classes raises an error that says what to use instead."""
 
     if not TYPE_CHECKING:  # a type checker would take every attribute to exist
 
@@ -19,7 +19,7 @@ class ExplainsMissing(type):
 
 
 class MissingNames:
-    """The last import hook of Python: says what to use for a module of vLLM, and for a name of `vllm`.
+    """The last import hook of Python. It says what to use instead of a module or a name of vLLM.
 
     `from paged import ModelRegistry` looks for a module of that name where paged has no such attribute.
     """

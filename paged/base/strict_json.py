@@ -25,7 +25,10 @@ _REST_OF_STRING = re.compile(_PART_OF_STRING, re.DOTALL)
 
 
 class RoundedFloat(float):
-    """A number of a JSON text that float64 does not have exactly. digits: as the text has it."""
+    """A number of a JSON text that float64 cannot represent exactly.
+
+    digits: the number as written in the text.
+    """
 
     __slots__ = ("digits",)
     digits: str
@@ -112,7 +115,7 @@ def given_twice(name: str) -> RequestError:
 
 
 def exact_float(digits: str) -> float:
-    """Return a number with a fraction or an exponent, where float64 does not have it as a RoundedFloat."""
+    """Parse a number with a fraction or an exponent; RoundedFloat if float64 cannot represent it exactly."""
     if len(digits) > MAX_NUMBER_LENGTH:
         raise _too_long(digits)
     number = float(digits)
@@ -125,7 +128,7 @@ def exact_float(digits: str) -> float:
 
 
 def exact_int(digits: str) -> int:
-    """Return an int. Raises RequestError for a long one, as parsing takes quadratic time."""
+    """Parse an int. Raises RequestError if it has too many digits, as parsing takes quadratic time."""
     if len(digits) > MAX_NUMBER_LENGTH:
         raise _too_long(digits)
     return int(digits)
@@ -136,12 +139,12 @@ def _too_long(digits: str) -> RequestError:
 
 
 def refuse_constant(name: str) -> float:
-    """Raise RequestError for NaN and the infinities, which Python's parser takes."""
+    """Raise RequestError for NaN and the infinities, which Python's parser would accept."""
     raise RequestError(f"{name} is not JSON; numbers are finite")
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object. Raises RequestError if it has a name twice."""
+    """Return a dict of the pairs. Raises RequestError if a name occurs twice."""
     value = dict(pairs)
     if len(value) < len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)

@@ -21,9 +21,10 @@ MAX_SHOWN = 300  # characters of a value in a message
 
 
 def shown(value: object) -> str:
-    """Return repr(value), cut to MAX_SHOWN; also for what repr refuses: long ints and deep nesting.
+    """Return repr(value), cut to MAX_SHOWN. Values that repr refuses, such as huge ints and deep nesting, are
+    shown too.
 
-    Of a large value only the beginning is looked at.
+    Only the beginning of a large value is read.
     """
     text = ""
     try:
@@ -77,7 +78,7 @@ def field_of(name: str) -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """Convert a number of another library, such as numpy, to int or float; leave other values."""
+    """Convert a number of another library, such as numpy, to int or float. Return other values unchanged."""
     if isinstance(value, int | float):
         return value
     if isinstance(value, Integral):
@@ -105,7 +106,10 @@ def check_number(
     *,
     above: bool = False,
 ) -> float:
-    """Return `value` if it is finite and in [minimum, maximum] (`above`: not minimum), else raise `error`."""
+    """Return `value` if it is finite and in [minimum, maximum], else raise `error`.
+
+    above: exclude the minimum itself.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         wanted = ["a number"]
     elif not -sys.float_info.max <= value <= sys.float_info.max:  # an int may be too large for a float
@@ -120,7 +124,10 @@ def check_number(
 
 
 def number_limits(minimum: float, maximum: float, *, above: bool) -> list[str]:
-    """Return the bounds of a number in words, none for an infinite one; above: not the minimum itself."""
+    """Return the bounds of a number in words, without infinite ones.
+
+    above: exclude the minimum itself.
+    """
     limits = [f"{'above' if above else 'at least'} {minimum:g}"] if minimum > -math.inf else []
     return limits + ([f"at most {maximum:g}"] if maximum < math.inf else [])
 

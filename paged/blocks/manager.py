@@ -19,7 +19,9 @@ Copy = tuple[BlockId, BlockId]  # from, to
 
 
 def widest_of(windows: Sequence[int | None]) -> int:
-    """Return the layer group that keeps the most tokens, by the sliding windows of the groups."""
+    """Return the index of the layer group with the widest sliding window; None is full
+    attention, the widest.
+    """
     return max(range(len(windows)), key=lambda group: windows[group] or NEVER)
 
 
@@ -93,9 +95,10 @@ class BlockManager:
     def blocks_taken(self, seq: SequenceBlocks, num_tokens: int) -> int:
         """Return how many blocks `grow` takes for extending a sequence to num_tokens.
 
-        Those that it frees are not deducted: while steps are in flight they come back later.
+        Blocks that `grow` frees are not deducted: while steps are in flight, they become available later.
         """
         wanted = self.blocks_for(num_tokens)
+        # `fork` lowers the capacity, so that `grow` copies the shared last block.
         is_forked = seq.capacity < len(seq.tables[0]) * self.block_size
         return sum(max(0, wanted - len(table)) + is_forked for table in seq.tables)
 
@@ -106,8 +109,8 @@ class BlockManager:
     def blocks_to_start(self, hits: Sequence[Sequence[BlockId]], num_tokens: int) -> int:
         """Return an upper bound of the available blocks needed to extend these cached ones to num_tokens.
 
-        A block that another sequence holds costs nothing. Under a window it costs one: when this sequence
-        drops it, the other still holds it.
+        A cached block that another sequence holds costs nothing. Under a window it costs one block: when this
+        sequence drops it, the other still holds it.
         """
         needed = self.most_blocks(num_tokens)
         refcount = self.pool.refcount
@@ -120,7 +123,8 @@ class BlockManager:
     def num_freed(self, seq: SequenceBlocks, gone: Counter[BlockId]) -> int:
         """Return how many blocks become available when this sequence is released after others.
 
-        `gone` counts the references of those others; the references of this sequence are added to it.
+        gone: the references that those others held, by block. The references of this sequence are added to
+            it.
         """
         blocks = [block for group in range(len(self.windows)) for block in seq.live(group)]
         gone.update(blocks)
@@ -147,7 +151,8 @@ class BlockManager:
     ) -> list[list[BlockId]]:
         """Return the cached blocks of the longest known prefix, for each group, without taking them.
 
-        The prefix ends before the token `first_needed`, the first whose logits are needed; None is the last.
+        The prefix ends before the token `first_needed`, the first whose logits are needed; None means the
+        last token.
         """
         if seq.chain is None:
             return [[] for _ in self.windows]
@@ -249,9 +254,10 @@ class BlockManager:
         seq.capacity = min(seq.capacity, num_computed - num_computed % self.block_size)
 
     def truncate(self, seq: SequenceBlocks, num_tokens: int) -> None:
-        """Free the blocks behind the first num_tokens: no other sequence and no cache has them.
+        """Free the blocks behind the first num_tokens. No other sequence and no cache entry may have these
+        blocks.
 
-        What a draft model has computed behind these tokens was a guess.
+        The draft model's K and V behind these tokens were guesses.
         """
         seq.num_drafted = min(seq.num_drafted, num_tokens)
         most = self.blocks_for(num_tokens)
@@ -265,8 +271,8 @@ class BlockManager:
         seq.capacity = min(seq.capacity, most * self.block_size)
 
     def record_drafted(self, seq: SequenceBlocks, num_tokens: int, num_guesses: int = 0) -> None:
-        """Record that the first num_tokens of a sequence, and guesses behind them, have K and V of the draft
-        model.
+        """Record that the draft model's K and V exist for the first num_tokens and for num_guesses guesses
+        behind them.
         """
         first = min(seq.num_drafted, num_tokens) // self.block_size
         self.pool.drafted.update(seq.tables[self.widest][first : num_tokens // self.block_size])

@@ -29,6 +29,8 @@ def bytes_of_pool(num_blocks: int, block_size: int) -> int:
 class BlockPool:
     """The blocks of one memory, each in one of four states.
 
+    A block belongs to one layer group, the layers that share a block table; see `BlockManager`.
+
     - used: it has references.
     - cached: it has none, but the index finds it by its prefix; evicted when blocks are needed, the least
       recently used first.
@@ -50,7 +52,7 @@ class BlockPool:
         self._free = _downwards(num_blocks)[:]
         self._refcounts = array("i", bytes(4 * num_blocks))
         self._num_groups = num_groups
-        self._index: dict[int, BlockId] = {}  # by digest; those of group g are g modulo num_groups
+        self._index: dict[int, BlockId] = {}  # by digest, whose remainder is the group: see `_in_group`
         self._digests = array("q", bytes(8 * num_blocks))
         self._serials = array("I", bytes(4 * num_blocks))  # 0: not in the index
         self._parents = array("I", bytes(4 * num_blocks))  # serials of predecessors, 0 for a first block
@@ -65,6 +67,7 @@ class BlockPool:
         self._steps_begun = self._steps_ended = 0
         self._deferred: dict[int, list[BlockId]] = {}  # by the number of the step that must end first
         self._deferred_until: dict[BlockId, int] = {}
+        # Sources of copies in the step that is being scheduled: freed, but not yet read by that step.
         self._kept: set[BlockId] = set()
         # The blocks that hold K and V of the draft model for all of their tokens.
         self.drafted: set[BlockId] = set()
@@ -92,7 +95,7 @@ class BlockPool:
         return self.num_blocks - self.num_available - self.num_deferred
 
     def refcount(self, block: BlockId) -> int:
-        """Return the number of references to this block."""
+        """Return the number of references to a block."""
         return self._refcounts[block]
 
     def references(self) -> list[BlockId]:
@@ -137,7 +140,7 @@ class BlockPool:
             self._refcounts[block] += 1
 
     def free(self, blocks: Iterable[BlockId]) -> None:
-        """Drop a reference to each block. The last ones given are evicted last."""
+        """Drop a reference to each block. Of these blocks, the last one is evicted last."""
         refcounts = self._refcounts
         for block in blocks:
             count = refcounts[self._existing(block)]
@@ -187,7 +190,7 @@ class BlockPool:
         return self._next_serial - 1
 
     def match(self, chain: PrefixChain, num_blocks: int, group: int = 0) -> list[BlockId]:
-        """Return the indexed blocks of the longest known prefix, at most num_blocks of them."""
+        """Return the indexed blocks of the longest known prefix, at most num_blocks."""
         get = self._index.get
         parents = self._parents
         serials = self._serials
@@ -258,7 +261,10 @@ class BlockPool:
         return self._serials[block]
 
     def is_known(self, entry: tuple[BlockId, int]) -> bool:
-        """Return whether a block was not evicted since `serial` returned its serial. entry: both."""
+        """Return whether a block is still indexed under the serial that `serial` returned for it.
+
+        entry: the block and its serial.
+        """
         return self._serials[entry[0]] == entry[1]
 
     def reset(self) -> None:

@@ -28,8 +28,8 @@ def short_digest(digest: bytes) -> int:
 class PrefixChain:
     """Digests of the full blocks of a sequence; each covers the tokens up to the end of its block.
 
-    namespace: what else determines the KV: the cache salt, a rope length. Sequences share blocks only
-        within a namespace.
+    namespace: everything but the tokens that the KV depends on, such as the cache salt; see
+        `Request.namespace`. Sequences share blocks only within a namespace.
 
     A digest is kept as its first 56 bits. It only finds a block: `BlockPool.match` then compares all tokens,
     so a collision can lose a hit but never produces a wrong one.

@@ -17,10 +17,11 @@ BREAK = "\udc80"
 
 
 class AnswerReader:
-    """Reads one answer as it arrives, or as a whole.
+    """Reads one answer, in pieces as it arrives or as a whole.
 
     parser: finds the parts in the text.
-    tokens: tells special tokens from the same text; None if the text has none.
+    tokens: tells special tokens from ordinary text that looks the same; None if the text has no special
+        tokens.
     """
 
     def __init__(self, parser: OutputParser, tokens: TokenText | None = None) -> None:
@@ -33,7 +34,7 @@ class AnswerReader:
         return self._parser.has_whole_calls
 
     def read(self, completion: CompletionOutput) -> list[Part]:
-        """Return the parts that a delta, or a whole output, makes certain."""
+        """Return the parts of the answer that this delta or whole output completes."""
         text = completion.text
         if self._tokens is not None:
             text = self._tokens.take(text, completion.token_ids)
@@ -56,11 +57,11 @@ def _unbroken(part: Part) -> Part | None:
 class TokenText:
     """Tells the special tokens in the text of an answer from other tokens that spell them.
 
-    Most text has neither, and is passed on without a look at its tokens.
+    Most text contains none of these spellings, and is passed on without a look at its tokens.
 
     markers: special tokens that the parser reads.
     is_skipping: whether other special tokens are left out of the text.
-    has_breaks: whether a marker was spelled, and is broken in the text that `take` returned.
+    has_breaks: whether ordinary tokens spelled a marker, which `take` then broke up in its text.
     """
 
     def __init__(self, tokenizer: Tokenizer, markers: Collection[str], *, is_skipping: bool) -> None:

@@ -18,10 +18,11 @@ _OBJECT_END = re.compile(r"[}\]\s]*")
 class CallParser(CallMachine):
     """Finds calls in the format of a description. Text outside of calls is content.
 
-    Where calls begin, JSON objects with names and arguments are read in every format, one or a list of them.
+    Where calls begin, every format also accepts a JSON object with name and arguments, or a list of such
+    objects.
 
-    tools: that may be called.
-    left_out: texts which begin no calls here, such as special tokens that the tokenizer does not have.
+    tools: the tools that may be called.
+    left_out: beginnings of calls that do not count here, such as special tokens that the tokenizer lacks.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ REASONING_PARSERS = tuple(REASONING_BY_NAME)
 
 
 class TextOfModel(Protocol):
-    """What is asked of the text of a model: see `engine.model_text`."""
+    """The parts of `engine.model_text` that this package uses."""
 
     model_config: ModelConfig
     tokenizer: Tokenizer | None
@@ -48,12 +48,12 @@ class TextOfModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormat:
-    """How a model writes tool calls and reasoning, and what a server makes of that.
+    """How a model writes tool calls and reasoning, and what a server makes of it.
 
-    tools: None if the format is not known, or none is to be read.
-    auto_tool_choice: whether a model may decide for itself to call tools.
+    tools: the format of tool calls; None if it is unknown, or if no calls are to be read.
+    auto_tool_choice: whether the model may decide by itself to call tools.
     reasoning: how reasoning is marked; None if there is none to separate from the answer.
-    starts_in_reasoning: whether answers begin inside of reasoning even where the prompt does not say so.
+    starts_in_reasoning: whether answers begin inside reasoning even if the prompt does not say so.
     special_tokens: the texts of the tokenizer's special tokens.
     """
 
@@ -77,10 +77,11 @@ class ChatFormat:
     ) -> ChatFormat:
         """Return the format of a server's options.
 
-        tool_call_parser: one of TOOL_PARSERS, AUTO to find out from the template, or NO_PARSER, as None.
-        reasoning_parser: one of REASONING_PARSERS, AUTO or NO_PARSER, as None.
+        tool_call_parser: one of TOOL_PARSERS, AUTO to detect it from the template, or NO_PARSER or None for
+            no calls.
+        reasoning_parser: one of REASONING_PARSERS, AUTO, or NO_PARSER or None.
         template: the source of the chat template; "" if there is none.
-        model_type: that of config.json, which tells where there is no template.
+        model_type: the model_type of config.json, which decides where there is no template.
         shows_tools: whether the template shows tools to the model.
 
         Raises ConfigError for an unknown parser.
@@ -150,7 +151,7 @@ class ChatFormat:
 
     @property
     def channels(self) -> ToolFormat | None:
-        """The format of answers that consist of messages with channels; None of others."""
+        """The format of answers that consist of messages with channels; None for other answers."""
         if self.tools is not None:
             return self.tools if self.tools.has_channels else None
         if self.reasoning is not None and self.reasoning.has_channels:

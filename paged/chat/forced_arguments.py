@@ -104,7 +104,7 @@ def any_arguments(syntax: CallSyntax) -> Format:
 def arguments_of(syntax: CallSyntax, tool: Tool) -> Format:
     """Return the format of arguments that match the schema of a tool.
 
-    Raises RequestError naming the place of what cannot be said.
+    Raises RequestError naming the part of the schema that the format cannot express.
     """
     arguments = _Arguments(syntax, tool)
     try:

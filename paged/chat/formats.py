@@ -20,16 +20,16 @@ _SLOT = re.compile(r"\$(name|arguments|key|value)")
 class CallSyntax:
     """How a model writes the calls of an answer.
 
-    call: one call as the model writes it, with $name and $arguments. Blanks in it stand for any blanks.
-    begin: the text, often a special token, which begins calls; "" where only the beginning of the answer may.
-    also: other texts that begin calls; they are read, but never forced.
-    section: texts around all calls of an answer.
+    call: one call as the model writes it, with $name and $arguments. A blank in it matches any blanks.
+    begin: the text that begins calls, often a special token; "": calls begin only at the start of the answer.
+    also: other texts that begin calls. They are read, but never forced.
+    section: the texts before and after all calls of an answer.
     separator: the text between two calls.
-    arguments: how they are written. "json": a JSON object. "tagged": one element for each parameter.
-        "python": keyword arguments with literals of Python. "gemma": Gemma's braces, whose keys are bare.
+    arguments: the notation of arguments. "json": a JSON object. "tagged": one element for each parameter.
+        "python": keyword arguments with Python literals. "gemma": Gemma's braces with bare keys.
     parameter: one element of tagged arguments, with $key and $value.
-    quote: what is around a text in Gemma's braces.
-    identity: what comes before the id of a call, after its name; "" if there are no ids.
+    quote: the quotation mark around texts in Gemma's braces.
+    identity: the text between a call's name and its id; "" if there are no ids.
     """
 
     call: str
@@ -88,9 +88,9 @@ class CallSyntax:
 class ReasoningSyntax:
     """How a model marks reasoning, which comes before its answer.
 
-    begins, ends: the texts around it; the first of each is the one that a grammar writes.
-    answer: texts around the answer after reasoning, which belong to neither.
-    has_channels: whether each message of an answer names its channel, as Harmony's do.
+    begins, ends: the texts before and after reasoning. A grammar writes the first of each.
+    answer: texts around the answer that follow reasoning and belong to neither.
+    has_channels: whether each message of an answer names its channel, as in Harmony.
     """
 
     name: str
@@ -109,17 +109,17 @@ class ReasoningSyntax:
 class ChatSyntax:
     """A chat format.
 
-    name, aliases: what --tool-call-parser takes; the aliases are those of vLLM.
-    families: of models, for the documentation.
-    present, absent: texts which the chat templates of these families have, and which they do not have. Of the
-        formats that fit a template, the first of the table is taken.
-    model_types: those of config.json that tell the format where no template does.
-    variants: how calls are written: the first one whose texts the template has, else the last one. The first
-        one of all reads them all.
-    ends: special tokens that end an answer, also where generation_config.json does not say so.
+    name, aliases: the values of --tool-call-parser; the aliases are vLLM's names.
+    families: the families of models that use it, for the documentation.
+    present, absent: texts that the chat templates of these families contain, and texts that they do not. The
+        first format of the table that fits a template is taken.
+    model_types: the values of model_type in config.json that select the format where there is no template.
+    variants: the ways to write calls. The first variant whose texts the template contains is taken, else the
+        last one. The first variant of all reads all of them.
+    ends: special tokens that end an answer, even if generation_config.json does not list them.
     reasoning: names of REASONINGS that these models have, for the documentation.
-    id_length: of the id of a call, where the templates demand one.
-    has_channels: whether each message of an answer has a header with its channel, as Harmony's do.
+    id_length: the length of a call's id, where the templates demand one.
+    has_channels: whether each message of an answer has a header with its channel, as in Harmony.
     """
 
     name: str
@@ -143,7 +143,7 @@ class ChatSyntax:
         )
 
     def calls(self, template: str) -> CallSyntax:
-        """Return how the calls are written of a model with this template."""
+        """Return how a model with this chat template writes calls."""
         found = (syntax for texts, syntax in self.variants if all(text in template for text in texts))
         return next(found, self.variants[-1][1])
 

@@ -23,12 +23,12 @@ _TO = " to="  # a recipient, which may come before the channel
 class HarmonyParser(CallMachine):
     """Finds reasoning (channel analysis), calls (recipient functions.NAME) and content (all else).
 
-    A message to another recipient is content with its header, so that nothing is lost. A header that is cut
-    is dropped.
+    A message to another recipient becomes content together with its header, so that nothing is lost. A header
+    that is cut off is dropped.
 
-    prompt: whose end may have begun the answer.
-    is_split: whether reasoning is told apart; else it is content.
-    keeps_header: whether a header that is cut is content: of an answer that must be a call.
+    prompt: the prompt; its end may already have begun the answer.
+    is_split: whether reasoning is separated; else it becomes content.
+    keeps_header: whether a header that is cut off becomes content, as in an answer that must be a call.
     """
 
     def __init__(

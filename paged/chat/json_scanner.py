@@ -30,7 +30,8 @@ class JsonScanner:
     """The position in one JSON value (RFC 8259) whose text arrives in pieces.
 
     done: whether the value is complete.
-    failed: whether the last character looked at cannot follow. Nothing can be scanned after either.
+    failed: whether the last character was not allowed there. Once done or failed, nothing more can be
+        scanned.
     """
 
     def __init__(self) -> None:
@@ -44,11 +45,13 @@ class JsonScanner:
 
     @property
     def is_in_string(self) -> bool:
-        """Whether text without STRING_MARKS can follow and changes nothing."""
+        """Whether the position is inside a string, so that text without STRING_MARKS may follow and changes
+        nothing.
+        """
         return self._state == "string"
 
     def scan(self, text: str, start: int = 0) -> int:
-        """Follow `text` from `start`. Return where it stops: see `done` and `failed`."""
+        """Scan `text` from `start`. Return where scanning stops: see `done` and `failed`."""
         at = start
         while at < len(text) and not (self.done or self.failed):
             if self._state == "string":

@@ -35,15 +35,15 @@ _HEX = {"x": 2, "u": 4, "U": 8}
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """How values are written. quote: what is around a text that has no escapes; "" if there is no such.
+    """How values are written. Words without quotes are texts if `quote` is set, and errors otherwise.
 
-    Words without quotes are texts where there is a quote, and errors elsewhere.
+    quote: the quotation mark of texts without escapes; "" if there are none.
     """
 
     quote: str = ""
 
     def closer(self, opener: str) -> str:
-        """Return what closes a list, a tuple or a mapping; "" if this begins none."""
+        """Return the bracket that closes a list, tuple or mapping; "" if the opener begins none."""
         known = {"[": "]", "{": "}"} if self.quote else {"[": "]", "{": "}", "(": ")"}
         return known.get(opener, "")
 
@@ -52,7 +52,9 @@ PYTHON = Notation()
 
 
 def read_value(machine: CallMachine, notation: Notation, depth: int = 0) -> Reading:
-    """Read a value and emit it as JSON. Return whether it is one: else the machine is at what is wrong."""
+    """Read a value and emit it as JSON. Return whether it was valid; otherwise the machine stops
+    at the error.
+    """
     character = yield from machine.next_character()
     if notation.quote and character == notation.quote[0]:
         return (yield from _quoted_text(machine, notation.quote))
@@ -72,7 +74,7 @@ def read_value(machine: CallMachine, notation: Notation, depth: int = 0) -> Read
 
 
 def read_members(machine: CallMachine, notation: Notation, depth: int) -> Reading:
-    """Read the members of a mapping behind its brace, and the closing one."""
+    """Read the members of a mapping, from behind its opening brace to the closing one."""
     separator = "{"
     while True:
         yield from machine.blanks()
@@ -95,7 +97,7 @@ def read_members(machine: CallMachine, notation: Notation, depth: int) -> Readin
 
 
 def read_keywords(machine: CallMachine) -> Generator[None, None, str | None]:
-    """Read the name of a keyword argument and its sign. Return the name; None if there is none."""
+    """Read the name of a keyword argument and the equals sign. Return the name; None if there is none."""
     name = yield from machine.word(_IDENTIFIER)
     yield from machine.blanks()
     if not name or len(name) > MAX_KEY or not (yield from machine.literal("=")):
@@ -232,6 +234,6 @@ class _Reader(CallMachine):
 
 
 def json_of(text: str, notation: Notation) -> str:
-    """Return a value as JSON; "" if the text is none."""
+    """Return a value as JSON; "" if the text is no value."""
     reader = _Reader(text, notation)
     return "".join(reader.pieces) if reader.is_value else ""

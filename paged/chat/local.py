@@ -19,9 +19,9 @@ from .tool_prompts import Message
 
 
 class LocalChat:
-    """Shows tools to a model, and tells content, reasoning and calls of its answers apart.
+    """Shows tools to a model, and separates content, reasoning and calls of its answers.
 
-    chat_template: as of `ChatTemplates.source`.
+    chat_template: the template, as for `ChatTemplates.source`.
     """
 
     def __init__(self, text: TextOfModel, chat_template: str | None = None) -> None:
@@ -32,7 +32,9 @@ class LocalChat:
     def shown(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]] | None]:
-        """Return messages and tools for the template: messages describe tools that it does not show."""
+        """Return messages and tools for the template. Tools that the template does not show are described in
+        messages.
+        """
         if not tools:
             return messages, tools
         abilities = self._text.chat_templates.abilities(self._template)
@@ -42,13 +44,15 @@ class LocalChat:
         return form.messages_with(messages, tools, shows_system=abilities.system), None
 
     def params_of(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters under which the text of an answer has what tells reasoning from content."""
+        """Return parameters under which the text of an answer keeps the marks between reasoning
+        and content.
+        """
         if not ToolPlan.of(self._format).markers:
             return params
         return replace(params, skip_special_tokens=False, spaces_between_special_tokens=False)
 
     def growing(self, prompt: str) -> GrowingAnswer:
-        """Return the reader of an answer without tools to this prompt."""
+        """Return a reader for the answer to this prompt, without tools."""
         plan = ToolPlan.of(self._format)
         tokenizer = self._text.tokenizer
         tokens = None
@@ -87,7 +91,7 @@ class GrowingAnswer:
         self._content = self._reasoning = ""
 
     def read(self, completion: CompletionOutput) -> tuple[str, str]:
-        """Return content and reasoning so far."""
+        """Return the content and the reasoning so far."""
         text = completion.text[self._num_read :]
         token_ids = completion.token_ids[self._num_tokens :]
         self._num_read = len(completion.text)

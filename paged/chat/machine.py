@@ -28,7 +28,8 @@ Reading = Generator[None, None, bool]  # a coroutine that returns whether it fou
 class TextMachine(ABC):
     """A coroutine over text: `text[at:]` has arrived and is not read yet.
 
-    Text from `held` on is kept, so that reading can return there. Other positions are wrong after a yield.
+    Text from `held` on is kept, so that reading can go back there. After a yield, other saved positions are
+    invalid.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class TextMachine(ABC):
         self.is_cut = False  # whether the text has ended where more was looked for
 
     def feed(self, text: str) -> list[Part]:
-        """Take more text. Return the parts that are certain."""
+        """Take more text. Return the parts that are complete."""
         is_plain = self._firsts is not None and self.at == len(self.text) and self.held is None
         if is_plain and self._firsts is not None and self._firsts.isdisjoint(text):
             self._emit(text)
@@ -108,11 +109,11 @@ class TextMachine(ABC):
         return True
 
     def is_cut_in(self, wanted: str) -> bool:
-        """Return whether the text has ended within a literal, or before it."""
+        """Return whether the text ended within this literal, or right before it."""
         return self.ended and wanted.startswith(self.text[self.at :])
 
     def closing(self, text: str) -> Reading:
-        """Read what ends something, as `words` does; where the text is cut within it, read what is there."""
+        """Read a closing text as `words` does. If the answer is cut off inside it, read what is there."""
         if (yield from self.words(text)):
             return True
         if any(self.is_cut_in(piece) for piece in text.split()):
@@ -121,7 +122,7 @@ class TextMachine(ABC):
         return False
 
     def words(self, text: str) -> Reading:
-        """Read a text, whose blanks stand for any blanks."""
+        """Read a text in which each blank matches any blanks."""
         for piece in _BLANKS.split(text):
             if not piece or piece[0] in BLANKS:
                 yield from self.blanks() if piece else ()
@@ -130,7 +131,7 @@ class TextMachine(ABC):
         return True
 
     def word(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
-        """Read the characters that a pattern allows, as many as a tool's name may have."""
+        """Read the characters that match a pattern, at most as many as a tool's name may have."""
         word = ""
         while True:
             found = pattern.match(self.text, self.at)
@@ -143,7 +144,7 @@ class TextMachine(ABC):
             yield
 
     def read_to(self, markers: Sequence[str], emit: Callable[[str], None]) -> Generator[None, None, str]:
-        """Emit text up to the first marker, where it stops. Return the marker; "" at the end of the text."""
+        """Emit text up to the first marker, and stop there. Return the marker; "" at the end of the text."""
         while True:
             found = [(at, marker) for marker in markers if (at := self.text.find(marker, self.at)) >= 0]
             end, marker = min(found, default=(len(self.text) - self._num_begun(markers), ""))
@@ -167,9 +168,9 @@ class TextMachine(ABC):
 
 
 class CallMachine(TextMachine):
-    """Finds calls in text. Text outside of calls is content; blanks between content and calls are neither.
+    """Finds calls in text. Text outside calls is content. Blanks between content and calls are dropped.
 
-    names: of the tools. A call of another one is content.
+    names: the names of the tools. A call of any other tool is content.
     new_id: makes the id of a call.
     """
 
@@ -187,7 +188,7 @@ class CallMachine(TextMachine):
         return 0 < self._num_calls == self._num_whole
 
     def emit_content(self, text: str) -> None:
-        """Emit content. Blanks at the end wait for what follows; those after a call are dropped."""
+        """Emit content. Hold back blanks at its end until more follows; drop blanks after a call."""
         text = self._pending_blanks + text
         if self._is_after_call:
             text = text.lstrip()
@@ -203,7 +204,7 @@ class CallMachine(TextMachine):
             self.parts.append(ContentDelta(self._pending_blanks))
 
     def begin_call(self, name: str) -> None:
-        """Begin a call. From here on nothing is held."""
+        """Begin a call. From here on no text is held."""
         self._pending_blanks = ""
         self._is_after_call = True
         self.held = None
@@ -220,7 +221,7 @@ class CallMachine(TextMachine):
             self.parts.append(ToolArgumentsDelta(self._num_calls - 1, text))
 
     def emit_rest(self, text: str) -> None:
-        """Emit the last of the arguments of the call, which is then whole."""
+        """Emit the last of the arguments, which completes the call."""
         self.emit_arguments(text)
         self._num_whole += 1
 
@@ -268,10 +269,10 @@ class CallMachine(TextMachine):
         return json.loads(text) if text else ""
 
     def call_object(self) -> Generator[None, None, bool | None]:
-        """Read {"name": ..., "arguments": {...}}, in any order, perhaps with "id" and "type".
+        """Read {"name": ..., "arguments": {...}} with its members in any order, perhaps with "id" and "type".
 
-        "parameters" is the same as "arguments". Returns None if it is no call, False if it has begun but does
-        not end as it should, True if it is whole.
+        "parameters" is a synonym of "arguments". Returns None if it is no call, False if a call has begun but
+        is malformed, True if it is complete.
         """
         name = ""
         arguments = ""

@@ -9,25 +9,25 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More of the answer's own text."""
+    """A further piece of the answer's own text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of the text that precedes the answer."""
+    """A further piece of the text that precedes the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The beginning of a call; a ToolArgumentsDelta of the same index follows, unless the answer is cut.
+    """The beginning of a call. A ToolArgumentsDelta of the same index follows, unless the answer is cut off.
 
-    index: of the call in the answer, from 0.
+    index: the number of the call in the answer, from 0.
     call_id: unique among calls.
-    name: of one of the request's tools.
+    name: the name of one of the request's tools.
     """
 
     index: int
@@ -37,7 +37,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolArgumentsDelta:
-    """More of the arguments of a call: joined, they are a JSON object."""
+    """A further piece of a call's arguments. Joined, the pieces are a JSON object."""
 
     index: int
     text: str
@@ -53,7 +53,7 @@ class OutputParser(Protocol):
     """
 
     def feed(self, text: str) -> list[Part]:
-        """Take more text. Return the parts that are certain."""
+        """Take more text. Return the parts that are complete."""
 
     def finish(self) -> list[Part]:
         """End the text. Return the remaining parts."""
@@ -65,7 +65,10 @@ class OutputParser(Protocol):
 
 @dataclass(slots=True)
 class ToolCall:
-    """A whole call. arguments: a JSON object as text, unless max_tokens or a mistake of the model cut it."""
+    """A complete call.
+
+    arguments: a JSON object as text, unless max_tokens or a mistake of the model cut it.
+    """
 
     call_id: str
     name: str
@@ -113,7 +116,9 @@ class ChatOutput:
         return output
 
     def message(self) -> dict[str, Any]:
-        """Return the message of a chat.completion; reasoning has both of the names that clients know."""
+        """Return the message of a chat.completion. Reasoning is given under both of the names
+        that clients use.
+        """
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.tool_calls:
             message["content"] = self.content or None

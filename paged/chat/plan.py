@@ -40,8 +40,8 @@ class PlainText:
 class ToolPlan:
     """How the tools and the reasoning of a chat request shape its prompt, its grammar and its parser.
 
-    template_tools: the tools to show to the chat template; None for none.
-    tools: those that the answer may call.
+    template_tools: the tools that the chat template shows; None for none.
+    tools: the tools that the answer may call.
     continues_answer: whether the prompt ends with the beginning of the answer.
     """
 
@@ -63,7 +63,7 @@ class ToolPlan:
     ) -> ToolPlan:
         """Return the plan for the fields of a request, as their tables parse them.
 
-        Raises RequestError naming the field for those that do not go together.
+        Raises RequestError naming the field if fields contradict each other.
         """
         known = [] if tools is None else tools_of(tools)
         choice = tool_choice_of(tool_choice, known)
@@ -103,7 +103,7 @@ class ToolPlan:
 
     @property
     def skip_special_tokens(self) -> bool:
-        """Whether the text that the parser needs can do without special tokens."""
+        """Whether special tokens can be skipped in the text that the parser reads."""
         return not self.markers
 
     def new_parser(self, prompt: str) -> OutputParser:
@@ -135,9 +135,10 @@ class ToolPlan:
     ) -> StructuredOutputsParams | None:
         """Return the language that an answer to this prompt must belong to; None if it may be any text.
 
-        wanted: the language of content, as response_format gives it. An answer is then that or tool calls.
+        wanted: the language that response_format demands of content. An answer is then either that or tool
+            calls.
 
-        Raises RequestError if the answer must be a call and something else, too.
+        Raises RequestError if the answer must be a call and also belong to another language.
         """
         answer = self._answer(wanted)
         if answer is None:

@@ -21,10 +21,10 @@ _ANY = frozenset(["null", "number", "boolean", "object", "array"])
 class TaggedArguments:
     """Reads the elements of one call, up to the text that ends it.
 
-    A parameter of type string is the text as it stands, without the line break that the format writes on
-    either side; it is passed on as it arrives. Others are passed on when they are complete.
+    A parameter of type string is the text as it stands, without the line breaks that the format writes around
+    it. It is passed on as it arrives. Other parameters are passed on when they are complete.
 
-    schema: of the arguments.
+    schema: the schema of the arguments.
     """
 
     def __init__(self, machine: CallMachine, syntax: CallSyntax, schema: Any) -> None:
@@ -42,7 +42,7 @@ class TaggedArguments:
     def read(self, begin: Callable[[], None]) -> Generator[None, None, bool | None]:
         """Read the elements and the first word after them.
 
-        begin: is called once it is sure that these are arguments.
+        begin: called once these are certain to be arguments.
 
         Returns None if they are not, False if they do not end as they should, True if they are whole.
         """
@@ -178,8 +178,8 @@ class TaggedArguments:
 def value_of(text: str, types: Types) -> str:
     """Return the JSON of a value that stands as plain text.
 
-    null, number, boolean, object and array are tried in turn, first as far as the types allow them. What is
-    none of them is the text itself.
+    null, number, boolean, object and array are tried in turn, the allowed types first. Any other text is a
+    string.
     """
     bare = text.strip(BLANKS)
     found = _literal(bare, _ANY if types is None else types)

@@ -35,15 +35,15 @@ _NAME_GOES_ON = re.compile(r"[A-Za-z0-9_-]{2}")
 
 
 class ForcedCalls:
-    """Finds the calls of an answer that has nothing but calls.
+    """Finds the calls of an answer that consists of calls only.
 
-    max_tokens or a stop string may cut it anywhere. Text outside of arguments is then the beginning or the
-    end of a call: it is no content, and begins a call without arguments where it tells which one.
+    max_tokens or a stop string may cut the answer anywhere. Text outside arguments is then the beginning or
+    the end of a call, not content. If it names a tool, it begins a call without arguments.
 
     calls: the parser of the calls.
     opening: the text before the first call.
     begins: the text of a call up to its arguments, by the name of its tool.
-    name_at: where the name is in each of these.
+    name_at: the position of the name in each of these texts.
     new_id: makes the id of a call.
     """
 
@@ -137,9 +137,9 @@ _END = "<|end|>"
 class ToolFormat:
     """How a model writes tool calls.
 
-    entry: of the table of formats.
-    template: the chat template, which tells the variant.
-    special_tokens: those of the tokenizer.
+    entry: the entry in the table of formats.
+    template: the chat template, which selects the variant.
+    special_tokens: the special tokens of the tokenizer.
     """
 
     def __init__(self, entry: ChatSyntax, template: str = "", special_tokens: Collection[str] = ()) -> None:
@@ -159,7 +159,7 @@ class ToolFormat:
 
     @property
     def markers(self) -> list[str]:
-        """Texts which may be special tokens; then special tokens must stay in the text of an output."""
+        """Texts that may be special tokens. If they are, outputs must keep special tokens in their text."""
         if self.has_channels:
             return [*TOKENS]
         return self.syntax.markers
@@ -171,7 +171,7 @@ class ToolFormat:
     ) -> OutputParser:
         """Return a parser of one answer to a prompt, with calls of these tools.
 
-        is_split: whether reasoning in a channel of its own is told apart.
+        is_split: whether reasoning in a channel of its own is separated.
         """
         if self.has_channels:
             names = [tool.name for tool in tools]
@@ -182,7 +182,7 @@ class ToolFormat:
         return CallParser(self.entry.variants[0][1], tools, self.new_id, left_out)
 
     def new_forced_parser(self, tools: Sequence[Tool], prompt: str, *, is_split: bool = True) -> OutputParser:
-        """Return a parser of one answer which `calls` describes."""
+        """Return a parser of an answer in the format that `calls` returns."""
         begins = {tool.name: self.syntax.begun(tool.name) for tool in tools}
         calls = self.new_parser(tools, prompt, is_split=is_split, is_forced=True)
         return ForcedCalls(calls, self.syntax.section[0], begins, len(self.syntax.before_name), self.new_id)
@@ -214,7 +214,9 @@ class ToolFormat:
     # Forcing
 
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
-        """Return the format of one call, or of 1 to MAX_CALLS, whose arguments match their schemas."""
+        """Return the format of one call, or of 1 to MAX_CALLS calls, whose arguments match their
+        tools' schemas.
+        """
         syntax = self.syntax
         tags = [self._call(tool) for tool in tools]
         if self.has_channels:
@@ -232,7 +234,7 @@ class ToolFormat:
     def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool, reasoning: Iterable[str]) -> Format:
         """Return the format of text with calls, perhaps none. A single call ends the text.
 
-        The arguments of strict tools match their schemas, those of others are any object.
+        The arguments of strict tools match their schemas; those of other tools are any object.
 
         reasoning: texts that begin reasoning.
         """

@@ -14,7 +14,8 @@ Message = Mapping[str, Any]
 class ToolPrompt:
     """How a format of tool calls is described to a model.
 
-    example: of a call, with <name> and <arguments>, or <key> and <value> of one, in place of those.
+    example: an example call with the placeholders <name> and <arguments>, or <key> and <value> for one
+        argument.
     opening, separator, closing: texts around the calls of an answer.
     """
 
@@ -34,7 +35,8 @@ class ToolPrompt:
         """Return a conversation with its tools, calls and results in the texts of messages.
 
         written: returns the text of a call from a tool's name and the arguments as JSON.
-        shows_system: whether the chat template shows system messages; else the first other one has the tools.
+        shows_system: whether the chat template shows system messages; else the first message of another role
+            describes the tools.
         """
         described = self._described(tools)
         shown = list[Message]()

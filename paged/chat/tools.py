@@ -22,8 +22,8 @@ class Tool:
     """A function that the model may call.
 
     parameters: the JSON schema of its arguments, an object.
-    strict: whether the arguments always match the schema.
-    place: of the parameters in the body of the request, for errors.
+    strict: whether the arguments must match the schema.
+    place: the place of the parameters in the body of the request, for errors.
     """
 
     name: str
@@ -37,7 +37,7 @@ class ToolChoice:
     """Which tools an answer may call.
 
     mode: "none", "auto" (calls or none) or "required" (at least one call).
-    names: of the tools that may be called; None allows all.
+    names: the names of the tools that may be called; None allows all.
     is_single: whether the answer is one call.
     """
 
@@ -47,7 +47,9 @@ class ToolChoice:
 
 
 def tools_of(given: Sequence[Mapping[str, Any]]) -> list[Tool]:
-    """Return the tools of a request, each as its table parses it. Raises RequestError for an equal name."""
+    """Return the tools of a request, each as its table parses it. Raises RequestError if two
+    have one name.
+    """
     tools = list[Tool]()
     names = set[str]()
     for i, function in enumerate(tool["function"] for tool in given):

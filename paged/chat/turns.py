@@ -13,12 +13,12 @@ _REASONING = ("reasoning", "reasoning_content", "thinking")
 
 
 def has_repeated_roles(messages: Sequence[Any]) -> bool:
-    """Return whether two messages of the user, or two of the assistant, are next to each other."""
+    """Return whether two neighbouring messages are both the user's or both the assistant's."""
     return any(_is_same_turn(one, other) for one, other in pairwise(messages))
 
 
 def merged(messages: Sequence[Message]) -> list[Message]:
-    """Return a conversation in which the messages of a turn are one."""
+    """Return a conversation in which consecutive messages of the user, or of the assistant, are merged."""
     turns = list[Message]()
     for message in messages:
         if turns and _is_same_turn(turns[-1], message):
@@ -53,7 +53,9 @@ def _contents(one: Any, other: Any) -> Any:
 
 
 def with_short_ids(messages: Sequence[Message], length: int) -> list[Message]:
-    """Return a conversation whose calls have ids of a length, as some templates demand; others are hashed."""
+    """Return a conversation whose call ids have this length, as some templates demand. Other ids
+    are hashed.
+    """
 
     def short(given: Any) -> str:
         text = str(given)
@@ -72,10 +74,10 @@ def with_short_ids(messages: Sequence[Message], length: int) -> list[Message]:
 
 
 def with_single_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return a conversation for templates of Harmony, which show one call of a message.
+    """Return a conversation for Harmony's templates, which show one call of each message.
 
-    Several calls are messages with one call each, followed by its result. A preamble and the reasoning before
-    a call are one text, as such templates take no other.
+    A message with several calls becomes several messages of one call, each followed by its result. A preamble
+    and the reasoning before a call are joined to one text, as such templates accept only one.
     """
     found = list[Message]()
     waiting = list[Message]()  # calls of the last message whose results come next

@@ -32,7 +32,7 @@ def quoted(text: str) -> str:
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """Return a schema, or what it refers to; None if there is no such part of the root."""
+    """Return a schema, or the schema that its reference leads to; None if the root has no such part."""
     for _ in range(MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
@@ -49,7 +49,7 @@ def resolved(schema: Any, root: Any) -> Any:
 
 
 def types_of(schema: Any, root: Any) -> Types:
-    """Return the JSON types that a schema allows, None if it does not tell.
+    """Return the JSON types that a schema allows, None if it does not say.
 
     root: the schema that references begin from.
     """
@@ -112,7 +112,7 @@ def property_of(schema: Any, name: str, root: Any) -> Any:
 
 
 def number_of(text: str) -> str:
-    """Return a number of JSON or Python as JSON; "" if the text is none."""
+    """Return a number written in JSON or Python as JSON; "" if the text is no number."""
     if _JSON_NUMBER.fullmatch(text):
         return text
     if not _NUMBER.fullmatch(text) or len(text) > MAX_NUMBER:

@@ -10,7 +10,7 @@ from .formats import CallSyntax
 
 
 def written_call(syntax: CallSyntax, name: str, arguments: str) -> str:
-    """Return the text of a call. Arguments that are no JSON object stay as they are."""
+    """Return the text of a call. Arguments that are no JSON object are written unchanged."""
     try:
         value = json.loads(arguments)
     except ValueError:

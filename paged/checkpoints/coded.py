@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class Factors(NamedTuple):
-    """What codes are multiplied by, and what is subtracted before or added after: by row and group of inputs.
+    """The factors of quantised codes, by row and group of inputs: scales, zeros and offsets.
 
-    All have shape [num_rows, num_groups], but units: [num_rows, num_units], each for as many groups that
-    follow each other. Scales and offsets that have a unit are integers, or float8, of it: two levels. A
-    divisor is shaped like a unit, and float8 scales are divided by it.
+    All have shape [num_rows, num_groups]. Units have shape [num_rows, num_units]; each covers the same number
+    of consecutive groups. Scales and offsets with a unit have two levels: integers or float8 that are
+    multiplied by the unit. A divisor is shaped like a unit; float8 scales are divided by it.
     """
 
     scale: Tensor
@@ -48,8 +48,8 @@ class Factors(NamedTuple):
 class CodedWeight:
     """A weight [num_rows, num_inputs] that is not stored as floats.
 
-    In float32 it is number * scale + offset, or (number - zero) * scale: each operation rounds once. In all
-    formats with an offset the product is exact, so that one fused multiply-add gives the same.
+    In float32 the weight is number * scale + offset, or (number - zero) * scale, and each operation rounds
+    once. In all formats with an offset the product is exact, so a fused multiply-add gives the same result.
     """
 
     # u8 from 0 to 15, or HalfBytes, with a table of 16 numbers; i8, which are numbers; or float8_e4m3fn
@@ -73,7 +73,7 @@ class CodedWeight:
 
     @property
     def group(self) -> int:
-        """Return how many inputs, which follow each other, share their factors."""
+        """Return how many consecutive inputs share their factors."""
         return self.shape[1] // self.factors.scale.shape[1]
 
     def take(self, rows: Tensor | slice) -> CodedWeight:
@@ -122,18 +122,21 @@ def _by_group(unit: Tensor, groups: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class WholeWeight:
-    """The weight that a form is made of now, of which a shard holds a share only.
+    """The whole weight, of which this process may hold only a shard.
 
-    What all of its numbers decide, each process decides alone, by reading the rest: one that is
-    replaced loads while the others compute.
+    Some choices depend on all numbers of the weight. Each process reads the rest and decides alone, so that a
+    replaced process can load while the others compute.
 
-    num_shards: into how many it is divided. read: reads all of it; None: the form is made of all, or the rest
-    is known to be alike.
+    num_shards: how many shards the weight is divided into.
+    read: reads the whole weight; None if this process holds all of it, or if the rest is known to be alike.
     """
 
     num_shards: int = 1
     read: Callable[[], Weight] | None = None
 
     def has(self, own: Weight, check: Callable[[Weight], bool]) -> bool:
-        """Return whether the whole weight passes a check. own: the share of it that is in memory."""
+        """Return whether the whole weight passes a check.
+
+        own: the share of the weight that is in memory.
+        """
         return check(own) and (self.read is None or check(self.read()))

@@ -70,9 +70,9 @@ _NO_LIMIT = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A linear layer over vectors: activation(W x + b), to which use_residual adds x, or a projection of it.
+    """A linear layer over vectors: activation(W x + b). With use_residual, x or a projection of x is added.
 
-    directory: holds its model.safetensors.
+    directory: the directory with its model.safetensors.
     activation: a function of torch.nn.functional; None: there is none.
     """
 
@@ -88,15 +88,15 @@ class Dense:
 class EmbeddingSettings:
     """How a checkpoint makes embeddings of its final hidden states.
 
-    size: of a vector.
+    size: the size of a vector.
     pooling: None if the checkpoint names one that is not supported, which `unsupported_pooling` describes.
-    include_prompt: whether mean and cls read the tokens of a prompt of `prompts`.
-    steps: what is done to the pooled vector, in order: dense layers, and scaling to a norm of 1 before them.
-    normalize: whether the vector is scaled to a norm of 1 at last.
+    include_prompt: whether mean and cls pooling include the tokens of a prompt from `prompts`.
+    steps: the operations on the pooled vector in order: dense layers, and normalisations before them.
+    normalize: whether the final vector is scaled to a norm of 1.
     prompts: texts to put before a text, by name; default_prompt_name is the one to use where none is named.
     max_tokens: the most tokens of a text; None: as many as the context. max_tokens_key: its file and key.
     lower_case: whether texts are converted to lower case.
-    as_message: whether the chat template has a text as the message of a user, a prompt as that of the system.
+    as_message: whether the chat template renders a text as a user message, and a prompt as a system message.
     dimensions: the sizes that a vector may be cut to; None: any.
     refusal: why there are no embeddings, if there are none.
     """
@@ -131,9 +131,9 @@ class EmbeddingSettings:
 
 
 def read_embedding_settings(directory: Path, hidden_size: int) -> EmbeddingSettings:
-    """Read the settings of embeddings of a checkpoint; without any, the last token's vector is normalized.
+    """Read a checkpoint's settings for embeddings. Without any, the last token's vector is normalized.
 
-    What the files ask for and is not supported becomes the `refusal` of the settings, as the checkpoint may
+    An unsupported setting becomes the `refusal` of the settings instead of an error, as the checkpoint may
     still generate.
 
     Raises CheckpointError, which names the file, for values that are wrong.

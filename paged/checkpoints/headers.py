@@ -27,9 +27,10 @@ _QUANTIZATION = "hf_quant_config.json"  # beside config.json, where ModelOpt say
 def fetch_headers(repository: str, revision: str | None, config: Path) -> Path:
     """Return a directory with the config of a model on the hub and the headers of its weights.
 
-    Each file is as large as its original, but has no data and takes no space for it.
+    Each file is as large as its original, but sparse: it holds the header only and takes no disk space for
+    the rest.
 
-    config: its config.json, which is fetched already.
+    config: the model's config.json, which is already fetched.
 
     Raises CheckpointError for a repository without safetensors, and OSError and ValueError as the hub does.
     """
@@ -53,9 +54,9 @@ def fetch_headers(repository: str, revision: str | None, config: Path) -> Path:
 
 
 def fetch_gguf_headers(repository: str, revision: str | None, names: Sequence[str]) -> Path:
-    """Return a directory with the config and the headers of a model in GGUF files on the hub.
+    """Return a directory with the config and the headers of a GGUF model on the hub.
 
-    names: of its file, or of all its parts.
+    names: the name of the model's file, or of all its parts.
     """
     from huggingface_hub import HfFileSystem
 
@@ -69,9 +70,10 @@ def fetch_gguf_headers(repository: str, revision: str | None, names: Sequence[st
 
 
 def write_gguf_headers(sources: Mapping[str, Any]) -> Path:
-    """Make a directory with config.json and GGUF files that have the headers and sizes of open ones.
+    """Make a directory with config.json and sparse GGUF files that have the headers and sizes of the given
+    ones.
 
-    sources: by the names of the files, the first part first.
+    sources: the open files by name, the first part first.
     """
     directory = _new_directory()
     for name, source in sources.items():
@@ -102,7 +104,10 @@ class _CopiedGguf(GgufFile):
 
 
 def write_header(source: Any, file: Path) -> None:
-    """Write a safetensors file with the header of another one, an open file or a remote one, and its size."""
+    """Write a safetensors file with the header and the size of another one, and no data.
+
+    source: an open local or remote file.
+    """
     length = int.from_bytes(source.read(_LENGTH_BYTES), "little")
     if length > HEADER_CEILING:
         raise CheckpointError(f"{file.name} is no safetensors file: its header would have {length:,} bytes")

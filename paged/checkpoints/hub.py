@@ -105,7 +105,7 @@ class _Repository:
     Most functions of huggingface_hub try to reach the hub six times within 23 seconds, with a line on stderr
     each. So one request asks first, and the others follow only if it was answered.
 
-    names: of its files.
+    names: the names of its files.
 
     Raises OSError if the hub does not answer and its cache has nothing, and ValueError for a name that no
     repository can have.

@@ -40,7 +40,7 @@ class OpenFile:
     has_data: whether it has more than the header of its tensors.
     stamp: tells it from other files, and from what it may become.
 
-    Raises CheckpointError, which names the file, where it cannot be read.
+    Raises CheckpointError, which names the file, if it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class OpenFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file. Its tensors cannot be read any more."""
+        """Close the file. Its tensors can no longer be read."""
         self._stream.close()
 
     def read_into(self, memory: memoryview, start: int) -> None:
@@ -78,7 +78,7 @@ class OpenFile:
             raise CheckpointError(f"{self.path}: became shorter while it was read")
 
     def read_bytes(self, start: int, count: int) -> bytearray:
-        """Return bytes of the file, which the caller knows it to have."""
+        """Return bytes of the file; the caller knows that the file has them."""
         memory = bytearray(count)
         self.read_into(memoryview(memory), start)
         return memory

@@ -45,7 +45,7 @@ Entry = tuple[str, list[int], int, int]  # dtype, shape, start and end of a tens
 class SafetensorsFile(OpenFile):
     """The tensors of one file.
 
-    names: say which tensors are left out; these may be of any dtype.
+    names: decides which tensors are left out; these may be of any dtype.
 
     Raises CheckpointError, which names file and tensor, for a file that is damaged.
     """

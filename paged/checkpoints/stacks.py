@@ -15,10 +15,10 @@ MAX_EXPERTS = 4096
 
 
 def experts_of(name: str, tensor: StoredTensor, stack: ExpertStack) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the tensors that a stack of this name in the decoder holds, those of each expert; of a GGUF file
-    itself.
+    """Split a stack of experts into one tensor for each expert; yield the stack itself if it comes from a
+    GGUF file.
 
-    Raises CheckpointError for a stack that does not divide into what it should hold.
+    Raises CheckpointError for a stack that does not divide into its parts.
     """
     if not isinstance(tensor, FileTensor):
         yield name, tensor

@@ -26,9 +26,9 @@ MAX_PARTS = 16
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor(ABC):
-    """A tensor that is read when it is asked for.
+    """A tensor of a file that is read on demand.
 
-    config: where its shape should follow from, for messages.
+    config: the config keys that its shape follows from, for messages.
     """
 
     config: ClassVar[str] = "config.json"
@@ -40,12 +40,12 @@ class StoredTensor(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that it takes in its file."""
+        """The size of the tensor in its file, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def has_data(self) -> bool:
-        """Whether it can be read: not if only the header of its file was fetched."""
+        """Whether the tensor can be read. It cannot if only the header of its file was fetched."""
         return True
 
     @abstractmethod
@@ -56,9 +56,9 @@ class StoredTensor(ABC):
         """
 
     def parts(self, unit: int = 1) -> list[slice]:
-        """Return the rows in parts of about TENSOR_PART_BYTES, or larger ones of a very large tensor.
+        """Divide the rows into parts of about TENSOR_PART_BYTES; those of a very large tensor are larger.
 
-        unit: what the number of rows of each part but the last is a multiple of.
+        unit: the number of rows of each part but the last is a multiple of it.
         """
         num_rows = self.shape[0] if self.shape else 1
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
@@ -67,7 +67,10 @@ class StoredTensor(ABC):
         return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
     def read_parts(self, unit: int = 1, within: range | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the rows in `parts`, or what of them is within these rows. Each is valid until the next."""
+        """Yield the rows in `parts`. Each part is valid until the next is read.
+
+        within: read only these rows.
+        """
         parts = self.parts(unit)
         if within is not None:
             cut = [slice(max(part.start, within.start), min(part.stop, within.stop)) for part in parts]
@@ -105,7 +108,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 class StoredRows:
     """The stored rows that make up the parameters of one module.
 
-    A parameter `p` is stored as "{part}.{p}" for each of the parts. Their rows follow each other.
+    The rows of parameter `p` are those of the tensors "{part}.{p}", one part after the other.
     """
 
     parts: Mapping[str, int]  # the number of rows of each part, by its name
@@ -148,8 +151,9 @@ class ValueCheck(NamedTuple):
 class Layout(NamedTuple):
     """How a stored tensor holds rows.
 
-    An entry along its dimension `dim` is that of `rows_per_entry` rows. It packs them, and `unpack` takes
-    them out; or they share it, as the scale of a block of rows. All share a tensor without this dimension.
+    Each entry along dimension `dim` covers `rows_per_entry` rows. Either the entry packs these rows, and
+    `unpack` takes them apart, or they share it, like the scale of a block of rows. A tensor without this
+    dimension is shared by all rows.
     """
 
     columns: tuple[int, ...]  # the other dimensions
@@ -170,7 +174,7 @@ class Layout(NamedTuple):
         return tuple(-(-count // self.columns_in_one) for count in self.columns)
 
     def shape_of(self, num_rows: int) -> list[int]:
-        """Return the shape of the tensor of so many rows."""
+        """Return the shape of the stored tensor for num_rows rows."""
         shape = list(self.columns)
         if self.dim is not None:
             shape.insert(self.dim, -(-num_rows // self.rows_per_entry))
@@ -178,7 +182,7 @@ class Layout(NamedTuple):
 
 
 class StoredPart(NamedTuple):
-    """A weight [num_rows, num_inputs] of a checkpoint: what its format is chosen by."""
+    """One part [num_rows, num_inputs] of a weight in a checkpoint. Its tensors determine its format."""
 
     name: str  # in the decoder, without that of a tensor
     num_rows: int
@@ -188,17 +192,19 @@ class StoredPart(NamedTuple):
     sources: Sources
 
     def get(self, tensor: str) -> StoredTensor | None:
-        """Return one of its tensors by the last part of its name."""
+        """Return one of the part's tensors by the last component of its name."""
         return self.sources.get(f"{self.name}.{tensor}")
 
 
 class StoredFormat(Protocol):
-    """How one weight is stored. Parts of equal formats, which are read alike, make one weight together."""
+    """How one weight is stored. Parts with equal formats are read alike and make one weight together."""
 
     title: str  # what people call it, such as "GPTQ 4 bits"; "" for floats
 
     def layouts(self, part: StoredPart) -> dict[str, Layout]:
-        """Return the layout of each tensor that the part must have, by the last part of the tensor's name."""
+        """Return the layout of each tensor that the part must have, by the last component of the
+        tensor's name.
+        """
 
     def weight(self, tensors: Mapping[str, Tensor]) -> Weight:
         """Make the weight of a module.
@@ -214,7 +220,7 @@ Recognizer = Callable[[StoredPart], StoredFormat | None]
 
 @dataclass(frozen=True, slots=True)
 class FloatFormat(StoredFormat):
-    """The weight itself, in floats."""
+    """A weight stored as floats."""
 
     title = ""
 
@@ -226,7 +232,7 @@ class FloatFormat(StoredFormat):
 
 
 def float_layout(like: Tensor) -> Layout:
-    """Return the layout of a parameter of floats that is no weight: numbers for each row."""
+    """Return the layout of a float parameter that is no weight, such as a bias: numbers for each row."""
     return Layout(tuple(like.shape[1:]), like.dtype)
 
 
@@ -246,9 +252,9 @@ class StoredWeight(NamedTuple):
 
 
 def split_by_format(rows: StoredRows, formats: Mapping[str, StoredFormat]) -> list[StoredWeight]:
-    """Divide a module's rows into runs that are stored in one format each, in their order.
+    """Divide a module's rows into consecutive runs that are stored in one format each.
 
-    formats: of the parts.
+    formats: the formats of the parts.
     """
     if len(set(formats.values())) == 1:
         return [StoredWeight(next(iter(formats.values())), rows)]
@@ -283,9 +289,9 @@ def split_by_format(rows: StoredRows, formats: Mapping[str, StoredFormat]) -> li
 def read_rows(
     tensors: Sequence[tuple[StoredTensor, int]], index: Tensor | None, layout: Layout, device: torch.device
 ) -> Tensor:  # [num_rows, *columns]
-    """Read rows of tensors whose rows follow each other; the numbers say how many each has.
+    """Read rows of several tensors that are joined along their rows.
 
-    index: the rows to read, i64[num_rows]; None: all in their order.
+    index: the rows to read, i64[num_rows]; None reads all in order.
     """
     counts = [count for _, count in tensors]
     if layout.dim is None:
@@ -376,7 +382,9 @@ def _as_slice(index: Tensor) -> Tensor | slice:
 
 
 def check_values(tensors: Sequence[StoredTensor], values: Tensor, check: ValueCheck) -> None:
-    """Check values that were read of tensors. Raises CheckpointError, which names file, tensor and place."""
+    """Check values that were read from tensors. Raises CheckpointError, which names file, tensor
+    and place.
+    """
     has_wrong = check.has_wrong or (lambda part: bool(check.is_wrong(part).any()))
     step = max(1, CHECKED_AT_ONCE // max(1, values[:1].numel()))
     if not values.numel() or not any(map(has_wrong, torch.split(values, step))):

@@ -26,7 +26,7 @@ def find_weight_files(directory: Path) -> list[Path]:
     """Return the files of a checkpoint that hold weights. Log the other weight files, which are ignored.
 
     These are the file that config.json names, else model.safetensors, else the files that
-    model.safetensors.index.json names. Of a directory made for a GGUF file, it is that file.
+    model.safetensors.index.json names. In a directory made for a GGUF file, it is that file.
 
     Raises CheckpointError if files are missing, and names the files that are there instead.
     """

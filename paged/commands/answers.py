@@ -21,28 +21,30 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class ChatAnswer(NamedTuple):
-    """An answer so far: its own text, and the reasoning before it."""
+    """An answer so far: its own text, and the reasoning before that."""
 
     content: str = ""
     reasoning: str = ""
 
 
 class Answers(Protocol):
-    """What answers a conversation, one turn at a time.
+    """Answers a conversation, one turn at a time.
 
-    params: of the next answer.
+    params: the sampling parameters of the next answer.
     """
 
     params: ChatParams
 
     def stream(self, messages: Messages) -> Generator[ChatAnswer]:
-        """Yield the answer so far, again and again; closed earlier, give the rest up. Raises PagedError."""
+        """Yield the answer so far after each new part. If the caller closes the iterator, abort the answer.
+        Raises PagedError.
+        """
 
     def give_up(self) -> None:
-        """Let `stream` come to an end soon; called by a signal handler."""
+        """Make `stream` end soon. Called by a signal handler."""
 
     def report_end(self) -> None:
-        """Say why the last answer ended, if not by itself. Raises CliError if it is none."""
+        """Say why the last answer ended if it was cut off. Raises CliError if it failed."""
 
 
 class EngineAnswers:
@@ -63,7 +65,7 @@ class EngineAnswers:
         self._completion: CompletionOutput | None = None
 
     def stream(self, messages: Messages) -> Generator[ChatAnswer]:
-        """Yield the answer so far after each step that has a part of it."""
+        """Yield the answer so far after each step that extends it."""
         self._completion = None
         prompt = self._engine.render_chat(messages, **self._template)
         request_id = self._request(prompt)
@@ -79,10 +81,10 @@ class EngineAnswers:
             self._engine.abort_request(request_id)
 
     def give_up(self) -> None:
-        """Do nothing: a step, which must not be disturbed, ends soon."""
+        """Do nothing: the current step must not be interrupted, and ends soon."""
 
     def report_end(self) -> None:
-        """Raise FailedError for an error of the engine, and complain of an answer that was cut."""
+        """Raise FailedError for an error of the engine, and print a warning if the answer was cut off."""
         completion = self._completion
         if completion is None:
             return
@@ -120,10 +122,10 @@ class EngineAnswers:
 class ServerAnswers:
     """Answers of a server of OpenAI's API.
 
-    fields: of every body, besides its messages and sampling parameters.
+    fields: further fields of every body, besides messages and sampling parameters.
     params: the sampling parameters.
-    seed: of the first answer, and one more for each further one, so that a retry gets another one; with None
-        the server chooses.
+    seed: the seed of the first answer; each further answer adds 1, so that a retry differs. None lets the
+        server choose.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class ServerAnswers:
         self._finish_reason: str | None = None
 
     def stream(self, messages: Messages) -> Generator[ChatAnswer]:
-        """Yield the answer so far after each event that has a part of it. Raises ApiError."""
+        """Yield the answer so far after each event that extends it. Raises ApiError."""
         self._is_given_up = False
         self._finish_reason = None
         sampling = body_fields(self.params.values)
@@ -164,13 +166,13 @@ class ServerAnswers:
             self._exchange = None
 
     def give_up(self) -> None:
-        """Cut the connection, so that no event is waited for. The server sees it and ends the request."""
+        """Close the connection, so that `stream` stops waiting. The server notices and aborts the request."""
         self._is_given_up = True
         if self._exchange is not None:
             self._exchange.give_up()
 
     def report_end(self) -> None:
-        """Complain of an answer that was cut."""
+        """Print a warning if the answer was cut off."""
         if self._finish_reason == "length" and "max_tokens" not in self.params.values:
             common.complain(
                 "the answer fills the context, or has as many tokens as the server allows by default: /reset "
@@ -181,7 +183,7 @@ class ServerAnswers:
 
 
 def body_fields(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of SamplingParams as fields of a body, in the forms of OpenAI and vLLM."""
+    """Convert arguments of SamplingParams to fields of a body, in OpenAI's and vLLM's forms."""
     fields = {name: value for name, value in sampling.items() if name != "structured_outputs"}
     structured = sampling.get("structured_outputs")
     if structured is None:

@@ -24,7 +24,7 @@ _MAX_ERROR_BYTES = 65536
 
 
 class ApiError(PagedError):
-    """There is no server at the address, it refuses a request, or it ends an answer in its middle."""
+    """There is no server at the address, the server refuses a request, or an answer breaks off."""
 
     MAX_LENGTH = 1000
 
@@ -91,9 +91,9 @@ class ApiClient:
         return listed
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> ApiExchange:
-        """Return a request, which is sent where it is entered as a context.
+        """Return a request. It is sent when it is entered as a context.
 
-        path: below the base, such as /models.
+        path: the path below the base URL, such as /models.
         """
         kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=CONNECT_TIMEOUT_S)
@@ -102,7 +102,7 @@ class ApiClient:
 
 
 class ApiExchange:
-    """A request and its response; a context, whose end closes the connection.
+    """A request and its response, as a context manager that closes the connection.
 
     call: the arguments of HTTPConnection.request.
     """
@@ -148,7 +148,7 @@ class ApiExchange:
         return self._connection.getresponse()
 
     def give_up(self) -> None:
-        """End the response where it is, also from a signal handler: reading then finds its end."""
+        """Stop reading the response; reading then finds its end. Safe in a signal handler."""
         self._is_given_up = True
         if self._socket is not None:
             with suppress(OSError):
@@ -162,7 +162,7 @@ class ApiExchange:
             raise self._broken(error) from None
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events of a stream up to its [DONE]. Raises ApiError if it breaks off before."""
+        """Yield the events of a stream up to its [DONE]. Raises ApiError if the stream ends earlier."""
         kind = self._entered.getheader("content-type", "")
         if not kind.startswith("text/event-stream"):
             raise ApiError(f"{self._url} answers {kind or 'without a type'}, not with a stream of events")

@@ -44,10 +44,10 @@ class _Entry:
 
 
 class BatchRun:
-    """Answers lines with engines, reading only as many as keep them busy.
+    """Answers the lines of a file with engines. It reads only as many lines ahead as keep the engines busy.
 
-    num_engines: how many engines `engine` has.
-    ignored: how many lines had each field that has no effect.
+    num_engines: the number of engines behind `engine`.
+    ignored: for each field that has no effect, how many lines had it.
     """
 
     def __init__(

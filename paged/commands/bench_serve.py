@@ -44,9 +44,9 @@ SAVE_HELP = "Write the figures and those of each request to this file as JSON. [
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """What became of a request, with times by time.perf_counter.
+    """The outcome of a request, with times by time.perf_counter.
 
-    parts: the times at which parts of the text came.
+    parts: the arrival times of the parts of the text.
     """
 
     started: float
@@ -85,7 +85,9 @@ def serve(
     save_result: Annotated[Path | None, typer.Option(help=SAVE_HELP)] = None,
     **options: Any,
 ) -> int:
-    """Send streamed requests to a server and measure rates and latencies. It may also be another's."""
+    """Send streamed requests to a server and measure rates and latencies. The server need not be
+    `paged serve`.
+    """
     if endpoint not in (COMPLETIONS, CHATS):
         raise CliError(f"--endpoint is {COMPLETIONS} or {CHATS}, got {endpoint}")
     if not request_rate > 0:
@@ -195,7 +197,7 @@ def _ask(client: ApiClient, path: str, body: Mapping[str, Any]) -> TimedAnswer:
 
 
 def figures_of(answers: Sequence[TimedAnswer], duration: float) -> dict[str, Any]:
-    """Return the figures of a load, with the names of vLLM's JSON."""
+    """Return the figures of a load, under the names of vLLM's JSON."""
     from ..simulate.statistics import percentile
 
     num_input = sum(answer.num_input_tokens for answer in answers)

@@ -133,7 +133,7 @@ def _described(client: ApiClient, model: str | None) -> tuple[str, Mapping[str, 
 
 
 class CommandError(CliError):
-    """A command of the conversation that cannot be run, which leaves the conversation as it is."""
+    """A command of the conversation that cannot be run. The conversation stays unchanged."""
 
 
 def _variables(text: str | None) -> Mapping[str, Any]:
@@ -171,7 +171,7 @@ class _Interrupts:
 class Chat:
     """A conversation whose turns are read from stdin.
 
-    stream_interval_s: longest time for which tokens are held back to be shown together.
+    stream_interval_s: the longest time in seconds for which tokens are held back to be shown together.
     """
 
     def __init__(self, answers: Answers, system: str | None, stream_interval_s: float) -> None:

@@ -28,11 +28,11 @@ SETTABLE = [name for name in common.SAMPLING[1] if name not in NOT_OF_A_TEXT]
 
 
 class ChatParams:
-    """The sampling parameters of a conversation, by where they come from.
+    """The sampling parameters of a conversation, by their source.
 
-    given: by the user.
-    checkpoint: by the checkpoint, where that is known.
-    chat: the defaults of a chat, which hold unless the user says how to sample.
+    given: the parameters that the user gives.
+    checkpoint: the parameters that the checkpoint sets, if known.
+    chat: the defaults of a chat. They hold unless the user chooses a way of sampling.
     """
 
     def __init__(
@@ -44,11 +44,13 @@ class ChatParams:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The arguments of SamplingParams that are neither the checkpoint's nor SamplingParams' own."""
+        """The arguments of SamplingParams that the user or the chat sets, without defaults of the checkpoint
+        and of SamplingParams.
+        """
         return {**self._chat, **self._given}
 
     def describe(self) -> str:
-        """Return a line for each parameter, with where it comes from."""
+        """Return a line for each parameter, with its source."""
         defaults = {"max_tokens": None}
         layers = [
             ("default", {name: defaults.get(name, getattr(SamplingParams(), name)) for name in ALWAYS_SHOWN}),
@@ -64,7 +66,7 @@ class ChatParams:
         return "\n".join(lines)
 
     def set(self, text: str) -> None:
-        """Set parameters from NAME=VALUE pairs; NAME= takes the default again. Raises CliError."""
+        """Set parameters from NAME=VALUE pairs. NAME= restores the default. Raises CliError."""
         changed = {**self._given}
         try:
             pairs = shlex.split(text)
@@ -86,7 +88,7 @@ class ChatParams:
 
 
 def check_one_text(given: Mapping[str, Any]) -> None:
-    """Raise CliError for parameters that ask for more than one text, RequestError for wrong ones."""
+    """Raise CliError if parameters ask for several texts, and RequestError if they are wrong."""
     params = SamplingParams(**{"max_tokens": None, **given})
     if params.num_samples > 1:
         raise CliError("--n and --best-of have no place in a chat, where a turn has one answer")

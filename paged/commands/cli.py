@@ -57,7 +57,7 @@ COMMANDS = {
 
 
 class Commands(CommandGroup):
-    """The group of all commands, each imported when it is asked for."""
+    """The group of all commands. Each is imported when it is called."""
 
     def list_commands(self, _: Any) -> list[str]:
         """Return the names of the commands."""
@@ -83,7 +83,7 @@ class Commands(CommandGroup):
             formatter.write_dl([(name, command.about) for name, command in COMMANDS.items()])
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Return what completes the name of a command, or an option of `paged` itself."""
+        """Return the completions of a command's name, or of an option of `paged` itself."""
         if incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
         return [
@@ -104,8 +104,8 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line and exit with its code.
 
-    2 is for what would be wrong again: what was typed, or a model that is damaged or not supported. 1 is for
-    what cannot be done here and now.
+    Exit code 2 means that the same command would fail again: a typing error, or a model that is damaged or
+    unsupported. Code 1 means that something failed here and now.
     """
     end_at_ctrl_c()
     # Characters that the terminal cannot encode are escaped.

@@ -71,7 +71,7 @@ class CliError(PagedError):
 
 
 class FailedError(PagedError):
-    """What a command was to do has failed: an answer ended with an error, or none came."""
+    """A command failed: an answer ended with an error, or there was none."""
 
 
 def complain(message: str) -> None:
@@ -89,7 +89,7 @@ def require_server(command: str) -> None:
 
 
 def launcher_of(ray: str | None, options: Mapping[str, Any], replicas: int) -> Launcher:
-    """Return what starts engine processes: here, or on a Ray cluster. Raises ConfigError."""
+    """Return the launcher of engine processes: on this machine, or on a Ray cluster. Raises ConfigError."""
     from ..server.launcher import LocalLauncher
 
     if ray is None:
@@ -137,9 +137,10 @@ def _free_bytes() -> int:
 def driver_options(
     model: str | None, options: Mapping[str, Any], names: Iterable[str] = ENGINE[1]
 ) -> dict[str, Any]:
-    """Return `engine_options` for a command that is to run here.
+    """Return `engine_options` for a command that runs in this process.
 
-    A process that torchrun has started for a rank but the first only computes, and ends here with rank 0.
+    Under torchrun, processes of other ranks than 0 only compute: they do not return from here, and end with
+    rank 0.
     """
     result = engine_options(model, options, names)
     follow(result)
@@ -147,7 +148,7 @@ def driver_options(
 
 
 def follow(options: Mapping[str, Any]) -> None:
-    """Compute for rank 0 and exit, if this is another one of torchrun's ranks. Raises RankError."""
+    """Compute for rank 0 and exit, if torchrun started this process as another rank. Raises RankError."""
     config = EngineConfig(**options)
     if config.num_ranks == 1:
         return
@@ -160,19 +161,19 @@ def follow(options: Mapping[str, Any]) -> None:
 
 
 def one_model(argument: str | None, option: str | None) -> str | None:
-    """Return the model that a command is given, as an argument or as --model. Raises CliError for two."""
+    """Return the model given as an argument or as --model. Raises CliError if both are given and differ."""
     return one_of("model", "--model", argument, option)
 
 
 def one_of(what: str, flag: str, argument: str | None, option: str | None) -> str | None:
-    """Return what is given as an argument or by a flag. Raises CliError if both are and they differ."""
+    """Return the value given as an argument or by a flag. Raises CliError if both are given and differ."""
     if None not in (argument, option) and argument != option:
         raise CliError(f"the {what} is given twice, as {argument} and as {flag} {option}; leave one out")
     return argument if option is None else option
 
 
 def given(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return the named options that were given."""
+    """Return those of the named options that were given."""
     return {name: options[name] for name in names if options.get(name) not in (None, [], ())}
 
 
@@ -207,7 +208,7 @@ def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def template_text(value: str | None) -> str | None:
-    """Return the chat_template of `LLMEngine.chat`. Raises OSError if a file cannot be read."""
+    """Return the chat_template argument of `LLMEngine.chat`. Raises OSError if a file cannot be read."""
     # A template's name, unlike a file's, has neither a directory nor a suffix.
     return _text(
         value, is_file=lambda text: "{" not in text and (_names_a_file(text) or "/" in text or "." in text)

@@ -19,7 +19,7 @@ Group = TypeVar("Group", bound="argparse._ActionsContainer")
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """A parser whose flags may be written with underscores, as vLLM's."""
+    """A parser that accepts underscores in flags, as vLLM's does."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the arguments after writing --max_model_len=5 as --max-model-len=5."""
@@ -35,9 +35,9 @@ class EngineArgs(EngineConfig):
 
     @staticmethod
     def add_cli_args(parser: Group) -> Group:
-        """Add a flag for each option of an engine. Flags of vLLM without effect here are accepted, too.
+        """Add a flag for each option of an engine. Flags of vLLM that have no effect here are accepted, too.
 
-        What they may be is checked when the engine is made.
+        Values are checked when the engine is made.
         """
         texts = field_texts(EngineConfig)
         for field in fields(EngineConfig):

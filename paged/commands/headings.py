@@ -58,7 +58,7 @@ NO_SUCH_OPTION: type[Any] = sys.modules[typer.BadParameter.__module__].NoSuchOpt
 
 
 def heading_of(owner: type[Any], name: str) -> str:
-    """Return the heading of a field's option. Other classes have one for all their fields: their name."""
+    """Return the heading of a field's option. Classes without headings use their own name for all fields."""
     headings = _FIELDS.get(owner.__name__, {owner.__name__.removesuffix("Config"): ""})
     return next((heading for heading, names in headings.items() if name in names.split()), [*headings][-1])
 
@@ -73,7 +73,7 @@ def _with_help(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help lists the options under their headings, in plain text.
+    """A command that lists its options under headings in its help, in plain text.
 
     Flags of vLLM that do not exist here are accepted or refused by `vllm_options`.
     """

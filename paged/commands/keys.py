@@ -44,7 +44,7 @@ def new(
 ) -> int:
     """Make a key, show it once on stderr, and print its line for the file: paged keys new ... >> FILE.
 
-    The file has the sha256 of the key alone, from which the key cannot be found.
+    The file holds only the sha256 of the key, from which the key cannot be recovered.
     """
     key = new_key()
     line = line_of(

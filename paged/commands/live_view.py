@@ -20,7 +20,7 @@ BAR_WIDTH = 50
 
 
 class LiveView:
-    """A context manager in which `update` redraws the view on stderr at most every REDRAW_S seconds."""
+    """A context manager. Inside it, `update` redraws the view on stderr at most every REDRAW_S seconds."""
 
     def __init__(
         self, stats: Callable[[], EngineStats], num_requests: int, console: Console | None = None

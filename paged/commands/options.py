@@ -74,7 +74,7 @@ def with_options(
     The value of a field that is a sequence or mapping is a list of strings or ints. An option that is not
     given is None or an empty list.
 
-    defaults: the text that help shows as the default of an option, where the command has one of its own.
+    defaults: the default's text in the help, for options whose default the command sets itself.
     """
     shown = defaults or {}
     added = [_parameter(owner, name, shown.get(name)) for owner, names in given for name in names]
@@ -124,7 +124,7 @@ def _with_off(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def option_type(owner: type[Any], name: str) -> Any:
-    """Return the type that the command line gives the values of a field."""
+    """Return the command line's type for a field."""
     hint = _described(owner).hints[name]
     if _is_list(hint):
         return list[int] if any(get_args(member) == (int,) for member in _members(hint)) else list[str]

@@ -20,9 +20,9 @@ DEFAULT_COMPLETION_TOKENS = 256
 
 
 class PromptFile:
-    """The prompts of a file on their way to their results.
+    """Completes the prompts of a file and writes the results in order.
 
-    write: called with each result, in order, as soon as it and all before it exist.
+    write: called with each result as soon as it and all earlier ones exist.
     earlier: the results of an interrupted run, which are not computed again.
     begin: called once an engine runs, before the first result.
     """

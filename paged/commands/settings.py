@@ -26,13 +26,14 @@ _FALSE = ("false", "0", "no", "off")
 
 
 def from_environment(types: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the options that variables PAGED_NAME of the environment give.
+    """Return the options given by environment variables PAGED_NAME.
 
-    types: of the options, by name.
+    types: the types of the options, by name.
 
-    An empty variable gives nothing; for a list it is an error, as an empty list of keys would let all in.
+    An empty variable sets nothing. For a list it is an error, as an empty list of keys would let all clients
+    in.
 
-    Raises ConfigError for a value of another type, UnknownArgumentError for a variable that is no option.
+    Raises ConfigError for a value of a wrong type, UnknownArgumentError for a variable that names no option.
     """
     known = {name.upper(): name for name in types}
     variables: dict[str, str | None] = {name.lower(): text for name, text in _variables(environment)}
@@ -89,7 +90,8 @@ def _parsed(variable: str, kind: Any, text: str) -> Any:
 def from_file(file: Path, names: Collection[str]) -> dict[str, Any]:
     """Return the options that a YAML file gives, with - or _ in their names.
 
-    Raises ConfigError if it is no mapping, UnknownArgumentError for a name that is no option; OSError.
+    Raises ConfigError if the file is no mapping, UnknownArgumentError for an unknown option, OSError if the
+    file cannot be read.
     """
     import yaml
 

@@ -21,11 +21,12 @@ _SHORT = {
 
 
 def without_flag(command: str, args: list[str], unknown: str) -> list[str] | None:
-    """Return the arguments of a command without a flag that does not exist; None if vLLM has none either.
+    """Return a command's arguments without an unknown flag; None if vLLM does not have the flag either.
 
-    unknown: the flag as the parser names it: without its value; of several letters after one dash the first.
+    unknown: the flag as the parser names it: without its value; for several letters after one dash, the first
+        letter.
 
-    Raises ConfigError if vLLM has the flag, but not at a value that changes nothing here.
+    Raises ConfigError if vLLM has the flag, but its value is not neutral here.
     """
     flags = [text.partition("=")[0] for text in args]
     found = (i for i, flag in enumerate(flags) if flag == unknown or (flag in _SHORT and flag[:2] == unknown))
@@ -53,9 +54,9 @@ def without_flag(command: str, args: list[str], unknown: str) -> list[str] | Non
 
 
 def without_options(owner: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return options of a file or the environment, less the options of vLLM that change nothing here.
+    """Return options of a file or the environment without vLLM's options at neutral values.
 
-    owner: where they are given. known: the names of the options that exist here.
+    owner: where the options are given. known: the names of the options that exist here.
 
     Raises ConfigError for another value of an option of vLLM.
     """
@@ -80,7 +81,7 @@ def is_switch(name: str) -> bool:
 
 
 def value_of(text: str, neutral: Neutral) -> Any:
-    """Return the neutral value that the text stands for, else a number, else the text itself."""
+    """Return the neutral value that the text stands for; otherwise a number, or the text itself."""
     for value in neutral.values:
         if str(value).lower() == text.lower():
             return value

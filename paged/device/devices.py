@@ -36,12 +36,14 @@ def resolve_device(name: str) -> torch.device:
 
 
 def is_here(device: torch.device) -> bool:
-    """Return whether this machine has such a device, which a plan need not."""
+    """Return whether this machine has the device. A plan may be for a device of another machine."""
     return device.type == "cpu" or torch.cuda.is_available()
 
 
 def sum_in_float32() -> None:
-    """Keep cuBLAS from adding partial sums in bfloat16 or float16, in this process from now on."""
+    """Make cuBLAS add partial sums in float32 rather than bfloat16 or float16, for the rest of
+    this process.
+    """
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = False
     matmul.allow_fp16_reduced_precision_reduction = False
@@ -57,7 +59,9 @@ def target_of(device: torch.device) -> str:
 
 
 def failure_of(device: torch.device) -> Exception | None:
-    """Wait for a device. Return its error if it has failed for good, as a GPU does for a whole process."""
+    """Wait for a device. Return its error if it has failed for good. A failed GPU is lost for
+    the whole process.
+    """
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -91,12 +95,12 @@ def _warn_of_slow(dtype: str) -> None:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Return whether the CPU multiplies bfloat16 natively. Emulated, it is slower than float32."""
+    """Return whether the CPU multiplies bfloat16 natively. If it emulates bfloat16, float32 is faster."""
     return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def only_torch_has_bfloat16() -> bool:
-    """Return whether an ARM CPU has bfloat16 instructions, which torch uses and our kernels do not."""
+    """Return whether this is an ARM CPU with bfloat16 instructions: torch uses them, our kernels do not."""
     return "bf16" in cpu_flags()
 
 
@@ -160,8 +164,8 @@ def weights_in_panels(
 ) -> bool:
     """Return whether linear layers use the backend's own, batch-invariant kernel rather than torch's.
 
-    deterministic=True requires it, and raises ConfigError without such a kernel. Otherwise bfloat16 is left
-    to torch where `only_torch_has_bfloat16`.
+    deterministic=True requires it, and raises ConfigError without such a kernel. Without it, torch multiplies
+    in bfloat16 where `only_torch_has_bfloat16`.
     """
     if not config.deterministic:
         left_to_torch = dtype == torch.bfloat16 and only_torch_has_bfloat16()
@@ -175,7 +179,7 @@ def weights_in_panels(
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Return whether an error is that of an allocation for which there is no memory."""
+    """Return whether an error says that an allocation lacked memory."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     # torch has no narrower one for a CPU; of the system's: Cannot allocate memory.

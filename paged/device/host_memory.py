@@ -26,9 +26,10 @@ held_in_files = 0
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
-    """Map each tensor of a megabyte and more on its own within this context, and trim the heap at its end.
+    """Give freed memory back to the system at once: within this context, tensors of a megabyte or more are
+    mapped separately.
 
-    Does nothing without glibc.
+    The heap is trimmed at the end. Without glibc this does nothing.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):

@@ -25,13 +25,13 @@ _threads_of = weakref.WeakKeyDictionary[Any, int]()  # of engines that are alive
 
 
 def set_threads(engine: Any, wanted: int | None) -> int:
-    """Set the number of threads for an engine on the CPU. Return it.
+    """Set the number of CPU threads for an engine. Return it.
 
-    It holds for the whole process, and stays when the engine is gone. None means `usable_cores`, unless
+    The number holds for the whole process, even after the engine is gone. None means `usable_cores`, unless
     another engine, `torch.set_num_threads` or one of VARIABLES has set a number.
 
-    Raises ResourceError for more threads than CPUs, and ConfigError for another number than that of an engine
-    which is alive, because that would change its speed and the last bits of its sums.
+    Raises ResourceError for more threads than CPUs. Raises ConfigError for another number than that of a live
+    engine, because a change would alter that engine's speed and the last bits of its sums.
     """
     now = torch.get_num_threads()
     most = os.cpu_count() or 1
@@ -52,7 +52,7 @@ def set_threads(engine: Any, wanted: int | None) -> int:
 
 
 def threads_of_each(num_processes: int) -> int:
-    """Return how many threads each of several processes on this machine gets, where none is asked for.
+    """Return how many threads each of several processes on this machine gets by default.
 
     Raises ResourceError for more processes than cores.
     """
@@ -71,8 +71,8 @@ def threads_of_each(num_processes: int) -> int:
 def usable_cores() -> int:
     """Return how many cores this process may use, by its affinity and its container's limit; at least 1.
 
-    Not hardware threads, as those of one core share its multipliers. A virtual machine may present two cores
-    as two threads of one, which cannot be detected; set num_threads there.
+    Hardware threads are not counted, as those of one core share its multipliers. A virtual machine may
+    present two cores as two threads of one core, which cannot be detected; set num_threads there.
     """
     cpus = _affinity()
     memberships = Path("/proc/self/cgroup")
@@ -81,7 +81,7 @@ def usable_cores() -> int:
 
 
 def num_cores(cpus: set[int], topology: Path) -> int | None:
-    """Count the cores that these CPUs (hardware threads) belong to; None if the system does not tell."""
+    """Count the cores that these CPUs (hardware threads) belong to; None if the system does not say."""
     cores = set()
     for cpu in cpus:
         siblings = topology / f"cpu{cpu}" / "topology" / "thread_siblings_list"

@@ -32,7 +32,7 @@ MOST_PINNED = 2**24
 class Sent:
     """Numbers that an upload copies to the device.
 
-    tensor: the copy, which exists once the upload is sent.
+    tensor: the copy on the device, available once the upload is sent.
     """
 
     __slots__ = ("dtype", "numbers", "tensor")
@@ -44,14 +44,14 @@ class Sent:
 
 
 def arrived(sent: Sent | None) -> Tensor | None:
-    """Return the tensor of numbers that were sent; None if there are none."""
+    """Return the device tensor of numbers that were sent; None if there are none."""
     return None if sent is None else sent.tensor
 
 
 class Received:
     """Numbers that a download copies to the host.
 
-    numbers: the copy, which exists after `Download.wait`.
+    numbers: the copy on the host, available after `Download.wait`.
     """
 
     __slots__ = ("numbers",)
@@ -63,8 +63,9 @@ class Received:
 class Transfers:
     """An engine's uploads and downloads, through pinned buffers that steps take in turns.
 
-    in_place: whether the device reads the host's memory, so that nothing is copied; by default, on a CPU.
-    num_buffers: uploads, and downloads, that may be under way at once.
+    in_place: whether the device reads host memory directly, so that nothing is copied; by default, True on a
+        CPU.
+    num_buffers: how many uploads, and how many downloads, may be under way at once.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Upload:
 class Download:
     """Tensors for the host, requested by `get` and copied in one transfer by `send`, until `wait` returns.
 
-    buffers: as of an upload.
+    buffers: pinned memory; None where the device reads the host's memory.
     """
 
     def __init__(self, buffers: _Ring | None) -> None:

@@ -12,10 +12,10 @@ CERTAIN = math.inf
 
 
 class Draft(NamedTuple):
-    """A guess of a request's next tokens, in order; none is a guess, too.
+    """A guess of a request's next tokens, in order; it may be empty.
 
-    confidence: those of the highest are verified first where a step has no room for all; CERTAIN if no other
-        token may come.
+    confidence: drafts of the highest confidence are verified first if a step lacks room for all; CERTAIN if
+        no other token may come next.
     """
 
     tokens: list[int]
@@ -23,10 +23,10 @@ class Draft(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of requests. Any answer is legal: the model decides which are right.
+    """Guesses the next tokens of requests. Any guess is allowed: the model decides which tokens are right.
 
-    It learns of new tokens, preemptions and ends by looking at the requests, and must not change them.
+    A drafter learns of new tokens, preemptions and ends by looking at the requests, and must not change them.
     """
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
-        """Return a guess for each request, of at most so many tokens."""
+        """Return a guess for each request, with at most `limits[i]` tokens."""

@@ -11,9 +11,10 @@ from .token_index import TokenIndex
 
 
 class NgramDrafter:
-    """Prompt lookup: the continuation of the newest occurrence that matches in the most tokens.
+    """Prompt lookup: guesses the continuation of the earlier occurrence that matches in the most tokens, the
+    newest of equals.
 
-    shortest, longest: bounds of the match.
+    shortest, longest: the fewest and the most tokens of a match.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
@@ -22,7 +23,7 @@ class NgramDrafter:
         self._indices: dict[Request, TokenIndex] = {}
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
-        """Return a guess for each request; none where its last tokens are new."""
+        """Return a guess for each request; an empty one if its last tokens have not occurred before."""
         if len(self._indices) > len(requests):
             self._indices = {r: index for r, index in self._indices.items() if r.finish_reason is None}
         return [self._propose(request, limit) for request, limit in zip(requests, limits, strict=True)]
@@ -49,9 +50,10 @@ Scope = tuple[str | None, str]  # cache_salt and tenant: what one has generated,
 
 
 class SuffixDrafter:
-    """The continuation of the longest match: in the request, its siblings, and ended outputs of its scope.
+    """Guesses the continuation of the longest match in the request, its siblings, and finished outputs of the
+    same scope.
 
-    shortest: the tokens of the shortest match.
+    shortest: the fewest tokens of a match.
     """
 
     def __init__(self, shortest: int) -> None:
@@ -60,7 +62,7 @@ class SuffixDrafter:
         self._shelves: dict[Scope, TokenIndex] = {}  # the last used ones last
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
-        """Return a guess for each request; none where its last tokens are new."""
+        """Return a guess for each request; an empty one if its last tokens have not occurred before."""
         if len(self._indices) != len(requests):
             self._shelve_ended()
         indices = []
@@ -148,10 +150,10 @@ def _scope(request: Request) -> Scope:
 
 
 class GrammarDrafter:
-    """Guesses the tokens that structured_outputs force: those are right.
+    """Guesses the tokens that structured_outputs force: these guesses are always right.
 
-    others: guesses where nothing is forced. A guess of its that begins with the forced tokens goes further
-        than they do, and is taken.
+    others: the drafter that guesses where nothing is forced. If its guess begins with the forced tokens, it
+        is longer and is taken.
     """
 
     def __init__(self, others: Drafter | None = None) -> None:
@@ -178,7 +180,7 @@ class GrammarDrafter:
 def new_drafter(config: SpeculativeConfig, draft_model: Drafter | None = None) -> Drafter:
     """Make the drafter that the config names.
 
-    draft_model: runs that of the config, if it has one.
+    draft_model: the drafter that runs the config's draft model, if the config has one.
     """
     if config.method == "draft_model":
         assert draft_model is not None, "a draft model was not loaded"

@@ -31,10 +31,11 @@ OTHER, PLAIN_DECODE, DRAFTS = range(3)  # kinds of steps
 
 
 class Ledger:
-    """The time that drafts have won and lost, probes and all, in seconds.
+    """The time that drafts have won and lost in seconds, trial steps included.
 
-    won: so far; negative if more was lost.
-    balance: what may be lost now: it grows by SHARE of all time, and by what is won, up to ALLOWANCE steps.
+    won: the total so far; negative if more was lost.
+    balance: how much time may be lost now. It grows by SHARE of all time and by time won, up to ALLOWANCE
+        steps.
     """
 
     def __init__(self) -> None:
@@ -44,14 +45,14 @@ class Ledger:
 
     @property
     def may_try(self) -> bool:
-        """Whether steps may be tried of which no time is known."""
+        """Return whether steps of unknown duration may be tried."""
         return self.balance > self._most / 4
 
     def add(self, won: float, seconds: float, plain: float) -> None:
         """Add a step.
 
-        won: the time that the step has saved.
-        seconds, plain: of the step, and of one without drafts.
+        won: the time that the step saved.
+        seconds, plain: the duration of the step, and of a step without drafts.
         """
         self.won += won
         self._most = ALLOWANCE * plain
@@ -59,15 +60,17 @@ class Ledger:
 
 
 class DraftLengths:
-    """Chooses how many drafts a step verifies: the most expected tokens a second, by measured times of steps
-    and learnt acceptance; none where that is not faster than a plain step.
+    """Chooses how many drafts a step verifies, so that the expected tokens per second are highest.
 
-    most: drafts of a request.
+    The choice rests on measured step times and learnt acceptance. It is zero where no number beats a plain
+    step.
+
+    most: the most draft tokens of a request.
     seed: see `StepTimes`.
     clock: returns seconds.
 
-    limit: the most tokens of a draft that are worth proposing; below `most` where a drafter is slow.
-    is_idle: whether nothing is to be learnt of the step, unless it is no decode: `end_step` may be left out.
+    limit: the longest draft that is worth proposing; below `most` where a drafter is slow.
+    is_idle: whether nothing can be learnt from a decode step, so that `end_step` may be skipped.
     """
 
     def __init__(self, most: int, seed: Callable[[int], float], clock: Callable[[], float]) -> None:
@@ -91,7 +94,7 @@ class DraftLengths:
         self._usual: dict[int, float] = {}  # by the limit, the same in most steps: a new request takes more
 
     def begin_step(self) -> bool:
-        """Begin a decode. Return whether drafts may pay in it, so that `wants_guesses` is to be called."""
+        """Begin a decode step. Return whether drafts may pay in it; if so, call `wants_guesses` next."""
         self._step += 1
         self._guessing = 0.0
         if self._step >= self._guess_at:
@@ -101,9 +104,9 @@ class DraftLengths:
         return False
 
     def wants_guesses(self, num_requests: int, context: int) -> bool:
-        """Return whether drafts are to be proposed.
+        """Return whether drafts should be proposed.
 
-        context: the mean of the requests' computed tokens.
+        context: the requests' mean number of computed tokens.
         """
         if self.ledger.balance <= 0:
             return False
@@ -118,8 +121,8 @@ class DraftLengths:
     ) -> list[int]:
         """Return how many tokens of each proposed draft to verify.
 
-        num_requests: in the step, those without a draft among them.
-        left: the most drafts of the step.
+        num_requests: the number of requests in the step, including those without a draft.
+        left: the most draft tokens that the step has room for.
         """
         counts = self._counts(drafts, num_requests, context, left)
         self.acceptance.watch(requests, drafts)
@@ -220,7 +223,7 @@ class DraftLengths:
     def end_step(self, num_requests: int, context: int, rows: int, seconds: float, num_accepted: int) -> None:
         """Learn from a decode step.
 
-        rows: the tokens that it computed.
+        rows: how many tokens the step computed.
         """
         has_drafts = rows > num_requests
         is_steady = self._last == PLAIN_DECODE
@@ -241,7 +244,7 @@ class DraftLengths:
             self._plan_next_guess(won, plain)
 
     def end_other_step(self) -> None:
-        """Take note of a step that is no decode: the time of a plain one behind it is not as ever."""
+        """Note a step that is no decode. The plain step after it may take an unusual time."""
         self._last = OTHER
 
     def _plan_next_guess(self, won: float, plain: float) -> None:

@@ -49,9 +49,9 @@ class _Time:
 
 
 class DraftingTime(NamedTuple):
-    """How long steps of so many rows take.
+    """The duration of steps with a given number of rows.
 
-    is_known: whether that was measured often enough, and not too long ago.
+    is_known: whether it was measured often enough, and recently enough.
     """
 
     rows: int
@@ -60,10 +60,11 @@ class DraftingTime(NamedTuple):
 
 
 class StepTimes:
-    """Measured seconds of decode steps. What was not measured is estimated from what was nearby.
+    """Measured durations of decode steps in seconds. Missing ones are estimated from nearby measurements.
 
-    most: drafts of a request.
-    seed: returns the relative time of a step of so many rows: the shape of what is not measured yet.
+    most: the most draft tokens of a request.
+    seed: returns the relative duration of a step by its number of rows. It gives the shape of what is not
+        measured yet.
     """
 
     def __init__(self, most: int, seed: Callable[[int], float]) -> None:
@@ -79,7 +80,7 @@ class StepTimes:
         return None if time is None else time.median * self._seed(num_requests)
 
     def mean_plain(self, num_requests: int, context: int) -> float | None:
-        """Return the mean, which has the steps in it that were slow for other reasons, too."""
+        """Return the mean, which includes steps that were slow for other reasons."""
         time = self._near((bisect_left(SIZES, num_requests), NO_DRAFTS, _context_class(context)))
         return None if time is None else time.mean * self._seed(num_requests)
 

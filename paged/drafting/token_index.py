@@ -9,9 +9,10 @@ MOST_LOOKS = 4  # earlier occurrences of the shortest match that are compared, t
 
 
 class TokenIndex:
-    """The places in a list of tokens by the tokens before them. The list may grow; `update` reads the rest.
+    """Finds earlier occurrences of token sequences in a list. The list may grow; `update` reads the new
+    tokens.
 
-    shortest: the tokens of the shortest match, at least 1.
+    shortest: the fewest tokens of a match, at least 1.
     """
 
     def __init__(self, tokens: list[int], shortest: int) -> None:
@@ -22,7 +23,9 @@ class TokenIndex:
         self._before = array("q")
 
     def update(self) -> None:
-        """Add the places that a token follows: not the end, which would be found first."""
+        """Index the new positions that have a next token. The end itself is left out, as it
+        would match itself.
+        """
         n = self._shortest
         tokens = self.tokens
         newest = self._newest
@@ -44,9 +47,10 @@ class TokenIndex:
     def find(self, tokens: Sequence[int], longest: int) -> tuple[int, int]:
         """Return the longest of the newest earlier occurrences of the end of `tokens`.
 
-        It is the place that follows the occurrence, and how many tokens match before that: 0, 0 if none does.
+        The result is the position behind the occurrence, and how many tokens match before it; 0, 0 if there
+        is none.
 
-        longest: matches are not compared further.
+        longest: the most tokens to compare.
         """
         n = self._shortest
         size = len(tokens)
@@ -78,7 +82,9 @@ class TokenIndex:
         return best, best_length
 
     def following(self, place: int, num: int) -> list[int]:
-        """Return the num tokens that follow a place. Behind the end, the text since the place repeats."""
+        """Return the next `num` tokens from a place. Beyond the end of the list, the tokens from the place on
+        repeat.
+        """
         found = self.tokens[place : place + num]
         period = len(found)
         while len(found) < num:

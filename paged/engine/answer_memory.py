@@ -21,7 +21,7 @@ Hold = Callable[[list[int], bool], None]
 class AnswerBudget:
     """The memory that the answers of all requests hold, and its limit.
 
-    num_pauses: how often a request was paused, as its reader was slow.
+    num_pauses: how often a request was paused because its reader was slow.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES_IN_ALL, max_answer_bytes: int = MAX_ANSWER_BYTES) -> None:
@@ -37,11 +37,11 @@ class AnswerBudget:
 
 
 class AnswerAccount:
-    """The bytes that the answers of one HTTP request hold, with all its prompts and samples.
+    """The bytes that the answers of one HTTP request hold, over all its prompts and samples.
 
-    is_whole: whether the answers are sent together, when all are finished.
+    is_whole: whether all answers are sent together once they are finished.
     num_bytes: how many bytes are held.
-    num_unread: how many of these a reader may take, or took and has not sent on yet.
+    num_unread: how many of these a reader has not taken, or has taken but not sent on.
     """
 
     def __init__(self, budget: AnswerBudget, *, is_whole: bool = True) -> None:
@@ -57,16 +57,16 @@ class AnswerAccount:
 
     @property
     def is_paused(self) -> bool:
-        """Whether all its requests are held, as too much of their answers is unread."""
+        """Whether all its requests are held because too much of their answers is unread."""
         return self._is_unread
 
     def expect(
         self, params: SamplingParams, num_prompt_tokens: int, *, max_model_len: int, vocab_size: int
     ) -> None:
-        """Add a prompt. Raise RequestError if the answer to it would be larger than is allowed.
+        """Add a prompt. Raise RequestError if its answer could exceed the limit.
 
-        Output tokens count only where max_tokens is given and the whole answer is sent at once: few requests
-        without max_tokens generate as many as fit the context.
+        Output tokens count only if max_tokens is given and the whole answer is sent at once: without
+        max_tokens, few requests generate as many tokens as fit the context.
         """
         prompt_top = params.prompt_logprobs
         top = params.logprobs
@@ -90,7 +90,7 @@ class AnswerAccount:
             raise RequestError(f"{what}{before} take {mebibytes}; {way_out}", param=param)
 
     def join(self, key: int, hold: Hold) -> None:
-        """Add an unfinished request. It is held at once if earlier requests of the account are held."""
+        """Add an unfinished request. If earlier requests of the account are held, it is held at once."""
         self._going[key] = hold
         self._balance()
 
@@ -101,7 +101,7 @@ class AnswerAccount:
         self._balance()
 
     def grow(self, num_bytes: int, num_unread: int) -> None:
-        """Add bytes that came, and bytes that a reader may take now; fewer than 0 are those that went."""
+        """Add bytes that came, and bytes that a reader may take now. Negative numbers remove bytes."""
         self.num_bytes += num_bytes
         self.budget.num_bytes += num_bytes
         self.num_unread += num_unread
@@ -144,7 +144,7 @@ class AnswerAccount:
     def refusal(self, num_own: int) -> RequestError | None:
         """Return why an answer that is sent as a whole cannot grow further; None if it can.
 
-        num_own: bytes of this prompt's answer; only these count where each prompt has an answer of its own.
+        num_own: the bytes of this prompt's answer. Only these count if each prompt is answered separately.
         """
         if (self.num_bytes if self.is_whole else num_own) > self.budget.max_answer_bytes:
             return RequestError(
@@ -160,10 +160,10 @@ class AnswerAccount:
 
 
 class AnswerLedger:
-    """The bytes of the answer to one prompt, whose every change is entered into the account.
+    """The bytes of the answer to one prompt. Every change is entered into the account.
 
-    Outputs are unread when they come, taken when the reader gets them, and released when it has sent them
-    on. The log-probabilities of a prompt, which are in every output, stay until the end.
+    Outputs are unread when they arrive, taken when the reader gets them, and released when the reader has
+    sent them on. The log-probabilities of a prompt are part of every output, and stay until the end.
 
     num_bytes: how many bytes are held.
     """
@@ -179,16 +179,16 @@ class AnswerLedger:
         self._num_released = 0  # what is dropped by `release`
 
     def add_prompt(self, size: int) -> None:
-        """Add log-probabilities of the prompt. All come before the first output with tokens.
+        """Add log-probabilities of the prompt. All arrive before the first output with tokens.
 
-        They are not unread before: a request that was paused for them could never make that output.
+        They do not count as unread: a request paused for them could never produce that first output.
         """
         self._num_prompt += size
         self._num_early += size
         self._grow(size, 0)
 
     def drop_prompt(self) -> None:
-        """Drop log-probabilities of a prompt that has no output with tokens yet."""
+        """Drop the log-probabilities of a prompt that has no output with tokens yet."""
         self._grow(-self._num_prompt, 0)
         self._num_prompt = 0
         self._num_early = 0
@@ -205,19 +205,19 @@ class AnswerLedger:
         self._grow(size, num_unread)
 
     def replace_outputs(self) -> None:
-        """Drop all outputs, as the next one holds what they did."""
+        """Drop all outputs, because the next one contains them."""
         self._grow(self._num_prompt - self.num_bytes, -self._num_unread)
         self._num_unread = 0
 
     def take(self, *, is_delta: bool) -> None:
-        """Count what is unread as taken. Deltas are dropped by `release`; other outputs stay."""
+        """Count unread bytes as taken. `release` drops deltas; other outputs stay."""
         self._num_taken += self._num_unread
         self._num_unread = 0
         if is_delta:
             self._num_released = self.num_bytes - self._num_prompt
 
     def release(self) -> None:
-        """Drop what was taken, once the reader has sent it on."""
+        """Drop the taken bytes, once the reader has sent them on."""
         if self._num_taken:
             self._grow(-self._num_released, -self._num_taken)
         self._num_released = 0
@@ -231,7 +231,7 @@ class AnswerLedger:
         self._num_taken = 0
 
     def refusal(self) -> RequestError | None:
-        """Return why an answer that its reader gets as a whole has become too large; else None."""
+        """Return why an answer that is sent as a whole has become too large; None if it has not."""
         return None if self._comes_in_parts else self.account.refusal(self.num_bytes)
 
     def _grow(self, num_bytes: int, num_unread: int) -> None:

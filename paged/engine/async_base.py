@@ -60,27 +60,27 @@ OnPrompt = Callable[[str, int], object]
 
 
 class EngineReplica(Protocol):
-    """One engine as its callers reach it, on a thread or in another process."""
+    """One engine as seen by its callers, on a thread or in another process."""
 
     @property
     def replica(self) -> int:
-        """Its number."""
+        """The number of this engine."""
 
     @property
     def dead(self) -> EngineDeadError | None:
-        """The error of every call, once it has stopped."""
+        """The error that every call raises once the engine has stopped."""
 
     @property
     def is_fit(self) -> bool:
-        """Whether it serves, and has sent something lately."""
+        """Whether the engine serves requests and has sent something lately."""
 
     @property
     def trouble(self) -> str | None:
-        """Why it is not well, if it is not."""
+        """Why the engine is not well; None if it is."""
 
     @property
     def num_queued_tokens(self) -> int:
-        """The tokens of its waiting requests, as far as that is known."""
+        """The tokens of the engine's waiting requests, as far as known."""
 
     def check(self) -> None:
         """Raise EngineDeadError if it has stopped."""
@@ -89,14 +89,14 @@ class EngineReplica(Protocol):
         """Return the current stats. Raises EngineDeadError."""
 
     async def picture(self) -> EnginePicture:
-        """Return a picture of its next step, or of its rest. Raises EngineDeadError."""
+        """Return a picture of the engine's next step, or of an idle engine. Raises EngineDeadError."""
 
 
 E = TypeVar("E", bound=EngineReplica)
 
 
 class RequestHandle(Protocol):
-    """A request that an engine has got, for its one reader."""
+    """A request that an engine has accepted, for its one reader."""
 
     @property
     def replica(self) -> int:
@@ -106,10 +106,10 @@ class RequestHandle(Protocol):
         """Return the next output. Raises the error that ended the request."""
 
     async def result(self) -> Any:
-        """Return what a request for a report on a prompt has found."""
+        """Return the result of a request for a report on a prompt."""
 
     def close(self) -> None:
-        """Abort the request if it is not finished, and drop what is held of it. From any thread."""
+        """Abort the request if it is unfinished, and drop what is held for it. Any thread may call this."""
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
@@ -117,12 +117,13 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     request_id: the id in its outputs, and for `AsyncEngine.abort`.
     render: makes the prompt, before the request begins.
-    handle: of a request that has begun already.
-    account: counts the bytes of its outputs; None if they are not counted with those of other streams.
-    part_of: the call of which it is one of many parts; see `RequestInputs`.
-    on_prompt: see `OnPrompt`; None for a stream that nothing has to accept.
+    handle: the handle of a request that has begun already.
+    account: counts the bytes of its outputs together with those of other streams; None if they are counted
+        alone.
+    part_of: the call that this request is one of many parts of; see `RequestInputs`.
+    on_prompt: see `OnPrompt`; None for a stream that needs no acceptance.
 
-    Raises UsageError for a second reader, whose outputs the first one would get.
+    Raises UsageError for a second reader, because each output goes to one reader only.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     @property
     def replica(self) -> int:
-        """The number of the engine that computes it; 0 until it is chosen."""
+        """The number of the engine that computes the request; 0 until an engine is chosen."""
         return 0 if self._handle is None else self._handle.replica
 
     async def __anext__(self) -> RequestOutput:
@@ -185,7 +186,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
 
 class AsyncEngine(ABC, Generic[E]):
-    """What `AsyncLLMEngine` and `EngineClient` share: one engine for coroutines, or several of one model.
+    """The common base of `AsyncLLMEngine` and `EngineClient`: one engine for coroutines, or several of one
+    model.
 
     config: the options of the engine.
     max_model_len: most tokens of prompt and output together.
@@ -285,7 +287,7 @@ class AsyncEngine(ABC, Generic[E]):
         """Embed a prompt, as `LLMEngine.encode` does, in the same steps as all other requests.
 
         timeout_s: seconds after which the output has an error in place of a vector; None sets no limit.
-        part_of: names a call of many prompts, of which this is one; they are queued one at a time.
+        part_of: the name of a call with many prompts that this one belongs to. They are queued one at a time.
         on_prompt: is called with the id of the request and the number of its tokens; may refuse it.
         on_place: is called with the id of the request and the number of its engine, from 0.
 
@@ -341,7 +343,7 @@ class AsyncEngine(ABC, Generic[E]):
         return self.text.get_tokenizer()
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End one request or several, whose readers get a last output. Ignore other ids."""
+        """Abort one request or several; each reader gets a last output. Ignore unknown ids."""
         for each in ids_of(request_id):
             await self._abort(each)
 
@@ -355,10 +357,10 @@ class AsyncEngine(ABC, Generic[E]):
 
     @abstractmethod
     async def stats_by_engine(self) -> list[EngineStats]:
-        """Return the stats of each engine, in another process those of at most a second ago."""
+        """Return the stats of each engine. Those of engines in other processes are at most a second old."""
 
     async def picture(self, replica: int) -> EnginePicture:
-        """Return a picture of an engine's next step, or of its rest.
+        """Return a picture of an engine's next step, or of an idle engine.
 
         replica: its number, from 0.
 
@@ -375,7 +377,7 @@ class AsyncEngine(ABC, Generic[E]):
 
     @property
     def num_engines(self) -> int:
-        """How many engines there are, those that are replaced included."""
+        """The number of engines, including those that are being replaced."""
         return len(self._engines)
 
     @property
@@ -395,7 +397,7 @@ class AsyncEngine(ABC, Generic[E]):
         """Forget all cached prefixes of all engines. Running requests keep their blocks."""
 
     async def resize(self, replicas: int) -> None:
-        """Run so many engines from now on. Raises ConfigError for another number than there is."""
+        """Set the number of engines. Raises ConfigError for a change that this engine does not support."""
         if replicas != 1:
             raise ConfigError(
                 f"this engine runs in the process of its caller, and replicas must be 1, got {replicas}; "
@@ -424,7 +426,7 @@ class AsyncEngine(ABC, Generic[E]):
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are served: until `shutdown`, or until no engine is left."""
+        """Whether requests are served. They are until `shutdown`, or until no engine is left."""
         return any(engine.dead is None for engine in self._engines)
 
     @property
@@ -444,9 +446,9 @@ class AsyncEngine(ABC, Generic[E]):
         await asyncio.to_thread(self.shutdown)
 
     def count_together(self, streams: Sequence[RequestStream], *, is_whole: bool) -> None:
-        """Bound what all streams of one reader hold, where it is held in this process.
+        """Bound the memory that the streams of one reader hold together, if it is held in this process.
 
-        is_whole: whether the reader sends all of it together, when all are finished.
+        is_whole: whether the reader sends everything together once all streams are finished.
         """
 
     async def begin(self, stream: RequestStream) -> RequestHandle:
@@ -581,31 +583,31 @@ def next_publish_time(started: float, ended: float, stream_interval_s: float) ->
 
 
 def is_parsed_quickly(prompt: object) -> bool:
-    """Return whether a prompt is parsed so quickly that it may block the event loop."""
+    """Return whether a prompt is parsed quickly enough to do so on the event loop."""
     parts = [*prompt.values()] if isinstance(prompt, Mapping) else [prompt]
     return sum(len(part) for part in parts if isinstance(part, Sized)) <= MOST_AT_ONCE
 
 
 def is_compiled_quickly(params: SamplingParams) -> bool:
-    """Return whether parameters are compiled so quickly that they may delay other requests."""
+    """Return whether parameters are compiled quickly enough not to delay other requests."""
     if params.structured_outputs is not None or params.dry_multiplier:
         return False
     return sum(map(len, (*params.stop, *params.bad_words))) <= MOST_AT_ONCE
 
 
 class Deadline:
-    """The time at which a request's timeout_s has passed, which counts from now; None sets no limit."""
+    """The time at which a request's timeout_s has passed, counted from now; None sets no limit."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._at = None if timeout_s is None else time.monotonic() + timeout_s
 
     @property
     def left_s(self) -> float | None:
-        """What is left of timeout_s."""
+        """The seconds left of timeout_s."""
         return None if self._at is None else max(self._at - time.monotonic(), LEAST_TIMEOUT_S)
 
     async def wait_for(self, awaitable: Awaitable[T]) -> T:
-        """Return what is awaited. Raises RequestTimeoutError if that takes too long."""
+        """Return the result of an awaitable. Raises RequestTimeoutError if it takes too long."""
         waiting = asyncio.timeout(self.left_s)
         try:
             async with waiting:

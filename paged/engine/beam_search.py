@@ -26,10 +26,10 @@ from .request_spec import RequestSpec
 class BeamSearchSequence:
     """A continuation that was found.
 
-    tokens: prompt and generated tokens, with the EOS that ended them.
+    tokens: the prompt and the generated tokens, including a final EOS.
     cum_logprob: sum of the log-probabilities of the generated tokens.
     score: cum_logprob with the length penalty.
-    text: of all tokens.
+    text: the text of all tokens.
     finish_reason: "stop" (EOS) or "length".
     """
 
@@ -75,7 +75,7 @@ class Beam:
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and tokens so far, without the token that its request has taken."""
+        """The prompt and the tokens so far, without the token that its request has drawn by itself."""
         return self.request.token_ids[: self.num_tokens]
 
     def collect(self) -> bool:
@@ -90,7 +90,7 @@ class Beam:
 
 
 class BeamGroup:
-    """The search for one prompt: its live beams, its ended ones, and when it stops."""
+    """The beam search for one prompt: its live beams, its finished ones, and the rule for stopping."""
 
     def __init__(self, params: BeamSearchParams, root: Request, eos_token_ids: frozenset[int]) -> None:
         self.params = params
@@ -103,9 +103,9 @@ class BeamGroup:
         self.error: str | None = None
 
     def choose(self) -> list[Candidate]:
-        """Return the next beams, chosen from the children of all present ones; none when the search is over.
+        """Return the next beams, chosen from the children of all present beams; none when the search is over.
 
-        As in transformers, only the best beam_width candidates may end with EOS, and those that do not end
+        As in transformers, only the best beam_width candidates may end with EOS. Candidates that do not end
         go on.
         """
         params = self.params
@@ -151,9 +151,9 @@ class BeamGroup:
 
 
 class BeamSearch:
-    """The searches for several prompts, beside other requests of the scheduler.
+    """The beam searches for several prompts, beside other requests of the scheduler.
 
-    So many searches run at once that all their beams fit max_num_seqs. `abort` ends all of them.
+    As many searches run at once as keep all their beams within max_num_seqs. `abort` ends all of them.
     """
 
     def __init__(self, factory: RequestFactory, scheduler: Scheduler, params: BeamSearchParams) -> None:

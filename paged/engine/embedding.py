@@ -42,7 +42,7 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOptions:
-    """How a caller wants embeddings, as `LLMEngine.embed` describes it. None takes the checkpoint's way."""
+    """How a caller wants embeddings; see `LLMEngine.embed`. None takes the checkpoint's setting."""
 
     pooling: Pooling | None = None
     normalize: bool | None = None
@@ -50,9 +50,11 @@ class EmbeddingOptions:
     prompt_name: str | None = None
 
     def each(self, params: Any, count: int) -> list[EmbeddingOptions]:
-        """Return the options of each of so many prompts. params: `PoolingParams`, of all or one for each.
+        """Return the options of each of `count` prompts.
 
-        Raises RequestError if these are none, or contradict the options.
+        params: `PoolingParams`, one for all or one for each.
+
+        Raises RequestError if params are something else, or contradict the options.
         """
         if params is None:
             return [self] * count
@@ -185,7 +187,10 @@ class Embedder:
 
 
 class EmbeddingReport(PromptReport):
-    """A report whose hidden states become a vector. head: turns the mean of its rows into it, if not None."""
+    """A report that turns hidden states into a vector.
+
+    head: maps the mean of the rows to the vector; None leaves the mean.
+    """
 
     __slots__ = ("head",)
     head: Callable[[Any], Any] | None
@@ -195,7 +200,7 @@ class EmbeddingReport(PromptReport):
 class EmbeddingSpec:
     """A request for the embedding of a prompt. A `ReportSpec`.
 
-    dimensions: the size that the vector is cut to; None: it is not.
+    dimensions: the size that the vector is cut to; None keeps its size.
     first: the first token that "mean" and "cls" read.
     """
 
@@ -244,5 +249,5 @@ class EmbeddingSpec:
 
 
 def without_text(spec: EmbeddingSpec) -> EmbeddingSpec:
-    """Return a request without its text, which need not be sent to another process and back."""
+    """Return a request without its text, which need not travel to another process and back."""
     return replace(spec, prompt=replace(spec.prompt, text=None))

@@ -14,7 +14,7 @@ from ..checkpoints.safetensors_file import SafetensorsFile
 class EmbeddingHead:
     """Turns pooled vectors into embeddings, in float32 on the CPU, as sentence-transformers does.
 
-    It takes one vector at a time, so that the bits of one do not depend on others.
+    It takes one vector at a time, so that a vector's bits do not depend on others.
 
     Raises CheckpointError for weights that are missing or of another shape.
     """

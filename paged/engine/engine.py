@@ -117,7 +117,7 @@ class LLMEngine(metaclass=ExplainsMissing):
     >>> print(outputs[0].outputs[0].text)
 
     The methods take the arguments of vLLM's `LLM` in its order. Those without effect, such as lora_request,
-    are accepted at values that change nothing here; docs/from-vllm.md lists them.
+    are accepted at values that change nothing here; docs/vllm-names.md lists them.
 
     On a GPU, making an engine keeps cuBLAS from adding partial sums in bfloat16 or float16, for the whole
     process: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction becomes False, as for fp16.

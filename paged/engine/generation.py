@@ -28,7 +28,7 @@ _END = object()
 class RequestSource(Iterator[RequestSpec]):
     """The requests of one call, read one by one: prompts, and parameters given once or one per prompt.
 
-    Raises RequestError if there are more or fewer of a parameter than prompts: at once where both have a
+    Raises RequestError if the number of parameters differs from that of prompts: at once if both have a
     length, otherwise when the shorter one ends.
     """
 
@@ -71,9 +71,9 @@ class RequestSource(Iterator[RequestSpec]):
 class Generation:
     """The requests of one call while an engine runs them. A context manager that aborts what is left.
 
-    At most `window` prompts are in progress: read, with a last output that was not released. An invalid
-    prompt ends the reading. Its error is raised at once if it is in the first window, before anything runs,
-    and otherwise when the prompts before it are done.
+    At most `window` prompts are in progress: a prompt is from when it is read until its last output is
+    released. An invalid prompt ends the reading. Its error is raised at once if it is in the first window,
+    before anything runs, and otherwise when the prompts before it are done.
     """
 
     def __init__(self, core: EngineCore, source: RequestSource, *, use_tqdm: Progress) -> None:
@@ -129,7 +129,7 @@ class Generation:
         return [self._record(output) for output in self._outbox.take()]
 
     def release_output(self, output: RequestOutput) -> RequestOutput:
-        """Return the output. If it is a last one, the window has room for another prompt."""
+        """Return the output. If it is a prompt's last one, make room in the window for another prompt."""
         self._num_released += output.finished
         return output
 
@@ -176,9 +176,9 @@ def run_reports(
     *,
     use_tqdm: Progress,
 ) -> list[T]:
-    """Compute prompts for their reports alone. Return what each says, in order.
+    """Compute prompts only for their reports. Return the reports' outputs in order.
 
-    name: of the argument that holds the prompts, for error messages.
+    name: the name of the argument that holds the prompts, for error messages.
     """
     groups = list[RequestGroup]()
     outbox = Outbox()
@@ -251,7 +251,7 @@ def progress_bar(use_tqdm: Progress, total: int | None, desc: str, unit: str) ->
 
 
 def prompts_of(prompts: Any, prompt_token_ids: Any) -> Any:
-    """Return the one of the two arguments that is given. Raises RequestError if none or both are."""
+    """Return whichever of the two arguments is given. Raises RequestError if none or both are."""
     if (prompts is None) == (prompt_token_ids is None):
         given = "neither" if prompts is None else "both"
         raise RequestError(f"generate takes either prompts or prompt_token_ids, got {given}")

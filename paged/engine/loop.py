@@ -30,18 +30,18 @@ CALLS_S = 0.02  # of calls between two steps: a request may have a thousand prom
 
 
 class Recipient(Outbox, ABC):
-    """An outbox that tells its reader when no more outputs will come."""
+    """An outbox that can tell its reader that no more outputs will come."""
 
     def pauses(self, group: RequestGroup) -> bool:  # noqa: ARG002
-        """Return whether the request is to be paused now, as its reader is slow."""
+        """Return whether the request should be paused now because its reader is slow."""
         return False
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Tell the reader this error once all outputs are read."""
+        """Make the reader get this error once it has read all outputs."""
 
     def follow(self, call: Future[Any]) -> None:
-        """Fail if the call that adds the request failed."""
+        """Fail if the call that adds the request fails."""
         error = None if call.cancelled() else call.exception()
         if error is not None:
             self.fail(error)
@@ -107,7 +107,7 @@ class EngineLoop:
         return self.submit(called)
 
     def look(self) -> Future[EnginePicture]:
-        """Return the future picture of the next step, or of an engine at rest. Raises EngineDeadError."""
+        """Return a future picture of the next step, or of an idle engine. Raises EngineDeadError."""
         looker: Future[EnginePicture] = Future()
 
         def begin(engine: LLMEngine) -> None:
@@ -123,24 +123,26 @@ class EngineLoop:
         return looker
 
     def prepare(self, spec: RequestSpec) -> RequestSpec:
-        """Do the slow part of making a request. It uses no state of the engine, so any thread may call it."""
+        """Do the slow part of making a request. Any thread may call it, as it uses no state of the engine."""
         assert not isinstance(spec.prompt, Prepared)
         factory = self.engine.core.factory
         params = spec.params(factory.default_params)
         return replace(spec, prompt=factory.prepare(spec.prompt, params), sampling_params=params)
 
     def add(self, add: Callable[[LLMEngine], T], reader: Recipient) -> Future[T]:
-        """Call what adds the request of this reader, which fails if the engine refuses it."""
+        """Call the function that adds this reader's request. If the engine refuses the request, the reader
+        fails.
+        """
         call = self.submit(add)
         call.add_done_callback(reader.follow)
         return call
 
     def abort(self, request_id: str, reader: Recipient) -> None:
-        """Abort the request of this reader, which is gone."""
+        """Abort the request of a reader that is gone."""
         self._call_for(request_id, reader, LLMEngine.abort_request)
 
     def hold(self, request_id: str, reader: Recipient, is_held: bool) -> None:
-        """Hold the request of this slow reader, so that it computes nothing, or release it."""
+        """Hold the request of a slow reader, so that it computes nothing, or release it."""
         self._call_for(request_id, reader, lambda engine, name: engine.core.hold(name, is_held))
 
     def _call_for(
@@ -307,7 +309,7 @@ def _stopped_by(cause: BaseException) -> EngineDeadError:
 
 
 def copy_of(error: EngineDeadError) -> EngineDeadError:
-    """Return the same error for one more caller, so that tracebacks do not mix."""
+    """Return a copy of the error for another caller, so that tracebacks do not mix."""
     copy = EngineDeadError(str(error))
     copy.__cause__ = error.__cause__
     return copy

@@ -44,7 +44,7 @@ class ModelText:
     tokenizer: None with skip_tokenizer_init.
     has_embedding_files: whether the checkpoint says how it makes embeddings, in files of their own.
     sampling_defaults: the parameters that the checkpoint sets.
-    chat_defaults: what `paged chat` and the page take beside those.
+    chat_defaults: further parameters that `paged chat` and the page use by default.
     eos_token_ids: those in the vocabulary; others, such as the -1 of models without EOS, are never sampled.
 
     Raises CheckpointError for files that are missing or wrong.
@@ -85,7 +85,7 @@ class ModelText:
 
     @cached_property
     def default_params(self) -> SamplingParams:
-        """The parameters of requests without any."""
+        """The parameters of requests that give none."""
         return self.params_of({})
 
     @cached_property
@@ -106,14 +106,14 @@ class ModelText:
 
     @cached_property
     def rendering(self) -> ThreadPoolExecutor:
-        """The threads that render conversations and do nothing else, as a template may hang."""
+        """The threads that render conversations, and nothing else, because a template may hang."""
         from ..text.chat_template import MOST_RENDERED
 
         return ThreadPoolExecutor(MOST_RENDERED, "paged-render")
 
     @cached_property
     def tokenizing(self) -> ThreadPoolExecutor:
-        """The threads that tokenize texts which take long."""
+        """The threads that tokenize long texts."""
         return ThreadPoolExecutor(MOST_TOKENIZED, "paged-tokenize")
 
     @cached_property
@@ -167,7 +167,7 @@ class ModelText:
 
 
 def is_conversation(messages: Any) -> bool:
-    """Return whether these may be messages; what is wrong with others is for the templates to say."""
+    """Return whether these look like messages. The templates report what is wrong with a conversation."""
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
     return is_list and all(isinstance(message, Mapping) for message in messages)
 

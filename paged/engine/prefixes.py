@@ -43,7 +43,7 @@ Entry = tuple[bytes, int, int, bytes]  # a saved block: tokens, index of its pre
 
 
 def pin(core: EngineCore, prompt: Prompt) -> int:
-    """Compute a prompt where needed and pin its full blocks; see `LLMEngine.pin_prefix`."""
+    """Compute a prompt as far as it is not cached, and pin its full blocks; see `LLMEngine.pin_prefix`."""
     manager = core.scheduler.block_manager
     parsed = core.factory.prompts.parse(prompt)
     name = _pin_name(parsed)
@@ -85,7 +85,9 @@ def _pin_name(prompt: ParsedPrompt) -> str:
 def fingerprint(
     directory: Path, config: ModelConfig, dtype: torch.dtype, quantization: str | None, kv_dtype: torch.dtype
 ) -> str:
-    """Return the sha256 of what KV depends on besides tokens: config, dtypes, all bytes of the weights."""
+    """Return a sha256 of everything but the tokens that KV depends on: config, dtypes, all bytes
+    of the weights.
+    """
     config = replace(config, max_model_len=None)
     digest = hashlib.sha256(f"{config}/{dtype}/{quantization}/{kv_dtype}".encode())
     for file in sorted([*directory.glob("*.safetensors"), *map(directory.joinpath, gguf_files(directory))]):
@@ -162,7 +164,7 @@ def load(
 ) -> int:
     """Put the blocks of a file into the cache until no block is free. Return how many.
 
-    Raises CheckpointError if the file is damaged or made for another engine; nothing is loaded then.
+    Raises CheckpointError if the file is damaged or made for another engine. Then nothing is loaded.
     """
     path = _check_path(path)
     tensors, metadata = _read(path)

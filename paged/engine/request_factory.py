@@ -74,7 +74,7 @@ class RequestFactory:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """What makes grammars of structured_outputs."""
+        """The compiler and cache of grammars for structured_outputs."""
         from ..sampling.structured_outputs import Grammars
 
         return Grammars(self.tokenizer, self.model_config.vocab_size, self.eos_token_ids)
@@ -171,7 +171,7 @@ class RequestFactory:
             raise RequestError(f"{name} is not in the language of structured_outputs", param=name)
 
     def prepare(self, prompt: Prompt | ParsedPrompt, params: SamplingParams) -> Prepared:
-        """Do the part of `new_group` that may take long. Runs on any thread. Raises RequestError."""
+        """Do the slow part of `new_group`. Runs on any thread. Raises RequestError."""
         self._check_params(params)
         if isinstance(prompt, ParsedPrompt):
             self.prompts.check_parsed(parsed := prompt)
@@ -188,8 +188,8 @@ class RequestFactory:
     ) -> RequestGroup:
         """Make a request that continues from where `parent` is.
 
-        params: by default the parent's, with a seed of the fork's own. Their stop strings, if others than
-            the parent's, apply to new text alone.
+        params: by default the parent's, with a new seed for the fork. Stop strings that differ from the
+            parent's apply to new text only.
 
         Raises RequestError naming what is wrong.
         """

@@ -31,10 +31,11 @@ class Prepared(NamedTuple):
 
 
 class SampleSoFar(NamedTuple):
-    """A sample that has not ended, as far as another engine computed it.
+    """An unfinished sample, as far as another engine has computed it.
 
     sample: its number among the samples of its request.
-    cumulative_logprob: of the tokens; None unless log-probabilities are reported.
+    cumulative_logprob: the sum of the log-probabilities of the tokens; None unless log-probabilities are
+        reported.
     """
 
     sample: int
@@ -50,8 +51,8 @@ class RequestSpec:
     sampling_params: None takes the engine's defaults.
     priority, timeout_s: replace those of sampling_params where not None.
     generated_token_ids: the output so far, which another engine made.
-    resumed: the samples that go on, where the engine that had the request has ended. It was accepted then, so
-        that it is not refused for a full queue, and its tenant was charged for the prompt.
+    resumed: the samples to continue after another engine has ended. The request was accepted there: a full
+        queue does not refuse it, and its tenant was charged for the prompt.
     part_of: see `RequestInputs`.
     """
 
@@ -80,17 +81,20 @@ class RequestSpec:
 
 
 class ReportSpec(Protocol[Found]):
-    """A request to find something about a prompt, for which nothing is generated."""
+    """A request for a report on a prompt, which generates nothing."""
 
     @property
     def prompt(self) -> ParsedPrompt:
-        """What is computed."""
+        """The prompt to compute."""
 
     def report(self, text: ModelText) -> PromptReport:
-        """Return a new report for the request to fill. text: of the engine."""
+        """Return a new report for the request to fill.
+
+        text: the engine's tokenizer and templates.
+        """
 
     def output(self, request: Request) -> Found:
-        """Return what the report of the finished request says."""
+        """Return the output made from the report of the finished request."""
 
 
 class ReportTerms(NamedTuple):
@@ -137,7 +141,7 @@ def closed_error(request_id: str) -> UsageError:
 
 
 def check_is_params(params: Any) -> SamplingParams:
-    """Return the sampling parameters. Raises RequestError if they are none."""
+    """Return the sampling parameters. Raises RequestError if the argument is something else."""
     if not isinstance(params, SamplingParams):
         raise RequestError(
             f"sampling_params must be SamplingParams, got {shown(params)}", param="sampling_params"

@@ -18,7 +18,7 @@ class ScoreOutput:
     """The log-probability of a continuation given its prompt.
 
     logprob: the sum over the continuation's tokens; None if scoring failed, then `error` has the reason.
-    token_logprobs: of each token of the continuation, given the tokens before it.
+    token_logprobs: the log-probability of each token of the continuation, given the tokens before it.
     is_greedy: whether each token is the most likely one at its position.
     num_prompt_tokens: the length of the prompt, without the continuation.
     """
@@ -46,15 +46,15 @@ class ScoreOutput:
 class ScoreSpec:
     """A request for the log-probabilities of a continuation. A `ReportSpec`.
 
-    prompt: with the continuation.
-    num_prompt_tokens: before the continuation.
+    prompt: the prompt and the continuation.
+    num_prompt_tokens: the length of the prompt, without the continuation.
     """
 
     prompt: ParsedPrompt
     num_prompt_tokens: int
 
     def report(self, text: ModelText) -> PromptReport:  # noqa: ARG002
-        """Return a new report, on the positions from the last token before the continuation on."""
+        """Return a new report on the positions from the prompt's last token on."""
         return PromptReport(self.num_prompt_tokens - 1, len(self.prompt.token_ids) - 1, num_top=0)
 
     def output(self, request: Request) -> ScoreOutput:

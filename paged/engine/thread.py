@@ -27,12 +27,12 @@ class Mailbox(Recipient):
     """The outputs of one request that its reader has not read yet: at most the newest one and the last one.
 
     The engine's thread calls `put`, `pauses` and `fail`, the reader's event loop `get`. Each side first
-    publishes its own state (an output, a waiter, a pause) and then checks the other's, so that no wake-up is
-    lost. A `RequestHandle`.
+    publishes its own state (an output, a waiter, a pause) and then checks the state of the other side, so
+    that no wake-up is lost. A `RequestHandle`.
 
-    spec: of a request for a report on a prompt.
+    spec: the `ReportSpec` of a request for a report on a prompt.
     adding: the call that adds the request to the engine.
-    is_paused: whether the request computes nothing, as too much of it is unread.
+    is_paused: whether the request is held because too much of its output is unread.
     """
 
     def __init__(
@@ -63,7 +63,9 @@ class Mailbox(Recipient):
         return self._thread.replica
 
     def wants(self, kind: RequestOutputKind) -> bool:
-        """Return whether to make an output now. No delta is made while another is unread: it accumulates."""
+        """Return whether to make an output now. While a delta is unread no other is made: the next one will
+        hold more.
+        """
         return kind is RequestOutputKind.CUMULATIVE or (kind is RequestOutputKind.DELTA and not self._outputs)
 
     def put(self, output: RequestOutput) -> None:
@@ -75,7 +77,7 @@ class Mailbox(Recipient):
             self._thread.news.append(self)
 
     def pauses(self, group: RequestGroup) -> bool:
-        """Return whether the request is to be paused now: while a delta is unread, the next one grows."""
+        """Return whether to pause the request now: while a delta is unread, the next one grows."""
         if self.is_paused or not self._outputs or group.output_kind is not RequestOutputKind.DELTA:
             return False
         num_tokens = sum(s.num_output_tokens - s.inputs.num_given_tokens for s in group.samples)
@@ -135,7 +137,9 @@ class Mailbox(Recipient):
 
 
 class EngineThread(EngineLoop):
-    """A loop on a thread of its own, which wakes the readers of any event loop. An `EngineReplica`."""
+    """An engine loop on a thread of its own. It wakes the readers on their event loops. An
+    `EngineReplica`.
+    """
 
     replica = 0
     is_fit = True  # this process cannot say that it hangs

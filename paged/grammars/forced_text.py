@@ -12,8 +12,8 @@ class ForcedText:
     """A tokenizer for the grammar library that never gives a special token for a text.
 
     The library asks for the tokens of text that a grammar forces, and then allows these tokens only. The
-    tokenizer's own spelling is used where it is exactly that text. It is not where the text contains an
-    added token, whose id means something else, or where a normalizer changes the text: such a part is spelled
+    tokenizer's own encoding is used if it decodes to exactly that text. It does not if the text contains an
+    added token, whose id means something else, or if a normalizer changes the text. Such a part is encoded
     with the longest ordinary tokens.
 
     The attributes are those that the library reads.

@@ -21,11 +21,11 @@ PROOFS = 4  # fast masks after which a slow grammar is taken for a fast one agai
 
 
 class CompiledGrammar:
-    """A grammar, which all its outputs share.
+    """A compiled grammar, shared by all outputs that use it.
 
-    matcher: the state before the first token, of which each output gets a copy.
-    first: i32[num_words], the mask of the first token.
-    is_slow: whether its masks take long.
+    matcher: the state before the first token; each output gets a copy.
+    first: the mask of the first token, i32[num_words].
+    is_slow: whether its masks take long to compute.
     """
 
     def __init__(self, matcher: Any, first: NDArray[np.int32]) -> None:
@@ -46,9 +46,9 @@ class CompiledGrammar:
 class MaskJob:
     """The next masks of some outputs of one grammar, which a worker computes.
 
-    One that a step has waited for in vain makes its grammar a slow one.
+    If a step waits for a job in vain, the grammar counts as slow.
 
-    advances: the matcher of each output, and the tokens that it has not consumed yet.
+    advances: each output's matcher, and the tokens that the matcher has not consumed yet.
     in_logits: i32[num_words], the bits of tokens that have a logit.
     done: done once the masks are computed, or with an error of the library that concerns all of them.
     bits: i32[len(advances), num_words], the masks, once they are computed.
@@ -81,7 +81,7 @@ class MaskJob:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a mask of a job that is done has an error, or its matcher is in an error state."""
+        """Return whether a mask of a finished job has an error, or its matcher is in an error state."""
         return self.done.exception() is not None or bool(self._errors or self._broken)
 
     @property
@@ -90,7 +90,7 @@ class MaskJob:
         return self._grammar.is_slow
 
     def record_late(self) -> None:
-        """Record that a step has waited for the job in vain."""
+        """Record that a step waited for the job in vain."""
         self._grammar.record(was_slow=True)
 
     def _run(self, compute: Callable[[], None]) -> None:
@@ -134,7 +134,7 @@ class MaskJob:
 
 
 def wait_for(jobs: Sequence[MaskJob]) -> None:
-    """Wait until jobs are done, SLOW_S at most. The grammars of those that are not become slow ones."""
+    """Wait until jobs are done, SLOW_S at most. The grammars of unfinished jobs then count as slow."""
     late = wait([job.done for job in jobs], SLOW_S).not_done
     for job in jobs:
         if job.done in late:

@@ -27,7 +27,7 @@ _ESCAPE = re.compile(r"\\u00([0-7][0-9a-fA-F])")
 
 
 def check_grammar(kind: str, text: str) -> None:
-    """Raise RequestError for a grammar that is too long or has multiples of too large a number."""
+    """Raise RequestError for a grammar that is too long, or whose "multiple of" numbers are too large."""
     if len(text) > MAX_CHARACTERS:
         raise RequestError(
             f"structured_outputs {kind} has {len(text):,} characters; {MAX_CHARACTERS:,} are allowed",
@@ -72,7 +72,9 @@ _MODIFIERS = re.compile(r"^([ \t]*)\?!", re.MULTILINE)
 
 
 def lark_of(text: str) -> str:
-    """Return a grammar, in llama.cpp's GBNF or Lark's EBNF, as the library's Lark. Raises ValueError."""
+    """Convert a grammar, in llama.cpp's GBNF or Lark's EBNF, to the library's Lark dialect.
+    Raises ValueError.
+    """
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if _GBNF_RULE.search(text) is None:

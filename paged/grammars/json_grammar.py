@@ -56,14 +56,15 @@ class JsonGrammar:
     """The grammar of one JSON schema.
 
     schema: the schema, parsed by `structural_tag.exact_json`.
-    leaves: the paths of the schemas that the library compiles, by their JSON.
+    leaves: the schemas that the library compiles: their paths by their JSON.
     lark: the grammar of all values.
-    at_start: those of `leaves` that are values of the whole schema.
+    at_start: the leaves that may be the whole value.
     others: the grammar of the values that match none of `at_start`; None if there are none.
 
-    A schema that is too large for this is left to the library as a whole, if that rounds none of its numbers.
+    A schema that is too large for this goes to the library as a whole, if the library rounds none of its
+    numbers.
 
-    Raises RequestError naming the part that is wrong, or that has no finite value.
+    Raises RequestError naming a part that is wrong or has no finite value.
     """
 
     def __init__(self, schema: Any) -> None:

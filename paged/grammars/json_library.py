@@ -51,7 +51,7 @@ class _Definition(NamedTuple):
 
 
 class RawSchemas:
-    """The library's schemas of the raw parts of a schema.
+    """Rewrites the `Raw` parts of a schema as schemas for the library.
 
     with_values: the pointers of definitions that have a finite value.
     """
@@ -109,7 +109,7 @@ class RawSchemas:
 class _Translation:
     """Translates one part of a schema.
 
-    names: of definitions, by pointer; new ones are added.
+    names: the names of definitions, by pointer; new ones are added.
     needed: the pointers of definitions that the part refers to, as keys.
     """
 
@@ -185,7 +185,9 @@ def string_schema(schema: Strings) -> dict[str, Any]:
 
 
 def why_unsatisfiable(schema: Mapping[str, Any]) -> str | None:
-    """Return the library's reason why a schema has no value; None if it has one, or is wrong."""
+    """Return the library's reason why no value satisfies a schema; None if one does, or if the
+    schema is wrong.
+    """
     return _why_unsatisfiable(json.dumps(schema, ensure_ascii=False, default=float))
 
 
@@ -199,7 +201,7 @@ def _why_unsatisfiable(text: str) -> str | None:
 
 
 def multiples_schema(interval: Interval, place: SchemaPath) -> dict[str, Any]:
-    """Return the library's schema of multiples: from the first to the last one, both included."""
+    """Return the library's schema for the multiples in an interval, including the first and the last one."""
     step = interval.step
     assert step is not None
     digits = len(str(Decimal(1) / step.denominator).partition(".")[2]) if step.denominator > 1 else 0

@@ -26,7 +26,7 @@ _PLAIN = rf"(0|[1-9][0-9]*){_FRACTION}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Numbers from low to high, either of which may be missing; open ends are not part of it.
+    """The numbers from low to high. Either bound may be missing, or excluded from the interval.
 
     multiple: all numbers are multiples of it; integers are multiples of 1.
     """
@@ -81,24 +81,24 @@ class Interval:
 
     @property
     def step(self) -> Fraction | None:
-        """What all numbers are multiples of, if anything."""
+        """The number that all numbers in the interval are multiples of; None if there is none."""
         return _common_multiple(self.multiple, Fraction(1) if self.is_integer else None)
 
     def first(self, step: Fraction) -> Fraction:
-        """Return the first multiple of the step in the interval, which has a low end."""
+        """Return the first multiple of `step` in the interval. The interval must have a lower bound."""
         low = Fraction(self.low or 0)
         found = math.ceil(low / step) * step
         return found + step if self.is_low_open and found == low else found
 
     def last(self, step: Fraction) -> Fraction:
-        """Return the last multiple of the step in the interval, which has a high end."""
+        """Return the last multiple of `step` in the interval. The interval must have an upper bound."""
         high = Fraction(self.high or 0)
         found = math.floor(high / step) * step
         return found - step if self.is_high_open and found == high else found
 
 
 def why_no_bound(value: Exact, *, is_low: bool) -> str | None:
-    """Return why regular expressions cannot have a number as a bound; None if they can."""
+    """Return why a number cannot be a bound in a regular expression; None if it can."""
     is_distant = value <= -_LARGEST if is_low else value >= _LARGEST
     if not is_distant and sum(map(len, _split(value))) > MAX_BOUND_DIGITS:
         return f"has more than {MAX_BOUND_DIGITS} digits when it is written without an exponent"
@@ -113,13 +113,15 @@ def _common_multiple(one: Fraction | None, other: Fraction | None) -> Fraction |
 
 
 def constant_text(value: Exact) -> str:
-    """Return the JSON of a number: without a fraction if that is short, otherwise as it was written."""
+    """Return the JSON of a number: without a fraction if that is short, otherwise as it was written in the
+    schema.
+    """
     whole = isinstance(value, int) or (value == value.to_integral_value() and value.adjusted() < MAX_DIGITS)
     return str(int(value)) if whole else str(value)
 
 
 def terminal(interval: Interval) -> str:
-    """Return an expression in Lark's syntax of the numbers of an interval, without multiples but of 1."""
+    """Return a Lark expression for the numbers of an interval. `multiple` may only be 1 or None."""
     if interval.low is not None and interval.low == interval.high:
         return _constant(interval.low)
     interval = _without_distant_bounds(interval)
@@ -163,7 +165,7 @@ def _integers(interval: Interval) -> str:
 
 
 def integer_regex(low: int, high: int | None) -> str:
-    """Return a regular expression of the integers from low, at least 0, to high, which may be missing."""
+    """Return a regular expression for the integers from low (at least 0) to high (None: unbounded)."""
     parts = list[str]()
     last = None if high is None else str(high)
     first = str(low)

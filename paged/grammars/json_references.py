@@ -18,7 +18,7 @@ _VALUES = (*CONSTANTS, "default", "examples")  # of which no part is a schema
 
 
 def with_pointers(root: Any) -> Any:
-    """Return a schema whose references to its own parts are JSON pointers from its root, such as #/$defs/a.
+    """Rewrite references to a schema's own parts as JSON pointers from its root, such as #/$defs/a.
 
     Other references stay as they are.
     """

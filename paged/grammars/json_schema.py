@@ -58,12 +58,15 @@ RAW_KEYS = frozenset(
 
 
 class SchemaTooHardError(Exception):
-    """Parts of a schema that only the library can combine."""
+    """Raised for a combination of schemas that only the library can handle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """No value. where: the part of the schema that says so."""
+    """A schema without any value.
+
+    where: the part of the schema that excludes all values.
+    """
 
     reason: str
     where: SchemaPath
@@ -71,34 +74,34 @@ class Never:
 
 @dataclass(frozen=True, slots=True)
 class Anything:
-    """Any value."""
+    """A schema of any value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Null:
-    """null."""
+    """The schema of null."""
 
 
 @dataclass(frozen=True, slots=True)
 class Booleans:
-    """true, false or both."""
+    """A schema of true, false, or both."""
 
     values: frozenset[bool] = frozenset((True, False))
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The numbers in an interval."""
+    """A schema of the numbers in an interval."""
 
     interval: Interval
 
 
 @dataclass(frozen=True, slots=True)
 class Strings:
-    """Strings.
+    """A schema of strings.
 
-    constants: the only strings that are allowed; None allows any.
-    rules: JSON texts of schemas. A string must satisfy all of them.
+    constants: the only allowed strings; None allows all.
+    rules: schemas as JSON texts, all of which a string must satisfy.
     """
 
     constants: tuple[str, ...] | None = None
@@ -107,7 +110,11 @@ class Strings:
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """Arrays. prefix: the schemas of the first items, in order. rest: the schema of every later item."""
+    """A schema of arrays.
+
+    prefix: the schemas of the first items, in order.
+    rest: the schema of every later item.
+    """
 
     prefix: tuple[Schema, ...]
     rest: Schema
@@ -117,7 +124,10 @@ class Arrays:
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """Objects. properties: in the order in which they are generated, including merely required ones."""
+    """A schema of objects.
+
+    properties: the properties in the order of generation, including those that are only required.
+    """
 
     properties: Mapping[str, Schema]
     rest: Schema
@@ -126,21 +136,27 @@ class Objects:
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
-    """Values of at least one of several schemas."""
+    """A schema of the values that match at least one of several schemas."""
 
     options: tuple[Schema, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A schema that may refer to itself. pointer: its place, such as #/$defs/a."""
+    """A schema that may refer to itself.
+
+    pointer: its place, such as #/$defs/a.
+    """
 
     pointer: str
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A part that the library compiles. where: its path."""
+    """A part that the library compiles.
+
+    where: the path of the part.
+    """
 
     node: Mapping[str, Any]
     where: SchemaPath
@@ -153,7 +169,9 @@ FALSE = "the schema is false"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SchemaPath:
-    """The path of a part, and how deep it is: a step from its parent, so that no path is copied."""
+    """The path of a part, as a link to its parent and a step, so that no path is copied; and the
+    part's depth.
+    """
 
     step: str = ""
     parent: SchemaPath | None = None
@@ -183,7 +201,7 @@ class SchemaPath:
 class SchemaReader:
     """Reads a schema and the schemas that it refers to.
 
-    definitions: of all `Ref`, by pointer.
+    definitions: the definitions of all `Ref`, by pointer.
     """
 
     def __init__(self, root: Any) -> None:
@@ -391,7 +409,7 @@ class SchemaReader:
         return Ref(pointer)
 
     def target(self, pointer: Any, place: SchemaPath) -> Any:
-        """Return the part of the schema that a reference names."""
+        """Return the part of the schema that a reference points to."""
         if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
             raise place.error(f"$ref {shown(pointer)} is not of this schema: it must be #, or begin with #/")
         node = self.root_node
@@ -547,7 +565,10 @@ _FREE = (Null(), Booleans(), Numbers(Interval()), Strings(), Arrays((), ANYTHING
 
 
 def exact(value: Any, place: SchemaPath) -> Exact:
-    """Return a number of a schema exactly. Raises RequestError for another value or a huge number."""
+    """Return a number of a schema without rounding it.
+
+    Raises RequestError if the value is no number, or is huge.
+    """
     if isinstance(value, bool) or not isinstance(value, int | Decimal):
         raise place.error(f"must be a number, got {shown(value)}")
     is_large = value.bit_length() > 4 * MAX_MAGNITUDE if isinstance(value, int) else _is_large(value)

@@ -37,7 +37,7 @@ MAX_SCALAR = 1e6  # of a layer
 
 
 class DecoderLayer(Loadable):
-    """x + attention(x), then x + mlp(x), with norms of what goes in or what comes out: see NormNames.
+    """x + attention(x), then x + mlp(x), with norms before or after each: see NormNames.
 
     The additions are fused into norms.
     """
@@ -88,8 +88,9 @@ class DecoderLayer(Loadable):
     def attend(
         self, query: Tensor, residual: Tensor, rows: TokenRows, queries: Queries, kv_cache: KVCache
     ) -> Tensor | None:
-        """Run the layer from attention on. Return what is left to add to the residual, which is updated in
-        place.
+        """Run the layer from attention on, and update the residual in place.
+
+        Return what is left to add to the residual.
         """
         hidden = self.attention.attend(query, queries, kv_cache)
         hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
@@ -120,7 +121,9 @@ class DecoderLayer(Loadable):
         return None
 
     def finish_loading(self) -> None:
-        """Take experts together, and the scalar as a number. Raises CheckpointError for a wrong one."""
+        """Take the weights of experts together, and read the scalar as a number. Raises CheckpointError for a
+        wrong scalar.
+        """
         for module in self.modules():
             if isinstance(module, ManyExperts):
                 module.finish_loading()
@@ -173,7 +176,7 @@ def add_and_norm(hidden: Tensor | None, residual: Tensor, norm: RMSNorm | LayerN
 class Decoder(nn.Module):
     """Embedding, decoder layers, final norm and output head, over one ragged batch.
 
-    part: what of the model this process computes; None: all.
+    part: the part of the model that this process computes; None computes all of it.
     """
 
     def __init__(self, config: ModelConfig, kernels: Kernels, part: ModelPart | None = None) -> None:
@@ -227,7 +230,7 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Tensor:
         """Compute the batch's new tokens, and write their K and V into the cache.
 
-        stream: from the part before; None: this is the first.
+        stream: the stream of the previous part; None in the first part.
 
         Returns [num_output_rows, hidden_size]: the hidden states of `batch.output_rows` after the final norm.
         """
@@ -236,14 +239,14 @@ class Decoder(nn.Module):
     def compute_part(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Stream:
         """Run all layers of a part that is not the last.
 
-        Returns what the next part goes on with, and the inputs of these layers besides those of the next.
+        Returns the stream for the next part. Its layer inputs still include those of this part's layers.
         """
         stream, rows = self._begin(batch, stream)
         hidden = self._run_layers(len(self.layers), stream, rows, batch, kv_cache)
         return stream._replace(hidden=hidden)
 
     def compute_kv(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> tuple[Tensor, ...]:
-        """Run the model up to the last K and V, which is all that later tokens need.
+        """Run the model up to the last layer that writes K and V: later tokens need no more than that.
 
         Returns the queries of the last layer with K and V of its own [num_tokens, num_heads, head_dim], the
         residual [num_tokens, hidden_size], and the inputs of layers, if there are any.
@@ -279,7 +282,9 @@ class Decoder(nn.Module):
         return hidden
 
     def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:
-        """Run what remains after `compute_kv`, for `batch.output_rows` only: few tokens of most prompts."""
+        """Run what remains after `compute_kv`, for `batch.output_rows` only: these are few, as most prompt
+        tokens need no output.
+        """
         query, residual, *rest = state
         queries = batch.output_queries
         if queries is None:
@@ -302,7 +307,9 @@ class Decoder(nn.Module):
         return add_and_norm(hidden, residual, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden_size], from `forward` -> f32[n, vocab_size]
-        """Apply the output head. Only the first shard has all logits; what others return is of no use."""
+        """Apply the output head. Only the first shard gets all logits; the result on other shards is
+        meaningless.
+        """
         assert self.head is not None, "only the last part has a head"
         own: Tensor = self.head(hidden)
         logits = collect_logits(own, self.part.shard, self.config.vocab_size).float()
@@ -320,7 +327,7 @@ class Decoder(nn.Module):
     def load(self, loader: Loader) -> None:
         """Load the weights of a model that was made on the meta device.
 
-        Each weight is read and converted to its form before the next, so that only one at a time is in memory
+        Each weight is read and converted before the next, so that only one weight at a time is in memory
         twice.
         """
         for rotary in self.rotary:
@@ -340,7 +347,9 @@ class Decoder(nn.Module):
 
     @property
     def obstacle_to_recording(self) -> str | None:
-        """What of a step torch computes, which keeps its launches from being recorded; None if nothing."""
+        """What prevents the launches of a step from being recorded, such as an operation in torch; None if
+        nothing does.
+        """
         if not all(rotary.is_tabulated for rotary in self.rotary):
             return "torch computes the angles of its rotary embedding in each step"
         linear = [module for module in self.modules() if isinstance(module, Linear)]

@@ -13,13 +13,13 @@ from .part import Shard, TensorGroup
 
 
 def group_of(shard: Shard) -> TensorGroup:
-    """Return the group of a shard that computes."""
+    """Return the process group of a shard that computes."""
     assert shard.group is not None, f"shard {shard.index} of {shard.count} was made without a group"
     return shard.group
 
 
 def gather(x: Tensor, shard: Shard) -> Tensor:  # [n, share of columns] -> [n, columns]
-    """Put the columns of all shards together."""
+    """Gather the columns of x from all shards."""
     if shard.is_whole:
         return x
     out = x.new_empty(x.shape[0], x.shape[1] * shard.count)
@@ -32,7 +32,9 @@ def gather(x: Tensor, shard: Shard) -> Tensor:  # [n, share of columns] -> [n, c
 
 
 def collect_logits(x: Tensor, shard: Shard, vocab_size: int) -> Tensor:  # [n, share] -> [n, vocab_size]
-    """Put the logits of all shards together at the first one, the driver. Others get their own back."""
+    """Gather the logits of all shards on the first one, the driver. Other shards get their own
+    columns back.
+    """
     if shard.is_whole:
         return x
     widest = len(Shard(0, shard.count).tokens(vocab_size))
@@ -56,7 +58,7 @@ def look_up(
     shard: Shard,
     kernels: Kernels,
 ) -> Tensor:  # [n, width]
-    """Look up rows of a table whose rows are divided among shards: each row is taken from its shard."""
+    """Look up rows of a table that is divided among shards. Each row comes from the shard that holds it."""
     own = shard.tokens(num_rows)
     widest = len(Shard(0, shard.count).tokens(num_rows))
     out = token_ids.new_empty(len(token_ids), len(like), dtype=like.dtype)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Model(Protocol):
     """A model that computes ragged batches over the paged cache.
 
-    A step is `forward`. It is divided into `compute_kv` and `attend_last`, because only the former has shapes
-    that depend on nothing but the number of tokens, so that it can be recorded.
+    A step is `forward`, which is `compute_kv` and then `attend_last`. Only the shapes of `compute_kv` depend
+    on the number of tokens alone, so that only this part can be recorded.
     """
 
     kernels: Kernels
@@ -39,18 +39,20 @@ class Model(Protocol):
 
     @property
     def obstacle_to_recording(self) -> str | None:
-        """What keeps the launches of a step from being recorded; None: they can be. Known after `prepare`."""
+        """What prevents the launches of a step from being recorded; None if nothing does. Known
+        after `prepare`.
+        """
 
     def forward(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Tensor:
         """Compute the batch's new tokens, and write their K and V into the cache.
 
-        stream: what the part before hands on; None: the model is whole.
+        stream: the stream of the previous part; None if the model is not divided.
 
         Returns [num_output_rows, hidden_size]: the final hidden states of `batch.output_rows`.
         """
 
     def compute_part(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Stream:
-        """Compute the new tokens in a part that is not the last. Return what it hands on."""
+        """Compute the new tokens in a part that is not the last. Return its stream for the next part."""
 
     def compute_kv(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> tuple[Tensor, ...]:
         """Write the K and V of all layers. Return what `attend_last` needs, with a row for each token."""

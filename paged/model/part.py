@@ -14,18 +14,21 @@ if TYPE_CHECKING:
 
 
 class TensorGroup(Protocol):
-    """The processes that share every layer. All make the same calls in the same order."""
+    """The processes that hold shards of the same layers. All make the same calls in the same order."""
 
     def gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """Return the tensors of all shards, which are alike, one after the other in the order of shards."""
+        """Return the tensors of all shards, which have one shape, joined in the order of shards."""
 
     def collect(self, tensor: Tensor) -> Tensor | None:
-        """Return what `gather` would along the last dimension at shard 0, and None at the others."""
+        """Return at shard 0 what `gather` returns along the last dimension, and None at the other shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `count` equal shares of every layer's outputs. group: how the shares are exchanged."""
+    """One of `count` equal shares of every layer's outputs.
+
+    group: exchanges the shares among the processes.
+    """
 
     index: int = 0
     count: int = 1
@@ -41,22 +44,24 @@ class Shard:
 
     @property
     def apart(self) -> Shard:
-        """The same share without the others: of what is planned, not computed."""
+        """The same share without a process group, for planning rather than computing."""
         return replace(self, group=None)
 
     def share(self, size: int) -> range:
-        """Return this shard's share of so many outputs, which `count` divides."""
+        """Return this shard's share of `size` outputs; `count` must divide them."""
         assert size % self.count == 0, f"{self.count} shards do not divide {size}"
         own = size // self.count
         return range(self.index * own, (self.index + 1) * own)
 
     def tokens(self, vocab_size: int) -> range:
-        """Return this shard's share of a vocabulary: all are as large, but the last one may be smaller."""
+        """Return this shard's share of a vocabulary. All shares are equal, except that the last one may be
+        smaller.
+        """
         own = -(-vocab_size // self.count)
         return range(min(self.index * own, vocab_size), min((self.index + 1) * own, vocab_size))
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Return this shard's KV heads. Where there are fewer than shards, several have the same one."""
+        """Return this shard's KV heads. With more shards than KV heads, several shards have the same head."""
         if self.count <= num_kv_heads:
             return self.share(num_kv_heads)
         assert self.count % num_kv_heads == 0, f"{num_kv_heads} KV heads do not divide {self.count} shards"
@@ -64,11 +69,11 @@ class Shard:
         return range(head, head + 1)
 
     def kv_shape(self, shape: KVShape) -> KVShape:
-        """Return what this shard keeps of a token for a layer."""
+        """Return the shape of K and V that this shard caches for a layer."""
         return replace(shape, num_kv_heads=len(self.kv_heads(shape.num_kv_heads)))
 
     def attention(self, spec: AttentionSpec) -> AttentionSpec:
-        """Return the attention of this shard's heads."""
+        """Return the attention spec with this shard's heads only."""
         return replace(spec, num_heads=len(self.share(spec.num_heads)), kv=self.kv_shape(spec.kv))
 
 
@@ -77,7 +82,7 @@ UNDIVIDED = Shard()
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """What one process computes of a model: consecutive layers, of each its shard.
+    """The part of a model that one process computes: consecutive layers, and a shard of each.
 
     The part with the first layer has the embedding; that with the last one has the norm and the head.
     """
@@ -88,12 +93,12 @@ class ModelPart:
 
     @classmethod
     def whole(cls, num_layers: int) -> ModelPart:
-        """Return what a process computes that has no others beside it."""
+        """Return the part of a process that computes the whole model."""
         return cls(range(num_layers), num_layers)
 
     @property
     def apart(self) -> ModelPart:
-        """The same part without other processes: of what is planned, not computed."""
+        """The same part without process groups, for planning rather than computing."""
         return replace(self, shard=self.shard.apart)
 
     @property
@@ -108,7 +113,9 @@ class ModelPart:
 
 
 def check_shards(config: ModelConfig, count: int) -> None:
-    """Raise DivisionError, listing what is possible, unless a model can be divided into so many shards."""
+    """Raise DivisionError, listing the possible numbers, unless a model can be divided into
+    `count` shards.
+    """
     if count == 1:
         return
     if any(isinstance(part, ExpertsSpec) for layer in config.layers for part in layer.feed_forwards):

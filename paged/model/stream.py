@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class Stream(NamedTuple):
-    """A row for each token.
+    """The tensors that one part of a model passes to the next: a row for each token.
 
     residual: updated in place by the layers.
-    hidden: what is left to add to it; None: nothing.
-    inputs: of the layers that follow, see PerLayerEmbeddings; None: the model has none.
+    hidden: still to be added to the residual; None: nothing is.
+    inputs: the per-layer vectors of the layers that follow, see PerLayerEmbeddings; None: the model has none.
     """
 
     residual: Tensor
@@ -25,12 +25,12 @@ class Stream(NamedTuple):
 
 
 def tensors_of(stream: Stream | None) -> tuple[Tensor, ...]:
-    """Return the tensors of a stream, without those that it lacks."""
+    """Return the tensors of a stream, without the absent ones."""
     return () if stream is None else tuple(tensor for tensor in stream if tensor is not None)
 
 
 class StreamShape(NamedTuple):
-    """The columns of what a part of a model hands on to the next one, 0 for what it does not."""
+    """The numbers of columns of a stream's tensors; 0 for absent ones."""
 
     residual: int
     hidden: int
@@ -38,7 +38,7 @@ class StreamShape(NamedTuple):
 
     @classmethod
     def before(cls, layer: int, config: ModelConfig) -> Self:
-        """Return the shape of the stream between the layer before this one and this one."""
+        """Return the shape of the stream right before this layer."""
         spec = config.layers[layer - 1]
         has_hidden = spec.parallel or spec.norms.after_mlp is None
         inputs = config.layer_inputs
@@ -47,7 +47,9 @@ class StreamShape(NamedTuple):
         return cls(size, size * has_hidden, num_inputs)
 
     def stream(self, tensors: Iterable[Tensor]) -> Stream:
-        """Return the stream of these tensors. Of the inputs only those of the layers that follow are kept."""
+        """Return the stream of these tensors. Of the per-layer vectors, only those of later
+        layers are kept.
+        """
         own = iter(tensors)
         residual, hidden, inputs = (next(own) if columns else None for columns in self)
         assert residual is not None, "there is always a residual"
@@ -60,7 +62,7 @@ class StreamShape(NamedTuple):
         return torch.cat([tensor.reshape(-1) for tensor in tensors_of(stream)])
 
     def unpack(self, packed: Tensor) -> Stream:
-        """Return the stream that was packed. It shares the memory."""
+        """Return the stream that was packed. It shares the memory of `packed`."""
         num_tokens = len(packed) // sum(self)
         parts = packed.split_with_sizes([num_tokens * columns for columns in self])
         return self.stream(part.view(num_tokens, -1) for part in parts if len(part))

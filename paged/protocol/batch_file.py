@@ -37,7 +37,7 @@ FIELDS = ("custom_id", "method", "url", "body")
 class Line:
     """One line of the input.
 
-    identity: the id of its result, the same in every run.
+    identity: the id of its result, which is the same in every run.
     call: the request, or the error that refuses it.
     """
 
@@ -176,11 +176,10 @@ class BatchOutput:
     num_failed: how many of these results are errors.
     has_known_options: whether the options of the earlier results are known.
 
-    options: of this run, which must be those of the earlier results.
+    options: the options of this run, which must equal those of the earlier results.
     retry_failed: replace the errors of earlier runs, whose lines are not in `done`.
 
-    Raises FileError naming the file if it contains other data, naming the options that are different, and
-    the errors of `ResultFile`.
+    Raises FileError if the file contains other data or if options differ, and the errors of `ResultFile`.
     """
 
     def __init__(self, path: Path, source: Path, options: RunOptions, *, retry_failed: bool = False) -> None:

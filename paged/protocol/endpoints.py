@@ -42,12 +42,12 @@ class Endpoint:
     """A method and a path of the server, added to ROUTES.
 
     summary: what it does, for /openapi.json.
-    answer: the name of the response's schema in RESPONSES; None if it is no JSON.
-    call: what parses the body; None without a body.
-    media: the content type of the answer. streamed: that of a stream, if there may be one.
+    answer: the name of the response's schema in RESPONSES; None if the response is not JSON.
+    call: the class that parses the body; None if there is no body.
+    media: the content type of the answer. streamed: the content type of a stream, if the answer may be one.
     error: the name of the schema of errors.
     access: who may use it, see `Access`.
-    is_probe: whether it is answered on a connection beyond the limit, too, as a monitor asks it.
+    is_probe: whether it is also answered on connections beyond the limit, because monitors use it.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -64,7 +64,7 @@ class Endpoint:
 
     @property
     def needs_key(self) -> bool:
-        """Whether a request needs a key of the server where it has any."""
+        """Whether a request needs a key if the server has any."""
         return self.access in ("keys", "admin", "watch")
 
     def __post_init__(self) -> None:
@@ -224,12 +224,12 @@ DEFAULT_LIMITS = Limits()
 
 
 def access_of(path: str) -> Access:
-    """Return who may use a path. Also one that is no route needs a key, so that all are alike without one."""
+    """Return who may use a path. Unknown paths need a key too, so that all paths look alike without a key."""
     return "admin" if path.startswith(ADMIN_PREFIX) else ACCESS.get(path, "keys")
 
 
 def is_of_messages(path: str) -> bool:
-    """Return whether a path is of Anthropic's API, whose keys and errors have another form."""
+    """Return whether a path belongs to Anthropic's API, whose keys and errors have another form."""
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 

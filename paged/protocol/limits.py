@@ -28,14 +28,14 @@ class Limits:
     """What the operator of a server allows, and the defaults of chats.
 
     max_logprobs: most candidates that a request may ask for at each position; -1 sets no limit.
-    cached_tokens: whether answers say how many tokens of their prompts were in the prefix cache, from which
-        one client may learn what others sent.
+    cached_tokens: whether answers say how many prompt tokens were in the prefix cache. A client may learn
+        from it what others sent.
     trust_chat_template: whether a body may bring a chat template, which is code.
     chat_template: the template of bodies without one; None takes the checkpoint's.
     chat_template_kwargs: variables for the template; a body may replace them.
     chat_format: how the model writes tool calls and reasoning.
-    ignore_builtin_tools: whether tools that hosted APIs have built in are left out, not refused.
-    max_model_len: tokens of the engine's context, to which conversations are cut; None if it is unknown.
+    ignore_builtin_tools: whether the built-in tools of hosted APIs are left out rather than refused.
+    max_model_len: the engine's context in tokens, to which conversations are cut; None if unknown.
     """
 
     max_logprobs: int = 20

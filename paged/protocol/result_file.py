@@ -100,7 +100,7 @@ def _lock(file: FileIO, path: Path) -> None:
 
 
 class Earlier(NamedTuple):
-    """What an interrupted run left: the results of the first prompts."""
+    """The results of the first prompts that an interrupted run has left."""
 
     num_done: int
     num_failed: int

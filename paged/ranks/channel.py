@@ -14,7 +14,7 @@ Message = dict[str, Any]
 
 
 class Channel:
-    """One end of the socket. `send` goes from any thread."""
+    """One end of a socket between two processes. Any thread may call `send`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -22,7 +22,7 @@ class Channel:
         self._received = b""
 
     def send(self, message: Message) -> None:
-        """Send a message. Does nothing if the other end is closed: who reads learns that."""
+        """Send a message. Do nothing if the other end is closed: the reading thread notices that."""
         line = json.dumps(message).encode() + b"\n"
         with self._lock, suppress(OSError):
             self._socket.sendall(line)
@@ -42,7 +42,7 @@ class Channel:
             self._received += data
 
     def close(self) -> None:
-        """Close this end, which wakes up what reads from either."""
+        """Close this end, which wakes the readers at both ends."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

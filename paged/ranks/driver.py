@@ -31,33 +31,37 @@ from .transport import Transport
 
 
 class Supervision(Protocol):
-    """What watches the processes of the other ranks, and ends them."""
+    """Watches the processes of the other ranks, and ends them."""
 
     def on_step(self, number: int) -> None:
-        """Take note of a message to all ranks."""
+        """Note that a message goes to all ranks."""
 
     def check(self) -> None:
         """Raise RankError if a process has ended."""
 
     def end_after(self, error: BaseException) -> RankError:
-        """End all ranks after a step has raised. Return why."""
+        """End all ranks after a step has raised. Return the reason."""
 
     def watch(self, on_loss: Callable[[], object]) -> None:
-        """Call a function, from another thread, when a process has ended."""
+        """Call a function, from another thread, once a process has ended."""
 
     def describe(self) -> str:
         """Return what each rank holds."""
 
     def close(self, end: Callable[[], None]) -> None:
-        """End the processes. end: has those end that were not started here."""
+        """End the processes.
+
+        end: called to end processes that were not started here.
+        """
 
 
 class DriverRunner(ModelRunner):
-    """The `Executor` of several ranks. It computes the last stage, or a shard of that, and samples.
+    """The `Executor` of a model over several ranks. It computes the last stage, or a shard of it, and
+    samples.
 
-    A step is launched by a message to all ranks. This rank's part is computed when its results are taken.
+    A message to all ranks launches a step. This rank computes its part when the step's results are taken.
 
-    supervision: None: what ends the other ranks ends this one, too.
+    supervision: watches and ends the other ranks; None if whatever ends them ends this rank, too.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class DriverRunner(ModelRunner):
         super().__init__(config, model_config, directory, None, part, layout.num_stages, peers)
 
     def allocate(self, directory: Path, run_step: RunStep) -> None:
-        """Allocate the KV cache, as large as the smallest that a rank could have."""
+        """Allocate the KV cache, as large as the smallest rank allows."""
         self._samplers = [self.new_sampler() for _ in range(self.num_in_flight)]
         self._writer = MessageWriter(self.sizes.block_size, self.num_in_flight)
         self._stage = Stage(self.layout, 0, self.model_config, self.dtype, self._transport)
@@ -103,7 +107,7 @@ class DriverRunner(ModelRunner):
         return step
 
     def compute_until(self, last: RankedStep | None = None) -> None:
-        """Compute this rank's part of the steps up to this one, by default of all."""
+        """Compute this rank's part of the steps up to `last`, by default of all launched steps."""
         while self._launched and (last is None or last.output is None):
             step = self._launched.popleft()
             self._number = step.number
@@ -118,7 +122,7 @@ class DriverRunner(ModelRunner):
         return compute(self.model, self.graphs, batch, self.kv_cache, stream)
 
     def discard(self) -> None:
-        """Give up the steps in flight: their results are not taken."""
+        """Give up the steps in flight, whose results are not taken."""
         for sampler in self._samplers:
             sampler.forget()
         self._launched.clear()
@@ -126,15 +130,16 @@ class DriverRunner(ModelRunner):
     # The processes of the other ranks
 
     def check(self) -> None:
-        """Raise RankError if one has ended."""
+        """Raise RankError if a rank has ended."""
         if self._supervision is not None:
             self._supervision.check()
 
     def recover(self, error: BaseException) -> EngineDeadError | None:
-        """End the other ranks if a step has lost one. Return why no step can run any more, if so.
+        """End the other ranks if a step has lost one. Return why no step can run any more; None if steps can.
 
-        Of stages, the last one alone has raised any other error. The others go on, and their streams of steps
-        that were given up are dropped as they come. Shards wait for each other within a step: all are lost.
+        With stages, any other error was raised by the last stage alone. The other stages go on, and the
+        streams of the steps given up are dropped as they arrive. Shards wait for each other within a step, so
+        all are lost.
         """
         if (dead := super().recover(error)) is not None:
             return dead
@@ -160,7 +165,7 @@ class DriverRunner(ModelRunner):
         return super().describe() + held
 
     def end(self) -> None:
-        """Have the other ranks end."""
+        """Tell the other ranks to end."""
         self._transport.send_message(self._writer.end())
 
     # Blocks, as a cache of the whole model has them
@@ -183,7 +188,7 @@ class DriverRunner(ModelRunner):
         return join_blocks(self.model_config, self.sizes.block_size, groups, parts())
 
     def write_block(self, block: BlockId, group: int, contents: Mapping[str, Tensor]) -> None:
-        """Write into a block what `read_blocks` has returned of one, on all ranks."""
+        """Write what `read_blocks` returned of a block into a block, on all ranks."""
         self.compute_until()
         whole = {name: tensor[:, None] for name, tensor in contents.items()}
         self._transport.send_message(self._writer.write_block(block))
@@ -204,7 +209,10 @@ class DriverRunner(ModelRunner):
 
 
 class RankedStep:
-    """A step that all ranks were sent. rows: what the sampler knows of each row that is sampled."""
+    """A step that was sent to all ranks.
+
+    rows: the sampler's state for each sampled row.
+    """
 
     def __init__(
         self, runner: DriverRunner, plan: StepPlan, rows: Sequence[SamplingSeat | DraftRow], number: int
@@ -216,7 +224,7 @@ class RankedStep:
         self.output: StepOutput | None = None
 
     def result(self) -> StepOutput:
-        """Compute the last part of the step, and of those before. Return its tokens."""
+        """Compute the last part of this step and of all earlier ones. Return its tokens."""
         self._runner.compute_until(self)
         assert self.output is not None, "the step was given up"
         return self.output

@@ -37,9 +37,9 @@ _LENGTH_BYTES = 8
 
 
 def facts_of(config: EngineConfig, directory: Path) -> dict[str, Any]:
-    """Return what must be equal on all ranks, by what a message calls it.
+    """Return the facts that must be equal on all ranks, by the names that messages use.
 
-    Raises CheckpointError where the checkpoint has no weights.
+    Raises CheckpointError if the checkpoint has no weights.
     """
     facts: dict[str, Any] = {f"{name}'s version": _version(name) for name in PACKAGES}
     facts |= {name: value for name, value in plain_options(config).items() if name not in OF_ONE_RANK}
@@ -48,7 +48,7 @@ def facts_of(config: EngineConfig, directory: Path) -> dict[str, Any]:
 
 
 def plain_options(config: EngineConfig) -> dict[str, Any]:
-    """Return the options of a config as JSON can hold them. A policy that is no name becomes the default."""
+    """Return the options of a config as JSON values. A policy object becomes the default's name."""
     options = {field.name: getattr(config, field.name) for field in fields(config)}
     speculation = config.speculation
     if speculation is not None:
@@ -78,7 +78,7 @@ def header_hash(directory: Path) -> str:
 
 
 def cpu_features() -> list[str]:
-    """Return the CPU's instructions on which the bits of sums depend."""
+    """Return the instruction sets of the CPU that determine the bits of sums."""
     return sorted(cpu_flags() & CPU_FEATURES)
 
 

@@ -28,7 +28,7 @@ DRIVER = 0
 
 
 class FollowerRunner(PartRunner):
-    """A part of a model that takes part in the steps of a driver. It knows no requests."""
+    """Computes a part of a model in the steps of a driver. It does not know requests."""
 
     def __init__(
         self,
@@ -54,9 +54,10 @@ class FollowerRunner(PartRunner):
         self.allocate(directory, self._run_in_other_cache)
 
     def run(self, on_message: Callable[[int | None], None] = lambda _: None) -> None:
-        """Do what the driver's messages say, until one says that it is over.
+        """Carry out the driver's messages until one ends the loop.
 
-        on_message: called with the number of each, before anything is computed; None: the driver is idle.
+        on_message: called with the number of each message before it is carried out, and with None while the
+            driver is idle.
         """
         self.keep_weights()
         for _ in count():

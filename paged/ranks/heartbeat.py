@@ -24,7 +24,7 @@ GRACE_S = 2.0  # beyond rank_timeout_s
 class HeartbeatFile:
     """The heartbeat file of one rank.
 
-    timeout_s: after which a rank that has written nothing is held to hang, once it has loaded.
+    timeout_s: seconds without a write after which a rank is taken to hang, once it has loaded.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class HeartbeatFile:
         self._write()
 
     def loaded(self) -> None:
-        """Say that the rank computes steps from now on."""
+        """Record that the rank computes steps from now on."""
         self.has_loaded = True
         self._write()
 
     def beat(self, step: int | None = None) -> None:
-        """Say that the rank begins a step, or without one that it waits for the next one."""
+        """Record that the rank begins a step, or, without a number, that it waits for the next step."""
         if step is not None:
             self.step = step
         if step is None or self._clock() - self._written_at >= LEAST_S:
@@ -68,7 +68,7 @@ class HeartbeatFile:
 
 
 def remove_private(directory: Path) -> None:
-    """Remove a private directory, into which other threads and processes may write meanwhile."""
+    """Remove a private directory, even while other threads and processes write into it."""
     # What they write then fails, and would otherwise keep the directory from being removed.
     gone = directory.with_name(f"gone-{directory.name}")
     with suppress(OSError):  # another process was first
@@ -99,7 +99,9 @@ class RankState:
 
     @property
     def exists(self) -> bool:
-        """Whether this process runs: not a later one with its number, as in a restarted container."""
+        """Whether this process is alive. A later process with the same pid, as after a container's restart,
+        does not count.
+        """
         if self.started is not None:
             return _start_of(self.pid) == self.started
         try:
@@ -111,7 +113,7 @@ class RankState:
         return True
 
     def trouble(self, now: float) -> str | None:
-        """Return why the rank is not well, None if it is."""
+        """Return why the rank is not well; None if it is."""
         name = f"rank {self.rank} (process {self.pid})"
         if not self.exists:
             return f"{name} has ended"
@@ -121,9 +123,9 @@ class RankState:
 
 
 def find_troubles(root: Path | None = None, now: float | None = None) -> tuple[int, list[str]]:
-    """Return how many ranks there are on this machine, and why those are not well that are not.
+    """Return how many ranks are on this machine, and why some of them are not well.
 
-    root: where private directories are; None takes the one for temporary files.
+    root: the directory with the ranks' private directories; None takes the one for temporary files.
     """
     now = time.time() if now is None else now
     num_ranks = 0

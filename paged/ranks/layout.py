@@ -19,10 +19,10 @@ from ..options.config import EngineConfig
 class RankLayout:
     """The ranks of a model: `num_stages` stages of `num_shards` ranks each.
 
-    Rank 0, which schedules and samples, is the first shard of the last stage: the one with norm and head. The
-    stage of the embedding has the highest ranks.
+    Rank 0, which schedules and samples, is the first shard of the last stage, the stage with norm and head.
+    The stage with the embedding has the highest ranks.
 
-    layers: of each stage, in their order.
+    layers: the layers of each stage, in the order of the stages.
     """
 
     num_stages: int
@@ -31,7 +31,7 @@ class RankLayout:
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig) -> Self:
-        """Divide a model as the options say. Raises DivisionError where it cannot be divided so."""
+        """Divide a model as the options say. Raises DivisionError if that is impossible."""
         num_stages = config.pipeline_parallel_size
         num_shards = config.tensor_parallel_size
         check_shards(model, num_shards)
@@ -76,11 +76,12 @@ class RankLayout:
 
 
 def cut_layers(costs: Sequence[int], num_stages: int, joined: Iterable[tuple[int, int]]) -> tuple[range, ...]:
-    """Cut layers into stages, so that the largest stage costs as little as possible.
+    """Cut layers into consecutive stages, so that the most expensive stage costs as little as possible.
 
-    costs: of each layer. joined: pairs of layers that must be in one stage.
+    costs: the cost of each layer.
+    joined: pairs of layers that must be in one stage.
 
-    Raises DivisionError if the joined layers allow fewer stages.
+    Raises DivisionError if the joined layers allow fewer stages only.
     """
     num_layers = len(costs)
     cuts = _allowed_cuts(num_layers, joined)
@@ -162,6 +163,9 @@ def _listed(cuts: Sequence[int]) -> str:
 
 
 def split_evenly(cores: Sequence[Sequence[int]], index: int, count: int) -> list[int]:
-    """Return the CPUs of a rank: its share of whole cores, each of which is a list of hardware threads."""
+    """Return the CPUs of a rank: its share of whole cores.
+
+    cores: for each core the list of its hardware threads.
+    """
     size = len(cores) // count
     return sorted(cpu for core in cores[index * size : (index + 1) * size] for cpu in core)

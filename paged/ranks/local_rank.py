@@ -21,13 +21,13 @@ RANK_EXIT_S = 0.5  # from the end of a process's socket to its own end
 
 
 class LocalRank:
-    """A process that holds a part of the model. It ends when this object's process does.
+    """A process that holds a part of the model. It ends when the process of this object ends.
 
-    name: of the rank in messages: what it holds, and where.
-    failure: the kind and message of the exception that ended it, if it has told one.
-    state: what it does, as it has answered since it was asked; None if it has not.
-    answered_at: when it last did, or was started, on the clock time.monotonic.
-    on_end: called, from another thread, when it closes its socket.
+    name: the name of the rank in messages, with its part and its place.
+    failure: the class and the message of the exception that ended it, if it reported one.
+    state: its last answer to `ask_state`; None until it answers.
+    answered_at: the time of its last answer, or of its start, by time.monotonic.
+    on_end: called, from another thread, when the process closes its socket.
     """
 
     def __init__(self, rank: int, name: str, start: Message, on_end: Callable[[], object]) -> None:
@@ -67,7 +67,7 @@ class LocalRank:
         return self._process.poll() is not None
 
     def how_it_ended(self) -> str:
-        """Return how the process ended, which it has, or is about to."""
+        """Return how the process ended. Call it once the process has ended or is about to."""
         try:
             code = self._process.wait(RANK_EXIT_S)
         except subprocess.TimeoutExpired:
@@ -83,7 +83,7 @@ class LocalRank:
         return f"ended with exit code {code}"
 
     def ask_state(self) -> None:
-        """Have the process say what it does, which `state` is soon."""
+        """Ask the process what it does. The answer soon appears in `state`."""
         self._channel.send({"order": "report"})
 
     def kill(self) -> None:
@@ -98,7 +98,10 @@ class LocalRank:
         self._channel.close()
 
     def wait(self, until: float) -> None:
-        """Wait until the process has ended. Kill it at this time of time.monotonic."""
+        """Wait until the process has ended, and kill it at a given time.
+
+        until: the time, by time.monotonic.
+        """
         try:
             self._process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -19,26 +19,28 @@ ENDED = "ended"  # what a rank tells at its end
 
 
 class Store(Protocol):
-    """What is used of a store of torch.distributed."""
+    """The methods of torch.distributed's Store that are used here."""
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
 
     def get(self, key: str) -> bytes:
-        """Return a value that is there."""
+        """Return a value that exists."""
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are there."""
+        """Return whether all keys exist."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a value unless there is another one than expected. Return what is there then."""
+        """Write a value if the current one is `expected`, or if there is none. Return the value that is
+        stored now.
+        """
 
 
 class Meeting:
-    """One rank's view of the others before they compute.
+    """The exchange of values among ranks before they compute.
 
-    names: of the ranks, for messages.
-    check: called while this rank waits; it raises if a rank has ended.
+    names: the names of the ranks in messages.
+    check: called while this rank waits; it raises if another rank has ended.
     """
 
     def __init__(
@@ -50,9 +52,9 @@ class Meeting:
         self._check = check
 
     def gather(self, topic: str, value: Any, timeout_s: float | None = None) -> list[Any]:
-        """Tell all ranks a value. Return that of each, once all have told theirs.
+        """Tell all ranks a value. Wait for the values of all others, and return all of them.
 
-        Raises RankError naming the ranks that have told none after timeout_s, and that of `post_failure`.
+        Raises RankError naming the ranks without a value after timeout_s, and the error of `post_failure`.
         """
         self.tell(topic, value)
         return self.collect(topic, timeout_s)
@@ -79,7 +81,7 @@ class Meeting:
         return [json.loads(self._store.get(key)) for key in keys]
 
     def failure(self) -> PagedError | None:
-        """Return the error that a rank has told."""
+        """Return the error that a rank has posted; None if there is none."""
         return _error_of(self._store.get(_FAILED)) if self._store.check([_FAILED]) else None
 
     def _raise_failure(self) -> None:
@@ -88,7 +90,7 @@ class Meeting:
 
 
 def post_failure(store: Store, rank: int, error: BaseException) -> PagedError:
-    """Have all ranks that wait, or will, raise this error of a rank, unless another one was first.
+    """Make all ranks that wait, now or later, raise this error of a rank. The first posted error wins.
 
     Returns the error that they raise.
     """

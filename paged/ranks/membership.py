@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Connects(Protocol):
-    """What is asked of a transport here."""
+    """The part of a transport that is used here."""
 
     def connect(self, store: Any) -> None:
         """Connect to the other ranks."""
@@ -36,7 +36,7 @@ class Connects(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFigures:
-    """What a rank tells of itself once it has loaded."""
+    """The figures that a rank reports once it has loaded."""
 
     host: str
     pid: int
@@ -46,7 +46,7 @@ class RankFigures:
 
 
 class Membership:
-    """One rank among the others. A `Peers` of its runner."""
+    """The membership of one rank among the others. A `Peers` of its runner."""
 
     def __init__(
         self,
@@ -65,7 +65,10 @@ class Membership:
         self.meeting = Meeting(store, rank, self.names, check)
 
     def agree(self, facts: dict[str, Any]) -> None:
-        """Wait until all ranks have come. Raises RankError if one does not, or has other facts."""
+        """Wait until all ranks have arrived.
+
+        Raises RankError if a rank does not arrive, or if its facts differ.
+        """
         found = self.meeting.gather("facts", {"host": socket.gethostname(), **facts}, COME_S)
         self.names[:] = [name_of(self.layout, rank, own.pop("host")) for rank, own in enumerate(found)]
         require_equal(found, self.names)
@@ -77,12 +80,12 @@ class Membership:
         self._transport.connect(_STORES.PrefixStore("group", self._store))
 
     def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
-        """Return the numbers of blocks, on the device and on the host, that the smallest rank holds."""
+        """Return the smallest numbers of blocks, on the device and on the host, that any rank can hold."""
         found = self.meeting.gather("blocks", [num_blocks, num_host_blocks])
         return min(own[0] for own in found), min(own[1] for own in found)
 
     def tell_figures(self, kv_bytes: int, cpu_features: Sequence[str]) -> list[RankFigures]:
-        """Tell all ranks that this one is ready. Return the figures of each."""
+        """Tell all ranks that this one is ready. Return the figures of every rank."""
         own = RankFigures(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -94,7 +97,7 @@ class Membership:
 
 
 def name_of(layout: RankLayout, rank: int, host: str | None = None) -> str:
-    """Return what messages call a rank."""
+    """Return the name of a rank for messages."""
     stage = f"stage {layout.stage_of(rank)} of {layout.num_stages}, {layout.describe(rank)}"
     return f"rank {rank} ({stage}{f', on {host}' if host else ''})"
 
@@ -106,7 +109,7 @@ def local_store(directory: Path, num_ranks: int) -> Store:
 
 
 def torchrun_store(torchrun: Torchrun) -> Store:
-    """Return the store of ranks that torchrun has started. Raises RankError if it cannot be reached."""
+    """Return the store of ranks that torchrun started. Raises RankError if the store cannot be reached."""
     try:
         tcp_store = _STORES.TCPStore(
             torchrun.address,
@@ -129,9 +132,10 @@ def torchrun_store(torchrun: Torchrun) -> Store:
 
 @contextmanager
 def failing_together(store: Store, torchrun: Torchrun) -> Iterator[None]:
-    """Have all of torchrun's ranks raise the error that ends one of them, with the name of that one.
+    """Make all of torchrun's ranks raise the error that ends one of them, with that rank's name.
 
-    It keeps its kind if starting again changes nothing, else it is a RankError: exit codes tell these apart.
+    The error keeps its class if a restart would not help; otherwise it becomes a RankError. Exit codes
+    distinguish the two.
     """
     try:
         yield

@@ -21,7 +21,7 @@ _HEADER = struct.Struct("<Ii")  # the kind, and the number
 
 
 class MessageKind(IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     STEP = 1
     REPEATED_STEP = 2
@@ -32,7 +32,11 @@ class MessageKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message that was read. step: what is computed; blocks: which are read, or the one that is written."""
+    """A message that was read.
+
+    step: the step to compute.
+    blocks: the blocks to read, or the block to write.
+    """
 
     kind: MessageKind
     number: int
@@ -74,15 +78,15 @@ class MessageWriter:
         return self._written(MessageKind.REPEATED_STEP, again.tobytes())
 
     def read_blocks(self, blocks: Sequence[BlockId]) -> bytes:
-        """Have each rank send its part of these blocks."""
+        """Make each rank send its part of these blocks."""
         return self._written(MessageKind.READ_BLOCKS, array("i", blocks).tobytes())
 
     def write_block(self, block: BlockId) -> bytes:
-        """Have each rank write what it is sent into a block."""
+        """Make each rank write the contents that it is sent next into a block."""
         return self._written(MessageKind.WRITE_BLOCK, array("i", [block]).tobytes())
 
     def end(self) -> bytes:
-        """Have the ranks end."""
+        """Make the ranks end."""
         return self._written(MessageKind.END, b"")
 
     def _written(self, kind: MessageKind, content: bytes) -> bytes:
@@ -111,9 +115,9 @@ class MessageWriter:
 
 
 class MessageReader:
-    """Reads what a `MessageWriter` has written, in the same order.
+    """Reads the messages of a `MessageWriter`, in the same order.
 
-    num_groups: of the layers of the model.
+    num_groups: the number of layer groups of the model.
     """
 
     def __init__(self, block_size: int, num_in_flight: int, num_groups: int) -> None:
@@ -123,7 +127,7 @@ class MessageReader:
         self._number = 0
 
     def read(self, data: bytes) -> Message:
-        """Read a message. Raises RankError unless it is the next one."""
+        """Read a message. Raises RankError unless it is the next one in order."""
         code, number = _HEADER.unpack_from(data)
         self._number += 1
         if number != self._number:

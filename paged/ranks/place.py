@@ -20,12 +20,12 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True, slots=True)
 class Torchrun:
-    """What torchrun tells the processes that it starts.
+    """The environment that torchrun gives to the processes it starts.
 
-    local_rank, num_local: of the processes on this machine.
-    address, port: where all meet.
-    attempt: how often torchrun has started all anew.
-    hosts_store: whether torchrun itself answers there; else rank 0 does.
+    local_rank, num_local: the number of this process among those of this machine, and how many these are.
+    address, port: the address at which all ranks meet.
+    attempt: how often torchrun has restarted all ranks.
+    hosts_store: whether torchrun itself hosts the store there; otherwise rank 0 does.
     """
 
     rank: int
@@ -39,9 +39,9 @@ class Torchrun:
 
     @classmethod
     def of(cls, config: EngineConfig, environment: Mapping[str, str] = os.environ) -> Self | None:
-        """Return what the environment says to an engine of several ranks, None without torchrun.
+        """Return torchrun's environment for an engine of several ranks; None without torchrun.
 
-        Raises ConfigError where it is incomplete, or about another number of ranks.
+        Raises ConfigError if it is incomplete, or for another number of ranks.
         """
         if config.num_ranks == 1 or "RANK" not in environment:
             return None
@@ -77,9 +77,9 @@ class Torchrun:
         return cls(rank, num_ranks, local_rank, num_local, address, port, attempt, hosts_store)
 
     def own_address(self) -> str:
-        """Return the address of this machine from which it reaches the others.
+        """Return the address of this machine from which it reaches the other ranks.
 
-        Host names need not resolve to it, and often resolve to loopback.
+        Host names are not used: they may not resolve, and often resolve to loopback.
         """
         try:
             family, _, _, _, place = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_DGRAM)[0]
@@ -91,15 +91,15 @@ class Torchrun:
 
 
 def follows(config: EngineConfig) -> bool:
-    """Return whether this process is one of torchrun's that only computes for rank 0. Raises ConfigError."""
+    """Return whether torchrun started this process to compute for rank 0 only. Raises ConfigError."""
     torchrun = Torchrun.of(config)
     return torchrun is not None and torchrun.rank > 0
 
 
 def bind_to_share(index: int, count: int) -> None:
-    """Bind this process to its share of the cores that it may use, if there are as many as processes.
+    """Bind this process to its share of the usable cores, if there are at least as many as processes.
 
-    To be called before torch is imported, whose threads are bound as the process was then.
+    Call it before torch is imported: torch's threads inherit the binding.
     """
     if sys.platform != "linux" or count == 1:
         return
@@ -118,9 +118,9 @@ def _cores_of(cpus: set[int]) -> list[list[int]]:
 
 
 def share_of(config: EngineConfig, index: int, count: int) -> EngineConfig:
-    """Return the options of one of the ranks of a machine, which divide its memory and its cores.
+    """Return the options of one rank on a machine. The ranks of a machine divide its memory and its cores.
 
-    Raises ResourceError where there are fewer GPUs or cores than ranks.
+    Raises ResourceError if there are fewer GPUs or cores than ranks.
     """
     import torch
 

@@ -42,9 +42,10 @@ _ORPHAN_S = 1.0  # from the end of the driver's socket to its own end
 class RankProcess:
     """A rank that computes what the driver plans.
 
-    config: the driver's, not divided.
-    local_index, num_local: among the ranks of this machine.
-    directory: of the checkpoint. private: where the heartbeat file is.
+    config: the driver's config, for the whole model.
+    local_index, num_local: the number of this rank among those of this machine, and how many these are.
+    directory: the directory of the checkpoint.
+    private: the directory with the heartbeat file.
     """
 
     def __init__(
@@ -70,12 +71,14 @@ class RankProcess:
 
     @property
     def state(self) -> str:
-        """What it does: it "loads", "computes", "waits" for others, "fails", or is "lost" without them."""
+        """What the rank does: it "loads", "computes", "waits" for others, "fails", or is "lost"
+        without them.
+        """
         is_waiting = self._transport is not None and self._transport.is_waiting
         return "waits" if is_waiting and self._state == "computes" else self._state
 
     def set_state(self, state: str) -> None:
-        """Say what it does from now on."""
+        """Report what the rank does from now on."""
         self._state = state
 
     def load(
@@ -117,7 +120,7 @@ class RankProcess:
         return runner
 
     def run(self, runner: FollowerRunner) -> None:
-        """Compute steps until the driver ends the plans. Raises RankError if another rank is lost."""
+        """Compute steps until the driver sends the end. Raises RankError if another rank is lost."""
         self.set_state("computes")
         self.heartbeat.loaded()
         try:
@@ -127,7 +130,7 @@ class RankProcess:
             self._transport.close()  # so that those that wait for this rank learn of it
 
     def end(self) -> None:
-        """Tell the driver, which waits for that, that this rank has come to the end of its messages."""
+        """Tell the waiting driver that this rank has read all of its messages."""
         assert self.membership is not None
         self.membership.meeting.tell(ENDED, None)
 
@@ -136,7 +139,7 @@ class RankProcess:
 
 
 def follow_parent(descriptor: int) -> int:
-    """Serve the driver at the other end of the socket with this descriptor. Return the exit code."""
+    """Serve the driver at the other end of a socket, given its descriptor. Return the exit code."""
     leave_signals_to_parent()
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
@@ -215,9 +218,9 @@ def _end(code: int) -> int:
 def follow_torchrun(options: Mapping[str, Any]) -> int:
     """Compute for rank 0, as one of torchrun's processes, until it ends. Return 0.
 
-    options: of `LLMEngine`, as rank 0 has them.
+    options: the options of `LLMEngine`, the same as on rank 0.
 
-    Raises RankError if another rank is lost, and otherwise what all ranks raise.
+    Raises RankError if another rank is lost; any other error is raised on all ranks.
     """
     config = EngineConfig(**options)
     torchrun = Torchrun.of(config)

@@ -18,7 +18,7 @@ _HEADER = 16  # bytes before a stream: the number of its step
 
 
 def part_of(layout: RankLayout, rank: int, num_layers: int, transport: Transport) -> ModelPart:
-    """Return what a rank computes."""
+    """Return the part of the model that a rank computes."""
     stage = layout.stage_of(rank)
     shard = Shard()
     if layout.num_shards > 1:
@@ -28,7 +28,7 @@ def part_of(layout: RankLayout, rank: int, num_layers: int, transport: Transport
 
 
 class Stage:
-    """Receives the streams of the stage before, and sends those of this one to the next."""
+    """One stage of a pipeline: receives the streams of the previous stage, and sends its own to the next."""
 
     def __init__(
         self, layout: RankLayout, rank: int, config: ModelConfig, dtype: torch.dtype, transport: Transport
@@ -45,12 +45,15 @@ class Stage:
         self._due: deque[tuple[int, int]] = deque()  # the number and the tokens of steps whose streams come
 
     def expect(self, number: int, num_tokens: int) -> None:
-        """Note that a step begins, whose stream will come."""
+        """Note that a step begins, whose stream is to be received."""
         if self._before is not None and num_tokens:
             self._due.append((number, num_tokens))
 
     def receive(self, number: int, device: torch.device) -> Stream | None:
-        """Return the stream of a step; None in the first stage. Those of earlier steps were given up."""
+        """Return the stream of a step; None in the first stage.
+
+        Streams of earlier steps are dropped: these steps were given up.
+        """
         if self._before is None or self._shape is None:
             return None
         packed: Tensor | None = None

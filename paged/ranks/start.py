@@ -18,8 +18,8 @@ def new_executor(
 ) -> ModelRunner:
     """Load a model, divided as the options say. `close` ends the processes that were started.
 
-    Raises DivisionError where the options do not fit the model, ResourceError where they do not fit this
-    machine, and RankError where processes end, do not come, or do not fit together.
+    Raises DivisionError if the options do not fit the model, ResourceError if they do not fit this machine,
+    and RankError if processes end, do not arrive, or do not fit together.
     """
     from .driver import DriverRunner
     from .facts import cpu_features, facts_of
@@ -53,7 +53,7 @@ def new_executor(
 
 @contextmanager
 def starting_together(config: EngineConfig) -> Iterator[None]:
-    """Have torchrun's other ranks raise, too, what keeps this process from coming to meet them."""
+    """If this process fails before it meets torchrun's other ranks, make them raise the same error."""
     try:
         yield
     except Exception:

@@ -30,11 +30,11 @@ IDLE_SHARE = 3  # idle messages come so often within rank_timeout_s
 
 
 class Ranks:
-    """The other ranks of a model whose rank 0 this process is.
+    """The other ranks of a model, as rank 0 sees them.
 
-    Without torchrun they are processes that it starts here, one for each rank. When one is lost, all end.
+    Without torchrun, this process starts one process for each rank. If one is lost, all are ended.
 
-    directory: of the checkpoint.
+    directory: the directory of the checkpoint.
     transport, membership: this process's own connection to the others.
     """
 
@@ -90,19 +90,21 @@ class Ranks:
         self._local[rank] = LocalRank(rank, name, start, on_end=self._changed.set)
 
     def begin(self, figures: Sequence[RankFigures]) -> None:
-        """Watch the ranks from now on, as all have loaded."""
+        """Watch the ranks from now on, when all have loaded."""
         self.figures = figures
         self.heartbeat.loaded()
         self._watcher.start()
 
     def watch(self, on_loss: Callable[[], object]) -> None:
-        """Call a method, from another thread, when a process ends. Its object may be collected before."""
+        """Call a method, from another thread, when a process ends. The method's object may be
+        collected earlier.
+        """
         self._on_loss = weakref.WeakMethod(on_loss)
 
     # While steps run
 
     def on_step(self, number: int) -> None:
-        """Take note that a step is planned, whose message all ranks get now."""
+        """Note that a step was planned and that all ranks get its message now."""
         self._sent_at = time.monotonic()
         self.heartbeat.beat(number)
 
@@ -132,7 +134,7 @@ class Ranks:
             local.ask_state()
 
     def end_after(self, error: BaseException) -> RankError:
-        """End all ranks after a step has raised. Return which one has ended or hangs, else the error."""
+        """End all ranks after a step has raised. Return which rank has ended or hangs, else the error."""
         self.transport.close()  # ranks that wait for this one learn of it
         if not isinstance(error, Exception):
             self.close()
@@ -209,7 +211,7 @@ class Ranks:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """End all ranks if this one cannot load or meet them. Those of torchrun raise the same error."""
+        """End all ranks if this one cannot load or meet them. Ranks of torchrun raise the same error."""
         try:
             if self._torchrun is None:
                 yield
@@ -223,7 +225,7 @@ class Ranks:
     def close(self, end: Callable[[], None] = lambda: None) -> None:
         """End the processes that were started here, and remove their files.
 
-        end: sends the message that ends those of torchrun.
+        end: sends the message that ends torchrun's ranks.
         """
         if self._is_closed:
             return

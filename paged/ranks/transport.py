@@ -32,9 +32,9 @@ _MOST_SENDING = {_TENSORS: 3, _MESSAGES: 16}  # for each rank; tensors may be la
 
 
 class Transport(Protocol):
-    """What one rank sends and receives.
+    """Sends and receives messages and tensors for one rank.
 
-    waited_s: the seconds that it has waited for tensors.
+    waited_s: how many seconds it has waited for tensors.
     """
 
     waited_s: float
@@ -46,10 +46,10 @@ class Transport(Protocol):
         """Wait for the next message of the driver."""
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Send a copy of a tensor, which may be changed at once."""
+        """Send a copy of a tensor. The tensor may be changed at once."""
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Tensor:
-        """Wait for a tensor of this shape, on the host."""
+        """Wait for a tensor of this shape. Return it in host memory."""
 
 
 class ShardGroup:
@@ -72,7 +72,7 @@ class ShardGroup:
         return torch.cat(parts, dim)
 
     def collect(self, tensor: Tensor) -> Tensor | None:
-        """Return the columns of all shards at the first one, None at the others."""
+        """Return the columns of all shards at the first shard, and None at the others."""
         if self._rank != self._ranks[0]:
             self._transport.send(tensor, self._ranks[0])
             return None
@@ -84,12 +84,12 @@ class ShardGroup:
 
 
 class GlooTransport:
-    """Sends over gloo, in a group of its own that `connect` makes.
+    """Sends over gloo, in a process group that `connect` makes.
 
-    num_ranks, rank: of all ranks, and this one.
-    timeout_s: how long a tensor may take.
-    host: the address to bind to; None: gloo's own choice, the one that the host's name stands for.
-    message_timeout_s: how long a message may take; None: for ever.
+    num_ranks, rank: the number of ranks, and this rank.
+    timeout_s: the longest time to wait for a tensor.
+    host: the address to bind to; None takes gloo's default, to which the host's name resolves.
+    message_timeout_s: the longest time to wait for a message; None waits for ever.
 
     is_waiting: whether it waits for another rank now.
 
@@ -120,7 +120,7 @@ class GlooTransport:
         self._sending: dict[int, deque[tuple[Any, Tensor]]] = {_TENSORS: deque(), _MESSAGES: deque()}
 
     def connect(self, store: Any) -> None:
-        """Meet the other ranks in a store."""
+        """Meet the other ranks through a store."""
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
         options._devices = [
@@ -132,7 +132,7 @@ class GlooTransport:
             self._group = ProcessGroupGloo(store, self._rank, self._num_ranks, options)
 
     def close(self) -> None:
-        """End the group. From any thread: whatever waits raises RankError."""
+        """Close the group, from any thread. Waiting calls raise RankError."""
         group = self._group
         self._group = None
         if group is not None:
@@ -162,13 +162,13 @@ class GlooTransport:
         return data
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Send a copy of a tensor, which may be changed at once."""
+        """Send a copy of a tensor. The tensor may be changed at once."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
         with self._lock:
             self._post(copy.view(-1).view(torch.uint8), rank, _TENSORS)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Tensor:
-        """Wait for a tensor of this shape, on the host."""
+        """Wait for a tensor of this shape. Return it in host memory."""
         started = time.perf_counter()
         tensor = torch.empty(tuple(shape), dtype=dtype)
         self._receive_into(tensor.view(-1).view(torch.uint8), rank, _TENSORS, self._timeout)

@@ -25,7 +25,7 @@ GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 
 class Share(NamedTuple):
-    """What one process of an engine gets of a cluster."""
+    """The resources of a cluster that one process of an engine gets."""
 
     num_cpus: int
     num_gpus: int
@@ -35,16 +35,16 @@ class Share(NamedTuple):
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What a placement group reserves for it."""
+        """The bundle that a placement group reserves for it."""
         return {"GPU": self.num_gpus} if self.num_gpus else {"CPU": self.num_cpus}
 
     @property
     def listed(self) -> str:
-        """All of it, in words."""
+        """All of its resources, in words."""
         return f"{self.num_cpus} CPU cores and {self.num_gpus} GPUs"
 
     def times(self, num: int) -> Share:
-        """Return what so many processes get."""
+        """Return the resources of `num` such processes."""
         return Share(num * self.num_cpus, num * self.num_gpus)
 
     def holds(self, other: Share) -> bool:
@@ -53,11 +53,12 @@ class Share(NamedTuple):
 
 
 def join(address: str | None) -> bool:
-    """Join a cluster, or start one here. Return whether it is one of this process.
+    """Join a cluster, or start one here. Return whether this process started it.
 
-    address: of the cluster; None: RAY_ADDRESS, or else one that is started here, as for "local".
+    address: the address of the cluster. None takes RAY_ADDRESS, or else starts a cluster here, as "local"
+        does.
 
-    Raises ClusterError if none answers, or if it has another version of Ray or Python.
+    Raises ClusterError if no cluster answers, or if it has another version of Ray or Python.
     """
     version = tuple(int(part) for part in ray.__version__.split(".")[:2])
     if version < OLDEST:
@@ -111,12 +112,13 @@ def _require_answer(address: str) -> None:
 
 
 def share_of(options: Mapping[str, Any], replicas: int, *, num_reserved: int = 0) -> Share:
-    """Return what each process gets: a GPU, or its threads, by default an equal part of the free cores.
+    """Return the resources of each process: a GPU, or CPU threads, by default an equal part of the free
+    cores.
 
-    replicas: engines, each with a process for every rank of the model.
-    num_reserved: cores that the engines leave to others.
+    replicas: the number of engines, each with one process for every rank of the model.
+    num_reserved: how many cores the engines leave free.
 
-    Raises ClusterError if the cluster has less than all of them need.
+    Raises ClusterError if the cluster lacks the resources for all of them.
     """
     free = free_share()
     num_cpus = max(0, free.num_cpus - num_reserved)
@@ -139,19 +141,19 @@ def share_of(options: Mapping[str, Any], replicas: int, *, num_reserved: int = 0
 
 
 def free_share() -> Share:
-    """Return what the cluster has free."""
+    """Return the free resources of the cluster."""
     free = ray.available_resources()
     return Share(int(free.get("CPU", 0)), int(free.get("GPU", 0)))
 
 
 def num_ranks_of(options: Mapping[str, Any]) -> int:
-    """Return how many processes the options of an engine divide its model among."""
+    """Return the number of processes of one engine with these options."""
     num: int = options.get("pipeline_parallel_size", 1) * options.get("tensor_parallel_size", 1)
     return num
 
 
 def described(replicas: str, num_ranks: int, share: Share) -> str:
-    """Return what engines ask for, in words."""
+    """Return the resources of all engines, in words."""
     each = f"{num_ranks} ranks of " if num_ranks > 1 else ""
     return f"{replicas} of {each}{share}"
 

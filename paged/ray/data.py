@@ -46,24 +46,24 @@ def generate(
 ) -> Dataset:
     """Return a dataset with the results of each row, computed as the dataset is read.
 
-    Added are the columns text, token_ids, finish_reason and error, of which the last is None for a row that
-    has a result; a row that is wrong, or that ends engine processes, has its error there. The seed of a row
-    comes from its id, so that a row which is computed again has the same tokens.
+    The columns text, token_ids, finish_reason and error are added. error is None for a row with a result; a
+    row that is wrong, or that ends engine processes, has its error there. The seed of a row comes from its
+    id, so that recomputing a row gives the same tokens.
 
-    A batch whose actor has ended is computed again. After two ends it has nothing beside it in its actor, and
-    after one more its rows are computed one after another: a row that ends two actors so has its error.
+    A batch whose actor ended is computed again. After two such ends the batch is computed alone in its actor,
+    and after three its rows are computed one by one. A row that then ends two actors gets an error.
 
-    sampling_params: of all rows; n is 1.
-    id_column: a column of texts or integers, no two alike.
+    sampling_params: the sampling parameters of all rows; n must be 1.
+    id_column: a column of texts or integers that are all different.
     prompt_column: a column of texts or of lists of token ids.
     messages_column: a column of conversations, in place of prompts.
-    replicas: actors, each with an engine in a process of its own, which is replaced when it ends.
-    max_restarts: of one engine within ten minutes, and of one actor in a row, without a row or batch that is
-        done in between. The dataset raises an error after more.
-    check_ids: look before anything is computed whether each row has an id and no two have the same, for
-        which the column is read once. Without it a row that has none has an error, and rows with the same
-        one have the same seed.
-    options: of `LLMEngine`.
+    replicas: the number of actors. Each has an engine in a process of its own, which is replaced when it
+        ends.
+    max_restarts: the most restarts of an engine within ten minutes, and of an actor in a row without a
+        finished row or batch in between. The dataset raises an error after more.
+    check_ids: check first that each row has an id and that all ids differ, which reads the column once.
+        Without this check, a row without an id gets an error, and rows with equal ids have equal seeds.
+    options: the options of `LLMEngine`.
 
     Raises ConfigError and RequestError for wrong arguments, before anything is computed.
     """

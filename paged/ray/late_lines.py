@@ -11,8 +11,8 @@ LATE_S = 1.0  # in which an actor that ends is gone
 class LateLines(logging.Filter):
     """Writes the lines of a logger LATE_S later.
 
-    Ray kills the children of an actor's process before the process itself ends. So at a normal end, the actor
-    would say that its engine process was killed.
+    Ray kills the children of an actor's process before the process itself ends. So without this class an
+    actor that ends normally would log that its engine process was killed.
     """
 
     def __init__(self, logger: logging.Logger) -> None:

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class RankActor:
-    """Runs the process of a rank beside it, which ends with it."""
+    """Runs the process of a rank on its node. The process ends with the actor."""
 
     @ray.method(concurrency_group="ends")
     def node(self) -> str:
@@ -49,7 +49,7 @@ class RankActor:
 
     @ray.method(concurrency_group="reports")
     def follow(self, options: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-        """Compute for rank 0 with these options of `LLMEngine`. Return how that ended."""
+        """Compute for rank 0 with these options of `LLMEngine`. Return how the process ended."""
         path = [ROOT, *filter(None, sys.path)]
         with signals_blocked():
             process = subprocess.Popen(
@@ -67,9 +67,10 @@ class RankActor:
 
 
 class EngineActor:
-    """Runs an engine process beside it, and carries bytes. The process ends with it.
+    """Runs an engine process on its node, and carries bytes to and from it. The process ends with the actor.
 
-    Each concurrency group has threads of its own; orders have one, which keeps them in order.
+    Each concurrency group has its own threads. The group for orders has one thread, which keeps them in
+    order.
     """
 
     def __init__(self) -> None:
@@ -83,14 +84,14 @@ class EngineActor:
 
     @ray.method(concurrency_group="ends")
     def free_port(self) -> int:
-        """Return a port of its node on which nothing listens."""
+        """Return a free port of its node."""
         with socket.create_server(("", 0)) as found:
             port: int = found.getsockname()[1]
             return port
 
     @ray.method(concurrency_group="ends")
     def begin(self, environment: Mapping[str, str]) -> int:
-        """Start the engine process. Return its number on its node."""
+        """Start the engine process. Return its pid on its node."""
         self._socket, self._process = start_process(environment)
         return self._process.pid
 
@@ -119,11 +120,11 @@ _Rank: Any = ray.remote(max_restarts=0, concurrency_groups=_GROUPS)(RankActor)
 
 
 class RayProcess:
-    """An engine process with its actor, and those of other ranks. An `EngineProcess`.
+    """An engine process with its actor, and the actors of its other ranks. An `EngineProcess`.
 
     Two threads carry bytes between the actor and a socket.
 
-    pid: its number on its node; None until it is started there.
+    pid: the pid on its node; None until it has started.
     """
 
     def __init__(
@@ -157,11 +158,11 @@ class RayProcess:
         return place
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it is gone, at most so long. Return whether it is."""
+        """Wait until the process is gone, at most timeout_s. Return whether it is gone."""
         return self._is_over.wait(timeout_s)
 
     def kill(self) -> None:
-        """End it at once, with its actors."""
+        """End the process and its actors at once."""
         with suppress(RayError):
             for actor in (self._actor, *self._ranks):
                 ray.kill(actor)
@@ -169,7 +170,7 @@ class RayProcess:
                 remove_placement_group(self._group)
 
     def how_ended(self, timeout_s: float) -> str:
-        """Return how it ended, in a few words; a process that has not ended in time is ended."""
+        """Return in a few words how the process ended. If it has not ended in time, kill it."""
         if not self._is_over.wait(timeout_s):
             self.kill()
             return "its socket was closed"
@@ -271,9 +272,9 @@ def _environments(nodes: Sequence[str], port: int, *, has_own_gpu: bool) -> list
 class RayLauncher:
     """Starts engine processes in actors, each with its share of the cluster. A `Launcher`.
 
-    share: what each process gets.
-    num_ranks: the processes of an engine.
-    is_local: whether the cluster is one of this process, which finds modules where this process does.
+    share: the resources of each process.
+    num_ranks: the number of processes of an engine.
+    is_local: whether this process started the cluster, so that both find the same modules.
     """
 
     divides_machine = False
@@ -292,7 +293,7 @@ class RayLauncher:
         return ours, RayProcess(theirs, start, self._share, self._environment)
 
     def check_room(self, num: int) -> None:
-        """Raise ClusterError unless the cluster has so many more shares free."""
+        """Raise ClusterError unless the cluster has room for `num` more shares."""
         need = self._share.times(num * self._num_ranks)
         until = time.monotonic() + ROOM_S
         while not (free := free_share()).holds(need):

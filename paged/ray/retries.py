@@ -13,7 +13,7 @@ MOST_ENDS = 2
 
 
 class RowResult(NamedTuple):
-    """The columns of results of a row."""
+    """The result columns of a row."""
 
     text: str | None = None
     token_ids: list[int] | None = None
@@ -22,7 +22,7 @@ class RowResult(NamedTuple):
 
 
 class RetryLedger:
-    """Counts, for each batch and row, how many actors ended while they computed it. Runs as an actor."""
+    """Counts for each batch and row how many actors ended while computing it. Runs as an actor itself."""
 
     def __init__(self) -> None:
         self._begun = defaultdict[str, set[str]](set)  # by each actor, since it started
@@ -31,7 +31,7 @@ class RetryLedger:
         self._results: dict[str, RowResult] = {}  # of rows that were computed alone, whose batch is not done
 
     def start(self, actor: str) -> int:
-        """Record that an actor starts, perhaps again. Return how often in a row it ended without a result."""
+        """Record that an actor starts or restarts. Return how often in a row it ended without a result."""
         if actor in self._begun:
             self._ends.update(self._begun[actor])
             self._ends_in_a_row[actor] += 1
@@ -39,20 +39,24 @@ class RetryLedger:
         return self._ends_in_a_row[actor]
 
     def known(self, work: str) -> tuple[int, RowResult | None]:
-        """Return how many actors have ended with a batch or row, and the result of a row that has one."""
+        """Return how many actors ended during a batch or row, and the row's result if there is one."""
         return self._ends[work], self._results.get(work)
 
     def begin(self, actor: str, works: Sequence[str]) -> None:
-        """Record that an actor begins to compute a batch or a row, under each of its names."""
+        """Record that an actor begins a batch or a row, under each of its names."""
         self._begun[actor].update(works)
 
     def keep(self, actor: str, row: str, result: RowResult) -> None:
-        """Store the result of a row that was computed alone, in case the actor ends before its batch does."""
+        """Store the result of a row that was computed alone, in case the actor ends before its batch is
+        complete.
+        """
         self._results[row] = result
         self._note_done(actor, row)
 
     def done(self, actor: str, works: Sequence[str], rows: Sequence[str]) -> None:
-        """Record that an actor has computed a batch, under each of its names. Drop the results of rows."""
+        """Record that an actor has finished a batch, under each of its names. Drop the stored results of its
+        rows.
+        """
         for row in rows:
             self._results.pop(row, None)
         for work in works:
@@ -66,7 +70,9 @@ class RetryLedger:
 
 
 class BatchRoom:
-    """Where batches are computed: some together, or one alone. They enter in the order in which they come."""
+    """Admits batches to an actor's engine: some together, or one alone. They are admitted in
+    order of arrival.
+    """
 
     def __init__(self, num_places: int) -> None:
         self._door = asyncio.Lock()
@@ -75,7 +81,7 @@ class BatchRoom:
 
     @asynccontextmanager
     async def place(self, *, alone: bool) -> AsyncIterator[None]:
-        """Enter once there is a place, or once all others have left."""
+        """Enter as soon as there is a place; if `alone`, as soon as all others have left."""
         num = self._num_places if alone else 1
         async with self._door:
             for _ in range(num):

@@ -59,14 +59,14 @@ def app(
 
     >>> serve.run(app("demo", deployment={"num_replicas": 2}))
 
-    Serve scales, checks and updates the replicas. A replica that ends takes its streams with it: a client
-    sees an incomplete body, where `paged serve --ray` goes on.
+    Ray Serve scales, checks and updates the replicas. When a replica ends, its streams end too, and clients
+    see incomplete bodies. Under `paged serve --ray` they would go on.
 
     deployment: options of `serve.deployment`, such as num_replicas, autoscaling_config or ray_actor_options.
         By default max_ongoing_requests is what an engine admits, and an actor gets a GPU or the cores of
         num_threads.
-    server: options of `paged serve`, without those of sockets and replicas.
-    options: of `LLMEngine`.
+    server: options of `paged serve`, except those for sockets and replicas.
+    options: the options of `LLMEngine`.
 
     Raises ConfigError.
     """

@@ -6,12 +6,12 @@ _BLANKS = " \t\n\r"
 
 
 class AnswerStart:
-    """Reads a text until its answer begins: behind the reasoning and the blanks after it.
+    """Finds where the answer begins in a text: behind the reasoning and the blanks after it.
 
-    Reasoning stands between two tags at the beginning of the text, perhaps after blanks. The answer is
-    everything where there is none.
+    Reasoning stands between two tags at the beginning of the text, perhaps after blanks. Without reasoning,
+    the whole text is the answer.
 
-    begin: the first tag; "" if the text begins inside of the reasoning.
+    begin: the first tag; "" if the text begins inside the reasoning.
     end: the second tag.
     """
 
@@ -24,11 +24,11 @@ class AnswerStart:
 
     @property
     def is_open(self) -> bool:
-        """Whether the text so far may be either, reasoning or answer."""
+        """Whether the text so far may still be either reasoning or answer."""
         return self._is_open
 
     def read(self, text: str) -> str | None:
-        """Read more text. Return what there is of the answer once it begins; None before that."""
+        """Read more text. Return the answer so far; None while it has not begun."""
         self._text += text
         if self._is_open and not self._find_begin():
             return None if self._is_open else self._text
@@ -38,7 +38,7 @@ class AnswerStart:
         return self._text or None
 
     def finish(self) -> str:
-        """End the text, whose answer has not begun. Return what the answer is."""
+        """End the text before the answer has begun. Return the answer."""
         return self._text if self._is_open else ""
 
     def _find_begin(self) -> bool:

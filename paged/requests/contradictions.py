@@ -21,9 +21,9 @@ def check_possible(
 ) -> None:
     """Check that some token may come next, and that min_tokens can be reached.
 
-    stop_ids: the token ids that end the output (EOS, stop_token_ids); banned before min_tokens.
-    grammar: its state after the output so far.
-    num_tokens: the number of output tokens that a fork has from its parent.
+    stop_ids: the token ids that end the output (EOS and stop_token_ids). They are banned before min_tokens.
+    grammar: the state of the grammar after the output so far.
+    num_tokens: how many output tokens a fork has from its parent.
 
     Raises RequestError naming the parameters that contradict each other.
     """

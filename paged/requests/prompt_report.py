@@ -23,11 +23,11 @@ REPORTED = TokenLogprobs((), (), 0)  # in place of what another engine has repor
 class PromptReport:
     """Which prompt positions to report on. Row i is the model's output after token i.
 
-    The rows [start, end) are computed even if the prefix cache has their tokens. Each is taken once, in
-    order, even if a preempted request computes it again.
+    The rows [start, end) are computed even if the prefix cache has their tokens. The report takes each row
+    once and in order, even if a preempted request computes rows again.
 
-    num_top: report the log-probability of the token after each row and of this many most likely ones, -1 for
-        the whole vocabulary. None: sum the final hidden states.
+    num_top: report the log-probability of the token after each row and of the num_top most likely tokens; -1
+        reports the whole vocabulary. None sums the final hidden states instead.
     failed: whether a row was not finite.
     """
 
@@ -45,7 +45,7 @@ class PromptReport:
 
     @property
     def next_row(self) -> int:
-        """The first row not taken yet."""
+        """The first row that was not taken yet."""
         return self.progress[0]
 
     @property
@@ -60,7 +60,7 @@ class PromptReport:
         self.progress = (end, None)
 
     def take_hidden(self, end: int, total: Any) -> None:
-        """Take the sums of the hidden states of the rows up to `end`, a tensor."""
+        """Take the sums of the hidden states of the rows up to `end`."""
         before = self.progress[1]
         self.failed = self.failed or not total.isfinite().all()
         self.progress = (end, total if before is None else before + total)

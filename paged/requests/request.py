@@ -51,7 +51,9 @@ def derived_seed(engine_seed: int, request_id: str) -> int:
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Return the seed of a sample: the request's for the first one, so that it equals the output of n=1."""
+    """Return the seed of a sample. The first sample has the request's seed, so that it equals
+    the output of n=1.
+    """
     return _digest(f"{seed}#{index}") if index else seed
 
 
@@ -72,25 +74,30 @@ TIMEOUT_MESSAGE = "timeout_s has passed"  # the stop_reason of a request whose d
 
 
 class Grammar(Protocol):
-    """The state of an output in the language it must belong to; see `structured_outputs`."""
+    """The state of an output in the language that it must belong to; see `structured_outputs`."""
 
     def copy(self) -> Self:
         """Return an independent copy."""
 
     def follow(self, request: Request) -> bool:
-        """Advance to the end of the output. Return whether the language allows it."""
+        """Advance to the end of the request's output. Return whether the grammar allows this output."""
 
     def possible(self, stop_ids: frozenset[int]) -> frozenset[int]:
-        """Return the tokens that may come next; stop_ids end an output."""
+        """Return the tokens that may come next.
+
+        stop_ids: the tokens that end an output.
+        """
 
     def is_complete(self, request: Request) -> bool:
         """Return whether the output is complete and nothing can follow it."""
 
     def num_allowed(self, request: Request, tokens: Sequence[int]) -> int:
-        """Return how many of these guessed tokens may follow the output; 0 where that takes too long."""
+        """Return how many of these guessed tokens the grammar allows next; 0 if that takes too
+        long to find out.
+        """
 
     def forced(self, request: Request) -> list[int]:
-        """Return tokens of which each is the only one that may come next; none where that takes too long."""
+        """Return the next tokens that the grammar forces; none if that takes too long to find out."""
 
 
 class RequestStatus(enum.Enum):
@@ -108,8 +115,8 @@ class RequestMetrics:
     The clock is `time.perf_counter` of the engine's process, or virtual in a simulation.
 
     first_scheduled_time: when it first left the queue.
-    num_drafts: runs of guessed tokens that steps verified: a run made 1 + num_accepted_tokens / num_drafts
-        tokens in the mean.
+    num_drafts: how many drafts steps have verified. The mean number of tokens from a draft is 1 +
+        num_accepted_tokens / num_drafts.
     """
 
     arrival_time: float
@@ -138,14 +145,14 @@ class RequestInputs:
         fork with other stop strings shares with its parent.
     num_given_tokens: number of output tokens that another engine made. Deltas leave them out.
     given_logprob: the sum of the log-probabilities of these tokens.
-    is_resumed: whether another engine had accepted it.
-    generates: False for a report on the prompt alone, with an empty output.
-    namespace: what determines the KV besides the tokens.
+    is_resumed: whether another engine had accepted the request before.
+    generates: False for a request that only reports on its prompt; its output stays empty.
+    namespace: everything but the tokens that the KV depends on.
     long_from: the length at which longrope changes the KV of all tokens, so that the request is recomputed.
         None: it never changes.
-    part_of: the call of which it is one of many parts, such as an HTTP request with many prompts; "" if it is
-        one alone. The parts of a call are queued one at a time.
-    deadline: on the scheduler's clock.
+    part_of: the call that this request is one of many parts of, such as an HTTP request with many prompts; ""
+        if it is a call by itself. The parts of a call are queued one at a time.
+    deadline: the time of the request's timeout, on the scheduler's clock.
     """
 
     request_id: str = ""
@@ -179,8 +186,8 @@ class RequestInputs:
 class SamplingState:
     """The sampler's record of one request.
 
-    logprobs: of the output tokens, if they are reported.
-    parameters: a row of `sampling.parameters`, once it is written.
+    logprobs: the log-probabilities of the output tokens, if they are reported.
+    parameters: the request's row of `sampling.parameters`, once it is written.
     """
 
     seed: int = 0
@@ -198,9 +205,10 @@ class Request:
 
     Other parts of the engine keep their state in `inputs`, `sampling`, `report`, `blocks` and `metrics`.
 
-    index: its number among the n samples of the prompt.
+    index: the number of this sample among the n samples of the prompt.
     siblings: the other samples, until the prompt is computed.
-    on_token_from: the number of tokens from which on `on_token` must be called for each new one.
+    on_token_from: from this number of tokens on, `on_token` must be called for each new token. Before it,
+        only a stop token can end the request.
     num_cached_tokens: how many prompt tokens the prefix cache held when the request first ran.
     ready: whether the next step may include it: it is running, and no step in flight computes it, unless that
         is a step which ends with one of its pending tokens.
@@ -271,7 +279,9 @@ class Request:
 
     @property
     def namespace(self) -> bytes:
-        """What determines the KV besides the tokens; it changes when the output reaches `long_from`."""
+        """Everything but the tokens that the KV depends on. It changes when the output reaches
+        `long_from`.
+        """
         inputs = self.inputs
         if inputs.long_from is None or not self.num_prompt_tokens < inputs.long_from <= len(self.token_ids):
             return inputs.namespace
@@ -291,7 +301,7 @@ class Request:
 
     @property
     def ran_before(self) -> bool:
-        """Whether it was ever admitted, even if it waits again."""
+        """Whether the request was ever admitted, even if it waits again."""
         return self.num_cached_tokens is not None
 
     @property
@@ -321,7 +331,9 @@ class Request:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output ends here, as its grammar is complete and no stop token could say so."""
+        """Return whether the output ends here because its grammar is complete and no stop token can mark the
+        end.
+        """
         grammar = None if self.stop_ids else self.sampling.grammar
         if grammar is None or self.num_output_tokens < self.inputs.params.min_tokens:
             return False
@@ -339,7 +351,10 @@ class Request:
         stop_reason: int | str | None = None,
         error_kind: ErrorKind | None = None,
     ) -> None:
-        """Mark as finished; the scheduler frees the blocks. error_kind: of reason "error" or "abort"."""
+        """Mark the request as finished; the scheduler frees its blocks.
+
+        error_kind: given with the reasons "error" and "abort".
+        """
         self.status = RequestStatus.FINISHED
         self.ready = False
         self.finish_reason = reason
@@ -358,7 +373,7 @@ class Outbox:
         return len(self._outputs)
 
     def wants(self, kind: RequestOutputKind) -> bool:
-        """Return whether outputs of an unfinished request should be put now."""
+        """Return whether an output of an unfinished request is wanted now."""
         return kind is not RequestOutputKind.FINAL_ONLY
 
     def put(self, output: RequestOutput) -> None:
@@ -366,7 +381,10 @@ class Outbox:
         self._outputs.append(output)
 
     def put_prompt(self, places: Sequence[dict[int, Logprob] | None]) -> bool:  # noqa: ARG002
-        """Take the next log-probabilities of the prompt. Return False to find all of them in each output."""
+        """Take the next log-probabilities of the prompt.
+
+        Return False if the outbox wants all of them in each output instead.
+        """
         return False
 
     def take(self) -> list[RequestOutput]:
@@ -378,7 +396,7 @@ class Outbox:
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """The n samples of a prompt, which the user sees as one request."""
+    """The n samples of a prompt. The user sees them as one request."""
 
     request_id: str
     samples: list[Request]
@@ -402,7 +420,7 @@ class RequestGroup:
 class Logprob:
     """The log-probability of a token, from the logits before any sampling parameter.
 
-    rank: in the vocabulary, 1 for the most likely token.
+    rank: the token's rank in the vocabulary, 1 for the most likely token.
     """
 
     logprob: float
@@ -451,7 +469,7 @@ class RequestOutput:
     """The user's view of a request, so far or finished.
 
     num_cached_tokens: prompt tokens found in the prefix cache; None before the request first ran.
-    metrics: those of the first sample.
+    metrics: the metrics of the first sample.
     prompt_logprobs: for each prompt token its own log-probability and those of the most likely ones at its
         position, None for the first token; None unless requested, and until all are known.
     """

@@ -18,9 +18,10 @@ class Match(NamedTuple):
 
 
 class StopStrings:
-    """An automaton that reads a text once for any number of strings (Aho and Corasick, 1975).
+    """An automaton that finds any of several strings in one pass over a text (Aho and Corasick, 1975).
 
-    A state stands for the longest suffix of the text that is a prefix of a string, 0 for the empty one.
+    A state stands for the longest suffix of the text that is a prefix of one of the strings; 0 stands for the
+    empty suffix.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
@@ -45,14 +46,14 @@ class StopStrings:
         return state, None
 
     def skip(self, state: int, text: str) -> int:
-        """Read a text in which no match counts. Return the new state."""
+        """Read a text without looking for matches. Return the new state."""
         while text:
             state, found = self.read(state, text)
             text = "" if found is None else text[found.end :]
         return state
 
     def num_open(self, state: int) -> int:
-        """Return how many of the last characters may begin a stop string that is not complete yet."""
+        """Return how many of the last characters may begin a stop string that is not complete."""
         while state and not self._next[state]:
             state = self._shorter[state]
         return self._depth[state]
@@ -88,5 +89,5 @@ class StopStrings:
 
 @lru_cache(maxsize=4)
 def stop_strings(strings: tuple[str, ...]) -> StopStrings:
-    """Return an automaton, which requests with the same strings share."""
+    """Return an automaton for these strings. Requests with equal strings share it."""
     return StopStrings(strings)

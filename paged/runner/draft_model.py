@@ -50,7 +50,7 @@ class DraftCheckpoint(NamedTuple):
 
 @contextmanager
 def naming_draft_model() -> Iterator[None]:
-    """Have the errors of a draft model say which option names it."""
+    """Name the option of the draft model in errors raised inside this context."""
     try:
         yield
     except (ConfigError, CheckpointError, UnsupportedModelError) as error:
@@ -58,7 +58,7 @@ def naming_draft_model() -> Iterator[None]:
 
 
 def with_draft(sizes: Sizes, device: torch.device, draft: DraftCheckpoint) -> Sizes:
-    """Return the sizes of an engine with those of its draft model.
+    """Return the sizes of an engine, extended by those of its draft model.
 
     Raises ConfigError, CheckpointError or UnsupportedModelError for one that could not be loaded. Only the
     headers of its weights are read.
@@ -107,13 +107,13 @@ class _Row:
 class DraftModel:
     """A `Drafter`: a smaller model with the same tokens, which is run on what the requests have.
 
-    It draws as the engine's model does: by the same seed and position, temperature and filters. So one with
-    the same logits guesses every token.
+    It draws as the engine's model does, with the same seed and position, temperature and filters. A draft
+    model with the same logits would guess every token.
 
     A token's K and V are computed when they are first needed, in chunks of at most the token budget of a
     step; until all are there, the request gets no guesses. They lie in the blocks of the request: copies,
-    swaps and cached prefixes carry them, and `SequenceBlocks.num_drafted` says how many tokens have them.
-    Nothing waits between the passes.
+    swaps and cached prefixes carry them, and `SequenceBlocks.num_drafted` says how many tokens have them. The
+    passes run back to back, without waiting.
 
     kv_cache: its planes of the engine's cache. manager: that of the blocks. Set both before use.
     """
@@ -122,7 +122,8 @@ class DraftModel:
         """Load the model.
 
         most: guesses for a request.
-        vocab_size: of the engine's model. That of the draft model may be padded to another size.
+        vocab_size: the size of the vocabulary of the engine's model. That of the draft model may be padded to
+            another size.
         group: the layer group of the engine's model whose block tables it takes.
         """
         self.sizes = sizes
@@ -141,7 +142,7 @@ class DraftModel:
         self._known: dict[Request, _Known] = {}
 
     def prepare(self, num_blocks: int) -> None:
-        """Prepare for requests in so many blocks."""
+        """Prepare for requests that fit in this many blocks."""
         self.model.prepare(self.sizes.num_tabulated_positions(num_blocks))
         self.graphs = new_graphs(self.sizes, self.model)
 

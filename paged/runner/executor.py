@@ -22,11 +22,11 @@ class PendingStep(Protocol):
 
 
 class Executor(Protocol):
-    """Computes steps. `ModelRunner` is that of one process, `DriverRunner` that of several.
+    """Computes steps. `ModelRunner` does so in one process, `DriverRunner` with several.
 
-    num_in_flight: how many steps it computes at once: so many are launched before the results of the first
-        are taken. Results are taken in order.
-    device: of this process.
+    num_in_flight: how many steps may be in flight: this many are launched before the results of the first are
+        taken. Results are taken in order.
+    device: the device of this process.
     """
 
     num_in_flight: int
@@ -36,19 +36,21 @@ class Executor(Protocol):
         """Make the plan of a step. Only here requests are read."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Begin a step, in the order of the plans, without waiting for it."""
+        """Launch a step without waiting for it. Steps are launched in the order of their plans."""
 
     def execute(self, schedule: Schedule) -> StepOutput:
         """Run one step at once, while none is in flight."""
 
     def discard(self) -> None:
-        """Give up the steps in flight: their results are not taken."""
+        """Give up the steps in flight, whose results are not taken."""
 
     def check(self) -> None:
-        """Raise RankError if a process of the model has ended, as one may while no step runs."""
+        """Raise RankError if a process of the model has ended, which may happen while no step runs."""
 
     def recover(self, error: BaseException) -> EngineDeadError | None:
-        """Prepare for the next step after one has raised. Return why none can run any more, if so."""
+        """Prepare for the next step after one has raised. Return why no step can run any more; None if steps
+        can.
+        """
 
     def watch(self, on_loss: Callable[[], object]) -> None:
         """Call a function, from another thread, when `check` may raise."""

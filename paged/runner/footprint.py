@@ -41,10 +41,12 @@ GPU_OVERHEAD = GIB // 2
 
 
 class ModelSizes(NamedTuple):
-    """What the parameters of a model take.
+    """The sizes of a model's parameters.
 
-    by_part: in memory. in_files: in their files. per_step: what a step reads of them, all but tables.
-    layers, head: the weights that they multiply by, those that are stored alike as one.
+    by_part: bytes in memory, by part of the model.
+    in_files: bytes in the files, by format.
+    per_step: bytes that a step reads, which is all but the tables.
+    layers, head: the weights that a step multiplies by; weights that are stored alike are joined.
     """
 
     by_part: Counter[str]
@@ -62,7 +64,7 @@ class ModelSizes(NamedTuple):
 def model_sizes(sizes: Sizes, device: torch.device, directory: Path, kernels: Kernels) -> ModelSizes:
     """Return the sizes of the checkpoint in this directory. Raises what `load_model` does.
 
-    device: where the weights would be. It need not be here.
+    device: the device that the weights would be on; this machine need not have it.
     """
     from ..model.weights.samples import SampledWeight, WeightSampler
 
@@ -101,7 +103,7 @@ def _part_of(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Footprint:
-    """What an engine of these sizes will take of a memory."""
+    """The memory that an engine of these sizes will take."""
 
     sizes: Sizes
     memory: Memory
@@ -139,7 +141,8 @@ class Footprint:
 
     @cached_property
     def activation_bytes(self) -> int:
-        """The bytes of activations of the largest step: of the widest layer, or of the logits.
+        """The bytes of activations of the largest step: those of the widest layer, or of the logits if they
+        are larger.
 
         With the partial results of split decodes, which that step may not have.
         """
@@ -154,7 +157,9 @@ class Footprint:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of what a GPU keeps of the requests: block tables, and counts of tokens for penalties."""
+        """The bytes of the state that a GPU keeps of requests: block tables, and counts of
+        tokens for penalties.
+        """
         if not self.on_gpu:
             return 0
         sizes = self.sizes
@@ -165,7 +170,7 @@ class Footprint:
 
     @property
     def kv_room(self) -> int:
-        """The bytes that are left for KV and rope tables; less than 0 if the weights alone do not fit."""
+        """The bytes left for KV and RoPE tables; negative if the weights alone do not fit."""
         config = self.sizes.config
         left = self.memory.free - self.weight_bytes
         if not self.on_gpu:
@@ -180,7 +185,7 @@ class Footprint:
 
     @cached_property
     def num_blocks(self) -> int:
-        """The blocks of the KV cache: those that were asked for, else what fits; 0 if no token does."""
+        """The blocks of the KV cache: as many as the option says, else as many as fit; 0 if no token fits."""
         return self.sizes.config.num_blocks or self.sizes.blocks_in(self.kv_room)
 
     @property
@@ -190,13 +195,13 @@ class Footprint:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of everything together."""
+        """The bytes of all parts together."""
         own = self.weight_bytes + self.activation_bytes + self.state_bytes
         return own + self.rope_bytes + self.kv_bytes
 
     @property
     def longest(self) -> int:
-        """The most tokens of a request, up to max_model_len; 0 if the engine does not fit."""
+        """The most tokens of a request that fits, up to max_model_len; 0 if the engine does not fit."""
         if not self.num_blocks or (self.sizes.config.num_blocks and self.num_bytes > self.memory.free):
             return 0
         return self.sizes.new_block_manager(self.num_blocks).longest_fit(self.sizes.max_model_len)
@@ -207,7 +212,7 @@ class Footprint:
         return self.longest == self.sizes.max_model_len
 
     def num_sequences(self, length: int) -> int:
-        """Return how many requests of a length run at once."""
+        """Return how many requests of this length can run at once."""
         if self.longest < length:
             return 0
         manager = self.sizes.new_block_manager(self.num_blocks)
@@ -259,9 +264,10 @@ def _inner_numbers(spec: FeedForwardSpec | ExpertsSpec, hidden_size: int) -> int
 
 
 def ways_to_fit(footprint: Footprint) -> list[str]:
-    """Return options, each of which alone makes a request of max_model_len fit that does not now.
+    """Return options, each of which alone would make a request of max_model_len fit.
 
-    With some the requests must also be shorter. The last is the largest max_model_len that fits otherwise.
+    Some also need shorter requests. The last one is the largest max_model_len that fits without other
+    changes.
     """
     config = footprint.sizes.config
     found = []
@@ -302,7 +308,7 @@ def _largest_that_fits(footprint: Footprint, name: str, most: int) -> int:
 
 
 def shortage(footprint: Footprint) -> str:
-    """Return the figures of an engine that does not fit, and what would."""
+    """Return the figures of an engine that does not fit, and the options that would make it fit."""
     if footprint.fits:  # by these figures; what was measured differs
         return str(footprint)
     ways = " or ".join(ways_to_fit(footprint))

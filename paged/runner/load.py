@@ -56,7 +56,7 @@ _EVERYWHERE = (
 def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, directory: Path) -> Model:
     """Load the checkpoint in this directory.
 
-    model_config: that of the sizes, `for_context`.
+    model_config: the sizes' config after `for_context`.
 
     Raises ConfigError where the options do not fit this machine, and CheckpointError where the checkpoint is
     damaged or contradicts its config.json.
@@ -228,9 +228,10 @@ def check_kernels(sizes: Sizes, device: torch.device, kernels: Kernels) -> None:
 def open_model(
     sizes: Sizes, model_config: ModelConfig, device: torch.device, directory: Path, kernels: Kernels
 ) -> Iterator[tuple[Decoder, Loader]]:
-    """Open the checkpoint in this directory. Yield the model on the meta device, and what loads it.
+    """Open the checkpoint in this directory. Yield the model on the meta device, and the loader of its
+    weights.
 
-    Of the files only the headers have been read, and numbers that say how weights are stored.
+    So far, only headers and numbers that describe how weights are stored have been read from the files.
 
     Raises what `load_model` does.
     """
@@ -313,7 +314,7 @@ def _require_no_blocks(sources: Sources, quantization: str) -> None:
 def _without_unused(sources: Sources, quantization: Quantization, kv_scales: FoundScales) -> Sources:
     """Leave out the scales of activations, of K and of V. Log which are used.
 
-    kv_scales: those that were read.
+    kv_scales: the scales that were read.
     """
     from ..architectures.schemes import UNUSED
 

@@ -24,14 +24,20 @@ RunStep = Callable[[Schedule, KVCache], int]
 
 
 class Memory(NamedTuple):
-    """The memory of a device in bytes. free: what neither other processes take nor the system."""
+    """The memory of a device in bytes.
+
+    free: what neither other processes nor the system use.
+    """
 
     total: int
     free: int
 
     @classmethod
     def of(cls, device: torch.device, held: int = 0) -> Memory:
-        """Return that of a device of this machine. held: what this engine has taken of it already."""
+        """Return the memory of a device of this machine.
+
+        held: how many bytes this engine already uses.
+        """
         if device.type == "cpu":
             free = int(free_on_cpu()) + held
             return cls(free, free)

@@ -137,11 +137,11 @@ class ModelRunner(PartRunner):
         return self.planner.plan(schedule)
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Have the device compute a step, without waiting for it."""
+        """Start a step on the device without waiting for it."""
         return self.run(plan, self.rows_of(plan))
 
     def rows_of(self, plan: StepPlan) -> Sequence[SamplingSeat | DraftRow]:
-        """Give the sampler the new tokens of a step. Return what it knows of each row that is sampled."""
+        """Pass a step's new tokens to the sampler. Return the sampler's state for each sampled row."""
         computed = plan.computed
         seats = self.sampling_seats
         for tokens_of_seat in plan.sampled.new_tokens:
@@ -204,7 +204,7 @@ class ModelRunner(PartRunner):
         return compute(self.model, self.graphs, batch, self.kv_cache)
 
     def discard(self) -> None:
-        """Give up the steps in flight: their results are not taken."""
+        """Give up the steps in flight, whose results are not taken."""
         self.sampler.forget()
 
     # What concerns other processes of the model, of which there are none
@@ -286,7 +286,7 @@ class ModelRunner(PartRunner):
 
 
 class Pending:
-    """A step that was launched, and whose results are on their way to the host."""
+    """A launched step whose results are on their way to the host."""
 
     def __init__(
         self,

@@ -33,21 +33,26 @@ if TYPE_CHECKING:
 
 
 class Peers(Protocol):
-    """The other processes of a model, as one of them starts."""
+    """The other processes of a model, while they start together."""
 
     def loaded(self, weight_bytes: int) -> None:
-        """Wait until all have loaded their weights. weight_bytes: in this one's memory."""
+        """Wait until all processes have loaded their weights.
+
+        weight_bytes: the bytes in the memory of this process.
+        """
 
     def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
-        """Return how many blocks all have, on the device and on the host, of how many this one could have."""
+        """Tell the others how many blocks, on the device and on the host, this process could have. Return the
+        smallest numbers of all.
+        """
 
 
 class PartRunner:
     """Owner of all device memory of a process: the weights, and the KV cache, which takes what they leave.
 
-    part: what it computes of the model; None: all.
+    part: the part of the model that it computes; None computes all of it.
     num_in_flight: the most steps in flight.
-    peers: those that compute the other parts, if there are any.
+    peers: the processes that compute the other parts, if there are any.
 
     Raises ConfigError where the options do not fit this machine.
     """

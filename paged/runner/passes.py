@@ -29,7 +29,7 @@ def new_batches(
 ) -> Batches[Any]:
     """Return what makes a model's batches.
 
-    config: that of the sizes, `for_context`.
+    config: the sizes' config after `for_context`.
     num_in_flight: the most steps that are in flight.
     """
     options: dict[str, Any] = {
@@ -50,7 +50,9 @@ def new_batches(
 
 
 def new_graphs(sizes: Sizes, model: Model) -> StepGraphs | None:
-    """Return where steps are recorded; None if they are not, and say so where one would expect it."""
+    """Return the store of recorded steps; None if steps are not recorded. Log why, if one would expect
+    recording.
+    """
     # A recorded step skips the checks of debug mode.
     step_recorder = model.kernels.step_recorder
     if step_recorder is None or sizes.config.enforce_eager or in_debug_mode():
@@ -76,7 +78,7 @@ def compute(
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
     """Run a model, or its last part, on a batch.
 
-    stream: from the part before, if there is one.
+    stream: the stream of the previous part, if there is one.
 
     Returns the logits to sample from; each row's greedy token and its logit, if a recorded step has computed
     them; and the hidden states that reports ask for, if any.

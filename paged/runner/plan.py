@@ -19,8 +19,9 @@ class SeatChange(NamedTuple):
     """What changes in a seat before a step: tokens, and the entries of its block tables from first_entry on.
 
     row: the seat's row in the step; one beyond the last if the seat is not in it.
-    num_tokens: how many of the plan's tokens are the row's. IN_SEAT: none, it computes the seat's last one.
-    last_token: the newest token of the request; IN_SEAT: the one that the last step has drawn.
+    num_tokens: how many of the plan's tokens are the row's. IN_SEAT: none, as the row computes the seat's
+        last token.
+    last_token: the newest token of the request; IN_SEAT: the token that the last step has drawn.
     """
 
     row: int
@@ -33,21 +34,24 @@ class SeatChange(NamedTuple):
 
 @dataclass(slots=True)
 class ComputedPart:
-    """What a step computes, for every rank. Its rows are sequences, those that decode first, and behind them
-    those that decode with drafts: each draws a token after each of its tokens.
+    """What every rank computes in a step.
 
-    What a seat has already, its last token and its block tables, is not sent again: a decode whose block
-    tables have not grown is a seat, its start, and 1. Where others than the process that draws compute it,
-    it has its last token, too.
+    Its rows are sequences. Plain decodes come first. Behind them come decodes with drafts, each of which
+    draws a token after each of its tokens.
 
-    swap_out, swap_in, copies: as of a `Schedule`.
+    A seat's last token and block tables are not sent again: a decode whose block tables have not grown
+    consists of its seat, its start, and 1. If the computing process does not draw the tokens itself, the last
+    token is sent, too.
+
+    swap_out, swap_in, copies: see `Schedule`.
     starts, counts: how many tokens of each row are computed before the step, and in it.
     rope_lens: the length of each row's prompt, or of the whole request; see `Planner`.
-    tokens, entries: those of `changes`, one after another; entries of each layer group.
-    sampled, sampled_seats: the row from whose last token each token is drawn, and the seat that gets it. With
-        drafts they occur as often as the row has tokens.
+    tokens, entries: the tokens and the block table entries of `changes`, one change after another; entries
+        are given for each layer group.
+    sampled, sampled_seats: for each drawn token, the row whose last token it follows, and the seat that gets
+        it. Rows with drafts occur once for each of their tokens.
     asked: the rows that reports on prompts ask for.
-    last_tokens: of the decodes without drafts; none where the seats have them.
+    last_tokens: the last tokens of decodes without drafts; empty if the seats have them.
     """
 
     swap_out: Sequence[Copy] = ()
@@ -143,9 +147,10 @@ class ComputedPart:
 
 
 class NewTokens(NamedTuple):
-    """The tokens of a seat from a position on, for the sampler, whose edits of its logits depend on them.
+    """The tokens of a seat from a position on. The sampler needs them, as its edits of the logits depend on
+    them.
 
-    drafts: those that the step computes behind them.
+    drafts: the drafts that the step computes behind them.
     """
 
     seat: int
@@ -156,9 +161,9 @@ class NewTokens(NamedTuple):
 
 @dataclass(slots=True)
 class SampledPart:
-    """What a step samples and reports besides which rows, for the process that has the sampler.
+    """The part of a plan for the process with the sampler: how rows are sampled and reported.
 
-    new_tokens: of the sampled seats whose requests edit their logits.
+    new_tokens: the new tokens of the sampled seats whose requests edit their logits.
     reports: for each of the computed part's `asked` rows.
     """
 

@@ -63,12 +63,12 @@ class Sizes:
     """The sizes of an engine.
 
     device: "cuda" or "cpu".
-    dtype: of activations.
+    dtype: the dtype of activations.
     target: what kernels are compiled for on a GPU, "sm_90" for example.
-    host_bytes_per_s: that swapping was measured to reach; None takes an estimate.
-    draft: those of the model that drafts tokens, whose K and V lie in the same blocks; see `draft_sizes`.
-    is_draft: whether these are of such a model, all of whose layers have one block table.
-    part: what this process computes of the model, if others compute the rest; None: all.
+    host_bytes_per_s: the measured rate of swapping; None takes an estimate.
+    draft: the sizes of the draft model, whose K and V lie in the same blocks; see `draft_sizes`.
+    is_draft: whether these are the sizes of a draft model, whose layers share one block table.
+    part: the part of the model that this process computes; None computes all of it.
 
     Raises ConfigError for an option that contradicts the model, the device or the dtype, and
     UnsupportedModelError for a dtype that no kernel computes in.
@@ -140,7 +140,7 @@ class Sizes:
 
     @property
     def max_sampled_rows(self) -> int:
-        """The most rows that a step with drafts samples: on a GPU, those for which memory was measured."""
+        """The most rows that a step with drafts samples. On a GPU, memory was measured for this many."""
         return self.config.max_num_seqs if self.device == "cuda" else self.max_num_batched_tokens
 
     @property
@@ -188,7 +188,7 @@ class Sizes:
     def blocks_in(self, room: int) -> int:
         """Return how many blocks fit in so many bytes, with the rope tables; at most `max_useful_blocks`.
 
-        0 if no token fits: one takes a block in each layer group.
+        0 if no token fits, as a token takes a block in each layer group.
         """
         size = self.block_bytes
         # The tables are no larger than for this many blocks, although fewer remain.
@@ -239,8 +239,8 @@ class Sizes:
     def swap_pays(self, num_tokens: int) -> bool:
         """Return whether it takes less time to swap a sequence's KV out and in than to recompute it.
 
-        An estimate: the FLOPs of linear layers and attention, against the bytes over the host link, twice, at
-        the rate that was measured where it was.
+        The estimate compares the FLOPs of linear layers and attention with the bytes over the host link,
+        twice, at the measured rate if there is one.
         """
         if self.config.preemption_mode != "auto":
             return self.config.preemption_mode == "swap"
@@ -252,9 +252,9 @@ class Sizes:
         return 2 * kv_bytes / (self.host_bytes_per_s or rates.bytes_per_s) < recompute_s
 
     def relative_step_time(self, rows: int) -> float:
-        """Return an estimate of how long a decode step of so many rows takes, next to reading the weights.
+        """Estimate the duration of a decode step with `rows` rows, relative to reading the weights once.
 
-        Of a mixture each further row reads more experts.
+        In a mixture of experts, each further row reads more experts.
         """
         model = self.model
         read = model.num_read_layer_params(rows) / model.num_read_layer_params(1)
@@ -343,9 +343,9 @@ def draft_sizes(sizes: Sizes, model: ModelConfig, directory: Path) -> Sizes:
 
     directory: where its checkpoint is.
 
-    It drafts for requests up to its own context, and while their K and V are all kept: up to the widest
-    window, if all layers of the other model have one. Where its longrope does not change its factors at the
-    same length as the other model's, up to there.
+    It drafts for requests up to its own context, and only while all of their K and V are kept: if every layer
+    of the target model has a window, up to the widest window. If its longrope changes factors at another
+    length than the target's, it drafts up to that length.
     """
     speculation = sizes.config.speculation
     assert speculation is not None, "a draft model comes from a speculative_config"

@@ -40,9 +40,9 @@ class StepGraphs:
     ) -> tuple[Tensor, ...]:
         """Return compute(batch, kv_cache), in memory that the next step overwrites.
 
-        compute: its launches may depend only on the batch's `is_decode` and number of tokens, and on
-            attention's plan for the lengths.
-        given: tensors besides the batch's that it reads or changes, and may return. Other steps get others.
+        compute: the function to record. Its launches may depend only on the batch's `is_decode`, its number
+            of tokens, and attention's plan for the lengths.
+        given: further tensors that it reads, changes or returns. They may differ from step to step.
         """
         if batch.num_tokens > MOST_TOKENS:
             return compute(batch, kv_cache)

@@ -30,8 +30,8 @@ REHEARSED_TOKENS = (
 def warm_up(runner: ModelRunner) -> int:
     """Launch every kernel that steps need, so that no request waits for a compilation.
 
-    Backends that do not compile at launch run one small step: a model whose steps raise ends the start, where
-    each request would have ended the engine.
+    Backends that do not compile at launch run one small step. So a model whose steps raise fails at the
+    start, rather than at the first request.
 
     Returns the number of kernels compiled. Writes into the KV cache, so no request may hold blocks. Triton
     keeps compiled kernels on disk, for a faster next start.

@@ -28,9 +28,9 @@ MOST_APPENDED = 128  # tokens of a text, one by one; a text that lacks more is r
 class DryHistory:
     """The texts (prompt and output) of the current batch's requests that use DRY, on the device.
 
-    A place is one token of one text; the places of all texts are stored together, in order of arrival. A
-    place's reach is how many tokens before it equal the last tokens of its text. Texts of requests that ended
-    or were preempted are dropped; a request that comes back is read anew.
+    A place is one token of one text. The places of all texts are stored together, in order of arrival. The
+    reach of a place is the number of tokens before it that equal the last tokens of its text. Texts of
+    requests that ended or were preempted are dropped; a request that comes back is read anew.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,11 +48,11 @@ class DryHistory:
 
     @property
     def capacity(self) -> int:
-        """The number of tokens that there is memory for."""
+        """How many tokens fit in the allocated memory."""
         return self._places.shape[1]
 
     def keep(self, requests: Sequence[Sampled]) -> None:
-        """Keep the texts of these requests, and of no others."""
+        """Keep the texts of these requests, and drop all others."""
         if not requests and not self._requests:
             return
         texts = self._texts
@@ -99,7 +99,9 @@ class DryHistory:
         rows: Tensor,  # i64[most, num_texts]: as of `apply`, behind each text's first draft, its second...
         tokens: Sequence[list[int]],  # of each text, its drafts included
     ) -> None:
-        """Subtract the cost of each token behind drafts, and forget them again."""
+        """Subtract DRY's penalty from the logits of rows behind drafts; the drafts are forgotten
+        afterwards.
+        """
         texts = self._texts
         self._texts = []
         known = [(text.num_known, text.breaker) for text in texts]
@@ -124,7 +126,7 @@ class DryHistory:
         logits: Tensor,  # f32[num_rows * vocab_size], changed in place
         rows: Tensor,  # i64[num_texts]: the flat index of each request's first logit
     ) -> None:
-        """Subtract the cost of each token from its logit."""
+        """Subtract DRY's penalty from the logits."""
         columns = (self._places[row] for row in (TOKEN, POSITION, OWNER, REACH))
         token, position, owner, reach = (column.index_select(0, self._found) for column in columns)
         start, first_cost, last_cost = (bound.index_select(0, owner) for bound in self._bounds)

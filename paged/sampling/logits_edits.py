@@ -21,9 +21,9 @@ IndexedRequests = list[tuple[int, Sampled, SamplingParams]]  # row of the logits
 
 
 class StepEdits(NamedTuple):
-    """What one step adds to the edits of a batch.
+    """The additions of one step to the edits of a batch.
 
-    banned: flat indices of the logits that are banned now, beyond those that always are.
+    banned: flat indices of the logits that only this step bans.
     """
 
     banned: Sent | None
@@ -31,7 +31,7 @@ class StepEdits(NamedTuple):
 
 
 class LogitsEdits:
-    """The edits for the requests of one batch, valid as long as the same requests are sampled from.
+    """Edits the logits of one batch. It is valid as long as the same requests are sampled.
 
     Edits are applied in the order of SamplingParams. Single logits are addressed by their flat index,
     row * vocab_size + token.
@@ -87,7 +87,10 @@ class LogitsEdits:
         return bool(bans or self._dry_rows is not None or self._processed)
 
     def prepare(self, positions: Sequence[int], upload: Upload) -> StepEdits:
-        """Send what depends on the tokens so far. positions: of the token that each row draws."""
+        """Send the edits that depend on the tokens so far.
+
+        positions: the position of the token that each row draws.
+        """
         banned = self._last_tokens_of_words() + self._early_stops(positions)
         recount = None
         if self._penalties is not None:

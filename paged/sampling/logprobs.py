@@ -49,7 +49,9 @@ class AskedLogprobs:
         tokens: Tensor,  # i64[num_rows], the chosen ones
         download: Download,
     ) -> list[list[Received]]:
-        """Compute the log-probabilities. Return what `reports` takes, once the download has arrived."""
+        """Compute the log-probabilities. Return the argument of `reports`, to be called once the download has
+        arrived.
+        """
         found = []
         for size, _, sent in self._groups:
             rows = logits if sent is None else kernels.take_rows(logits, sent.tensor)
@@ -58,7 +60,7 @@ class AskedLogprobs:
         return found
 
     def reports(self, found: list[list[Received]]) -> list[TokenLogprobs]:
-        """Return the log-probabilities by row."""
+        """Return the log-probabilities of each row."""
         reports: dict[int, TokenLogprobs] = {}
         for group, (values, ids, ranks) in zip(self._groups, found, strict=True):
             # Arrays: lists would take eight times the memory as long as the request lives.

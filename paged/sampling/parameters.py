@@ -23,7 +23,7 @@ _KEEPS_ALL = {"min_p": 0.0, "top_n_sigma": 0.0, "typical_p": 1.0, "top_p": 1.0}
 
 
 def columns_of(requests: Sequence[Sampled], vocab_size: int) -> NDArray[Any]:
-    """Return the parameters of the requests, a structured array of one row each."""
+    """Return the requests' sampling parameters as a structured array, one row for each."""
     rows = [request.sampling.parameters or _write(request, vocab_size) for request in requests]
     return np.frombuffer(b"".join(rows), _ROW)
 
@@ -35,7 +35,7 @@ def used_filters(columns: NDArray[Any], vocab_size: int) -> list[str]:
 
 
 class SentParameters:
-    """The parameters of `sample_tokens` on the device. A filter that no row uses is left out."""
+    """The parameters of `sample_tokens` on the device. Filters that no row uses are left out."""
 
     def __init__(self, columns: NDArray[Any], vocab_size: int, upload: Upload) -> None:
         self._seeds = upload.put(columns["seed"], torch.int64)
@@ -47,7 +47,7 @@ class SentParameters:
             self._filters[name] = upload.put(columns[name], dtype) if name in used else None
 
     def sample(self, kernels: Kernels, logits: Tensor, positions: Tensor, highest: Tensor | None) -> Tensor:
-        """Draw a token of each row; see `Kernels.sample_tokens`."""
+        """Draw a token for each row; see `Kernels.sample_tokens`."""
         filters: dict[str, Any] = {name: arrived(sent) for name, sent in self._filters.items()}
         return kernels.sample_tokens(
             logits,

@@ -21,7 +21,7 @@ MAX_LOGITS = 2**24
 
 
 class Reporter:
-    """Computes what requests report on positions of their prompts.
+    """Computes the reports on positions of prompts: log-probabilities, or sums of hidden states.
 
     head: the output head, [n, hidden_size] -> f32[n, vocab_size].
     max_rows: how many rows of logits are in memory at once, at least 1: the vocabulary is not split, because
@@ -39,7 +39,9 @@ class Reporter:
         asked: Sequence[AskedRows],
         hidden: Tensor,  # as of `StepReports.run`
     ) -> None:
-        """Call the head as `StepReports.run` does, in a process that reports nothing."""
+        """Call the head as often as `StepReports.run` does, in a process that only takes part in the
+        computation.
+        """
         parts = hidden.split_with_sizes([rows.end - rows.start for rows in asked])
         scored = [part for part, rows in zip(parts, asked, strict=True) if rows.is_scored]
         for rows in torch.split(torch.cat(scored), self.max_rows) if scored else ():
@@ -48,7 +50,10 @@ class Reporter:
     def prepare(
         self, asked: Sequence[AskedRows], params: Sequence[ReportParams], upload: Upload
     ) -> StepReports:
-        """Send what a step's reports need. params: of each of the rows that are asked for."""
+        """Send the tensors that a step's reports need.
+
+        params: the parameters of each asked row.
+        """
         return StepReports(self, asked, params, upload)
 
 
@@ -121,9 +126,10 @@ def exact_sums(
 ) -> Tensor:  # f64[2, hidden_size]
     """Add up rows without rounding, so that chunks, batches and devices cannot change the sum.
 
-    Each number is rounded to a multiple of 2^-24, and what that leaves to one of 2^-60. Float64 holds sums of
-    either exactly, as long as the numbers add up to less than 2^29 and there are fewer than 2^18 of them:
-    prompts of 131,072 tokens, whose hidden states average up to 4,096. The sum is that of both.
+    Each number is rounded to a multiple of 2^-24, and the remainder to a multiple of 2^-60. Float64 holds
+    sums of either exactly, as long as the numbers add up to less than 2^29 and there are fewer than 2^18 of
+    them: prompts of 131,072 tokens, whose hidden states average up to 4,096. The result is the total of the
+        two sums.
     """
     coarse, fine = _UNITS
     rest = rows.double()

@@ -69,7 +69,7 @@ class Sampler:
 
     @cached_property
     def dry(self) -> DryHistory:
-        """What DRY knows of requests that use it."""
+        """The texts of requests that use DRY."""
         from .dry import DryHistory
 
         return DryHistory(self.device)
@@ -81,7 +81,10 @@ class Sampler:
         upload: Upload,
         seats: Sequence[int] = (),
     ) -> Draw:
-        """Send what sampling a token for each request needs. positions: returns the tokens' positions."""
+        """Send the tensors needed to sample a token for each request.
+
+        positions: returns the tokens' positions.
+        """
         batch = self._last
         if batch is None or batch.requests != requests:
             # Before the new batch changes the histories: the old one is invalid even if that fails half-way.
@@ -90,7 +93,7 @@ class Sampler:
         return Draw(batch, positions, upload)
 
     def forget(self) -> None:
-        """Keep nothing of the last batch: its upload may have failed."""
+        """Drop what is kept of the last batch, whose upload may have failed."""
         self._last = None
         if self.of_seats is not None:
             self.of_seats.forget()
@@ -102,7 +105,7 @@ class Sampler:
         grammar_masks: GrammarMasks | None = None,
         best: tuple[Tensor, Tensor] | None = None,
     ) -> StepOutput:
-        """Choose one token for each row of f32[len(requests), vocab_size], at once: see `Draw.run`."""
+        """Choose one token for each row of f32[len(requests), vocab_size] without delay; see `Draw.run`."""
         transfers = Transfers(self.device)
         upload = transfers.new_upload()
         download = transfers.new_download()

@@ -9,7 +9,7 @@ from ..requests.request import NO_SEAT, Request, RequestInputs, SamplingState
 
 
 class Sampled(Protocol):
-    """What the sampler reads of a request: the request itself has it, and so has a `SamplingSeat`."""
+    """The attributes of a request that the sampler reads. `Request` has them, and so has `SamplingSeat`."""
 
     inputs: RequestInputs
     sampling: SamplingState
@@ -18,7 +18,7 @@ class Sampled(Protocol):
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt, then output so far."""
+        """The prompt, followed by the output so far."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -30,10 +30,10 @@ class Sampled(Protocol):
 
 
 class SamplingSeat:
-    """What the sampler knows of the request in a seat.
+    """The sampler's state for the request in a seat.
 
-    token_ids: prompt, then output; empty unless the request edits its logits.
-    drafts: those of the newest step; none unless the request edits its logits.
+    token_ids: the prompt, followed by the output; empty unless the request edits its logits.
+    drafts: the drafts of the newest step; empty unless the request edits its logits.
     """
 
     __slots__ = ("_rows", "drafts", "inputs", "num_prompt_tokens", "sampling", "stop_ids", "token_ids")
@@ -58,7 +58,7 @@ class SamplingSeat:
         return self.token_ids[self.num_prompt_tokens :]
 
     def row(self, num_drafts: int) -> SamplingSeat | DraftRow:
-        """Return what the sampler knows of the request behind so many of its drafts.
+        """Return the request's state behind its first num_drafts drafts.
 
         It is the same object in every step, so that the sampler need not gather its parameters again.
         """
@@ -72,7 +72,7 @@ class SamplingSeat:
 
 
 class DraftRow:
-    """The request of a seat as it will be if its first num_drafts drafts are right."""
+    """The state of a request if its first num_drafts drafts are right."""
 
     __slots__ = ("inputs", "num_drafts", "num_prompt_tokens", "sampling", "seat", "stop_ids")
 
@@ -86,12 +86,12 @@ class DraftRow:
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt, output, and drafts."""
+        """The prompt, the output and the drafts."""
         return self.seat.token_ids + self.seat.drafts[: self.num_drafts]
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of tokens generated so far, and of drafts."""
+        """The number of tokens generated so far, plus the drafts."""
         return self.seat.num_output_tokens + self.num_drafts
 
     @property
@@ -100,13 +100,14 @@ class DraftRow:
         return self.token_ids[self.num_prompt_tokens :]
 
     def follow_grammar(self) -> None:
-        """Begin at the request's own position in its grammar, from which the drafts lead on."""
+        """Start from the request's position in its grammar. The drafts follow from there."""
         if self.seat.sampling.grammar is not None:
             self.sampling.grammar = self.seat.sampling.grammar.copy()
 
 
 class SamplingSeats:
-    """The seats of running requests. Each gets the parameters of its request once, and then only tokens.
+    """The sampler's state for all seats. A seat gets the parameters of its request once, and then only
+    tokens.
 
     Parameters are not in a step's plan: they do not change, and may hold functions.
     """
@@ -115,9 +116,9 @@ class SamplingSeats:
         self._seats: dict[int, SamplingSeat] = {}
 
     def change(self, vacated: Iterable[int], newcomers: Iterable[Request]) -> None:
-        """Empty the seats that requests have left, and fill those that others have taken.
+        """Empty the seats that requests have left, and fill those that other requests have taken.
 
-        newcomers: also those that were changed in their seats.
+        newcomers: the requests to fill in, including those that changed in their seats.
         """
         for seat in vacated:
             self._seats.pop(seat, None)
@@ -125,7 +126,7 @@ class SamplingSeats:
             self._seats[request.seat] = SamplingSeat(request)
 
     def add_tokens(self, seat: int, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> None:
-        """Give a seat the tokens of its request from a position on, and the drafts behind them.
+        """Add the request's tokens from position `start` on to a seat, and the drafts behind them.
 
         What is before is known: of the last step's drafts, those that were right.
         """
@@ -139,7 +140,9 @@ class SamplingSeats:
         return [*map(self._seats.__getitem__, seats)]
 
     def with_drafts(self, seats: Sequence[int]) -> list[SamplingSeat | DraftRow]:
-        """Return a row for each of these seats. One that occurs again is one draft further each time."""
+        """Return a row for each of these seats. If a seat occurs again, each further row is one
+        draft further.
+        """
         rows = list[SamplingSeat | DraftRow]()
         before = NO_SEAT
         num_drafts = 0

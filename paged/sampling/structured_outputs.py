@@ -59,7 +59,8 @@ _EXCERPT = re.compile(r"^ *(\d+ \|.*|\^) *$", re.MULTILINE)
 class Grammars:
     """Compiles grammars for one model, and caches the most recently used ones. Thread-safe.
 
-    vocab_size: of the logits. Only tokens that both the logits and the tokenizer have are ever allowed.
+    vocab_size: the number of logits. Only tokens that both the logits and the tokenizer have are ever
+        allowed.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
@@ -290,8 +291,9 @@ class GrammarState:
     It catches up with the request's tokens when asked, so preemption and failed steps do not affect it. While
     a worker computes its next mask, nothing else touches the matcher.
 
-    grammar: which all outputs of it share.
-    job, row: which mask of which job is the one after num_taken tokens; None: it is the grammar's first.
+    grammar: the compiled grammar, shared by all of its outputs.
+    job, row: the job, and its row, that compute the mask after num_taken tokens; None: the mask is the
+        grammar's first.
     """
 
     __slots__ = ("_matcher", "grammar", "job", "num_taken", "row", "vocabulary")
@@ -313,11 +315,13 @@ class GrammarState:
 
     @property
     def pending(self) -> MaskJob | None:
-        """The job that computes the next mask; None if it is computed, or not begun."""
+        """The job that computes the next mask; None if the mask is computed, or not begun."""
         return None if self.job is None or self.job.done.done() else self.job
 
     def copy(self) -> GrammarState:
-        """Return an independent state at the same position; at the start, if a worker uses the matcher."""
+        """Return an independent state at the same position. While a worker uses the matcher, the copy starts
+        at the beginning.
+        """
         copy = GrammarState(self.grammar, self.vocabulary)
         if self.pending is None:
             copy._matcher = self._matcher.deep_copy()
@@ -343,7 +347,7 @@ class GrammarState:
         return self.num_taken == request.num_output_tokens and (self.job is not None or not self.num_taken)
 
     def begin(self, job: MaskJob, row: int) -> None:
-        """Let a job compute the next mask."""
+        """Make a job's row compute the next mask."""
         self.job = job
         self.row = row
 
@@ -381,14 +385,14 @@ class GrammarState:
     def num_allowed(self, request: Sampled, tokens: Sequence[int]) -> int:
         """Return how many of these tokens may follow the output; 0 where the library is slow, or fails.
 
-        Those that end an output are not among them, as nothing follows them.
+        Tokens that end an output do not count, as nothing may follow them.
         """
         ends = self.vocabulary.ends | request.stop_ids
         num = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
         return self._ask(request, lambda matcher: int(matcher.validate_tokens([*tokens[:num]])), 0)
 
     def forced(self, request: Sampled) -> list[int]:
-        """Return tokens of which each is the only one that may come next; none as in `num_allowed`."""
+        """Return the next tokens that the grammar forces; none if the library is slow or fails."""
         return self._ask(request, lambda matcher: [*matcher.compute_ff_tokens()], [])
 
     def _ask(self, request: Sampled, question: Callable[[Any], Answer], otherwise: Answer) -> Answer:
@@ -407,7 +411,7 @@ class GrammarState:
 
 
 def begin_masks(requests: Iterable[Sampled]) -> None:
-    """Have workers compute the next masks of requests with a grammar, where they do not yet.
+    """Have workers compute the next masks of requests with a grammar, unless they already do.
 
     Outputs of one grammar are computed together; those of a slow one each by itself.
     """
@@ -433,8 +437,8 @@ def pending_mask(request: Sampled) -> MaskJob | None:
 class GrammarMasks:
     """Masks of the tokens that grammars allow in the rows of one step.
 
-    Workers compute them beside the forward: this object is made before it. `apply` or `choose` comes after
-    it, and waits SLOW_S at most. `check` reports errors, and has rows whose masks were not computed by then
+    Workers compute the masks during the forward pass. Make this object before the forward, and call `apply`
+    or `choose` after it, which wait SLOW_S at most. `check` reports errors. Rows whose masks were late are
     sampled again.
     """
 
@@ -459,9 +463,9 @@ class GrammarMasks:
     def choose(
         self, kernels: Kernels, logits: Tensor, best: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        """Return each row's likeliest allowed token and its logit; None if that takes masked logits.
+        """Return each row's most likely allowed token and its logit; None if the logits must be masked first.
 
-        best: of all tokens, as `Kernels.greedy` returns them.
+        best: the most likely of all tokens, as `Kernels.greedy` returns them.
         """
         if kernels.greedy_of_allowed is None:
             return None

@@ -18,11 +18,12 @@ UNKNOWN = -1
 
 
 class DraftCounts(NamedTuple):
-    """The rows of a step behind drafts, which count like their requests' own rows, and these drafts too.
+    """The rows of a step behind drafts. Such a row counts the tokens of its request's own row, plus the
+    drafts before it.
 
     places: places of the drafts in the flat counts, row by row.
-    firsts: of all rows: the number of the request's own row.
-    next_drafts: of all rows: the draft that the drawn token is to equal; NOT_A_DRAFT behind the last one.
+    firsts: for each row, the number of its request's own row.
+    next_drafts: for each row, the draft that the drawn token must equal; NOT_A_DRAFT behind the last draft.
     """
 
     slots: Sent  # of these rows
@@ -49,11 +50,11 @@ class Recount(NamedTuple):
 class TokenHistory:
     """Token counts on the device, with one slot per row of the current batch whose request uses penalties.
 
-    A request that ended or was preempted has none; if it comes back, its tokens are counted anew. Tokens that
-    are drawn are counted on the device, so that nothing waits for them. A row behind drafts has a slot of its
-    own, for one step; of what a request draws, those tokens are counted that follow right drafts.
+    A request that ended or was preempted has no slot; if it comes back, its tokens are counted anew. Drawn
+    tokens are counted on the device, so that nothing waits for them. A row behind drafts has a slot of its
+    own for one step. Of the tokens that a request draws, only those that follow right drafts count.
 
-    num_slots: how many rows there is memory for when the first uses penalties; there is more when needed.
+    num_slots: how many rows memory is allocated for when the first row uses penalties; it grows when needed.
     """
 
     def __init__(self, vocab_size: int, device: torch.device, num_slots: int = MIN_SLOTS) -> None:
@@ -72,7 +73,7 @@ class TokenHistory:
         return self.output_counts.shape[0]
 
     def keep(self, rows: Sequence[Sampled], upload: Upload) -> None:
-        """Assign slots to these rows, and to no others. Rows behind drafts follow their request's own."""
+        """Assign slots to these rows, and to no others. A row behind drafts follows its request's own row."""
         if not rows and not self._slots:
             return
         stay = set(rows)
@@ -86,9 +87,9 @@ class TokenHistory:
         self.slots = upload.put([*self._slots.values()], torch.int64)
 
     def prepare(self, positions: Sequence[int], upload: Upload) -> Recount:
-        """Send the tokens of requests that are new, or not counted up to their position, and the drafts.
+        """Send the drafts, and the tokens that are not counted yet.
 
-        positions: of the token that each row draws.
+        positions: the positions of the token that each row draws.
         """
         vocab_size = self.output_counts.shape[1]
         slots = self._slots
@@ -175,7 +176,7 @@ class TokenHistory:
         rows: Tensor,  # i64[num_rows], where each row's token is among them
         drafts: DraftCounts | None = None,
     ) -> None:
-        """Count the tokens that were drawn, those behind drafts only if these are right."""
+        """Count the drawn tokens. A token behind drafts counts only if these are right."""
         assert self.slots is not None, "no row has a slot"
         known = self._known
         self._known = {}
@@ -209,7 +210,7 @@ class TokenHistory:
             )
 
     def check(self) -> None:
-        """Check that each request has its own slot, with the right counts, its drawn token among them."""
+        """Check that each request has its own slot with the right counts, including its drawn token."""
         assert len(set(self._slots.values())) == len(self._slots), "two requests share a slot"
         slots = [] if self.slots is None else self.slots.tensor.tolist()
         assert slots == [*self._slots.values()], "the slots are not in the requests' order"

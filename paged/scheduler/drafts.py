@@ -21,9 +21,9 @@ class Drafts:
     A drafter that raises or proposes what is no token is switched off.
 
     most: drafts of a request in a step.
-    vocab_size: of the model; proposed tokens are below.
-    max_rows: from how many rows a step may sample.
-    lengths: chooses how many of the proposed tokens are verified; None: all that there is room for.
+    vocab_size: the size of the model's vocabulary; proposed token ids must be smaller.
+    max_rows: how many rows a step may sample.
+    lengths: chooses how many of the proposed tokens are verified; None verifies as many as there is room for.
     in_blocks: whether the drafter is a model with K and V in the blocks of the requests. Then drafts have
         blocks before they are proposed, and a step that moves blocks has none: it moves them later.
     """
@@ -124,11 +124,11 @@ class Drafts:
         return 0.0 if self.lengths is None else self.lengths.ledger.won
 
     def record(self, num_accepted: int) -> None:
-        """Count the drafts that were right of a run of the step that is updated."""
+        """Count the accepted drafts of one request in the step that is being updated."""
         self._num_accepted += num_accepted
 
     def end_step(self, schedule: Schedule, clock: Callable[[], float]) -> None:
-        """Learn from a step whose runs were recorded, and which ends now."""
+        """Learn from a finished step whose accepted drafts were recorded."""
         lengths = self.lengths
         if lengths is None or (lengths.is_idle and schedule.is_decode):
             return
@@ -176,7 +176,7 @@ def _context(schedule: Schedule) -> int:
 
 
 def most_drafts(request: Request, most: int) -> int:
-    """Return how many drafts a decode may get at most: none where a sampled token would not count."""
+    """Return the most drafts that a decode may get; 0 if a sampled token would not count."""
     inputs = request.inputs
     num_tokens = request.num_tokens
     if request.num_pending:

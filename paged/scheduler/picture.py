@@ -23,9 +23,9 @@ class PicturedRequest(NamedTuple):
     """A sample as a step begins.
 
     sample: its number among the samples of its prompt.
-    num_new_tokens: that the step computes of it.
-    num_blocks: that it has in the layer group which keeps most.
-    blocks: the ids of these as int32, in order; the first ones, where all requests have too many.
+    num_new_tokens: how many of its tokens the step computes.
+    num_blocks: how many blocks it has in the layer group that keeps the most tokens.
+    blocks: the ids of these blocks as int32, in order; only the first ones if there are too many in all.
     """
 
     request_id: str
@@ -45,8 +45,8 @@ class PicturedRequest(NamedTuple):
 class EnginePicture:
     """What a step computes, and whose the blocks are.
 
-    time: of its making, in seconds of a clock that only differences are taken of.
-    seconds: that its making took.
+    time: when it was made, in seconds of a clock of which only differences count.
+    seconds: how long making it took.
     num_steps and the fields below it: totals so far.
     """
 

@@ -319,7 +319,7 @@ def new_policy(
     """Return a new policy by name, or the policy that is given.
 
     num_cached: returns how many tokens of a waiting request the prefix cache holds.
-    weights: of tenants, for "fair".
+    weights: the weights of tenants, for "fair".
 
     Raises ConfigError for an unknown name or weights that are not positive.
     """

@@ -15,20 +15,20 @@ from typing import Protocol
 
 from ..requests.request import Request
 
-Rank = tuple[float, int]
+Rank = tuple[float, int]  # priority (0 unless the policy has one), then arrival
 
 
 class Policy(Protocol):
-    """What the scheduler asks of a policy.
+    """The scheduler's interface to a policy.
 
-    preempts: whether a waiting request may take the place of a running one whose priority number is higher.
+    preempts: whether a waiting request may preempt a running one whose priority number is higher.
     """
 
     preempts: bool = False
     divides_seats: bool = False  # among tenants, as `policies.Fair` does
 
     def rank(self, request: Request) -> Rank:
-        """Return the place of a request among the running ones, by arrival; fixed while it lives."""
+        """Return the rank of a request among the running ones. It stays fixed while the request lives."""
         return (0.0, request.arrival)
 
     def push(self, request: Request) -> None:
@@ -97,7 +97,8 @@ class FirstComeFirstServed(Policy):
 class Holdings:
     """The running requests of each tenant, with their seats and KV blocks.
 
-    A request holds the seats of its siblings, too. A block that several requests share counts for each.
+    A request also holds the seats of its siblings. A block that several requests share counts for each of
+    them.
     """
 
     def __init__(self, requests: Iterable[Request]) -> None:
@@ -115,7 +116,7 @@ class Holdings:
         self.blocks[tenant] += request.blocks.num_blocks
 
     def remove(self, request: Request) -> None:
-        """Count a request no more that is to be preempted."""
+        """Stop counting a request that is about to be preempted."""
         tenant = request.inputs.tenant
         self.requests[tenant] -= 1
         self.seats[tenant] -= 1 + len(request.siblings)
@@ -129,7 +130,7 @@ class Shares:
     of all are never more than there is, as long as there are no more tenants than seats. A single request may
     hold more blocks than its tenant's share.
 
-    num_tenants: those that have a request, waiting or running; weight: of all of them.
+    num_tenants: the number of tenants with a waiting or running request. weight: their total weight.
     """
 
     def __init__(self, num_seats: int, num_blocks: int, num_tenants: int, weight: float) -> None:

@@ -68,7 +68,7 @@ class Preemption:
     def make_room_for_waiting(self, room: Room, schedule: Schedule) -> None:
         """Preempt requests of a higher priority number if the head of the queue can then run.
 
-        room: what a step has at most.
+        room: the room of an empty step.
         """
         running = self._running.requests
         head = self._queue.peek()
@@ -81,7 +81,7 @@ class Preemption:
     def make_room_for_shares(self, room: Room, schedule: Schedule) -> None:
         """Preempt requests of tenants above their share for the heads of tenants below theirs.
 
-        room: what a step has at most.
+        room: the room of an empty step.
         """
         fair = self._fair
         head = self._queue.peek()
@@ -143,7 +143,7 @@ class Preemption:
     def preempt(self, victim: Request, schedule: Schedule, *, counts: bool = True) -> None:
         """Swap a request's blocks out or free them, and put it back into the queue.
 
-        counts: whether it counts for max_preemptions.
+        counts: whether this preemption counts towards max_preemptions.
         """
         manager = self._manager
         computed = victim.num_computed_tokens

@@ -58,8 +58,10 @@ class RunningSet:
 
     newcomers: the requests that the next step sends to the device as a whole, as they joined or changed since
         the last step with requests.
-    corrected: the requests whose last token it sends, as their seats know another one.
-    vacated: the seats that requests have left since then.
+    corrected: the requests whose last token the next step sends, as the device keeps another one for their
+        seats.
+    vacated: the seats that requests have left since the last step with requests.
+    max_chunk: the most tokens of one request in a step.
     """
 
     def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_chunk: int) -> None:

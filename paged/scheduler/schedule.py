@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class AskedRows(NamedTuple):
     """The prompt positions [start, end) of requests[row] that a step computes and its report asks for.
 
-    offset: the first one's place among the new tokens of the step.
-    is_scored: whether their logits are computed; or their hidden states are summed.
+    offset: the place of the first position among the step's new tokens.
+    is_scored: whether their logits are computed; otherwise their hidden states are summed.
     """
 
     row: int
@@ -29,16 +29,16 @@ class AskedRows(NamedTuple):
 
 
 class RowError(NamedTuple):
-    """Why a row has no token, and of which kind that is."""
+    """Why a row has no token, and the kind of that error."""
 
     message: str
     kind: ErrorKind
 
 
 class ReportParams(NamedTuple):
-    """What is reported of rows that are asked for.
+    """How the rows that a report asks for are reported.
 
-    num_top: as of a `PromptReport`.
+    num_top: see `PromptReport`.
     next_tokens: the prompt's token after each position; none if hidden states are summed.
     """
 
@@ -70,11 +70,12 @@ class Schedule:
     The first num_decode_tokens requests compute their last token and sample the next one. So do those behind
     them, and each also computes a run of `drafts`, guesses of its next tokens: it samples after each token.
 
-    num_computed_tokens, seats: of each request when the step begins.
-    scheduled_time: on the scheduler's clock.
+    num_computed_tokens, seats: the computed tokens and the seat of each request when the step begins.
+    scheduled_time: when the step was scheduled, on the scheduler's clock.
     newcomers: the requests that have taken their seats or were changed since the last step; some may not be
         in this one.
-    corrected: the requests whose seats know another last token than theirs: the last step sampled drafts.
+    corrected: the requests whose last token differs from the one that the device keeps for their seats,
+        because the last step sampled drafts.
     vacated: the seats that requests have left since the last step; newcomers may have taken them.
     """
 
@@ -201,10 +202,10 @@ class StepOutput:
 
     tokens: the token of each row that got one; None for the others, which are in runs or in errors.
     runs: the tokens of rows that got none or several. A row without any is sampled again.
-    logprobs: for the rows that asked for them.
+    logprobs: the log-probabilities of the rows that asked for them.
     run_logprobs: the same for each token of a run.
     errors: why a row has no token; its request ends.
-    reports: for each of `Schedule.asked_rows`.
+    reports: the results for each of `Schedule.asked_rows`.
     """
 
     tokens: list[int | None] = field(default_factory=list)

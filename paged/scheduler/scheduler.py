@@ -441,7 +441,8 @@ class Scheduler:
         Of several, those that the step has computed already are not computed again. What follows the end of
         the output does not count.
 
-        drafts: those that the run begins with, but perhaps for its last token; None: the step computed none.
+        drafts: the drafts that the run begins with, but perhaps for its last token; None: the step computed
+            none.
         """
         num_known = request.num_tokens
         for token in run:

@@ -31,11 +31,11 @@ class EngineStats:
     A block is free, used (held by a running request or pinned), or cached (held by no request, found by its
     tokens). A block that a step in flight may still read counts as used.
 
-    num_prompt_tokens: of the requests that ran so far, the num_cached_tokens among them.
+    num_prompt_tokens: the prompt tokens of the requests that ran so far, including num_cached_tokens.
     num_queried_tokens: the same, or 0 if there is no prefix cache.
     num_prefill_tokens, num_decode_tokens: computed so far, including those computed again after a preemption.
     num_generated_tokens: drawn so far.
-    step_seconds, step_tokens: of all steps, by the bounds SECONDS_OF_STEP and TOKENS_OF_STEP of `histogram`.
+    step_seconds, step_tokens: histograms over all steps, with the bounds SECONDS_OF_STEP and TOKENS_OF_STEP.
     num_restarts: how often the process of the engine was replaced.
     num_resumed: requests that went on after the process that had them had ended.
     exchange_seconds: that steps waited for other processes of the model.

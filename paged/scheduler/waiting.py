@@ -20,11 +20,12 @@ from .policy import Policy, Rank
 
 
 class Backlog:
-    """The parts of calls of many prompts or continuations, of which one at a time waits in the queue.
+    """Holds back the parts of calls with many prompts or continuations: one part of a call at a time waits in
+    the queue.
 
-    A part arrives when the one before it begins or is gone, behind whatever arrived meanwhile. So at most one
-    part of a call that has not begun is ahead of a later request. Parts that ran before are no concern of it:
-    they keep their place.
+    A part joins the end of the queue when the part before it begins or is gone. So at most one part of a call
+    that has not begun is ahead of a later request. Parts that ran before are not held back: they keep their
+    place.
     """
 
     def __init__(self) -> None:
@@ -88,10 +89,10 @@ class Backlog:
 
 
 class Need(NamedTuple):
-    """What a waiting request takes to run.
+    """What a waiting request needs in order to run.
 
     hits: the cached blocks that it begins with, for each layer group; None if it is swapped in.
-    num_computed_tokens: its tokens in those blocks. num_missing_tokens: the rest.
+    num_computed_tokens: how many of its tokens are in these blocks. num_missing_tokens: the rest.
     """
 
     hits: list[list[BlockId]] | None
@@ -102,9 +103,10 @@ class Need(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What a step has left, or what one request takes of it.
+    """The seats, blocks and tokens that a step has left, or that one request takes.
 
-    num_seats: requests that may run. num_partial: prompts that may stay incomplete.
+    num_seats: how many requests may run. num_partial: how many prompts may stay incomplete, see
+        max_num_partial_prefills.
     num_blocks: infinite for a request that has the pool to itself, where every request fits.
     """
 
@@ -145,7 +147,7 @@ class WaitingQueue:
     max_chunk: the most tokens that a request begins with.
     watermark: the share of blocks that stays free when a request is admitted.
     arrive: gives a part of a call, whose turn has come, its arrival and rank.
-    num_tokens: of all waiting requests, whose own do not change while they wait.
+    num_tokens: the number of tokens of all waiting requests. A request gets no tokens while it waits.
     """
 
     def __init__(

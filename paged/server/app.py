@@ -68,7 +68,7 @@ def new_metrics_app(front: FrontEnd) -> ASGIApp:
 
 
 class App:
-    """Routes requests to their handlers. Whatever a handler raises becomes a response.
+    """Routes requests to their handlers. Any error that a handler raises becomes a response.
 
     is_open: whether no route needs a key.
     """
@@ -160,7 +160,7 @@ class App:
 
 
 def routes_near(path: str, paths: Sequence[str]) -> str:
-    """Return what a message about a path that is not there says of those that are."""
+    """Return the part of a message about an unknown path that names similar ones."""
     if len(paths) <= MOST_NAMED:
         return f"but {', '.join(paths)}"
     wanted = path[:MOST_COMPARED].rstrip("/").lower()

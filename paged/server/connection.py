@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessEndError(ChildProcessError):
-    """How an engine process ended; logged at that time."""
+    """The reason why an engine process ended; it is logged at that time."""
 
 
 class Owner(Protocol):
-    """Who starts processes and sends them requests. It is called in the event loop."""
+    """The object that starts processes and sends them requests. Its methods are called in the event loop."""
 
     def on_death(self, connection: EngineConnection) -> None:
         """Take the requests of a process that has ended, or was shut down; see `EngineConnection.dead`."""
@@ -43,22 +43,22 @@ class Owner(Protocol):
         """Forget a request that has ended."""
 
     def on_progress_alone(self, connection: EngineConnection) -> None:
-        """Take note of a step of a process that computes one request alone."""
+        """Note a step of a process that computes a single request, on suspicion."""
 
     def on_pause_alone(self, connection: EngineConnection) -> None:
-        """Take note that the only request of a process is paused, as its reader is slow."""
+        """Note that the only request of a process is paused because its reader is slow."""
 
 
 class EngineConnection(asyncio.Protocol):
     """A process that runs an engine. It ends when this object's process does.
 
-    load: for routers, the sum of `load_of` of its unfinished requests.
+    load: the sum of `load_of` over its unfinished requests, for routers.
     loop: the event loop that reads and writes; None before `attach`.
-    heard_at: when it last sent something, on the clock time.monotonic. Heartbeats come every second.
-    moved_at: when it last had nothing to do, or had ended a step.
-    step: the number of steps so far, as of the last heartbeat. num_steps: as far as it is known.
-    requests: the unfinished ones by their key.
-    is_watched: whether it computes one request alone, to whose owner each step is told.
+    heard_at: when it last sent something, by time.monotonic. Heartbeats come every second.
+    moved_at: when it was last idle or ended a step.
+    step: the number of steps as of the last heartbeat. num_steps: the latest known number of steps.
+    requests: the unfinished requests by their key.
+    is_watched: whether it computes a single request on suspicion, so that each step is reported to its owner.
     """
 
     def __init__(self, start: frames.Start, owner: Owner, launcher: Launcher) -> None:
@@ -111,7 +111,7 @@ class EngineConnection(asyncio.Protocol):
         return await self._ready
 
     def begin(self, request: SentRequest) -> None:
-        """Send a request. Raises EngineDeadError, and RequestError for what cannot be sent."""
+        """Send a request. Raises EngineDeadError, and RequestError if a value cannot be sent."""
         self._send(request.next_order())
         key = request.key
         inbox = request.inbox
@@ -138,7 +138,7 @@ class EngineConnection(asyncio.Protocol):
         self._unsent.clear()
 
     def tell(self, order: frames.Weigh | frames.ForgetPrefixes) -> None:
-        """Send an order of no request. Raises EngineDeadError."""
+        """Send an order that belongs to no request. Raises EngineDeadError."""
         self._send(order)
 
     async def ask(self) -> EngineStats:
@@ -147,7 +147,7 @@ class EngineConnection(asyncio.Protocol):
         return stats
 
     async def look(self) -> EnginePicture:
-        """Return a picture of the next step, or of its rest. Raises EngineDeadError."""
+        """Return a picture of the next step, or of an idle engine. Raises EngineDeadError."""
         picture: EnginePicture = await self._asked(frames.Look(next(self._asks)))
         return picture
 
@@ -161,7 +161,7 @@ class EngineConnection(asyncio.Protocol):
             del self._answers[question.key]
 
     def abort(self, request: SentRequest) -> None:
-        """Abort a request whose reader is gone, or which another process gets."""
+        """Abort a request whose reader is gone, or that moves to another process."""
         if self._forget(request.key) is not None and self.dead is None:
             self._send(frames.Abort(request.key))
 
@@ -175,28 +175,29 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def silent_s(self) -> float:
-        """Seconds since it last sent something."""
+        """Seconds since the process last sent something."""
         return time.monotonic() - self.heard_at
 
     @property
     def stuck_s(self) -> float:
-        """Seconds since it last had nothing to do, or ended a step."""
+        """Seconds since the process was last idle or ended a step."""
         return time.monotonic() - self.moved_at
 
     @property
     def hangs(self) -> bool:
-        """Whether heartbeats have not come for SILENT_S."""
+        """Whether no heartbeat has come for SILENT_S."""
         return self.silent_s > SILENT_S
 
     def kill(self, why: str) -> None:
-        """End a process that hangs, and take it for one that has ended."""
+        """Kill a process that hangs, and treat it as ended."""
         self._process.kill()
         self._die(caused(f"{self.name} {why}", ProcessEndError(why)))
 
     def wait_end(self) -> None:
-        """Wait until the process is gone, so that its memory is free: END_S, and once more when it is killed.
+        """Wait until the process is gone and its memory is free: at most END_S, then kill it and wait END_S
+        more.
 
-        A process that is stuck in the kernel stays.
+        A process that is stuck in the kernel is left behind.
         """
         for _ in range(2):
             if self._process.wait(END_S):
@@ -220,7 +221,7 @@ class EngineConnection(asyncio.Protocol):
         self.wait_end()
 
     async def aclose(self) -> None:
-        """End the process. It is called in the event loop of `attach`; see `close`."""
+        """Close the connection and end the process, in the event loop of `attach`; see `close`."""
         self._shut_down()
         if self._is_closed is not None:
             await self._is_closed
@@ -236,13 +237,13 @@ class EngineConnection(asyncio.Protocol):
         self._transport = cast(asyncio.WriteTransport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Hand the outputs of whole frames to their requests."""
+        """Pass the outputs in complete frames to their requests."""
         self.heard_at = time.monotonic()
         for report in self._reader.feed(data):
             self._take(report)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell the owner that the process has ended, or has sent what cannot be read."""
+        """Tell the owner that the process has ended, or has sent data that cannot be read."""
         if self._is_closed is not None and not self._is_closed.done():
             self._is_closed.set_result(None)
         if self.dead is None:
@@ -307,7 +308,9 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def lived_until(self) -> float:
-        """The time up to which a process that has ended may have computed: it may have hung before."""
+        """The latest time at which an ended process may have computed something. It may have hung before it
+        ended.
+        """
         return min(time.monotonic(), self.moved_at + MOST_UNHEARD_S)
 
     def _answer(self, key: int, found: EngineStats | EnginePicture) -> None:
@@ -387,7 +390,9 @@ class EngineConnection(asyncio.Protocol):
 
 
 def call_in_loop(loop: asyncio.AbstractEventLoop | None, function: Callable[[], None]) -> None:
-    """Call a function in an event loop: at once if that runs here, or there is none, otherwise soon."""
+    """Call a function in an event loop: at once if this thread runs the loop or there is none,
+    otherwise soon.
+    """
     try:
         is_here = loop is None or loop is asyncio.get_running_loop()
     except RuntimeError:  # none runs on this thread
@@ -400,7 +405,7 @@ def call_in_loop(loop: asyncio.AbstractEventLoop | None, function: Callable[[], 
 
 
 def caused(message: str, cause: BaseException) -> EngineDeadError:
-    """Return the error of a process that has not been shut down."""
+    """Return the error of a process that ended without being shut down."""
     error = EngineDeadError(message)
     error.__cause__ = cause
     return error

@@ -23,17 +23,18 @@ class Death:
 
     @property
     def counts(self) -> bool:
-        """Whether it counts as a restart."""
+        """Whether the death counts as a restart."""
         return not (self.is_explained or self.is_pending)
 
 
 class Suspicion:
-    """What a request has to do with the ends of the processes that had it.
+    """The part of a request in the deaths of the processes that computed it.
 
-    num_deaths: how many processes ended while they had it.
-    num_deaths_alone: how many of these had nothing else, since it last outlived what it had survived.
-    is_alone: whether its process computes nothing else, as it may have ended others.
-    survived_s: how long the last process that ended had computed it before.
+    num_deaths: how many processes died while they had it.
+    num_deaths_alone: how many of these computed nothing else, since the request last outlived its earlier
+        time.
+    is_alone: whether its process computes nothing else, because it may have killed others.
+    survived_s: how long the process that died last had computed it.
     """
 
     def __init__(self) -> None:
@@ -51,38 +52,40 @@ class Suspicion:
 
     @property
     def is_there(self) -> bool:
-        """Whether it may be what ended the processes that had it, and has to run alone."""
+        """Whether the request may have killed its processes, and must therefore run alone."""
         return not self._is_cleared and len(self._deaths) >= LEAST_DEATHS
 
     @property
     def time_alone_s(self) -> float:
-        """How long it has to run alone, at least."""
+        """The least number of seconds that it has to run alone."""
         return TIMES_SURVIVED * self.survived_s
 
     @property
     def is_proven(self) -> bool:
-        """Whether it is taken for what ended them: as many ended that had nothing else."""
+        """Whether enough processes died while computing only this request, so that it counts as
+        their cause.
+        """
         return self.num_deaths_alone >= MOST_DEATHS_ALONE
 
     def on_send(self) -> None:
-        """Record that another process gets it."""
+        """Record that another process gets the request."""
         self._begun = None
         self._has_token = False
 
     def on_begun(self, step: int) -> None:
-        """Record that its process computes it from the step after so many on."""
+        """Record that its process computes it from the next step on."""
         if self._begun is None:
             self._begun = step, time.monotonic()
 
     def on_token(self) -> None:
-        """Record that its process has made a token of it."""
+        """Record that its process has generated a token of it."""
         self._has_token = True
 
     def on_death(self, death: Death, step: int, lived_until: float) -> None:
-        """Record the end of its process.
+        """Record the death of its process.
 
-        step: the number of steps that the process is known to have ended.
-        lived_until: when the process computed something last, at most.
+        step: how many steps the process is known to have ended.
+        lived_until: the latest time at which the process computed something.
         """
         self._deaths.append(death)
         self._is_cleared = False
@@ -99,12 +102,13 @@ class Suspicion:
             self.survived_s = max(0.0, lived_until - began_at)
 
     def has_outlived(self, step: int) -> bool:
-        """Return whether it has run for twice as many steps, and as long, as it did before the last death.
+        """Return whether it has run for twice as many steps, and twice as long, as before the last death.
 
-        What ends a process after a time does so after more steps where it runs alone, and which step was the
-        last is known only roughly. There must be a token, too: it may never have begun before the last death.
+        A cause that depends on time strikes after more steps when the request runs alone. The last step
+        before a death is known only roughly. A token is required, too: before the last death the request may
+        never have begun.
 
-        step: the number of steps of its process so far.
+        step: how many steps its process has ended so far.
         """
         if self._begun is None or not self._has_token:
             return False
@@ -113,23 +117,23 @@ class Suspicion:
         return is_long and step - began_with >= TIMES_SURVIVED * self._survived_steps
 
     def clear(self) -> None:
-        """Let it run beside others until the next death, as it has outlived what it had survived."""
+        """Let the request run beside others until the next death, as it has outlived its earlier time."""
         self._is_cleared = True
         self.end()
         self.acquit()
 
     def acquit(self) -> None:
-        """Forget the ends of processes for which another request was found to be the cause."""
+        """Forget deaths that another request was found to have caused."""
         self._deaths = [death for death in self._deaths if not death.is_explained]
 
     def end(self) -> None:
-        """Let the ends of processes that had it alone count, unless they are explained."""
+        """Count the deaths of processes that had it alone, unless they are explained."""
         for death in self._deaths_alone:
             death.is_pending = False
         self._deaths_alone = []
         self.num_deaths_alone = 0
 
     def explain(self) -> None:
-        """Take it for what ended all of its processes."""
+        """Blame this request for the deaths of all its processes."""
         for death in self._deaths:
             death.is_explained = True

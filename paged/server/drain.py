@@ -20,7 +20,7 @@ NOTIFY_STOPPING = b"STOPPING=1"
 
 
 def notify(state: bytes) -> None:
-    """Send a state to systemd, if that started this process and waits for it; see sd_notify(3)."""
+    """Send a state to systemd if systemd started this process and waits for it; see sd_notify(3)."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 class Drain:
     """Ends a server on SIGTERM and Ctrl-C, once its requests have finished. A context manager.
 
-    From the signal on the server is not ready. New requests are accepted for `delay_s` and then refused;
-    those in progress may take `timeout_s` from then on, and what is left of them ends with an error. A second
-    signal ends all at once: clients are told if that takes no longer than AT_ONCE_S.
+    From the signal on, the server is not ready. New requests are accepted for `delay_s` and then refused.
+    Requests in progress may take `timeout_s` more; then they end with an error. A second signal ends all at
+    once: clients are told if that takes no longer than AT_ONCE_S.
     """
 
     def __init__(self, front: FrontEnd, server: Server, *, delay_s: float, timeout_s: float) -> None:
@@ -80,7 +80,7 @@ class Drain:
             timer.start()
 
     def begin(self) -> None:
-        """Begin to end. The second call ends at once."""
+        """Begin to drain. The second call ends the server at once."""
         if self._draining is None:
             notify(NOTIFY_STOPPING)
             self._front.is_draining = True

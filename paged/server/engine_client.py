@@ -53,20 +53,20 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
     cross to another process: `call` does not exist, and logits_processors are refused. New requests go to
     processes that have sent heartbeats lately.
 
-    A process that ends or hangs is replaced. Its requests go on in the new one, or in another, after the
-    tokens that have come from it; their readers notice nothing but time.
+    A process that ends or hangs is replaced. Its requests go on in the new process or in another one, after
+    the tokens received so far. Their readers notice only a delay.
 
     An output of a stream counts as held until its reader asks for the next one.
 
     replicas: engine processes, each with a GPU of its own or its share of the cores.
     router: which of them gets a request: "round-robin", "least-loaded" or "prefix-aware".
     stream_interval_s: see `AsyncLLMEngine`.
-    log_format: of the lines that the processes write to stderr, "text" or "json".
+    log_format: the format of the processes' lines on stderr, "text" or "json".
 
     resume: let requests go on when their process ends; without it they fail with EngineDeadError.
-    max_restarts: of one engine within ten minutes. After that all requests
-        fail with EngineDeadError.
-    step_timeout: seconds after which a process whose step does not end is taken for one that hangs.
+    max_restarts: the most restarts of one engine within ten minutes. After more, all requests fail with
+        EngineDeadError.
+    step_timeout: seconds after which a process counts as hanging if its step has not ended.
     launcher: starts the processes, by default on this machine; `paged.ray.launcher.connect` returns one that
         starts them on a Ray cluster.
 
@@ -151,10 +151,10 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
     async def resize(self, replicas: int) -> None:
         """Add or remove engine processes while requests run, until there are so many.
 
-        A new one gets requests once all of the new ones serve. Those with the highest numbers leave: their
-        requests go on in others, and with resume=False, or where they cannot, they end there first. Where
-        processes share the cores of a machine, more of them make each one's share smaller: those that have
-        too large a share are replaced, one after the other. Fewer of them leave the shares as they are.
+        New processes get requests once all of them serve. The processes with the highest numbers leave. Their
+        requests go on in other processes; with resume=False, or if a request cannot move, they finish first.
+        If processes share the cores of a machine, adding some makes each share smaller: processes with too
+        large a share are replaced one by one. Removing some leaves the shares as they are.
 
         Raises ConfigError if the machine or the cluster has no room for more, which changes nothing,
         EngineDeadError, and the errors of `LLMEngine`.
@@ -184,9 +184,9 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         self.shutdown()
 
     def count_together(self, streams: Sequence[RequestStream], *, is_whole: bool) -> None:
-        """Bound what all streams of one reader hold.
+        """Bound the memory that the streams of one reader hold together.
 
-        is_whole: whether the reader sends all of it together, when all are finished.
+        is_whole: whether the reader sends everything together once all streams are finished.
         """
         account = AnswerAccount(self.budget, is_whole=is_whole)
         for stream in streams:
@@ -351,7 +351,7 @@ def _check_share(config: EngineConfig, replicas: int) -> None:
 
 
 def sendable_options(config: EngineConfig, options: dict[str, Any]) -> dict[str, Any]:
-    """Return options of an engine as plain values. Raises ConfigError for what cannot be sent."""
+    """Return options of an engine as plain values. Raises ConfigError if a value cannot be sent."""
     if not isinstance(config.scheduling_policy, str):
         policy = shown(config.scheduling_policy)
         raise ConfigError(f"scheduling_policy of an engine in another process must be a name, got {policy}")

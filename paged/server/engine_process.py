@@ -65,7 +65,7 @@ class Link:
             self._socket.sendall(data)
 
     def orders(self) -> Iterator[frames.Order | frames.Refused]:
-        """Yield the orders of the front end until it ends."""
+        """Yield the orders of the front end until the front end ends."""
         reader = frames.FrameReader(frames.decode_order)
         with suppress(ConnectionResetError):
             while data := self._socket.recv(RECEIVED_BYTES):
@@ -73,7 +73,7 @@ class Link:
 
 
 def end_with_front_end(connection: socket.socket) -> None:
-    """End this process as soon as the other end of the socket is closed, even within a step."""
+    """End this process as soon as the other end of the socket is closed, even during a step."""
     poll = select.poll()
     poll.register(connection, 0)  # a hang-up is reported without being asked for
     poll.poll()
@@ -117,13 +117,13 @@ class FrameOutbox(Recipient):
         )
 
     def put_prompt(self, places: Sequence[dict[int, Logprob] | None]) -> bool:
-        """Send the next log-probabilities of the prompt. They are not kept here."""
+        """Send the next log-probabilities of the prompt, without keeping them here."""
         for frame in frames.prompt_places(self.key, places):
             self._server.link.send(frame)
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Refuse the request, unless all end with the engine."""
+        """Refuse the request, unless the whole engine ends."""
         self._server.forget(self, True)
         if not isinstance(error, EngineDeadError):
             self._server.link.send(frames.Refused(self.key, *described(error)))
@@ -150,7 +150,7 @@ class ReportOutbox(FrameOutbox):
 class EngineServer:
     """An engine whose requests come from a front end.
 
-    outputs, embeddings, scores: what the next frame holds.
+    outputs, embeddings, scores: the contents of the next frame.
     """
 
     def __init__(
@@ -175,14 +175,14 @@ class EngineServer:
 
     @property
     def ready(self) -> frames.Ready:
-        """What the front end is told first."""
+        """The first message to the front end."""
         engine = self.engine
         size = engine.block_manager.block_size
         device = engine.core.runner.device.type
         return frames.Ready(engine.max_model_len, size, engine.describe(), self.stats, device)
 
     def run(self) -> None:
-        """Serve until a step raises. The thread that reads ends the process with the front end."""
+        """Serve until a step raises. When the front end ends, the reading thread ends the process."""
         link = self.link
         threading.Thread(target=self._read, name="paged-orders", daemon=True).start()
         threading.Thread(target=self._beat, name="paged-heartbeat", daemon=True).start()
@@ -415,7 +415,7 @@ def described(error: BaseException) -> tuple[str, str, str | None]:
 
 
 def refusal_of(start: frames.Start, error: BaseException) -> frames.Refused:
-    """Return what the front end is told of an error at start: perhaps a machine of its own is to blame."""
+    """Return the message about an error at the start. It says if other machines may do better."""
     kind, message, param = described(error)
     host = socket.gethostname()
     where = "" if host == start.host else f"on the machine {host}: "
@@ -423,15 +423,16 @@ def refusal_of(start: frames.Start, error: BaseException) -> frames.Refused:
 
 
 def check_affinity() -> None:
-    """Raise ResourceError where processes cannot be given cores of their own."""
+    """Raise ResourceError if this system cannot bind processes to cores."""
     if sys.platform != "linux":
         raise ResourceError("several replicas on a CPU need Linux, where each gets its share of the cores")
 
 
 def take_share(start: frames.Start) -> None:
-    """Restrict this process, and those of its model, to their own GPUs, or to their share of the cores.
+    """Restrict this process and its model's other processes to their own GPUs, or to their share of the
+    cores.
 
-    Raises ResourceError if there are fewer than processes.
+    Raises ResourceError if there are fewer GPUs or cores than processes.
     """
     if start.num_replicas == 1:
         return
@@ -463,7 +464,7 @@ def take_share(start: frames.Start) -> None:
 
 
 def main() -> None:
-    """Serve the front end at the other end of the socket whose descriptor is the argument."""
+    """Serve the front end at the other end of a socket. The argument is the socket's descriptor."""
     leave_signals_to_parent()
     log = log_to_stderr()
     log_uncaught_errors()

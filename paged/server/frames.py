@@ -1,7 +1,7 @@
 """Frames between the front end and an engine process: their schema, and how they are cut from a stream.
 
 A frame is its length in 4 bytes, little-endian, and a msgpack array that begins with the name of its type.
-docs/serving.md describes each.
+docs/serving-processes.md describes each.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Place = tuple[list[int], list[float], list[int], list[str | None]]
 
 
 class Frame(msgspec.Struct, array_like=True, tag=True):
-    """A message. `key` is the number that the front end gives a request."""
+    """A message between front end and engine process. `key` is the front end's number of a request."""
 
 
 # From the front end
@@ -57,7 +57,7 @@ class Frame(msgspec.Struct, array_like=True, tag=True):
 class Start(Frame):
     """Make an engine of these options of `LLMEngine`. The first frame.
 
-    log_format: of the lines that it writes to stderr.
+    log_format: the format of the process's lines on stderr.
     replica: the number of this process of num_replicas, which share the cores, or have a GPU each.
     host: the name of the front end's machine.
     """
@@ -74,8 +74,8 @@ class Generate(Frame):
     """Add a request.
 
     namespace: what the KV of the prompt depends on besides its tokens.
-    resumed: the samples that go on, where the process that had the request has ended.
-    is_whole: whether its reader gets one output, so that what is new need not be sent often.
+    resumed: the samples to continue, after the process that had the request has ended.
+    is_whole: whether its reader gets a single output, so that deltas need not be sent often.
     part_of: see `RequestInputs`.
     """
 
@@ -125,13 +125,13 @@ class Abort(Frame):
 
 
 class Pause(Frame):
-    """Compute nothing more of requests for now: their reader is slow."""
+    """Stop computing some requests for now, as their reader is slow."""
 
     keys: list[int]
 
 
 class Resume(Frame):
-    """Go on with paused requests."""
+    """Continue paused requests."""
 
     keys: list[int]
 
@@ -153,7 +153,7 @@ class Ask(Frame):
 
 
 class Look(Frame):
-    """Answer with an `EnginePicture` of the next step, or of an engine at rest."""
+    """Answer with an `EnginePicture` of the next step, or of an idle engine."""
 
     key: int
 
@@ -179,7 +179,7 @@ Order = (
 class Ready(Frame):
     """The engine is made.
 
-    device: the kind of what computes, such as "cpu".
+    device: the kind of device that computes, such as "cpu".
     """
 
     max_model_len: int
@@ -190,9 +190,9 @@ class Ready(Frame):
 
 
 class Refused(Frame):
-    """An error: of a request with its key, else of the start. `kind` is the name of its class.
+    """An error: of a request if it has a key, else of the start. `kind` is the name of its class.
 
-    param: what of the request it is about; see `PagedError`.
+    param: the parameter that is wrong; see `PagedError`.
     """
 
     key: int | None
@@ -202,7 +202,7 @@ class Refused(Frame):
 
 
 class Completion(msgspec.Struct, array_like=True):
-    """What is new of a sample since its last output; the fields of `CompletionOutput`."""
+    """The new part of a sample since its last output, with the fields of `CompletionOutput`."""
 
     index: int
     text: str
@@ -215,7 +215,7 @@ class Completion(msgspec.Struct, array_like=True):
 
 
 class Output(msgspec.Struct, array_like=True):
-    """What is new of a request; the fields of `RequestOutput`.
+    """The new part of a request, with the fields of `RequestOutput`.
 
     `metrics` is sent first and last; `PromptPlaces` come before the first token.
     """
@@ -235,7 +235,10 @@ class PromptPlaces(Frame):
 
 
 class Begun(Frame):
-    """The requests that the next step is the first to compute, sent before it is. step: see `Outputs`."""
+    """The requests that the next step is the first to compute. It is sent before that step.
+
+    step: see `Outputs`.
+    """
 
     step: int
     keys: list[int]
@@ -265,10 +268,10 @@ class Seen(Frame):
 
 
 class Heartbeat(Frame):
-    """Sent every second by a thread of its own, as a step may take longer.
+    """A sign of life. A separate thread sends it every second, as a step may take longer.
 
     step: the number of steps so far.
-    stats: as of the last step that ended.
+    stats: the stats as of the last step that ended.
     is_busy: whether a step is being computed, or the next one is prepared.
     """
 
@@ -313,7 +316,7 @@ def encode(frame: Order | Report) -> bytes:
 
 
 def decode_order(content: bytes | memoryview) -> Order | Refused:
-    """Return an order, or the refusal of a request with a value of a wrong type."""
+    """Decode an order; if a request has a value of a wrong type, return its refusal."""
     try:
         order: Order = _order_decoder.decode(content)
         return order
@@ -352,7 +355,7 @@ class FrameReader(Generic[T]):
 def params_to_wire(params: SamplingParams, **changes: Any) -> Any:
     """Return parameters as a frame holds them. Raises RequestError for values that cannot be sent.
 
-    changes: valid values that take the place of those of `params`.
+    changes: valid values that replace those of `params`.
     """
     for name, reason in NOT_SENT.items():
         if getattr(params, name):
@@ -422,7 +425,7 @@ def place_from_wire(place: Place) -> dict[int, Logprob]:
 class Places(Sequence[P]):
     """The candidates at places of a text, decoded from frames each time they are read.
 
-    Reading takes long, and is for a thread; adding is for the event loop.
+    Read on a worker thread, as decoding takes long; add on the event loop.
     """
 
     __slots__ = ("_stop", "_wire")
@@ -432,7 +435,7 @@ class Places(Sequence[P]):
         self._stop: int | None = None
 
     def so_far(self) -> Places[P]:
-        """Return the places as they are now, without a copy. Places that are added later are left out."""
+        """Return a view of the current places without a copy. Places added later are not in it."""
         places = Places[P]()
         places._wire = self._wire
         places._stop = len(self)

@@ -47,24 +47,24 @@ STOPPED = "the engine has stopped; the server's log says why"
 
 
 class FrontEnd:
-    """The engine, and what the routes know about its requests.
+    """The engine and the server's state about its requests, shared by all routes.
 
-    names: of the model, the first one in responses.
+    names: the names of the model; responses use the first.
     created: when the server started, in seconds since 1970.
-    metrics: what GET /metrics says.
-    observers: of each request's beginning and end.
-    body_budget: of the bodies of requests in progress.
-    response_budget: of the whole responses that are being sent.
-    is_paused: whether the operator lets new requests be refused.
+    metrics: the counts behind GET /metrics.
+    observers: are told of the beginning and the end of each request.
+    body_budget: the memory for bodies of requests in progress.
+    response_budget: the memory for whole responses that are being sent.
+    is_paused: whether the operator has paused the server, so that new requests are refused.
     gallery: the pictures of the engines.
     drain: begins to end the server.
-    keys: of the tenants; None if there are none.
-    gate: which requests may use which routes.
+    keys: the keys of the tenants; None if there are none.
+    gate: decides which requests may use which routes.
     is_draining: whether the server is about to end, so that it is not ready.
     is_closed: whether new requests are refused.
-    is_stopping: whether the requests in progress end.
-    responses: those that are stored, and those in progress.
-    num_accepted: requests that were accepted, and have no whole response yet.
+    is_stopping: whether the requests in progress are being ended.
+    responses: the stored responses, and those in progress.
+    num_accepted: how many accepted requests have no whole response yet.
 
     Raises ConfigError for a wrong keys file.
     """
@@ -127,7 +127,7 @@ class FrontEnd:
         self.is_stopping = False
 
     def names_for(self, key: KeyUsage | None) -> Sequence[str]:
-        """Return the names of the model that requests with a key may give."""
+        """Return the names of the model that requests with this key may use."""
         allowed = None if key is None else key.entry.models
         return self.names if allowed is None else [name for name in self.names if name in allowed]
 
@@ -154,7 +154,9 @@ class FrontEnd:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Count a request that is rendered or tokenized. Raises QueueFullError if max_waiting are already."""
+        """Count a request that is being rendered or tokenized. Raises QueueFullError if
+        max_waiting others are.
+        """
         most = self.engine.config.max_waiting
         if most is not None and self._num_preparing >= most:
             raise QueueFullError(
@@ -182,7 +184,8 @@ class FrontEnd:
     async def read_call(self, exchange: Exchange, path: str, kind: type[C]) -> C:
         """Return the call that a request's body makes.
 
-        Raises RequestError and its like if the body is wrong, EngineDeadError if no request can be served.
+        Raises RequestError or a similar error if the body is wrong, EngineDeadError if no request can be
+        served.
         """
         self.check_serving()
         exchange.is_accepted = True
@@ -208,7 +211,7 @@ class FrontEnd:
     async def reload_keys(self) -> int:
         """Read the keys file again. Return how many keys it has.
 
-        Raises ConfigError naming the line; the keys before stay in force then.
+        Raises ConfigError naming the line; the earlier keys then stay in force.
         """
         if self.keys is None:
             raise ConfigError("this server has no keys file; start it with --api-keys")
@@ -219,7 +222,7 @@ class FrontEnd:
         return len(self.keys)
 
     async def resize(self, replicas: int) -> None:
-        """Run so many engines from now on. Raises ConfigError, and what `EngineClient.resize` raises."""
+        """Set the number of engines. Raises ConfigError, and the errors of `EngineClient.resize`."""
         replace(self.options, replicas=replicas)  # checks the number
         try:
             await self.engine.resize(replicas)
@@ -230,7 +233,7 @@ class FrontEnd:
             self.gallery.resize(num)
 
     def on_hangup(self) -> None:
-        """Read the keys file again in a task of its own, and log what came of it."""
+        """Read the keys file again in a separate task, and log the result."""
         if self.keys is None:
             announce("SIGHUP changes nothing: there is no keys file, --api-keys, to be read again")
             return
@@ -268,7 +271,7 @@ class FrontEnd:
         call.give_to(entry.tenant, salt_of(entry, call.values.get("cache_salt")))
 
     def accepting(self, exchange: Exchange, params: SamplingParams | None = None) -> OnPrompt:
-        """Return what accepts an engine's request once its prompt is known, and reserves its tokens.
+        """Return a callback that accepts an engine request once its prompt is known, and reserves its tokens.
 
         params: None generates nothing.
         """
@@ -297,9 +300,9 @@ class FrontEnd:
     ) -> RequestRecord:
         """Begin the record of a request whose body was accepted.
 
-        engine_ids: of the requests that it makes of the engine.
+        engine_ids: the ids of its engine requests.
 
-        Raises RequestError or RateLimitError for more sequences than its key may have.
+        Raises RequestError or RateLimitError for more sequences than its key allows.
         """
         if exchange.admission is not None:
             num_samples = 1 if params is None else params.num_samples
@@ -326,7 +329,7 @@ class FrontEnd:
         return record
 
     def end(self, exchange: Exchange, status: int, error: BaseException | None) -> None:
-        """End the record of a request, or count a request that has none."""
+        """End the record of a request. Count a request that has no record."""
         self.num_accepted -= exchange.is_accepted
         self._give_back(exchange, status)
         limited = RATE_LIMIT if isinstance(error, RateLimitError) else None
@@ -368,11 +371,11 @@ class FrontEnd:
         return call.request_id or f"{exchange.request_id}-{uuid.uuid4().hex[:8]}"
 
     def engine_id_of(self, call: Call, identity: str) -> str:
-        """Return the id of the engine's requests, which is unique: clients may give the same id twice."""
+        """Return a unique id for the engine's request, as clients may use the same id twice."""
         return identity if call.request_id is None else f"{identity}-{uuid.uuid4().hex[:8]}"
 
     def engine_ids_of(self, call: Call, identity: str, num: int) -> list[str]:
-        """Return the ids of as many requests of the engine."""
+        """Return unique ids for `num` requests of the engine."""
         engine_id = self.engine_id_of(call, identity)
         return [f"{engine_id}-{i}" for i in range(num)]
 
@@ -398,7 +401,7 @@ class FrontEnd:
         return [*self._open]
 
     async def end_requests(self, request_id: str) -> int:
-        """End the requests with an id, which get an error. Return how many."""
+        """Abort the requests with this id, which then get an error. Return how many there were."""
         found = [record for record in self._open if record.request_id == request_id]
         for record in found:
             record.is_ended = True  # those that the engine has not got yet
@@ -406,7 +409,7 @@ class FrontEnd:
         return len(found)
 
     def stop(self) -> None:
-        """Refuse new requests, and end the requests in progress."""
+        """Refuse new requests, and abort the requests in progress."""
         if not self.is_stopping:
             self.is_draining = True
             self.is_closed = True

@@ -26,12 +26,12 @@ _OF_OWNER = ("time", "block_size")
 
 
 class Gallery:
-    """The newest picture of each engine, and what is told of them to the operator or an owner of requests.
+    """The newest picture of each engine, as shown to the operator or to an owner of requests.
 
-    owners: returns whose the engine's requests are, by their ids.
+    owners: returns the owners of engine requests, by the requests' ids.
 
-    What an engine is asked follows from its answers: the next picture is not asked for before the last one
-    came, and later where its making took long.
+    The next picture of an engine is requested only when the last one has come, and later if making it took
+    long.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Gallery:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Have pictures made within this context. Raises HttpError if MOST_WATCHERS watch already."""
+        """Have pictures made inside this context. Raises HttpError if MOST_WATCHERS already watch."""
         if self.num_watchers >= MOST_WATCHERS:
             raise HttpError(429, f"{MOST_WATCHERS} others watch already; try again later")
         self.num_watchers += 1
@@ -66,7 +66,7 @@ class Gallery:
                 self._stop()
 
     def resize(self, num_engines: int) -> None:
-        """Show so many engines from now on."""
+        """Set the number of engines to show."""
         self._num_engines = num_engines
         self._stop()
         if self.num_watchers:
@@ -89,7 +89,10 @@ class Gallery:
         await self._next.wait()
 
     def view(self, owner: str | None) -> bytes:
-        """Return the newest pictures as JSON, with the requests of one owner; None: with all requests."""
+        """Return the newest pictures as JSON.
+
+        owner: show only this owner's requests; None shows all.
+        """
         view = self._views.get(owner)
         if view is None:
             if owner is None:

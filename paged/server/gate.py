@@ -20,10 +20,10 @@ NO_KEY = (
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose a request is, by the key that it bears.
+    """The sender of a request, as known by the request's key.
 
     owner: the tenant of the key, or which key of --api-key it is; None for the operator, and without keys.
-    usage: what belongs to a tenant's key.
+    usage: the usage record of a tenant's key.
     """
 
     owner: str | None = None
@@ -33,9 +33,9 @@ class Caller:
 class Gate:
     """Knows the server's keys: those of one tenant, those of a file of tenants, or none.
 
-    api_keys: of one tenant.
-    keys: of a file.
-    admin_key: of the operator; None refuses what needs it.
+    api_keys: the keys of one tenant.
+    keys: the keys of a file.
+    admin_key: the operator's key; None refuses routes that need it.
     """
 
     def __init__(self, api_keys: Sequence[str], keys: Keys | None, admin_key: str | None) -> None:
@@ -44,9 +44,9 @@ class Gate:
         self._digests = _digests_of(api_keys)
 
     def check(self, access: Access, authorization: str | None) -> Caller:
-        """Return whose a request is.
+        """Return the sender of a request.
 
-        authorization: the header; None without it.
+        authorization: the header; None if it is missing.
 
         Raises HttpError if the request may not use a route of this access.
         """

@@ -78,9 +78,9 @@ class Inbox:
 
     Each output of the engine holds what is new. Unread ones are merged.
 
-    account: of the bytes that are held for the reader.
-    in_full: whether each output of the engine holds everything so far instead.
-    result: of a report on a prompt, once `wait` returns.
+    account: counts the bytes that are held for the reader.
+    in_full: whether each output of the engine holds everything so far, rather than what is new.
+    result: the result of a report on a prompt, once `wait` returns.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Inbox:
         return self._whole_prompt() is not None
 
     def drop_prompt(self) -> None:
-        """Drop the log-probabilities of the prompt, which are computed again."""
+        """Drop the log-probabilities of the prompt, because they are computed again."""
         self._prompt_logprobs = None
         self._ledger.drop_prompt()
 
@@ -151,7 +151,7 @@ class Inbox:
         return self._samples[0].text if self._samples else ""
 
     def refusal(self) -> RequestError | None:
-        """Return why an answer that its reader gets as a whole has become too large; else None."""
+        """Return why an answer that is sent as a whole has become too large; None if it has not."""
         return self._ledger.refusal()
 
     def refuse(self, error: RequestError) -> None:
@@ -165,13 +165,13 @@ class Inbox:
         self._ledger.release()
 
     def give_back(self) -> None:
-        """Drop all that is held, once the reader is gone."""
+        """Drop all held outputs, once the reader is gone."""
         self._samples = []
         self._prompt_logprobs = None
         self._ledger.clear()
 
     def put_result(self, result: Any) -> None:
-        """Add the report on a prompt."""
+        """Add the result of a report on a prompt."""
         self.result = result
         self.finished = True
         self._wake()
@@ -182,7 +182,7 @@ class Inbox:
         self._wake()
 
     async def wait(self) -> None:
-        """Wait for something new. Raises the error of `fail` when there is nothing more."""
+        """Wait for something new. Raises the error of `fail` if nothing more will come."""
         while not self._has_news:
             if self._error is not None:
                 raise self._error
@@ -224,7 +224,7 @@ class Inbox:
 
 
 def size_of(output: frames.Output) -> int:
-    """Return about how many bytes an output holds until it is read."""
+    """Return the approximate size in bytes of an output until it is read."""
     size = 0
     for completion in output.completions:
         size += len(completion.text) + len(completion.token_ids) * TOKEN_BYTES
@@ -233,5 +233,5 @@ def size_of(output: frames.Output) -> int:
 
 
 def bytes_of(places: Sequence[frames.Place | None]) -> int:
-    """Return about how many bytes the candidates at places of a text hold."""
+    """Return the approximate size in bytes of the candidates at positions of a text."""
     return sum(len(place[0]) for place in places if place is not None) * CANDIDATE_BYTES

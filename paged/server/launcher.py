@@ -21,16 +21,16 @@ BUFFER_BYTES = 4 * 2**20  # of the socket, as far as the system allows: a step w
 
 
 class EngineProcess(Protocol):
-    """A process that runs an engine, as its connection sees it."""
+    """A process that runs an engine, as seen by its connection."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it is gone, at most so long. Return whether it is."""
+        """Wait until the process is gone, at most timeout_s. Return whether it is gone."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the process at once."""
 
     def how_ended(self, timeout_s: float) -> str:
-        """Return how it ended, in a few words; a process that has not ended in time is ended."""
+        """Return in a few words how the process ended. If it has not ended in time, kill it."""
 
 
 class Launcher(Protocol):
@@ -40,10 +40,10 @@ class Launcher(Protocol):
     engine_options: Mapping[str, Any]  # that each engine gets besides its own
 
     def launch(self, start: Start) -> tuple[socket.socket, EngineProcess]:
-        """Start a process. Return a socket to it, to which `start` is sent first, and the process."""
+        """Start a process. Return a socket to it, over which `start` is sent first, and the process."""
 
     def check_room(self, num: int) -> None:
-        """Raise ConfigError unless there is room for so many more processes. It may block."""
+        """Raise ConfigError unless there is room for `num` more processes. This may block."""
 
 
 class LocalProcess:
@@ -54,7 +54,7 @@ class LocalProcess:
         self.pid = process.pid
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it is gone, at most so long. Return whether it is."""
+        """Wait until the process is gone, at most timeout_s. Return whether it is gone."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -62,11 +62,11 @@ class LocalProcess:
         return True
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the process at once."""
         self._process.kill()
 
     def how_ended(self, timeout_s: float) -> str:
-        """Return how it ended, in a few words; a process that has not ended in time is ended."""
+        """Return in a few words how the process ended. If it has not ended in time, kill it."""
         if not self.wait(timeout_s):
             self.kill()  # it cannot be used any more
             return "its socket was closed"
@@ -85,7 +85,7 @@ class LocalLauncher:
         return start_process()
 
     def check_room(self, num: int) -> None:
-        """Do nothing: a process that has no GPU or core of its own says so itself."""
+        """Do nothing: a process that finds no GPU or core for itself reports that."""
 
 
 def start_process(
@@ -93,7 +93,7 @@ def start_process(
 ) -> tuple[socket.socket, LocalProcess]:
     """Start a process on this machine, which ends with this one. Return a socket to it, and the process.
 
-    environment: what it has besides the variables of this process.
+    environment: variables added to those of this process.
     """
     ours, theirs = socket_pair()
     path = [ROOT, *filter(None, sys.path)]  # so that it finds what this process finds
@@ -109,7 +109,7 @@ def start_process(
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Return two ends of a connection with buffers for the outputs of steps."""
+    """Return the two ends of a socket with buffers large enough for the outputs of steps."""
     ends = socket.socketpair()
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)

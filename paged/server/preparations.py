@@ -22,12 +22,12 @@ MOST_WAIT_S = 3600.0  # threads cannot wait for any length of time
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Preparation(Generic[T]):
-    """A request to prepare. One of `add`, `fail` and `give_up` is called, once.
+    """A request to prepare. Exactly one of `add`, `fail` and `give_up` is called, once.
 
     key: identifies it.
-    left_s: what is left of its timeout_s; None sets no limit.
+    left_s: seconds left of its timeout_s; None sets no limit.
     prepare: called on one of the threads.
-    add: called with what `prepare` returns.
+    add: called with the result of `prepare`.
     fail: called with the error of `prepare`, or once timeout_s has passed, whatever the threads do.
     give_up: called by `Preparations.drop`.
     """
@@ -42,7 +42,7 @@ class Preparation(Generic[T]):
 
 
 class Preparations(Generic[T]):
-    """The requests that are being prepared, or wait for it. Thread-safe.
+    """The requests that are being prepared or wait for preparation. Thread-safe.
 
     Tenants take turns: none gets a second thread while another one waits for its first.
     """
@@ -61,7 +61,7 @@ class Preparations(Generic[T]):
         return len(self._unanswered)
 
     def submit(self, asked: Preparation[T]) -> None:
-        """Prepare a request when it is its turn."""
+        """Prepare a request when its turn comes."""
         with self._changed:
             self._unanswered[asked.key] = asked
             self._waiting.setdefault(asked.tenant, {})[asked.key] = asked
@@ -72,7 +72,7 @@ class Preparations(Generic[T]):
         self._pool.submit(self._run_next)
 
     def drop(self, key: Hashable) -> None:
-        """Give a request up that its reader has left, if it is not prepared yet."""
+        """Give a request up whose reader has left, if it is not prepared yet."""
         asked = self._unanswered.get(key)
         if asked is not None and self._take(asked):
             asked.give_up()

@@ -15,7 +15,10 @@ from .telemetry.records import RequestRecord
 
 
 class ResponseKey(NamedTuple):
-    """Which response. owner: the tenant, or the key, that made it; "" without keys."""
+    """The key of a response.
+
+    owner: the tenant, or the key, that made it; "" without keys.
+    """
 
     owner: str
     response_id: str
@@ -29,15 +32,15 @@ class StoredResponse(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes that it takes."""
+        """The size of the response in bytes."""
         return len(self.body) + len(self.messages)
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseInProgress:
-    """A response that an engine works at.
+    """A response that an engine is generating.
 
-    identity: which its id is made of.
+    identity: the part of its id that is unique.
     created: seconds since 1970.
     """
 
@@ -48,9 +51,9 @@ class ResponseInProgress:
 
 
 class Responses:
-    """The stored responses, of which the least recently used leave, and those in progress.
+    """The stored responses, and those in progress. The least recently used stored ones are dropped first.
 
-    max_bytes: of all stored ones; 0 stores none.
+    max_bytes: the most bytes of all stored responses together; 0 stores none.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -61,7 +64,9 @@ class Responses:
         self._lock = threading.Lock()  # large answers are made, and so stored, in another thread
 
     def store(self, key: ResponseKey, body: dict[str, Any], messages: Sequence[dict[str, Any]]) -> bool:
-        """Store a response, and let others leave for it. Return False if it takes more than all may."""
+        """Store a response, and drop others to make room. Return False if it is larger than the
+        whole store.
+        """
         made = StoredResponse(*(json.dumps(value).encode() for value in (body, [*messages])))
         with self._lock:
             self._remove(key)
@@ -93,7 +98,7 @@ class Responses:
 
     @contextmanager
     def in_progress(self, key: ResponseKey, response: ResponseInProgress) -> Iterator[None]:
-        """Let a response be cancelled as long as the context lasts."""
+        """Make a response cancellable while this context lasts."""
         self._in_progress[key] = response
         try:
             yield

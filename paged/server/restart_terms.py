@@ -10,12 +10,11 @@ from ..base.validation import check_bool, check_int, check_number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartTerms:
-    """Whether and when engine processes are replaced.
+    """The conditions under which engine processes are replaced.
 
     resume: whether the requests of a process that ends go on in another one.
-    max_restarts: of one engine within ten minutes; after that no engine can
-        be had.
-    step_timeout: seconds after which a process whose step does not end is taken for one that hangs.
+    max_restarts: the most restarts of one engine within ten minutes. After more, no engine is available.
+    step_timeout: seconds after which a process counts as hanging if its step has not ended.
 
     Raises ConfigError naming the value and what is allowed.
     """

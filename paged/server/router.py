@@ -15,9 +15,10 @@ WAITING_WEIGHT = 4  # as in the balancing of vLLM
 def load_of(num_tokens: int, *, has_output: bool) -> int:
     """Return what an unfinished request adds to the load of its replica.
 
-    num_tokens: of its prompt and its output so far.
-    has_output: whether its replica has sent a token of it. Until then its prompt is to be computed, for
-        which the first tokens of later requests wait, whereas each step has room for all that decode.
+    num_tokens: the number of tokens in its prompt and its output so far.
+    has_output: whether its replica has sent a token of it. Until then its prompt must be computed, and the
+        first tokens of later requests wait for that. Decodes delay others little: each step has room for all
+        of them.
     """
     return num_tokens if has_output else WAITING_WEIGHT * num_tokens
 
@@ -26,13 +27,14 @@ class Router(Protocol):
     """Chooses a replica for each request."""
 
     def choose(self, token_ids: Sequence[int], loads: Sequence[int]) -> int:
-        """Return the number of a replica. Between two calls some may have come, or the last ones gone.
+        """Return the number of a replica. Between two calls, replicas may have been added or the last ones
+        removed.
 
-        loads: for each replica the sum of `load_of` of its unfinished requests.
+        loads: for each replica, the sum of `load_of` over its unfinished requests.
         """
 
     def forget(self, replica: int) -> None:
-        """Forget what a replica has cached: it begins anew, or is no more."""
+        """Forget what a replica has cached, because it restarts or is removed."""
 
 
 class RoundRobin:
@@ -47,7 +49,7 @@ class RoundRobin:
         return chosen
 
     def forget(self, replica: int) -> None:
-        """Do nothing: the turns stay."""
+        """Do nothing: this router keeps no state about replicas."""
 
 
 class LeastLoaded:
@@ -57,11 +59,11 @@ class LeastLoaded:
         return loads.index(min(loads))
 
     def forget(self, replica: int) -> None:
-        """Do nothing: the loads are given."""
+        """Do nothing: this router keeps no state."""
 
 
 class PrefixAware:
-    """Chooses the replica that was sent the longest prefix of the prompt before.
+    """Chooses the replica that was sent the longest prefix of the prompt in earlier requests.
 
     If its load is more than MAX_RATIO times the lowest load plus MAX_EXTRA, chooses the least loaded.
 

@@ -26,20 +26,20 @@ Beginning = frames.Generate | frames.Embed | frames.ScoreTokens  # an order that
 
 
 class Carrier(Protocol):
-    """A process that has requests, as they know it."""
+    """The process that has a request, as the request sees it."""
 
     def abort(self, request: SentRequest) -> None:
-        """Abort a request whose reader is gone, or which another process gets."""
+        """Abort a request whose reader is gone, or that moves to another process."""
 
     def end(self, request: SentRequest) -> None:
         """Abort an unfinished request whose reader waits for its last output."""
 
 
 class Keeper(Protocol):
-    """Who brings requests to processes, as they know it."""
+    """The object that sends requests to processes, as a request sees it."""
 
     def next_key(self) -> int:
-        """Return a number by which frames may name a request."""
+        """Return a new number by which frames name a request."""
 
     def unfinished(self, request_id: str) -> SentRequest | None:
         """Return a request; None if it has finished, perhaps unread."""
@@ -117,20 +117,20 @@ def _moved(known: float | None, told: float | None, later: float) -> float | Non
 
 
 class SentRequest:
-    """A request that an engine process computes, or will, and its outputs. A `RequestHandle`.
+    """A request that an engine process computes or will compute, and its outputs. A `RequestHandle`.
 
-    It keeps what another process needs to go on if this one ends: the order, and what was received.
+    It keeps what another process needs to continue it: the order, and the outputs received so far.
 
-    order: begins the request; of a fork, once its tokens so far are known.
-    params: of an order to generate.
+    order: the order that begins the request; for a fork, it is known once the parent's tokens are.
+    params: the sampling parameters; for an order to generate only.
     fork: the order of a fork.
-    is_bound: whether no other process can go on with it.
+    is_bound: whether no other process can continue it.
     connection: the process that has it; None while it waits for one.
-    was_sent: whether a process has ever had it.
-    has_waited: whether it has ever waited for one.
-    suspicion: whether it may be what ends processes.
-    has_left: whether it has left a process unfinished, which ended or gave it up.
-    timer: ends it while it waits.
+    was_sent: whether any process has ever had it.
+    has_waited: whether it has ever waited for a process.
+    suspicion: whether it may be what kills its processes.
+    has_left: whether it has left a process unfinished, because the process ended or gave it up.
+    timer: ends it if it waits too long.
     """
 
     def __init__(
@@ -167,17 +167,17 @@ class SentRequest:
     # Of its reader
 
     async def get(self) -> RequestOutput:
-        """Return the next output. The one before does not count any more: its reader has done with it."""
+        """Return the next output. The previous one then no longer counts as held."""
         self.inbox.release()
         return await self.inbox.get()
 
     async def result(self) -> Any:
-        """Return what a request for a report on a prompt has found."""
+        """Return the result of a request for a report on a prompt."""
         await self.inbox.wait()
         return self.inbox.result
 
     def close(self) -> None:
-        """Abort the request if it is not finished, and drop what is held of it. From any thread."""
+        """Abort the request if it is unfinished, and drop what is held for it. Any thread may call this."""
         self._keeper.call_in_loop(self._close)
 
     def _close(self) -> None:
@@ -189,45 +189,45 @@ class SentRequest:
 
     @property
     def key(self) -> int:
-        """The number by which frames name it, since it was sent last."""
+        """The number by which frames name it since it was last sent."""
         return self.order.key
 
     @property
     def request_id(self) -> str:
-        """Its id."""
+        """The id of the request."""
         return self.inbox.request_id
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its prompt, and those that have come."""
+        """The number of tokens in its prompt and its output so far."""
         return len(self.inbox.token_ids) + sum(len(sample.token_ids) for sample in self._samples)
 
     @property
     def left_s(self) -> float | None:
-        """What is left of its timeout_s, which counts from its arrival."""
+        """The seconds left of its timeout_s, which counts from its arrival."""
         return None if self._deadline is None else self._deadline.left_s
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it may be what ended the processes that had it."""
+        """Whether the request may have killed the processes that had it."""
         return self.suspicion.is_there and self.follows is None  # a fork begins beside its parent
 
     @property
     def follows(self) -> str | None:
-        """The id of the request whose process must get it: of a fork until its tokens are known."""
+        """The id of the parent whose process must get a fork, until the fork's tokens are known."""
         return None if self.fork is None or self._has_output else self.fork.request_id
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another process can make what this one would have made."""
+        """Whether another process can generate the same tokens."""
         if self.is_bound:
             return False
         return self.follows is None or self._keeper.unfinished(self.follows) is not None
 
     def next_order(self) -> Beginning | frames.Fork:
-        """Return the order for the next process that gets it.
+        """Return the order for the next process that gets the request.
 
-        Each sending has a key of its own: the last output for an earlier one may still be on its way.
+        Each time it is sent it has a new key, because an output for an earlier key may still be on its way.
         """
         self._times.on_send()
         self.suspicion.on_send()
@@ -290,7 +290,7 @@ class SentRequest:
         return [every[index] for index in sorted(every)]
 
     def aborted(self) -> frames.Output:
-        """Return the last output of a request that is ended while no process has it."""
+        """Return the last output of a request that ends while no process has it."""
         left = []
         for index, sample in enumerate(self._samples):
             if sample.end is None:
@@ -301,7 +301,7 @@ class SentRequest:
         return self.take(frames.Output(self.key, left, True, None, None))
 
     def cancel_timer(self) -> None:
-        """Stop what would end it while it waits."""
+        """Stop the timer that ends it while it waits."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None

@@ -30,18 +30,18 @@ logger = logging.getLogger(__name__)
 
 
 def next_pause(pause_s: float) -> float:
-    """Return the seconds to wait before the next start, after a start that waited so long has failed."""
+    """Return the seconds to wait before the next start, after a start that waited pause_s has failed."""
     return min(MOST_PAUSE_S, 2 * pause_s or FIRST_PAUSE_S)
 
 
 class SupervisedEngine:
     """An engine whose process is replaced when it ends. An `EngineReplica`.
 
-    connection: its newest process.
-    is_up: whether that serves.
+    connection: the connection to its newest process.
+    is_up: whether that process serves.
     is_leaving: whether its process is about to end, and gets no new requests.
-    error: of every call, once the supervisor has ended.
-    num_resumed: requests that came to it from another process.
+    error: the error of every call, once the supervisor has ended.
+    num_resumed: how many requests came to it from another process.
     """
 
     def __init__(self, start: frames.Start, owner: Owner, launcher: Launcher) -> None:
@@ -64,7 +64,7 @@ class SupervisedEngine:
 
     @property
     def replica(self) -> int:
-        """Its number."""
+        """The number of this engine."""
         return self._start.replica
 
     @property
@@ -82,7 +82,7 @@ class SupervisedEngine:
     def wait_ready(self, max_restarts: int) -> frames.Ready:
         """Wait until a process has made its engine. Raises the error of `LLMEngine`, and EngineDeadError.
 
-        A process that is killed meanwhile is started again, `max_restarts` times.
+        If the process is killed meanwhile, it is started again, at most `max_restarts` times.
         """
         pause_s = 0.0
         while True:
@@ -111,7 +111,7 @@ class SupervisedEngine:
         return self._first
 
     def on_death(self) -> Death:
-        """Keep the totals of the process, which has ended, or is about to."""
+        """Keep the totals of a process that has ended or is about to."""
         self._death = death = Death()
         self._earlier = self._counted(self.connection.stats)
         self.is_up = False
@@ -125,7 +125,7 @@ class SupervisedEngine:
         return sum(death.counts for death in self._restarts) < most
 
     def begin_restart(self) -> EngineConnection:
-        """Start another process in place of the one that has ended, or whose start has failed."""
+        """Start another process in place of one that has ended or whose start has failed."""
         self._restarts.append(self._death or Death())
         self._death = None
         self._num_restarts += 1
@@ -136,19 +136,19 @@ class SupervisedEngine:
         return self.connection
 
     def has_share_of(self, num_sharing: int) -> bool:
-        """Return whether its processes have the cores that one of so many engines gets of a machine."""
+        """Return whether its processes have the share of cores that one of `num_sharing` engines gets."""
         assert self._first is not None
         return self._first.device != "cpu" or self._start.num_replicas == num_sharing
 
     def begin_with_share_of(self, num_sharing: int) -> EngineConnection:
-        """Start another process, with the share of one of so many engines, after the one that has ended."""
+        """After a process has ended, start another one with the share of one of `num_sharing` engines."""
         self._start = msgspec.structs.replace(self._start, num_replicas=num_sharing)
         return self._begin()
 
     def begin_another(self, replica: int, num_sharing: int, earlier: EngineStats | None) -> SupervisedEngine:
-        """Start the first process of an engine that must be like this one, with a number of its own.
+        """Start the first process of another engine that must be like this one, with its own number.
 
-        earlier: of the engine that had this number before, whose totals go on.
+        earlier: the engine that had this number before, whose totals continue.
         """
         options = dict(self._start.options)
         start = msgspec.structs.replace(
@@ -165,11 +165,11 @@ class SupervisedEngine:
 
     @property
     def most_start_s(self) -> float:
-        """Seconds after which a start takes too long."""
+        """The longest time in seconds that a start may take."""
         return max(LEAST_START_S, MOST_START_RATIO * self._start_s)
 
     def on_ready(self, ready: frames.Ready) -> None:
-        """Let a new process serve. Raises ConfigError if its engine is another one than the first."""
+        """Let a new process serve. Raises ConfigError if its engine differs from the first."""
         first = self._first
         assert first is not None
         for name in ("max_model_len", "block_size"):
@@ -183,7 +183,7 @@ class SupervisedEngine:
             self.connection.tell(frames.Weigh(weights))
 
     def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
-        """Divide it among tenants by these weights, its later processes too."""
+        """Divide the engine among tenants by these weights. Later processes use them too."""
         self._start.options["tenant_weights"] = dict(weights)
         if self.is_up:
             self.connection.tell(frames.Weigh(dict(weights)))
@@ -202,12 +202,12 @@ class SupervisedEngine:
 
     @property
     def is_fit(self) -> bool:
-        """Whether it serves, and has sent something lately."""
+        """Whether the engine serves requests and has sent something lately."""
         return self.is_up and not self.connection.hangs
 
     @property
     def trouble(self) -> str | None:
-        """Why it is not well; None while it serves, or is replaced in time."""
+        """Why the engine is not well; None while it serves, or is replaced in time."""
         name = self.connection.name
         if self.is_up and self.connection.silent_s > HANG_S:
             silent_s = self.connection.silent_s
@@ -217,7 +217,7 @@ class SupervisedEngine:
         return f"{name} ended {down_s:.0f} s ago, and no other one has its engine yet; the log says why"
 
     def why_hung(self, step_timeout: float) -> str | None:
-        """Return why its process is taken for one that hangs, if it is."""
+        """Return why its process is taken to hang; None if it is not."""
         connection = self.connection
         if connection.silent_s > HANG_S:
             return f"has sent nothing for {connection.silent_s:.0f} s: it hangs"
@@ -228,7 +228,7 @@ class SupervisedEngine:
     # Figures
 
     async def ask(self) -> EngineStats:
-        """Return the current stats, those of before if it is replaced meanwhile."""
+        """Return the current stats. If the process is replaced meanwhile, return its last stats."""
         connection = self.connection
         if self.is_up:
             try:
@@ -242,7 +242,7 @@ class SupervisedEngine:
         return self.stats
 
     async def picture(self) -> EnginePicture:
-        """Return the picture of its next step. Raises EngineDeadError, also while it is replaced."""
+        """Return a picture of its next step. Raises EngineDeadError, also while the process is replaced."""
         self.check()
         if not self.is_up:
             raise EngineDeadError(f"{self.connection.name} is being replaced")
@@ -250,7 +250,7 @@ class SupervisedEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """The stats as of the last heartbeat. Totals go on from process to process."""
+        """The stats as of the last heartbeat. Totals continue from process to process."""
         return self._counted(self.connection.stats if self.is_up else None)
 
     def _counted(self, stats: EngineStats | None) -> EngineStats:

@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 class Supervisor:
     """Engines in processes of their own, which are replaced when they end, and all unfinished requests.
 
-    A request waits here while no process can have it. One whose processes ended twice may be what ended them:
-    it is computed alone until it has outlived what it survived before. If two more end meanwhile, it fails,
-    and explains all these deaths, which do not count as restarts.
+    A request waits here while no process can take it. If two processes die while computing a request, the
+    request is a suspect: it is computed alone until it has run longer than before. If two more processes die
+    meanwhile, the request fails as the cause of all these deaths, which then do not count as restarts.
 
     removed: the stats of the engines that were removed, by number, with the totals as they left.
     """
@@ -102,7 +102,7 @@ class Supervisor:
     # Requests
 
     def next_key(self) -> int:
-        """Return a number by which frames may name a request."""
+        """Return a new number by which frames name a request."""
         return next(self._keys)
 
     def unfinished(self, request_id: str) -> SentRequest | None:
@@ -110,7 +110,9 @@ class Supervisor:
         return self._requests.get(request_id)
 
     def choose(self, token_ids: Sequence[int]) -> SupervisedEngine | None:
-        """Return the engine for a prompt; None while all are replaced, or compute a request alone."""
+        """Return the engine for a prompt; None while every engine is being replaced or computes
+        a suspect alone.
+        """
         replicas = [each for each in self.replicas if self._is_open(each) and not each.is_leaving]
         if not replicas:
             return None
@@ -125,10 +127,10 @@ class Supervisor:
         return replica.is_up and not is_taken
 
     def begin(self, request: SentRequest, replica: SupervisedEngine | None) -> None:
-        """Send a new request to an engine, or let it wait for one.
+        """Send a new request to an engine, or queue it until one is available.
 
-        Raises RequestError for what cannot be sent, QueueFullError if max_waiting requests wait already, and
-        EngineDeadError.
+        Raises RequestError if a value cannot be sent, QueueFullError if max_waiting requests wait already,
+        and EngineDeadError.
         """
         self.check()
         if request.request_id in self._requests:
@@ -159,7 +161,7 @@ class Supervisor:
         self._forget(request)
 
     def end(self, request_id: str) -> None:
-        """Abort an unfinished request, if there is one, whose reader waits for its last output."""
+        """Abort an unfinished request, if it exists, whose reader waits for its last output."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -271,7 +273,7 @@ class Supervisor:
             self._dispatch()
 
     def on_progress_alone(self, connection: EngineConnection) -> None:
-        """Let the next suspect go on alone, or all other requests, if this one has run for long enough."""
+        """If the suspect has run long enough, let the next suspect run alone, or else all other requests."""
         request = self._alone
         if request is None or request.connection is not connection:
             return
@@ -284,7 +286,7 @@ class Supervisor:
         self._dispatch()
 
     def on_pause_alone(self, connection: EngineConnection) -> None:
-        """Let others go on while the reader of a suspect is slow."""
+        """Let other requests run while the reader of a suspect is slow."""
         request = self._alone
         if request is not None and request.connection is connection and request.inbox.account.is_paused:
             self._set_alone(None)
@@ -299,7 +301,7 @@ class Supervisor:
         self._wait(request)
 
     def on_death(self, connection: EngineConnection) -> None:
-        """Replace a process that has ended, and let its requests wait for another one."""
+        """Replace a process that has ended, and queue its requests for another one."""
         replica = next((each for each in self.replicas if each.connection is connection), None)
         requests = connection.take_requests()
         error = connection.dead
@@ -419,7 +421,7 @@ class Supervisor:
     async def resize(self, num: int, num_sharing: int) -> None:
         """Add engines, or remove those with the highest numbers, while requests run.
 
-        num_sharing: how many of them a machine is divided among.
+        num_sharing: how many engines share a machine.
 
         Raises ConfigError if there is no room for more, EngineDeadError, and the errors of `LLMEngine`.
         """

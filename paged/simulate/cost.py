@@ -27,8 +27,8 @@ class Portion:
     """The layers of a rank, and its part of the tables.
 
     model: the config with these layers alone, each as wide as the rank's shard of it.
-    num_head_params: weights of the output head that it multiplies by; 0 before the last stage.
-    num_table_params: weights of embedding, head and positions that it keeps.
+    num_head_params: how many weights of the output head it multiplies by; 0 before the last stage.
+    num_table_params: how many weights of embedding, head and positions it holds.
     """
 
     model: ModelConfig
@@ -37,7 +37,10 @@ class Portion:
 
     @classmethod
     def of(cls, model: ModelConfig, part: ModelPart | None = None) -> Self:
-        """Return what computes this part of a model; None: all of it."""
+        """Return the portion of the model that one rank computes.
+
+        part: the rank's part; None is the whole model.
+        """
         part = part or ModelPart.whole(model.num_layers)
         shard = part.shard
         table = len(shard.tokens(model.vocab_size)) * model.hidden_size
@@ -127,7 +130,7 @@ WindowShares = Sequence[tuple[int | None, float]]
 
 
 def window_shares(model: ModelConfig) -> WindowShares:
-    """Return the windows of a model's layers."""
+    """Return the sliding windows of a model, each with its share of the layers."""
     windows = Counter(layer.attention.window for layer in model.layers)
     return [(window, n / model.num_layers) for window, n in windows.items()]
 
@@ -141,13 +144,13 @@ def work_of(schedule: Schedule, windows: WindowShares) -> Work:
 
 
 def decode_work(num_seqs: int, length: int, windows: WindowShares) -> Work:
-    """Return the work of a step in which sequences of this length, its token included, compute one each."""
+    """Return the work of a step in which num_seqs sequences of this length decode one token each."""
     means = _mean_attention([length - 1] * num_seqs, [1] * num_seqs, num_seqs, windows)
     return Work(num_seqs, num_seqs, num_seqs, *means)
 
 
 def prompt_work(length: int, max_step_tokens: int, windows: WindowShares) -> list[Work]:
-    """Return the work of the steps of a prompt that is computed alone."""
+    """Return the work of the steps that compute one prompt alone."""
     steps = []
     for start in range(0, length, max_step_tokens):
         new = min(max_step_tokens, length - start)
@@ -187,28 +190,28 @@ def _attention(
 
 
 class WorkCost(Protocol):
-    """A cost model of what a step computes."""
+    """A cost model for steps."""
 
     def seconds(self, work: Work) -> float:
-        """Return how many seconds it takes."""
+        """Return the seconds that this work takes."""
 
 
 class Roofline:
     """The roofline model of Williams et al., 2009: overhead + max(flops / peak, bytes / bandwidth).
 
-    flops: 2 per weight of the layers and token, 2 per weight of the output head and sampled token, and
-        2 per dimension of the keys and values of a head, and query-key pair.
-    bytes: all weights except the embedding once, K and V of the context, and K and V of the new tokens. Of
-        experts those that the step's tokens choose, if all are chosen as often.
+    flops: 2 per weight of the layers and token, 2 per weight of the output head and sampled token, and 2 per
+        dimension of the keys and values of a head, and query-key pair.
+    bytes: all weights except the embedding once, K and V of the context, and K and V of the new tokens.
+        Experts count if the step's tokens choose them, when all experts are equally likely.
 
-    Not counted: norms, biases and activations (about one percent), and that most tokens of a prompt skip a
-    part of the last layer.
+    Norms, biases and activations (about one percent) are not counted. Most tokens of a prompt skip a part of
+    the last layer, which is not counted either.
 
     portion: what computes the step: a whole model, or a rank's part of one.
     kv_bytes: bytes of K and V of one token over all layers.
     overhead: seconds per step for launches, scheduling and sampling.
     flops_efficiency, bandwidth_efficiency: the share of the data sheet's figures that kernels reach.
-    weight_bytes: of the weights that a step reads; None takes those of the config, without the checkpoint.
+    weight_bytes: the bytes of weights that a step reads; None computes them from the config.
     """
 
     def __init__(
@@ -286,7 +289,7 @@ class Coefficients:
         return cls(**given)
 
     def divided(self, share: float) -> Coefficients:
-        """Return the cost of a share of the work, by a process of its own."""
+        """Return the cost model of a process that does a share of the work."""
         return Coefficients(**{field.name: share * getattr(self, field.name) for field in fields(self)})
 
     def seconds(self, work: Work) -> float:
@@ -296,7 +299,7 @@ class Coefficients:
 
 
 class StepCost:
-    """The time of a step on one device: its computation and the blocks it swaps and copies."""
+    """The duration of a step on one device: its computation, and the swapping and copying of blocks."""
 
     def __init__(self, compute: WorkCost, model: ModelConfig, sheet: DataSheet, block_bytes: int) -> None:
         self._compute = compute
@@ -332,7 +335,7 @@ def layer_bytes(model: ModelConfig) -> float:
 
 
 def table_bytes(model: ModelConfig, num_params: int) -> float:
-    """Return the bytes of so many weights of embedding and head."""
+    """Return the bytes of num_params weights of embedding and head."""
     return num_params * (model.table_bits or 8 * element_bytes(model)) / 8
 
 

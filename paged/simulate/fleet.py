@@ -31,7 +31,7 @@ _MOST_VAIN_DEATHS = 1000  # of replicas with requests, one after another, withou
 
 
 class Event(NamedTuple):
-    """Something to happen. They happen by time, then in the order of these fields.
+    """A future event. Events are ordered by time, then by the other fields.
 
     number: of the request (NEXT_TURN) or replica (DEATH, RESTART, STEP).
     life: how often the replica had died, as a step of an earlier life is lost.
@@ -251,7 +251,7 @@ class Fleet:
         """Serve all arrivals. Return the statistics.
 
         think_time: seconds from an answer to the next turn of a conversation.
-        done: called with the number of requests that are newly done.
+        done: called with the number of requests that have finished since the last call.
         """
         self._expect(arrivals)
         while self._num_causes or self._waiting:

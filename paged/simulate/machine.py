@@ -32,7 +32,7 @@ _LAYER_S = 40e-6
 
 
 class Measured(NamedTuple):
-    """The time of steps, and what products reach: bytes of weights and operations per second."""
+    """Measured step times, and the bandwidth and arithmetic that matrix products reach."""
 
     coefficients: Coefficients
     bytes_per_s: float
@@ -40,7 +40,7 @@ class Measured(NamedTuple):
 
 
 def measure(footprint: Footprint) -> Measured:
-    """Measure products of 1 row and of 512 with the weights of a model, and attention to its cache."""
+    """Measure products of 1 row and of 512 rows with a model's weights, and attention over its cache."""
     model = footprint.model
     dtype: torch.dtype = getattr(torch, footprint.sizes.dtype)
     with TrustedContents():  # as in an engine's steps

@@ -26,7 +26,7 @@ _NETWORK_GB_PER_S = {"100gbe": 12.5, "10gbe": 1.25}
 
 @dataclass(frozen=True, slots=True)
 class RankLink:
-    """What connects two ranks, in each direction."""
+    """The link between two ranks: its speed in each direction."""
 
     bytes_per_s: float
     latency_s: float
@@ -60,12 +60,12 @@ class RankLink:
         return cls(gb_per_s * 1e9, latency_us / 1e6)
 
     def seconds(self, num_bytes: float) -> float:
-        """Return how long it takes until so many bytes have come."""
+        """Return the seconds until num_bytes have arrived."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
 class Exchanges:
-    """What the shards of a stage send each other within a step; see docs/parallel.md.
+    """The exchanges among the shards of a stage within a step; see docs/parallel.md.
 
     Each shard sends its columns to all others, so it gets those that it lacks. All wait for each other.
     """
@@ -133,7 +133,7 @@ def rank_sizes(config: EngineConfig, model: ModelConfig, target: str) -> list[Si
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """What a step takes on each rank of a stage: its computation, and the exchanges among the shards."""
+    """The work of a step on each rank of a stage: its computation, and the exchanges among the shards."""
 
     compute: WorkCost
     exchanges: Exchanges
@@ -145,14 +145,20 @@ class StageWork:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What steps take on a stage. stream_bytes: what the next one gets of each token; 0 of the last one."""
+    """The duration of steps on a stage.
+
+    stream_bytes: how many bytes per token the next stage gets; 0 for the last stage.
+    """
 
     cost: StepCost
     stream_bytes: int
 
     @classmethod
     def of(cls, compute: WorkCost, sizes: Sizes, sheet: DataSheet, link: RankLink) -> Self:
-        """Return the stage whose ranks have these sizes. compute: what one of them computes."""
+        """Return the cost of a stage whose ranks have these sizes.
+
+        compute: the cost model of one rank.
+        """
         model = sizes.model
         part = sizes.part
         assert part is not None, "sizes of no rank"

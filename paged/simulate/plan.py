@@ -40,7 +40,10 @@ SHORT_LENGTH = 128  # of others, where those are longer
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """The device that a plan is for. sheet: None for this machine, which is measured."""
+    """The device that a plan is for.
+
+    sheet: its data sheet; None for this machine, which is measured.
+    """
 
     name: str
     device: torch.device
@@ -66,7 +69,7 @@ class PlannedDevice:
 
     @property
     def memory(self) -> Memory:
-        """The device's memory: of one that is not here, as if nothing else ran there."""
+        """The memory of the device. On a device of another machine, nothing else is assumed to run."""
         if self.sheet is None:
             return Memory.of(self.device)
         total = int(self.sheet.memory_gib * GIB)
@@ -101,7 +104,7 @@ class PackedStart(NamedTuple):
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What an engine takes of a device, what fits, and how fast it should be.
+    """The memory that an engine takes of a device, what fits, and the predicted speed.
 
     measured: what this machine reaches; None for a device with a data sheet.
     would_fit: options with which a request of max_model_len fits, if it does not.
@@ -127,7 +130,7 @@ class EnginePlan:
 
     @property
     def reached(self) -> Roofline | Measured:
-        """What has the bandwidth and the arithmetic that products reach."""
+        """The model of the bandwidth and arithmetic that products reach."""
         return self._roofline if self.measured is None else self.measured
 
     @cached_property
@@ -136,25 +139,25 @@ class EnginePlan:
 
     @property
     def format(self) -> str:
-        """What people call the format of the weights."""
+        """The common name of the weights' format."""
         in_files = self.footprint.model.in_files.formats or self.model.dtype
         return f"{self.config.quantization} of {in_files}" if self.config.quantization else in_files
 
     @property
     def usual_length(self) -> int:
-        """The tokens of the sequences and of the prompt whose speed is predicted."""
+        """The length of the sequences and prompts whose speed is predicted."""
         return min(USUAL_LENGTH, self.footprint.longest or self.footprint.sizes.max_model_len)
 
     @property
     def sequences(self) -> dict[int, int]:
-        """How many requests of a length run at once, by the length."""
+        """The number of requests that run at once, by their length."""
         most = self.footprint.sizes.max_model_len
         lengths = [*(length for length in LENGTHS if length < most), most]
         return {length: self.footprint.num_sequences(length) for length in lengths}
 
     @property
     def short_length(self) -> int:
-        """The tokens of short sequences and prompts."""
+        """The length of the short sequences and prompts."""
         return min(SHORT_LENGTH, self.usual_length)
 
     def decode_speeds(self, length: int) -> dict[int, float]:
@@ -219,7 +222,7 @@ class EnginePlan:
 def make_plan(config: EngineConfig) -> EnginePlan:
     """Plan an engine with these options. `device` may also be the name of a data sheet.
 
-    Of a hub id, the config and the headers of the weights are fetched.
+    For a hub id, only the config and the headers of the weights are fetched.
 
     Raises ConfigError, CheckpointError or UnsupportedModelError, as an engine does, and ConfigError for an
     unknown device.

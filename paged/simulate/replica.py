@@ -30,7 +30,9 @@ class Refusal(enum.Enum):
 
 
 class Guesses:
-    """A drafter of as many tokens as it is asked for: which are right is drawn when the step ends."""
+    """A drafter that always guesses as many tokens as allowed. Which guesses are right is drawn when the step
+    ends.
+    """
 
     def propose(self, _: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
         """Return a draft for each request."""
@@ -47,8 +49,8 @@ class Step(NamedTuple):
 class Replica:
     """The real scheduler and block manager, with as many steps at once as the pipeline has in flight.
 
-    acceptance: the share of draft tokens that are accepted, by their place; without any there are no drafts.
-    load: for routers, the sum of `load_of` of its unfinished requests.
+    acceptance: the shares of draft tokens that are accepted, by their place; if empty, there are no drafts.
+    load: the sum of `load_of` over its unfinished requests, for routers.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Replica:
             self.scheduler.drafts = Drafts(Guesses(), most, sizes.model.vocab_size, sizes.max_sampled_rows)
 
     def add(self, request_id: str, arrival: Arrival) -> Request | Refusal:
-        """Queue a request. Return it, or the reason why it is refused."""
+        """Queue a request. Return it, or the reason for refusing it."""
         num_prompt_tokens = len(arrival.token_ids)
         # As in the engine: a prompt that fills the context still gets the token that follows it.
         most = min(
@@ -105,7 +107,9 @@ class Replica:
         return request
 
     def take_over(self, request: Request) -> Request:
-        """Queue a request whose replica died. Return the one that goes on after its tokens so far."""
+        """Queue a request whose replica died. Return the new request, which continues after the
+        tokens so far.
+        """
         moved = Request(replace(request.inputs, is_resumed=True), metrics=request.metrics)
         moved.token_ids += request.output_token_ids
         self._queue(moved)
@@ -126,7 +130,7 @@ class Replica:
         return [*self.scheduler.running, *self.scheduler.waiting()]
 
     def begin_step(self, now: float) -> Step | None:
-        """Schedule a step, if one more can be in flight and has anything to compute."""
+        """Schedule a step, if one more may be in flight and there is anything to compute."""
         if len(self.in_flight) == self._pipeline.num_in_flight or not self.scheduler.has_unfinished():
             return None
         self.now = now
@@ -138,7 +142,9 @@ class Replica:
         return step
 
     def end_step(self, now: float) -> tuple[int, list[Request]]:
-        """Record the results of the oldest step. Return how many tokens it sampled, and who finished."""
+        """Record the results of the oldest step. Return how many tokens it sampled, and the
+        finished requests.
+        """
         step = self.in_flight.popleft().schedule
         num_finished = self.scheduler.counters.num_finished
         self.now = now

@@ -19,9 +19,9 @@ PERCENTILES = (50, 90, 99)
 class Latencies:
     """Latencies of finished requests, in seconds.
 
-    ttft: from arrival to the first token.
-    tpot: mean time between the tokens of a request that has several.
-    e2e: from arrival to the last token.
+    ttft: the time from arrival to the first token.
+    tpot: the mean time between the tokens of a request that has several. e2e: the time from arrival to the
+        last token.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Latencies:
 class Statistics:
     """Totals of a fleet. Times are in seconds of the virtual clock, which begins at 0.
 
-    num_simulated: of the replicas, where others are represented by them.
+    num_simulated: the number of simulated replicas, if these represent others too.
     timeline: records every step, for a plot.
     """
 
@@ -71,7 +71,7 @@ class Statistics:
         self._hits_before: dict[str, int] = {}  # of moved requests, where they ran first
 
     def step(self, replica: Replica, start: float) -> None:
-        """Count the step that a replica has just begun, also if a death will interrupt it."""
+        """Count the step that a replica has just begun, even if a death will interrupt it."""
         schedule, end = replica.in_flight[-1]
         if len(replica.in_flight) > 1:  # the time is counted once
             start = max(start, replica.in_flight[-2].end)
@@ -94,7 +94,7 @@ class Statistics:
         self.refused[refusal] += number
 
     def die(self, requests: Iterable[Request]) -> None:
-        """Count a replica that died, and its requests, which others take over."""
+        """Count the death of a replica, and its requests, which move to others."""
         self.num_deaths += 1
         for request in requests:
             self.num_moved += 1

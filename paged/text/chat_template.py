@@ -60,10 +60,10 @@ TEMPLATE_OPTIONS = (
 
 
 class Abilities(NamedTuple):
-    """What a template shows to the model.
+    """The parts of a conversation that a template shows to the model.
 
-    tools: whether it renders anything else with a tool than without. A template that refuses every
-        trial conversation is taken to show tools, as it may expect another conversation.
+    tools: whether its output differs with a tool and without. A template that refuses every trial
+        conversation is taken to show tools, as it may expect another conversation.
     system: whether it shows system messages.
     """
 
@@ -74,7 +74,7 @@ class Abilities(NamedTuple):
 class ChatTemplates:
     """A checkpoint's chat templates by name; a single template is called "default".
 
-    special_tokens: the variables bos_token, eos_token and so on of templates.
+    special_tokens: the variables of templates such as bos_token and eos_token.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class ChatTemplates:
     ) -> str:
         """Return the text of one conversation with its special tokens; see `LLMEngine.chat`.
 
-        Where the template refuses system messages as they are, or leaves one out, their texts become one
-        system message at the beginning, or the beginning of the first user message. Where it takes no objects
-        as arguments of calls, it gets text.
+        If the template refuses system messages or leaves one out, their texts become one system message at
+        the beginning, or the beginning of the first user message. If it takes no objects as arguments of
+        calls, it gets text.
 
         Raises RequestError if an argument is wrong, or the template refuses it, fails or exceeds a limit.
         """
@@ -181,7 +181,7 @@ class ChatTemplates:
         return Abilities(shows_tools or not is_rendered, shows_system)
 
     def refuses_repeated_roles(self, chat_template: str | None = None) -> bool:
-        """Return whether a template takes a message of the user, but not two in a row."""
+        """Return whether a template accepts a message of the user, but refuses two in a row."""
         source = self.source(chat_template)
         if source not in self._refuses_repeated:
             if len(self._refuses_repeated) == MAX_PROBED:
@@ -238,7 +238,9 @@ class ChatTemplates:
 
 
 def names_role(source: str, role: str) -> bool:
-    """Return whether a template's source has this role as a quoted string, as a comparison has it."""
+    """Return whether a template's source contains this role as a quoted string, as a comparison
+    with it would.
+    """
     return f"'{role}'" in source or f'"{role}"' in source
 
 

@@ -20,7 +20,7 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """The growing text after a prompt. Text that was returned never changes.
+    """Decodes tokens to the growing text after a prompt. Text that was returned never changes.
 
     The text equals what decoding prompt and output at once adds to the prompt, with one exception: in a
     tokenizer with byte fallback, decoding at once also replaces valid characters that precede invalid UTF-8.

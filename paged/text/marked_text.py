@@ -17,7 +17,7 @@ _PRIVATE = [chr(code) for code in range(0xE100, 0xE200)]  # in no ordinary text
 
 
 class MarkedText(str):
-    """A text in which some spans are plain text, though they look like special tokens."""
+    """A text with spans that are plain text, although they look like special tokens."""
 
     __slots__ = ("plain",)
     plain: tuple[tuple[int, int], ...]
@@ -31,9 +31,9 @@ class MarkedText(str):
 
 
 class Placeholders:
-    """Stands for the markers in the messages of one conversation.
+    """Placeholders for the special tokens in the messages of one conversation.
 
-    messages: those with placeholders; the given ones where there is no marker.
+    messages: the messages with placeholders; the given ones if they contain no special tokens.
     """
 
     def __init__(self, messages: Sequence[Any], markers: re.Pattern[str]) -> None:
@@ -45,7 +45,7 @@ class Placeholders:
             self.messages = [self._replaced(message, markers) for message in messages]
 
     def restored(self, text: str) -> str:
-        """Return a rendered text with the markers, which are plain in it."""
+        """Replace placeholders in a rendered text by the original text, marked as plain."""
         if not self._texts:
             return text
         # A template may have escaped the placeholders, as JSON in ASCII has them.
@@ -82,7 +82,7 @@ class Placeholders:
 
 
 def pattern_of(markers: Collection[str]) -> re.Pattern[str]:
-    """Return the expression that finds any of the markers, the longest one at a place.
+    """Return a regular expression that finds the longest marker at each position.
 
     Markers with the same beginning share it in the expression: a tokenizer may have thousands.
     """
@@ -131,10 +131,10 @@ def _has_text(part: Any) -> bool:
 
 
 def encode_marked(text: MarkedText, backend: Any, *, add_special_tokens: bool) -> list[int]:
-    """Return the token ids of a text, whose plain spans are spelled with ordinary tokens.
+    """Return the token ids of a text. Its plain spans are encoded with ordinary tokens.
 
-    backend: a tokenizer of the tokenizers library. All tokens but those of the segments with plain spans,
-        from one added token to the next, are those of the text itself.
+    backend: a tokenizer of the tokenizers library. Only segments with plain spans, from one added token to
+        the next, are encoded specially; all other tokens are those of the text itself.
     """
     neutral = list(text)
     for start, end in text.plain:
@@ -164,7 +164,7 @@ def _segment(text: MarkedText, span: tuple[int, int], ids: list[int], backend: A
 
 
 def ordinary_ids(text: str, backend: Any, *, is_first: bool) -> list[int]:
-    """Return the ordinary tokens of a text, whatever added tokens it has the text of."""
+    """Encode a text with ordinary tokens only, even if it contains the text of added tokens."""
     if backend.normalizer is not None:
         text = backend.normalizer.normalize_str(text)
     pieces = [text]

@@ -24,7 +24,7 @@ _MARK = re.compile("\ue000([0-9]{1,6})\ue000")  # digits: a template may change 
 
 
 class RefusedError(RequestError):
-    """A template does not take a conversation.
+    """A template refuses a conversation.
 
     is_own: whether the message is in the template's own words.
     """
@@ -35,14 +35,14 @@ class RefusedError(RequestError):
 
 
 def write_shown(messages: list[Message], write: Write, *, knows_developer: bool, keeps_last: bool) -> str:
-    """Return the text of a conversation in the first form of which the template shows each system message.
+    """Render a conversation in the first form in which the template shows every system message.
 
     write: renders a conversation. Raises RefusedError.
     knows_developer: whether the template names the role.
     keeps_last: whether the last message must stay as it is.
 
-    If the template shows the texts in no form, that is the first form which it takes. Raises RefusedError if
-    it takes none.
+    If the template never shows all of them, the first form that it accepts is used. Raises RefusedError if it
+    accepts none.
     """
     write_calls = partial(_write_calls, write=write)
     if not _has_system(messages) or (keeps_last and messages[-1]["role"] in SYSTEM_ROLES):

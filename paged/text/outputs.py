@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class View(Sequence[T]):
-    """A read-only slice of a list, without a copy. The list may grow; the items of the view stay."""
+    """A read-only view of a slice of a list. The list may grow; the items in the view do not change."""
 
     __slots__ = ("_items", "_start", "_stop")
 
@@ -59,7 +59,9 @@ def _by_likelihood(completion: CompletionOutput) -> tuple[bool, float]:
 
 
 class OutputProcessor:
-    """The text of requests. It is made when an output is requested, so other requests cost nothing."""
+    """Produces the text of requests. Text is made when an output is requested, so other requests
+    cost nothing.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -75,11 +77,13 @@ class OutputProcessor:
             request.finish("stop", now, stop)
 
     def output(self, group: RequestGroup) -> RequestOutput:
-        """Return the output of a request so far; for output_kind DELTA, what is new since the last call."""
+        """Return the output of a request so far; with output_kind DELTA, return what is new
+        since the last call.
+        """
         return self._output(group, self._completions(group))
 
     def so_far(self, group: RequestGroup) -> RequestOutput:
-        """Return all of a request so far, and of each of its samples, whatever was returned before."""
+        """Return everything of a request and its samples so far, including what was returned before."""
         return self._output(group, [self._progress_of(sample).cumulative() for sample in group.samples])
 
     def _output(self, group: RequestGroup, completions: list[CompletionOutput]) -> RequestOutput:
@@ -105,8 +109,8 @@ class OutputProcessor:
     def decode_logprobs(self, group: RequestGroup, most: int) -> int:
         """Decode the tokens of about `most` candidates of a request's log-probabilities. Return how many.
 
-        An output needs all of them. Those of a long prompt or of many samples take longer than a step. The
-        outbox may take those of the prompt as they become readable.
+        An output needs all candidates, and decoding those of a long prompt or of many samples takes longer
+        than a step. The outbox may take the prompt's candidates as they are decoded.
         """
         num = 0
         if (prompt := self._prompt_of(group)) is not None:

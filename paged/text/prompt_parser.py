@@ -21,7 +21,8 @@ PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens
 class ParsedPrompt:
     """A prompt as validated token ids.
 
-    namespace: what its KV depends on besides the tokens. Prompts of different namespaces share no blocks.
+    namespace: everything but the tokens that its KV depends on. Prompts of different namespaces share no
+        blocks.
     """
 
     text: str | None
@@ -107,7 +108,7 @@ class PromptParser:
         )
 
     def namespace(self, salt: str | None, num_prompt_tokens: int) -> bytes:
-        """Return what a prompt's KV depends on besides its tokens."""
+        """Return everything but the tokens that a prompt's KV depends on."""
         rope = self.model_config.rope
         trained = self.model_config.max_position_embeddings
         # A prompt beyond the trained context is rotated for its own length: see Batch.rope_lens.
@@ -121,7 +122,7 @@ class PromptParser:
         """Return the parsed prompt, and the prompt followed by each continuation. Raises RequestError.
 
         continuations: text or token ids. Text is tokenized separately, without special tokens, so that the
-            tokens of the prompt are the same for all.
+            prompt's tokens are the same for all continuations.
         """
         parsed = self.parse(prompt)
         salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None

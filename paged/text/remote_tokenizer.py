@@ -23,12 +23,13 @@ MOST_ENCODED = 2  # texts at once, each by a process; the second one loads when 
 
 
 class RemoteTokenizer:
-    """What `Tokenizer` needs of a tokenizer of transformers, under the same names; a process encodes.
+    """A stand-in for a transformers tokenizer, with the methods that `Tokenizer` uses. Another process
+    encodes.
 
-    Decoding is part of an engine's steps and concerns all requests, so this process does it, unless the
-    tokenizer is one of Python's and the library's decoder is not used.
+    Decoding is part of an engine's steps and concerns all requests. This process decodes by itself, unless
+    the tokenizer is written in Python and does not use the library's decoder.
 
-    why_unbounded: what keeps the tokenizer from being used in this process.
+    why_unbounded: why the tokenizer must not run in this process.
     """
 
     def __init__(self, source: Source, limits: WorkerLimits = LIMITS) -> None:

@@ -65,7 +65,7 @@ ENVIRONMENT.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 
 @lru_cache(maxsize=16)
 def compiled(source: str) -> tuple[jinja2.Template, bool]:
-    """Return a template, and whether it iterates over the parts of a message's content."""
+    """Compile a template. Return it, and whether it iterates over the parts of a message's content."""
     tree = ENVIRONMENT.parse(source)
     # {% set content = message['content'] %} {% for part in content %}
     names = {
@@ -78,7 +78,7 @@ def compiled(source: str) -> tuple[jinja2.Template, bool]:
 
 
 def is_content(node: nodes.Node, names: set[str]) -> bool:
-    """Return whether a node is message['content'], message.content, or a variable assigned from one."""
+    """Return whether a node is message['content'], message.content, or a variable with that value."""
     while isinstance(node, nodes.Filter) and node.node is not None:
         node = node.node
     if isinstance(node, nodes.Getattr):

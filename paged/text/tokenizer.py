@@ -48,7 +48,7 @@ class TokenBytes(dict[int, bytes]):
 
     @classmethod
     def of(cls, backend: Any) -> TokenBytes | None:
-        """Make the table of a tokenizer; None where a token's text depends on its neighbours.
+        """Make the table of a tokenizer; None if a token's text depends on its neighbours.
 
         backend: the `tokenizers.Tokenizer`, or None for a tokenizer that is not from that library.
         """
@@ -136,7 +136,7 @@ SPARE_SHARE = 0.25
 
 
 class Tokenizer:
-    """The checkpoint's tokenizer: the one of transformers, or one that is equal and quicker to load."""
+    """The checkpoint's tokenizer: the one of transformers, or an equivalent one that loads faster."""
 
     def __init__(self, directory: Path) -> None:
         """Load the tokenizer of a directory. Raises CheckpointError for files that are missing or wrong."""
@@ -216,7 +216,7 @@ class Tokenizer:
         return {} if self._why_remote is not None else dict(self._tokenizer.get_vocab())
 
     def difference_from(self, other: Tokenizer) -> str:
-        """Say what tells the tokens of another tokenizer from those of this one; "" if nothing does."""
+        """Describe how the tokens of another tokenizer differ from those of this one; "" if they do not."""
         if len(self) != len(other):
             return f"it has {len(other):,} tokens, not {len(self):,}"
         ours = self._vocabulary
@@ -283,14 +283,14 @@ class Tokenizer:
 
     @cached_property
     def added_texts(self) -> frozenset[str]:
-        """The texts of the added tokens, special or not; only of special ones where others are unknown."""
+        """The texts of the added tokens, special or not; only of the special ones if others are unknown."""
         backend = None if self._why_remote else getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             return frozenset(self.special_ids)
         return frozenset(token.content for token in backend.get_added_tokens_decoder().values())
 
     def least_tokens(self, text: str, most: int) -> int:
-        """Return a lower bound of a text's number of tokens if that is more than `most`; otherwise 0.
+        """Return a lower bound of a text's number of tokens if the bound exceeds `most`; otherwise 0.
 
         The cost depends on `most`, not on the text, so that refusing ten megabytes does not delay the other
         requests. Raises RequestError as `encode` does.

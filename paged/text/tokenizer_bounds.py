@@ -56,9 +56,9 @@ class _UnboundedError(Exception):
 
 
 def why_unbounded(description: Mapping[str, Any], *, has_model: bool = True) -> str | None:
-    """Return what of a tokenizer is not known to be bounded, None if all is.
+    """Return the part of a tokenizer that is not known to take bounded time; None if all parts are known.
 
-    description: the library's JSON.
+    description: the tokenizer in the library's JSON.
     has_model: False to check the parts around the model alone.
     """
     try:
@@ -85,7 +85,7 @@ def why_unbounded(description: Mapping[str, Any], *, has_model: bool = True) -> 
 
 
 def why_undecodable(description: Mapping[str, Any]) -> str | None:
-    """Return what keeps a tokenizer from decoding in bounded time, None if nothing does.
+    """Return the part that keeps a tokenizer from decoding in bounded time; None if there is none.
 
     Whatever its model is, it decodes by the table of tokens, the added ones and the decoder.
     """

@@ -58,7 +58,7 @@ WAY_OUT = "give another tokenizer with tokenizer=, or do without one: skip_token
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Raise CheckpointError unless the directory has a vocabulary, and what it takes to read it.
+    """Raise CheckpointError unless the directory has a vocabulary and the files needed to read it.
 
     Links must stay within the checkpoint, and the settings must have the types that the loader expects.
     """
@@ -113,7 +113,7 @@ def _check_place(directory: Path, file: Path) -> None:
 
 
 def source_of(directory: Path) -> Source:
-    """Return what transformers needs to know to load a tokenizer. Raises CheckpointError."""
+    """Return the information that transformers needs to load a tokenizer. Raises CheckpointError."""
     config_file = directory / "config.json"
     settings_file = directory / "tokenizer_config.json"
     config = read_json(config_file) if config_file.exists() else {}
@@ -124,7 +124,7 @@ def source_of(directory: Path) -> Source:
 
 
 def may_load_here(source: Source) -> bool:
-    """Return whether loading a tokenizer in this process takes bounded time and memory, going by its files.
+    """Return whether a tokenizer's files show that loading it here takes bounded time and memory.
 
     Raises CheckpointError for a file that is not JSON, or makes text too long.
     """
@@ -278,7 +278,7 @@ def _check_values(file: Path, values: Mapping[str, Any], kinds: Mapping[str, Kin
 def damaged_tokenizer(directory: Path, error: BaseException) -> CheckpointError:
     """Return the error for a tokenizer that was not loaded: a line with the damaged file and the reason.
 
-    error: that of transformers, which does not always name the file.
+    error: the error of transformers, which does not always name the file.
     """
     reason = first_line(error)
     if not reason.startswith(str(directory)):
@@ -318,7 +318,7 @@ OTHER_FILES = (
 
 
 class DirectTokenizer:
-    """What `Tokenizer` needs of a tokenizer of transformers, under the same names."""
+    """A stand-in for a transformers tokenizer, with the methods that `Tokenizer` uses."""
 
     def __init__(self, backend: Tokenizer, special_tokens: dict[str, str], chat_template: str | None) -> None:
         self.backend_tokenizer = backend

@@ -67,7 +67,7 @@ class _Factors(NamedTuple):
 
 
 def why_growing(description: Part) -> str | None:
-    """Return what of a tokenizer makes text too long, None if nothing does or it is not understood.
+    """Return the part of a tokenizer that makes text too long; None if no known part does.
 
     description: the library's JSON.
     """
@@ -93,7 +93,7 @@ def why_growing(description: Part) -> str | None:
 
 
 def growth(name: str, parts: Sequence[Part | None], most: int) -> float:
-    """Return how many times as long parts that follow each other make a text."""
+    """Return by which factor consecutive parts may lengthen a text."""
     steps = [step for part in parts for step in _steps_of(part, name)]
     factors = _Factors(1.0, {})
     of_unicode = 1.0  # of the forms of Unicode since another step

@@ -19,9 +19,9 @@ GENERAL_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 class Source(NamedTuple):
     """What a tokenizer of transformers is loaded from.
 
-    directory: of its files.
-    tokenizer_class, model_type, model_name: as config.json has them.
-    settings: the keys of tokenizer_config.json, and `named_class` is its tokenizer_class.
+    directory: the directory of its files.
+    tokenizer_class, model_type, model_name: the values in config.json.
+    settings: the contents of tokenizer_config.json; `named_class` is its tokenizer_class.
     """
 
     directory: str

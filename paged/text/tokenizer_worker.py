@@ -70,7 +70,7 @@ def _config(source: Source) -> Any:
 
 
 def watch_files(roots: Sequence[str]) -> None:
-    """Have Python raise PermissionError for files outside `roots` and the directories of modules."""
+    """Make Python raise PermissionError for files outside `roots` and the directories of modules."""
     own = (*sys.path, sys.prefix, sys.base_prefix, os.path.dirname(os.__file__))
     allowed = tuple(os.path.join(os.path.realpath(root), "") for root in (*roots, *filter(None, own)))
 

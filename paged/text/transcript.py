@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Transcript:
     """The text of a request, updated by `read`.
 
-    The longest suffix that may become a stop string is held back, and so is a beginning that may be reasoning
-    or answer where stop strings end the answer alone. Text that was visible never changes.
+    The longest suffix that may become a stop string is held back. If stop strings end only the answer, a
+    beginning that may be reasoning or answer is held back, too. Text that was visible never changes.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
@@ -78,8 +78,8 @@ class Transcript:
     def read(self) -> str | None:
         """Read the newest tokens. Return the stop string at which the text ends, or None.
 
-        A stop string that ends within the first min_tokens tokens is ignored, and one that begins in the
-        text that a fork shares with a parent of other stop strings.
+        A stop string is ignored if it ends within the first min_tokens tokens. In a fork with other stop
+        strings than its parent, it is ignored if it begins in their common text.
         """
         request = self.request
         # The token that ended the request is part of its text only with include_stop_str_in_output.

@@ -60,7 +60,7 @@ class WorkerLimits:
     time_s: seconds of CPU time.
     wall_s: seconds by the clock; more, as a busy machine gives a process little time.
     memory: bytes of address space, including the interpreter's.
-    characters: of the request as JSON, and of what it may answer.
+    characters: the most characters of the request as JSON, and of the answer.
     """
 
     time_s: float = 5.0
@@ -70,7 +70,7 @@ class WorkerLimits:
 
 
 class Worker:
-    """A client of a process, which starts when needed.
+    """A client of a worker process, which starts when needed.
 
     module: what the process runs.
     subject: what uses the resources, for messages such as "the chat template takes more than 5 s".
@@ -106,7 +106,7 @@ class Worker:
     def ask(self, request: dict[str, Any], name: str = "the request") -> dict[str, Any]:
         """Return the process's answer.
 
-        name: of the request, for messages.
+        name: the name of the request, for messages.
 
         A process that is killed or stopped from outside is replaced, and asked once more.
 
@@ -135,7 +135,9 @@ class Worker:
         return self._exchange(line, self.limits.time_s)
 
     def restart(self) -> None:
-        """Start the process without waiting for it if there is none, so that the next call finds it ready."""
+        """Start the process if there is none, without waiting for it, so that the next call
+        finds it ready.
+        """
         with self._lock:
             if self._process is None:
                 self._start()
@@ -218,7 +220,7 @@ class Worker:
 
 
 class Workers:
-    """Workers of one kind: each call has one to itself, the one that was used last if it is free.
+    """A pool of workers of one kind. Each call has a worker to itself, preferably the one used last.
 
     size: the most calls at once; more wait.
     """
@@ -239,7 +241,7 @@ class Workers:
     ) -> dict[str, Any]:
         """Return a process's answer; see `Worker.ask`.
 
-        restarts: whether a process that ended is started again at once, without a call that waits for it.
+        restarts: whether a process that ended is started again at once, before the next call needs it.
         """
         worker = self._free.get()
         try:
@@ -354,7 +356,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def serve(answer: Callable[..., dict[str, Any]]) -> None:
-    """Answer the lines of stdin until it ends, within the limits: what the process of a Worker runs.
+    """Answer the lines of stdin until it ends, within the limits. The process of a Worker runs this.
 
     answer: takes a request's entries and `most_characters` as arguments. Its MemoryError is answered here.
     """

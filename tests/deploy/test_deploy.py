@@ -292,7 +292,7 @@ def test_compose_mounts_what_is_there():
 
 
 def test_each_file_is_in_the_documentation():
-    text = (DEPLOY.parent / "docs" / "serving.md").read_text()
+    text = (DEPLOY.parent / "docs" / "serving-operations.md").read_text()
     files = [file.relative_to(DEPLOY) for file in DEPLOY.rglob("*") if file.is_file()]
     assert not [file for file in files if f"(../deploy/{file}" not in text]
 

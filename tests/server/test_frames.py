@@ -16,7 +16,7 @@ from paged import RequestError, SamplingParams, StructuredOutputsParams
 from paged.requests.request import Logprob
 from paged.server import frames
 
-PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+PAGE = Path(__file__).parents[2] / "docs" / "serving-processes.md"
 EVERY = SamplingParams(
     n=2,
     best_of=3,

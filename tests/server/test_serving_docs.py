@@ -1,4 +1,4 @@
-"""docs/serving.md names every route, status and option of the server."""
+"""docs/serving*.md name every route, status and option of the server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from paged.protocol.openapi import openapi
 from paged.server.options import ServeOptions
 from tests.support.keys_table import BEGIN, END, table
 
-TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+PAGES = sorted((Path(__file__).parents[2] / "docs").glob("serving*.md"))
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
 def test_every_route_and_option_is_documented():

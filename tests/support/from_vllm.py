@@ -1,4 +1,4 @@
-"""What of vLLM's offline API exists here: the tables in docs/from-vllm.md.
+"""What of vLLM's offline API exists here: the tables in docs/vllm-names.md.
 
 python -m tests.support.from_vllm --write    # rewrite them
 """
@@ -24,7 +24,7 @@ from paged.base.from_vllm import Neutral, missing_of, neutral_of
 
 # The names, arguments and defaults of vLLM 0.33; a default that is an object is {}.
 VLLM = json.loads((Path(__file__).parents[1] / "vllm_0_33.json").read_text())
-PAGE = Path(__file__).parents[2] / "docs" / "from-vllm.md"
+PAGE = Path(__file__).parents[2] / "docs" / "vllm-names.md"
 _START, _END = "<!-- tables: python -m tests.support.from_vllm --write -->\n", "<!-- end of tables -->"
 # The dataclasses of both, and the arguments that are accepted at their neutral value alone.
 CONFIGS = {

@@ -1,11 +1,11 @@
-"""The table of the fields of a key in docs/serving.md: python -m tests.support.keys_table --write."""
+"""The fields of a key, a table in docs/serving-operations.md: python -m tests.support.keys_table --write."""
 
 import argparse
 from pathlib import Path
 
 from paged.server.access.key_file import KEY_TABLE
 
-PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+PAGE = Path(__file__).parents[2] / "docs" / "serving-operations.md"
 BEGIN = "<!-- table: python -m tests.support.keys_table --write -->\n"
 END = "<!-- end of table -->\n"
 

@@ -1,4 +1,4 @@
-"""The picture of the page in docs/serving.md: python -m tests.support.page_picture
+"""The picture of the page in docs/serving-operations.md: python -m tests.support.page_picture
 
 Eight requests that repeat, six of which share a prefix, beside a chat whose log-probabilities are looked at.
 """

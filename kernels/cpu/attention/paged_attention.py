@@ -70,7 +70,10 @@ MERGE = Task(
 def scratch_size(
     head_dim: int, value_dim: int, num_heads: int, max_rows: int, max_heads: int, tiles: bool
 ) -> int:
-    """Return the bytes for any unit of up to max_rows rows and max_heads KV heads. tiles: by AMX too."""
+    """Return the bytes of scratch memory for any unit of up to max_rows rows and max_heads KV heads.
+
+    tiles: whether AMX may compute the unit.
+    """
     width: int = padded(value_dim)
     score_rows = max(AMX_BLOCK, max_rows) + TILE_ROWS
     words = TILE * (max_heads * (head_dim + width + 2) + 2 * 16 + head_dim + score_rows + 4 * 2)
@@ -79,7 +82,7 @@ def scratch_size(
 
 
 def in_place_bytes(num_rows: int, head_dim: int) -> int:
-    """Return the bytes that a decode by AMX takes for so many rows: configurations, K Qᵀ and Qᵀ."""
+    """Return the bytes that an AMX decode of num_rows rows needs for tile configurations, K Qᵀ and Qᵀ."""
     return 3 * LINE + TILE * LINE + 2 * num_rows * 2 * head_dim
 
 
@@ -90,7 +93,7 @@ LEAST_ROWS = 64
 
 
 class Plan(NamedTuple):
-    """The work of one step, for every layer of the same shape."""
+    """The division of one step's attention into work units, for every layer of the same shape."""
 
     units: NDArray[np.int64]  # [num_units, 8], see units.ATTEND
     merges: NDArray[np.int64]  # [num_merges, 8]
@@ -118,7 +121,7 @@ def plan_attention(
     cu_seqlens_q: Tensor,
     options: AttentionOptions,
 ) -> _LayerPlan:
-    """Check the inputs and share the work out for `paged_attention`, which has the same parameters.
+    """Check the inputs, and divide the work for `paged_attention`, which has the same parameters.
 
     Raises ValueError where they do not fit together.
     """
@@ -171,9 +174,9 @@ def paged_attention(
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
     """Return softmax(scale q kᵀ + causal mask) v over paged K and V; see `gpu.attention.paged_attention`.
 
-    max_decode_q and min_seqlen_q are hints that change nothing here. In `TrustedContents` a plan was checked
-    with the layer that it was made for: others are only compared with that one's layout. Raises ValueError
-    where the tensors, or the plan, do not fit.
+    max_decode_q and min_seqlen_q are hints that change nothing here. In `TrustedContents` only the layer that
+    the plan was made for was checked; other layers are only compared with its layout. Raises ValueError if
+    the tensors or the plan do not fit.
     """
     if plan is None:
         plan = plan_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)

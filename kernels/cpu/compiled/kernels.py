@@ -33,9 +33,9 @@ def kernel(name: str) -> Callable[[Callable[[int], None]], Callable[[int], None]
 
 
 def each_unit(task: Task) -> Callable[[Callable[..., None]], Callable[[int], None]]:
-    """Decorate do(args, unit) or do(args, unit, scratch), which does one unit of a task's work.
+    """Decorate do(args, unit) or do(args, unit, scratch), which computes one work unit of a task.
 
-    Every thread claims one unit after the other until none is left. scratch: the thread's own memory.
+    Every thread claims one unit after the other until none is left. scratch: memory of the thread.
     """
 
     def decorate(do: Callable[..., None]) -> Callable[[int], None]:

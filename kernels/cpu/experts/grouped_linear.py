@@ -15,7 +15,7 @@ _CPU = torch.device("cpu")
 
 
 class ExpertPanels:
-    """The weights of experts, packed alike for `grouped_linear`: each is as `pack` makes it, with its bias.
+    """The packed weights of all experts for `grouped_linear`, each as `pack` makes it, with its bias.
 
     Raises ValueError if they differ in shape, or in whether they are gated or in pairs.
     """
@@ -55,7 +55,7 @@ class ExpertPanels:
 
     @property
     def first(self) -> Panels:
-        """The weight of the first expert; those of the others are packed alike."""
+        """The weight of the first expert. All others are packed alike."""
         return self.weights[0]
 
     def __len__(self) -> int:
@@ -71,9 +71,9 @@ def _shape_of(own: Panels) -> tuple[int, int, bool, bool]:
 
 
 def expert_memory(first: Panels, num_experts: int) -> Tensor:
-    """Allocate memory for the panels of so many experts that are packed as the first one: [num_experts, ...].
+    """Allocate memory for the panels of all experts, packed like the first one: [num_experts, ...].
 
-    One after the other they fill huge pages, of which each alone would leave a part to small ones.
+    One array fills huge pages; separate arrays would each leave part of their memory to small pages.
     """
     return in_huge_pages(first.weight.new_empty(num_experts, *first.weight.shape))
 
@@ -87,8 +87,8 @@ def grouped_panel_linear(
 ) -> Tensor:  # [num_rows, out_features], gated half as wide
     """Multiply the rows of each expert by its weight, see `reference.grouped_linear`, in one launch.
 
-    The launch is the same for all offsets: a thread finds its units of work in them. dtype: of the result,
-    by default that of x.
+    The launch is the same for all offsets: threads find their units of work from the offsets. dtype: of the
+    result, by default that of x.
     """
     if not is_trusted():
         check_result_dtype(torch.float32 if dtype is None else dtype)

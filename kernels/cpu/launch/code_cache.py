@@ -140,9 +140,10 @@ def _age(file: Path) -> float:
 
 @contextmanager
 def claimed(name: str) -> Iterator[bool]:
-    """Claim a kernel for compiling it, and yield whether it is claimed: not if another process has it.
+    """Try to claim a kernel for compilation. Yield whether this process got the claim rather than another
+    one.
 
-    The system ends a claim with its process, however that ends.
+    The system releases the claim when the process ends, however that happens.
     """
     file = writable_directory() / f"{name}-{TARGET.setting}.lock"
     with file.open("ab") as lock:

@@ -43,7 +43,7 @@ Call = tuple[Callable[..., None], tuple[Tensor, ...]]
 
 
 class Recorder(TorchDispatchMode):
-    """A context in which launches are recorded instead of carried out, and no memory is touched.
+    """A context in which launches are recorded, not executed, and no memory is touched.
 
     Allocations must be `empty` and its kin; any other operation that computes raises NotRecordableError.
     """
@@ -202,7 +202,7 @@ class Graph:
         self._output_offsets = [places[first] for first in results]
 
     def use_memory(self, memory: Tensor) -> None:  # u8[at least num_bytes], from the start of a cache line
-        """Lay out the allocated tensors and the scratch memory here from now on."""
+        """Place the allocated tensors and the scratch memory in this memory from now on."""
         self._flat[self._inside] = memory.data_ptr() + self._offsets
         self._table[:, column("scratch")] = memory.data_ptr()
         self._outputs = tuple(

@@ -19,7 +19,7 @@ _ADVICE = 14  # MADV_HUGEPAGE
 def in_huge_pages(x: Tensor) -> Tensor:
     """Ask the system for huge pages in the memory of x, which must not have been touched yet. Return x.
 
-    Does nothing off Linux, for other devices, or if x holds no whole huge page.
+    Does nothing on other systems than Linux, on other devices, or if x contains no whole huge page.
     """
     advise = _advise()
     if advise is None or not x.is_cpu:

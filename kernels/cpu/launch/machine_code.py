@@ -94,7 +94,7 @@ _ABSOLUTE_64 = 1  # R_X86_64_64, the kind of relocation
 
 
 class UnknownRelocationError(Exception):
-    """The file is no x86-64 ELF object, or has relocations that are not known here."""
+    """The file is no x86-64 ELF object, or has unsupported relocations."""
 
 
 class _Section(NamedTuple):
@@ -111,7 +111,7 @@ class _Section(NamedTuple):
 
 
 def place(symbol: str, code: bytes) -> tuple[int, Any]:
-    """Copy an object file's code to memory and run its relocations.
+    """Load an object file into memory and apply its relocations.
 
     Return the address of the symbol, and the owner of the memory. Raises UnknownRelocationError.
     """

@@ -29,11 +29,13 @@ Field = torch.Tensor | float | None
 
 
 class Task:
-    """A kernel and the fields of its record: int64, of which the first are pointers, and then float64.
+    """A kernel and the fields of its record: int64 fields, the first of which are pointers, and then float64
+    fields.
 
-    name: of the kernel: the module below `compiled` that has it, and its own name.
-    read_late: pointers to what a thread reads before it knows whether any unit is left. In a recorded step it
-    may come when the others are kernels ahead, so that this memory is not used again before the step's end.
+    name: the name of the kernel: the module below `compiled` that has it, and its own name.
+    read_late: pointers to memory that a thread reads before it knows whether any unit is left. In a recorded
+        step, a late thread may do so when others are several kernels ahead. This memory is therefore not
+        reused before the step's end.
     """
 
     def __init__(
@@ -127,19 +129,19 @@ class VariantTask(Task):
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel, as the bytes of its record."""
+    """One recorded launch of a kernel, as the bytes of its record."""
 
     task: Task
     record: bytes
 
 
 def note_launches(launches: list[Launch] | None) -> None:
-    """Append the launches of the calling thread to this list and do not run them; None ends that."""
+    """Append the calling thread's launches to this list instead of running them; None ends that."""
     _local.launches = launches
 
 
 def cache_strides(name: str, cache: torch.Tensor | None) -> dict[str, int]:
-    """Return the fields that say how many bytes apart blocks, tokens and heads of a cache are."""
+    """Return the strides of a cache's blocks, tokens and heads in bytes, as fields of a record."""
     strides = (0, 0, 0) if cache is None else cache.stride()[:3]
     size = 0 if cache is None else cache.itemsize
     kinds = ("block", "token", "head")
@@ -167,7 +169,7 @@ def _scratch(size: int) -> int:
 # So no thread waits long for one that is slower, or was interrupted.
 @lru_cache(maxsize=4096)
 def num_runs(num_units: int, num_threads: int) -> int:
-    """Return how many runs so many units are divided into."""
+    """Return how many runs num_units units are divided into."""
     number = 0
     while first_unit(number, num_units, num_threads) < num_units:
         number += 1
@@ -175,7 +177,7 @@ def num_runs(num_units: int, num_threads: int) -> int:
 
 
 def first_unit(run: int, num_units: int, num_threads: int) -> int:
-    """Return the first unit of a run; num_units or more if there is no such run."""
+    """Return the first unit of a run. It is num_units or more if the run does not exist."""
     first = 0
     while True:
         size = max(1, (num_units - first) // (2 * num_threads))

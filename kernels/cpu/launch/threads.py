@@ -61,7 +61,7 @@ _LAUNCH = struct.Struct("=4q")
 
 
 class Threads:
-    """Threads that help to run kernels. They start when a launch first wants them.
+    """Helper threads for kernels. They start when a launch first needs them.
 
     address: their memory, with which kernels call `wait_in_kernel` and `changed`.
     """
@@ -100,7 +100,7 @@ class Threads:
         return min(times) / MEASURED_LOOKS
 
     def run(self, kernel: MachineCode, record: ctypes.Array[Any], num_threads: int) -> None:
-        """Run a kernel for a record, on this thread and at most num_threads - 1 others."""
+        """Run a kernel on a record, on this thread and at most num_threads - 1 helpers."""
         if not self._can_sleep:
             self._run_on_executor(kernel, record, num_threads)
             return
@@ -136,7 +136,7 @@ class Threads:
                 self._helpers[-1].start()
 
     def stop(self) -> None:
-        """End the helpers; from then on, each caller runs its kernels alone."""
+        """End the helpers. Afterwards each caller runs its kernels alone."""
         self._set(IS_LAST, 1)
         # They notice at the next launch.
         self.run(self._look, self._record, 1 + len(self._helpers))

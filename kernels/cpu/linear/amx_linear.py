@@ -46,7 +46,7 @@ def multiply_tiles(
 ) -> None:
     """Launch the product of rows [num_rows, in_features] by AMX.
 
-    fields: of the kernel's record, those that `linear.LINEAR` has too.
+    fields: the fields of the kernel's record, those that `linear.LINEAR` has too.
     num_experts: whose weights the rows are multiplied by, each of the shape of this one; 0: by this one.
     """
     num_threads = torch.get_num_threads()

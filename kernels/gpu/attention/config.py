@@ -56,10 +56,10 @@ def choose_config(
 ) -> AttentionConfig:
     """Return the tile shapes for one model on one target.
 
-    head_dim: of query and key, and of value where `value_dim` is None. group: query heads that share a KV
-    head. dtype: of the query, and of the cache where `cache_dtype` is None. target: "sm_90", "gfx942",
-    "interpreter" and the like. queries: the most query tokens of a decode, as far as BLOCK_Q has room. Raises
-    ValueError for a head_dim, a group or a target that no kernel is made for.
+    head_dim: the head dimension of query and key, and of value where `value_dim` is None. group: query heads
+        that share a KV head. dtype: of the query, and of the cache where `cache_dtype` is None. target:
+        "sm_90", "gfx942", "interpreter" and the like. queries: the most query tokens of a decode, as far as
+        BLOCK_Q has room. Raises ValueError for a head_dim, a group or a target that no kernel is made for.
     """
     largest = largest_head_dim(target)
     for name, dim in (("head_dim", head_dim), ("value_dim", value_dim or head_dim)):

@@ -99,7 +99,7 @@ class Splits:
     The list is made on the device: a CUDA graph then holds the same launches for all lengths, and one long
     sequence among short ones does not leave SMs idle.
 
-    most_splits: of a sequence.
+    most_splits: the most splits of a sequence.
 
     max_keys: as many as the block tables can hold. decode_q: the most query tokens of a decode. window: 0 is
         none.

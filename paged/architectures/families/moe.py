@@ -199,8 +199,10 @@ def read_experts(
 ) -> ExpertsSpec:
     """Read the experts of layers that are alike.
 
-    count, inner, chosen: the keys of their number, of their size, and of how many a token has. routing: of
-    RoutingOptions; fields: of ExpertsSpec, in place of what is read.
+    count, inner, chosen: the keys of config.json for the number of experts, their size, and the experts per
+        token.
+    routing: fields of RoutingOptions.
+    fields: fields of ExpertsSpec that replace what is read.
     """
     for key, what in _NOT_BUILT.items():
         if hf.get(key):

@@ -122,7 +122,8 @@ NATIVE: Mapping[str, Any] = {**ARCHITECTURES, **MULTIMODAL}  # each has model_ty
 def text_of(known: Multimodal, hf: Config) -> Config:
     """Return the config.json that the text model alone would have.
 
-    Whether the head is tied is read of the whole model, as transformers does: of text_config it ignores it.
+    Whether the head is tied is read from the outer config, as transformers does; text_config's value is
+    ignored.
     """
     given = hf.get("text_config")
     if not isinstance(given, dict):

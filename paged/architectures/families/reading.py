@@ -114,7 +114,10 @@ def window_of(hf: Config) -> int | None:
 
 
 def layer_types_of(hf: Config, default: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return layer_types: for each layer full_attention or sliding_attention. default: where it is null."""
+    """Return layer_types: full_attention or sliding_attention for each layer.
+
+    default: the types where config.json has null.
+    """
     if hf["layer_types"] is None and default:
         return default
     num_layers = size(hf, "num_hidden_layers")
@@ -137,7 +140,7 @@ def layer_types_of(hf: Config, default: tuple[str, ...] = ()) -> tuple[str, ...]
 def full_every(interval: int | str, hf: Config) -> tuple[str, ...]:
     """Return layer types with full attention in every interval-th layer, and windows in the others.
 
-    interval: or the key of config.json that has it.
+    interval: a number, or the key of config.json that holds it.
     """
     step = size(hf, interval) if isinstance(interval, str) else interval
     kinds = ("full", "sliding")
@@ -179,9 +182,10 @@ def own_rope(hf: Config) -> dict[str, Any]:
 def read_rope(
     hf: Config, own: dict[str, Any] | None = None, *, partial: bool = False, interleaved: bool = False
 ) -> RopeConfig:
-    """Read a rotary embedding. own: its parameters, by default `own_rope`.
+    """Read a rotary embedding.
 
-    partial: the family may rotate a part of each head.
+    own: its parameters, by default `own_rope`.
+    partial: whether the family may rotate only a part of each head.
     """
     own = own_rope(hf) if own is None else own
     if nested := [key for key, value in own.items() if isinstance(value, dict)]:
@@ -229,7 +233,8 @@ def ropes_by_type(hf: Config, rope_theta: float, local_theta: float) -> dict[str
     """Read the rotary embeddings of layers with full attention and of those with a window.
 
     transformers 5 writes both into rope_parameters. Older checkpoints describe the rope of full attention
-    only; sliding layers then use an unscaled one. rope_theta, local_theta: where config.json has none.
+    only; sliding layers then use an unscaled one. rope_theta, local_theta: the defaults where config.json has
+    none.
     """
     given = hf.get("rope_parameters") or {}
     own = {"full_attention": hf.get("rope_scaling") or {}, "sliding_attention": {}}
@@ -351,9 +356,9 @@ AROUND_SUBLAYERS = NormNames(
 class Family(NamedTuple):
     """How the models of one architecture read config.json.
 
-    defaults: for keys of config.json, beside COMMON.
-    read: reduces config.json, with its defaults, to a ModelConfig.
-    keys: what the family's config.json calls keys of Llama's; None: the family has no such key.
+    defaults: default values for keys of config.json, in addition to COMMON.
+    read: turns config.json, with its defaults, into a ModelConfig.
+    keys: the family's names for Llama's keys of config.json; None: the family has no such key.
     """
 
     defaults: Config
@@ -362,7 +367,10 @@ class Family(NamedTuple):
 
 
 def read_attention(hf: Config, **fields: Any) -> AttentionSpec:
-    """Read the attention of layers that are alike. fields: of AttentionSpec, in place of what is read."""
+    """Read the attention of layers that are alike.
+
+    fields: fields of AttentionSpec that replace what is read.
+    """
     num_heads = size(hf, "num_attention_heads")
     num_kv_heads = num_heads if hf["num_key_value_heads"] is None else size(hf, "num_key_value_heads")
     if num_heads % num_kv_heads:
@@ -386,7 +394,10 @@ def read_attention(hf: Config, **fields: Any) -> AttentionSpec:
 
 
 def read_feed_forward(hf: Config, **fields: Any) -> FeedForwardSpec:
-    """Read the feed-forward part of layers that are alike. fields: of FeedForwardSpec."""
+    """Read the feed-forward part of layers that are alike.
+
+    fields: fields of FeedForwardSpec that replace what is read.
+    """
     inner = fields.pop("size", None) or size(hf, "intermediate_size")
     return FeedForwardSpec(size=inner, **fields)
 
@@ -402,7 +413,7 @@ def repeat(
 ) -> tuple[LayerSpec, ...]:
     """Return num_hidden_layers layers that differ in windows and rotary embeddings only.
 
-    fields: of LayerSpec.
+    fields: further fields of LayerSpec.
     """
     num_layers = size(hf, "num_hidden_layers")
     windows = windows or [attention.window] * num_layers
@@ -414,9 +425,10 @@ def repeat(
 
 
 def read_model(hf: Config, layers: tuple[LayerSpec, ...], **fields: Any) -> ModelConfig:
-    """Read what is around the layers. fields: of ModelConfig, in place of what is read.
+    """Read the parts around the layers.
 
-    rope, by default that of the first layer, decides the longest context.
+    fields: fields of ModelConfig that replace what is read. The field rope, by default that of the first
+        layer, determines the longest context.
     """
     names = hf["architectures"]
     read = {
@@ -449,7 +461,10 @@ def granite_fields(hf: Config) -> dict[str, Any]:
 
 
 def read_norm(hf: Config, **fields: Any) -> NormSpec:
-    """Read eps. fields: of NormSpec."""
+    """Read eps.
+
+    fields: further fields of NormSpec.
+    """
     eps = check_number(CheckpointError, "rms_norm_eps", hf["rms_norm_eps"], 0, 1, above=True)
     return NormSpec(eps, **fields)
 

@@ -22,7 +22,7 @@ COMMON = {
 class Architecture(NamedTuple):
     """One entry of ARCHITECTURES: a family of models that the one decoder computes.
 
-    module: has the family's entry of families; it is imported where a model of the family is read.
+    module: the module with the family's reader; it is imported when a model of the family is read.
     """
 
     model_type: str

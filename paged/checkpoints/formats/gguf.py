@@ -30,7 +30,7 @@ _NON_LINEAR = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13,
 
 @dataclass(frozen=True, slots=True)
 class GgufFormat(StoredFormat):
-    """A weight in blocks of one type."""
+    """A weight stored in blocks of one GGML type."""
 
     title: str
     type: GgmlType
@@ -51,7 +51,7 @@ class GgufFormat(StoredFormat):
 
 
 def gguf_format(part: StoredPart) -> GgufFormat | None:
-    """Return the format of a weight that a GGUF file has in blocks."""
+    """Return the format of a weight that a GGUF file stores in blocks."""
     tensor = part.get("weight")
     if not isinstance(tensor, GgufTensor) or not tensor.type.in_blocks:
         return None

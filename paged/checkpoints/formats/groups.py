@@ -36,22 +36,24 @@ NO_NAN = ValueCheck(
 
 @dataclass(frozen=True)
 class InputGroups:
-    """Which factors each input takes.
+    """The group of factors that each input belongs to.
 
-    Inputs are put in the order of their groups. Where groups are uneven, they are divided into smaller ones
-    of one size, which repeat their factors.
+    Inputs are sorted by group. If groups are of different sizes, they are divided into smaller groups of one
+    size, which repeat their factors.
     """
 
     group_of_input: bytes  # i64[num_inputs]
 
     @classmethod
     def even(cls, num_inputs: int, size: int | None) -> InputGroups:
-        """Return groups of inputs that follow each other; the last may be smaller. None: all in one."""
+        """Return groups of `size` consecutive inputs; the last may be smaller. None: all inputs
+        are one group.
+        """
         return cls.of(torch.arange(num_inputs, device="cpu") // (size or max(1, num_inputs)))
 
     @classmethod
     def of(cls, group_of_input: Tensor) -> InputGroups:
-        """Return the groups of these numbers."""
+        """Return the groups given by each input's group number."""
         return cls(group_of_input.to(torch.int64).contiguous().numpy().tobytes())
 
     @cached_property
@@ -60,7 +62,7 @@ class InputGroups:
 
     @cached_property
     def order(self) -> Tensor | None:
-        """The inputs in the order of their groups, i64[num_inputs]; None: as they are."""
+        """The inputs sorted by group, i64[num_inputs]; None if they are sorted already."""
         order = torch.argsort(self._groups, stable=True)
         return None if bool((order.diff() == 1).all()) else order
 
@@ -87,13 +89,13 @@ class InputGroups:
 
 
 def codes_of(words: Tensor, bits: int, num_inputs: int) -> Tensor | HalfBytes:
-    """Return the codes [n, num_inputs] of 4 or 8 bits in rows of int32 or uint8, the lowest first."""
+    """Unpack codes of 4 or 8 bits from rows of int32 or uint8, lowest bits first: [n, num_inputs]."""
     packed = _bytes_of(words)
     return packed[:, :num_inputs] if bits == 8 else HalfBytes(packed, num_inputs)
 
 
 def rows_of(words: Tensor, bits: int) -> Tensor:  # i32[n, m] -> u8[n * codes in each, m]
-    """Take codes out of words that pack rows, the lowest first."""
+    """Unpack codes from words that each hold several rows, lowest bits first."""
     packed = _bytes_of(words[..., None])
     codes = packed if bits == 8 else torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
     return codes.movedim(-1, 1).flatten(0, 1)
@@ -108,9 +110,10 @@ SIGNED = tuple(map(float, range(-8, 8)))  # of 4-bit codes around 8
 
 @dataclass(frozen=True)
 class Integers:
-    """What makes a weight of codes and factors.
+    """Makes a weight from codes and factors.
 
-    Half of their range is subtracted from unsigned codes and zeros, whose difference stays the same.
+    Half of the range is subtracted from unsigned codes and from zeros, so that their difference stays the
+    same.
     """
 
     bits: int
@@ -157,7 +160,7 @@ class Integers:
 
 @dataclass(frozen=True)
 class ScaleLayout:
-    """How scales of a weight are stored."""
+    """How the scales of a weight are stored."""
 
     rows: int | None  # how many outputs a scale is for; None: all
     inputs: int | None
@@ -203,5 +206,5 @@ class ScaleLayout:
         return layout._replace(dtype=torch.int8, stored_dtypes=(torch.int8,), check=None)
 
     def by_row(self, values: Tensor) -> Tensor:
-        """Return what was read by `layout` as [num_rows, num_groups]."""
+        """Return values that were read with `layout` as [num_rows, num_groups]."""
         return values.view(len(values), -1)

@@ -50,10 +50,10 @@ def integer_format(scheme: Scheme, part: StoredPart) -> ByteFormat:
 
 
 def fp8_format(scheme: Scheme, part: StoredPart) -> ByteFormat:
-    """Return the format of a part in e4m3.
+    """Return the format of a part stored in e4m3.
 
-    What transformers calls weight_scale_inv multiplies, as all others do. Older writers of its method have
-    weight_scale in its place, for the whole tensor.
+    transformers' weight_scale_inv multiplies, as the scales of all other formats do. Older writers of this
+    method store weight_scale instead, one for the whole tensor.
     """
     name = "weight_scale"
     if scheme.producer == "fp8":

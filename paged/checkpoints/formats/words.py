@@ -92,7 +92,7 @@ def scale_dtype_of(part: StoredPart, name: str) -> torch.dtype:
 
 
 def read_groups(part: StoredPart, name: str, num_groups: int, *, is_needed: bool) -> InputGroups | None:
-    """Read the group of each input; None if they are not set, or are in a tensor that is refused later.
+    """Read the group of each input; None if the tensor holds no groups, or is one that is refused later.
 
     Raises CheckpointError for groups that do not exist.
     """
@@ -144,7 +144,9 @@ class AwqFormat(StoredFormat):
 
 
 def awq_words(words: Tensor) -> Tensor:  # i32[n, num_inputs] -> i32[8 n, num_inputs / 8]
-    """Pack eight inputs of an output into each word, the first one lowest, not eight outputs of an input."""
+    """Repack words: eight inputs of an output per word, the first lowest, instead of eight
+    outputs of an input.
+    """
     by_input = words.T
     num_inputs, num_words = by_input.shape
     rows = torch.empty(
@@ -171,7 +173,7 @@ def _transpose(words: Tensor) -> None:
 
 
 def awq_rows(words: Tensor) -> Tensor:  # i32[n, m] -> u8[8 n, m]
-    """Take the codes of eight outputs out of each word."""
+    """Unpack the codes of eight outputs from each word."""
     words = words.contiguous()
     rows = torch.empty(len(words), 8, words.shape[1], dtype=torch.uint8, device=words.device)
     bytes_of = words.view(-1).view(torch.uint8).view(*words.shape, 4)
@@ -237,7 +239,7 @@ class PackedFormat(StoredFormat):
 def packed_format(scheme: Scheme, part: StoredPart) -> PackedFormat:
     """Return the format of a part in packed integers.
 
-    Raises CheckpointError if its weight_shape is another than that of the part.
+    Raises CheckpointError if weight_shape differs from the shape of the part.
     """
     _check_shape(part)
     scale = ScaleLayout.of(scheme, part, "weight_scale")

@@ -39,20 +39,22 @@ _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 @dataclass(frozen=True, slots=True)
 class ConfigSource:
-    """What a config is made of. It notes which factors of rotary embeddings were read."""
+    """The GGUF metadata and tensors that a config is made from. It records which rope factors were read."""
 
     metadata: Metadata
     tensors: Mapping[str, GgufTensor]
     _read: set[str] = field(default_factory=set, init=False)
 
     def tensor(self, name: str) -> GgufTensor:
-        """Return a tensor that every model has. Raises CheckpointError."""
+        """Return a tensor that every model must have. Raises CheckpointError if it is missing."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.metadata.path}: {name} is missing")
         return self.tensors[name]
 
     def factors(self, name: str, count: int) -> list[float] | None:
-        """Return what so many wavelengths are multiplied by, None if it is absent. Raises CheckpointError."""
+        """Return the `count` factors of wavelengths in a tensor; None if it is absent. Raises
+        CheckpointError.
+        """
         self._read.add(name)
         if name not in self.tensors:
             return None
@@ -71,7 +73,7 @@ class ConfigSource:
         return values
 
     def require_all_read(self) -> None:
-        """Raise UnsupportedModelError for what the file has and no family's reader asked for."""
+        """Raise UnsupportedModelError for rope factors in the file that no family's reader asked for."""
         self.metadata.require_all_read()
         if unread := {*ROPE_FACTORS} & self.tensors.keys() - self._read:
             raise UnsupportedModelError(
@@ -197,9 +199,9 @@ def _outer_sizes(source: ConfigSource) -> dict[str, Any]:
 
 
 def head_dim_of(metadata: Metadata, of: str = "") -> int:
-    """Return the head dimension. Raises CheckpointError for a value of another size.
+    """Return the head dimension. Raises CheckpointError if the dimensions of keys and values differ.
 
-    of: "_swa" for layers with a window, where they have another.
+    of: the suffix of the keys: "_swa" for layers with a window, if their heads have another size.
     """
     num_heads = metadata.integer("attention.head_count")
     hidden_size = metadata.integer("embedding_length")

@@ -48,11 +48,12 @@ _SAMPLING = {
 
 
 def gguf_directory(path: Path) -> Path:
-    """Return the directory of a GGUF file's model; it is made if it is not there.
+    """Return the directory with the model of a GGUF file; make it if it does not exist.
 
-    path: of the file, or of one of its parts.
+    path: the path of the file, or of one of its parts.
 
-    Raises CheckpointError for a damaged file, and UnsupportedModelError for what is not implemented.
+    Raises CheckpointError for a damaged file, and UnsupportedModelError for features that are not
+    implemented.
     """
     path = path.absolute()
     with open_gguf(path) as gguf:

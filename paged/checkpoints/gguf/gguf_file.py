@@ -49,8 +49,8 @@ Value = int | float | bool | str | Sequence[Any]  # an array of numbers is an ar
 class GgmlType(NamedTuple):
     """How numbers are stored: plainly, or in blocks of `num_inputs` numbers that share factors.
 
-    factors: the bytes of a block at which float16s begin.
-    exponents: those that are powers of two, e8m0.
+    factors: the byte offsets of the float16 factors in a block.
+    exponents: the byte offsets of the factors that are powers of two (e8m0).
     """
 
     name: str
@@ -62,7 +62,7 @@ class GgmlType(NamedTuple):
 
     @property
     def in_blocks(self) -> bool:
-        """Whether what is read are the bytes of blocks."""
+        """Whether reading a tensor of this type returns the bytes of its blocks."""
         return self.num_inputs > 1
 
 
@@ -110,7 +110,7 @@ _OTHER_TYPES = {
 class GgufTensor(FileTensor):
     """A tensor of an open GGUF file, whose rows may be presented in another order.
 
-    order: i64[n]: of each n rows of the file that follow each other, in which order they are read.
+    order: i64[n], the order in which each n consecutive rows of the file are read.
     """
 
     config: ClassVar[str] = "its metadata"
@@ -121,7 +121,7 @@ class GgufTensor(FileTensor):
 
     @property
     def num_values(self) -> int:
-        """The numbers that it stores."""
+        """The number of values that the tensor stores."""
         return (
             math.prod(self.shape)
             // (self.type.num_bytes if self.type.in_blocks else 1)
@@ -420,7 +420,10 @@ class Gguf(NamedTuple):
 
 @contextmanager
 def open_gguf(path: Path, open_file: Callable[[Path], GgufFile] = GgufFile) -> Iterator[Gguf]:
-    """Open the files of a model. path: of the file, or of any of its parts."""
+    """Open the files of a model.
+
+    path: the path of the file, or of any of its parts.
+    """
     paths = part_paths(path)
     with ExitStack() as stack:
         files = [stack.enter_context(open_file(each)) for each in paths]

@@ -63,7 +63,7 @@ class Metadata:
         raise self._wrong(key, "a whole number", value)
 
     def integers(self, key: str, count: int) -> list[int]:
-        """Return a whole number for each of so many layers. The file may have one for all."""
+        """Return a whole number for each of `count` layers. The file may have one number for all."""
         value = self._find(key, _REQUIRED)
         if not isinstance(value, array):
             return [self.integer_of(key, value)] * count
@@ -78,7 +78,7 @@ class Metadata:
         return value
 
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
-        """Return a number: of a float32 the shortest decimal that it is the nearest to."""
+        """Return a number: for a float32, the shortest decimal that rounds to it."""
         value = self._find(key, default)
         if value is default:
             return value
@@ -103,7 +103,10 @@ class Metadata:
         return value
 
     def numbers(self, key: str, letters: str, default: Any = _REQUIRED) -> Any:
-        """Return an array of numbers. letters: those of array.array for the types that it may have."""
+        """Return an array of numbers.
+
+        letters: the type codes of array.array that are allowed.
+        """
         value = self._find(key, default)
         if value is default:
             return value
@@ -113,7 +116,9 @@ class Metadata:
         return value
 
     def layers(self, key: str) -> Sequence[bool] | int | None:
-        """Return whether each layer is of a kind, or every how many one is not; None if absent."""
+        """Return a bool for each layer, or the interval of the layers for which it is False;
+        None if absent.
+        """
         value = self._find(key, None)
         if value is None or type(value) is int:
             return value
@@ -122,7 +127,7 @@ class Metadata:
         raise self._wrong(key, "a whole number, or true or false for each layer", value)
 
     def require_all_read(self) -> None:
-        """Raise UnsupportedModelError for a key of the model that was not read and may have an effect."""
+        """Raise UnsupportedModelError for a key of the model that was not read but may have an effect."""
         prefix = f"{self.architecture}."
         known = self._read.union(prefix + key for key in _WITHOUT_EFFECT)
         for key, value in self.values.items():

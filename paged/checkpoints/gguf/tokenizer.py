@@ -71,10 +71,11 @@ _OF_PARTS = (
 
 
 class PreTokenizer(NamedTuple):
-    """How a text is split before its parts become tokens, and what else the name in the metadata implies.
+    """How a text is split before its parts become tokens, and what else the metadata's name of it implies.
 
-    expression: of the parts; None: GPT-2's. splits_digits: digits become parts of their own first.
-    whole_tokens: a part that is a token is not made by merges.
+    expression: the regular expression of the parts; None means GPT-2's.
+    splits_digits: whether digits become parts of their own first.
+    whole_tokens: whether a part that is a token is taken without merges.
     """
 
     expression: str | None = None
@@ -101,8 +102,9 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
 class Vocabulary(NamedTuple):
     """The tokens of a file, and their ids.
 
-    types: of each token; those of control tokens by name are CONTROL, whatever the file says.
-    overridden: the tokens whose type the file gives otherwise.
+    types: the type of each token. Tokens whose name marks them as control tokens are CONTROL, whatever the
+        file says.
+    overridden: the tokens whose type differs from the file's.
     """
 
     metadata: Metadata
@@ -144,7 +146,7 @@ def make_tokenizer(metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def read_vocabulary(metadata: Metadata) -> Vocabulary:
-    """Read the tokens. Raises CheckpointError for one that is there twice."""
+    """Read the tokens. Raises CheckpointError if a token occurs twice."""
     tokens = metadata.strings(f"{_PREFIX}tokens")
     types = metadata.numbers(f"{_PREFIX}token_type", "iI")
     if len(types) != len(tokens):
@@ -299,9 +301,9 @@ def _sentencepiece(
 
 
 def merges_of(vocabulary: Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return every pair of tokens that makes a token: those of the best scores first.
+    """Return every pair of tokens that can be merged to a token, those of the best scores first.
 
-    Of one score, first those of long tokens, as in transformers' conversion.
+    Among equal scores, longer tokens come first, as in transformers' conversion.
     """
     merged = (_NORMAL, _USER_DEFINED, _UNUSED)
     ids = {token: i for token, i in vocabulary.ids.items() if vocabulary.types[i] in merged}
@@ -394,7 +396,9 @@ def _chat_template(metadata: Metadata) -> str | list[dict[str, str]] | None:
 
 
 def read_ends(metadata: Metadata) -> list[int]:
-    """Return the ids of tokens that end an answer: those that the metadata name, and known names."""
+    """Return the ids of tokens that end an answer: those that the metadata name, and tokens with
+    known names.
+    """
     vocabulary = read_vocabulary(metadata)
     default = 2 if metadata.text(f"{_PREFIX}model") == "llama" else None
     found = {vocabulary.id_of("eos", default), vocabulary.id_of("eot"), vocabulary.id_of("eom")}

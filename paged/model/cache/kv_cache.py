@@ -27,16 +27,16 @@ class LayerCache(NamedTuple):
 
 
 class KVCache:
-    """K and V in blocks. Memory is not initialised: a slot is written before it is read.
+    """The cache of K and V in blocks. Memory is not initialised: a slot is written before it is read.
 
     A block holds block_size tokens for the layers of one group, and any block serves any group: see
     `CacheLayout`. group_of[layer] is the layer's group, and selects its block table. A layer without K and V
     of its own has the group and the cache of the layer that it reads.
 
-    tensors: "kv" and, if the cache is quantised, "scales_H" for each number H of KV heads:
-        [num_planes, num_blocks, numbers of a block]. To move a block is to move it in all of them.
+    tensors: "kv" and, if the cache is quantised, "scales_H" for each number H of KV heads: [num_planes,
+        num_blocks, numbers of a block]. Moving a block means moving it in all tensors.
     host: the same tensors for blocks in host memory.
-    draft: the cache of a draft model in the same blocks: what moves a block moves its part, too.
+    draft: the cache of a draft model in the same blocks. Moving a block moves this part too.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class KVCache:
 
     @property
     def all_tensors(self) -> dict[str, Tensor]:
-        """The tensors, and those of the draft model under names of their own."""
+        """The cache's tensors, and those of the draft model under other names."""
         of_draft = {} if self.draft is None else self.draft.tensors
         return self.tensors | {DRAFT + name: tensor for name, tensor in of_draft.items()}
 

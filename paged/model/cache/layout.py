@@ -12,7 +12,7 @@ from ..part import ModelPart
 
 
 class Place(NamedTuple):
-    """Where the K or the V of a layer begins."""
+    """The place in a block where the K or the V of a layer begins."""
 
     plane: int
     offset: int  # in a block of that plane, in numbers
@@ -25,7 +25,7 @@ class CacheLayout:
     A part is the K or the V of one layer for all tokens of a block. If all parts of a model are equally
     large, each has a plane of its own: [num_parts, num_blocks, part]. Otherwise there is one plane, and a
     block's parts follow each other in it: [1, num_blocks, parts of the largest group]. A block takes the same
-    bytes in every group, and shares none with another block.
+    number of bytes in every group; blocks do not overlap.
     """
 
     groups: tuple[LayerGroup, ...]  # by block table, of the whole model
@@ -35,7 +35,7 @@ class CacheLayout:
 
     @classmethod
     def of(cls, config: ModelConfig, block_size: int, part: ModelPart | None = None) -> CacheLayout:
-        """Lay out the cache of a model, or of a part, whose block tables are those of the whole model.
+        """Lay out the cache of a model, or of a part of it, under the block tables of the whole model.
 
         A shard keeps its heads, in blocks that hold as many tokens as those of one process.
         """
@@ -46,15 +46,19 @@ class CacheLayout:
 
     @classmethod
     def of_draft(cls, config: ModelConfig, block_size: int) -> CacheLayout:
-        """Lay out the cache of a draft model: all layers share one block table, that of another model's
-        sequences, and see what their windows let them.
+        """Lay out the cache of a draft model.
+
+        All its layers share one block table, the one of the target model's sequences. Each layer reads only
+        the tokens in its window.
         """
         layers = tuple(i for i, layer in enumerate(config.layers) if layer.attention.has_kv)
         return cls((LayerGroup(None, layers),), config.kv_shapes, block_size)
 
     @cached_property
     def layers(self) -> list[list[int]]:
-        """The layers that have places, by group. A part of a model may have none of some groups."""
+        """The layers with places in this cache, by group. A part of a model may have no layers
+        of some groups.
+        """
         part = self.part
         return [[i for i in group.layers if part is None or i in part.layers] for group in self.groups]
 
@@ -73,7 +77,7 @@ class CacheLayout:
 
     @property
     def planes(self) -> tuple[int, int]:
-        """The number of planes, and how many numbers a block has in each plane."""
+        """The number of planes, and how many numbers a block has in each."""
         if self.is_in_planes:
             return max(map(len, self._parts)), max(self._parts)[0]
         return 1, max(map(sum, self._parts))
@@ -82,8 +86,8 @@ class CacheLayout:
     def scale_planes(self) -> dict[int, int]:
         """The planes of scales, by their number of KV heads, if the cache is quantised.
 
-        A plane has block_size scales for each head. Kernels read these without gaps, so that groups with
-        other numbers of heads have planes of their own; scales are few.
+        A plane has block_size scales for each head. Kernels require scales without gaps, so each number of
+        heads has a plane of its own.
         """
         planes: dict[int, int] = {}
         for layers in self.layers:
@@ -93,7 +97,7 @@ class CacheLayout:
 
     @cached_property
     def places(self) -> dict[int, list[Place]]:
-        """The places of the parts of each layer that has some: of K, and of V unless it lies in K."""
+        """The places of K, and of V unless it lies in K, for each layer that has K and V of its own."""
         places: dict[int, list[Place]] = {}
         for layers, sizes in zip(self.layers, self._parts, strict=True):
             number = offset = 0
@@ -106,7 +110,10 @@ class CacheLayout:
         return places
 
     def block_bytes(self, element_bytes: int, scale_bytes: int) -> int:
-        """Return the bytes of a block. scale_bytes: of one scale, 0 if the cache is not quantised."""
+        """Return the bytes of a block.
+
+        scale_bytes: the bytes of one scale; 0 if the cache is not quantised.
+        """
         num_planes, size = self.planes
         scales = sum(heads * self.block_size * n for heads, n in self.scale_planes.items())
         return num_planes * size * element_bytes + scales * scale_bytes

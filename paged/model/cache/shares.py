@@ -22,7 +22,7 @@ Blocks = Mapping[str, Tensor]  # [num_planes, num_blocks, numbers of a block] by
 def empty_blocks(
     config: ModelConfig, block_size: int, num_blocks: int, dtype: torch.dtype, part: ModelPart | None = None
 ) -> KVCache:
-    """Return a cache of blocks of zeros on the host, of the whole model or of a part."""
+    """Return zeroed host blocks with the cache layout of the whole model or of a part."""
     layout = CacheLayout.of(config, block_size, part)
     cache = KVCache(config, num_blocks, block_size, dtype, torch.device("cpu"), layout=layout)
     for tensor in cache.tensors.values():
@@ -33,9 +33,9 @@ def empty_blocks(
 def join_blocks(
     config: ModelConfig, block_size: int, groups: Sequence[int], parts: Iterable[tuple[ModelPart, Blocks]]
 ) -> dict[str, Tensor]:
-    """Return blocks of the whole model, of which each part has its layers and heads.
+    """Join the blocks of all parts into blocks of the whole model. Each part has its own layers and heads.
 
-    groups: the layer group of each block. Numbers of a block that belong to no layer are zero.
+    groups: the layer group of each block. Numbers that belong to no layer are zero.
     """
     whole: KVCache | None = None
     for part, blocks in parts:
@@ -50,7 +50,10 @@ def join_blocks(
 def cut_blocks(
     config: ModelConfig, block_size: int, groups: Sequence[int], part: ModelPart, blocks: Blocks
 ) -> dict[str, Tensor]:
-    """Return what a part holds of blocks of the whole model. groups: see `join_blocks`."""
+    """Cut a part's share out of blocks of the whole model.
+
+    groups: the layer group of each block.
+    """
     whole = _cache_of(config, block_size, None, blocks)
     own = empty_blocks(config, block_size, len(groups), blocks["kv"].dtype, part)
     _copy_shared(config, groups, part, own, whole, to_part=True)

@@ -25,7 +25,7 @@ from .rotary import TokenRows, rotated_order
 
 
 class Attention(Loadable):
-    """Grouped-query attention over the paged cache: of the shard's heads."""
+    """Grouped-query attention over the paged cache, for the heads of this process's shard."""
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
         whole = config.layers[layer].attention
@@ -86,7 +86,7 @@ class Attention(Loadable):
             self.value_norm = RMSNorm(self.head_dim, eps, kernels, name=None)
 
     def load(self, loader: Loader) -> None:
-        """Read the sinks, and take the scales of the cache."""
+        """Read the sinks and the scales of the cache."""
         super().load(loader)
         scales = loader.kv_scales.get(self.layer, self.kv_scales)
         heads = slice(self.kv_heads.start, self.kv_heads.stop)
@@ -95,7 +95,9 @@ class Attention(Loadable):
     def project(
         self, hidden: Tensor, rows: TokenRows, batch: Batch, kv_cache: KVCache
     ) -> Tensor:  # [num_tokens, hidden_size] -> [num_tokens, num_heads, head_dim]
-        """Write K and V of the new tokens into the cache, if the layer has its own. Return their queries."""
+        """Write K and V of the new tokens into the cache, if the layer has its own. Return the
+        tokens' queries.
+        """
         angles = rows.angles[self.rope]
         qkv: Tensor = self.qkv(hidden)
         options: dict[str, Any] = {}

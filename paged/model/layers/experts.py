@@ -21,7 +21,7 @@ from .norms import RMSNorm
 
 
 class ExpertRouter(Linear):
-    """The logits of experts, in float32, and the numbers that change how experts are chosen by them."""
+    """The router: computes the logits of experts in float32, and holds the numbers that modify the choice."""
 
     def __init__(self, config: ModelConfig, layer: int, spec: ExpertsSpec) -> None:
         stored = StoredRows({f"{LAYERS}{layer}.mlp.{spec.router}": spec.num_experts})
@@ -44,8 +44,8 @@ def _parameter(like: Tensor) -> nn.Parameter:
 class Experts(ManyExperts):
     """The sum over a token's experts of weight * down(act(gate(x)) * up(x)), and the shared MLP.
 
-    Each projection of an expert is a `Linear` of its own until all are loaded: so experts are stored,
-    quantised and converted as other weights are, one matrix at a time. Then one product takes them together.
+    While loading, each projection of an expert is a `Linear`, so that experts are read, quantised and
+    converted like other weights, one matrix at a time. Afterwards one grouped product takes them together.
     """
 
     gate_up_form: ExpertsForm
@@ -142,9 +142,9 @@ def _together(experts: Iterable[Linear], kernels: Kernels) -> ExpertsForm:
 
 
 class ExpertsBeside(nn.Module):
-    """The experts of Gemma 4, which read the residual as the MLP does, and whose output is added to its own.
+    """The experts of Gemma 4. They read the residual beside the MLP, and their output is added to the MLP's.
 
-    Both outputs have a norm before that, and the input of experts one that differs from the MLP's.
+    Both outputs are normalised before that, and the input of the experts by another norm than the MLP's.
     """
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, spec: ExpertsSpec) -> None:

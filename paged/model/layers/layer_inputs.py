@@ -15,10 +15,10 @@ from .norms import RMSNorm
 
 
 class PerLayerEmbeddings(nn.Module):
-    """The vectors of all layers for each token: an embedding of its own, plus a projection of the usual one.
+    """The per-layer vectors of each token: a separate embedding, plus a projection of the usual one.
 
-    transformers multiplies the projection by hidden_size ** -0.5 before its norm, which is taken into the
-    norm's eps, and the sum by 2 ** -0.5, which is left to the norm in `PerLayerGate`.
+    transformers multiplies the projection by hidden_size ** -0.5 before its norm; here the norm's eps
+    accounts for that. It multiplies the sum by 2 ** -0.5; here the norm in `PerLayerGate` does.
     """
 
     def __init__(self, config: ModelConfig, kernels: Kernels, shard: Shard) -> None:
@@ -40,7 +40,10 @@ class PerLayerEmbeddings(nn.Module):
         self.factor = float(torch.tensor(self.size**0.5, dtype=dtype, device="cpu"))
 
     def forward(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
-        """Return [num_tokens, num_layers * size]. embedded: [num_tokens, hidden_size], already multiplied."""
+        """Return the vectors of all layers, [num_tokens, num_layers * size].
+
+        embedded: [num_tokens, hidden_size], already multiplied by the embedding's scale.
+        """
         inputs: Tensor = self.embed_tokens_per_layer(token_ids)
         self.kernels.scale_and_cap(inputs, self.factor)
         projected = gather(self.per_layer_model_projection(embedded), self.shard)
@@ -50,7 +53,7 @@ class PerLayerEmbeddings(nn.Module):
 
 
 class PerLayerGate(nn.Module):
-    """residual += norm(W gelu(G residual) * x), where x is what a layer gets of each token.
+    """residual += norm(W gelu(G residual) * x), where x is the layer's vector of each token.
 
     part: of the model, whose first layer is the first one of which `forward` gets inputs.
     """
@@ -78,7 +81,10 @@ class PerLayerGate(nn.Module):
         )
 
     def forward(self, inputs: Tensor, residual: Tensor) -> None:
-        """Update the residual [num_tokens, hidden_size] in place. inputs: of these layers."""
+        """Update the residual [num_tokens, hidden_size] in place.
+
+        inputs: the vectors of this part's layers.
+        """
         gated = self.kernels.gelu_and_mul(self.per_layer_input_gate(residual), inputs[:, self.columns])
         projected = gather(self.per_layer_projection(gather(gated, self.shard)), self.shard)
         self.post_per_layer_input_norm.into(projected, residual, add=True)

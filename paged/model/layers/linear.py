@@ -17,10 +17,10 @@ from ..weights.loading import Loadable, Loader
 
 
 class Linear(Loadable):
-    """y = x Wᵀ + b. Once its weight has a form, the layer can be called.
+    """y = x Wᵀ + b. The layer can be called once its weight has been converted to a `WeightForm`.
 
     role: "gated" if the first half of the outputs are the gates of the second; the form may apply them.
-    num_precise: so many of the last outputs a model in int4 computes from int8.
+    num_precise: in an int4 model, the weight rows of this many last outputs are in int8.
     """
 
     form: WeightForm
@@ -59,9 +59,9 @@ class Linear(Loadable):
 
 
 class Embedding(Loadable):
-    """Lookup of token ids in a table. Like `Linear`, it is loaded into a form.
+    """Lookup of token ids in a table. Like `Linear`, its weight is converted to a form when loaded.
 
-    shard: of the rows, which are divided.
+    shard: the shard of the rows that this process holds.
     """
 
     form: TableForm
@@ -90,7 +90,7 @@ class Embedding(Loadable):
 
 
 def require_whole_groups(model: nn.Module) -> None:
-    """Raise ConfigError for a layer whose inputs do not divide into int4's groups."""
+    """Raise ConfigError for a layer whose inputs do not divide into int4 groups."""
     from ..weights.quantization import Int4Weight
 
     size = Int4Weight.GROUP

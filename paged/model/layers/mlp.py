@@ -17,7 +17,7 @@ from .linear import Linear
 class MLP(nn.Module):
     """down(act(gate(x)) * up(x)), where act is silu or GELU (Shazeer 2020).
 
-    Gate and up are one product, which may include silu(gate) * up.
+    Gate and up are one matrix product, which may apply silu(gate) * up itself.
     """
 
     def __init__(
@@ -95,11 +95,13 @@ def is_precise(layer: int, num_layers: int) -> bool:
 
 
 class ManyExperts(nn.Module):
-    """What a decoder asks of experts, see `experts.Experts`, which models without them do not import."""
+    """The decoder's interface to experts, see `experts.Experts`. Models without experts do not import that
+    module.
+    """
 
     @property
     def is_recordable(self) -> bool:
-        """Whether products need no torch."""
+        """Whether the products of experts need no torch operation."""
         raise NotImplementedError
 
     def finish_loading(self) -> None:

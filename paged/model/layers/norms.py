@@ -14,7 +14,8 @@ from ..weights.loading import Loadable
 class RMSNorm(Loadable):
     """Root mean square normalisation, see `kernels.rms_norm`.
 
-    name: that of its weight in a checkpoint; None: the weight is 1. index: the order of the stored weight.
+    name: the name of its weight in a checkpoint; None: the weight is 1.
+    index: the order in which the stored weight's entries are read.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class LayerNorm(Loadable):
 
 
 def new_norm(spec: NormSpec, size: int, kernels: Kernels, name: str) -> RMSNorm | LayerNorm:
-    """Make a norm over vectors of this size, which has this name in a checkpoint."""
+    """Make a norm over vectors of this size, with this name in a checkpoint."""
     if spec.subtracts_mean:
         return LayerNorm(size, spec.eps, kernels, name)
     return RMSNorm(size, spec.eps, kernels, name, unit_offset=spec.unit_offset)

@@ -130,7 +130,7 @@ Length = TypeVar("Length", Tensor, float)
 
 
 def dynamic_base(rope: RopeConfig, rotary_dim: int, trained: int, length: Length) -> Length:
-    """Return the base of dynamic rope for sequences of a length, which is at least the trained one."""
+    """Return the base of dynamic RoPE for sequences of this length, which is at least the trained one."""
     stretch = rope.factor * length / trained - (rope.factor - 1)
     base: Length = rope.theta * stretch ** (rotary_dim / (rotary_dim - 2))
     return base
@@ -168,9 +168,9 @@ def inverse_frequencies(base: Tensor, rotary_dim: int) -> Tensor:  # [..., 1] ->
 def scaled_frequencies(
     rope: RopeConfig, rotary_dim: int, *, is_long: bool = False
 ) -> Tensor:  # f32[rotary_dim // 2]
-    """Compute the frequencies; dynamic rope scales them in each step.
+    """Compute the rotary frequencies. Dynamic RoPE is scaled later, in each step.
 
-    is_long: those of longrope for requests beyond the trained context.
+    is_long: whether to use longrope's factors for requests beyond the trained context.
     """
     frequencies = inverse_frequencies(torch.tensor([rope.theta], dtype=torch.float32), rotary_dim)
     if rope.type == "none":
@@ -216,7 +216,8 @@ def _yarn_kept(rope: RopeConfig, rotary_dim: int) -> Tensor:
 def rotated_order(rope: RopeConfig, head_dim: int) -> Tensor | None:  # i64[head_dim]
     """Return the order of a head's dimensions in which the kernels rotate i with i + head_dim // 2.
 
-    Dimensions that are not rotated are the last ones of each half. None: the order of the checkpoint.
+    Dimensions that are not rotated are the last ones of each half. Returns None if the checkpoint's order is
+    right already.
     """
     rotary_dim = rope.rotary_dim or head_dim
     if rotary_dim == head_dim and not rope.interleaved:

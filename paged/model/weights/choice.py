@@ -30,10 +30,10 @@ MakeCodedForm = Callable[..., WeightForm]  # of a CodedWeight and its role, and 
 
 @dataclass(frozen=True)
 class Forms:
-    """How to make the form of a weight, by what is stored of it and by its role.
+    """Chooses the form of a weight by its stored format and its role.
 
-    Those of embeddings and tables are of a TableForm. The head's may return float32, that of "gated" may
-    apply silu(gate) * up itself.
+    The forms of embeddings and tables are `TableForm`s. The head's form may return float32; the gated form
+    may apply silu(gate) * up itself.
 
     of_precise: rows of a layer that lose too much in its form; None: no rows do.
     num_shards: into how many each weight is divided; None: no form depends on the other shards, as none is in
@@ -59,8 +59,8 @@ class Forms:
     ) -> WeightForm:
         """Make the form of a weight.
 
-        num_precise: how many of its last rows `of_precise` is for.
-        read_whole: reads the weight that this one is a shard of; see `WholeWeight`.
+        num_precise: how many of its last rows take the form `of_precise`.
+        read_whole: reads the whole weight that this one is a shard of; see `WholeWeight`.
         """
         given = {}
         if self.num_shards is not None:
@@ -78,7 +78,9 @@ class Forms:
         return JoinedForm([(make(weight[:num_others]), num_others), (precise, num_precise)])
 
     def split(self, num_rows: int, num_precise: int) -> tuple[int, int]:
-        """Return how many rows of a weight in floats have the form of their role, and how many the other."""
+        """Return how many rows of a float weight take the form of their role, and how many take
+        the other one.
+        """
         if self.of_precise is None:
             num_precise = 0
         return num_rows - num_precise, num_precise
@@ -99,12 +101,12 @@ def choose_forms(
     in_panels: multiply by the CPU backend's own kernels rather than torch's. has_coded_linear: the backend
         has kernels for weights in codes. num_shards: into how many each weight is divided.
 
-    A quantised model has its output head in int8, which costs next to nothing in perplexity, and with it a
-    tied embedding. An embedding that is not tied stays in floating point, as it is only looked up. In a model
-    in int4 the weights that cost most are in int8 too: those of the values of attention, which are few, and
-    `down` in half of the layers.
+    A quantised model has its output head in int8, and so a tied embedding; this costs next to nothing in
+    perplexity. An untied embedding stays in floating point, as it is only looked up. In an int4 model, the
+    most sensitive weights are in int8 too: the value projections of attention, which are few, and `down` in
+    half of the layers.
 
-    Raises ConfigError where weights cannot be quantised.
+    Raises ConfigError if weights cannot be quantised.
     """
     if quantization is not None and not has_coded_linear:
         from .quantization import require_quantization

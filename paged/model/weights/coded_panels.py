@@ -74,9 +74,9 @@ class PanelCodes(PanelWeight):
 
 
 def keepable(weight: CodedWeight, whole: WholeWeight = ALONE) -> CodedWeight | None:
-    """Return a weight with the same numbers in codes that PanelCodes keeps; None if there are none.
+    """Return the weight in codes that PanelCodes can keep, with the same numbers; None if there are none.
 
-    whole: what it may be a shard of: all of that is kept alike.
+    whole: the whole weight, if this may be a shard: either all of it is kept or nothing.
     """
     group = group_of(weight.group)
     if group < LEAST_GROUP:
@@ -130,9 +130,9 @@ def _out_dtype_of(role: Role) -> torch.dtype | None:
 
 
 class CodedForms:
-    """The forms of a model's weights in codes: as they are if readers take them, else in floats.
+    """Makes the forms of weights in codes: the codes as they are if kernels can read them, else floats.
 
-    dtype: of the model.
+    dtype: the dtype of the model.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

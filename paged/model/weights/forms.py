@@ -24,7 +24,7 @@ class WeightForm(Protocol):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether a recorded step can replay the product: it launches no kernels but ours."""
+        """Whether a recorded step can replay the product: it may launch only our own kernels."""
 
     def lay_out(self, bias: Tensor) -> None:  # noqa: ARG002
         """Prepare the bias that every product will add. Most forms need no preparation."""
@@ -37,7 +37,9 @@ class WeightForm(Protocol):
         """
 
     def store(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Store the product in `out`, whose rows may be apart. The kernel of a recordable form writes it."""
+        """Store the product in `out`, whose rows may be apart. For a recordable form, the kernel itself
+        writes there.
+        """
         out.copy_(self(x, bias))
 
     def of_experts(
@@ -64,7 +66,7 @@ class ExpertsForm(Protocol):
 
 
 class EachExpert(ExpertsForm):
-    """Weights of any forms, each multiplied by itself: for those that no kernel takes together.
+    """Weights of any forms, each multiplied separately, because no kernel takes them together.
 
     Some may be gated and others not, as the gate and up of one expert may be stored in two formats.
     """
@@ -117,7 +119,7 @@ class TableForm(WeightForm, Protocol):
 
 
 class PlainWeight(TableForm):
-    """The weight as it was loaded."""
+    """A weight as it was loaded."""
 
     gated = is_recordable = False
 
@@ -145,7 +147,9 @@ class PlainWeight(TableForm):
 
 
 class Float32Weight(PlainWeight):
-    """A weight in float32, and products in it, of x in any dtype: a router's logits."""
+    """A weight kept in float32, whose products are computed in float32 for x of any dtype: a
+    router's logits.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight.float())
@@ -155,7 +159,9 @@ class Float32Weight(PlainWeight):
 
 
 class Float32Product(PlainWeight):
-    """A weight of 16 bits whose product is float32, as cuBLAS sums it: not rounded, and converted again."""
+    """A 16-bit weight whose product stays in float32 as cuBLAS sums it, instead of being rounded and
+    converted back.
+    """
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         out = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
@@ -163,7 +169,9 @@ class Float32Product(PlainWeight):
 
 
 class PackedWeight(WeightForm):
-    """The weight in oneDNN's layout: 2 to 3 times faster up to a few dozen rows. Requires `can_pack`."""
+    """A weight in oneDNN's layout, which is 2 to 3 times faster up to a few dozen rows. Requires
+    `can_pack`.
+    """
 
     gated = is_recordable = False
     # The number of rows that oneDNN chooses the layout for; 1 to 512 measure the same within noise.
@@ -193,7 +201,7 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class JoinedForm(WeightForm):
-    """Rows of a weight in several forms, whose products follow each other."""
+    """Rows of a weight in several forms, whose products are placed side by side."""
 
     gated = False
 

@@ -102,7 +102,7 @@ def _open_file(path: Path, names: TensorNames) -> Iterator[Mapping[str, StoredTe
 class Loadable(nn.Module):
     """A module whose parameters are rows of a checkpoint. It is made on the meta device.
 
-    role: which form its weight takes; None: the weight stays a parameter.
+    role: selects the form of its weight; None: the weight stays a parameter.
     num_precise: see `Forms.make`.
     """
 
@@ -114,7 +114,7 @@ class Loadable(nn.Module):
         self.stored = stored
 
     def load(self, loader: Loader) -> None:
-        """Read the parameters of this module, without those of modules in it."""
+        """Read this module's own parameters, without those of submodules."""
         for name, parameter in list(self.named_parameters(recurse=False)):
             setattr(self, name, loader.parameter(self.stored, name, parameter))
 
@@ -153,7 +153,10 @@ class Loader:
     num_bytes: Counter[str] = field(default_factory=Counter)
 
     def parameter(self, rows: StoredRows, name: str, like: Tensor) -> nn.Parameter:
-        """Read a float parameter, ones if it is not stored. like: the parameter on the meta device."""
+        """Read a float parameter; if the checkpoint lacks it, return ones.
+
+        like: the parameter on the meta device.
+        """
         if rows.parts:
             value = self.read(rows, name, float_layout(like))
         else:
@@ -161,9 +164,9 @@ class Loader:
         return nn.Parameter(value, requires_grad=False)
 
     def form(self, rows: StoredRows, like: Tensor, role: Role, num_precise: int = 0) -> WeightForm:
-        """Read a weight; its stored tensors determine its form.
+        """Read a weight in the form that its stored tensors determine.
 
-        like: it in floats, on the meta device. num_precise: see `Forms.make`.
+        like: the weight in floats, on the meta device. num_precise: see `Forms.make`.
         """
         parts, stored, role = self.weights_of(rows, like, role)
         if len(stored) == 1:
@@ -215,7 +218,10 @@ class Loader:
 
 
 def parts_of(rows: StoredRows, like: Tensor, sources: Sources) -> list[StoredPart]:
-    """Return the stored parts of a weight. like: what it would be in floats, on the meta device."""
+    """Return the stored parts of a weight.
+
+    like: the weight in floats, on the meta device.
+    """
     num_inputs = like.shape[1]
     return [
         StoredPart(part, num_rows, num_inputs, like.dtype, rows.transposed, sources)
@@ -262,7 +268,7 @@ def check_weights(
 ) -> None:
     """Compare the tensors of a checkpoint with what modules take.
 
-    directory: of the checkpoint, for messages; a GGUF file is named itself.
+    directory: the directory of the checkpoint, for messages; a GGUF file is named by its own name.
 
     Raises CheckpointError, which names file and tensor, for tensors that are missing, unknown, or of another
     shape or dtype.
@@ -288,7 +294,7 @@ _LEAST_BITS = 2
 def check_sizes(config: ModelConfig, sources: Sources, directory: Path) -> None:
     """Compare the size of a model with that of its files, before a module is made for each layer and expert.
 
-    What is made then is as large as the files at most, whatever config.json says; `check_weights` compares
+    So the modules made are at most as large as the files, whatever config.json says. `check_weights` compares
     the rest.
 
     Raises CheckpointError, which names the sizes.
@@ -332,8 +338,8 @@ def _wrong_shape(tensor: StoredTensor, shape: list[int]) -> CheckpointError:
 def has_own_head(sources: Sources) -> bool:
     """Return whether there is an output head that differs from the embedding.
 
-    The two are then not tied, whatever config.json says, which often has a default there. Some checkpoints
-    carry a copy of the embedding, as which a head counts that cannot be read.
+    If so, the two are not tied, whatever config.json says: it often holds a default. Some checkpoints carry a
+    copy of the embedding as their head; a head that cannot be read counts as such a copy.
     """
     if any(name.startswith("lm_head.") and name not in (HEAD, "lm_head.bias") for name in sources):
         return True  # in codes
@@ -377,7 +383,7 @@ def _check_names(wanted: Mapping[str, Wanted], sources: Sources, names: TensorNa
 def _is_idle_bias(name: str, modules: set[str], sources: Sources) -> bool:
     """Return whether a tensor is a bias of zeros, which some quantisers write for layers that have none.
 
-    modules: those that have tensors of codes.
+    modules: the modules that have tensors of codes.
     """
     module, _, last = name.rpartition(".")
     bias = sources[name]

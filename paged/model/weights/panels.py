@@ -34,8 +34,8 @@ ROWS_AT_A_TIME = 256  # of a comparison: it takes little memory, and ends early 
 def narrowed(weight: Tensor, whole: WholeWeight) -> Tensor:
     """Convert a float32 weight to bfloat16 or float16, if that loses nothing, as in most checkpoints.
 
-    Reading it takes half the time, and products are bitwise equal, except by AMX, which adds up in another
-    order. So all numbers of the whole weight decide, of which this may be a shard.
+    It is read in half the time, and products are bitwise equal, except with AMX, which adds in another order.
+    All shards of a weight must therefore decide alike, by the numbers of the whole weight.
     """
     if weight.dtype == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
@@ -67,7 +67,7 @@ class Table(PlainWeight):
 
 
 class PanelWeight(TableForm):
-    """A weight in its dtype, or `narrowed`, large ones in bf12; accumulators are float32.
+    """A weight in its dtype, or `narrowed`; large weights are in bf12. Accumulators are float32.
 
     out_dtype: of its products, by default that of x. gated: the weight [2 * n, in_features] holds gates and
     ups; its products are the n numbers silu(gate) * up. whole: what the weight may be a shard of.
@@ -99,7 +99,9 @@ class PanelWeight(TableForm):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether products need no torch: it widens x of 16 bits, unless that is multiplied in pairs."""
+        """Whether products need no torch operation. Torch widens 16-bit x, unless x is
+        multiplied in pairs.
+        """
         return self.panels.in_pairs or self.dtype == torch.float32
 
     def lay_out(self, bias: Tensor) -> None:

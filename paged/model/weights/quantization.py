@@ -190,8 +190,8 @@ class Int4Weight(WeightForm):
 def int8_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise the rows of a weight so that scale * code approximates them.
 
-    Returns codes from -127 to 127, i8[num_rows, num_inputs], and scales [num_rows] in the weight's dtype, or
-    in float32 if that is float16, where they might be 0.
+    Returns codes from -127 to 127, i8[num_rows, num_inputs], and scales [num_rows] in the weight's dtype. For
+    float16 weights the scales are float32, as small ones would become 0.
     """
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     is_narrow = weight.dtype == torch.float16
@@ -254,7 +254,9 @@ def require_quantization(name: str, device: torch.device, dtype: torch.dtype) ->
 
 
 def require_kernels(name: str) -> None:
-    """Raise ResourceError unless this torch has the kernels. They are private to it: they are tried out."""
+    """Raise ResourceError unless this torch has the kernels. They are private to torch, so they
+    are tried out.
+    """
     for form in (Int8Weight, Int4Weight) if name == "int4" else (Int8Weight,):
         try:
             works = _agrees_with_itself(form)

@@ -65,9 +65,9 @@ class SampledModule(NamedTuple):
 
 
 class WeightSampler:
-    """Makes samples of what a loader would load. Weights that are stored alike share one.
+    """Makes samples of the weights that a loader would load. Weights that are stored alike share a sample.
 
-    device: to make them on: the loader's, unless that is not here.
+    device: the device to make them on: the loader's, if this machine has it.
     """
 
     def __init__(self, loader: Loader, device: torch.device) -> None:

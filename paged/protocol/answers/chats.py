@@ -16,11 +16,11 @@ from .usage import Usage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatForm(Form):
-    """The form of a chat.
+    """The form of a chat response.
 
-    role: of the answer.
+    role: the role of the answer.
     prompt_text: whether the rendered conversation is returned.
-    new_reader: makes the reader of an answer; None if answers are all content.
+    new_reader: makes the reader of an answer; None if answers are plain content.
     include_reasoning: whether reasoning is returned.
     count_tokens: returns how many tokens a text has.
     """
@@ -39,13 +39,13 @@ class ChatForm(Form):
         )  # a class with slots that dataclass made has no super()
 
     def shown(self, parts: Iterable[Part]) -> list[Part]:
-        """Return the parts that a response holds."""
+        """Return those parts of an answer that the response includes."""
         if self.include_reasoning:
             return [*parts]
         return [part for part in parts if not isinstance(part, ReasoningDelta)]
 
     def logprobs_of(self, completion: CompletionOutput) -> dict[str, Any] | None:
-        """Return the log-probabilities of an output or a delta; None unless requested."""
+        """Return the log-probabilities of an output or a delta; None unless they were requested."""
         if completion.logprobs is None:
             return None
         return chat_places(completion.logprobs, self.num_top, self.decoding, as_ids=self.as_ids)
@@ -101,12 +101,12 @@ class ChatChunks(Chunks):
         self._readers: dict[int, AnswerReader] = {}
 
     def opening(self) -> list[dict[str, Any]]:
-        """Return the role of each choice."""
+        """Return the first chunk of each choice, with its role."""
         delta = {"role": self.form.role, "content": ""}
         return [self.chunk(self._choice(i, delta)) for i in range(self.form.n)]
 
     def before(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:  # noqa: ARG002
-        """Return what belongs to the prompt."""
+        """Return the chunks about the prompt."""
         if self._is_begun:
             return []
         self._is_begun = True
@@ -143,7 +143,7 @@ class ChatChunks(Chunks):
         return [delta_of(part) for part in form.shown(parts)], _reason(completion, reader)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Return the last chunks, after the last output."""
+        """Return the last chunks, to be sent after the last output."""
         if not self.form.include_usage:
             return []
         return [self.usage_chunk(self.form.count_tokens)]

@@ -19,13 +19,13 @@ class Form:
     n: number of choices of each prompt.
     num_prompts: number of prompts.
     decoding: how tokens become text.
-    num_top: number of likely tokens at each place of a chat.
-    as_ids: name tokens of log-probabilities by their ids.
+    num_top: how many of the most likely tokens a chat lists at each position.
+    as_ids: whether log-probabilities name tokens by their ids.
     token_ids: return the ids of the tokens of prompts and outputs.
     include_usage: end a stream with the counts of tokens.
     continuous_usage: put the counts so far into each chunk.
     cached_tokens: say how many tokens of the prompts were in the prefix cache.
-    prompt_logprobs: return the log-probabilities of the prompts by themselves.
+    prompt_logprobs: return the log-probabilities of the prompts in a field of their own.
     """
 
     n: int = 1
@@ -51,7 +51,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The fields that all chunks of a response share; `created` in seconds since 1970."""
+    """The fields that all chunks of a response share. `created` is in seconds since 1970."""
 
     id: str
     object: str
@@ -69,7 +69,7 @@ class Chunks(ABC):
     Send `start` with the first output, `add` of each output, and `finish` after the last. An output that
     failed (`failure_of`) is not added: its error is the last event.
 
-    NAMES_EVENTS: whether an event has its type as a name, and the last one is that of the answer's end.
+    NAMES_EVENTS: whether each event is named by its type; the last event then says that the answer has ended.
     """
 
     NAMES_EVENTS: ClassVar[bool] = False
@@ -81,16 +81,16 @@ class Chunks(ABC):
         self._ended: set[int] = set()  # choices whose finish_reason was sent
 
     def start(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return the first chunks, before the first output, which `add` takes next."""
+        """Return the first chunks. They precede those of the first output, which is passed to `add` next."""
         self.usage.add_prompt(index, output)
         return self.opening()
 
     def opening(self) -> list[dict[str, Any]]:
-        """Return the chunks before all outputs."""
+        """Return the chunks that precede all outputs."""
         return []
 
     def add(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return the chunks of an output of the prompt of this index."""
+        """Return the chunks of an output of the prompt with this index."""
         self.usage.add(index, output)
         chunks = self.before(index, output)
         for completion in output.outputs:
@@ -109,18 +109,21 @@ class Chunks(ABC):
         return [self.usage_chunk()]
 
     def usage_chunk(self, count_tokens: Callable[[str], int] | None = None) -> dict[str, Any]:
-        """Return the chunk with the counts of tokens. count_tokens: as of `Usage.as_json`."""
+        """Return the chunk with the counts of tokens.
+
+        count_tokens: see `Usage.as_json`.
+        """
         return {**self._head, "choices": [], "usage": self.usage.as_json(count_tokens)}
 
     def error(self, status: int, body: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         """Return the event that ends the stream with an error.
 
-        body: of the response that the error would be before the first event.
+        body: the body of the same error as a response of its own.
         """
         return body
 
     def before(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:  # noqa: ARG002
-        """Return the chunks about the prompt of this index, which precede the chunks of its choices."""
+        """Return the chunks about the prompt with this index. They precede the chunks of its choices."""
         return []
 
     @abstractmethod

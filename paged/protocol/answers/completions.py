@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Echo:
     """How prompts are repeated before their completions.
 
-    tokenizer: makes the text of a prompt that was given as token ids.
-    only: whether nothing but the prompt is returned.
+    tokenizer: decodes prompts given as token ids.
+    only: whether only the prompt is returned.
     """
 
     tokenizer: Tokenizer
@@ -51,12 +51,12 @@ class CompletionForm(Form):
     logprobs: bool = False
 
     def new_places(self, output: RequestOutput) -> CompletionPlaces:
-        """Return what makes the log-probabilities of a choice of a prompt."""
+        """Return what collects the log-probabilities of a choice."""
         return CompletionPlaces(self.decoding, output.prompt_token_ids, as_ids=self.as_ids)
 
     @property
     def echo_only(self) -> bool:
-        """Whether nothing but the prompt is returned."""
+        """Whether only the prompt is returned."""
         return self.echo is not None and self.echo.only
 
 
@@ -107,7 +107,7 @@ class CompletionChunks(Chunks):
         self._places: dict[int, CompletionPlaces] = {}
 
     def before(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return the repeated prompt and what belongs to it, for each of its choices."""
+        """Return the chunks that repeat the prompt and its log-probabilities, for each of its choices."""
         form = self.form
         if index in self._begun:
             return []

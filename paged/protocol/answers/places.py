@@ -24,7 +24,9 @@ def token_name(token_id: int, candidate: Logprob, *, as_ids: bool) -> str:
 def chat_places(
     places: Sequence[Place], num_top: int, decoding: Decoding, *, as_ids: bool = False
 ) -> dict[str, Any]:
-    """Return the log-probabilities of a chat: of each token and the num_top most likely ones."""
+    """Return the log-probabilities of a chat: at each position, of the token and of the num_top most likely
+    ones.
+    """
 
     def described(token_id: int, candidate: Logprob) -> dict[str, Any]:
         name = token_name(token_id, candidate, as_ids=as_ids)
@@ -63,9 +65,10 @@ class Decoding:
         )
 
     def bytes_of(self, token_id: int, candidate: Logprob) -> list[int] | None:
-        """Return the bytes of the text that a token stands for; None if they are not known.
+        """Return the bytes that a token adds to the text; None if they are unknown.
 
-        Joined, the bytes of an answer's tokens are its text in UTF-8; special tokens left out have none.
+        Joined, the bytes of an answer's tokens are its text in UTF-8. Special tokens that are left out of the
+        text have no bytes.
         """
         tokenizer = self.tokenizer
         text = candidate.decoded_token or ""
@@ -81,11 +84,10 @@ class Decoding:
 class CompletionPlaces:
     """The log-probabilities of a completion, whose offsets count on from one delta to the next.
 
-    An offset is the number of characters before a token in the text that is returned. A token with a part
-    of a character that a later token completes adds no characters, and neither does a special token that is
-    left out.
+    An offset is the number of characters before a token in the returned text. A token that ends in an
+    incomplete character adds no characters for it, and a special token that is left out adds none.
 
-    prompt_token_ids: of the prompt that is completed.
+    prompt_token_ids: the token ids of the prompt that is completed.
     as_ids: name tokens by their ids.
     """
 

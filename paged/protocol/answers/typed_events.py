@@ -15,9 +15,9 @@ from .usage import Usage
 
 
 class TypedEvents(Chunks):
-    """The events of the one answer to a conversation. What they build is the whole answer.
+    """The events of a streamed answer to a conversation. They also build the whole answer.
 
-    completion: the last output, with the finish_reason; None before it.
+    completion: the last output, with its finish_reason; None until it comes.
     count_tokens: returns how many tokens a text has.
     """
 
@@ -57,7 +57,7 @@ class TypedEvents(Chunks):
         """Return the whole answer, after `finish`."""
 
     def whole_of(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the whole answer that a finished output makes."""
+        """Return the whole answer for a finished output."""
         self.start(0, output)
         self.add(0, output)
         self.finish()

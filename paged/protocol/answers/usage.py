@@ -12,8 +12,8 @@ from ...requests.request import RequestOutput
 class Usage:
     """Counts the tokens of a response.
 
-    tells_cached: whether to say how many tokens of the prompts were in the prefix cache.
-    counts_output: False if the generated token is not returned.
+    tells_cached: whether to report how many prompt tokens were in the prefix cache.
+    counts_output: False if the generated tokens are not returned.
     """
 
     def __init__(self, *, tells_cached: bool, counts_output: bool = True) -> None:
@@ -38,7 +38,7 @@ class Usage:
                 self._num_new += len(completion.token_ids)
 
     def add_parts(self, choice: int, parts: Iterable[Part]) -> None:
-        """Add parts of a choice, whose reasoning is counted by itself."""
+        """Add parts of a choice. Tokens of reasoning are counted separately."""
         texts = self._reasoning.get(choice)
         if texts is None:
             texts = self._reasoning[choice] = []
@@ -47,7 +47,7 @@ class Usage:
                 texts.append(part.text)
 
     def num_reasoning(self, count_tokens: Callable[[str], int]) -> int:
-        """Return the number of tokens of reasoning, shown or not."""
+        """Return the number of reasoning tokens, whether they are returned or not."""
         return sum(count_tokens("".join(texts)) for texts in self._reasoning.values() if texts)
 
     @property
@@ -57,7 +57,7 @@ class Usage:
 
     @property
     def num_cached(self) -> int | None:
-        """Number of tokens of the prompts that were in the prefix cache; None if it is not told."""
+        """Number of prompt tokens that were in the prefix cache; None if it is not reported."""
         return self._num_cached if self._tells_cached else None
 
     @property

@@ -31,7 +31,9 @@ _CONSTRAINT = re.compile(r"^structured_outputs( (json|json_object|structural_tag
 
 
 class OwnNames:
-    """What a body names otherwise: patterns of fields of other bodies, and what replaces them."""
+    """The names of fields that a body uses in place of those of other bodies: patterns and their
+    replacements.
+    """
 
     def __init__(self, *names: tuple[str, str]) -> None:
         self._names = [(re.compile(pattern), name) for pattern, name in names]
@@ -44,7 +46,7 @@ class OwnNames:
 
     @contextmanager
     def in_errors(self) -> Iterator[None]:
-        """Let an error from within have the body's own names."""
+        """Translate the field names in errors raised inside this context to the body's own names."""
         try:
             yield
         except PagedError as error:
@@ -59,14 +61,14 @@ class Call(ABC):
 
     table: the fields of the body.
     PROMPT_FIELD: the field that holds the prompts.
-    NAMES: what the body names otherwise than others do.
-    is_queued: whether it waits for an engine.
+    NAMES: the fields that this body names differently from others.
+    is_queued: whether the call waits for an engine.
     values: the fields that the body gives, parsed.
-    ignored: the names of those that have no effect here.
+    ignored: the names of given fields that have no effect here.
     limits: what the operator allows.
     model: the name of the model; None accepts any.
-    tenant: the body's user, unless `give_to` sets it.
-    user: the body's.
+    tenant: the body's user, unless `give_to` sets another tenant.
+    user: the body's user.
     stream: whether to answer by server-sent events.
     request_id: the id that the client chose.
     priority, timeout_s: see SamplingParams.
@@ -91,16 +93,18 @@ class Call(ABC):
         self.timeout_s: float | None = values.get("timeout_s")
 
     def read(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Return the fields of the body, by the names that all calls share, and those without effect."""
+        """Return the fields of the body under the names that all calls share, and the names of fields without
+        effect.
+        """
         return self.table.parse(body)
 
     def give_to(self, tenant: str, salt: str) -> None:
-        """Set the tenant, and the salt of the prefix cache in place of the body's own."""
+        """Set the tenant, and replace the body's own salt of the prefix cache."""
         self.tenant = tenant
         self.values["cache_salt"] = salt
 
     def param_of(self, error: PagedError) -> str | None:
-        """Return the field of the body that an error is about, None if it is about none."""
+        """Return the field of the body that caused an error; None if none did."""
         if error.param is None:
             return None
         name = re.split(r"[.\[]", error.param, maxsplit=1)[0]
@@ -115,7 +119,7 @@ class Call(ABC):
 
     @contextmanager
     def naming_field(self, default: str | None = None) -> Iterator[None]:
-        """Let an error from within name the field of the body that it is about."""
+        """Set the field of the body that caused an error raised inside this context."""
         try:
             yield
         except PagedError as error:
@@ -129,7 +133,7 @@ def listed_prompts(value: str | list[Any]) -> list[Any]:
 
 
 def prompt_of(prompt: str | list[int], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a prompt with the options that a body gives for it."""
+    """Return a prompt with the body's options for it."""
     salt = {"cache_salt": values["cache_salt"]} if "cache_salt" in values else {}
     if isinstance(prompt, str):
         return {"prompt": prompt, "add_special_tokens": values.get("add_special_tokens", True), **salt}
@@ -139,7 +143,7 @@ def prompt_of(prompt: str | list[int], values: Mapping[str, Any]) -> dict[str, A
 class GenerationCall(Call):
     """A request body that asks for generated tokens.
 
-    DEFAULT_MAX_TOKENS: where neither the body nor generation_config.json limits the tokens.
+    DEFAULT_MAX_TOKENS: the limit if neither the body nor generation_config.json has one.
     n: number of choices of each prompt.
     """
 
@@ -160,12 +164,12 @@ class GenerationCall(Call):
             self.sampling["structured_outputs"] = constraint
 
     def give_to(self, tenant: str, salt: str) -> None:
-        """Set the tenant, and the salt of the prefix cache in place of the body's own."""
+        """Set the tenant, and replace the body's own salt of the prefix cache."""
         super().give_to(tenant, salt)
         self.sampling["cache_salt"] = salt
 
     def param_of(self, error: PagedError) -> str | None:
-        """Return the field of the body that an error is about, None if it is about none."""
+        """Return the field of the body that caused an error; None if none did."""
         param = super().param_of(error)
         name, _, part = (param or "").partition(".")
         return (
@@ -173,7 +177,7 @@ class GenerationCall(Call):
         )
 
     def name_field(self, error: PagedError, default: str | None = None) -> None:
-        """Let an error name the field of the body that it is about, in its message too."""
+        """Set the field of the body that caused an error, in its message too."""
         field = self.field_of_constraint(None)
         if field != "structured_outputs":
             error.args = (_CONSTRAINT.sub(field, str(error)),)
@@ -182,7 +186,7 @@ class GenerationCall(Call):
     def field_of_constraint(self, part: str | None) -> str:
         """Return the field of the body from which a part of the engine's structured_outputs comes.
 
-        part: its path, such as structural_tag.format.elements[1]; None stands for the whole.
+        part: the path of the part, such as structural_tag.format.elements[1]; None stands for the whole.
         """
         return field_of_part(self.constraint_field, None if self._has_structures else part)
 
@@ -190,7 +194,7 @@ class GenerationCall(Call):
     def prompts(self, text: ModelText) -> Sequence[Prompt]:
         """Return the prompts to complete. Raises RequestError.
 
-        It renders a template and may take milliseconds.
+        This renders a template and may take milliseconds.
         """
 
     def params(self, text: ModelText, *, stream: bool | None = None) -> SamplingParams:
@@ -261,7 +265,7 @@ class AnswerCall(GenerationCall):
     def decode_with(self, tokenizer: Tokenizer | None, *, keeps_special_tokens: bool = False) -> None:
         """Set the tokenizer that makes the text of the answer.
 
-        keeps_special_tokens: whether the text needs them as they are, whatever the body says.
+        keeps_special_tokens: whether the text must keep special tokens, whatever the body says.
         """
         values = self.values
         self.form_fields["decoding"] = Decoding(
@@ -277,7 +281,7 @@ class AnswerCall(GenerationCall):
         """Return the whole response body, after `prompts`.
 
         outputs: the finished output of each prompt.
-        identity: unique among responses.
+        identity: an id that is unique among responses.
         created: seconds since 1970.
         """
 

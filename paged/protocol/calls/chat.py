@@ -88,7 +88,7 @@ class ChatCall(ConversationCall):
         self.converse(values)
 
     def param_of(self, error: PagedError) -> str | None:
-        """Return the field of the body that an error is about, None if it is about none."""
+        """Return the field of the body that caused an error; None if none did."""
         param = super().param_of(error)
         is_newer = param == "max_tokens" and "max_completion_tokens" in self.values
         return "max_completion_tokens" if is_newer else param

@@ -23,8 +23,8 @@ _VARIABLES = ("reasoning_effort", "documents")
 class Conversation:
     """The messages of a body, and how they are rendered.
 
-    tools: those that the template shows to the model.
-    tool_format: how to show them where the template does not.
+    tools: the tools that the template shows to the model.
+    tool_format: describes the tools in messages if the template does not show them.
     """
 
     def __init__(self, values: Mapping[str, Any], limits: Limits) -> None:
@@ -42,7 +42,7 @@ class Conversation:
 
     @property
     def answer_role(self) -> str:
-        """The role of the answer: that of the last message, if it is continued."""
+        """The role of the answer: the last message's role if it is continued."""
         if self._values.get("continue_final_message", False):
             return str(self.messages[-1]["role"])
         return "assistant"

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def converse(values: Mapping[str, Any], limits: Limits) -> tuple[Conversation, ToolPlan]:
-    """Return the conversation of a body and what its tools make of it.
+    """Return the conversation of a body, and the plan for its tools.
 
-    values: fields of a chat's form.
+    values: the fields of a chat body.
 
     Raises RequestError naming the field.
     """
@@ -44,7 +44,7 @@ class ConversationCall(AnswerCall):
     DEFAULT_MAX_TOKENS = None  # up to the end of the context
 
     def converse(self, values: Mapping[str, Any]) -> None:
-        """Set the conversation, from fields of a chat's form. Raises RequestError naming the field."""
+        """Set the conversation from the fields of a chat body. Raises RequestError naming the field."""
         with self.NAMES.in_errors():
             self.conversation, self._plan = converse(values, self.limits)
         if self._plan.tools and "structured_outputs" not in self.sampling:

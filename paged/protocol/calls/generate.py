@@ -49,7 +49,7 @@ GENERATE_TABLE = FieldTable(
 class GenerateCall(GenerationCall):
     """A body of /generate or /generate/batch.
 
-    streams_deltas: whether a line is sent for each delta, not for each result.
+    streams_deltas: whether a line is sent for each delta rather than for each result.
     """
 
     table = GENERATE_TABLE
@@ -67,7 +67,7 @@ class GenerateCall(GenerationCall):
         self._ended: set[tuple[int, int]] = set()  # samples whose last delta was returned
 
     def prompts(self, text: ModelText) -> Sequence[Prompt]:  # noqa: ARG002
-        """Return the prompts. The engine refuses those that are wrong, each by itself."""
+        """Return the prompts. The engine refuses wrong prompts one by one."""
         add = self.values.get("add_special_tokens", True)
         return [_prompt_of(prompt, add) for prompt in self.listed]
 
@@ -76,7 +76,7 @@ class GenerateCall(GenerationCall):
         return super().params(text, stream=self.streams_deltas if stream is None else stream)
 
     def results(self, index: int, outcome: RequestOutput | PagedError) -> list[dict[str, Any]]:
-        """Return the results of the prompt of this index: of each sample, or its error.
+        """Return the results of the prompt with this index: one for each sample, or its error.
 
         outcome: the finished output, or the error that refused the prompt.
         """
@@ -125,7 +125,7 @@ class GenerateCall(GenerationCall):
     def body(self, outcomes: Sequence[RequestOutput | PagedError], seconds: float) -> dict[str, Any]:
         """Return the whole response body.
 
-        outcomes: of each prompt, as in `results`.
+        outcomes: the outcome of each prompt; see `results`.
         seconds: from the arrival of the request to its last token.
         """
         num_prompts = len(outcomes)

@@ -45,7 +45,7 @@ DETOKENIZE_TABLE = FieldTable(
 
 
 class TextCall(Call):
-    """A body that only the tokenizer and the chat template answer."""
+    """A body that needs only the tokenizer and the chat template, not the engine."""
 
     is_queued = False
 
@@ -55,7 +55,7 @@ class TextCall(Call):
 
     @property
     def renders(self) -> bool:
-        """Whether the chat template answers it, too."""
+        """Whether the answer may need the chat template."""
         return "messages" in self.values
 
 

@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FunctionOrBuiltin(Kind):
-    """A function in the form of a table, or a built-in tool, of which only the type is kept.
+    """A function as its table describes it, or a built-in tool, of which only the type is kept.
 
-    own_type: of functions.
-    is_optional: whether a function may come without its type.
-    builtin: matches the types of built-in tools.
+    own_type: the type of functions.
+    is_optional: whether a function may omit its type.
+    builtin: a pattern that matches the types of built-in tools.
     """
 
     types: ClassVar[tuple[type, ...]] = (dict,)
@@ -51,9 +51,9 @@ class FunctionOrBuiltin(Kind):
 def functions_of(
     tools: Sequence[dict[str, Any]], own_type: str, *, ignores_builtin: bool
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the functions among the tools of a body, and the names of those that are left out.
+    """Return the functions among the tools of a body, and the names of the built-in tools left out.
 
-    Raises RequestError for a built-in tool, unless these are left out.
+    Raises RequestError for a built-in tool if ignores_builtin is False.
     """
     functions = []
     left_out = dict[str, str]()

@@ -211,8 +211,8 @@ def constraint_of(values: dict[str, Any]) -> StructuredOutputsParams | None:
 def field_of_part(name: str, part: str | None) -> str:
     """Return the path, in a request body, of a part of a constraint.
 
-    name: of the field that the constraint comes from.
-    part: its path in StructuredOutputsParams, such as structural_tag.format; None if it is not known.
+    name: the name of the field that the constraint comes from.
+    part: the part's path in StructuredOutputsParams, such as structural_tag.format; None if unknown.
     """
     if part is None:
         return name

@@ -35,7 +35,7 @@ _MODES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_of(values: Mapping[str, Any], limits: Limits) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields of a chat that has the same prompt, and the names of tools that are left out.
+    """Return the fields of a chat body with the same prompt, and the names of tools that are left out.
 
     values: the fields of the body, parsed.
 

@@ -30,7 +30,7 @@ _UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": ["thre
 
 
 def message_error(status: int, body: dict[str, Any], request_id: str | None = None) -> dict[str, Any]:
-    """Return an error in Anthropic's form, which names the field in the message alone.
+    """Return an error in Anthropic's form, in which only the message names the field.
 
     body: the same error in OpenAI's form.
     """
@@ -54,8 +54,8 @@ _SEPARATOR = re.compile(r"\s*([:,}])\s*")
 class MessageEvents(TypedEvents):
     """The events of a message, in Anthropic's order, and the message that they build.
 
-    shows_thinking: whether the text of thinking is returned, not only that there is some.
-    max_tokens: of the request; an answer that is cut before them fills the context.
+    shows_thinking: whether the text of thinking is returned, not only the fact that the model thinks.
+    max_tokens: the request's max_tokens. An answer that is cut earlier has filled the context.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class MessageEvents(TypedEvents):
         self._open: dict[str, Any] | None = None
 
     def opening(self) -> list[Event]:
-        """Return the event before all blocks."""
+        """Return the event that precedes all blocks."""
         return [{"type": "message_start", "message": self._message([], None, None)}]
 
     def before(self, index: int, output: RequestOutput) -> list[Event]:  # noqa: ARG002
-        """Return nothing: events tell nothing else about the prompt."""
+        """Return nothing: no event describes the prompt any further."""
         return []
 
     def take(self, part: Part) -> list[Event]:
@@ -99,7 +99,7 @@ class MessageEvents(TypedEvents):
                 return [self._delta(text, {"type": "input_json_delta", "partial_json": text})]
 
     def finish(self) -> list[Event]:
-        """Return the events after all text."""
+        """Return the events that follow all text."""
         events = self._end_open()
         reason, sequence = self._stop()
         events.append(
@@ -196,7 +196,7 @@ class MessageEvents(TypedEvents):
 
 
 def whole_members(text: str) -> dict[str, Any]:
-    """Return the value of an object's text; of one that is cut, the members that are whole."""
+    """Return the object in a text; if the text is cut off, an object of its complete members."""
     try:
         value = json.loads(text) if text else {}
     except ValueError:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 def fitting(messages: Sequence[Message], fits: Callable[[Sequence[Message]], bool]) -> Sequence[Message]:
-    """Return the messages without as few of the oldest as makes the rest fit.
+    """Drop the oldest messages until the rest fits.
 
-    The system messages at the beginning and the last message stay, and no result stays without its call.
+    The system messages at the beginning and the last message stay. A tool result is dropped with its call.
 
-    fits: returns whether messages fit; fewer of them fit if more do.
+    fits: returns whether messages fit; if some messages fit, fewer of them fit too.
     """
     if fits(messages):
         return messages
@@ -63,12 +63,12 @@ Keep = Callable[[dict[str, Any], Sequence[Message]], bool]
 class ResponseCall(ConversationCall):
     """A body of /v1/responses.
 
-    previous_response_id: the stored response that it goes on from.
-    references: the items of stored responses that the input refers to, by their place in it.
-    needs_stored: whether there are either; then `go_on` comes before all else.
-    wants_store: whether the response is to be stored, if it can be.
-    keep: stores the response and the conversation with it, and returns whether there is room for it; None if
-        nothing is stored.
+    previous_response_id: the stored response that this one continues.
+    references: the items of stored responses that the input refers to, by their place in the input.
+    needs_stored: whether there are stored parts; then `go_on` must be called first.
+    wants_store: whether the response should be stored, if possible.
+    keep: stores the response and its conversation, and returns whether there was room; None if nothing is
+        stored.
     is_cancelled: whether the client has cancelled the response.
     """
 
@@ -130,13 +130,13 @@ class ResponseCall(ConversationCall):
 
     @property
     def needs_stored(self) -> bool:
-        """Whether the conversation has parts in stored responses."""
+        """Whether the conversation needs stored responses."""
         return self.previous_response_id is not None or bool(self.references)
 
     def go_on(self, earlier: Sequence[Message], referred: Mapping[int, Item] = MappingProxyType({})) -> None:
-        """Set the conversation, which goes on from an earlier one. Raises RequestError naming the field.
+        """Set the conversation, which continues an earlier one. Raises RequestError naming the field.
 
-        referred: the items that the input refers to, by their place in it.
+        referred: the items that the input refers to, by their place in the input.
         """
         values = self.values
         given = values["input"]
@@ -198,7 +198,7 @@ class ResponseCall(ConversationCall):
 
     @staticmethod
     def response_id(identity: str) -> str:
-        """Return the id of the response, which is a part of paths."""
+        """Return the id of the response, as it appears in paths."""
         return f"{RESPONSE_PREFIX}{identity.replace('/', '_')}"
 
     def body(

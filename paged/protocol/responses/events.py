@@ -32,7 +32,7 @@ class SingleTokens:
         self._text = ""
 
     def split(self, completion: CompletionOutput) -> Iterator[tuple[CompletionOutput, int]]:
-        """Yield outputs of one token each, with the length of its text; the last one has the rest."""
+        """Yield outputs of one token each, with that token's part of the text; the last one has the rest."""
         for token_id, place in zip(completion.token_ids, completion.logprobs or (), strict=False):
             piece = "" if self._detokenizer is None else self._detokenizer.append(token_id)
             self._waiting.append((token_id, place, len(piece)))
@@ -57,7 +57,7 @@ RESPONSE_PREFIX = "resp_"  # of the ids of responses
 
 
 def response_of_item(item_id: str) -> str:
-    """Return the id of the response that has the item of an id."""
+    """Return the id of the response that an item belongs to, given the item's id."""
     _, _, rest = item_id.partition("_")
     return f"{RESPONSE_PREFIX}{rest.rpartition('_')[0]}"
 
@@ -90,9 +90,9 @@ class _OpenItem:
 class ResponseEvents(TypedEvents):
     """The events of a response, in OpenAI's order, and the response that they build.
 
-    terms: the fields of the response that repeat what was asked for.
-    on_end: is called with the whole response.
-    is_cancelled: tells whether the client cancelled the response.
+    terms: the fields of the response that repeat fields of the request.
+    on_end: called with the whole response.
+    is_cancelled: returns whether the client has cancelled the response.
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class ResponseEvents(TypedEvents):
         self._whole: dict[str, Any] = {}
 
     def opening(self) -> list[Event]:
-        """Return the events before all output."""
+        """Return the events that precede all output."""
         return [
             self._event(f"response.{name}", response=self.response("in_progress"))
             for name in ("created", "in_progress")
         ]
 
     def chunks_of(self, choice: int, completion: CompletionOutput) -> list[Event]:
-        """Return the events of a delta. Log-probabilities belong to the items that have their tokens."""
+        """Return the events of a delta. Log-probabilities go to the items that contain their tokens."""
         if completion.logprobs is None:
             return super().chunks_of(choice, completion)
         if self._tokens is None:
@@ -153,7 +153,7 @@ class ResponseEvents(TypedEvents):
                 return [self._of_open("response.function_call_arguments.delta", delta=text)]
 
     def finish(self) -> list[Event]:
-        """Return the events after all output."""
+        """Return the events that follow all output."""
         assert self.completion is not None, "the answer has not ended"
         is_cut = self.completion.finish_reason == "length"
         events = [] if self._items or self._open is not None else self._begin_text("message")
@@ -167,7 +167,7 @@ class ResponseEvents(TypedEvents):
         return [*events, self._event(f"response.{status}", response=self._whole)]
 
     def error(self, status: int, body: dict[str, Any]) -> Event:
-        """Return the event of a response that fails, or was cancelled."""
+        """Return the event of a response that failed or was cancelled."""
         if self._is_cancelled():
             return self._event("response.failed", response=self.response("cancelled"))
         code = "server_error" if status >= FAILED else "invalid_prompt"
@@ -180,7 +180,7 @@ class ResponseEvents(TypedEvents):
         return self._whole
 
     def response(self, status: str) -> dict[str, Any]:
-        """Return the response with the items that have ended."""
+        """Return the response with the items that are complete so far."""
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             **self.head.as_json(),

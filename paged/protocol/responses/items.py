@@ -13,7 +13,7 @@ Item = Mapping[str, Any]
 
 
 def messages_of(items: str | Sequence[Item], earlier: Sequence[Message] = ()) -> list[Message]:
-    """Return the messages that items stand for, after those of an earlier response.
+    """Convert items to messages, and append them to those of an earlier response.
 
     items: as the table of the body parses them.
 
@@ -27,7 +27,7 @@ def messages_of(items: str | Sequence[Item], earlier: Sequence[Message] = ()) ->
 
 
 def turn_of(output: Iterable[Item]) -> list[Message]:
-    """Return the messages of a response's own output."""
+    """Convert a response's own output to messages."""
     turns = _Turns(())
     for item in output:
         turns.add("output", item)
@@ -115,7 +115,7 @@ def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def num_system(messages: Sequence[Message]) -> int:
-    """Return how many system messages are at the beginning."""
+    """Return how many system messages the conversation begins with."""
     num = 0
     while num < len(messages) and messages[num]["role"] in ("system", "developer"):
         num += 1
@@ -125,7 +125,7 @@ def num_system(messages: Sequence[Message]) -> int:
 def with_instructions(messages: Sequence[Message], instructions: str | None) -> list[Message]:
     """Return the messages with the instructions first.
 
-    The system messages at the beginning are one: many templates take no other.
+    They are merged with the system messages at the beginning: many templates take only one.
     """
     num = num_system(messages)
     if num + (instructions is not None) < 2:

@@ -17,9 +17,10 @@ Step = TypeVar("Step")
 
 
 class Batches(Protocol[Step]):
-    """Makes the batch of each step, for one model on one device, from its plan and the state of the seats.
+    """Makes the batch of each step, for one model on one device, from the step's plan and the state of the
+    seats.
 
-    It keeps the state of each seat, its last token and its block tables: `HostBatches` on the host,
+    The state of a seat is its last token and its block tables. `HostBatches` keeps it on the host,
     `SeatedBatches` on a GPU.
     """
 
@@ -33,4 +34,4 @@ class Batches(Protocol[Step]):
         """Return the seats and positions of what a step samples, on the device; None: the host sends them."""
 
     def record(self, step: Step, tokens: Tensor) -> None:
-        """Keep the tokens that a step has drawn, i64[num_logits], where the next step takes them from."""
+        """Keep the tokens that a step has drawn, i64[num_logits], for the next step to read."""

@@ -39,12 +39,13 @@ class _Step:
 
 
 class HostBatches:
-    """Batches made on the host, of what it keeps of each seat. The reference for `SeatedBatches`.
+    """Makes batches on the host, where it keeps the state of each seat. The reference for `SeatedBatches`.
 
     On a CPU, if the same seats decode again, their last batch is advanced in place and returned once more,
-    because making tensors costs more than changing them. The caller must be done with it by then.
+    because making tensors costs more than changing them. The caller must be done with the earlier batch by
+    then.
 
-    num_kept: how many batches of different seats are kept for that, as many as there are steps in flight.
+    num_kept: how many batches of different seats are kept for reuse: as many as steps may be in flight.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class HostBatches:
         """Return None: the sampler sends what it needs."""
 
     def record(self, step: _Step | _Decodes, tokens: Tensor) -> None:
-        """Keep the tokens that a step has drawn, i64[num_logits]. On a GPU, this waits for them."""
+        """Keep the tokens that a step has drawn, i64[num_logits]. On a GPU, this waits for the tokens."""
         drawn = tokens.cpu().numpy()
         decodes = step if isinstance(step, _Decodes) else step.decodes
         if decodes is None:

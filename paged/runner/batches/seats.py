@@ -85,7 +85,7 @@ class _Step(NamedTuple):
 
 
 class SeatedBatches:
-    """Batches made on a GPU, which keeps the last token and the block tables of each seat's request.
+    """Makes batches on a GPU, which keeps the last token and the block tables of each seat's request.
 
     A step all of whose tokens are sampled from is unpacked into tensors that stay where they are, so that a
     CUDA graph can read them. Block tables are as wide as the longest request needs: launches do not depend on

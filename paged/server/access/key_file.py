@@ -51,7 +51,7 @@ class Moment(Kind):
     types = (str,)
 
     def parse(self, name: str, value: Any) -> float:
-        """Return it in seconds since 1970."""
+        """Return the time in seconds since 1970."""
         try:
             if len(value) == len("2027-01-31"):
                 found = datetime.combine(date.fromisoformat(value), datetime.min.time(), UTC)
@@ -130,9 +130,9 @@ KEY_TABLE = FieldTable(
 class KeyEntry:
     """A line of the file. KEY_TABLE has the meaning of each field.
 
-    line: its number, from 1.
-    expires: in seconds since 1970.
-    cache_name: of its prefix cache; no two names of tenants and of shared caches give the same.
+    line: the number of the line, from 1.
+    expires: the end of the key's validity, in seconds since 1970.
+    cache_name: the name of its prefix cache, which is different for every tenant and every shared cache.
     """
 
     line: int
@@ -160,7 +160,7 @@ def read_keys(path: str) -> list[KeyEntry]:
 
 
 def parse_keys(path: str, text: str) -> list[KeyEntry]:
-    """Return the keys of a file's text, as `read_keys` does. Empty lines and those with # are passed over."""
+    """Return the keys of a file's text, as `read_keys` does. Empty lines and comments with # are skipped."""
     entries = []
     # Not splitlines, which finds line ends within strings.
     for number, line in enumerate(text.split("\n"), 1):

@@ -21,9 +21,9 @@ class Keys:
     """The keys of a file, which can be read again while requests are in progress.
 
     path: the file.
-    scheduling_policy: of the engine, without which some fields have no effect.
+    scheduling_policy: the engine's policy. Some fields of keys have no effect with other policies.
     default_reservation: most tokens that are reserved for each output.
-    clock: of the limits. now: of the expiry, in seconds since 1970.
+    clock: returns the time for limits. now: returns the time for the expiry of keys, in seconds since 1970.
 
     Raises ConfigError naming the line.
     """
@@ -48,7 +48,7 @@ class Keys:
         self.replace(self.read())
 
     def read(self) -> list[KeyEntry]:
-        """Return what the file says now, which `replace` puts in force, from any thread.
+        """Read the file. Return its entries, to be put in force by `replace`. Any thread may call this.
 
         Raises ConfigError naming the line.
         """
@@ -61,7 +61,7 @@ class Keys:
         return entries
 
     def replace(self, entries: Iterable[KeyEntry]) -> None:
-        """Put other lines in force. A key that stays keeps what it has used."""
+        """Put new entries in force. A key that stays keeps its usage."""
         known = self._by_place
         self._by_place = {}
         for entry in entries:
@@ -74,7 +74,9 @@ class Keys:
         return len(self._by_place)
 
     def find(self, token: bytes) -> KeyUsage | None:
-        """Return what belongs to a key; None for a wrong one, after a time that tells nothing of others."""
+        """Return the usage of a key; None for a wrong key. The time it takes reveals nothing
+        about other keys.
+        """
         digest = digest_of(token)
         usage = self._by_place.get(self._place_of(digest))
         known = digest if usage is None else usage.entry.sha256
@@ -100,7 +102,7 @@ def keys_of(
     scheduling_policy: object,
     default_reservation: int | None,
 ) -> Keys | None:
-    """Return the keys of a server's options; None without a file. Raises ConfigError."""
+    """Return the keys that a server's options name; None without a file. Raises ConfigError."""
     if path is None:
         return None
     reservation = DEFAULT_RESERVATION if default_reservation is None else default_reservation
@@ -108,9 +110,9 @@ def keys_of(
 
 
 def salt_of(entry: KeyEntry, salt: str | None) -> str:
-    """Return the salt of a request's prefix cache, which no other tenant's request can have.
+    """Return the salt of a request's prefix cache. No other tenant's request can have the same salt.
 
-    salt: the request's own.
+    salt: the request's own salt.
     """
     # The first part ends where its JSON does: no salt makes it another one.
     return entry.cache_name if salt is None else entry.cache_name + salt

@@ -19,7 +19,7 @@ Use = NewType("Use", int)  # the number of an addition to a window
 
 
 class Window:
-    """What was used within the last WINDOW_S seconds. Times are given by the caller, and never go back.
+    """The usage within the last WINDOW_S seconds. The caller gives the times, which must not go back.
 
     used: the sum, once `expire` was called.
     """
@@ -54,7 +54,7 @@ class Window:
         return Use(self._num_dropped + len(self._amounts) - 1)
 
     def change(self, use: Use, amount: int, now: float) -> None:
-        """Replace the amount of a use, unless it counts no more."""
+        """Replace the amount of an earlier use, unless it has left the window."""
         self.expire(now)
         place = use - self._num_dropped
         if place >= self._first:
@@ -62,7 +62,9 @@ class Window:
             self._amounts[place] = amount
 
     def wait_s(self, amount: int, limit: int, now: float) -> float:
-        """Return in how many seconds an amount fits below a limit, which is not smaller than it."""
+        """Return in how many seconds an amount will fit below a limit. The amount must not
+        exceed the limit.
+        """
         self.expire(now)
         excess = self.used + amount - limit
         place = self._first
@@ -72,7 +74,7 @@ class Window:
         return self._untils[place - 1] - now if place > self._first else 0.0
 
     def reset_s(self, now: float) -> float:
-        """Return in how many seconds nothing counts any more."""
+        """Return in how many seconds the window will be empty."""
         self.expire(now)
         return self._untils[-1] - now if self._first < len(self._untils) else 0.0
 
@@ -92,7 +94,7 @@ Header = tuple[bytes, bytes]
 
 
 class RateLimitError(QueueFullError):
-    """A limit of the key is reached; the same request fits in retry_after_s seconds."""
+    """A limit of the key is reached. The same request will fit in retry_after_s seconds."""
 
     CODE = "rate_limit_exceeded"
 
@@ -104,8 +106,8 @@ class RateLimitError(QueueFullError):
 class KeyUsage:
     """The requests and tokens of one key in the last minute, and its requests in progress.
 
-    entry: the line of the file, which another one replaces when the file is read again.
-    clock: in seconds, such as time.monotonic.
+    entry: the line of the file; it is replaced when the file is read again.
+    clock: returns seconds, such as time.monotonic.
     """
 
     def __init__(self, entry: KeyEntry, clock: Clock) -> None:
@@ -184,7 +186,7 @@ class KeyUsage:
             self._requests.change(request, 0, self._clock())
 
     def settle(self, reserved: Use, num_reserved: int, num_used: int) -> None:
-        """Replace reserved tokens by those that were used. More than reserved count from now on."""
+        """Replace reserved tokens by the tokens used. Tokens beyond the reservation count from now on."""
         now = self._clock()
         if num_used > num_reserved:
             self._tokens.add(num_used - num_reserved, now)
@@ -192,7 +194,9 @@ class KeyUsage:
             self._tokens.change(reserved, num_used, now)
 
     def headers(self) -> list[Header]:
-        """Return OpenAI's headers about limits: what they are, what is left, and when all is again."""
+        """Return OpenAI's headers about limits: the limits, what is left, and when all of it is
+        available again.
+        """
         entry = self.entry
         return [
             *self._headers_of(b"requests", self._requests, entry.requests_per_minute),
@@ -255,9 +259,10 @@ class Admission:
     def close(self, num_generated: Mapping[str, int], *, was_refused: bool, is_counted: bool) -> None:
         """Give back what was not used.
 
-        num_generated: the new tokens of each of the engine's requests that gave an output.
-        was_refused: whether the others were refused, so that not even their prompts were computed.
-        is_counted: whether the HTTP request counts among those of the minute.
+        num_generated: the new tokens of each engine request that gave an output.
+        was_refused: whether the other engine requests were refused, so that not even their prompts were
+            computed.
+        is_counted: whether the HTTP request counts towards the limit per minute.
         """
         if not self._is_open:
             return

@@ -23,7 +23,7 @@ NUM_SPARE = 32
 class Acceptor:
     """Accepts connections. It has the methods of asyncio.Server that uvicorn calls.
 
-    A connection counts from the moment it is accepted, and so during its TLS handshake.
+    A connection counts from the moment it is accepted, including its TLS handshake.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Acceptor:
         self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
-        """Accept no more."""
+        """Stop accepting connections."""
         if not self._is_closed:
             self._is_closed = True
             self._loop.remove_reader(self._listener)

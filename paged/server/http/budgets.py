@@ -28,8 +28,8 @@ class BodyBudget:
 
     max_bytes: the limit; small bodies may use SMALL_BODIES_BYTES more.
     num_bytes: how many are in use.
-    num_containers: objects and arrays that the bodies have.
-    clock: in seconds, such as time.monotonic.
+    num_containers: how many JSON objects and arrays the bodies have.
+    clock: returns seconds, such as time.monotonic.
     """
 
     def __init__(
@@ -43,16 +43,18 @@ class BodyBudget:
         self._being_read: dict[BodyRoom, None] = {}  # the one without progress for longest first
 
     def open(self, client: str, on_lost: Callable[[], None]) -> BodyRoom:
-        """Return the room of a body that begins to be read, without any bytes yet.
+        """Open the room of a body that is about to be read, without any bytes yet.
 
-        on_lost: is called if another body gets the room.
+        on_lost: called if another body takes the room.
         """
         room = BodyRoom(self, client, on_lost)
         self._being_read[room] = None
         return room
 
     def grow(self, room: BodyRoom, num_bytes: int) -> bool:
-        """Let a body have more bytes, those of stalled bodies if need be. Return whether it has them."""
+        """Give a body room for more bytes, if need be taken from stalled bodies. Return whether
+        there is room.
+        """
         while not self._fits(room, num_bytes):
             first = next((other for other in self._being_read if other is not room), None)
             if first is None or first.progressed_at > self.clock() - STALL_S:
@@ -76,7 +78,7 @@ class BodyBudget:
         self._being_read.pop(room, None)
 
     def hold(self, room: BodyRoom, num_containers: int) -> None:
-        """Count the objects and arrays of a body, which takes a little more room if it has many."""
+        """Count the JSON objects and arrays of a body. A body with many takes a little more room."""
         room.num_containers = num_containers
         self.num_containers += num_containers
         self._add(room, max(0, BYTES_OF_CONTAINER * num_containers - room.num_bytes))
@@ -91,7 +93,9 @@ class BodyBudget:
 
     @property
     def is_heavy(self) -> bool:
-        """Whether the bodies have so many objects and arrays that a garbage collection would take long."""
+        """Return whether the bodies have so many objects and arrays that a garbage collection
+        would take long.
+        """
         return self.num_containers > HEAVY_CONTAINERS
 
     def _add(self, room: BodyRoom, num_bytes: int) -> None:
@@ -110,9 +114,9 @@ class BodyBudget:
 class BodyRoom:
     """The room of one body in a budget.
 
-    num_bytes: that it has.
-    num_containers: objects and arrays of the parsed body.
-    is_lost: whether another body got the room.
+    num_bytes: how many bytes it has.
+    num_containers: how many JSON objects and arrays the parsed body has.
+    is_lost: whether another body took the room.
     progressed_at: when it last got PROGRESS_BYTES, or began.
     """
 
@@ -137,7 +141,7 @@ class BodyRoom:
         return True
 
     def finish_reading(self) -> None:
-        """Keep the room until it is closed, as the whole body has arrived."""
+        """Keep the room until it is closed: the whole body has arrived."""
         self._budget.finish_reading(self)
 
     def hold(self, num_containers: int) -> None:
@@ -150,7 +154,7 @@ class BodyRoom:
         self._budget.close(self)
 
     def lose(self) -> None:
-        """Give back the room to another body."""
+        """Give the room up to another body."""
         self.is_lost = True
         self.close()
         self._on_lost()

@@ -54,17 +54,18 @@ OnRefusal = Callable[..., None]  # `Observers.refused`
 
 @dataclass(eq=False)
 class ConnectionContext:
-    """What all connections of a server share.
+    """The settings and the state that all connections of a server share.
 
-    on_refusal: is told the route, status, reason and id of each request that does not reach the application.
-    root_path: the path under which a proxy makes the server known.
-    max_connections: beyond it connections are spare.
-    head_s: seconds from the connection, or a request's first byte, to the end of its headers.
+    on_refusal: called with the route, status, reason and id of each request that does not reach the
+        application.
+    root_path: the path under which a proxy publishes the server.
+    max_connections: the limit; connections beyond it are spare.
+    head_s: seconds for the headers of a request, from the connection or the request's first byte on.
     keep_alive_s: seconds between two requests.
-    slow_client_s: seconds in which a client has to read enough for the next part of a response to be sent,
-        and all that is left after the last response.
-    default_headers: of all responses.
-    connections, tasks: the open ones, which uvicorn waits for when it ends.
+    slow_client_s: seconds in which a client must read enough for the next part of a response to be sent, and
+        all of the rest after the last response.
+    default_headers: headers that every response has.
+    connections, tasks: the open connections and their tasks; uvicorn waits for them when it ends.
     """
 
     app: ASGIApp
@@ -80,7 +81,7 @@ class ConnectionContext:
 
     @property
     def refusal(self) -> tuple[int, str]:
-        """The answer to a connection beyond the limit."""
+        """The status and the message for a connection beyond the limit."""
         return (
             503,
             f"{self.max_connections} connections are open, and --max-connections allows no more; try again",
@@ -95,7 +96,7 @@ class Connection(asyncio.Protocol):
 
     is_spare: whether it is beyond the limit of connections.
     is_too_slow: whether the client was cut off, as it did not read its responses.
-    on_lost: is called when it has ended.
+    on_lost: called when the connection has ended.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Connection(asyncio.Protocol):
         self._set_deadline(SPARE_TIMEOUT_S if self.is_spare else self._context.head_s, self._on_head_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """Tell the requests that there is no client any more."""
+        """Tell the requests of this connection that the client is gone."""
         self._clear_deadline()
         self._context.connections.discard(self)
         self._discards = True
@@ -172,20 +173,20 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def eof_received(self) -> None:
-        """Close the connection: a client that sends no more is taken for one that has left."""
+        """Close the connection: a client that ends its side is taken to have left."""
 
     def pause_writing(self) -> None:
-        """Let responses wait for the client."""
+        """Make responses wait for the client to read."""
         self._is_writable.clear()
 
     def resume_writing(self) -> None:
-        """Let responses go on."""
+        """Let responses continue."""
         self._is_writable.set()
 
     # Of the server
 
     def shutdown(self) -> None:
-        """Close the connection after the responses to the requests that have come."""
+        """Close the connection after the responses to all requests received so far."""
         self._is_stopping = True
         if self._queue:
             self._queue[-1].closes = True
@@ -194,15 +195,15 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_made(self) -> bool:
-        """Whether it can be written to: its handshake is over."""
+        """Whether the handshake is over, so that data can be written."""
         return self._transport is not None
 
     def close_when_made(self) -> None:
-        """Close a connection that is not made yet as soon as it is."""
+        """Close a connection whose handshake is not over as soon as it is."""
         self._discards = True
 
     def refuse_spare(self) -> None:
-        """Refuse a connection beyond the limit and close it at once, as others need its file."""
+        """Refuse a connection beyond the limit and close it at once, to free its file descriptor."""
         if self._discards or self._queue:
             self.abort()
         elif self._transport is not None:
@@ -218,7 +219,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
 
     async def drain(self) -> None:
-        """Wait until the client has read enough. Cut it off if that takes too long."""
+        """Wait until the client has read enough. Disconnect it if that takes too long."""
         if self._is_writable.is_set():
             return
         timer = self._loop.call_later(self._context.slow_client_s, self._cut_off)
@@ -237,7 +238,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def update_reading(self) -> None:
-        """Read from the connection unless too much waits to be parsed, or to be received."""
+        """Read from the connection, unless too much data waits to be parsed or to be received."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
@@ -252,7 +253,7 @@ class Connection(asyncio.Protocol):
             transport.pause_reading()
 
     def on_response_end(self, cycle: Cycle) -> None:
-        """Go on with the next request, or end the connection."""
+        """Serve the next request, or close the connection."""
         if self._queue and self._queue[0] is cycle:
             self._queue.popleft()
         if cycle.closes:
@@ -346,7 +347,7 @@ class Connection(asyncio.Protocol):
     # Of httptools
 
     def on_message_begin(self) -> None:
-        """Begin a head."""
+        """Begin the head of a request."""
         self._url = b""
         self._headers = []
         self._is_begun = True
@@ -358,7 +359,7 @@ class Connection(asyncio.Protocol):
         self._url += part
 
     def on_header(self, name: bytes, value: bytes | None) -> None:
-        """Add a header. A trailer is no header: it is counted and dropped."""
+        """Add a header. Trailers are counted and dropped."""
         if self._in_head:
             self._headers.append((name.lower(), value or b""))
             if len(self._headers) > MAX_HEADERS:
@@ -401,7 +402,7 @@ class Connection(asyncio.Protocol):
             self._incoming.add_body(part)
 
     def on_message_complete(self) -> None:
-        """End a request: what comes next is another one's head."""
+        """End a request. The next data is the head of another request."""
         if self._upgrade_head is not None or self._incoming is None:
             return
         self._incoming.end_body()

@@ -46,10 +46,10 @@ class Cycle:
 
     is_old: whether the client speaks HTTP/1.0, which has neither chunks nor status 100.
     closes: whether the connection ends after the response.
-    body: bytes that have arrived and that the application has not received yet.
+    body: the bytes that have arrived but were not passed to the application yet.
     is_read: whether the whole body has arrived.
-    is_started, is_complete: of the response.
-    is_gone: whether the client has left, or sent what cannot be read.
+    is_started, is_complete: whether the response is started, and whether it is complete.
+    is_gone: whether the client has left, or sent data that cannot be read.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Cycle:
         self._news.set()
 
     def leave(self) -> None:
-        """Mark the client as gone, which the application receives as a disconnect."""
+        """Mark the client as gone. The application receives a disconnect."""
         self.is_gone = True
         self._news.set()
 

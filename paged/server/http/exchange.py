@@ -41,24 +41,25 @@ _REQUEST_ID = re.compile(rb"[!#-+\--~]{1,128}")
 class Exchange:
     """One HTTP request and its response.
 
-    max_body_bytes: of the request.
-    body_timeout_s: in which its body has to arrive.
-    budget: of the bodies of all requests.
-    responses: the budget of all whole responses.
-    address: of the client; "" at a Unix domain socket.
-    num_body_bytes: of the request, as far as its body was read.
+    max_body_bytes: the largest body.
+    body_timeout_s: seconds in which the body has to arrive.
+    budget: the memory for the bodies of all requests.
+    responses: the memory for all whole responses.
+    address: the client's address; "" at a Unix domain socket.
+    num_body_bytes: how many bytes of the body were read.
     route: the path below --root-path.
-    request_id: in the response's header x-request-id: the client's own if it is short and printable.
-    extra_headers: are added to the response.
-    status: of the response, once it has begun.
-    is_accepted: whether the server answers it even while it shuts down.
+    request_id: the response's header x-request-id: the client's own id if it is short and printable.
+    extra_headers: headers added to the response.
+    status: the status of the response, once it has begun.
+    is_accepted: whether the server answers the request even while it shuts down.
     is_complete: whether the last part of the response was handed to the server.
-    record: of the request, once its body was accepted.
-    access: for which its key was checked; None where no route needs one.
-    key: that the request bears, where keys are tenants'.
-    owner: of what the request makes and may see; None without keys, and for the operator, who sees all.
-    admission: of the request within the limits of its key, once its body was read.
-    error: that ended the response, after it had begun.
+    record: the record of the request, once its body was accepted.
+    access: the access that its key was checked for; None if the route needs no key.
+    key: the request's key, where keys belong to tenants.
+    owner: the owner of objects that the request makes, and may see; None without keys, and for the operator,
+        who sees all.
+    admission: the request's usage of its key's limits, once its body was read.
+    error: the error that ended the response after it had begun.
     """
 
     __slots__ = (
@@ -130,21 +131,23 @@ class Exchange:
 
     @property
     def query(self) -> dict[str, str]:
-        """The parameters of the URL."""
+        """The parameters in the URL."""
         return dict(parse_qsl(self._query_string.decode("latin-1")))
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether the client was cut off: it read too slowly, or others needed the memory of the response."""
+        """Whether the client was disconnected: it read too slowly, or other responses needed the memory."""
         return self._is_too_slow()
 
     def header(self, name: str) -> str | None:
-        """Return the value of a header of the request, the last one of several."""
+        """Return the value of a request header; if it occurs several times, the last value."""
         value = self._headers.get(name.encode())
         return None if value is None else value.decode("latin-1")
 
     def time_left(self, timeout_s: float | None) -> float | None:
-        """Return the seconds left of a request's timeout_s, counted from its arrival; None without one."""
+        """Return the seconds left of a timeout_s that counts from the request's arrival; None
+        without a timeout.
+        """
         if timeout_s is None:
             return None
         return max(timeout_s - (time.monotonic() - self.received), LEAST_TIMEOUT_S)
@@ -155,12 +158,12 @@ class Exchange:
             self.record.on_output(output, time.monotonic(), replica)
 
     async def read_json(self, parse: Callable[[Any], T]) -> T:
-        """Return what `parse` makes of the value of the body, which must be JSON.
+        """Read the body, which must be JSON, and return the result of `parse` for its value.
 
         parse: runs in a thread if the body is long.
 
-        Raises HttpError if it is too large, too slow, of another type, or if too many bytes of bodies are in
-        progress; RequestError if it is no JSON; the errors of `parse`.
+        Raises HttpError if the body is too large, too slow or of another type, or if the memory for bodies is
+        used up; RequestError if it is not JSON; and the errors of `parse`.
         """
         self._check_type()
         parts = await self._read()
@@ -190,7 +193,7 @@ class Exchange:
 
     @property
     def has_large_body(self) -> bool:
-        """Whether working on the body would block the event loop too long."""
+        """Whether work on the body would block the event loop too long."""
         return self.num_body_bytes > PARSED_AT_ONCE
 
     async def _read(self) -> list[bytes]:
@@ -301,7 +304,7 @@ class Exchange:
 
 
 class ClientGone(Exception):  # noqa: N818 - an event like CancelledError, no error
-    """The client has closed the connection: there is no response to send."""
+    """The client has closed the connection, so there is no response to send."""
 
 
 def _expire(timer: asyncio.Timeout) -> None:
@@ -377,7 +380,7 @@ async def encode_answer(new_body: Callable[[], Any], num_parts: int) -> bytes:
 
 
 async def beside_loop(function: Callable[..., T], *args: Any) -> T:
-    """Call a function that computes a part of an answer in a thread, which others of this kind wait for."""
+    """Compute a part of an answer in a thread. Such calls run one after another."""
     return await asyncio.get_running_loop().run_in_executor(_answers, function, *args)
 
 
@@ -386,7 +389,7 @@ _answers = ThreadPoolExecutor(1, "paged-answers")
 
 
 def encode_in_pieces(value: Any) -> bytes:
-    """Return a large value as JSON, letting other threads run between its parts."""
+    """Encode a large value as JSON, and let other threads run between its parts."""
     return bytes(_in_pieces(value, depth=6))  # down to one token of one choice of a chat
 
 

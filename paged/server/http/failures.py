@@ -28,7 +28,7 @@ class HttpError(RequestError):
 
     param: the field or header that is wrong.
     code: a word for programs, such as "model_not_found".
-    headers: are added to the response.
+    headers: headers added to the response.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FailureResponse(NamedTuple):
 
 
 class FinishRate:
-    """How often requests finish, from which the time until the queue has moved is estimated."""
+    """The rate at which requests finish, used to estimate when the queue will have moved."""
 
     def __init__(self) -> None:
         self._finished: deque[float] = deque(maxlen=64)
@@ -74,9 +74,9 @@ class FinishRate:
 
 
 def failure_of(error: Exception, retry_after_s: int, request_id: str) -> FailureResponse:
-    """Return the response for an error. One that is not of this project is logged, and not described.
+    """Return the response for an error. A foreign error is logged, and its text is not shown.
 
-    retry_after_s: for those after which the same request may succeed.
+    retry_after_s: the value of retry-after for errors after which the same request may succeed.
     """
     headers: tuple[Header, ...] = ()
     code = None

@@ -68,7 +68,7 @@ _INTS = msgspec.json.Decoder(list[int])
 def parse_body(body: bytes, on_count: Callable[[int], object] = lambda _: None) -> Any:
     """Return the value of a request body.
 
-    on_count: is told how many objects and arrays there are, before any is made.
+    on_count: called with the number of objects and arrays before any is made.
 
     Raises RequestError where `parse_json` does, and if the body has too many values.
     """

@@ -33,7 +33,10 @@ METRICS_CONNECTIONS = 16  # to --metrics-port
 
 
 class Listeners(NamedTuple):
-    """The sockets of a server. metrics: of --metrics-port; None without it."""
+    """The sockets of a server.
+
+    metrics: the socket of --metrics-port; None without that option.
+    """
 
     main: socket.socket
     metrics: socket.socket | None
@@ -53,9 +56,9 @@ def bind_all(options: ServeOptions) -> Iterator[Listeners]:
 
 
 def bind(options: ServeOptions) -> socket.socket:
-    """Return a socket that is bound to the address, and does not listen yet.
+    """Return a socket that is bound to the address but does not listen yet.
 
-    Raises ResourceError if the address is in use or not one of this machine.
+    Raises ResourceError if the address is in use or does not belong to this machine.
     """
     if options.uds is None:
         return _bound(options.host, options.port, "--port")
@@ -128,14 +131,15 @@ def _is_left_over(path: str) -> bool:
 
 
 def allow_many_connections() -> None:
-    """Raise the limit of open files, each connection being one, as far as the system allows."""
+    """Raise the limit of open files as far as the system allows, because each connection is an open file."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def connection_limit(wanted: int | None) -> int:
-    """Return the limit of connections: as many as are wanted, by default as the limit of open files allows.
+    """Return the limit of connections: the wanted number; by default, as many as the limit of open files
+    allows.
 
     Raises ResourceError if more are wanted.
     """
@@ -172,10 +176,10 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn's server with connections of its own. Signals are for `Drain`.
+    """Uvicorn's server with our own connections. `Drain` handles the signals.
 
-    on_start: is called when it listens.
-    on_refusal: is told of requests that do not reach the application; see `Connection`.
+    on_start: called when the server listens.
+    on_refusal: called for requests that do not reach the application; see `Connection`.
     metrics_app: answers the requests to --metrics-port.
     """
 
@@ -245,7 +249,7 @@ class Server(uvicorn.Server):
     async def listen(self, listener: socket.socket, metrics: socket.socket | None = None) -> None:
         """Serve until `stop` is called. Raises ResourceError if the address was taken meanwhile.
 
-        metrics: of --metrics-port.
+        metrics: the socket of --metrics-port.
         """
         try:
             await self.serve([listener] if metrics is None else [listener, metrics])
@@ -259,6 +263,6 @@ class Server(uvicorn.Server):
             ) from None
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Stop accepting connections, and end: once the responses are sent, or at once."""
+        """Stop accepting connections. End once all responses are sent, or at once."""
         self.should_exit = True
         self.force_exit = at_once

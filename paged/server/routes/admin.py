@@ -18,7 +18,7 @@ MOST_DIGITS = 6  # of a number in a path
 
 
 class RequestsRoute:
-    """The requests in progress, the oldest first, without prompts and answers."""
+    """Lists the requests in progress, the oldest first, without prompts and answers."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -46,7 +46,7 @@ def _described(record: RequestRecord, now: float) -> dict[str, Any]:
 
 
 class EndRoute:
-    """Ends the requests with an id, of which clients may give the same to several."""
+    """Ends the requests with an id. Clients may have given several requests the same id."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -61,7 +61,7 @@ class EndRoute:
 
 
 class ReplicasRoute:
-    """Adds or removes engine processes. It answers when that is done; what cannot be is 400."""
+    """Adds or removes engine processes. The response comes when that is done; 400 if it is impossible."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -123,7 +123,7 @@ class ResetPrefixCacheRoute:
 
 
 class ReloadKeysRoute:
-    """Reads the keys file again; a wrong one is 400, and the one before stays in force."""
+    """Reads the keys file again. If it is wrong, the response is 400 and the earlier keys stay in force."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front

@@ -30,14 +30,14 @@ BYTES_OF_PART = 16  # of a body, which may be echoed: about as much work as a to
 
 
 class AnswerRoute:
-    """Answers to one request, whole or streamed."""
+    """Returns the answer to one request, whole or streamed."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
         self._path = path
         self._front = front
 
     def take(self, exchange: Exchange, call: AnswerCall) -> None:
-        """Complete a call with what the server knows, before all else. Raises HttpError."""
+        """Complete a call with the server's settings, before anything else. Raises HttpError."""
 
     def answering(
         self,
@@ -46,7 +46,7 @@ class AnswerRoute:
         identity: str,  # noqa: ARG002
         created: int,  # noqa: ARG002
     ) -> AbstractContextManager[None]:
-        """Return a context that lasts as long as the engine works at a call."""
+        """Return a context that lasts while the engine works at a call."""
         return nullcontext()
 
     async def __call__(self, exchange: Exchange) -> None:
@@ -86,7 +86,7 @@ class AnswerRoute:
 
 
 class ResultRoute:
-    """Lists of prompts with a result for each, whole or as JSON lines."""
+    """Takes a list of prompts; returns a result for each, whole or as JSON lines."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
         self._path = path

@@ -25,8 +25,7 @@ async def finished_outcomes(
 
     If the caller is cancelled, or the engine stops, all streams are closed.
 
-    check: is called with each output as it comes; if it raises, all streams are closed, and the error is
-        raised.
+    check: called with each output as it comes. If it raises, all streams are closed.
     """
     if len(streams) == 1:
         return [await _last(streams[0], on_output, check)]
@@ -57,7 +56,7 @@ async def _last(stream: RequestStream, on_output: OnOutput, check: Callable[[Out
 
 
 def num_parts_of(outcomes: Iterable[Outcome]) -> int:
-    """Return how many tokens and candidates outputs have."""
+    """Return how many tokens and candidates the outputs have."""
     outputs = [outcome for outcome in outcomes if isinstance(outcome, RequestOutput)]
     return sum(_num_candidates(output.prompt_logprobs) + _num_parts(output) for output in outputs)
 
@@ -78,8 +77,8 @@ def _num_candidates(places: Sequence[Mapping[int, Logprob] | None] | None) -> in
 class ReadyOutcomes(NamedTuple):
     """Outputs that are sent together, each with the index of its stream.
 
-    num_parts: tokens and candidates that they have.
-    is_last: whether no other follows.
+    num_parts: the number of tokens and candidates that they have.
+    is_last: whether no other outputs follow.
     """
 
     outcomes: list[tuple[int, Outcome]]
@@ -103,8 +102,8 @@ class MergedOutcomes:
     """The outputs of several streams as they come, each with the index of its stream.
 
     An asynchronous context manager, which closes all streams when it ends. One output of each stream is read
-    ahead: what comes later waits in the mailboxes, where deltas are merged. A stream is asked for its next
-    output when its last one was sent, and so knows what its reader still holds.
+    ahead. Later outputs wait in the mailboxes, where deltas are merged. A stream is asked for its next output
+    only when its last one was sent, so that it knows how much its reader still holds.
     """
 
     def __init__(self, streams: Sequence[RequestStream], on_output: OnOutput) -> None:
@@ -134,7 +133,7 @@ class MergedOutcomes:
     async def batches(self) -> AsyncIterator[ReadyOutcomes]:
         """Yield batches of the outputs that have come. Ask for the next batch once the last one was sent.
 
-        A stream that is refused ends with the error, in place of an output. Raises what else a stream raises.
+        A refused stream ends with its error in place of an output. Any other error of a stream is raised.
         """
         num_open = len(self._streams)
         while num_open:

@@ -43,14 +43,14 @@ def _without_output(front: FrontEnd, response: ResponseInProgress, status: str) 
 
 
 class ResponsesRoute(AnswerRoute):
-    """Responses, whole or streamed, which may go on from a stored one."""
+    """Generates responses, whole or streamed. A response may continue a stored one."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
         super().__init__(path, front)
         self._front = front
 
     def take(self, exchange: Exchange, call: AnswerCall) -> None:
-        """Complete a call with what it needs of stored responses. Raises HttpError if it is not there."""
+        """Complete a call with the stored responses that it needs. Raises HttpError if one does not exist."""
         assert isinstance(call, ResponseCall)
         if not call.needs_stored:
             return
@@ -123,7 +123,7 @@ class ResponsesRoute(AnswerRoute):
 
 
 class ResponseRoute:
-    """A stored response, or one in progress."""
+    """Returns a stored response, or one in progress."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -165,7 +165,7 @@ class DeleteResponseRoute:
 
 
 class CancelRoute:
-    """Ends a response in progress. One that has ended, and is stored, is returned as it is."""
+    """Cancels a response in progress. A stored response that has ended is returned unchanged."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front

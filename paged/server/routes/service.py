@@ -15,7 +15,7 @@ from ..telemetry.metrics import CONTENT_TYPE
 
 
 class ModelsRoute:
-    """The names of the model, with the longest context."""
+    """Lists the names of the model, with the longest context."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -26,7 +26,7 @@ class ModelsRoute:
 
 
 class ModelRoute:
-    """One name of the model; another one is 404."""
+    """Describes the model under one name; another name is 404."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -54,7 +54,9 @@ def _model(front: FrontEnd, name: str) -> dict[str, Any]:
 
 
 class HealthRoute:
-    """Whether each engine process is alive, or being replaced in time: 200, or 503. Nothing is computed."""
+    """Returns 200 if each engine process is alive, or being replaced in time; else 503. Nothing
+    is computed.
+    """
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -68,7 +70,7 @@ class HealthRoute:
 
 
 class ReadyRoute:
-    """Whether requests are accepted: 200, or 503 with the reason, such as that all processes are replaced."""
+    """Returns 200 if requests are accepted; else 503 with the reason."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front

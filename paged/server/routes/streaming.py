@@ -21,18 +21,20 @@ from .readers import MergedOutcomes, Outcome
 class Framing(ABC):
     """The form of a streamed response.
 
-    content_type: of the response.
+    content_type: the response's content type.
     """
 
     content_type: str
 
     @abstractmethod
     def part(self, outcomes: Sequence[tuple[int, Outcome]]) -> bytes:
-        """Return the part for outputs, each with its prompt's index. Raises an error that ends the stream."""
+        """Return the part for some outputs, each with the index of its prompt. Raises an error that ends the
+        stream.
+        """
 
     @abstractmethod
     def end(self) -> bytes:
-        """Return the last part of a stream, which follows the part with the last output."""
+        """Return the last part of a stream, to be sent after the last output."""
 
     @abstractmethod
     def error(self, failure: FailureResponse) -> bytes:
@@ -109,7 +111,7 @@ class Lines(Framing):
 async def send_stream(
     front: FrontEnd, exchange: Exchange, outcomes: MergedOutcomes, framing: Framing
 ) -> None:
-    """Send outputs as they come. An error after the first is the last part of the response.
+    """Send outputs as they come. An error after the first output becomes the last part of the response.
 
     Raises an error before the first, for a response of its own status.
     """

@@ -11,7 +11,7 @@ from ..http.exchange import Exchange, encode_in_pieces
 
 
 class TextRoute:
-    """What only the tokenizer and the chat template tell: the tokens of a text, or the text of tokens."""
+    """Answers from the tokenizer and the chat template alone: the tokens of a text, or the text of tokens."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
         self._path = path

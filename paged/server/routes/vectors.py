@@ -17,7 +17,7 @@ from ..http.failures import HttpError
 
 
 class EmbeddingRoute:
-    """Vectors of texts."""
+    """Returns embeddings of texts."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
         self._path = path
@@ -84,7 +84,7 @@ class EmbeddingRoute:
 
 
 class ScoreRoute:
-    """Log-probabilities of continuations after a prompt."""
+    """Returns log-probabilities of continuations of a prompt."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
         self._path = path

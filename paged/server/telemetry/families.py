@@ -40,10 +40,10 @@ REQUEST_SECONDS = (
 class MetricFamily:
     """A metric.
 
-    name: without the prefix, and without the suffix _total that a counter gets.
-    labels: in order.
-    read: its value from an engine's statistics; None for what the front end counts itself.
-    bounds: of a histogram; None for lengths in tokens, whose bounds follow max_model_len.
+    name: the name without prefix, and without the suffix _total that counters get.
+    labels: the names of its labels in order.
+    read: returns its value from an engine's statistics; None if the front end counts it itself.
+    bounds: the bounds of a histogram; None for lengths in tokens, whose bounds follow max_model_len.
     """
 
     name: str

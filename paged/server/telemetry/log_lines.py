@@ -17,7 +17,7 @@ _PLAIN = re.compile(r"[\w./:+@-]+", re.ASCII)
 
 
 def formatter_of(log_format: LogFormat) -> logging.Formatter:
-    """Return what makes lines of this form."""
+    """Return the formatter for this log format."""
     return _JsonLine() if log_format == "json" else _TextLine()
 
 

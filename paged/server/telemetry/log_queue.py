@@ -19,7 +19,7 @@ STDERR = 2
 
 
 class LogQueue(logging.Handler):
-    """Writes lines to a file descriptor, from a thread of its own.
+    """Writes lines to a file descriptor from a separate thread.
 
     A write to a pipe that is not read blocks for ever, which must not happen to an event loop or a step.
 
@@ -98,7 +98,7 @@ def _record_of(message: str, level: int) -> logging.LogRecord:
 
 
 def log_to_stderr(formatter: logging.Formatter | None = None) -> LogQueue:
-    """Send what all loggers write to stderr through a queue. Return it."""
+    """Send all log lines to stderr through a queue. Return the queue."""
     handler = LogQueue()
     handler.setFormatter(formatter)
     logging.getLogger().addHandler(handler)
@@ -107,7 +107,7 @@ def log_to_stderr(formatter: logging.Formatter | None = None) -> LogQueue:
 
 
 def log_uncaught_errors() -> None:
-    """Write what ends this process, or one of its threads, to the log."""
+    """Log uncaught exceptions of this process and its threads."""
 
     def log_uncaught(
         _kind: type[BaseException], error: BaseException | None, _trace: TracebackType | None

@@ -50,7 +50,7 @@ class ServerMetrics(Observer):
     model_name: the value of that label, the first served name.
     max_model_len: bounds the histograms of lengths.
     routes: the templates of the server's paths; others are counted as "other".
-    prefix: of all names; "vllm" for dashboards made for vLLM.
+    prefix: the prefix of all names; "vllm" for dashboards made for vLLM.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ServerMetrics(Observer):
         self.expect(num_engines)
 
     def expect(self, num_engines: int) -> None:
-        """Show so many engines, before they have finished a request too. What others have counted stays."""
+        """Show metrics for `num_engines` engines even before they finish a request. Earlier counts stay."""
         for engine in range(num_engines):
             self._token_latencies[engine]  # makes both, if they are not there
 
@@ -90,12 +90,12 @@ class ServerMetrics(Observer):
         return {family.name: Histogram(family.bounds or self._lengths) for family in histograms}
 
     def begin(self, record: RequestRecord) -> None:
-        """Count a request as in progress, and let its record count the time between tokens."""
+        """Count a request as in progress, and make its record count the time between tokens."""
         self._counts["http_requests_in_progress"][(self._route(record.route),)] += 1
         record.token_latencies = self._token_latencies
 
     def end(self, record: RequestRecord, ending: Ending) -> None:
-        """Count a request that began, and each of the engine's requests that it made."""
+        """Count the end of a request that began, and of each of its engine requests."""
         self._counts["http_requests_in_progress"][(self._route(record.route),)] -= 1
         self.responded(record.route, ending.status)
         self._count_tenant(record)
@@ -137,8 +137,8 @@ class ServerMetrics(Observer):
     ) -> bytes:
         """Return the body of GET /metrics, whose content type is CONTENT_TYPE.
 
-        stats: the newest statistics by engine; an engine without any has no metrics of its own.
-        removed: of engines that are no more. Their counts stay, so that no sum over engines falls.
+        stats: the newest statistics by engine; an engine without statistics has no metrics.
+        removed: the last statistics of removed engines. Their counts stay, so that no sum over engines falls.
         """
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Rendering(self._families(stats, removed)))

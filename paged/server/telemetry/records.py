@@ -48,12 +48,12 @@ REFUSALS = {
 class RequestProgress:
     """One engine request, of which an HTTP request may have several: one for each prompt.
 
-    Times are of time.monotonic; those in `times` are of the engine's clock, and only their differences count.
+    Times are by time.monotonic. Those in `times` are by the engine's clock, of which only differences count.
 
     engine: the replica that computes it.
     num_prompt_tokens, num_cached_tokens: None until they are known.
-    num_generated: tokens of each sample.
-    finish_reasons: of each sample; empty until the request is finished.
+    num_generated: the number of tokens of each sample.
+    finish_reasons: the finish reason of each sample; empty until the request is finished.
     """
 
     request_id: str
@@ -69,7 +69,7 @@ class RequestProgress:
 
     @property
     def num_generated_tokens(self) -> int | None:
-        """The number of tokens of all samples; None while some may not have been sent."""
+        """The number of tokens of all samples; None while some may still be unsent."""
         return sum(self.num_generated) if self.num_generated or self.finished_at is not None else None
 
     def seconds(self, phase: str) -> float | None:
@@ -86,10 +86,10 @@ class RequestRecord:
     received: when it arrived, by time.monotonic.
     params: its sampling parameters, once they are parsed.
     num_requests: how many engine requests it makes.
-    engine_ids: of these.
-    user: that its body names.
-    trace: of the client; `Observers.begin` replaces it by the server's own span where traces are exported.
-        Its `traceparent` is a header of the response.
+    engine_ids: the ids of its engine requests.
+    user: the user that its body names.
+    trace: the client's trace context; `Observers.begin` replaces it by the server's own span if traces are
+        exported. Its `traceparent` is a header of the response.
     account: the tenant of its key, "" without a file of keys.
     owner: who may see it besides the operator; None without keys.
     is_ended: whether the operator ends it.
@@ -117,7 +117,7 @@ class RequestRecord:
     def on_output(self, output: RequestOutput, now: float, engine: int = 0) -> None:
         """Record an output: a delta, or the only one of its request.
 
-        now: by time.monotonic.
+        now: the time by time.monotonic.
         engine: the replica that it comes from.
         """
         progress = self._newest
@@ -146,7 +146,7 @@ class RequestRecord:
 
     @property
     def part_of(self) -> str:
-        """The name under which its engine requests take turns with other calls; "" if there is but one."""
+        """The name under which its engine requests take turns with other calls; "" if there is only one."""
         return self.engine_ids[0] if len(self.engine_ids) > 1 else ""
 
     @property
@@ -155,13 +155,13 @@ class RequestRecord:
         return max(self.num_requests, len(self.progress))
 
     def total(self, count: Callable[[RequestProgress], int | None]) -> int | None:
-        """Return a sum over all its engine requests, None if a part of it is unknown."""
+        """Return a sum over all its engine requests; None if a summand is unknown."""
         counts = map(count, self.progress.values())
         known = [each for each in counts if each is not None]
         return sum(known) if len(known) == self.num_prompts else None
 
     def on_place(self, request_id: str, engine: int) -> None:
-        """Record which replica computes a request, of which there may be no output yet."""
+        """Record which replica computes a request that may have no output yet."""
         self._progress_of(request_id, engine)
 
     def on_result(
@@ -175,7 +175,7 @@ class RequestRecord:
     ) -> None:
         """Record the result of a request that generates no tokens: an embedding or a score.
 
-        Its engine is that of `on_place`.
+        The engine is the one given to `on_place`.
         """
         progress = self._progress_of(request_id, 0)
         progress.num_prompt_tokens = num_prompt_tokens
@@ -219,10 +219,10 @@ class RequestRecord:
 class Ending:
     """How an HTTP request ended.
 
-    status: of its response; CLIENT_GONE if the client disconnected.
-    reason: of the finish, such as "stop", or of the refusal.
+    status: the status of its response; CLIENT_GONE if the client disconnected.
+    reason: the reason of the finish, such as "stop", or of the refusal.
     error: the name of the error's class. Its message may repeat a prompt, and is not kept.
-    at: when, by time.monotonic.
+    at: the time of the end, by time.monotonic.
     """
 
     status: int
@@ -232,26 +232,28 @@ class Ending:
 
 
 class Observer:
-    """A listener that every HTTP request is reported to. A method that is not overridden does nothing."""
+    """A listener for all HTTP requests. A method that is not overridden does nothing."""
 
     def begin(self, record: RequestRecord) -> None:
-        """Take note of a request whose body was accepted."""
+        """Handle the beginning of a request whose body was accepted."""
 
     def end(self, record: RequestRecord, ending: Ending) -> None:
-        """Take note of the end of a request that began."""
+        """Handle the end of a request that began."""
 
     def refused(self, route: str, status: int, reason: str, request_id: str) -> None:
-        """Take note of a request that was refused before it began."""
+        """Handle a request that was refused before it began."""
 
     def responded(self, route: str, status: int) -> None:
-        """Take note of a response to a request that makes no record, such as GET /health."""
+        """Handle a response to a request that has no record, such as GET /health."""
 
     def close(self) -> None:
-        """Send what is not sent yet."""
+        """Send everything that is not sent yet."""
 
 
 class Observers:
-    """Passes each event on to all observers. An observer that raises is logged, and disturbs nothing."""
+    """Passes each event on to all observers. If an observer raises, the error is logged and the
+    others go on.
+    """
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
@@ -270,9 +272,9 @@ class Observers:
     ) -> None:
         """Announce the end of a request that began, once.
 
-        status: of the response; CLIENT_GONE if the client disconnected.
-        reason: by default the finish reason of its first sample, or what the status says.
-        error: that ended it, if any.
+        status: the status of the response; CLIENT_GONE if the client disconnected.
+        reason: by default the finish reason of its first sample, or the reason that the status implies.
+        error: the error that ended it, if any.
         """
         name = None if error is None else type(error).__name__
         ending = Ending(status, reason or _reason(record, status), name, time.monotonic())
@@ -281,7 +283,7 @@ class Observers:
     def refused(self, route: str, status: int, reason: str | None = None, request_id: str = "") -> None:
         """Announce a request that was refused before it began.
 
-        reason: by default what the status says; see REFUSALS.
+        reason: by default the reason that the status implies; see REFUSALS.
         """
         why = reason or REFUSALS.get(status, "other")
         self._tell(lambda observer: observer.refused(route, status, why, request_id))
@@ -291,7 +293,7 @@ class Observers:
         self._tell(lambda observer: observer.responded(route, status))
 
     def close(self) -> None:
-        """Send what is not sent yet."""
+        """Send everything that is not sent yet."""
         self._tell(lambda observer: observer.close())
 
     def _tell(self, tell: Callable[[Observer], None]) -> None:

@@ -13,7 +13,7 @@ _lines = logging.getLogger("paged.server.requests")
 
 
 class RequestLog(Observer):
-    """Writes a line when a request ends or is refused, but none of probes and scrapes."""
+    """Writes a line when a request ends or is refused. Probes and scrapes get no line."""
 
     def end(self, record: RequestRecord, ending: Ending) -> None:
         """Write the line of a request."""
@@ -47,7 +47,7 @@ def announce(text: str) -> None:
 
 
 def fields_of(record: RequestRecord, ending: Ending) -> dict[str, Any]:
-    """Return what is written about a request: counts and seconds, and no text of a prompt or an answer."""
+    """Return the fields of a log line: counts and seconds, but no text of a prompt or an answer."""
     progress = [*record.progress.values()]
     fields: dict[str, Any] = {
         "id": record.request_id,

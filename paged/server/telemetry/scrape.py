@@ -48,7 +48,7 @@ class Scrape:
 def metrics_url(url: str) -> str:
     """Return the address of the metrics. Raises ConfigError unless `url` is one of HTTP.
 
-    url: of the server, of its API with /v1, or of the metrics themselves.
+    url: the URL of the server, of its API with /v1, or of the metrics themselves.
     """
     whole = url if "://" in url else f"http://{url}"
     try:
@@ -101,9 +101,10 @@ def parse(url: str, body: bytes) -> Scrape:
 
 
 def quantile(before: Mapping[float, float], after: Mapping[float, float], share: float) -> float | None:
-    """Return a quantile of what a histogram counted between two scrapes; None if it counted nothing.
+    """Return a quantile of the values that a histogram counted between two scrapes; None if there are none.
 
-    As in Prometheus, values lie evenly within a bucket, and beyond the last bound at that bound.
+    As in Prometheus, values are taken to lie evenly within a bucket; values beyond the last bound count as
+    that bound.
     """
     bounds = sorted(after)
     counts = [after[bound] - before.get(bound, 0.0) for bound in bounds]

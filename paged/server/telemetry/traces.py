@@ -35,10 +35,10 @@ _PHASES = {
 
 
 class Traces(Observer):
-    """Exports one span per request that began; none of refused ones, probes and scrapes.
+    """Exports one span per request that began. Refused requests, probes and scrapes have none.
 
     endpoint: the collector's URL for traces over HTTP, such as http://localhost:4318/v1/traces.
-    exporter: in its place, where the spans go.
+    exporter: takes the spans in place of the endpoint.
 
     Raises ResourceError if the extra is not installed.
     """
@@ -64,7 +64,7 @@ class Traces(Observer):
         self._spans: dict[RequestRecord, trace.Span] = {}
 
     def begin(self, record: RequestRecord) -> None:
-        """Open a span below the client's, and make it the record's place in the trace."""
+        """Open a span below the client's span, and store it in the record."""
         span = self._tracer.start_span(
             "llm_request",
             context=_parent(record.trace),
@@ -89,7 +89,7 @@ class Traces(Observer):
         span.end(end_time=_since_epoch(ending.at))
 
     def close(self) -> None:
-        """Export the spans that are left."""
+        """Export the remaining spans."""
         self._provider.force_flush(CLOSE_TIMEOUT_MS)
         self._provider.shutdown()
 

@@ -31,9 +31,10 @@ _KEY = 5
 
 @function
 def multiply_tiles(rows, vectors, c, c_stride, is_first, a, a_stride, b, b_stride, steps):
-    """Compute C += A B for rows that tiles are configured for and an even number of vectors of columns.
+    """Compute C += A B with AMX tiles, for an even number of column vectors.
 
-    A [rows, steps * KEYS] and B are in pairs of bfloat16. is_first: C = A B.
+    The tiles must be configured for these rows. A [rows, steps * KEYS] and B hold pairs of bfloat16.
+    is_first: compute C = A B instead.
     """
     for v in range(0, vectors, 2):
         to = c + v * VECTOR_BYTES
@@ -96,7 +97,7 @@ _transpose_2, _transpose_4, _transpose_8, _transpose_16 = map(_transposer, (2, 4
 
 @function
 def whole_keys(count):
-    """Round up to multiples of KEYS."""
+    """Round a count up to a multiple of KEYS."""
     return (count + KEYS - 1) // KEYS * KEYS
 
 
@@ -138,7 +139,7 @@ def _score_keys(scores, places, offset, head_stride, key_stride, queries, column
 
 @function
 def clear_pairs(to, stride, tile, num_vectors):
-    """Clear the rows of V, in pairs, that products read around a key tile's range: their weights are 0."""
+    """Zero the rows of V around a key tile's range that products read in pairs: their weights are 0."""
     for pair in range(tile.skip // KEYS * LANES, tile.skip // 2):
         fill(to + pair * stride, num_vectors, ZERO)
     for pair in range((tile.end + 1) // 2, whole_keys(tile.end) // 2):
@@ -147,7 +148,7 @@ def clear_pairs(to, stride, tile, num_vectors):
 
 @function
 def add_values(outputs, num_vectors, weights, values, value_stride, rows, tile):
-    """Add V of a key tile, times the weights, to the outputs of some rows."""
+    """Add a key tile's V, multiplied by the weights, to the outputs of some rows."""
     first = tile.skip // KEYS
     c_stride = num_vectors * VECTOR_BYTES
     steps = whole_keys(tile.end) // KEYS - first
@@ -181,7 +182,7 @@ def prepare_in_place(args, unit, scratch):
 
 @function
 def attend_in_place(args, unit, scratch, state, tile, prefetch):
-    """Attend from the rows of one token to a key tile.
+    """Compute attention from the rows of one token to a key tile.
 
     K of bfloat16 is read in the cache; of 8 bits it is widened into scratch memory first. V is copied into
     scratch memory, one head at a time.

@@ -10,7 +10,7 @@ from .softmax import ZERO, fill
 
 @function
 def write_addresses(args, seq, tile, to):
-    """Write the addresses of K, and TILE places further on of V, for each token of a key tile.
+    """Write the addresses of K, and TILE places later those of V, for each token of a key tile.
 
     Where the range starts or ends in the middle of a pair of tokens, its neighbour gets the same address.
     """
@@ -34,7 +34,9 @@ def write_addresses(args, seq, tile, to):
 
 @function
 def write_next_addresses(args, seq, first, end, to):
-    """Write the addresses of K for the LANES tokens from `first` on; end - 1 stands for those behind it."""
+    """Write the addresses of K for LANES tokens from `first` on. Tokens behind the end get the address of end
+    - 1.
+    """
     for place in range(LANES):
         token = min(first + place, end - 1)
         number = get_int(args.block_tables + seq * args.table_stride + 4 * (token // args.block_size))
@@ -58,7 +60,7 @@ def write_block_addresses(args, seq, tile, to):
 
 @function
 def copy_scales(args, unit, tile, to):
-    """Copy each KV head's scales of K, and behind them those of V, for the tokens of a key tile.
+    """Copy the scales of K, and then those of V, of each KV head for the tokens of a key tile.
 
     Places outside of the tile's range become 0, as the weights there are.
     """

@@ -93,7 +93,9 @@ def _attend_block(args, unit, state, queries, keys, values, value_stride, first,
 
 @function
 def attend_in_scratch(args, unit, scratch, state, tile, configured, prefetch):
-    """Attend from a unit's rows to a key tile. Return how many rows AMX is configured for now."""
+    """Compute attention from a unit's rows to a key tile. Return for how many rows AMX is
+    configured afterwards.
+    """
     group = args.num_heads // args.num_kv_heads
     rows = unit.head_rows
     width = padded(args.value_dim)

@@ -41,7 +41,7 @@ _LOG2E = np.float32(1.4426950408889634)
 
 
 class KeyTile(NamedTuple):
-    """Up to TILE neighbouring keys of a sequence: the places from `skip` to `end`."""
+    """Up to TILE neighbouring keys of a sequence, from index `skip` to `end`."""
 
     start: int  # position of the tile's first place, a multiple of TILE
     skip: int
@@ -50,7 +50,7 @@ class KeyTile(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state of some rows: addresses of one number, or of num_vectors vectors, for each row."""
+    """The softmax state of some rows: addresses of one number, or of num_vectors vectors, for each row."""
 
     scores: int  # TILE of each row, which become weights
     maxima: int
@@ -62,7 +62,7 @@ class State(NamedTuple):
 
 
 class Prefetch(NamedTuple):
-    """K and V of the next key tile, prefetched during softmax, when memory is idle."""
+    """Prefetches K and V of the next key tile during softmax, when memory is idle."""
 
     addresses: int  # of their K, and TILE places further on of their V
     num_tokens: int
@@ -166,7 +166,7 @@ def _exp_row(scores, width, maximum, in_pairs, scales):
 
 @function
 def rows_from(state, row, scores):
-    """Return the state of the rows from `row` on, whose scores are at another address."""
+    """Return the state of the rows from `row` on, with another address of scores."""
     outputs = state.outputs + row * state.num_vectors * VECTOR_BYTES
     maxima = state.maxima + 4 * row
     normalizers = state.normalizers + 4 * row
@@ -175,7 +175,7 @@ def rows_from(state, row, scores):
 
 @function
 def reset(state, rows):
-    """Set the state of rows that have seen no key."""
+    """Initialise the state of rows that have seen no key."""
     fill(state.outputs, rows * state.num_vectors, ZERO)
     for row in range(rows):
         set_float(state.maxima + 4 * row, MINUS_INFINITY)
@@ -186,9 +186,9 @@ def reset(state, rows):
 def softmax_step(args, unit, state, first, rows, tile, width, in_pairs, prefetch):
     """Turn scores into the weights that V is multiplied by, and rescale the outputs so far to match them.
 
-    Rows are those of a unit from `first` on; the first `width` scores of each become weights.
-    in_pairs: the scores are yet to be multiplied by args.scale, and the weights become bfloat16.
-    prefetch: a Prefetch or None; each is compiled by itself.
+    The rows are those of a unit from `first` on. The first `width` scores of each row become weights.
+    in_pairs: the scores are not multiplied by args.scale yet, and the weights become bfloat16.
+    prefetch: a Prefetch or None; each case is compiled separately.
     """
     for i in range(0, rows, LANES):
         group = rows_from(state, i, state.scores + i * TILE_BYTES)
@@ -299,7 +299,9 @@ def merge_softmax(maximum, normalizer, outputs, other_maximum, other_normalizer,
 
 @function
 def write_output(args, maximum, normalizer, outputs, out, head):
-    """Divide a row's output by its normalizer and store it. A sink is one more weight, without a value."""
+    """Divide a row's output by its normalizer and store it. A sink counts as one more weight
+    without a value.
+    """
     if args.sinks:
         sink = get_float(args.sinks + 4 * head)
         now = max(maximum, sink)

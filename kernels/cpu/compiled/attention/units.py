@@ -47,7 +47,7 @@ class Unit(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Addresses in a thread's scratch memory, and strides in bytes."""
+    """The addresses in a thread's scratch memory, and strides in bytes."""
 
     tile_keys: int  # the key tile: a row of K for each token, with the unit's heads side by side
     key_stride: int
@@ -90,7 +90,7 @@ def _reads_in_place(args, arithmetic, rows):
 
 @function
 def read_unit(args, address):
-    """Return the unit whose record, a row of `units`, is at the address."""
+    """Return the unit whose record in `units` is at this address."""
     seq = get_long(address)
     first_token = get_long(address + 8)
     end_token = get_long(address + 16)
@@ -125,7 +125,9 @@ def read_unit(args, address):
 
 @function
 def lay_out(args, unit, scratch):
-    """Divide scratch memory. Return it with two states of the rows: over all splits so far, and over one."""
+    """Divide scratch memory. Return it with two states of the rows: over all splits so far, and
+    over one split.
+    """
     depth = unit.depth
     width = padded(args.value_dim)
     num_rows = unit.num_rows

@@ -61,13 +61,16 @@ def _wake(pool, address, sleepers, most):
 
 @function
 def wait_in_kernel(pool, address, old):
-    """Return when the number at this address is no longer `old`, or earlier. `changed` follows a change."""
+    """Wait until the number at this address differs from `old`; may return earlier.
+
+    After a change of the number, call `changed`.
+    """
     _wait_while(pool, address, old, get_long(pool + WITHIN), pool + WAITING)
 
 
 @function
 def changed(pool, address):
-    """Wake the threads that `wait_in_kernel` for the number at this address."""
+    """Wake the threads that wait in `wait_in_kernel` for this address."""
     _wake(pool, address, pool + WAITING, EVERY)
 
 

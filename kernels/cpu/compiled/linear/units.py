@@ -15,7 +15,7 @@ PANELS_AT, SCALES_AT, BIAS_AT, KIND_AT, ENTRY_BYTES = range(0, 40, 8)
 
 
 class Weight(NamedTuple):
-    """The weight of a unit, and the rows of x that it has."""
+    """The weight of a unit, and the rows of x that are multiplied by it."""
 
     panels: int
     scales: int
@@ -26,7 +26,7 @@ class Weight(NamedTuple):
 
 
 class Expert(NamedTuple):
-    """An expert, and the number of units before its own. Without experts it is the only one."""
+    """An expert, and the number of units before its first one. Without experts there is a single Expert."""
 
     number: int
     first_unit: int
@@ -34,7 +34,7 @@ class Expert(NamedTuple):
 
 @function
 def no_expert():
-    """Return where a search for experts begins."""
+    """Return the position at which a search for experts begins."""
     return Expert(0, 0)
 
 
@@ -59,7 +59,7 @@ def count_units(args, unit_rows, units_across):
 
 @function
 def find_expert(args, unit, unit_rows, units_across, last):
-    """Return the expert of a unit, which is no earlier than the last one. The unit must exist."""
+    """Return the expert that a unit belongs to, searching from the last result on. The unit must exist."""
     number = last.number
     first_unit = last.first_unit
     if args.offsets != 0:

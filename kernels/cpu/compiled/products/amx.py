@@ -43,7 +43,7 @@ _HALVES = (6, 7)
 
 
 def emit_tile(builder: Any, name: str, *args: Any) -> None:
-    """Call one of LLVM's AMX intrinsics, if the CPU has them. An int among args is the number of a tile."""
+    """Call one of LLVM's AMX intrinsics if the CPU has AMX. An int argument is a tile's number."""
     if not CPU_HAS_TILES:
         return
     values = [ir.Constant(ir.IntType(8), arg) if isinstance(arg, int) else arg for arg in args]
@@ -52,7 +52,7 @@ def emit_tile(builder: Any, name: str, *args: Any) -> None:
 
 @operation(types.void, types.int64)
 def configure(builder: Any, address: Any) -> None:
-    """Configure the tiles as `write_settings` says (LDTILECFG)."""
+    """Load the tile configuration that `write_settings` has written (LDTILECFG)."""
     emit_tile(builder, "ldtilecfg", emit.byte_pointer(builder, address))
 
 
@@ -63,7 +63,7 @@ def release(builder: Any) -> None:
 
 
 class Block(NamedTuple):
-    """A product of a block of rows and one or two panels: C += A B, or C = A B where `at_first` is not 0.
+    """A product of a block of rows and one or two panels: C += A B, or C = A B if `at_first` is not 0.
 
     C [panels, 16 groups, PANEL] is float32, A and B hold pairs of bfloat16.
     """
@@ -79,7 +79,7 @@ class Block(NamedTuple):
 
 
 class Supply(NamedTuple):
-    """Where a block's weights come from and what is prefetched, with the distances to a second panel's."""
+    """The source of a block's weights and the addresses to prefetch, with the distances to a second panel."""
 
     ahead: int  # address of the memory to prefetch
     pace: int  # bytes of it with each tile of the depth; unpacking has a pace of its own
@@ -227,7 +227,7 @@ multiply_pairs = _BY_KIND[BFLOAT16_PAIRS]
 
 @function
 def write_settings(settings, first, second):
-    """Write the configuration of tiles for so many rows in the first and the second group."""
+    """Write a tile configuration for `first` rows in the first group and `second` rows in the second."""
     for at in range(LINE):
         set_byte(settings + at, 0)
     set_byte(settings, 1)
@@ -242,6 +242,6 @@ def write_settings(settings, first, second):
 
 @function
 def configure_rows(settings, rows, panels=1):
-    """Configure the tiles for so many rows: in two groups, or in one group for two panels."""
+    """Configure the tiles for `rows` rows: in two groups, or in one group if there are two panels."""
     write_settings(settings, min(rows, TILE_ROWS), rows if panels > 1 else max(rows - TILE_ROWS, 1))
     configure(settings)

@@ -33,9 +33,10 @@ _IS_ARM = llvm.get_default_triple().startswith(("aarch64", "arm64"))
 
 
 class Codes(Reader):
-    """Codes whose numbers `numbers` loads.
+    """A format of codes. `numbers` loads the numbers that codes stand for.
 
-    Factors are the address of what `expand_factors` wrote, or a pair of it and the address of a group in it.
+    `factors` is the address of what `expand_factors` wrote, or that address with the address of one group in
+    it.
     """
 
     has_scales = False
@@ -45,7 +46,7 @@ class Codes(Reader):
         self.in_pairs = pairs
 
     def factors_from(self, builder: Any, factors: Any, step: Any) -> Any:
-        """Return the factors of the steps from this one on, the first of a group."""
+        """Return the factors from this step on, which is the first of a group."""
         group = builder.lshr(step, _group_shift(builder, factors))
         first = builder.add(factors, int64(EXPANDED_HEAD_BYTES))
         return factors, builder.add(first, builder.mul(group, int64(GROUP_BYTES)))
@@ -75,11 +76,11 @@ class Codes(Reader):
                 self.some_steps(builder, builder.add(panel, builder.mul(stride, step)), step, own, body)
 
     def table(self, builder: Any, head: Any) -> Any:  # noqa: ARG002
-        """Load what `numbers` looks codes up in."""
+        """Load the table in which `numbers` looks up codes."""
         return None
 
     def factors(self, builder: Any, address: Any) -> list[tuple[Any, Any]]:
-        """Load the scale and the summand for each vector of a step's numbers."""
+        """Load the scale and the summand for each vector of a step."""
         scales, summands = (
             [
                 emit.load(builder, FLOAT32, builder.add(address, int64(VECTOR_BYTES * (2 * i + half))))
@@ -106,12 +107,12 @@ class Codes(Reader):
         return [emit.narrow(builder, *floats[:2]), emit.narrow(builder, *floats[2:])]
 
     def numbers(self, builder: Any, address: Any, table: Any) -> list[Any]:
-        """Load the numbers of a step: of each half of the outputs, or in pairs of each quarter."""
+        """Load a step's numbers: two halves of the outputs, or, in pairs, four quarters."""
         raise NotImplementedError
 
 
 class Codes8(Codes):
-    """Codes of 8 bits, which are the numbers."""
+    """Codes of 8 bits, which are the numbers themselves."""
 
     def __init__(self, *, pairs: bool = False) -> None:
         super().__init__(INT8, pairs=pairs)
@@ -123,7 +124,7 @@ class Codes8(Codes):
 
 
 class E4m3(Codes):
-    """Numbers of e4m3fn, in units of E4M3_UNIT."""
+    """Numbers in e4m3fn, in units of E4M3_UNIT."""
 
     def __init__(self, *, pairs: bool = False) -> None:
         super().__init__(FLOAT8, pairs=pairs)
@@ -143,7 +144,7 @@ def e4m3_numbers(builder: Any, address: Any) -> list[Any]:
 
 
 class Codes4(Codes):
-    """Codes of 4 bits, which are looked up in a table; a byte has those of outputs i and i + LANES."""
+    """Codes of 4 bits, which are looked up in a table. A byte holds the codes of outputs i and i + LANES."""
 
     def __init__(self, *, pairs: bool = False) -> None:
         super().__init__(INT8, pairs=pairs)
@@ -160,7 +161,7 @@ class Codes4(Codes):
 
 
 class Codes4Pairs(Codes4):
-    """The same in pairs, in an order that takes fewer instructions; its table is rounded to bfloat16.
+    """Codes of 4 bits in pairs, in an order that takes fewer instructions. The table is rounded to bfloat16.
 
     A vector holds PAIR_STEPS steps of a quarter of the outputs. An output has two neighbouring int32, one for
     each input of a step. Their lower halves have 4 bits for each even step, the first one's lowest, their
@@ -182,7 +183,7 @@ class Codes4Pairs(Codes4):
     def some_steps(
         self, builder: Any, place: Any, first: Any, factors: Any, body: Callable[[Any, Any], None]
     ) -> None:
-        """Call body for PAIR_STEPS steps; `read` gets each quarter's numbers with the factors."""
+        """Call body for PAIR_STEPS steps. `read` gets each quarter's numbers together with the factors."""
         table, own = factors
         places = [builder.add(place, int64(VECTOR_BYTES * quarter)) for quarter in range(4)]
         codes = [emit.read(builder, 32, quarter) for quarter in places]
@@ -195,7 +196,7 @@ class Codes4Pairs(Codes4):
                 body(builder.add(first, int64(step + i)), (numbers, own))
 
     def numbers(self, builder: Any, address: Any, table: Any) -> list[Any]:  # noqa: ARG002
-        """Return the numbers of a step, which `some_steps` has looked up."""
+        """Return the numbers of a step that `some_steps` has looked up."""
         found: list[Any] = table
         return found
 
@@ -210,7 +211,7 @@ def _look_up_two(builder: Any, table: Any, codes: Any, first: int) -> Any:
 
 
 def look_up(builder: Any, table: Any, codes: Any, first: int) -> Any:
-    """Look up the 4 bits of each int32 from `first` on."""
+    """Look up the 4 bits at position `first` of each int32."""
     address, vectors = table
     index = builder.lshr(codes, emit.constant(first, INTS)) if first else codes
     if LANES == TABLE_SIZE:  # the instruction takes the lowest 4 bits

@@ -42,13 +42,13 @@ def has_groups(kind):
 
 @function
 def group_steps(kind, factors):
-    """Return the steps of a group, which parts of a panel have whole numbers of."""
+    """Return the number of steps in a group. Parts of a panel consist of whole groups."""
     return get_long(factors) // inputs_of_step(kind)
 
 
 @function
 def inputs_of_step(kind):
-    """Return the inputs of a step of a kind that has groups."""
+    """Return how many inputs a step covers, for a format with groups."""
     return 2 if kind >= CODES4_PAIRS else 1
 
 
@@ -142,9 +142,9 @@ def _size(kind):
 
 @function
 def expand_factors(kind, factors, panel, start, steps, most, to):
-    """Write the factors of some steps of a panel as readers take them; see `products.codes`.
+    """Expand the factors of some steps of a panel to the form that readers take; see `products.codes`.
 
-    most: inputs of a group; larger ones become several.
+    most: the most inputs of a group; larger groups are divided.
     """
     head = _load_head(factors)
     group = min(head.group, most)

@@ -45,7 +45,7 @@ READERS = {
 
 
 def step_bytes_of(reader: Reader) -> int:
-    """Return the bytes of a step of the format with this reader."""
+    """Return how many bytes a step takes in this reader's format."""
     return next(STEP_BYTES[kind] for kind, own in READERS.items() if own is reader)
 
 

@@ -19,7 +19,7 @@ from ..simd.emit import I32, INTS, VECTOR, int64
 
 
 class Reader:
-    """One number per output and step, stored as `kind` and widened to float32."""
+    """Reads a panel with one number per output and step, stored as `kind`, and widens it to float32."""
 
     in_pairs = False
     has_scales = True  # a factor for each output, which products are multiplied by
@@ -30,7 +30,7 @@ class Reader:
         self.kind = kind
 
     def factors_from(self, builder: Any, factors: Any, step: Any) -> Any:  # noqa: ARG002
-        """Return the factors of the steps from this one on."""
+        """Return the factors from this step on."""
         return factors
 
     def factors(self, builder: Any, address: Any) -> Any:  # noqa: ARG002
@@ -73,7 +73,7 @@ class Reader:
         factors: Any,
         body: Callable[[Any, Any], None],
     ) -> None:
-        """Call body for `at_a_time` steps of a group, which lie at `place`."""
+        """Call body for `at_a_time` steps of a group, which are stored at `place`."""
         body(first, factors)
 
     def unpack(
@@ -81,8 +81,8 @@ class Reader:
     ) -> None:
         """Store `depth` steps as two vectors each, one step behind the other.
 
-        ahead: an address from which as many bytes are prefetched, a few with each step: a core has few
-        buffers for lines that it waits for.
+        ahead: an address from which the same number of bytes is prefetched, a few with each step, because a
+            core has few line fill buffers.
         """
 
         def step(index: Any, own: Any) -> None:
@@ -118,7 +118,7 @@ class Bfloat16(Reader):
         return self.made_of(builder, [emit.load(builder, FLOAT32, address)])
 
     def made_of(self, builder: Any, stored: list[Any]) -> list[Any]:
-        """Return the two vectors of a step whose stored vector is in a register."""
+        """Convert a step's stored vector, in a register, to two vectors."""
         both = builder.bitcast(stored[0], INTS)
         first = builder.shl(both, emit.constant(16, INTS))
         second = builder.and_(both, emit.constant(0xFFFF0000, INTS))
@@ -134,7 +134,7 @@ class Bfloat16Pairs(Reader):
         super().__init__(FLOAT32)
 
     def made_of(self, builder: Any, stored: list[Any]) -> list[Any]:  # noqa: ARG002
-        """Return the two vectors of a step, which are those stored."""
+        """Return the two vectors of a step, which are the stored ones."""
         return stored
 
 
@@ -172,7 +172,9 @@ def _look_up_magnitudes(builder: Any, table: list[int], codes: Any) -> Any:
 
 
 def interleave(builder: Any, lower: Any, upper: Any) -> list[Any]:
-    """Make two vectors of lower and upper bytes in turn: of the first and of the last 8 of each 16 bytes."""
+    """Interleave lower and upper bytes. Return two vectors: of the first and of the last 8 of
+    each 16 bytes.
+    """
     width = lower.type.count
     vectors = []
     for half in (0, 8):

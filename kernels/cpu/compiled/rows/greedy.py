@@ -11,7 +11,10 @@ from ..simd.vectors import function, greater, splat, total, where_greater, where
 
 @function
 def first_highest(top, block, scratch):
-    """Return the highest of all lanes and the first place of it. block: which vector each lane's is in."""
+    """Return the highest value of all lanes and the first position at which it occurs.
+
+    block: the index of the vector that each lane's value comes from.
+    """
     store(scratch, top)
     store(scratch + VECTOR_BYTES, block)
     best = get_float(scratch)

@@ -31,6 +31,6 @@ def by_kind(make: Callable[[int], Any], kernel: str = "") -> Any:
 
 @function
 def rows_of_unit(args, unit):
-    """Return the range of a unit's rows."""
+    """Return the range of rows in a unit."""
     first = unit * args.rows_per_unit
     return range(first, min(first + args.rows_per_unit, args.num_rows))

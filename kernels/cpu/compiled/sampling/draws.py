@@ -26,7 +26,7 @@ _BY_12 = np.uint64(12)
 
 @function
 def splitmix64(x):
-    """Return the next 64 random bits of a stream: uint64."""
+    """Return the next 64 random bits of a SplitMix64 stream, as uint64."""
     x += _GOLDEN
     x = (x ^ (x >> _BY_30)) * _FIRST
     x = (x ^ (x >> _BY_27)) * _SECOND

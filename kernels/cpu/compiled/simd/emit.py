@@ -41,7 +41,7 @@ _BFLOAT = _BFloat()
 
 
 def fields_type(record: type) -> types.Type:
-    """Return numba's type of a NamedTuple whose fields are all int64."""
+    """Return numba's type for a NamedTuple whose fields are all int64."""
     return types.NamedUniTuple(types.int64, len(record._fields), record)  # type: ignore[attr-defined]
 
 
@@ -56,7 +56,7 @@ def constant(value: float, kind: ir.VectorType = VECTOR) -> ir.Constant:
 
 
 def pointer(builder: Any, kind: ir.Type, address: Any, *offsets: Any) -> Any:
-    """Convert an address, plus offsets in bytes, to a pointer to this type."""
+    """Convert an address plus byte offsets to a pointer to this type."""
     for offset in offsets:
         address = builder.add(address, offset)
     return builder.inttoptr(address, kind.as_pointer())
@@ -80,7 +80,7 @@ def splat(builder: Any, x: Any) -> Any:
 
 
 def operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate an emitter, emit(builder, *values): make it a function that numba code can call."""
+    """Decorate an emitter, emit(builder, *values), so that numba code can call it."""
 
     def decorate(emit: Callable[..., Any]) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
@@ -101,7 +101,7 @@ def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def dot(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """Return z plus, in each lane, the dot product of two bfloat16 of x and of y (VDPBF16PS).
+    """Add to each lane of z the dot product of the two bfloat16 in x and in y (VDPBF16PS).
 
     Subnormal numbers count as 0, whatever the thread's floating-point settings.
     """
@@ -111,7 +111,7 @@ def dot(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def narrow(builder: Any, x: Any, y: Any) -> Any:
-    """Round the lanes of x and then of y to bfloat16, in one vector."""
+    """Round x and then y to bfloat16, and join them in one vector."""
     pairs = ir.VectorType(_BFLOAT, 2 * LANES)
     return builder.bitcast(call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", pairs, y, x), VECTOR)
 
@@ -156,7 +156,7 @@ _LOG2_TAIL = (-1.0, -1.15110767, -0.459182769, -0.0525846146, 0.00720532704, -0.
 
 
 def power_of_two(builder: Any, number: Any, x: Any) -> Any:
-    """Return 2^x. number: x, from -127 to 128; where x is NaN, any of these.
+    """Return 2^x. number: x clamped to -127 to 128; any number in that range where x is NaN.
 
     Numbers as large as _NEAREST are integers, so adding it rounds to the nearest integer, and leaves the
     exponent of the result in the lowest bits.
@@ -187,7 +187,10 @@ def _first_lanes(builder: Any, count: Any) -> Any:
 
 
 def read(builder: Any, bits: int, address: Any, count: Any = None, other: Any = None) -> Any:
-    """Load LANES integers of `bits` bits. count: load only so many; the others are from `other` or 0."""
+    """Load LANES integers of `bits` bits.
+
+    count: load only the first `count` lanes; the other lanes are `other` or 0.
+    """
     integers = ir.VectorType(ir.IntType(bits), LANES)
     place = pointer(builder, integers, address)
     if count is None:
@@ -213,7 +216,10 @@ def _write(builder: Any, bits: int, address: Any, integers: Any, count: Any = No
 
 
 def load(builder: Any, kind: int, address: Any, count: Any = None) -> Any:
-    """Load LANES numbers stored as `kind`. count: load only the first `count`; the others are 0."""
+    """Load LANES numbers stored as `kind`.
+
+    count: load only the first `count` lanes; the other lanes are 0.
+    """
     return to_float32(builder, kind, read(builder, 8 * ITEM_SIZES[kind], address, count))
 
 
@@ -244,7 +250,9 @@ def e4m3_as_float16(builder: Any, stored: Any) -> Any:
 
 
 def load_pairs(builder: Any, kind: int, first: Any, second: Any) -> Any:
-    """Load LANES numbers from each of two addresses as pairs of bfloat16, which must hold them exactly."""
+    """Load LANES numbers from each of two addresses as pairs of bfloat16, which must represent
+    them exactly.
+    """
     if kind != BFLOAT16:
         return pairs(builder, *(load(builder, kind, place) for place in (first, second)))
     rows = [read(builder, 16, place, None) for place in (first, second)]
@@ -261,7 +269,10 @@ def pairs(builder: Any, x: Any, y: Any) -> Any:
 
 
 def store(builder: Any, kind: int, address: Any, x: Any, count: Any = None) -> None:
-    """Store numbers rounded to `kind`, ties to even (INT8: up). count: store only the first `count`."""
+    """Store numbers rounded to `kind`, ties to even (INT8: ties up).
+
+    count: store only the first `count` lanes.
+    """
     bits = _TO_BITS[kind](builder, x)
     _write(builder, 8 * ITEM_SIZES[kind], address, bits, count)
 
@@ -329,9 +340,9 @@ def transpose(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 def prefetch(builder: Any, address: Any, *, write: bool = False, near: bool = False) -> None:
-    """Prefetch a cache line, for reading or writing; an address without memory does no harm.
+    """Prefetch a cache line for reading or writing. Invalid addresses are ignored.
 
-    Lines for reading go to the L2 cache. On the way to the L1 they would take the core's few fill buffers,
+    Lines for reading go to the L2 cache. Prefetching to the L1 would take the core's few line fill buffers,
     which current loads need. near: prefetch to the L1 all the same.
     """
     how = [ir.Constant(I32, n) for n in (int(write), 3 if write or near else 2, 1)]

@@ -50,7 +50,9 @@ copy_rows = dispatch_for(ATTENTION_KERNEL, _COPIERS)
 
 @function
 def copy_words(to, source, words):
-    """Copy words of 4 bytes, at least LANES; unless they fill whole vectors, the last are copied twice."""
+    """Copy words of 4 bytes, at least LANES of them. If they do not fill whole vectors, the last vector
+    overlaps the one before.
+    """
     for column in range(0, words, LANES):
         d = 4 * min(column, words - LANES)
         store(to + d, load(source + d))
@@ -165,7 +167,7 @@ def _rows_at(builder: Any, address: Any) -> list[Any]:
 
 @operation(vector, types.int64)
 def highest_of_rows(builder: Any, address: Any) -> Any:
-    """Return the greatest lane of each of LANES vectors; it may be NaN if one of its lanes is."""
+    """Return the greatest lane of each of LANES vectors. The result may be NaN if a lane is."""
 
     def greater(x: Any, y: Any) -> Any:
         return builder.select(builder.fcmp_ordered(">", x, y), x, y)

@@ -77,7 +77,7 @@ class InnerCompiler(CompilerBase):  # type: ignore[misc]
     """numba's compiler for functions that kernels call."""
 
     def define_pipelines(self) -> list[Any]:
-        """Return numba's passes, without those that make machine code."""
+        """Return numba's passes without the generation of machine code."""
         state = self.state
         state.library = _Inner(state.targetctx.codegen(), state.func_id.func_qualname)
         state.flags.no_compile = True
@@ -91,7 +91,9 @@ class KernelCompiler(CompilerBase):  # type: ignore[misc]
     """numba's compiler for kernels."""
 
     def define_pipelines(self) -> list[Any]:
-        """Return numba's passes, which end with the machine code of all that a kernel calls."""
+        """Return numba's passes, which end by generating machine code for the kernel and all
+        functions it calls.
+        """
         state = self.state
         state.library = _Outer(state.targetctx.codegen(), state.func_id.func_qualname)
         state.library.enable_object_caching()

@@ -55,7 +55,7 @@ STORERS = [_storers(kind) for kind in range(5)]
 def some_of(kind: int) -> tuple[Any, Any]:
     """Return load(address, count) and store(address, x, count) for a kind of number.
 
-    They access LANES numbers, or the first `count` if that is fewer.
+    Both access LANES numbers, or only the first `count` if that is fewer.
     """
     (load_all, load_first), (store_all, store_first) = LOADERS[kind], STORERS[kind]
 
@@ -75,7 +75,7 @@ def some_of(kind: int) -> tuple[Any, Any]:
 
 @operation(types.void, types.int64, types.int64, types.int64, types.int64)
 def transpose(builder: Any, to: Any, to_stride: Any, source: Any, stride: Any) -> None:
-    """Transpose LANES rows of LANES numbers."""
+    """Transpose a block of LANES x LANES numbers in memory."""
 
     def row(address: Any, stride: Any, lane: int) -> Any:
         return builder.add(address, builder.mul(stride, int64(lane)))
@@ -87,7 +87,7 @@ def transpose(builder: Any, to: Any, to_stride: Any, source: Any, stride: Any) -
 
 @operation(types.void, types.int64, vector, vector)
 def store_narrow(builder: Any, address: Any, x: Any, y: Any) -> None:
-    """Store x and then y in bfloat16, if HAS_DOT."""
+    """Store x and then y as bfloat16. Needs HAS_DOT."""
     if HAS_DOT:
         emit.store(builder, FLOAT32, address, emit.narrow(builder, x, y))
 
@@ -114,7 +114,7 @@ _, set_short = _scalar(types.int16, ir.IntType(16))
 
 @operation(types.int64, types.int64)
 def get_four(builder: Any, address: Any) -> Any:
-    """Load 4 bytes from any address, without a sign."""
+    """Load an unsigned 4-byte integer from any address."""
     found = builder.load(emit.pointer(builder, I32, address), align=1)
     return builder.zext(found, I64)
 
@@ -127,7 +127,7 @@ def get_eight(builder: Any, address: Any) -> Any:
 
 @operation(types.int64, types.int64)
 def any_set(builder: Any, flags: Any) -> Any:
-    """Return other than 0 if any of VECTOR_BYTES bytes is not 0."""
+    """Return a non-zero number if any of VECTOR_BYTES bytes is not 0."""
     found = builder.load(emit.pointer(builder, INTS, flags), align=1)
     lanes = builder.icmp_unsigned("!=", found, emit.constant(0, INTS))
     return builder.zext(builder.bitcast(lanes, ir.IntType(LANES)), I64)
@@ -141,28 +141,28 @@ def address_of(builder: Any, pointer: Any) -> Any:
 
 @operation(types.int64, types.int64)
 def claim(builder: Any, address: Any) -> Any:
-    """Increment the int64 there. Return its old value, which no other thread gets.
+    """Atomically increment the int64 at an address. Return its old value, which no other thread gets.
 
-    A thread that reads the new value, by this or by `seen`, also sees all that was written before it.
+    A thread that reads the new value with `claim` or `seen` also sees all earlier writes.
     """
     return builder.atomic_rmw("add", emit.pointer(builder, I64, address), int64(1), "seq_cst")
 
 
 @operation(types.void, types.int64)
 def release(builder: Any, address: Any) -> None:
-    """Decrement the int64 there, as `claim` increments it."""
+    """Atomically decrement the int64 at an address; the counterpart of `claim`."""
     builder.atomic_rmw("sub", emit.pointer(builder, I64, address), int64(1), "seq_cst")
 
 
 @operation(types.int64, types.int64)
 def seen(builder: Any, address: Any) -> Any:
-    """Read the int64 there, which other threads may be incrementing."""
+    """Atomically read the int64 at an address, which other threads may be incrementing."""
     return builder.load_atomic(emit.pointer(builder, I64, address), "seq_cst", 8)
 
 
 @operation(types.void, types.int64, types.int64)
 def call(builder: Any, function_address: Any, argument: Any) -> Any:
-    """Call the C function at function_address with one int64."""
+    """Call the C function at function_address with one int64 argument."""
     kind = ir.FunctionType(ir.VoidType(), [I64])
     builder.call(builder.inttoptr(function_address, kind.as_pointer()), [argument])
 
@@ -177,20 +177,20 @@ def system_call(builder: Any, syscall: Any, number: Any, first: Any, second: Any
 
 @operation(types.void)
 def pause(builder: Any) -> Any:
-    """Wait a moment, leaving the core to a thread that shares it."""
+    """Pause briefly (PAUSE), to leave the core to a thread that shares it."""
     if llvm.get_default_triple().startswith("x86_64"):
         emit.call(builder, "llvm.x86.sse2.pause", ir.VoidType())
 
 
 @function
 def load_up_to(address, count, other):
-    """Load LANES float32; if there are only `count`, these and then `other`."""
+    """Load LANES float32; beyond the first `count`, take the lanes of `other`."""
     return load(address) if count >= LANES else _load_first(address, count, other)
 
 
 @function
 def item_size(kind):
-    """Return the bytes of a number of that kind."""
+    """Return the size of a number of this kind in bytes."""
     return 4 if kind == FLOAT32 else 2 if kind == FLOAT16 or kind == BFLOAT16 else 1  # noqa: SIM109
 
 
@@ -202,13 +202,13 @@ store_as, _store_first_as = (dispatch({kind: STORERS[kind][i] for kind in _ORDER
 
 @function
 def load_some_as(kind, address, count):
-    """Load LANES numbers of that kind; if there are only `count`, these and zeros."""
+    """Load LANES numbers of this kind; beyond the first `count`, the lanes are 0."""
     return load_as(kind, address) if count >= LANES else _load_first_as(kind, address, count)
 
 
 @function
 def store_some_as(kind, address, x, count):
-    """Store LANES numbers, rounded to that kind, or the first `count` if that is fewer."""
+    """Store LANES numbers rounded to this kind, or only the first `count` if that is fewer."""
     if count >= LANES:
         store_as(kind, address, x)
     else:

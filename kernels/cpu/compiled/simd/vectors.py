@@ -37,12 +37,12 @@ _OTHERS = 1000  # stands for all kinds that a variant is not compiled for
 
 @function
 def missing(*_args):
-    """Stand in for a function that this CPU lacks instructions for."""
+    """Stand in for a function that needs missing CPU instructions."""
     raise NotImplementedError("this CPU lacks the instructions for a kernel that was called")
 
 
 def dispatch(functions: dict[int, Any]) -> Any:
-    """Return call(kind, *args), which calls the function of that kind; the last one takes all other kinds."""
+    """Return call(kind, *args), which calls the kind's function. The last function serves all other kinds."""
     # One flat function: of functions that call each other LLVM makes slower code.
     *kinds, last = functions
     lines = [f" if kind == {kind}:\n  return _{kind}(*args)" for kind in kinds]
@@ -141,7 +141,7 @@ def where_nan(builder: Any, x: Any, y: Any) -> Any:
 
 @operation(types.int64, vector, vector)
 def lanes_from(builder: Any, x: Any, y: Any) -> Any:
-    """Return a bit for each lane, the first one's lowest: whether x >= y."""
+    """Return a bitmask of the lanes where x >= y, the first lane in the lowest bit."""
     lanes = builder.bitcast(builder.fcmp_ordered(">=", x, y), ir.IntType(LANES))
     return builder.zext(lanes, I64)
 
