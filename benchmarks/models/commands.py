@@ -17,7 +17,10 @@ from benchmarks.peers.report import Row
 
 
 class Run(NamedTuple):
-    """A process: seconds until it ended, those of all its cores, and the most memory of one process."""
+    """A process: seconds until it ended, those of all its cores, and the most memory of one process.
+
+    peak_mib is no less than that of this process, which Linux counts for what it starts.
+    """
 
     seconds: float
     core_seconds: float
@@ -73,12 +76,11 @@ def _pair_row(name: str, rounds: int, threads: int) -> Row:
         for arguments in [ours, base][:: 1 if round_ % 2 else -1]:
             runs[arguments].append(run(arguments, threads))
     own, other = (Run(*map(statistics.median, zip(*runs[each], strict=True))) for each in (ours, base))
-    return {**_row(name, own), "beside": base[-1], **_against(own, other)}
+    more = {"more s": own.seconds - other.seconds, "more core s": own.core_seconds - other.core_seconds}
+    return {**_row(name, own), "beside": base[-1], **more}
 
 
 def _row(name: str, own: Run) -> Row:
-    return {"what": name, "s": own.seconds, "core s": own.core_seconds, "peak MiB": own.peak_mib}
-
-
-def _against(own: Run, other: Run) -> Row:
-    return {"more s": own.seconds - other.seconds, "more core s": own.core_seconds - other.core_seconds}
+    """Return the cells that every row has; a table's rows have the same ones."""
+    measured = {"what": name, "s": own.seconds, "core s": own.core_seconds, "peak MiB": own.peak_mib}
+    return {**measured, "beside": "", "more s": "", "more core s": ""}
