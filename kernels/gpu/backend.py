@@ -13,16 +13,20 @@ from .experts.route import route
 from .experts.sort_by_expert import sort_by_expert
 from .experts.sum_experts import sum_experts
 from .rows.clamped_swiglu import clamped_swiglu
+from .rows.gated_norm import gated_norm
 from .rows.gelu_and_mul import gelu, gelu_and_mul
 from .rows.layer_norm import layer_norm
 from .rows.rms_norm import rms_norm
 from .rows.rms_norm_into import rms_norm_into
 from .rows.rotary_store_kv import rotary_store_kv
 from .rows.scale_and_cap import scale_and_cap
+from .rows.scale_by_sigmoid import scale_by_sigmoid
 from .rows.scale_rows import scale_rows
 from .rows.silu_and_mul import silu_and_mul
 from .sampling.penalties import apply_penalties
 from .sampling.sample_tokens import sample_tokens
+from .states.gated_delta import gated_delta
+from .states.short_conv import short_conv
 from .target import check_target, current_target, in_interpreter, listening
 from .unpack_step import unpack_step
 
