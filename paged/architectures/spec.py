@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -103,6 +104,7 @@ class AttentionSpec:
     qk_norm: Literal["head", "projection"] | None = None  # what the norms of Q and K go over
     value_norm: bool = False  # each head of V is normalised, without a weight
     keys_as_values: bool = False  # V is made of what W_k makes; the checkpoint has no W_v
+    gate: bool = False  # q_proj has a gate behind each head's query: its sigmoid multiplies the output
     # How the checkpoint stores Q, K and V: a tensor each, all in self_attn.qkv_proj, or there head by head
     stored: Literal["separate", "fused", "by_head"] = "separate"
 
@@ -113,8 +115,51 @@ class AttentionSpec:
 
     def num_params(self, hidden_size: int) -> int:
         """Return the number of weights, without norms and biases."""
-        query_and_output = self.num_heads * (self.kv.key_dim + self.kv.value_dim)
+        query_and_output = self.num_heads * (self.kv.key_dim * (1 + self.gate) + self.kv.value_dim)
         return hidden_size * (query_and_output + sum(self.kv.part_sizes) * self.has_kv)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """A layer that keeps a state of fixed size for each sequence, in place of K and V of every token.
+
+    kind: "delta": a convolution, then the gated delta rule (Qwen3-Next); "conv": a gated convolution (LFM2).
+    width: how many tokens the convolution sees. columns: how many numbers of each.
+    num_heads, value_dim: of values and states, of "delta"; num_key_heads, key_dim: of queries and keys.
+    stored: how the checkpoint stores the inputs of "delta": by what they are, or by key head.
+    """
+
+    kind: Literal["delta", "conv"]
+    width: int
+    columns: int
+    num_heads: int = 0
+    num_key_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    bias: bool = False  # of the projections and of the convolution
+    stored: Literal["by_part", "by_key_head"] = "by_part"
+
+    @property
+    def last_inputs(self) -> tuple[int, int]:
+        """The shape of what the convolution keeps, in the dtype of activations."""
+        return self.width - 1, self.columns
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """The shape of what the delta rule keeps, in float32."""
+        return self.num_heads, self.key_dim, self.value_dim
+
+    def num_bytes(self, element_bytes: int) -> int:
+        """Return the bytes of a sequence's state. element_bytes: of an activation."""
+        return math.prod(self.last_inputs) * element_bytes + math.prod(self.matrices) * 4
+
+    def num_params(self, hidden_size: int) -> int:
+        """Return the number of weights, without norms and biases."""
+        if self.kind == "conv":
+            return 4 * hidden_size * self.columns + self.width * self.columns
+        values = self.num_heads * self.value_dim
+        inputs = self.columns + values + 2 * self.num_heads
+        return hidden_size * (inputs + values) + self.width * self.columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,19 +259,30 @@ class NormNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer.
+    """One decoder layer. It has attention, or a state.
 
     parallel: attention and the feed-forward part both normalise and extend the same residual.
     scaled: the checkpoint has a number that multiplies the layer's output.
     """
 
-    attention: AttentionSpec
+    attention: AttentionSpec | None = None
+    state: StateSpec | None = None
     feed_forward: FeedForwardSpec | ExpertsSpec
     norms: NormNames = NormNames()
     parallel: bool = False
     scaled: bool = False
     # Beside the MLP, as in Gemma 4: they read the residual, and each of the two is normalised.
     experts: ExpertsSpec | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps something of every token: K and V of its own, or a state."""
+        return self.state is not None or (self.attention is not None and self.attention.has_kv)
+
+    def num_mixing_params(self, hidden_size: int) -> int:
+        """Return the number of weights of what tokens see each other by: attention, or a state."""
+        parts = (self.attention, self.state)
+        return sum(part.num_params(hidden_size) for part in parts if part is not None)
 
     @property
     def feed_forwards(self) -> tuple[FeedForwardSpec | ExpertsSpec, ...]:

@@ -148,7 +148,7 @@ class LLMEngine(metaclass=ExplainsMissing):
             text,
             self.block_manager,
             text.new_parser(self.max_model_len),
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=sizes.config.num_seats,
             scheduling_policy=config.scheduling_policy,
             seed=config.seed,
         )
@@ -742,5 +742,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         return prefixes.fingerprint(Path(sizes.config.model), sizes.model, *dtypes)
 
     def _require_prefix_cache(self) -> None:
-        if not self.config.enable_prefix_caching:
+        if self.model_config.states:
+            raise UsageError(f"there is no prefix cache: {self.model_config.architecture} keeps states")
+        if not self.block_manager.enable_prefix_caching:
             raise UsageError("there is no prefix cache: the engine was made with enable_prefix_caching=False")

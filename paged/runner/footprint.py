@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
-from ..architectures.spec import ExpertsSpec, FeedForwardSpec
+from ..architectures.spec import ExpertsSpec, FeedForwardSpec, LayerSpec
 from ..base.errors import ConfigError
 from ..device.devices import is_here
 from ..kernels.backend import Kernels
@@ -30,7 +30,7 @@ _PARTS = {
     "positions": "embedding",
     "inputs": "embedding",
     "head": "output head",
-    "attention": "attention",
+    "mixer": "attention",  # or a state
     "mlp": "feed-forward",
 }
 _OTHERS = "norms and the rest"
@@ -161,7 +161,7 @@ class Footprint:
         entries = -(-sizes.max_model_len // sizes.block_size) * len(sizes.layout.groups)
         if sizes.draft is not None:
             entries += -(-sizes.draft.max_model_len // sizes.block_size)
-        return sizes.config.max_num_seqs * (4 * entries + _HISTORY_BYTES * sizes.model.vocab_size)
+        return sizes.config.num_seats * (4 * entries + _HISTORY_BYTES * sizes.model.vocab_size)
 
     @property
     def kv_room(self) -> int:
@@ -211,7 +211,7 @@ class Footprint:
         if self.longest < length:
             return 0
         manager = self.sizes.new_block_manager(self.num_blocks)
-        return min(self.num_blocks // manager.most_blocks(length), self.sizes.config.max_num_seqs)
+        return min(self.num_blocks // manager.most_blocks(length), self.sizes.config.num_seats)
 
     def __str__(self) -> str:
         parts = {
@@ -235,18 +235,30 @@ def _activation_bytes(sizes: Sizes, kernels: Kernels) -> int:
     element = ELEMENT_BYTES[sizes.dtype]
     widest = 0
     for layer in model.layers:
-        attention = layer.attention
-        qkv = attention.num_heads * attention.kv.key_dim + sum(attention.kv.part_sizes)
+        mixed, attended = _mixer_numbers(layer)
         inner = sum(_inner_numbers(part, model.hidden_size) for part in layer.feed_forwards)
-        own = 4 * model.hidden_size + (2 * qkv + inner) // sizes.shard.count
+        own = 4 * model.hidden_size + (mixed + inner) // sizes.shard.count
         gathered = 0
         if not sizes.shard.is_whole:  # a model without experts
-            gathered = attention.num_heads * attention.kv.value_dim + layer.feed_forward.size
+            gathered = attended + layer.feed_forward.size
         widest = max(widest, own + gathered)
     angles = 4 * sum(head_dim for _, head_dim in model.ropes)
     layers = sum(lengths) * (widest * element + angles)
     logits = len(lengths) * model.vocab_size * 4 * 2
     return max(layers, logits) + max_partial_bytes(sizes, kernels)
+
+
+def _mixer_numbers(layer: LayerSpec) -> tuple[int, int]:
+    """Return how many numbers a token has in attention, or beside a state, and how many come out."""
+    state = layer.state
+    if state is not None:
+        out = state.columns if state.kind == "conv" else state.num_heads * state.value_dim
+        return 2 * (state.columns + 2 * out + 2 * state.num_heads), out
+    attention = layer.attention
+    assert attention is not None, "a layer has attention or a state"
+    query = attention.num_heads * attention.kv.key_dim
+    numbers = 2 * (query + sum(attention.kv.part_sizes)) + query * attention.gate
+    return numbers, attention.num_heads * attention.kv.value_dim
 
 
 def _inner_numbers(spec: FeedForwardSpec | ExpertsSpec, hidden_size: int) -> int:
@@ -273,7 +285,7 @@ def ways_to_fit(footprint: Footprint) -> list[str]:
             found.append(f"{name}={value!r}{shorter}")
     if footprint.on_gpu:
         counts = {
-            "max_num_seqs": config.max_num_seqs,
+            "max_num_seqs": config.num_seats,
             "max_num_batched_tokens": footprint.sizes.max_num_batched_tokens,
         }
         for name, most in counts.items():

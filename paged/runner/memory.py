@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -11,12 +11,16 @@ from ..base.errors import ResourceError
 from ..device.host_memory import free_on_cpu
 from ..kernels.backend import Kernels
 from ..model.cache.kv_cache import KVCache
+from ..model.part import ModelPart
 from ..options.config import EngineConfig
 from ..options.sampling_params import SamplingParams
 from ..requests.request import Request, RequestInputs
 from ..scheduler.schedule import Schedule
 from ..scheduler.scheduler import Scheduler
 from .sizes import Sizes
+
+if TYPE_CHECKING:
+    from ..model.cache.states import StateCache
 
 # The parameters that take the most memory to sample with.
 LARGEST_PARAMS = SamplingParams(top_p=0.9, min_p=0.1, typical_p=0.9, presence_penalty=1.0, logprobs=5)
@@ -51,9 +55,16 @@ def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, ru
     else:
         peak = measure_peak_bytes(sizes, device, run_step)
         free = kv_bytes_on_gpu(sizes.config, device, peak) - max_partial_bytes(sizes, kernels)
-    num_blocks = sizes.blocks_in(free)
+    num_blocks = sizes.blocks_in(free - sizes.all_state_bytes)
     if not num_blocks:
         least = sizes.block_bytes * len(sizes.layout.groups)
+        if sizes.all_state_bytes:
+            raise ResourceError(
+                f"no memory for a KV cache beside states: {free / 2**20:,.0f} MiB are left, the states of "
+                f"max_num_seqs {sizes.config.num_seats} sequences take "
+                f"{sizes.all_state_bytes / 2**20:,.0f} MiB ({sizes.state_bytes / 2**20:,.2f} each), and a "
+                f"block in each layer group {least / 2**20:,.2f} MiB; lower max_num_seqs"
+            )
         raise ResourceError(
             f"no memory for a KV cache: {free / 2**20:,.0f} MiB are left, a block in each layer group "
             f"takes {least / 2**20:,.2f} MiB; raise {'cpu' if device.type == 'cpu' else 'gpu'}"
@@ -108,7 +119,8 @@ def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) ->
             f"no memory for a step of {sum(lengths):,} tokens beside the weights on {device}: lower "
             f"max_num_batched_tokens or max_num_seqs, or end other processes there; {error}"
         ) from error
-    peak = torch.cuda.max_memory_allocated(device) - kv_cache.num_bytes
+    states = 0 if kv_cache.states is None else kv_cache.states.num_bytes
+    peak = torch.cuda.max_memory_allocated(device) - kv_cache.num_bytes - states
     del kv_cache
     torch.cuda.empty_cache()
     return peak
@@ -123,7 +135,8 @@ def new_kv_cache(sizes: Sizes, device: torch.device, num_blocks: int, num_host_b
         if sizes.draft is not None:
             own = sizes.draft
             draft = KVCache(own.model, *common, layout=own.layout)
-        return KVCache(sizes.model, *common, layout=sizes.layout, draft=draft)
+        states = _new_states(sizes, device) if sizes.state_bytes else None
+        return KVCache(sizes.model, *common, layout=sizes.layout, draft=draft, states=states)
     except RuntimeError as error:  # torch has no narrower one for a CPU
         size = sizes.block_bytes / 2**30
         host = f" with {num_host_blocks * size:,.1f} GiB on the host" if num_host_blocks else ""
@@ -133,16 +146,32 @@ def new_kv_cache(sizes: Sizes, device: torch.device, num_blocks: int, num_host_b
         ) from error
 
 
+def _new_states(sizes: Sizes, device: torch.device) -> StateCache:
+    """Allocate the states of all seats, and those that are swapped."""
+    from ..model.cache.states import StateCache
+
+    part = ModelPart.whole(sizes.model.num_layers) if sizes.part is None else sizes.part
+    dtype: torch.dtype = getattr(torch, sizes.dtype)
+    num_slots = sizes.config.num_seats
+    try:
+        return StateCache(sizes.model, part, num_slots, sizes.num_host_states, dtype, device)
+    except RuntimeError as error:
+        raise ResourceError(
+            f"no memory for the states of max_num_seqs {num_slots} sequences: "
+            f"{sizes.all_state_bytes / 2**30:,.1f} GiB cannot be allocated on {device}; lower it"
+        ) from error
+
+
 def largest_step(sizes: Sizes) -> list[int]:
     """Divide the token budget among as many sequences as allowed, so that the logits are largest too."""
     budget = sizes.max_num_batched_tokens
-    num_seqs = min(sizes.config.max_num_seqs, budget)
+    num_seqs = min(sizes.config.num_seats, budget)
     share, rest = divmod(min(budget, num_seqs * sizes.max_model_len), num_seqs)
     return [share + (i < rest) for i in range(num_seqs)]
 
 
 def max_partial_bytes(sizes: Sizes, kernels: Kernels) -> int:
     """Return the most bytes that partial results of split decodes take; the measured step has few."""
-    max_rows = 2 * sizes.config.max_num_seqs  # the last layers may attend twice for a sequence
-    widest = max(shape.value_dim for shape in sizes.model.kv_shapes)
+    max_rows = 2 * sizes.config.num_seats  # the last layers may attend twice for a sequence
+    widest = max(shape.value_dim for shape in sizes.model.kv_shapes.values())
     return kernels.partial_bytes(max_rows, sizes.max_model_len, sizes.num_heads, widest)

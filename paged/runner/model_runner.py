@@ -58,7 +58,6 @@ class ModelRunner(PartRunner):
 
     def _sample_here(self) -> None:
         """Make what plans steps and samples, for a part with the head."""
-        config = self.config
         model_config = self.model_config
         self.draft_model = self._new_draft_model()
         self.planner = Planner(
@@ -73,7 +72,7 @@ class ModelRunner(PartRunner):
         self.reporter = Reporter(self.model.logits, model_config.vocab_size, self.model.kernels)
         if self.device.type == "cuda":
             # No more logits at once than in the step by which memory was measured.
-            self.reporter.max_rows = min(self.reporter.max_rows, config.max_num_seqs)
+            self.reporter.max_rows = min(self.reporter.max_rows, self.sizes.config.num_seats)
 
     def describe(self) -> str:
         """Return dtype, device, threads and attention backend as one phrase."""
@@ -144,9 +143,11 @@ class ModelRunner(PartRunner):
         upload = self.transfers.new_upload()
         download = self.transfers.new_download()
         moves = self.send_moves(computed, upload)
+        state_moves = self.send_state_moves(computed, upload)
         if not computed.seats:
             upload.send()
             self._move_blocks(*moves)
+            self._move_states(state_moves)
             return Pending(self)
         # Everything is put into the upload before it is sent.
         step = self.batches.put(computed, upload)
@@ -156,6 +157,7 @@ class ModelRunner(PartRunner):
             reports = self.reporter.prepare(computed.asked, plan.sampled.reports, upload)
         upload.send()
         self._move_blocks(*moves)
+        self._move_states(state_moves)
         batch = self.batches.batch(step)
         masks = draw.start_masks()
         logits, best, hidden = self.compute(batch)
@@ -232,7 +234,7 @@ class ModelRunner(PartRunner):
     def new_sampler(self) -> Sampler:
         """Return a sampler that knows of no request."""
         return Sampler(
-            self.model.kernels, self.model_config.vocab_size, self.device, self.config.max_num_seqs
+            self.model.kernels, self.model_config.vocab_size, self.device, self.sizes.config.num_seats
         )
 
 

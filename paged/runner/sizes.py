@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ..architectures.config import ModelConfig
+from ..architectures.spec import StateSpec
 from ..base.errors import ConfigError, UnsupportedModelError
 from ..blocks.manager import BlockManager
 from ..model.cache.layout import CacheLayout
@@ -86,6 +87,8 @@ class Sizes:
 
     def __post_init__(self) -> None:
         config = self.config
+        if self.model.states:
+            self._check_states()
         longest = self.model.max_context
         if self.max_model_len > longest:
             raise ConfigError(f"max_model_len {self.max_model_len} is more than the {longest} of the model")
@@ -108,9 +111,29 @@ class Sizes:
             space = f"swap_space {self.swap_space:g} GiB"
             if config.swap_space is None:
                 space += f" (the default on {self.device})"
+            state = f" beside a state of {self.state_bytes:,} bytes" if self.state_bytes else ""
             raise ConfigError(
                 f"preemption_mode {config.preemption_mode!r} cannot swap: {space} holds no block of "
-                f"{self.block_bytes:,} bytes; raise it, or leave both out"
+                f"{self.block_bytes:,} bytes{state}; raise it, or leave both out"
+            )
+
+    def _check_states(self) -> None:
+        """Raise ConfigError for options that a model with states does not support."""
+        name = self.model.architecture
+        if self.config.enable_prefix_caching:
+            raise ConfigError(
+                f"enable_prefix_caching True is not supported for {name}, whose layers keep states: leave it "
+                "out, or give False"
+            )
+        if self.config.speculation is not None:
+            raise ConfigError(
+                f"speculative_config is not supported for {name}, whose layers keep states, which cannot "
+                "forget a wrong guess: leave it out"
+            )
+        if self.is_draft:
+            raise ConfigError(
+                f"the draft model is a {name}, whose layers keep states, which cannot forget a wrong guess; "
+                "take a model without states, or {'method': 'ngram'}"
             )
 
     @property
@@ -123,7 +146,7 @@ class Sizes:
         """Tokens per block."""
         if self.config.block_size is not None:
             return self.config.block_size
-        dims = {shape.key_dim for shape in self.model.kv_shapes}
+        dims = {shape.key_dim for shape in self.model.kv_shapes.values()}
         has_tiles = self.target in TMA_TARGETS and not dims.isdisjoint(TMA_HEAD_DIMS)
         return TMA_BLOCK_SIZE if has_tiles and self.dtype != "float32" else BLOCK_SIZE
 
@@ -141,7 +164,7 @@ class Sizes:
     @property
     def max_sampled_rows(self) -> int:
         """The most rows that a step with drafts samples: on a GPU, those for which memory was measured."""
-        return self.config.max_num_seqs if self.device == "cuda" else self.max_num_batched_tokens
+        return self.config.num_seats if self.device == "cuda" else self.max_num_batched_tokens
 
     @property
     def kv_dtype(self) -> str:
@@ -175,6 +198,38 @@ class Sizes:
         return own + (0 if self.draft is None else self.draft.block_bytes)
 
     @property
+    def state_specs(self) -> list[StateSpec]:
+        """The states that this process keeps of a sequence."""
+        layers = range(self.model.num_layers) if self.part is None else self.part.layers
+        return [self.shard.state(spec) for layer, spec in self.model.states.items() if layer in layers]
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of the states of one sequence."""
+        return sum(spec.num_bytes(ELEMENT_BYTES[self.dtype]) for spec in self.state_specs)
+
+    @property
+    def all_state_bytes(self) -> int:
+        """The bytes of the states of as many sequences as may run at once."""
+        return self.config.num_seats * self.state_bytes
+
+    def with_seats_in(self, room: int) -> Sizes:
+        """Return sizes for as many sequences as the option says, or by default as have room for states.
+
+        room: the bytes for states and KV together; states take a quarter at most, but one sequence may run.
+        """
+        if self.config.max_num_seqs is not None or not self.state_bytes:
+            return self
+        num_seqs = max(1, min(self.config.num_seats, room // 4 // self.state_bytes))
+        return replace(self, config=replace(self.config, max_num_seqs=num_seqs))
+
+    @property
+    def enable_prefix_caching(self) -> bool:
+        """Whether blocks are reused for prompts with the same beginning."""
+        given = self.config.enable_prefix_caching
+        return not self.model.states if given is None else given
+
+    @property
     def kv_bytes_per_token(self) -> float:
         """The bytes of one token's K and V in all layers."""
         return self.block_bytes * len(self.layout.groups) / self.block_size
@@ -183,7 +238,7 @@ class Sizes:
     def max_useful_blocks(self) -> int:
         """The blocks of max_num_seqs requests of full length."""
         blocks = -(-self.max_model_len // self.block_size)
-        return self.config.max_num_seqs * blocks * len(self.layout.groups)
+        return self.config.num_seats * blocks * len(self.layout.groups)
 
     def blocks_in(self, room: int) -> int:
         """Return how many blocks fit in so many bytes, with the rope tables; at most `max_useful_blocks`.
@@ -191,6 +246,8 @@ class Sizes:
         0 if no token fits: one takes a block in each layer group.
         """
         size = self.block_bytes
+        if not size:  # a stage whose layers all keep states
+            return self.max_useful_blocks
         # The tables are no larger than for this many blocks, although fewer remain.
         room -= self.all_rope_bytes(max(1, room // size))
         num_blocks = max(0, room // size)
@@ -208,7 +265,7 @@ class Sizes:
         """
         if self.model.rope.type == "dynamic":
             return 0
-        blocks_of_one = self.max_useful_blocks // self.config.max_num_seqs
+        blocks_of_one = self.max_useful_blocks // self.config.num_seats
         manager = self.new_block_manager(min(num_blocks, blocks_of_one))
         reached = manager.longest_fit(self.max_model_len)
         return reached if self.rope_table_bytes(reached) <= MAX_ROPE_TABLE_BYTES else 0
@@ -234,7 +291,15 @@ class Sizes:
     @property
     def num_host_blocks(self) -> int:
         """The number of blocks in host memory."""
-        return int(self.swap_space * GIB) // self.block_bytes
+        space = int(self.swap_space * GIB) - self.num_host_states * self.state_bytes
+        return max(0, space) // max(1, self.block_bytes)
+
+    @property
+    def num_host_states(self) -> int:
+        """The number of sequences whose states fit in host memory, in half of what swapping has."""
+        if not self.state_bytes:
+            return 0
+        return min(self.config.num_seats, int(self.swap_space * GIB) // 2 // self.state_bytes)
 
     def swap_pays(self, num_tokens: int) -> bool:
         """Return whether it takes less time to swap a sequence's KV out and in than to recompute it.
@@ -246,7 +311,7 @@ class Sizes:
             return self.config.preemption_mode == "swap"
         model = self.model
         rates = HOST_RATES[self.device]
-        kv_bytes = num_tokens * self.kv_bytes_per_token
+        kv_bytes = num_tokens * self.kv_bytes_per_token + self.state_bytes
         attention = num_tokens**2 * model.num_attention_dims
         recompute_s = (2 * model.num_active_layer_params * num_tokens + attention) / rates.flops_per_s
         return 2 * kv_bytes / (self.host_bytes_per_s or rates.bytes_per_s) < recompute_s
@@ -268,7 +333,8 @@ class Sizes:
             windows=[group.window for group in self.layout.groups],
             max_step_tokens=self.max_step_tokens,
             num_host_blocks=num_host_blocks,
-            enable_prefix_caching=self.config.enable_prefix_caching,
+            enable_prefix_caching=self.enable_prefix_caching,
+            num_host_states=self.num_host_states if self.model.states else None,
         )
 
     def _new_policy(self, manager: BlockManager) -> Policy:
@@ -301,7 +367,7 @@ class Sizes:
         scheduler = Scheduler(
             manager,
             policy=self._new_policy(manager),
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.num_seats,
             max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             max_num_partial_prefills=config.max_num_partial_prefills,

@@ -68,6 +68,8 @@ class RunningSet:
         self.newcomers: list[Request] = []
         self.corrected: list[Request] = []
         self.vacated: list[int] = []
+        self._state_moves: list[Copy] = []  # of this step, and those that must wait until it has ended
+        self._later_state_moves: list[Copy] = []
         self._manager = block_manager
         self.max_chunk = max_chunk
         self._num_protected = 0
@@ -132,6 +134,32 @@ class RunningSet:
             schedule.vacated = self.vacated
             self.vacated = []
 
+    def copy_state(self, request: Request, child: Request, *, after_step: bool) -> None:
+        """Give a child the state of a request.
+
+        after_step: as the step that is being scheduled leaves it, not as it is before that.
+        """
+        if self._manager.has_states:
+            moves = self._later_state_moves if after_step else self._state_moves
+            moves.append((request.seat, child.seat))
+
+    def swap_state_out(self, request: Request) -> None:
+        """Move the state of a request to host memory, where its blocks go."""
+        if (slot := request.blocks.host_state) is not None:
+            self._state_moves.append((request.seat, self.seats.num_seats + slot))
+
+    def swap_state_in(self, request: Request) -> None:
+        """Move the state of a request that has taken a seat back from host memory, if it is there."""
+        if request.blocks.host_state is not None:
+            slot = self._manager.take_host_state(request.blocks)
+            self._state_moves.append((self.seats.num_seats + slot, request.seat))
+
+    def take_state_moves(self, schedule: Schedule) -> None:
+        """Put the moves of states into a step that is launched."""
+        schedule.state_moves = self._state_moves
+        self._state_moves = self._later_state_moves
+        self._later_state_moves = []
+
     def take_siblings(self, request: Request) -> Sequence[Request]:
         """Return the siblings of a request, whose reserved seats are given up: they join now."""
         siblings = request.siblings
@@ -151,6 +179,8 @@ class RunningSet:
         self.requests = []
         for request in removed:
             self._leave(request)
+        self._state_moves.clear()  # all are computed anew
+        self._later_state_moves.clear()
         return removed
 
     def remove_finished(self) -> list[Request]:

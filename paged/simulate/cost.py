@@ -75,9 +75,9 @@ WindowShares = Sequence[tuple[int | None, float]]
 
 
 def window_shares(model: ModelConfig) -> WindowShares:
-    """Return the windows of a model's layers."""
-    windows = Counter(layer.attention.window for layer in model.layers)
-    return [(window, n / model.num_layers) for window, n in windows.items()]
+    """Return the windows of a model's layers with attention."""
+    windows = Counter(attention.window for attention in model.attentions.values())
+    return [(window, n / len(model.attentions)) for window, n in windows.items()]
 
 
 def work_of(schedule: Schedule, windows: WindowShares) -> Work:

@@ -490,8 +490,8 @@ def test_what_layers_of_gemma4_read(is_written_by_layer):
     hf |= {"num_kv_shared_layers": 4}
     config = from_hf(json.loads(json.dumps(completed(hf))) if is_written_by_layer else hf)
     sliding, full = KVShape(4, 48, 48), KVShape(2, 64, 64)
-    assert config.kv_shapes == ((sliding,) * 5 + (full,)) * 2
-    assert config.kv_sources == (*range(8), 7, 7, 7, 5)
+    assert (*config.kv_shapes.values(),) == ((sliding,) * 5 + (full,)) * 2
+    assert (*config.kv_sources.values(),) == (*range(8), 7, 7, 7, 5)
     assert [i for i, layer in enumerate(config.layers) if layer.attention.keys_as_values] == [5]
     assert config.tensor_names.skipped_prefixes[-4:] == tuple(
         f"model.layers.11.self_attn.{name}." for name in ("k_proj", "v_proj", "k_norm", "v_norm")

@@ -127,7 +127,7 @@ def test_stages_have_experts_of_each_family(model):
     with ranked_engines(2):
         ranked = new_engine(model)
         assert generated(ranked, PROMPTS, [greedy(5)] * len(PROMPTS)) == expected
-        own = {layer.attention.layer for layer in ranked.runner.model.layers}
+        own = {layer.mixer.layer for layer in ranked.runner.model.layers}
         assert 0 < len(own) < plain.runner.model_config.num_layers
     with pytest.raises(ConfigError, match=f"{plain.runner.model_config.architecture} has experts"):
         check_shards(plain.runner.model_config, 2)
@@ -335,5 +335,5 @@ def test_stages_of_given_sizes():
     layout = RankLayout(2, 1, (range(3), range(3, 4)))
     with mock.patch.object(RankLayout, "of", return_value=layout), ranked_engines(2):
         engine = new_engine("llama, 4 layers")
-        assert [layer.attention.layer for layer in engine.runner.model.layers] == [3]
+        assert [layer.mixer.layer for layer in engine.runner.model.layers] == [3]
         assert sampled(engine) == expected

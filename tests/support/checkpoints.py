@@ -31,6 +31,8 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     GraniteSWAConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -46,8 +48,11 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SiglipVisionConfig,
     SmolLM3Config,
 )
@@ -97,13 +102,23 @@ OLD_SHAPE: dict[str, Any] = {
     if key not in ("intermediate_size", "num_key_value_heads", "head_dim", "rms_norm_eps")
 }
 
+# The gated delta rule: two value heads for a key head, and sizes that no vector divides.
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "attention_bias": True,
+}
+
 
 def _rope(kind: str, **values: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
 
 
 def _layer_types(initials: str) -> list[str]:
-    return [{"s": "sliding_attention", "f": "full_attention"}[initial] for initial in initials]
+    kinds = {"s": "sliding_attention", "f": "full_attention", "l": "linear_attention", "c": "conv"}
+    return [kinds[initial] for initial in initials]
 
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -331,6 +346,44 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         swiglu_alpha=1.3,
         **_rope("yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=8.0, truncate=False),
     ),
+    # With a state in the last layer, which released models have not: it must see every token.
+    "qwen3_5": lambda: Qwen3_5TextConfig(
+        **{**SHAPE, "num_hidden_layers": 4}, **_DELTA, layer_types=_layer_types("lfll")
+    ),
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(
+        **{**_MOE, "num_hidden_layers": 3},
+        **_SMALL,
+        **_DELTA,
+        num_experts=6,
+        shared_expert_intermediate_size=24,
+        layer_types=_layer_types("llf"),
+    ),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        # Norms of outputs that are nearly 0 would amplify their errors.
+        **{**_MOE, "num_hidden_layers": 4, "head_dim": 32, "rms_norm_eps": 1e-3},
+        **_SMALL,
+        **_DELTA,
+        num_experts=6,
+        shared_expert_intermediate_size=24,
+        norm_topk_prob=False,
+        mlp_only_layers=[1],
+        partial_rotary_factor=0.25,
+    ),
+    "lfm2": lambda: Lfm2Config(
+        **{**SHAPE, "num_hidden_layers": 3, "tie_word_embeddings": True},
+        norm_eps=1e-4,
+        block_multiple_of=8,
+        conv_bias=True,
+        layer_types=_layer_types("cfc"),
+    ),
+    "lfm2_moe": lambda: Lfm2MoeConfig(
+        **{**_MOE, "num_hidden_layers": 4},
+        **_SMALL,
+        num_experts=6,
+        num_dense_layers=2,
+        routed_scaling_factor=1.5,
+        layer_types=_layer_types("cfcf"),
+    ),
     "gpt2": lambda: GPT2Config(**{**OLD_SHAPE, "tie_word_embeddings": True}, n_inner=72),
     "gpt2-unscaled": lambda: GPT2Config(**OLD_SHAPE, activation_function="gelu", scale_attn_weights=False),
     "gpt_neox": lambda: GPTNeoXConfig(**OLD_SHAPE, intermediate_size=72, rotary_pct=0.6),
@@ -367,8 +420,10 @@ def _mistral3(text: str) -> PreTrainedConfig:
 # Those of CONFIGS that are mixtures of experts. transformers computes them slowly.
 MIXTURES = (
     *("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "minimax_m2", "granitemoe", "gpt_oss"),
-    "gemma4-experts",
+    *("gemma4-experts", "qwen3_5_moe", "qwen3_next", "lfm2_moe"),
 )
+# Those whose layers keep states, beside some with attention.
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe")
 
 
 def _gemma4(text: str, whole: type[PreTrainedConfig], **parts: PreTrainedConfig) -> PreTrainedConfig:
@@ -436,7 +491,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5, generator=generator)
-            elif name.endswith("e_score_correction_bias"):
+            elif name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.1, generator=generator)
     return model
 
@@ -572,7 +627,8 @@ def poison(engine: LLMEngine) -> None:
         of_draft = draft_model.kv_cache.tensors.values()
         propose = draft_model.propose
         draft_model.propose = poison_and_propose  # type: ignore[method-assign]
-    for tensor in (*tensors, *of_draft):
+    states = () if runner.kv_cache.states is None else runner.kv_cache.states.tensors.values()
+    for tensor in (*tensors, *of_draft, *states):
         tensor.fill_(POISON.get(tensor.dtype, math.nan))
     load_prefix = engine.load_prefix
     engine.load_prefix = load_and_keep  # type: ignore[method-assign]

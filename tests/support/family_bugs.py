@@ -481,8 +481,8 @@ BUGS = {
             "kv",
             "all layers have one head shape",
             CONFIG,
-            "tuple(layer.attention.kv for layer in self.layers)",
-            "tuple(self.layers[0].attention.kv for _ in self.layers)",
+            "{i: attention.kv for i, attention in self.attentions.items()}",
+            "dict.fromkeys(self.attentions, self.attentions[0].kv)",
         ),
     ],
     "tests/model/test_cache_layout.py::test_layers_that_read_another_layer_take_no_room": [

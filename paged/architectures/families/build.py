@@ -109,10 +109,15 @@ def read_model(hf: Config, layers: tuple[LayerSpec, ...], **fields: Any) -> Mode
         "hidden_size": size(hf, "hidden_size"),
         "norm": read_norm(hf),
         "max_position_embeddings": size(hf, "max_position_embeddings"),
-        "rope": layers[0].attention.rope,
+        "rope": next((each.attention.rope for each in layers if each.attention is not None), None),
         "tie_word_embeddings": flag(hf, "tie_word_embeddings"),
         "dtype": _dtype(hf),
     }
+    if read["rope"] is None:
+        raise UnsupportedModelError(
+            f"{read['architecture']} without a layer of attention is not supported: of {len(layers)} layers "
+            "all keep states"
+        )
     config = ModelConfig(layers=layers, **read | fields)
     if config.residual_norm.eps > 1:
         raise CheckpointError(

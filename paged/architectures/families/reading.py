@@ -9,6 +9,7 @@ from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import check_bool, check_int, check_number, shown
 
 Config = Mapping[str, Any]
+MAX_CONV_WIDTH = 8  # of `kernels.short_conv`
 # Bounds on what a damaged or hostile config.json can make us allocate or loop over.
 CEILINGS = {
     "vocab_size": 2**24,
@@ -38,6 +39,14 @@ CEILINGS = {
     "moe_intermediate_size": 2**20,
     "shared_expert_intermediate_size": 2**20,
     "decoder_sparse_step": 1024,
+    "linear_conv_kernel_dim": MAX_CONV_WIDTH,
+    "linear_key_head_dim": 256,
+    "linear_value_head_dim": 1024,
+    "linear_num_key_heads": 1024,
+    "linear_num_value_heads": 1024,
+    "full_attention_interval": 1024,
+    "conv_L_cache": MAX_CONV_WIDTH,
+    "block_multiple_of": 2**16,
     "n_group": 4096,
     "topk_group": 4096,
     "num_nextn_predict_layers": 16,
@@ -96,8 +105,12 @@ def window_of(hf: Config) -> int | None:
     return None if hf["sliding_window"] is None else size(hf, "sliding_window")
 
 
-def layer_types_of(hf: Config, default: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return layer_types: for each layer full_attention or sliding_attention. default: where it is null."""
+def layer_types_of(
+    hf: Config,
+    default: tuple[str, ...] = (),
+    kinds: tuple[str, ...] = ("full_attention", "sliding_attention"),
+) -> tuple[str, ...]:
+    """Return layer_types: for each layer one of the kinds. default: where it is null."""
     if hf["layer_types"] is None and default:
         return default
     num_layers = size(hf, "num_hidden_layers")
@@ -110,9 +123,9 @@ def layer_types_of(hf: Config, default: tuple[str, ...] = ()) -> tuple[str, ...]
             f"got {len(layer_types)}: {shown(layer_types)}"
         )
     for layer, kind in enumerate(layer_types):
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in kinds:
             raise UnsupportedModelError(
-                f"layer_types[{layer}] is {shown(kind)}; supported are full_attention and sliding_attention"
+                f"layer_types[{layer}] is {shown(kind)}; supported are {' and '.join(kinds)}"
             )
     return tuple(layer_types)
 

@@ -58,6 +58,7 @@ class _Step(NamedTuple):
     outputs: _Outputs | None
     num_logits: int
     sampled_seats: Sent
+    seats: Sent | None  # where states are
     last_tokens: tuple[Sent, Sent] | None  # seats, and the tokens that another process has drawn for them
 
 
@@ -80,10 +81,12 @@ class SeatedBatches:
         max_model_len: int,
         with_rope_lens: bool = False,
         long_context: LongContext | None = None,
+        with_seats: bool = False,
     ) -> None:
         self._unpack_step = unpack_step
         self.block_size = block_size
         self.with_rope_lens = with_rope_lens
+        self.with_seats = with_seats
         self._num_groups = num_groups
         self.long_context = long_context
         shape = num_groups, max_num_seqs, -(-max_model_len // block_size)
@@ -132,6 +135,7 @@ class SeatedBatches:
             outputs=_put_outputs(plan, seq_lens, ends, upload),
             num_logits=len(plan.sampled),
             sampled_seats=upload.put(plan.sampled_seats, torch.int64),
+            seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
             last_tokens=last_tokens,
         )
 
@@ -178,6 +182,7 @@ class SeatedBatches:
             output_rows=output_rows,
             output_queries=output_queries,
             num_logits=step.num_logits,
+            seats=arrived(step.seats),
             is_decode=outputs is None and step.num_logits > 0,
         )
 
