@@ -95,7 +95,7 @@ def _memory(made: EnginePlan) -> Iterator[list[str]]:
         "all together": footprint.num_bytes,
     }
     for name, size in parts.items():
-        if size:  # a CPU keeps no states
+        if size:  # a CPU keeps no states but those of layers
             yield [name, f"{size / 2**20:,.1f}"]
 
 

@@ -155,6 +155,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         self._chats: dict[str | None, LocalChat] = {}  # by chat_template
         self.core = EngineCore(runner, self.scheduler, factory, self.tokenizer)
         logger.info(self.describe())
+        if self.model_config.states and config.enable_prefix_caching is None:
+            logger.info("no prefix cache: the layers of %s keep states", self.model_config.architecture)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:

@@ -77,12 +77,13 @@ class Membership:
         self.meeting.gather("loaded", None)
         self._transport.connect(_STORES.PrefixStore("group", self._store))
 
-    def least(self, num_blocks: int, num_host_blocks: int, *, of: str = "blocks") -> tuple[int, int]:
-        """Return the numbers of blocks, on the device and on the host, that the smallest rank holds.
+    def least_seats(self, num_seats: int) -> int:
+        """Return for how many sequences the smallest rank has room."""
+        return min(self.meeting.gather("seats", num_seats))
 
-        of: or seats, of which the second number is 0.
-        """
-        found = self.meeting.gather(of, [num_blocks, num_host_blocks])
+    def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
+        """Return the numbers of blocks, on the device and on the host, that the smallest rank holds."""
+        found = self.meeting.gather("blocks", [num_blocks, num_host_blocks])
         return min(own[0] for own in found), min(own[1] for own in found)
 
     def tell_figures(self, kv_bytes: int, cpu_features: Sequence[str]) -> list[RankFigures]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
-from ..architectures.spec import ExpertsSpec, FeedForwardSpec, LayerSpec
+from ..architectures.spec import ExpertsSpec, FeedForwardSpec, mixer_numbers
 from ..base.errors import ConfigError
 from ..device.devices import is_here
 from ..kernels.backend import Kernels
@@ -120,7 +120,8 @@ class Footprint:
         draft = None
         if sizes.draft is not None:
             draft = model_sizes(sizes.draft, device, Path(sizes.draft.config.model), kernels)
-        return cls(sizes, memory, device, directory, kernels, model, draft)
+        found = cls(sizes, memory, device, directory, kernels, model, draft)
+        return replace(found, sizes=sizes.with_seats_in(found.room))
 
     def with_options(self, **options: Any) -> Self:
         """Return the footprint with other options of the engine. Raises ConfigError for those it refuses."""
@@ -154,7 +155,14 @@ class Footprint:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of what a GPU keeps of the requests: block tables, and counts of tokens for penalties."""
+        """The bytes of the states that layers keep of requests, and of what a GPU keeps besides.
+
+        That is block tables, and counts of tokens for penalties.
+        """
+        return self.sizes.all_state_bytes + self._request_bytes
+
+    @property
+    def _request_bytes(self) -> int:
         if not self.on_gpu:
             return 0
         sizes = self.sizes
@@ -165,13 +173,18 @@ class Footprint:
 
     @property
     def kv_room(self) -> int:
-        """The bytes that are left for KV and rope tables; less than 0 if the weights alone do not fit."""
+        """The bytes that are left for KV and rope tables; less than 0 if the rest alone does not fit."""
+        return self.room - self.sizes.all_state_bytes
+
+    @property
+    def room(self) -> int:
+        """The bytes that are left for KV, rope tables and the states of layers."""
         config = self.sizes.config
         left = self.memory.free - self.weight_bytes
         if not self.on_gpu:
             return int(left * config.cpu_memory_utilization)
         kept = self.memory.total - int(self.memory.total * config.gpu_memory_utilization)
-        return left - kept - self.activation_bytes - self.state_bytes
+        return left - kept - self.activation_bytes - self._request_bytes
 
     @property
     def rope_bytes(self) -> int:
@@ -235,7 +248,7 @@ def _activation_bytes(sizes: Sizes, kernels: Kernels) -> int:
     element = ELEMENT_BYTES[sizes.dtype]
     widest = 0
     for layer in model.layers:
-        mixed, attended = _mixer_numbers(layer)
+        mixed, attended = mixer_numbers(layer)
         inner = sum(_inner_numbers(part, model.hidden_size) for part in layer.feed_forwards)
         own = 4 * model.hidden_size + (mixed + inner) // sizes.shard.count
         gathered = 0
@@ -246,19 +259,6 @@ def _activation_bytes(sizes: Sizes, kernels: Kernels) -> int:
     layers = sum(lengths) * (widest * element + angles)
     logits = len(lengths) * model.vocab_size * 4 * 2
     return max(layers, logits) + max_partial_bytes(sizes, kernels)
-
-
-def _mixer_numbers(layer: LayerSpec) -> tuple[int, int]:
-    """Return how many numbers a token has in attention, or beside a state, and how many come out."""
-    state = layer.state
-    if state is not None:
-        out = state.columns if state.kind == "conv" else state.num_heads * state.value_dim
-        return 2 * (state.columns + 2 * out + 2 * state.num_heads), out
-    attention = layer.attention
-    assert attention is not None, "a layer has attention or a state"
-    query = attention.num_heads * attention.kv.key_dim
-    numbers = 2 * (query + sum(attention.kv.part_sizes)) + query * attention.gate
-    return numbers, attention.num_heads * attention.kv.value_dim
 
 
 def _inner_numbers(spec: FeedForwardSpec | ExpertsSpec, hidden_size: int) -> int:
@@ -283,14 +283,14 @@ def ways_to_fit(footprint: Footprint) -> list[str]:
         if longest > footprint.longest:
             shorter = f" with max_model_len={longest}" if longest < footprint.sizes.max_model_len else ""
             found.append(f"{name}={value!r}{shorter}")
+    counts = {}
+    if footprint.on_gpu or footprint.sizes.state_bytes:
+        counts["max_num_seqs"] = config.num_seats
     if footprint.on_gpu:
-        counts = {
-            "max_num_seqs": config.num_seats,
-            "max_num_batched_tokens": footprint.sizes.max_num_batched_tokens,
-        }
-        for name, most in counts.items():
-            if largest := _largest_that_fits(footprint, name, most):
-                found.append(f"{name}={largest}")
+        counts["max_num_batched_tokens"] = footprint.sizes.max_num_batched_tokens
+    for name, most in counts.items():
+        if largest := _largest_that_fits(footprint, name, most):
+            found.append(f"{name}={largest}")
     if config.num_blocks is not None and (most := footprint.with_options(num_blocks=None).num_blocks):
         found.append(f"num_blocks={most}")
     if largest := _largest_that_fits(footprint, "max_model_len", footprint.sizes.max_model_len):

@@ -41,11 +41,11 @@ class Peers(Protocol):
     def loaded(self, weight_bytes: int) -> None:
         """Wait until all have loaded their weights. weight_bytes: in this one's memory."""
 
-    def least(self, num_blocks: int, num_host_blocks: int, *, of: str = "blocks") -> tuple[int, int]:
-        """Return how many blocks all have, on the device and on the host, of how many this one could have.
+    def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
+        """Return how many blocks all have, on the device and on the host, of how many this one could have."""
 
-        of: or seats, of which the second number is 0.
-        """
+    def least_seats(self, num_seats: int) -> int:
+        """Return for how many sequences all have room, of how many this one has room for."""
 
 
 class PartRunner:
@@ -109,7 +109,7 @@ class PartRunner:
             room = memory.free - kept
         found = sizes.with_seats_in(room)
         if peers is not None and sizes.config.max_num_seqs is None:
-            num_seats, _ = peers.least(found.config.num_seats, 0, of="seats")
+            num_seats = peers.least_seats(found.config.num_seats)
             found = replace(found, config=replace(found.config, max_num_seqs=num_seats))
         if found.config.num_seats != sizes.config.num_seats:
             logger.warning(

@@ -76,6 +76,7 @@ class EngineStats:
     step_tokens: HistogramCounts
     # Sizes of the engine.
     block_size: int
+    enable_prefix_caching: bool
     max_num_seqs: int
     max_num_batched_tokens: int
     weight_bytes: Mapping[str, int]
@@ -188,6 +189,7 @@ class EngineStats:
             num_parameters=parameters[0],
             num_active_parameters=parameters[1],
             block_size=manager.block_size,
+            enable_prefix_caching=manager.enable_prefix_caching,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from ..architectures.config import ModelConfig
-from ..architectures.spec import AttentionSpec, FeedForwardSpec
+from ..architectures.spec import AttentionSpec, FeedForwardSpec, mixer_numbers
 from ..base.errors import ConfigError
 from ..base.validation import shown
 from ..model.part import ModelPart
@@ -77,9 +77,9 @@ class Exchanges:
         for index in part.layers:
             layer = model.layers[index]
             assert isinstance(layer.feed_forward, FeedForwardSpec), "experts are not divided"
-            attended = layer.attention.num_heads * layer.attention.kv.value_dim
+            _, attended = mixer_numbers(layer)
             self._add(*(lacking * each for each in (attended, hidden, layer.feed_forward.size, hidden)))
-            if layer.attention.qk_norm == "projection":
+            if layer.attention is not None and layer.attention.qk_norm == "projection":
                 self._add(lacking * _normed_columns(layer.attention, part))
             if model.layer_inputs is not None:
                 self._add(lacking * model.layer_inputs.size, lacking * hidden)

@@ -11,9 +11,9 @@ from ..model.part import ModelPart, Shard
 from ..model.stream import StreamShape
 from ..options.config import EngineConfig
 from ..ranks.layout import RankLayout
-from ..runner.sizes import SWAP_SPACE, Sizes
+from ..runner.sizes import GIB, SWAP_SPACE, Sizes
 from ..scheduler.schedule import Schedule
-from .cost import DataSheet, StepCost, Work, WorkCost, element_bytes
+from .cost import DataSheet, StepCost, Work, WorkCost, element_bytes, weight_bytes
 from .links import Exchanges, RankLink
 from .portion import Portion
 
@@ -31,6 +31,17 @@ def rank_sizes(config: EngineConfig, model: ModelConfig, target: str) -> list[Si
     shard = Shard(0, layout.num_shards)
     parts = [ModelPart(layers, model.num_layers, shard) for layers in layout.layers]
     return [Sizes(config, model, "cuda", model.dtype, target, part=part) for part in parts]
+
+
+def with_seats(ranks: list[Sizes], sheet: DataSheet) -> list[Sizes]:
+    """Return the sizes with as many seats as the states of sequences have room for on every rank."""
+    if not ranks[0].model.states or ranks[0].config.max_num_seqs is not None:
+        return ranks
+    usable = sheet.memory_gib * GIB * ranks[0].config.gpu_memory_utilization
+    rooms = [int(usable - weight_bytes(Portion.of(each.model, each.part))) for each in ranks]
+    seats = (each.with_seats_in(room).config.num_seats for each, room in zip(ranks, rooms, strict=True))
+    config = replace(ranks[0].config, max_num_seqs=min(seats))
+    return [replace(each, config=config) for each in ranks]
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,4 +55,7 @@ def _shard_of(layer: LayerSpec, shard: Shard) -> LayerSpec:
     if shard.is_whole or not isinstance(mlp, FeedForwardSpec):
         return layer
     own = replace(mlp, size=len(shard.share(mlp.size)))
-    return replace(layer, attention=shard.attention(layer.attention), feed_forward=own)
+    attention = layer.attention and shard.attention(layer.attention)
+    return replace(
+        layer, attention=attention, state=layer.state and shard.state(layer.state), feed_forward=own
+    )

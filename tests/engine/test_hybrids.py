@@ -55,7 +55,7 @@ def test_bits_do_not_depend_on_company(name, alone):
     for options in ({}, {"preemption_mode": "recompute"}, SWAP):
         few = {"num_blocks": 7, "max_num_batched_tokens": 24} if options else {}
         engine = new_engine(checkpoint(name), **few, **options)
-        found, results = run(engine, PROMPTS)
+        found, _ = run(engine, PROMPTS)
         assert found == alone[name], options
         stats = engine.stats()
         swapped, recomputed = stats.num_swap_preemptions, stats.num_recompute_preemptions

@@ -41,6 +41,8 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "granite-swa": (3, {}),
     "llama-dynamic": (2, {}),  # whose steps are not recorded
     "phi3-longrope": (2, {}),
+    "qwen3_5": (2, {}),  # states, in a stage without attention, too
+    "lfm2": (3, {}),
     "qwen3_moe": (2, {}),  # experts, of which each stage has its own
     "demo": (2, {"dtype": "bfloat16"}),
     "demo in int8": (3, {"dtype": "bfloat16", "quantization": "int8"}),
@@ -92,6 +94,8 @@ SHARDED: dict[str, tuple[int, dict[str, Any]]] = {
     "llama, 4 layers": (2, {}),
     "gemma4": (2, {"kv_cache_dtype": "int8"}),
     "olmo2": (1, {}),
+    "qwen3_5": (2, {}),
+    "lfm2": (1, {}),
     "demo": (2, {"dtype": "bfloat16"}),
 }
 
@@ -116,6 +120,9 @@ FAMILIES_OF_EXPERTS = (
     "mixtral",
     "olmoe",
     "qwen2_moe",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "lfm2_moe",
 )
 
 

@@ -165,7 +165,7 @@ class Attention(Loadable):
         """Attend to the cache: [num_queries, num_heads, head_dim] -> [num_queries, hidden_size]."""
         gates = None
         if self.num_gates:
-            gates, query = query.split(self.num_gates, dim=1)
+            gates, query = torch.split(query, self.num_gates, dim=1)
         key_cache, value_cache, key_scales, value_scales = kv_cache.layer(self.layer)
         table = queries.block_tables[kv_cache.group_of[self.layer]]
         options = AttentionOptions(

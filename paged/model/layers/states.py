@@ -189,8 +189,8 @@ def _stored_inputs(spec: StateSpec, name: str) -> StoredRows:
     own = shares * spec.value_dim
     rows = torch.arange(spec.columns + num_values, device="cpu").view(spec.num_key_heads, -1)
     gates = torch.arange(2 * spec.num_heads, device="cpu").view(spec.num_key_heads, -1) + rows.numel()
-    columns = rows.split([spec.key_dim, spec.key_dim, own, own], dim=1)
-    index = torch.cat([part.flatten() for part in (*columns, *gates.split(shares, dim=1))])
+    columns = torch.split(rows, [spec.key_dim, spec.key_dim, own, own], dim=1)
+    index = torch.cat([part.flatten() for part in (*columns, *torch.split(gates, shares, dim=1))])
     return StoredRows(parts, index)
 
 
