@@ -33,11 +33,14 @@ class ExpertStack(NamedTuple):
 
     parts: what the rows of each expert are, in equal shares: names within experts.N.
     flat: the last two dimensions are one.
+    num_inputs: of each row, where they may be the columns of what the tensor has of an expert; 0: they are
+        not. If it fits both, they are.
     """
 
     name: str  # within a layer, as `TensorNames.in_decoder` gives it
     parts: tuple[str, ...]
     flat: bool = False
+    num_inputs: int = 0
 
     @property
     def rank(self) -> int:

@@ -350,8 +350,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_5": lambda: Qwen3_5TextConfig(
         **{**SHAPE, "num_hidden_layers": 4}, **_DELTA, layer_types=_layer_types("lfll")
     ),
+    # Norms of outputs that are nearly 0 would amplify their errors.
     "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(
-        **{**_MOE, "num_hidden_layers": 3},
+        **{**_MOE, "num_hidden_layers": 3, "rms_norm_eps": 1e-3},
         **_SMALL,
         **_DELTA,
         num_experts=6,
@@ -359,7 +360,6 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         layer_types=_layer_types("llf"),
     ),
     "qwen3_next": lambda: Qwen3NextConfig(
-        # Norms of outputs that are nearly 0 would amplify their errors.
         **{**_MOE, "num_hidden_layers": 4, "head_dim": 32, "rms_norm_eps": 1e-3},
         **_SMALL,
         **_DELTA,
@@ -441,6 +441,34 @@ def _gemma4(text: str, whole: type[PreTrainedConfig], **parts: PreTrainedConfig)
     return whole(text_config=config, **{name: IMAGE - i for i, name in enumerate(tokens)}, **parts)
 
 
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 1,
+}
+
+
+def _qwen_vl(
+    whole: type[PreTrainedConfig], text: str, section: list[int] | None = None, **values: Any
+) -> Any:
+    """Return the config of a Qwen with a vision part. section: of mrope, where it is no default."""
+    config = CONFIGS[text]().to_dict()
+    more: dict[str, Any] = {"rope_theta": 1e4}
+    if section is not None:
+        more = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section}}
+    config = {key: value for key, value in config.items() if key not in ("model_type", "rope_parameters")}
+    tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    kinds = whole(vision_config=_QWEN_VISION).text_config.model_type
+    return whole(
+        text_config={**config, **more, "model_type": kinds, **values},
+        vision_config=_QWEN_VISION,
+        **{name: IMAGE - i for i, name in enumerate(tokens)},
+    )
+
+
 # Models with a vision part, of which only the text part is loaded.
 MULTIMODAL_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3-vision": lambda: Gemma3Config(
@@ -467,6 +495,13 @@ MULTIMODAL_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma4-unified-vision": lambda: _gemma4("gemma4-unified", Gemma4UnifiedConfig),
     "mistral-vision": lambda: _mistral3("mistral"),
     "ministral3-vision": lambda: _mistral3("ministral3"),
+    "qwen2_5_vl": lambda: _qwen_vl(
+        transformers.Qwen2_5_VLConfig, "qwen2", [4, 2, 2], head_dim=None, hidden_size=64
+    ),
+    "qwen3_vl": lambda: _qwen_vl(transformers.Qwen3VLConfig, "qwen3", [4, 2, 2]),
+    "qwen3_vl_moe": lambda: _qwen_vl(transformers.Qwen3VLMoeConfig, "qwen3_moe", [4, 2, 2]),
+    "qwen3_5-vision": lambda: _qwen_vl(transformers.Qwen3_5Config, "qwen3_5"),
+    "qwen3_5_moe-vision": lambda: _qwen_vl(transformers.Qwen3_5MoeConfig, "qwen3_5_moe"),
 }
 
 

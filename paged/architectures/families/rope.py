@@ -49,6 +49,8 @@ def read_rope(
     outer = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if hf.get(key) is not None}
     rope = {"rope_theta": 10000.0, **outer, **{k: v for k, v in own.items() if v is not None}}
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "mrope":  # of Qwen-VL: in text its three positions of a token are one
+        kind = "default"
     if kind not in list(ROPE_TYPES):  # a list, as any JSON value may come, hashable or not
         raise UnsupportedModelError(
             f"rope_type {shown(kind)} is not supported; supported are {', '.join(ROPE_TYPES)}"
