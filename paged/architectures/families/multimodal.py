@@ -235,12 +235,14 @@ def text_of(known: Multimodal, hf: Config) -> Config:
         )
     part = known.text[kind]
     dtypes = [config.get(key) for config in (hf, given) for key in ("dtype", "torch_dtype")]
-    # transformers reads it of the whole model; older checkpoints of Qwen have it in text_config.
+    # transformers reads it of the whole model; older checkpoints of Qwen2-VL have it in text_config.
     tied = hf.get("tie_word_embeddings", known.tied)
+    if known.may_be_flat:
+        tied = tied or given.get("tie_word_embeddings", False)
     whole = {
         "architectures": [part.architecture],
         "model_type": ARCHITECTURES[part.architecture].model_type,
-        "tie_word_embeddings": tied if known.tied else tied or given.get("tie_word_embeddings", False),
+        "tie_word_embeddings": tied,
         "dtype": next(filter(None, dtypes), None),
     }
     return {**part.sizes, **given, **whole}
