@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from .spec import AttentionSpec, KVShape, LayerSpec, LongContext, NormSpec, RopeConfig, StateSpec
+from .spec import AttentionSpec, KVShape, LayerSpec, LongContext, NormSpec, RopeConfig
+
+if TYPE_CHECKING:
+    from .states import StateSpec
 
 DEMO = Path(__file__).parents[1] / "demo"  # the checkpoint that model="demo" stands for
 

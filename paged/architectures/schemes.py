@@ -17,7 +17,8 @@ from ..base.errors import CheckpointError, UnsupportedModelError
 from ..base.validation import check_bool, check_int
 from ..base.validation import shown as shown_whole
 from .config import LAYERS, ModelConfig
-from .spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, StateSpec
+from .spec import AttentionSpec, ExpertsSpec, FeedForwardSpec
+from .states import StateSpec
 
 Config = Mapping[str, Any]
 Kind = Literal["gptq", "awq", "packed integers", "integers", "fp8", "mxfp4", "nvfp4"]

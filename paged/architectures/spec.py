@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from ..kernels.routing import RoutingOptions
+    from .states import StateSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,49 +117,6 @@ class AttentionSpec:
         """Return the number of weights, without norms and biases."""
         query_and_output = self.num_heads * (self.kv.key_dim * (1 + self.gate) + self.kv.value_dim)
         return hidden_size * (query_and_output + sum(self.kv.part_sizes) * self.has_kv)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateSpec:
-    """A layer that keeps a state of fixed size for each sequence, in place of K and V of every token.
-
-    kind: "delta": a convolution, then the gated delta rule (Qwen3-Next); "conv": a gated convolution (LFM2).
-    width: how many tokens the convolution sees. columns: how many numbers of each.
-    num_heads, value_dim: of values and states, of "delta"; num_key_heads, key_dim: of queries and keys.
-    stored: how the checkpoint stores the inputs of "delta": by what they are, or by key head.
-    """
-
-    kind: Literal["delta", "conv"]
-    width: int
-    columns: int
-    num_heads: int = 0
-    num_key_heads: int = 0
-    key_dim: int = 0
-    value_dim: int = 0
-    bias: bool = False  # of the projections and of the convolution
-    stored: Literal["by_part", "by_key_head"] = "by_part"
-
-    @property
-    def last_inputs(self) -> tuple[int, int]:
-        """The shape of what the convolution keeps, in the dtype of activations."""
-        return self.width - 1, self.columns
-
-    @property
-    def matrices(self) -> tuple[int, int, int]:
-        """The shape of what the delta rule keeps, in float32."""
-        return self.num_heads, self.key_dim, self.value_dim
-
-    def num_bytes(self, element_bytes: int) -> int:
-        """Return the bytes of a sequence's state. element_bytes: of an activation."""
-        return math.prod(self.last_inputs) * element_bytes + math.prod(self.matrices) * 4
-
-    def num_params(self, hidden_size: int) -> int:
-        """Return the number of weights, without norms and biases."""
-        if self.kind == "conv":
-            return 4 * hidden_size * self.columns + self.width * self.columns
-        values = self.num_heads * self.value_dim
-        inputs = self.columns + values + 2 * self.num_heads
-        return hidden_size * (inputs + values) + self.width * self.columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,16 +245,3 @@ class LayerSpec:
     def feed_forwards(self) -> tuple[FeedForwardSpec | ExpertsSpec, ...]:
         """The parts that follow attention."""
         return (self.feed_forward,) if self.experts is None else (self.feed_forward, self.experts)
-
-
-def mixer_numbers(layer: LayerSpec) -> tuple[int, int]:
-    """Return how many numbers a token has in attention, or beside a state, and how many come out."""
-    state = layer.state
-    if state is not None:
-        out = state.columns if state.kind == "conv" else state.num_heads * state.value_dim
-        return 2 * (state.columns + 2 * out + 2 * state.num_heads), out
-    attention = layer.attention
-    assert attention is not None, "a layer has attention or a state"
-    query = attention.num_heads * attention.kv.key_dim
-    numbers = 2 * (query + sum(attention.kv.part_sizes)) + query * attention.gate
-    return numbers, attention.num_heads * attention.kv.value_dim

@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ..architectures.config import ModelConfig
-from ..architectures.spec import AttentionSpec, ExpertsSpec, KVShape, StateSpec
+from ..architectures.spec import AttentionSpec, ExpertsSpec, KVShape
 from ..base.errors import DivisionError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ..architectures.states import StateSpec
 
 
 class TensorGroup(Protocol):

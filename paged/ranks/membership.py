@@ -79,7 +79,8 @@ class Membership:
 
     def least_seats(self, num_seats: int) -> int:
         """Return for how many sequences the smallest rank has room."""
-        return min(self.meeting.gather("seats", num_seats))
+        found: list[int] = self.meeting.gather("seats", num_seats)
+        return min(found)
 
     def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
         """Return the numbers of blocks, on the device and on the host, that the smallest rank holds."""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
-from ..architectures.spec import ExpertsSpec, FeedForwardSpec, mixer_numbers
+from ..architectures.spec import ExpertsSpec, FeedForwardSpec
+from ..architectures.states import mixer_numbers
 from ..base.errors import ConfigError
 from ..device.devices import is_here
 from ..kernels.backend import Kernels
@@ -121,7 +122,11 @@ class Footprint:
         if sizes.draft is not None:
             draft = model_sizes(sizes.draft, device, Path(sizes.draft.config.model), kernels)
         found = cls(sizes, memory, device, directory, kernels, model, draft)
-        return replace(found, sizes=sizes.with_seats_in(found.room))
+        if not sizes.state_bytes:
+            return found
+        from .states import seats_in
+
+        return replace(found, sizes=seats_in(sizes, found.room))
 
     def with_options(self, **options: Any) -> Self:
         """Return the footprint with other options of the engine. Raises ConfigError for those it refuses."""

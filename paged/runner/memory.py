@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -11,16 +11,12 @@ from ..base.errors import ResourceError
 from ..device.host_memory import free_on_cpu
 from ..kernels.backend import Kernels
 from ..model.cache.kv_cache import KVCache
-from ..model.part import ModelPart
 from ..options.config import EngineConfig
 from ..options.sampling_params import SamplingParams
 from ..requests.request import Request, RequestInputs
 from ..scheduler.schedule import Schedule
 from ..scheduler.scheduler import Scheduler
 from .sizes import Sizes
-
-if TYPE_CHECKING:
-    from ..model.cache.states import StateCache
 
 # The parameters that take the most memory to sample with.
 LARGEST_PARAMS = SamplingParams(top_p=0.9, min_p=0.1, typical_p=0.9, presence_penalty=1.0, logprobs=5)
@@ -58,13 +54,10 @@ def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, ru
     num_blocks = sizes.blocks_in(free - sizes.all_state_bytes)
     if not num_blocks:
         least = sizes.block_bytes * len(sizes.layout.groups)
-        if sizes.all_state_bytes:
-            raise ResourceError(
-                f"no memory for a KV cache beside states: {free / 2**20:,.0f} MiB are left, the states of "
-                f"max_num_seqs {sizes.config.num_seats} sequences take "
-                f"{sizes.all_state_bytes / 2**20:,.0f} MiB ({sizes.state_bytes / 2**20:,.2f} each), and a "
-                f"block in each layer group {least / 2**20:,.2f} MiB; lower max_num_seqs"
-            )
+        if sizes.state_bytes:
+            from .states import no_room
+
+            raise no_room(sizes, free, least)
         raise ResourceError(
             f"no memory for a KV cache: {free / 2**20:,.0f} MiB are left, a block in each layer group "
             f"takes {least / 2**20:,.2f} MiB; raise {'cpu' if device.type == 'cpu' else 'gpu'}"
@@ -135,7 +128,11 @@ def new_kv_cache(sizes: Sizes, device: torch.device, num_blocks: int, num_host_b
         if sizes.draft is not None:
             own = sizes.draft
             draft = KVCache(own.model, *common, layout=own.layout)
-        states = _new_states(sizes, device) if sizes.state_bytes else None
+        states = None
+        if sizes.state_bytes:
+            from .states import new_states
+
+            states = new_states(sizes, device)
         return KVCache(sizes.model, *common, layout=sizes.layout, draft=draft, states=states)
     except RuntimeError as error:  # torch has no narrower one for a CPU
         size = sizes.block_bytes / 2**30
@@ -143,22 +140,6 @@ def new_kv_cache(sizes: Sizes, device: torch.device, num_blocks: int, num_host_b
         raise ResourceError(
             f"no memory for num_blocks {num_blocks}: {num_blocks * size:,.1f} GiB{host} cannot be "
             f"allocated on {device}; lower it, or leave it out to use what is free"
-        ) from error
-
-
-def _new_states(sizes: Sizes, device: torch.device) -> StateCache:
-    """Allocate the states of all seats, and those that are swapped."""
-    from ..model.cache.states import StateCache
-
-    part = ModelPart.whole(sizes.model.num_layers) if sizes.part is None else sizes.part
-    dtype: torch.dtype = getattr(torch, sizes.dtype)
-    num_slots = sizes.config.num_seats
-    try:
-        return StateCache(sizes.model, part, num_slots, sizes.num_host_states, dtype, device)
-    except RuntimeError as error:
-        raise ResourceError(
-            f"no memory for the states of max_num_seqs {num_slots} sequences: "
-            f"{sizes.all_state_bytes / 2**30:,.1f} GiB cannot be allocated on {device}; lower it"
         ) from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from ..model.cache.states import Run
     from .draft_model import DraftCheckpoint
     from .step_graphs import StepGraphs  # needs numba
-
-logger = logging.getLogger(__name__)
 
 
 class Peers(Protocol):
@@ -90,7 +87,9 @@ class PartRunner:
         _require_room(self.sizes, self.device, directory)
         self.model = load_model(self.sizes, model_config, self.device, directory)
         if model_config.states:
-            self.sizes = sizes = self._with_seats(peers)
+            from .states import with_seats
+
+            self.sizes = sizes = with_seats(sizes, self.device, peers)
         self.graphs: StepGraphs | None = None
         self.num_in_flight = num_in_flight
         self.transfers = Transfers(self.device)
@@ -98,29 +97,6 @@ class PartRunner:
         self._peers = peers
         if peers is not None:
             peers.loaded(self.weight_bytes_here)
-
-    def _with_seats(self, peers: Peers | None) -> Sizes:
-        """Return the sizes with as many seats as the states of sequences have room for, on all ranks."""
-        sizes = self.sizes
-        memory = Memory.of(self.device)
-        room = int(memory.free * sizes.config.cpu_memory_utilization)
-        if self.device.type == "cuda":
-            kept = memory.total - int(memory.total * sizes.config.gpu_memory_utilization)
-            room = memory.free - kept
-        found = sizes.with_seats_in(room)
-        if peers is not None and sizes.config.max_num_seqs is None:
-            num_seats = peers.least_seats(found.config.num_seats)
-            found = replace(found, config=replace(found.config, max_num_seqs=num_seats))
-        if found.config.num_seats != sizes.config.num_seats:
-            logger.warning(
-                "max_num_seqs is %d: the states of %d sequences, of %s MiB each, would take more than a "
-                "quarter of %s MiB",
-                found.config.num_seats,
-                sizes.config.num_seats,
-                f"{sizes.state_bytes / 2**20:,.1f}",
-                f"{room / 2**20:,.0f}",
-            )
-        return found
 
     @property
     def weight_bytes_here(self) -> int:
@@ -180,16 +156,13 @@ class PartRunner:
         states = self.kv_cache.states
         if not plan.state_moves or states is None:  # a stage may have no layer with a state
             return None
-        from ..model.cache.states import runs_of
-
-        moves = states.on_sides(plan.state_moves)
-        return upload.put(moves, torch.int64), runs_of(plan.state_moves, states.num_slots)
+        moves, runs = states.divide(plan.state_moves)
+        return upload.put(moves, torch.int64), runs
 
     def _move_states(self, moves: tuple[Sent, list[Run]] | None) -> None:
         """Move states from slot to slot, one after another, by pairs that were sent."""
         if moves is not None and self.kv_cache.states is not None:
-            pairs, runs = moves
-            self.kv_cache.states.move(pairs.tensor, runs, self.model.kernels)
+            self.kv_cache.states.move(moves[0].tensor, moves[1], self.model.kernels)
 
     def read_blocks(self, blocks: Sequence[BlockId], groups: Sequence[int]) -> dict[str, Tensor]:  # noqa: ARG002
         """Return a copy of blocks on the host, by the names of the cache's tensors."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ..architectures.config import ModelConfig
-from ..architectures.spec import StateSpec
 from ..base.errors import ConfigError, UnsupportedModelError
 from ..blocks.manager import BlockManager
 from ..model.cache.layout import CacheLayout
@@ -88,7 +87,9 @@ class Sizes:
     def __post_init__(self) -> None:
         config = self.config
         if self.model.states:
-            self._check_states()
+            from .states import check_options
+
+            check_options(self)
         longest = self.model.max_context
         if self.max_model_len > longest:
             raise ConfigError(f"max_model_len {self.max_model_len} is more than the {longest} of the model")
@@ -115,25 +116,6 @@ class Sizes:
             raise ConfigError(
                 f"preemption_mode {config.preemption_mode!r} cannot swap: {space} holds no block of "
                 f"{self.block_bytes:,} bytes{state}; raise it, or leave both out"
-            )
-
-    def _check_states(self) -> None:
-        """Raise ConfigError for options that a model with states does not support."""
-        name = self.model.architecture
-        if self.config.enable_prefix_caching:
-            raise ConfigError(
-                f"enable_prefix_caching True is not supported for {name}, whose layers keep states: leave it "
-                "out, or give False"
-            )
-        if self.config.speculation is not None:
-            raise ConfigError(
-                f"speculative_config is not supported for {name}, whose layers keep states, which cannot "
-                "forget a wrong guess: leave it out"
-            )
-        if self.is_draft:
-            raise ConfigError(
-                f"the draft model is a {name}, whose layers keep states, which cannot forget a wrong guess; "
-                "take a model without states, or {'method': 'ngram'}"
             )
 
     @property
@@ -198,30 +180,16 @@ class Sizes:
         return own + (0 if self.draft is None else self.draft.block_bytes)
 
     @property
-    def state_specs(self) -> list[StateSpec]:
-        """The states that this process keeps of a sequence."""
-        layers = range(self.model.num_layers) if self.part is None else self.part.layers
-        return [self.shard.state(spec) for layer, spec in self.model.states.items() if layer in layers]
-
-    @property
     def state_bytes(self) -> int:
-        """The bytes of the states of one sequence."""
-        return sum(spec.num_bytes(ELEMENT_BYTES[self.dtype]) for spec in self.state_specs)
+        """The bytes of what layers keep of one sequence in place of K and V."""
+        states = self.model.states.items()
+        own = [self.shard.state(spec) for i, spec in states if self.part is None or i in self.part.layers]
+        return sum(spec.num_bytes(ELEMENT_BYTES[self.dtype]) for spec in own)
 
     @property
     def all_state_bytes(self) -> int:
         """The bytes of the states of as many sequences as may run at once."""
         return self.config.num_seats * self.state_bytes
-
-    def with_seats_in(self, room: int) -> Sizes:
-        """Return sizes for as many sequences as the option says, or by default as have room for states.
-
-        room: the bytes for states and KV together; states take a quarter at most, but one sequence may run.
-        """
-        if self.config.max_num_seqs is not None or not self.state_bytes:
-            return self
-        num_seqs = max(1, min(self.config.num_seats, room // 4 // self.state_bytes))
-        return replace(self, config=replace(self.config, max_num_seqs=num_seqs))
 
     @property
     def enable_prefix_caching(self) -> bool:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..blocks.manager import BlockManager, Copy
 from ..requests.request import NO_SEAT, Request, RequestStatus
 from .holdings import Holdings
 from .schedule import Schedule
 from .waiting import Room, num_tokens_ahead
+
+if TYPE_CHECKING:
+    from .state_moves import StateMoves
 
 
 class Seats:
@@ -68,8 +72,11 @@ class RunningSet:
         self.newcomers: list[Request] = []
         self.corrected: list[Request] = []
         self.vacated: list[int] = []
-        self._state_moves: list[Copy] = []  # of this step, and those that must wait until it has ended
-        self._later_state_moves: list[Copy] = []
+        self.states: StateMoves | None = None
+        if block_manager.has_states:
+            from .state_moves import StateMoves
+
+            self.states = StateMoves(block_manager, max_num_seqs)
         self._manager = block_manager
         self.max_chunk = max_chunk
         self._num_protected = 0
@@ -134,32 +141,6 @@ class RunningSet:
             schedule.vacated = self.vacated
             self.vacated = []
 
-    def copy_state(self, request: Request, child: Request, *, after_step: bool) -> None:
-        """Give a child the state of a request.
-
-        after_step: as the step that is being scheduled leaves it, not as it is before that.
-        """
-        if self._manager.has_states:
-            moves = self._later_state_moves if after_step else self._state_moves
-            moves.append((request.seat, child.seat))
-
-    def swap_state_out(self, request: Request) -> None:
-        """Move the state of a request to host memory, where its blocks go."""
-        if (slot := request.blocks.host_state) is not None:
-            self._state_moves.append((request.seat, self.seats.num_seats + slot))
-
-    def swap_state_in(self, request: Request) -> None:
-        """Move the state of a request that has taken a seat back from host memory, if it is there."""
-        if request.blocks.host_state is not None:
-            slot = self._manager.take_host_state(request.blocks)
-            self._state_moves.append((self.seats.num_seats + slot, request.seat))
-
-    def take_state_moves(self, schedule: Schedule) -> None:
-        """Put the moves of states into a step that is launched."""
-        schedule.state_moves = self._state_moves
-        self._state_moves = self._later_state_moves
-        self._later_state_moves = []
-
     def take_siblings(self, request: Request) -> Sequence[Request]:
         """Return the siblings of a request, whose reserved seats are given up: they join now."""
         siblings = request.siblings
@@ -179,8 +160,8 @@ class RunningSet:
         self.requests = []
         for request in removed:
             self._leave(request)
-        self._state_moves.clear()  # all are computed anew
-        self._later_state_moves.clear()
+        if self.states is not None:
+            self.states.clear()
         return removed
 
     def remove_finished(self) -> list[Request]:

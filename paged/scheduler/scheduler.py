@@ -161,7 +161,8 @@ class Scheduler:
             self.drafts.extend(schedule, self.block_manager, budget, self.max_chunk, self._num_spare_blocks)
         if not schedule.is_empty:
             self._running.begin_step()
-            self._running.take_state_moves(schedule)
+            if self._running.states is not None:
+                self._running.states.take(schedule)
             if schedule.requests:
                 self._running.take_changes(schedule)
         elif not self.block_manager.pool.num_steps_in_flight and self._must_run():
@@ -315,7 +316,8 @@ class Scheduler:
             request.metrics.first_scheduled_time = now
             self.counters.count_first_run(request)
         self._running.join(request)
-        self._running.swap_state_in(request)
+        if self._running.states is not None:
+            self._running.states.swap_in(request)
 
     def _compute(self, request: Request, num_new: int, schedule: Schedule) -> None:
         """Put tokens of a request, whose blocks are allocated, into the step."""
@@ -550,7 +552,8 @@ class Scheduler:
         child.num_computed_tokens = child.num_cached_tokens = num_computed
         child.metrics.start_beside(request.metrics)
         self._running.join(child)
-        self._running.copy_state(request, child, after_step=after_step)
+        if self._running.states is not None:
+            self._running.states.copy(request, child, after_step=after_step)
 
     def hold(self, request: Request, reason: int = NO_MASK) -> None:
         """Let a request compute nothing until it is released: its reader is slow, or its mask is not made.

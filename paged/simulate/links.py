@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from ..architectures.config import ModelConfig
-from ..architectures.spec import AttentionSpec, FeedForwardSpec, mixer_numbers
+from ..architectures.spec import AttentionSpec, FeedForwardSpec
+from ..architectures.states import mixer_numbers
 from ..base.errors import ConfigError
 from ..base.validation import shown
 from ..model.part import ModelPart

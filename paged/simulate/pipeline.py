@@ -39,8 +39,10 @@ def with_seats(ranks: list[Sizes], sheet: DataSheet) -> list[Sizes]:
         return ranks
     usable = sheet.memory_gib * GIB * ranks[0].config.gpu_memory_utilization
     rooms = [int(usable - weight_bytes(Portion.of(each.model, each.part))) for each in ranks]
-    seats = (each.with_seats_in(room).config.num_seats for each, room in zip(ranks, rooms, strict=True))
-    config = replace(ranks[0].config, max_num_seqs=min(seats))
+    from ..runner.states import seats_in
+
+    found = (seats_in(each, room).config.num_seats for each, room in zip(ranks, rooms, strict=True))
+    config = replace(ranks[0].config, max_num_seqs=min(found))
     return [replace(each, config=config) for each in ranks]
 
 

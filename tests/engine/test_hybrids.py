@@ -11,6 +11,7 @@ import torch
 
 from paged import BeamSearchParams, ConfigError, SamplingParams, UsageError
 from paged.model.cache.states import runs_of
+from paged.runner.states import seats_in
 from tests.support.checkpoints import (
     HYBRIDS,
     Reference,
@@ -193,9 +194,8 @@ def test_seats_have_room_for_their_states(caplog):
     sizes = new_engine(directory).runner.sizes
     assert sizes.config.num_seats == 256
     assert sizes.state_bytes == 3 * (3 * 128 * 4 + 4 * 12 * 20 * 4)
-    fewer = replace(sizes, config=replace(sizes.config, max_num_seqs=None)).with_seats_in(
-        40 * sizes.state_bytes
-    )
+    by_default = replace(sizes, config=replace(sizes.config, max_num_seqs=None))
+    fewer = seats_in(by_default, 40 * sizes.state_bytes)
     assert fewer.config.num_seats == 10
     room = 300 * sizes.state_bytes
     with (

@@ -8,7 +8,8 @@ from typing import Any
 from ...base.errors import CheckpointError
 from ...base.validation import check_int, check_number, shown
 from ..config import ModelConfig, TensorNames
-from ..spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, NormNames, StateSpec
+from ..spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, NormNames
+from ..states import StateSpec
 from .build import Family, read_attention, read_feed_forward, read_model, read_norm
 from .moe import dense_of_qwen, read_experts, stacks_of
 from .reading import CEILINGS, Config, factor, flag, layer_types_of, size

@@ -9,7 +9,6 @@ from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import check_bool, check_int, check_number, shown
 
 Config = Mapping[str, Any]
-MAX_CONV_WIDTH = 8  # of `kernels.short_conv`
 # Bounds on what a damaged or hostile config.json can make us allocate or loop over.
 CEILINGS = {
     "vocab_size": 2**24,
@@ -39,13 +38,13 @@ CEILINGS = {
     "moe_intermediate_size": 2**20,
     "shared_expert_intermediate_size": 2**20,
     "decoder_sparse_step": 1024,
-    "linear_conv_kernel_dim": MAX_CONV_WIDTH,
+    "linear_conv_kernel_dim": 8,
     "linear_key_head_dim": 256,
     "linear_value_head_dim": 1024,
     "linear_num_key_heads": 1024,
     "linear_num_value_heads": 1024,
     "full_attention_interval": 1024,
-    "conv_L_cache": MAX_CONV_WIDTH,
+    "conv_L_cache": 8,
     "block_multiple_of": 2**16,
     "n_group": 4096,
     "topk_group": 4096,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...architectures.config import ModelConfig
-from ...architectures.spec import StateSpec
+from ...architectures.states import StateSpec
 from ...kernels.backend import Kernels
 from ..part import ModelPart
 
@@ -85,14 +85,15 @@ class StateCache:
         """The size of all slots on the device."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def on_sides(self, moves: Sequence[Move]) -> list[Move]:
-        """Return the moves with slots in host memory counted from 0."""
+    def divide(self, moves: Sequence[Move]) -> tuple[list[Move], list[Run]]:
+        """Return the moves with slots in host memory counted from 0, and the runs of those made at once."""
         most = self.num_slots
-        return [tuple(slot - most if slot >= most else slot for slot in move) for move in moves]  # type: ignore[misc]
+        counted = [(source % most, target % most) for source, target in moves]
+        return counted, runs_of(moves, most)
 
     def move(
         self,
-        pairs: Tensor,  # i64[num_moves, 2], (from, to) as `on_sides` returns them, on the device
+        pairs: Tensor,  # i64[num_moves, 2], (from, to) as `divide` returns them, on the device
         runs: Sequence[Run],
         kernels: Kernels,
     ) -> None:

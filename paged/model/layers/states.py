@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...architectures.config import LAYERS, ModelConfig
-from ...architectures.spec import StateSpec
+from ...architectures.states import StateSpec
 from ...checkpoints.stored import StoredRows, ValueCheck, float_layout
 from ...kernels.backend import Kernels
 from ..batch import Batch, Queries
