@@ -13,7 +13,7 @@ from benchmarks.cases import assert_close
 from benchmarks.costs import linear_cost
 from paged.checkpoints.coded import CodedWeight, Factors
 from paged.checkpoints.formats.fp4 import E2M1
-from paged.checkpoints.formats.integers import SIGNED
+from paged.checkpoints.formats.groups import SIGNED
 from paged.kernels.codes import PackedCodes, coded_linear, pack_codes
 
 # Outputs and inputs of the linears of Llama-3.1-8B, the largest first.

@@ -231,10 +231,6 @@ def compare(options: dict[str, Any], delay_s: float, args: argparse.Namespace) -
     return [{**row, "to first kernel, ms": first_kernel} for row in rows]
 
 
-def _spread(values: list[float]) -> float:
-    return (max(values) - min(values)) / statistics.median(values)
-
-
 def main() -> None:
     """Compare, or be the other rank of a comparison."""
     if sys.argv[1:2] == ["--follow"]:

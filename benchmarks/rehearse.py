@@ -20,7 +20,7 @@ from benchmarks.common import print_json, print_table
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 900
 # Rehearsals that take more than ten seconds: transformers, and engines that are started several times.
-LONG = {"models", "peers", "peers.streams", "perplexity", "server", "strategies", "throughput"}
+LONG = {"models", "peers", "peers.streams", "perplexity", "server", "throughput"}
 # Programs that benchmarks start, and what has a test of its own.
 NO_BENCHMARKS = {
     "rehearse": "this one",
@@ -35,7 +35,6 @@ NO_BENCHMARKS = {
     "server.front_end": "started by server",
     "server.load": "started by server",
     "server.offline": "started by server",
-    "server.slow_heads": "started by server",
     "server.watched": "started by server",
 }
 

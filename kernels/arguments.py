@@ -429,17 +429,13 @@ class Rules(KernelCall):
         for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
             self.tensor(name, (len(rows),), torch.float32)
 
-    def filter_logits(self) -> None:
-        logits = self._logits(written=True)
+    def sample_tokens(self) -> None:
+        num_rows = len(self._logits(written=True))
         for name, (least, largest, dtype) in _FILTERS.items():
             if self.has(name) or name == "temperature":
-                column = self.tensor(name, (len(logits),), dtype)
+                column = self.tensor(name, (num_rows,), dtype)
                 if self.reads_contents:
                     check_range(name, column, least, largest)
-
-    def sample_tokens(self) -> None:
-        self.filter_logits()
-        num_rows = len(self["logits"])
         for name in ("seeds", "positions"):
             self.tensor(name, (num_rows,), torch.int64)
         if self.has("highest"):

@@ -33,8 +33,7 @@ from .base.errors import (
     UsageError,
     WorkerLostError,
 )
-from .base.from_vllm import MissingNames as _MissingNames
-from .base.from_vllm import missing as _missing
+from .base.missing_names import MissingNames as _MissingNames
 from .options.config import EngineConfig
 from .options.sampling_params import (
     BeamSearchParams,
@@ -43,8 +42,14 @@ from .options.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from .requests.prompts import TextPrompt, TokensPrompt
-from .requests.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from .requests.request import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    TextPrompt,
+    TokensPrompt,
+)
 
 if TYPE_CHECKING:
     from .commands.engine_args import EngineArgs, FlexibleArgumentParser
@@ -129,7 +134,9 @@ def __getattr__(name: str) -> Any:
     found = _ALIASES.get(name, name)
     if found in _MODULES:
         return getattr(importlib.import_module(f".{_MODULES[found]}", __name__), found)
-    raise AttributeError(_missing("paged", name))
+    from .base.from_vllm import missing
+
+    raise AttributeError(missing("paged", name))
 
 
 # vLLM's path of the same.

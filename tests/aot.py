@@ -55,10 +55,10 @@ from tests.support.kernel_launches import (
     launch_coded_linear,
     launch_coded_rows,
     launch_grouped_linear,
-    launch_others,
     launch_rotary_store_kv,
     launch_routing,
     launch_sampling,
+    other_launches,
     packed_of,
     targets_of,
 )
@@ -149,8 +149,10 @@ def _others(target: str, known: Mapping[str, Figures]) -> list[tuple[str, Launch
             launch_rotary_store_kv(kernels, *heads, DTYPES[dtype], norm, cache_dtype=cache)
         rows += [(case, launch) for launch in launches]
     with compiling(target, _skip(0, target, known)) as launches:
-        launch_others(kernels, torch.bfloat16)
-    rows += [("bfloat16", launch) for launch in launches]
+        for told, call in other_launches(kernels, torch.bfloat16):
+            before = len(launches)
+            call()
+            rows += [(f"bfloat16 {told}".rstrip(), launch) for launch in launches[before:]]
     with compiling(target, _skip(3 * SHARES, target, known)) as launches:
         launch_routing(kernels, torch.bfloat16)
     rows += [("bfloat16", launch) for launch in launches]
@@ -249,15 +251,14 @@ def table(target: str, rows: list[dict[str, Any]]) -> str:
 README = """# What the kernels compile to
 
 Made by `python -m tests.aot --write` with Triton {version} and no GPU; a test fails when it is stale.
-One row has a stack, of 8 bytes: decode on sm_90 of 576x16 in bfloat16, MLA with its one KV head, which is not
-tuned yet. Registers are per thread, shared memory is in bytes per block; blocks per
-SM follow from both. Instructions are the machine code's bytes over the 16 of each, the padding behind them
-included; on AMD those listed. Tensor core instructions are wgmma (sm_90), tcgen05 (sm_100), mma (sm_80,
-sm_86, sm_89, sm_120, and where a block has less than 64 rows), counted in the PTX, MFMA (gfx942) and WMMA
-(gfx1100, whose "SM" is a WGP). Wide loads are asynchronous copies of 16 bytes, by TMA of a tile, on AMD loads
-of 16 bytes. A case names head_dim x GQA group, dtype, tokens of a block and options; or of a weight in codes
-its kind, the dtype of x, outputs x inputs, the inputs of a group and how many rows x has; in front of weights
-of experts is how many these are, and the rows are those of each.
+Nothing spills. Registers are per thread, shared memory is in bytes per block; blocks per SM follow from both.
+Instructions are the machine code's bytes over the 16 of each, the padding behind them included; on AMD those
+listed. Tensor core instructions are wgmma (sm_90), tcgen05 (sm_100), mma (sm_80, sm_86, sm_89, sm_120, and
+where a block has less than 64 rows), counted in the PTX, MFMA (gfx942) and WMMA (gfx1100, whose "SM" is a
+WGP). Wide loads are asynchronous copies of 16 bytes, by TMA of a tile, on AMD loads of 16 bytes. A case names
+head_dim x GQA group, dtype, tokens of a block and options; or of a weight in codes its kind, the dtype of x,
+outputs x inputs, the inputs of a group and how many rows x has; in front of weights of experts is how many
+these are, and the rows are those of each.
 
 The GPUs of data centers have every case, those of desktops and workstations ({consumer}) the common ones;
 `python -m tests.aot --check TARGET` compiles the others too and lists those that spill there.

@@ -24,7 +24,7 @@ if not HAS_GPU and importlib.util.find_spec("triton"):
 LONGEST_FIRST = [
     "test_aot",
     "test_fake_cuda",
-    "test_gpu_mutants",
+    "test_mutants",
     "test_late_cuda",
     "test_on_gpu",
     "test_attention_variants",

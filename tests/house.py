@@ -25,6 +25,7 @@ CHOSEN = (
         "paged.architectures.gguf_names",
         "paged.architectures.schemes",
         "paged.checkpoints.formats",
+        "paged.checkpoints.hub",
     ),
     *(
         "paged.model.weights.coded_panels",
@@ -32,6 +33,13 @@ CHOSEN = (
         "paged.architectures.families.gemma4",
     ),
     *("paged.sampling.structured_outputs", "paged.grammars.json_schema", "paged.sampling.dry"),
+    *("paged.base.from_vllm", "paged.base.json_kinds", "paged.sampling.reporter"),
+    *(
+        "paged.requests.answer_start",
+        "paged.requests.contradictions",
+        "paged.requests.prompt_report",
+        "paged.requests.stop_strings",
+    ),
     *(
         "paged.scheduler.drafts",
         "paged.runner.draft_model",
@@ -41,7 +49,8 @@ CHOSEN = (
     *(
         "paged.text.worker",
         "paged.kernels.cpu.compiled",
-        "paged.kernels.gpu.backend",
+        "paged.kernels.cpu.rows.experts",
+        "paged.kernels.gpu",
         "paged.kernels.reference",
     ),
     *("numba", "llvmlite", "triton", "transformers", "huggingface_hub", "msgspec", "prometheus_client"),
@@ -52,6 +61,13 @@ _GENERATE = """
     engine = {engine}
     engine.generate(["def f(n):"], SamplingParams(max_tokens=8{params}), use_tqdm=False)
 """
+_COMMAND = """
+    import contextlib, sys
+    sys.argv = {arguments}
+    from paged.commands.cli import main
+    with contextlib.suppress(SystemExit):
+        main()
+"""
 # How a demo is used: options of the engine, and parameters.
 USES = {
     "plain": ("", ", temperature=0"),
@@ -60,6 +76,17 @@ USES = {
     "drafts": (', speculative_config={"method": "ngram"}', ", temperature=0"),
     "int4": (', quantization="int4"', ", temperature=0"),
     "ranks": (", pipeline_parallel_size=2", ", temperature=0"),
+}
+# Commands, each with the rooms and packages that it must not import.
+_NO_ENGINE = ("torch", "numpy", "paged.engine.engine", "paged.model.decoder", "paged.kernels", "rich")
+_NO_SERVER = ("paged.server", "paged.simulate", "paged.ranks", "paged.ray", "uvicorn", "rich")
+COMMANDS = {
+    "--help": (*_NO_ENGINE, *_NO_SERVER, "paged.protocol", "paged.chat", "paged.text", "paged.scheduler"),
+    "generate --help": (*_NO_ENGINE, *_NO_SERVER, "paged.chat"),
+    "serve --help": (*_NO_ENGINE, "uvicorn", "starlette", "prometheus_client", "paged.simulate"),
+    "plan --help": (*_NO_ENGINE, "paged.server", "paged.chat", "paged.engine"),
+    "bench --help": (*_NO_ENGINE[:-1], "paged.server", "paged.simulate.fleet", "paged.simulate.replica"),
+    "generate hello --max-tokens 1": (*_NO_SERVER, "paged.commands.bench", "paged.commands.serve"),
 }
 _REPORT = """
     import json, sys
@@ -79,7 +106,15 @@ class Imported(NamedTuple):
 def imported_by(use: str) -> Imported:
     """Run a use in a process of its own. Return what it imports; the kernels must be compiled before."""
     options, params = USES[use]
-    script = _GENERATE.format(engine=_ENGINE.format(options=options), params=params)
+    return _imported(_GENERATE.format(engine=_ENGINE.format(options=options), params=params))
+
+
+def imported_by_command(arguments: str) -> Imported:
+    """Run `paged` with these arguments in a process of its own. Return what it imports."""
+    return _imported(_COMMAND.format(arguments=["paged", *arguments.split()]))
+
+
+def _imported(script: str) -> Imported:
     body = textwrap.indent(textwrap.dedent(script) + textwrap.dedent(_REPORT), "    ")
     command = [sys.executable, "-c", f"if __name__ == '__main__':\n{body}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -126,10 +161,13 @@ def questions() -> list[tuple[str, int]]:
 
 def main() -> None:
     """Print the tables."""
-    print(f"{'use':10} {'modules':>8} {'lines':>8}")
+    print(f"{'use':36} {'modules':>8} {'lines':>8}")
     for use in USES:
         found = imported_by(use)
-        print(f"{use:10} {len(found.own):8,} {found.num_lines:8,}", flush=True)
+        print(f"{use:36} {len(found.own):8,} {found.num_lines:8,}", flush=True)
+    for arguments in COMMANDS:
+        found = imported_by_command(arguments)
+        print(f"paged {arguments:30} {len(found.own):8,} {found.num_lines:8,}", flush=True)
     sizes, pairs = rooms(), arrows()
     floors = {room: floor for floor, found in enumerate(LAYERS, 1) for room in found}
     print(f"\n{'room':20} {'floor':>8} {'lines':>8} {'imports':>8}")

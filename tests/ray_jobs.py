@@ -33,7 +33,7 @@ from typing import Any
 import psutil
 
 from paged import LLMEngine, SamplingParams
-from paged.requests.seeds import derived_seed
+from paged.requests.request import derived_seed
 from paged.server import launcher
 from tests.support.failing_engine_process import STEPS, UNLUCKY
 from tests.support.own_processes import processes_of

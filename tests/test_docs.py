@@ -9,8 +9,6 @@ import pytest
 
 from paged.kernels.backend import load_kernels
 from tests import (
-    gpu_mutants,
-    model_mutants,
     mutants,
     simulation,
     strangers,
@@ -19,7 +17,7 @@ from tests import (
     test_strangers_corpus,
 )
 from tests.ops import fuzz
-from tests.support import absent_gpu, random_schemas, server_fuzz
+from tests.support import absent_gpu, planting, random_schemas, server_fuzz
 from tests.support.models_table import PAGE, SECTION, table
 from tests.support.pythons import supported
 
@@ -144,10 +142,7 @@ def facts() -> dict[str, list[str]]:
     num_targets = {7: "seven", 8: "eight", 9: "nine", 10: "ten"}[len(absent_gpu.TARGETS)]
     checkpoints = sum(test_strangers_corpus.COUNTS.values())
     millions = simulation.STEPS // 10**6
-    models, gpu = model_mutants.MUTANTS, gpu_mutants.MUTANTS
-    num_mutants = sum(map(len, mutants.MUTANTS.values())) + len(models) + len(gpu)
-    hundreds = num_mutants // 100 * 100
-    num_mutants_in_ci = len(models[:: model_mutants.SHARES]) + len(gpu[:: gpu_mutants.SHARES])
+    hundreds = len(planting.bugs()) // 100 * 100
     pythons = f"Python 3.{supported()[0]} to 3.{supported()[-1]}"
     floors = " | ".join(", ".join(f"`{room}`" for room in floor) for floor in test_layout.LAYERS[:-1])
     schemas = f"random JSON schemas, compared with jsonschema; CI tries {random_schemas.COUNT_IN_CI}"
@@ -162,7 +157,7 @@ def facts() -> dict[str, list[str]]:
             f"{millions} million random steps in CI",
             f"{checkpoints:,} damaged checkpoints in CI",
             f"inserts more than {hundreds} known bugs",
-            f"CI inserts {num_mutants_in_ci}",
+            f"CI inserts {mutants.NUM_BUGS + mutants.NUM_MUTATIONS}",
         ],
         "CONTRIBUTING.md": [
             f"{millions} million steps of the scheduler",

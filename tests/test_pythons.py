@@ -38,7 +38,9 @@ def texts():
         path, command = commands.pop()
         found[path] = command.help
         found |= {f"{path} {each.name}": each.help for each in command.params if hasattr(each, "help")}
-        commands += [(f"{path} {name}", each) for name, each in getattr(command, "commands", {}).items()]
+        if hasattr(command, "list_commands"):
+            names = command.list_commands(None)
+            commands += [(f"{path} {name}", command.get_command(None, name)) for name in names]
     return found
 
 

@@ -8,18 +8,12 @@ front-end  the front end over an engine that answers at once: whole completions 
 engine     64 streams over HTTP and `generate`, in turns; the first token of one request over HTTP and of
            AsyncLLMEngine, in turns
 vllm       `vllm bench serve` against `paged serve` and `vllm serve`, in turns, at several numbers of clients
-budgets    the same client against `paged serve` alone, with the most of --clients, for several numbers of
-           tokens in a step (--max-num-batched-tokens)
 aggressors a victim's completions of 8 tokens over HTTP, alone and beside clients that ask for much at once;
            for how long they held the front end's event loop, and the longest step. Nothing is pinned.
 bodies     the front end's memory and time for bodies of every shape, and how long they held its event loop;
            five at once beside a victim's completions
 service    how long streams pause when their engine process is killed or stopped, and how long going on takes
-           beside the prefill of as many prompts; a tenant's first tokens beside another one's flood; /health
-           beside 1,000 connections that send a byte a second
-windows    whether waiting for more requests before a step would help: arrivals that the sender groups into
-           windows of some milliseconds, at several rates
-keys       the front end alone, without and with a file of 1,000 keys and limits, in turns
+           beside the prefill of as many prompts; a tenant's first tokens beside another one's flood
 page       steps of 64 and of 256 requests, in turns without and with the page open in two browsers
 
 Front end, client and engine are processes of their own: the front end has the last core, the client another
@@ -66,7 +60,7 @@ def _parsed() -> Options:
         "--section",
         choices=SECTIONS,
         action="append",
-        help="default: front-end and engine; with --quick all but vllm and budgets",
+        help="default: front-end and engine; with --quick all but vllm",
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", default="tinyllama-1.1b", help="of the sections with an engine")
@@ -75,13 +69,6 @@ def _parsed() -> Options:
     parser.add_argument("--num-first", type=int, default=20, help="requests whose first token is timed")
     parser.add_argument("--num-idle", type=int, default=2000, help="idle streams")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64, 256])
-    parser.add_argument(
-        "--budgets",
-        type=int,
-        nargs="+",
-        default=[512, 1024, 2048],
-        help="of the section budgets: tokens a step",
-    )
     parser.add_argument("--seconds", type=float, default=5.0, help="of each aggressor")
     parser.add_argument("--rate", type=float, default=10.0, help="the victim's requests a second")
     parser.add_argument("--bodies", nargs="+", help="of the section bodies: some of them by name")
@@ -120,12 +107,6 @@ def _vllm(args: Options, _: Cores) -> dict[str, Any]:
     return {"vllm": beside_vllm.measure(args.model, args.clients, rounds=min(args.rounds, 2))}
 
 
-def _budgets(args: Options, _: Cores) -> dict[str, Any]:
-    from benchmarks.server import beside_vllm
-
-    return {"budgets_alone": beside_vllm.measure_budgets(args.model, max(args.clients), args.budgets)}
-
-
 def _aggressors(args: Options, _: Cores) -> dict[str, Any]:
     from benchmarks.server import aggressors
 
@@ -136,12 +117,6 @@ def _bodies(args: Options, _: Cores) -> dict[str, Any]:
     from benchmarks.server import bodies
 
     return {"bodies": bodies.measure("demo", rate=args.rate, names=args.bodies)}
-
-
-def _keys(args: Options, cores: Cores) -> dict[str, Any]:
-    from benchmarks.server import keys
-
-    return {"keys": keys.measure("demo", cores, args.rounds, share=0.02 if args.quick else 1.0)}
 
 
 def _page(args: Options, cores: Cores) -> dict[str, Any]:
@@ -155,30 +130,16 @@ def _page(args: Options, cores: Cores) -> dict[str, Any]:
 
 
 def _service(args: Options, _: Cores) -> dict[str, Any]:
-    from benchmarks.server import flood, service, slow_heads
+    from benchmarks.server import flood, service
 
     # Streams of the demo that last until the engine is killed, on a busy machine too.
     rows = service.measure("demo", max_tokens=1500, num_streams=4 if args.quick else 16)
     num_streams, num_tokens, max_tokens = (4, 100, 1500) if args.quick else (args.num_streams, 1000, 300)
-    head_timeout_s, num_slow = (2.0, 50) if args.quick else (30.0, 1000)
     return {
         "service": rows,
         "catch_up": service.measure_catch_up("demo", num_streams, num_tokens, max_tokens),
         "flood": flood.measure("demo", seconds=_seconds(args), rate=args.rate),
-        "slow_heads": slow_heads.measure("demo", num_connections=num_slow, head_timeout_s=head_timeout_s),
     }
-
-
-def _windows(args: Options, _: Cores) -> dict[str, Any]:
-    from benchmarks.server import windows
-
-    rows = windows.measure(
-        _text_model(args),
-        num_at_once=args.num_streams,
-        seconds=0.2 if args.quick else args.seconds,
-        rounds=args.rounds,
-    )
-    return {"windows": rows}
 
 
 def _text_model(args: Options) -> str:
@@ -196,15 +157,12 @@ SECTIONS: dict[str, Callable[[Options, Cores], dict[str, Any]]] = {
     "front-end": _front_end,
     "engine": _engine,
     "vllm": _vllm,
-    "budgets": _budgets,
     "aggressors": _aggressors,
     "bodies": _bodies,
-    "keys": _keys,
     "page": _page,
     "service": _service,
-    "windows": _windows,
 }
-REHEARSED = SECTIONS.keys() - {"vllm", "budgets"}  # whose client is vLLM's
+REHEARSED = SECTIONS.keys() - {"vllm"}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sections vllm and budgets: `vllm bench serve` against `paged serve` and `vllm serve`, one after the other.
+"""Section vllm: `vllm bench serve` against `paged serve` and `vllm serve`, one after the other.
 
 Both serve the same checkpoint on the same cores, and vLLM's client asks both for the same requests. A server
 runs alone, since an idle one of another engine may still use the cores.
@@ -65,30 +65,7 @@ def measure(model: str, clients: list[int], *, rounds: int) -> list[dict[str, An
     return rows
 
 
-def measure_budgets(model: str, clients: int, budgets: list[int]) -> list[dict[str, Any]]:
-    """Return a row for each token budget of a step of `paged serve`, without vLLM's server."""
-    python = Path(interpreter("vllm"))
-    directory = text_checkpoint(model)
-    rows = []
-    for budget in budgets:
-        with _server("paged", python, directory, clients, "--max-num-batched-tokens", str(budget)) as server:
-            _bench(python, directory, server.port, 1, seed=10_000)  # warms up
-            found = _bench(python, directory, server.port, clients, seed=0)
-        print(f"{budget} tokens a step: measured", flush=True)
-        rows.append(
-            {
-                "clients": clients,
-                "tokens a step": budget,
-                "tokens/s": found["output_throughput"],
-                "first token p50, ms": found["median_ttft_ms"],
-                "between tokens p50, ms": found["median_itl_ms"],
-                "p99, ms": found["p99_itl_ms"],
-            }
-        )
-    return rows
-
-
-def _server(system: str, python: Path, directory: str, max_num_seqs: int, *own_options: str) -> ServerProcess:
+def _server(system: str, python: Path, directory: str, max_num_seqs: int) -> ServerProcess:
     dtype = [
         "--dtype",
         "bfloat16",
@@ -98,7 +75,7 @@ def _server(system: str, python: Path, directory: str, max_num_seqs: int, *own_o
         str(max_num_seqs),
     ]
     if system == "paged":
-        return paged_serve(directory, *dtype, "--num-blocks", NUM_TOKENS // 16, *own_options)
+        return paged_serve(directory, *dtype, "--num-blocks", NUM_TOKENS // 16)
     entry = ["-m", "vllm.entrypoints.openai.api_server", "--model", directory, "--port", str(PORT)]
     command = [str(python), *entry, *dtype]
     gib = 2  # more than NUM_TOKENS need in any shape of the benchmarks

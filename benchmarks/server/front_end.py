@@ -34,12 +34,10 @@ class FrontEndProcess:
         core: int | None = None,
         *,
         is_idle: bool = False,
-        keys: str | None = None,
         parser: str | None = None,
     ) -> None:
         command = [sys.executable, "-m", "benchmarks.server.front_end", model]
         command += [*([] if core is None else [str(core)]), *(["--idle"] if is_idle else [])]
-        command += [] if keys is None else ["--keys", keys]
         command += [] if parser is None else ["--parser", parser]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
@@ -69,14 +67,13 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("core", type=int, nargs="?")
     parser.add_argument("--idle", action="store_true", help="give each stream one token only")
-    parser.add_argument("--keys", help="a file of keys")
     parser.add_argument("--parser", help="a chat format in which every answer is a call")
     args = parser.parse_args()
     if args.core is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {args.core})
     assert "torch" not in sys.modules
     allow_many_connections()
-    options = ServeOptions(port=0, api_keys=args.keys, tool_call_parser=args.parser or "auto")
+    options = ServeOptions(port=0, tool_call_parser=args.parser or "auto")
     around = ("", "") if args.parser is None else call_around(args.parser)
     with open(os.devnull, "w") as nowhere, bind(options) as listener:
         set_up_logging("text", nowhere)

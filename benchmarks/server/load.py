@@ -26,7 +26,6 @@ class Load:
 
     bodies: of the requests, used in turn.
     num_connections: how many requests are open at once.
-    authorization: the header of all requests.
     hold: leave all requests open once each has answered, until a load without it closes them.
     """
 
@@ -35,7 +34,6 @@ class Load:
     bodies: list[dict[str, Any]]
     num_requests: int
     num_connections: int
-    authorization: str = "none"
     hold: bool = False
 
 
@@ -204,7 +202,6 @@ class _Run:
 def _request(load: Load, body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
     head = f"POST {load.path} HTTP/1.1\r\nhost: 127.0.0.1:{load.port}\r\ncontent-type: application/json\r\n"
-    head += f"authorization: {load.authorization}\r\n"
     return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
 
 

@@ -12,15 +12,14 @@ from paged.architectures.hf_config import read_config
 from paged.base.errors import EngineDeadError, UsageError
 from paged.chat.formats import BY_NAME
 from paged.chat.writing import written_call
-from paged.checkpoints.hub import resolve
+from paged.checkpoints.model_directory import resolve
 from paged.engine.async_base import OnPrompt
 from paged.engine.embedding import EmbeddingRequestOutput
 from paged.engine.model_text import ModelText
 from paged.engine.scoring import ScoreOutput
 from paged.options.config import EngineConfig
 from paged.options.sampling_params import RequestOutputKind, SamplingParams
-from paged.requests.prompts import Prompt
-from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput
+from paged.requests.request import CompletionOutput, Prompt, RequestMetrics, RequestOutput
 from paged.scheduler.stats import EngineStats
 from paged.text.prompt_parser import ParsedPrompt
 

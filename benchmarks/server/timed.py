@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -37,8 +36,3 @@ async def first_token_at(port: int, body: dict[str, Any]) -> float:
 def quantile_ms(seconds: Sequence[float], share: float) -> float:
     """Return the time below which this share of all is, in milliseconds."""
     return sorted(seconds)[min(len(seconds) - 1, int(share * len(seconds)))] * 1e3
-
-
-def median_of(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the median of each figure over rounds."""
-    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}

@@ -11,7 +11,7 @@ from typing import Any
 from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..checks import check_cache_dtype as check_cache_dtype
 from ..steps import UnpackStep
-from .attention.units import SPLIT_KEYS
+from .attention.paged_attention import SPLIT_KEYS
 from .launch.code_cache import missing_kernels
 
 name = "numba"
@@ -24,36 +24,36 @@ split_keys = SPLIT_KEYS
 
 # The module of each operation, and what it is called there if that differs.
 OPERATIONS = {
-    "add": ".rows.add",
-    "apply_penalties": ".sampling.penalties",
-    "clamped_swiglu": ".rows.clamped_swiglu",
+    "add": ".rows.row_kernels",
+    "apply_penalties": ".sampling.logits",
+    "clamped_swiglu": ".rows.row_kernels",
     "copy_blocks": "..plain.backend",
     "gated_delta": ".states.gated_delta",
     "gated_norm": ".rows.gated_norm",
-    "gelu": ".rows.gelu_and_mul",
-    "gelu_and_mul": ".rows.gelu_and_mul",
-    "greedy": ".rows.greedy",
-    "greedy_of_allowed": ".sampling.masks",
+    "gelu": ".rows.row_kernels",
+    "gelu_and_mul": ".rows.row_kernels",
+    "greedy": ".rows.row_kernels",
+    "greedy_of_allowed": ".sampling.logits",
     "grouped_linear": "..plain.backend",
-    "layer_norm": ".rows.layer_norm",
-    "mask_logits": ".sampling.masks",
+    "layer_norm": ".rows.norms",
+    "mask_logits": ".sampling.logits",
     "paged_attention": ".attention.paged_attention",
     "plan_attention": ".attention.paged_attention",
-    "rms_norm": ".rows.rms_norm",
-    "rms_norm_into": ".rows.rms_norm_into",
+    "rms_norm": ".rows.norms",
+    "rms_norm_into": ".rows.norms",
     "rotary_store_kv": ".rows.rotary_store_kv",
-    "route": ".rows.route",
+    "route": ".rows.experts",
     "sample_tokens": ".sampling.sample_tokens",
-    "scale_and_cap": ".rows.scale_and_cap",
+    "scale_and_cap": ".rows.row_kernels",
     "scale_by_sigmoid": ".rows.scale_by_sigmoid",
-    "scale_rows": ".rows.scale_rows",
+    "scale_rows": ".rows.row_kernels",
     "short_conv": ".states.short_conv",
-    "silu_and_mul": ".rows.silu_and_mul",
-    "sort_by_expert": ".rows.sort_by_expert",
+    "silu_and_mul": ".rows.row_kernels",
+    "sort_by_expert": ".rows.experts",
     "step_recorder": ".step_recorder:CPUStepRecorder",
-    "sum_experts": ".rows.sum_experts",
+    "sum_experts": ".rows.experts",
     "take_rows": ".rows.take_rows",
-    "token_logprobs": ".sampling.token_logprobs",
+    "token_logprobs": ".sampling.logits",
 }
 
 

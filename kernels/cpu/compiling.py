@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import torch
 
-from .cache_files import writable_directory
 from .launch import code_cache
 from .launch.code_cache import SECONDS, missing_kernels
+from .target import writable_directory
 
 logger = logging.getLogger(__name__)
 

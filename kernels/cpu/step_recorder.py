@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ..steps import AttentionSchedule
-from .attention.paged_attention import plan_units
-from .attention.units import ATTEND, MERGE, SPLIT_KEYS
+from .attention.paged_attention import ATTEND, MERGE, SPLIT_KEYS, plan_units
 from .launch.graph import Graph, Recorder
 from .target import LINE
 

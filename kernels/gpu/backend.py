@@ -12,17 +12,13 @@ from .experts.grouped_linear import grouped_linear
 from .experts.route import route
 from .experts.sort_by_expert import sort_by_expert
 from .experts.sum_experts import sum_experts
-from .rows.clamped_swiglu import clamped_swiglu
+from .rows.activations import clamped_swiglu, gelu, gelu_and_mul, silu_and_mul
 from .rows.gated_norm import gated_norm
-from .rows.gelu_and_mul import gelu, gelu_and_mul
-from .rows.layer_norm import layer_norm
-from .rows.rms_norm import rms_norm
-from .rows.rms_norm_into import rms_norm_into
+from .rows.norms import layer_norm, rms_norm, rms_norm_into
 from .rows.rotary_store_kv import rotary_store_kv
 from .rows.scale_and_cap import scale_and_cap
 from .rows.scale_by_sigmoid import scale_by_sigmoid
 from .rows.scale_rows import scale_rows
-from .rows.silu_and_mul import silu_and_mul
 from .sampling.penalties import apply_penalties
 from .sampling.sample_tokens import sample_tokens
 from .states.gated_delta import gated_delta

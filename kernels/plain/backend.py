@@ -12,15 +12,10 @@ from ..checked import checked
 from ..checks import check_cache_dtype
 from ..steps import UnpackStep
 from .attention.paged_attention import paged_attention, plan_attention
-from .rows.gelu_and_mul import gelu_and_mul
-from .rows.greedy import greedy
-from .rows.layer_norm import layer_norm
 from .rows.rotary_store_kv import rotary_store_kv
-from .rows.silu_and_mul import silu_and_mul
-from .sampling.masks import mask_logits
-from .sampling.penalties import apply_penalties
+from .rows.row_kernels import gelu_and_mul, greedy, layer_norm, silu_and_mul
+from .sampling.logits import apply_penalties, mask_logits, token_logprobs
 from .sampling.sample_tokens import sample_tokens
-from .sampling.token_logprobs import token_logprobs
 
 add = checked(reference.add)
 clamped_swiglu = checked(reference.clamped_swiglu)

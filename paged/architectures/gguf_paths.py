@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..base.errors import CheckpointError, MissingModelError
@@ -35,6 +35,19 @@ def is_gguf(name: str) -> bool:
 def gguf_files(directory: Path) -> list[str]:
     """Return the names of the GGUF files in a directory, sorted."""
     return sorted(name for name in os.listdir(directory) if is_gguf(name))
+
+
+def models_of(names: Iterable[str]) -> list[str]:
+    """Return the names of GGUF files that are models, and of such in parts, of the first part."""
+    firsts = {PART_NAME.sub(r"\1-00001-of-\3\4", name) for name in names}
+    return sorted(name for name in firsts if "mmproj" not in name.lower())
+
+
+def listed(names: Iterable[str]) -> str:
+    """List the models among GGUF files, for the end of a message."""
+    models = models_of(names)
+    more = f" and {len(models) - 20} more" if len(models) > 20 else ""
+    return f"there are {', '.join(models[:20])}{more}"
 
 
 def part_paths(path: Path, exists: Callable[[str], bool] = os.path.exists) -> list[Path]:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.errors import CheckpointError, MissingModelError, UnsupportedModelError
 from ..base.validation import shown
 from .config import ModelConfig
-from .families.build import Family
-from .families.reading import Config, activation_of
+from .families.reading import Config, Family, activation_of
 from .families.table import ARCHITECTURES, COMMON, Architecture, family_of
 from .gguf_paths import BITS_KEYS, GGUF_KEY, gguf_files
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class RopeConfig:
     """A rotary embedding: its base, what it rotates, and how it is scaled beyond the trained context."""
 
-    type: str  # a key of `families.rope.ROPE_TYPES`, or "none": nothing is rotated
+    type: str  # a key of `families.reading.ROPE_TYPES`, or "none": nothing is rotated
     theta: float
     factor: float = 1.0
     low_freq_factor: float = 1.0

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from .spec import LayerSpec
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
@@ -50,16 +48,3 @@ class StateSpec:
         values = self.num_heads * self.value_dim
         inputs = self.columns + values + 2 * self.num_heads
         return hidden_size * (inputs + values) + self.width * self.columns
-
-
-def mixer_numbers(layer: LayerSpec) -> tuple[int, int]:
-    """Return how many numbers a token has in attention, or beside a state, and how many come out."""
-    state = layer.state
-    if state is not None:
-        out = state.columns if state.kind == "conv" else state.num_heads * state.value_dim
-        return 2 * (state.columns + 2 * out + 2 * state.num_heads), out
-    attention = layer.attention
-    assert attention is not None, "a layer has attention or a state"
-    query = attention.num_heads * attention.kv.key_dim
-    numbers = 2 * (query + sum(attention.kv.part_sizes)) + query * attention.gate
-    return numbers, attention.num_heads * attention.kv.value_dim

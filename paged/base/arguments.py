@@ -9,7 +9,6 @@ from dataclasses import FrozenInstanceError, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from .errors import PagedError, RequestError, UnknownArgumentError, reject_unknown
-from .from_vllm import neutral_of, without_neutral
 from .validation import shown
 
 P = ParamSpec("P")
@@ -40,6 +39,8 @@ def strict(
     @functools.wraps(generated)
     def init(self: Any, *args: Any, **given: Any) -> None:
         if not given.keys() <= known:
+            from .from_vllm import neutral_of, without_neutral
+
             neutral = neutral_of(vllm) if vllm else {}
             given = without_neutral(name, given, neutral, error)
             reject_unknown(name, given, known, neutral)
@@ -92,5 +93,9 @@ def check_call(method: str, unnamed: Mapping[str, Any], **neutral: Any) -> None:
     Raises RequestError for an argument of vLLM at a value that is not supported, and UnknownArgumentError.
     """
     given = {**{name: value for name, value in neutral.items() if value is not None}, **unnamed}
-    for name in without_neutral(method, given, neutral_of("calls"), RequestError) if given else ():
+    if not given:
+        return
+    from .from_vllm import neutral_of, without_neutral
+
+    for name in without_neutral(method, given, neutral_of("calls"), RequestError):
         raise UnknownArgumentError(f"{method} got an unknown argument {name!r}; see help(LLMEngine.{method})")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .errors import RequestError, UnknownArgumentError
-from .kinds import AnyJSON, Kind, Schema, check_unicode_within, named_parts, nullable
+from .json_kinds import AnyJSON, check_unicode_within, named_parts, nullable
+from .kinds import Kind, Schema
 from .validation import shown
 
 # The names of longer fields are not compared with known ones, which takes quadratic time.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from .errors import PagedError
 from .validation import shown
@@ -110,26 +110,3 @@ def missing(owner: str, name: str) -> str:
     # Python asks classes for many names with underscores, of which vLLM has none.
     reason = None if name.startswith("_") else missing_of(owner).get(name)
     return f"{owner} has no {name!r}" + (f": {reason}" if reason else "")
-
-
-class ExplainsMissing(type):
-    """The type of a class whose missing attributes say what to use instead."""
-
-    if not TYPE_CHECKING:  # a type checker would take every attribute to exist
-
-        def __getattr__(cls, name: str) -> NoReturn:
-            raise AttributeError(missing(cls.__name__, name), name=name, obj=cls)
-
-
-class MissingNames:
-    """The last import hook of Python: says what to use for a module of vLLM, and for a name of `vllm`.
-
-    `from paged import ModelRegistry` looks for a module of that name where paged has no such attribute.
-    """
-
-    @staticmethod
-    def find_spec(full_name: str, *_: object) -> None:
-        """Find no module, so that Python reports it missing. Raises ImportError if vLLM has it."""
-        package, _dot, name = full_name.partition(".")
-        if package == "paged" and name in missing_of("paged"):
-            raise ImportError(missing("paged", name), name=full_name)

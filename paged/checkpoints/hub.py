@@ -1,4 +1,4 @@
-"""Find a model's directory: the demo's, a local one, that of a GGUF file, or one fetched from the hub."""
+"""Fetch a model, its config or the headers of its weights from the hub."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from ..architectures.config import DEMO
-from ..architectures.gguf_paths import PART_NAME, gguf_files, is_gguf, part_paths
+from ..architectures.gguf_paths import is_gguf, listed, models_of, part_paths
 from ..base.errors import CheckpointError, MissingModelError
 
 # What an engine reads of a repository.
@@ -17,15 +16,8 @@ _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _IGNORED = ["consolidated*", "original/*"]
 
 
-def resolve(model: str, revision: str | None = None) -> Path:
-    """Return the directory of a model.
-
-    model: "demo", a directory, a GGUF file, or a hub id, in a repository of GGUF files with a quantisation:
-        "owner/name:Q4_K_M". What is on the hub is downloaded to the hub's cache.
-    revision: branch, tag or commit on the hub; None takes the default branch.
-    """
-    if (found := _local(model, revision)) is not None:
-        return found
+def fetched_model(model: str, revision: str | None) -> Path:
+    """Return the directory of a model on the hub; see `model_directory.resolve`."""
     if ":" in model:
         return _fetched_gguf(model, revision)
 
@@ -39,22 +31,15 @@ def resolve(model: str, revision: str | None = None) -> Path:
     return _fetched(model, fetch)
 
 
-def resolve_config(model: str, revision: str | None = None) -> Path:
-    """Return the directory with a model's config.json. Of a hub id nothing else is fetched."""
-    if (found := _local(model, revision)) is not None:
-        return found
+def fetched_config(model: str, revision: str | None) -> Path:
+    """Return the directory with the config.json of a model on the hub."""
     if ":" in model:
         return _fetched_gguf(model, revision)
     return _fetched(model, lambda: _Repository(model, revision).fetch_config())
 
 
-def resolve_headers(model: str, revision: str | None = None) -> Path:
-    """Return the directory of a model, or of a hub id one with its config and the headers of its weights.
-
-    What the hub's cache has is not fetched again.
-    """
-    if (found := _local(model, revision)) is not None:
-        return found
+def fetched_headers(model: str, revision: str | None) -> Path:
+    """Return a directory with the config and the headers of the weights of a model on the hub."""
     from .headers import fetch_gguf_headers, fetch_headers, has_weights
 
     if ":" not in model:
@@ -77,60 +62,13 @@ def resolve_headers(model: str, revision: str | None = None) -> Path:
         cached = [try_to_load_from_cache(repository.name, name, revision=revision) for name in names]
         paths = [path for path in cached if isinstance(path, str)]
         if len(paths) == len(names):
-            return _of_gguf(Path(paths[0]))
+            from .gguf.directory import gguf_directory  # which needs torch
+
+            return gguf_directory(Path(paths[0]))
         repository.require_answer()
         return fetch_gguf_headers(repository.name, revision, names)
 
     return _fetched(model, fetch_gguf)
-
-
-def _local(model: str, revision: str | None) -> Path | None:
-    """Return the directory of a model on this machine, or None for a hub id. Raises CheckpointError."""
-    path = DEMO if model == "demo" else Path(model).expanduser()
-    if path.exists() and revision is not None:
-        kind = "directory" if path.is_dir() else "file"
-        raise CheckpointError(f"revision {revision!r} names a version on the hub, but {model} is a {kind}")
-    if path.is_dir():
-        return _with_gguf(path)
-    if is_gguf(path.name) and (path.exists() or PART_NAME.fullmatch(path.name)):
-        return _of_gguf(path)
-    if path.exists():
-        raise CheckpointError(
-            f"{model} is a file; give the directory that holds config.json, or a .gguf file"
-        )
-    is_file = is_gguf(path.name) and path.parent.is_dir()
-    if is_file or model.count("/") > 1 or model.startswith((".", "/", "~")) or not model.isprintable():
-        raise MissingModelError(f"no such directory or GGUF file: {model}")
-    return None
-
-
-def _with_gguf(directory: Path) -> Path:
-    """Return the directory itself, or that of the one GGUF file in it if it has no other weights."""
-    names = gguf_files(directory)
-    if not names or any(directory.glob("*.safetensors")):
-        return directory
-    models = _models(names)
-    if len(models) > 1:
-        raise CheckpointError(f"{directory} has several GGUF files; give the path of one: {_listed(names)}")
-    return _of_gguf(directory / models[0])
-
-
-def _of_gguf(path: Path) -> Path:
-    from .gguf.directory import gguf_directory  # which needs torch
-
-    return gguf_directory(path)
-
-
-def _models(names: Iterable[str]) -> list[str]:
-    """Return the names of GGUF files that are models, and of such in parts, of the first part."""
-    firsts = {PART_NAME.sub(r"\1-00001-of-\3\4", name) for name in names}
-    return sorted(name for name in firsts if "mmproj" not in name.lower())
-
-
-def _listed(names: Iterable[str]) -> str:
-    models = _models(names)
-    more = f" and {len(models) - 20} more" if len(models) > 20 else ""
-    return f"there are {', '.join(models[:20])}{more}"
 
 
 def _fetched_gguf(model: str, revision: str | None) -> Path:
@@ -141,7 +79,9 @@ def _fetched_gguf(model: str, revision: str | None) -> Path:
         names = _gguf_parts(model, repository.names)
         return repository.fetch([*map(glob.escape, names)]) / names[0]
 
-    return _of_gguf(_fetched(model, fetch))
+    from .gguf.directory import gguf_directory  # which needs torch
+
+    return gguf_directory(_fetched(model, fetch))
 
 
 def _gguf_parts(model: str, names: Iterable[str]) -> list[str]:
@@ -155,7 +95,7 @@ def _require_no_gguf(model: str, names: Iterable[str]) -> None:
     """Raise CheckpointError for a repository without safetensors that has GGUF files."""
     if names := [*filter(is_gguf, names)]:
         raise CheckpointError(
-            f"{model} has no safetensors, but GGUF files: give {model}:QUANTISATION; {_listed(names)}"
+            f"{model} has no safetensors, but GGUF files: give {model}:QUANTISATION; {listed(names)}"
         )
 
 
@@ -222,11 +162,11 @@ class _Repository:
 def _of_quantisation(model: str, quantisation: str, names: Iterable[str]) -> str:
     """Return the file whose name has the quantisation. Raises CheckpointError, with those that there are."""
     word = re.compile(rf"(?<![a-z0-9]){re.escape(quantisation.lower())}(?![a-z0-9_])")
-    found = [name for name in _models(names) if quantisation and word.search(name.lower())]
+    found = [name for name in models_of(names) if quantisation and word.search(name.lower())]
     if len(found) == 1:
         return found[0]
     problem = f"{len(found)} GGUF files" if found else "no GGUF file"
-    raise CheckpointError(f"{model}: {problem} of this quantisation; {_listed(names)}")
+    raise CheckpointError(f"{model}: {problem} of this quantisation; {listed(names)}")
 
 
 def _fetched(model: str, fetch: Callable[[], Path]) -> Path:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..architectures.hf_config import check_file
 from ..base.errors import CheckpointError
-from .sources import StoredTensor
+from .stored import StoredTensor
 
 _ALL = slice(None)
 _WRITABLE = 0x200  # PyBUF_WRITE

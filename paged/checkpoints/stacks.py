@@ -11,7 +11,7 @@ from torch import Tensor
 from ..architectures.config import ExpertStack
 from ..base.errors import CheckpointError
 from .open_file import FileTensor
-from .sources import StoredTensor
+from .stored import StoredTensor
 
 MAX_EXPERTS = 4096
 

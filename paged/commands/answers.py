@@ -15,8 +15,7 @@ from .common import CliError, FailedError
 
 if TYPE_CHECKING:
     from ..engine.engine import LLMEngine
-    from ..requests.prompts import Prompt
-    from ..requests.request import CompletionOutput
+    from ..requests.request import CompletionOutput, Prompt
 
 Messages = Sequence[Mapping[str, str]]
 

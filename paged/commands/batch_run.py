@@ -17,8 +17,7 @@ from ..protocol.answers.errors import FAILED, MODEL_NOT_FOUND, NOT_FOUND, error_
 from ..protocol.batch_file import BatchOutput, Line
 from ..protocol.calls.call import AnswerCall
 from ..protocol.calls.vectors import EmbeddingCall
-from ..requests.prompts import Prompt
-from ..requests.request import RequestOutput
+from ..requests.request import Prompt, RequestOutput
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ import typer
 
 from ..options.sampling_params import SamplingParams
 from ..protocol.jobs import check_writable
-from ..simulate.statistics import percentile
 from . import common
 from .bench_serve import serve
 from .common import CliError, FailedError
@@ -125,6 +124,8 @@ def latency(
         _timed(engine, prompts, params)[0]
         for _ in tqdm(range(num_iters_warmup + num_iters), desc="Completing", unit="batch")
     ][num_iters_warmup:]
+    from ..simulate.statistics import percentile
+
     ordered = sorted(latencies)
     result = {
         "model_id": engine_options["model"],

@@ -20,7 +20,6 @@ import typer
 
 from ..base.errors import FileError, PagedError
 from ..protocol.jobs import check_writable, read_jobs
-from ..simulate.statistics import percentile
 from . import common
 from .api_client import DEFAULT_URL, ApiAddress, ApiClient, has_text
 from .common import CliError, FailedError
@@ -197,6 +196,8 @@ def _ask(client: ApiClient, path: str, body: Mapping[str, Any]) -> TimedAnswer:
 
 def figures_of(answers: Sequence[TimedAnswer], duration: float) -> dict[str, Any]:
     """Return the figures of a load, with the names of vLLM's JSON."""
+    from ..simulate.statistics import percentile
+
     num_input = sum(answer.num_input_tokens for answer in answers)
     num_output = sum(answer.num_output_tokens for answer in answers)
     figures = {

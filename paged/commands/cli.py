@@ -1,5 +1,6 @@
-"""The command line: `paged generate`, `chat`, `run-batch`, `serve`, `models`, `warmup`, `plan`,
-`simulate`, `top`, `keys` and `bench`.
+"""The command line: `paged`, and the table of its commands.
+
+A command's module is imported when it is chosen: help and completion need none of them.
 
 Arguments are validated before torch is imported and the model loaded. Every error is one line on stderr; only
 generated text and results go to stdout.
@@ -7,36 +8,92 @@ generated text and results go to stdout.
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.main import get_command, get_group
 
 from .. import __version__
 from ..base.errors import PagedError, RequestError, is_final
 from ..base.interrupts import end_at_ctrl_c
-from .bench import bench
-from .chat import chat
 from .common import EXIT_FAILED, EXIT_USAGE, CliError, complain
-from .generate import generate
 from .headings import CommandGroup, GroupedCommand
-from .keys import keys
-from .models import models, warmup
-from .plan import plan
-from .run_batch import run_batch
-from .serve import serve
-from .simulate import simulate
-from .top import top
 
 # The base class of parser errors: click's in older versions of Typer, Typer's own copy in newer ones.
 PARSER_ERROR: type[Any] = typer.BadParameter.__mro__[2]
 
+# The class of completions: of click or of Typer's own copy of it, likewise.
+COMPLETION: type[Any] = importlib.import_module(
+    f"{PARSER_ERROR.__module__.rpartition('.')[0]}.shell_completion"
+).CompletionItem
 TYPED = (CliError, RequestError)  # errors of flags and prompts
 
+
+class Command(NamedTuple):
+    """The module of a command, and its line in `paged --help`."""
+
+    module: str
+    about: str
+
+
+COMMANDS = {
+    "generate": Command("generate", "Complete a prompt, or all prompts of a file."),
+    "chat": Command("chat", "Talk with a model, here or on a server."),
+    "run-batch": Command("run_batch", "Answer a file in OpenAI's batch format."),
+    "serve": Command("serve", "Serve a model over HTTP with OpenAI's API."),
+    "top": Command("top", "Show what a server does, as it changes."),
+    "models": Command("models", "List the native architectures."),
+    "warmup": Command("models", "Compile the kernels that a model needs."),
+    "plan": Command("plan", "Predict memory and speed of an engine."),
+    "simulate": Command("simulate", "Predict latency and throughput of a fleet."),
+    "bench": Command("bench", "Measure throughput or latency."),
+    "keys": Command("keys", "Make keys for paged serve --api-keys."),
+}
+
+
+class Commands(CommandGroup):
+    """The group of all commands, each imported when it is asked for."""
+
+    def list_commands(self, _: Any) -> list[str]:
+        """Return the names of the commands."""
+        return [*COMMANDS]
+
+    def get_command(self, _: Any, cmd_name: str) -> Any:
+        """Import a command; None if there is none of this name."""
+        if cmd_name in COMMANDS and cmd_name not in self.commands:
+            module = importlib.import_module(f".{COMMANDS[cmd_name].module}", __package__)
+            found = getattr(module, cmd_name.replace("-", "_"))
+            if isinstance(found, typer.Typer):
+                command: Any = get_group(found)
+            else:
+                alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+                alone.command(cls=GroupedCommand)(found)
+                command = get_command(alone)
+            self.add_command(command, cmd_name)
+        return self.commands.get(cmd_name)
+
+    def format_commands(self, _: Any, formatter: Any) -> None:
+        """Write the table of the commands into the help."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.about) for name, command in COMMANDS.items()])
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return what completes the name of a command, or an option of `paged` itself."""
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        return [
+            COMPLETION(name, help=command.about)
+            for name, command in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
+
+
 app = typer.Typer(
-    cls=CommandGroup,
+    cls=Commands,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -95,9 +152,3 @@ def root(
         print(f"paged {__version__}")
     elif context.invoked_subcommand is None:
         print(context.get_help())
-
-
-for command in (generate, chat, run_batch, serve, top, models, warmup, plan, simulate):
-    app.command(cls=GroupedCommand)(command)
-app.add_typer(bench, name="bench")
-app.add_typer(keys, name="keys")

@@ -16,7 +16,6 @@ import typer
 from ..base.errors import ClusterError, PagedError, ResourceError
 from ..options.config import EngineConfig
 from ..options.sampling_params import SamplingParams, StructuredOutputsParams, biases_of
-from ..simulate.workload import read_shares
 from .headings import MODEL, OUTPUT
 from .options import option
 
@@ -131,9 +130,12 @@ def driver_options(
 
 def follow(options: Mapping[str, Any]) -> None:
     """Compute for rank 0 and exit, if this is another one of torchrun's ranks. Raises RankError."""
+    config = EngineConfig(**options)
+    if config.num_ranks == 1:
+        return
     from ..ranks.place import follows
 
-    if follows(EngineConfig(**options)):
+    if follows(config):
         from ..ranks.rank_process import follow_torchrun
 
         sys.exit(follow_torchrun(options))
@@ -162,6 +164,8 @@ def engine_options(
     """Return the validated arguments of LLMEngine: the named options. Raises ConfigError."""
     result = {"model": DEFAULT_MODEL if model is None else model, **given(options, names)}
     if isinstance(result.get("tenant_weights"), list):
+        from ..simulate.workload import read_shares
+
         result["tenant_weights"] = read_shares("tenant_weights", result["tenant_weights"])
     EngineConfig(**result)
     return result

@@ -13,11 +13,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..base.docstrings import docstring_of
 from ..base.errors import UnknownArgumentError
-from ..options.config import EngineConfig
-from ..options.sampling_params import SamplingParams
-from ..server.options import ServeOptions
-from .api_client import ApiAddress
-from .vllm_options import without_flag
 
 SERVER, MODEL, SAMPLING, OUTPUT, SCHEDULING, MEMORY = HEADINGS = (
     "Server",
@@ -27,9 +22,10 @@ SERVER, MODEL, SAMPLING, OUTPUT, SCHEDULING, MEMORY = HEADINGS = (
     "Scheduling",
     "Memory",
 )
-# The heading of each field; fields that are not named here have the last one of their class.
-_FIELDS: dict[type[Any], dict[str, str]] = {
-    EngineConfig: {
+# The heading of each field, by the name of its class, which not every command imports. Fields that are not
+# named here have the last one of their class.
+_FIELDS: dict[str, dict[str, str]] = {
+    "EngineConfig": {
         MODEL: """model tokenizer revision tokenizer_revision generation_config dtype quantization device
             attention_backend num_threads pipeline_parallel_size tensor_parallel_size pipeline_layers
             rank_timeout_s deterministic enforce_eager speculative_config
@@ -39,20 +35,20 @@ _FIELDS: dict[type[Any], dict[str, str]] = {
             cpu_memory_utilization enable_prefix_caching watermark swap_space""",
         SCHEDULING: "",
     },
-    SamplingParams: {
+    "SamplingParams": {
         OUTPUT: """min_tokens max_tokens stop stop_token_ids include_stop_str_in_output ignore_eos logprobs
             prompt_logprobs detokenize skip_special_tokens spaces_between_special_tokens""",
         SCHEDULING: "priority timeout_s",
         MEMORY: "cache_salt",
         SAMPLING: "",
     },
-    ServeOptions: {
+    "ServeOptions": {
         MODEL: """chat_template default_chat_template_kwargs trust_request_chat_template
             enable_auto_tool_choice tool_call_parser reasoning_parser""",
         SCHEDULING: "replicas router stream_interval_s",
         SERVER: "",
     },
-    ApiAddress: {SERVER: ""},
+    "ApiAddress": {SERVER: ""},
 }
 
 
@@ -62,7 +58,7 @@ NO_SUCH_OPTION: type[Any] = sys.modules[typer.BadParameter.__module__].NoSuchOpt
 
 def heading_of(owner: type[Any], name: str) -> str:
     """Return the heading of a field's option. Other classes have one for all their fields: their name."""
-    headings = _FIELDS.get(owner, {owner.__name__.removesuffix("Config"): ""})
+    headings = _FIELDS.get(owner.__name__, {owner.__name__.removesuffix("Config"): ""})
     return next((heading for heading, names in headings.items() if name in names.split()), [*headings][-1])
 
 
@@ -90,6 +86,8 @@ class GroupedCommand(TyperCommand):
             try:
                 return super().parse_args(ctx, [*args])
             except NO_SUCH_OPTION as error:
+                from .vllm_options import without_flag
+
                 left = without_flag(ctx.command_path, args, error.option_name)
                 if left is None:
                     raise

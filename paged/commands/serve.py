@@ -105,11 +105,10 @@ async def _collect_garbage(front: FrontEnd) -> None:
 
 async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, listeners: Listeners) -> int:
     from ..server.app import new_app, new_metrics_app
-    from ..server.drain import Drain
+    from ..server.drain import NOTIFY_READY, Drain, notify
     from ..server.engine_client import EngineClient
     from ..server.front_end import FrontEnd
     from ..server.http.listener import Server, allow_many_connections, port_url, url_of
-    from ..server.readiness import NOTIFY_READY, notify
     from ..server.telemetry.records import Observer
     from ..server.telemetry.request_log import RequestLog, announce, set_up_logging
 

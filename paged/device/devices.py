@@ -108,8 +108,6 @@ def cpu_flags() -> set[str]:
 
 def resolve_backend(requested: str, device: torch.device) -> BackendName:
     """Return the attention backend; "auto" is Triton on a GPU, and numba on a CPU, or torch without numba."""
-    from ..kernels.gpu.target import in_interpreter
-
     if requested == "auto":
         if device.type == "cuda":
             return "triton"
@@ -123,11 +121,14 @@ def resolve_backend(requested: str, device: torch.device) -> BackendName:
         raise ConfigError(
             f"attention_backend='numba' is for a CPU, not for device {device}; use 'triton' there"
         )
-    if requested == "triton" and device.type == "cpu" and not in_interpreter():
-        raise ConfigError(
-            "attention_backend='triton' on a CPU runs in Triton's interpreter, for tests only: set "
-            "TRITON_INTERPRET=1 before Python starts, or use attention_backend='numba' or 'torch'"
-        )
+    if requested == "triton" and device.type == "cpu":
+        from ..kernels.gpu.target import in_interpreter
+
+        if not in_interpreter():
+            raise ConfigError(
+                "attention_backend='triton' on a CPU runs in Triton's interpreter, for tests only: set "
+                "TRITON_INTERPRET=1 before Python starts, or use attention_backend='numba' or 'torch'"
+            )
     return cast(BackendName, requested)
 
 

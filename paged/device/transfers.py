@@ -75,7 +75,7 @@ class Transfers:
         self._downloads = _Ring(num_buffers)
         self._in_place: tuple[Upload, Download] | None = None  # which keep nothing: the same for every step
         if device.type == "cpu" if in_place is None else in_place:
-            self._in_place = Upload(device, None), Download(device, None)
+            self._in_place = Upload(device, None), Download(None)
 
     def new_upload(self) -> Upload:
         """Start a step's upload."""
@@ -83,7 +83,7 @@ class Transfers:
 
     def new_download(self) -> Download:
         """Start a step's download."""
-        return self._in_place[1] if self._in_place else Download(self.device, self._downloads)
+        return self._in_place[1] if self._in_place else Download(self._downloads)
 
 
 class Upload:
@@ -144,8 +144,7 @@ class Download:
     buffers: as of an upload.
     """
 
-    def __init__(self, device: torch.device, buffers: _Ring | None) -> None:
-        self.device = device
+    def __init__(self, buffers: _Ring | None) -> None:
         self._buffers = buffers
         self._parts: list[tuple[Received, Tensor]] = []
         self._num_bytes = 0  # of the parts

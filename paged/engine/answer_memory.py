@@ -101,15 +101,11 @@ class AnswerAccount:
         self._balance()
 
     def grow(self, num_bytes: int, num_unread: int) -> None:
-        """Add bytes that came, and bytes that a reader may take now."""
+        """Add bytes that came, and bytes that a reader may take now; fewer than 0 are those that went."""
         self.num_bytes += num_bytes
         self.budget.num_bytes += num_bytes
         self.num_unread += num_unread
         self._balance()
-
-    def shrink(self, num_bytes: int, num_unread: int) -> None:
-        """Subtract bytes that are not held any more, and bytes that are not unread any more."""
-        self.grow(-num_bytes, -num_unread)
 
     def _balance(self) -> None:
         """Hold the requests whose reader is slow, or of which too many grow at once."""

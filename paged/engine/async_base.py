@@ -27,8 +27,7 @@ from ..base.validation import check_number, shown
 from ..checkpoints.embedding_files import Pooling
 from ..options.config import EngineConfig
 from ..options.sampling_params import SamplingParams
-from ..requests.prompts import Prompt
-from ..requests.request import TIMEOUT_MESSAGE, RequestOutput
+from ..requests.request import TIMEOUT_MESSAGE, Prompt, RequestOutput
 from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from ..text.chat_template import TEMPLATE_OPTIONS, Message

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 from ..base.arguments import show_arguments_of
 from ..base.errors import UsageError
-from ..base.from_vllm import ExplainsMissing
+from ..base.missing_names import ExplainsMissing
 from ..options.config import EngineConfig, options_of
 from ..options.sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from ..base.errors import QueueFullError, RequestError
 from ..options.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
-from ..requests.prompts import Prompt
-from ..requests.request import FinishReason, Request, RequestStatus
+from ..requests.request import FinishReason, Prompt, Request, RequestStatus
 from ..scheduler.scheduler import Scheduler
 from ..text.tokenizer import Tokenizer
 from .request_factory import RequestFactory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..architectures.config import ModelConfig
 from ..architectures.hf_config import read_config
 from ..base.errors import ConfigError
-from ..checkpoints.hub import resolve
+from ..checkpoints.model_directory import resolve
 from ..options.config import EngineConfig
 from ..runner.draft_model import DraftCheckpoint, naming_draft_model
 from ..text.tokenizer import Tokenizer

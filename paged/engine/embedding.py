@@ -11,8 +11,7 @@ from ..base.validation import check_bool, check_int, shown
 from ..checkpoints.embedding_files import POOLINGS, EmbeddingSettings, Pooling
 from ..options.sampling_params import PoolingParams
 from ..requests.prompt_report import PromptReport
-from ..requests.prompts import Prompt
-from ..requests.request import ErrorKind, Request, RequestMetrics
+from ..requests.request import ErrorKind, Prompt, Request, RequestMetrics
 from ..text.prompt_parser import ParsedPrompt, PromptParser
 
 if TYPE_CHECKING:

@@ -16,13 +16,12 @@ from ..architectures.config import ModelConfig
 from ..architectures.hf_config import read_config
 from ..base.arguments import check_call, with_arguments_of
 from ..base.errors import ConfigError, EngineDeadError, RequestError, UsageError
-from ..base.from_vllm import ExplainsMissing
+from ..base.missing_names import ExplainsMissing
 from ..base.validation import check_bool
-from ..checkpoints.hub import resolve
+from ..checkpoints.model_directory import resolve
 from ..options.config import EngineConfig, check_policy, options_of
 from ..options.sampling_params import DEFAULT_MAX_TOKENS, BeamSearchParams, SamplingParams
-from ..requests.prompts import Prompt
-from ..requests.request import RequestOutput
+from ..requests.request import Prompt, RequestOutput
 from ..runner.model_runner import ModelRunner
 from ..runner.warm_up import warm_up
 from ..text.prompt_parser import PromptParser

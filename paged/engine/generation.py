@@ -13,8 +13,7 @@ from typing import Any, Self, TypeVar
 from tqdm import tqdm
 
 from ..base.errors import PagedError, RequestError
-from ..requests.prompts import Prompt
-from ..requests.request import Outbox, RequestGroup, RequestOutput
+from ..requests.request import Outbox, Prompt, RequestGroup, RequestOutput
 from .core import EngineCore
 from .request_spec import ReportSpec, ReportTerms, RequestSpec
 

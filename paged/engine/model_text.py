@@ -18,7 +18,7 @@ from ..architectures.generation_config import (
     read_sampling_defaults,
 )
 from ..base.errors import RequestError, UsageError
-from ..checkpoints.hub import resolve
+from ..checkpoints.model_directory import resolve
 from ..options.config import EngineConfig
 from ..options.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from ..text.prompt_parser import PromptParser

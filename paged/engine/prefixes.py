@@ -30,7 +30,7 @@ from ..blocks.pool import BlockId, BlockPool
 from ..blocks.prefix_chain import first_digest, sha256_block, short_digest
 from ..model.cache.kv_cache import DRAFT
 from ..options.sampling_params import SamplingParams
-from ..requests.prompts import Prompt
+from ..requests.request import Prompt
 from ..text.prompt_parser import ParsedPrompt
 from .core import EngineCore
 from .generation import RequestSource, generate_in_order

@@ -12,12 +12,17 @@ from ..base.errors import RequestError, about
 from ..base.validation import shown
 from ..blocks.manager import BlockManager
 from ..options.sampling_params import SamplingParams
-from ..requests.contradictions import check_possible
-from ..requests.prompt_report import PromptReport, TokenLogprobs
-from ..requests.prompts import Prompt
-from ..requests.request import Grammar, Request, RequestGroup, RequestInputs, RequestMetrics, SamplingState
-from ..requests.seeds import derived_seed, sample_seed
-from ..requests.stop_strings import StopStrings, stop_strings
+from ..requests.request import (
+    Grammar,
+    Prompt,
+    Request,
+    RequestGroup,
+    RequestInputs,
+    RequestMetrics,
+    SamplingState,
+    derived_seed,
+    sample_seed,
+)
 from ..requests.token_rules import TokenRules
 from ..scheduler.policy import Policy
 from ..text.prompt_parser import ParsedPrompt, PromptParser
@@ -33,9 +38,10 @@ from .request_spec import (
 )
 
 if TYPE_CHECKING:
+    from ..requests.prompt_report import PromptReport
+    from ..requests.stop_strings import StopStrings
     from ..sampling.structured_outputs import Grammars
 
-REPORTED = TokenLogprobs((), (), 0)  # in place of what another engine has reported
 MAX_PROMPT_LOGPROBS = 2**22  # of one request; each takes about 200 bytes in its output
 
 
@@ -156,6 +162,8 @@ class RequestFactory:
         sample.inputs = replace(sample.inputs, num_given_tokens=num, given_logprob=logprob)
         sample.token_ids += so_far.token_ids
         if sample.inputs.wants_logprobs:
+            from ..requests.prompt_report import REPORTED
+
             sample.sampling.logprobs = [REPORTED] * num
         grammar = sample.sampling.grammar
         if grammar is not None and not grammar.follow(sample):
@@ -172,8 +180,7 @@ class RequestFactory:
         wanted = params.structured_outputs
         grammar = None if wanted is None else self.grammars.start(wanted)
         rules = self._token_rules(params)
-        vocab_size = self.model_config.vocab_size
-        check_possible(params, self._stop_ids(params), rules, grammar, vocab_size=vocab_size)
+        self._check_possible(params, self._stop_ids(params), rules, grammar)
         return Prepared(parsed, rules, _stops(params), grammar)
 
     def new_fork(
@@ -242,9 +249,7 @@ class RequestFactory:
                 )
             child.report = parent.report.fork()
         grammar = child.sampling.grammar = self._grammar_of_fork(child, parent)
-        vocab_size = self.model_config.vocab_size
-        num_tokens = parent.num_output_tokens
-        check_possible(params, inputs.stop_ids, rules, grammar, vocab_size=vocab_size, num_tokens=num_tokens)
+        self._check_possible(params, inputs.stop_ids, rules, grammar, parent.num_output_tokens)
         return RequestGroup(request_id, [child])
 
     def new_report(
@@ -319,6 +324,23 @@ class RequestFactory:
             deadline=deadline,
         )
 
+    def _check_possible(
+        self,
+        params: SamplingParams,
+        stop_ids: frozenset[int],
+        rules: TokenRules,
+        grammar: Grammar | None,
+        num_tokens: int = 0,
+    ) -> None:
+        """Raise RequestError where parameters that exclude tokens leave none; most exclude none."""
+        excludes = rules.bad_words or params.min_tokens or params.allowed_token_ids is not None
+        if not excludes and grammar is None:
+            return
+        from ..requests.contradictions import check_possible
+
+        vocab_size = self.model_config.vocab_size
+        check_possible(params, stop_ids, rules, grammar, vocab_size=vocab_size, num_tokens=num_tokens)
+
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
         return eos.union(params.stop_token_ids)
@@ -333,6 +355,8 @@ class RequestFactory:
                 f"log-probabilities; at most {MAX_PROMPT_LOGPROBS:,} are reported of a prompt",
                 param="prompt_logprobs",
             )
+        from ..requests.prompt_report import PromptReport
+
         return PromptReport(0, num_rows, num_top)
 
     def _check_head(self) -> None:
@@ -418,4 +442,8 @@ def _deadline(params: SamplingParams, now: float) -> float:
 
 
 def _stops(params: SamplingParams) -> StopStrings | None:
-    return stop_strings(tuple(params.stop)) if params.stop else None
+    if not params.stop:
+        return None
+    from ..requests.stop_strings import stop_strings
+
+    return stop_strings(tuple(params.stop))

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from ..base.errors import RequestError, UsageError
 from ..base.validation import shown
 from ..options.sampling_params import SamplingParams
-from ..requests.prompt_report import PromptReport
-from ..requests.prompts import Prompt
-from ..requests.request import Grammar, Request
-from ..requests.stop_strings import StopStrings
+from ..requests.request import Grammar, Prompt, Request
 from ..requests.token_rules import TokenRules
 from ..text.prompt_parser import ParsedPrompt
 
 if TYPE_CHECKING:
+    from ..requests.prompt_report import PromptReport
+    from ..requests.stop_strings import StopStrings
     from .model_text import ModelText
 
 Found = TypeVar("Found", covariant=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..base.errors import RequestError
+from .grammar_text import quoted
 from .json_library import RawSchemas, multiples_schema, string_schema, why_unsatisfiable
 from .json_numbers import Interval, terminal
 from .json_schema import (
@@ -35,7 +36,6 @@ from .json_schema import (
     SchemaTooHardError,
     Strings,
 )
-from .lark_text import quoted
 
 # One space, or a line break and indentation. Without a bound, a model may write blanks forever.
 WHITESPACE = r"[ ]|\n[ ]{0,32}"
@@ -60,16 +60,14 @@ class JsonGrammar:
     lark: the grammar of all values.
     at_start: those of `leaves` that are values of the whole schema.
     others: the grammar of the values that match none of `at_start`; None if there are none.
-    whitespace: a regular expression of the blanks that may be between JSON tokens.
 
     A schema that is too large for this is left to the library as a whole, if that rounds none of its numbers.
 
     Raises RequestError naming the part that is wrong, or that has no finite value.
     """
 
-    def __init__(self, schema: Any, whitespace: str = WHITESPACE) -> None:
+    def __init__(self, schema: Any) -> None:
         self._reader = SchemaReader(schema)
-        self._whitespace = whitespace
         self._raw: RawSchemas | None = None
         # At first as if all that the library compiles had a value: it runs into definitions that have none.
         self._definitions: Mapping[str, Schema] = self._reader.definitions
@@ -111,7 +109,7 @@ class JsonGrammar:
     def _grammar(self, start: Sequence[str]) -> str:
         head = [
             '%llguidance {"ignore_once": true}',
-            f"%ignore /{self._whitespace}/",
+            f"%ignore /{WHITESPACE}/",
             f"start: {' | '.join(start)}",
         ]
         return "\n".join([*head, _NAME, *self._rules])
@@ -383,7 +381,7 @@ class JsonGrammar:
 
     def _text(self, place: SchemaPath, schema: Mapping[str, Any]) -> str:
         """Return a schema for the library as JSON, and note its path."""
-        own = {**schema, "x-guidance": {"whitespace_pattern": self._whitespace}}
+        own = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
         where = own.pop(WHERE, place)
         text = json.dumps(own, ensure_ascii=False, default=float)
         self.leaves.setdefault(text, where)

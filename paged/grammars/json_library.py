@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from .grammar_limits import library_limits
+from .grammar_text import library_limits
 from .json_formats import is_known_format
 from .json_numbers import Exact, Interval, constant_text
 from .json_references import CONSTANTS, MAPS_OF_SCHEMAS

@@ -23,8 +23,7 @@ from .layers.attention import Attention
 from .layers.linear import Embedding, Linear
 from .layers.mlp import MLP, ManyExperts, PlainMLP
 from .layers.norms import LayerNorm, RMSNorm, new_norm
-from .layers.rotary import RotaryEmbedding
-from .layers.token_rows import TokenRows
+from .layers.rotary import RotaryEmbedding, TokenRows
 from .part import ModelPart, Shard
 from .stream import Stream
 from .weights.loading import Loadable, Loader, StoredWeights

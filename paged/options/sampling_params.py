@@ -12,8 +12,8 @@ from typing import Any, Literal, Self
 
 from ..base.arguments import strict
 from ..base.errors import RequestError, about
-from ..base.from_vllm import ExplainsMissing
 from ..base.kinds import Boolean, Integer, Number, check_fields, of_kind
+from ..base.missing_names import ExplainsMissing
 from ..base.validation import check_bool, check_int, plain, shown
 
 DEFAULT_MAX_TOKENS = 16  # as in vLLM and OpenAI's completions

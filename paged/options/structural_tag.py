@@ -1,7 +1,7 @@
 """Structural tags: outputs in which some parts are free text and others must match a grammar.
 
 The JSON form is that of vLLM and xgrammar: {"type": "structural_tag", "format": ...} with a tree of formats,
-or the older one with "structures" and "triggers". `sampling.structural_grammar` compiles what is valid.
+or the older one with "structures" and "triggers". `grammars.library_grammar` compiles what is valid.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 from ..base.errors import PagedError, RequestError
 from ..base.fields import Field, FieldTable, ObjectOf, Tagged, refused
-from ..base.kinds import Boolean, Choice, Integer, Kind, ListOf, Schema, Text, check_unicode_within
+from ..base.json_kinds import Choice, ListOf, Text, check_unicode_within
+from ..base.kinds import Boolean, Integer, Kind, Schema
 from ..base.strict_json import RoundedFloat, exact_decimal, parse_json
 from ..base.validation import shown
 

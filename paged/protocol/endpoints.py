@@ -20,7 +20,7 @@ from .calls.tokens import DetokenizeCall, TokenizeCall
 from .calls.vectors import EmbeddingCall, ScoreCall
 from .limits import Limits
 from .messages.call import MessageCall, MessageCountCall
-from .messages.errors import message_error
+from .messages.events import message_error
 from .responses.call import ResponseCall
 
 JSON = "application/json"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from ..architectures.config import ModelConfig
@@ -29,8 +28,6 @@ from .layout import RankLayout
 from .messages import MessageWriter
 from .stage import Stage, part_of
 from .transport import Transport
-
-CPU = torch.device("cpu")
 
 
 class Supervision(Protocol):

@@ -41,7 +41,6 @@ class FollowerRunner(PartRunner):
         transport: Transport,
         peers: Peers,
     ) -> None:
-        self.layout = layout
         part = part_of(layout, rank, model_config.num_layers, transport)
         super().__init__(config, model_config, directory, None, part, layout.num_stages, peers)
         self._is_last = part.is_last

@@ -31,7 +31,6 @@ class LocalRank:
     """
 
     def __init__(self, rank: int, name: str, start: Message, on_end: Callable[[], object]) -> None:
-        self.rank = rank
         ours, theirs = socket.socketpair()
         path = [ROOT, *filter(None, sys.path)]  # so that it finds what this process finds
         with theirs, signals_blocked():

@@ -58,7 +58,6 @@ class Membership:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.layout = layout
-        self.rank = rank
         self.weight_bytes = 0
         self._store = store
         self._transport = transport

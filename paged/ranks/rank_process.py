@@ -270,7 +270,7 @@ def _end_by_signal(private: Path, computes: threading.Event) -> None:
 def _follow_torchrun(
     config: EngineConfig, torchrun: Torchrun, private: Path, computes: threading.Event
 ) -> int:
-    from ..checkpoints.hub import resolve
+    from ..checkpoints.model_directory import resolve
     from .membership import failing_together, torchrun_store
 
     store = torchrun_store(torchrun)

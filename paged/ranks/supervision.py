@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import tempfile
 import threading
@@ -22,8 +21,6 @@ from .meeting import ENDED
 from .membership import Membership, RankFigures, failing_together, local_store, name_of, torchrun_store
 from .place import LOOPBACK, Torchrun
 from .transport import GlooTransport
-
-logger = logging.getLogger(__name__)
 
 ANSWER_S = 1.0  # in which a rank that does not hang says what it does
 LOADING_S = 30.0  # in which a rank that loads answers: an import may hold the interpreter for seconds

@@ -14,8 +14,7 @@ from ..base.errors import ClusterError, ConfigError, EngineDeadError, PagedError
 from ..base.validation import check_int, shown
 from ..options.config import EngineConfig
 from ..options.sampling_params import RequestOutputKind, SamplingParams
-from ..requests.request import RequestOutput
-from ..requests.seeds import derived_seed
+from ..requests.request import RequestOutput, derived_seed
 from .cluster import ROOM_S, Share, share_of
 from .late_lines import LateLines
 from .retries import MOST_ENDS, BatchRoom, RetryLedger, RowResult

@@ -16,6 +16,9 @@ class TokenLogprobs(NamedTuple):
     rank: int  # of the token there in the vocabulary, from 1
 
 
+REPORTED = TokenLogprobs((), (), 0)  # in place of what another engine has reported
+
+
 @dataclass(slots=True, eq=False)
 class PromptReport:
     """Which prompt positions to report on. Row i is the model's output after token i.

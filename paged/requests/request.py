@@ -1,20 +1,64 @@
-"""Request: one sample of a prompt on its way through the engine; RequestOutput: its result for the user."""
+"""Request: one sample of a prompt on its way through the engine; RequestOutput: its result for the user.
+
+Before them, prompts as users write them, and the seeds of requests that have none of their own.
+"""
 
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired, Protocol, Self, TypedDict
 
 from ..blocks.sequence import SequenceBlocks
 from ..options.sampling_params import RequestOutputKind, SamplingParams
-from .prompt_report import PromptReport, TokenLogprobs
-from .stop_strings import StopStrings
 from .token_rules import TokenRules
+
+if TYPE_CHECKING:
+    from .prompt_report import PromptReport, TokenLogprobs
+    from .stop_strings import StopStrings
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text.
+
+    cache_salt: only prompts of the same salt share cached blocks.
+    add_special_tokens: False for text that contains them, such as a chat template's.
+    """
+
+    prompt: str
+    cache_salt: NotRequired[str]
+    add_special_tokens: NotRequired[bool]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: Sequence[int]
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
+
+
+def derived_seed(engine_seed: int, request_id: str) -> int:
+    """Return the seed of a request, of 64 bits, from the engine's seed and the request's id."""
+    return _digest(f"{engine_seed}/{request_id}")
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """Return the seed of a sample: the request's for the first one, so that it equals the output of n=1."""
+    return _digest(f"{seed}#{index}") if index else seed
+
+
+def _digest(text: str) -> int:
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "little")
+
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 # Why a request failed: its own parameters, the model or the engine, its timeout_s, or that it was aborted.
@@ -123,15 +167,12 @@ class RequestInputs:
     namespace: bytes = b""
     long_from: int | None = None
     deadline: float = math.inf
-    is_greedy: bool = field(init=False)  # temperature 0, logits unchanged, no log-probabilities
     wants_logprobs: bool = field(init=False)  # of the output
 
     def __post_init__(self) -> None:
         params = self.params
         wants_logprobs = params.logprobs is not None or params.best_of is not None
-        plain = not (params.edits_logits or wants_logprobs)
         object.__setattr__(self, "wants_logprobs", wants_logprobs)
-        object.__setattr__(self, "is_greedy", params.temperature == 0.0 and plain)
 
 
 @dataclass(slots=True, eq=False)

@@ -126,7 +126,6 @@ class DraftModel:
         group: the layer group of the engine's model whose block tables it takes.
         """
         self.sizes = sizes
-        self.device = device
         self.config = sizes.model.for_context(sizes.max_model_len)
         with naming_draft_model():
             self.model = load_model(sizes, self.config, device, Path(sizes.config.model))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
+from ..architectures.layer_sizes import mixer_numbers
 from ..architectures.spec import ExpertsSpec, FeedForwardSpec
-from ..architectures.states import mixer_numbers
 from ..base.errors import ConfigError
 from ..device.devices import is_here
 from ..kernels.backend import Kernels

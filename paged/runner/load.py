@@ -18,8 +18,7 @@ from ..architectures.config import ModelConfig, TensorNames
 from ..architectures.gguf_paths import is_gguf
 from ..architectures.hf_config import read_hf, read_quantization
 from ..base.errors import ConfigError, ResourceError
-from ..checkpoints.sources import Sources
-from ..checkpoints.stored import Recognizer
+from ..checkpoints.stored import Recognizer, Sources
 from ..device.devices import check_attention, is_here, is_shortage, resolve_backend, weights_in_panels
 from ..device.host_memory import freed_at_once
 from ..kernels.backend import Kernels, load_kernels

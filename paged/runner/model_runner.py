@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,6 @@ from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
 from ..model.part import ModelPart
 from ..options.config import EngineConfig
-from ..sampling.reporter import Reporter, StepReports
 from ..sampling.sampler import Draw, Sampler
 from ..sampling.seats import DraftRow, SamplingSeat, SamplingSeats
 from ..scheduler.schedule import Schedule, StepOutput
@@ -28,6 +28,7 @@ from .passes import compute
 from .plan import Planner, StepPlan
 
 if TYPE_CHECKING:
+    from ..sampling.reporter import Reporter, StepReports
     from ..sampling.structured_outputs import GrammarMasks
     from .draft_model import DraftCheckpoint, DraftModel
     from .executor import PendingStep
@@ -69,10 +70,17 @@ class ModelRunner(PartRunner):
         )
         self.sampling_seats = SamplingSeats()
         self.sampler = self.new_sampler()
-        self.reporter = Reporter(self.model.logits, model_config.vocab_size, self.model.kernels)
+
+    @cached_property
+    def reporter(self) -> Reporter:
+        """Computes what requests report on their prompts."""
+        from ..sampling.reporter import Reporter
+
+        reporter = Reporter(self.model.logits, self.model_config.vocab_size, self.model.kernels)
         if self.device.type == "cuda":
             # No more logits at once than in the step by which memory was measured.
-            self.reporter.max_rows = min(self.reporter.max_rows, self.sizes.config.num_seats)
+            reporter.max_rows = min(reporter.max_rows, self.sizes.config.num_seats)
+        return reporter
 
     def describe(self) -> str:
         """Return dtype, device, threads and attention backend as one phrase."""

@@ -89,7 +89,11 @@ class PartRunner:
         if model_config.states:
             from .states import with_seats
 
-            self.sizes = sizes = with_seats(sizes, self.device, peers)
+            memory = Memory.of(self.device)
+            room = int(memory.free * config.cpu_memory_utilization)
+            if on_gpu:
+                room = memory.free - memory.total + int(memory.total * config.gpu_memory_utilization)
+            self.sizes = with_seats(sizes, room, None if peers is None else peers.least_seats)
         self.graphs: StepGraphs | None = None
         self.num_in_flight = num_in_flight
         self.transfers = Transfers(self.device)

@@ -87,9 +87,9 @@ class Sizes:
     def __post_init__(self) -> None:
         config = self.config
         if self.model.states:
-            from .states import check_options
+            from .state_options import check_options
 
-            check_options(self)
+            check_options(config, self.model.architecture, is_draft=self.is_draft)
         longest = self.model.max_context
         if self.max_model_len > longest:
             raise ConfigError(f"max_model_len {self.max_model_len} is more than the {longest} of the model")

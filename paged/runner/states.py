@@ -1,21 +1,17 @@
-"""What models with states need of an engine: options, seats and memory. Others do not import it."""
+"""Seats and memory of models with states. Others do not import it."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
-from ..base.errors import ConfigError, ResourceError
+from ..base.errors import ResourceError
 from ..model.cache.states import StateCache
 from ..model.part import ModelPart
-from .memory import Memory
 from .sizes import Sizes
-
-if TYPE_CHECKING:
-    from .part_runner import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +27,15 @@ def seats_in(sizes: Sizes, room: int) -> Sizes:
     return replace(sizes, config=replace(sizes.config, max_num_seqs=num_seqs))
 
 
-def with_seats(sizes: Sizes, device: torch.device, peers: Peers | None) -> Sizes:
-    """Return sizes with as many seats as states have room for beside the weights, on all ranks."""
-    memory = Memory.of(device)
-    room = int(memory.free * sizes.config.cpu_memory_utilization)
-    if device.type == "cuda":
-        kept = memory.total - int(memory.total * sizes.config.gpu_memory_utilization)
-        room = memory.free - kept
+def with_seats(sizes: Sizes, room: int, least: Callable[[int], int] | None) -> Sizes:
+    """Return sizes with as many seats as states have room for beside the weights.
+
+    least: returns the least of such a number that a process of the model has, if there are several.
+    """
     found = seats_in(sizes, room)
-    if peers is not None and sizes.config.max_num_seqs is None:
-        num_seats = peers.least_seats(found.config.num_seats)
-        found = replace(found, config=replace(found.config, max_num_seqs=num_seats))
+    if least is not None and sizes.config.max_num_seqs is None:
+        config = replace(found.config, max_num_seqs=least(found.config.num_seats))
+        found = replace(found, config=config)
     if found.config.num_seats != sizes.config.num_seats:
         logger.warning(
             "max_num_seqs is %d: the states of %d sequences, of %s MiB each, would take more than a quarter "
@@ -79,23 +73,3 @@ def no_room(sizes: Sizes, free: int, least: int) -> ResourceError:
         f"({sizes.state_bytes / 2**20:,.2f} each), and a block in each layer group {least / 2**20:,.2f} MiB; "
         "lower max_num_seqs"
     )
-
-
-def check_options(sizes: Sizes) -> None:
-    """Raise ConfigError for options that a model with states does not support."""
-    name = sizes.model.architecture
-    if sizes.config.enable_prefix_caching:
-        raise ConfigError(
-            f"enable_prefix_caching True is not supported for {name}, whose layers keep states: leave it "
-            "out, or give False"
-        )
-    if sizes.config.speculation is not None:
-        raise ConfigError(
-            f"speculative_config is not supported for {name}, whose layers keep states, which cannot forget "
-            "a wrong guess: leave it out"
-        )
-    if sizes.is_draft:
-        raise ConfigError(
-            f"the draft model is a {name}, whose layers keep states, which cannot forget a wrong guess; "
-            "take a model without states, or {'method': 'ngram'}"
-        )

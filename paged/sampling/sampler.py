@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ..device.transfers import Download, Received, Sent, Transfers, Upload
 from ..kernels.backend import Kernels
-from ..requests.prompt_report import TokenLogprobs
 from ..scheduler.schedule import NOT_FINITE, RowError, StepOutput
 from .parameters import SentParameters, columns_of
 from .seats import Sampled
 
 if TYPE_CHECKING:
+    from ..requests.prompt_report import TokenLogprobs
     from .dry import DryHistory
     from .logits_edits import LogitsEdits, StepEdits
     from .structured_outputs import GrammarMasks

@@ -1,10 +1,9 @@
 """Structured outputs: compile grammars over tokens, and mask the logits of tokens that they do not allow.
 
 The grammars are llguidance's. It rejects JSON schema keywords that it does not implement, where xgrammar, the
-alternative, ignores some of them (`python -m benchmarks.grammar_libraries`); it is small, has no
-dependencies, reads Lark and GBNF, and limits the cost of a grammar. Its "date" allows 29 February in any
-year. Its numbers are float64, so that `json_grammar` writes those of JSON schemas itself. Its share of a
-step: `python -m benchmarks.structured_outputs`.
+alternative, ignores some of them; it is small, has no dependencies, reads Lark and GBNF, and limits the cost
+of a grammar. Its "date" allows 29 February in any year. Its numbers are float64, so that `json_grammar`
+writes those of JSON schemas itself. Its share of a step: `python -m benchmarks.structured_outputs`.
 
 Where the grammar is complete, the request's stop tokens (EOS, stop_token_ids) become possible; where nothing
 can follow, they are the only possible ones. A request without stop tokens (ignore_eos, or a model without
@@ -30,7 +29,7 @@ from torch import Tensor
 from ..base.errors import CheckpointError, RequestError
 from ..grammars.forced_text import ForcedText
 from ..grammars.grammar_jobs import CompiledGrammar, MaskJob, wait_for
-from ..grammars.grammar_limits import check_grammar, library_limits
+from ..grammars.grammar_text import check_grammar, library_limits
 from ..grammars.json_grammar import JsonGrammar
 from ..grammars.library_grammar import library_grammar
 from ..kernels.arguments import WORD_BITS

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from ..options.config import POLICIES as POLICIES
 from ..options.config import check_policy
 from ..requests.request import Request
-from .holdings import Holdings, Shares
-from .policy import FirstComeFirstServed, Policy, Rank
+from .policy import FirstComeFirstServed, Holdings, Policy, Rank, Shares
 
 
 class Priority(FirstComeFirstServed):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..blocks.manager import BlockManager
 from ..requests.request import Request, RequestStatus
-from .holdings import Holdings
+from .policy import Holdings
 from .running import RunningSet
 from .schedule import Schedule, SchedulerCounters
 from .waiting import Need, Room, WaitingQueue

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..blocks.manager import BlockManager, Copy
 from ..requests.request import NO_SEAT, Request, RequestStatus
-from .holdings import Holdings
+from .policy import Holdings
 from .schedule import Schedule
 from .waiting import Room, num_tokens_ahead
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..blocks.manager import Copy
-from ..requests.prompt_report import TokenLogprobs
 from ..requests.request import ErrorKind, Request
+
+if TYPE_CHECKING:
+    from ..requests.prompt_report import TokenLogprobs
 
 
 class AskedRows(NamedTuple):

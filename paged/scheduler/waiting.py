@@ -1,4 +1,7 @@
-"""WaitingQueue: the waiting requests in order. Need and Room: what a request takes, what is free."""
+"""WaitingQueue: the waiting requests in order. Need and Room: what a request takes, what is free.
+
+Backlog: the parts of a call that do not wait in the queue yet, as an earlier part has not begun.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,82 @@ import heapq
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from ..blocks.manager import BlockManager
 from ..blocks.pool import BlockId
 from ..requests.request import Request, RequestStatus
-from .backlog import Backlog
 from .policy import Policy, Rank
+
+
+class Backlog:
+    """The parts of calls of many prompts or continuations, of which one at a time waits in the queue.
+
+    A part arrives when the one before it begins or is gone, behind whatever arrived meanwhile. So at most one
+    part of a call that has not begun is ahead of a later request. Parts that ran before are no concern of it:
+    they keep their place.
+    """
+
+    def __init__(self) -> None:
+        self._queued: dict[str, Request] = {}  # the part of each call that waits in the queue
+        self._parts: dict[str, OrderedDict[Request, None]] = {}  # those behind it, in order
+        self._num_parts = 0
+
+    def keeps(self, request: Request) -> bool:
+        """Return whether a request has to stay here, as another part of its call waits in the queue."""
+        call = request.inputs.part_of
+        if not call or request.ran_before:
+            return False
+        if call not in self._queued:
+            self._queued[call] = request
+            return False
+        self._parts.setdefault(call, OrderedDict())[request] = None
+        self._num_parts += 1
+        return True
+
+    def discard(self, request: Request) -> bool:
+        """Drop a part that is gone. Return whether it was here."""
+        parts = self._parts.get(request.inputs.part_of)
+        if parts is None or request not in parts:
+            return False
+        del parts[request]
+        self._num_parts -= 1
+        return True
+
+    def next_after(self, request: Request) -> Request | None:
+        """Return the part that arrives now, as this one has left the queue; None if there is none."""
+        call = request.inputs.part_of
+        if self._queued.get(call) is not request:
+            return None
+        parts = self._parts.get(call)
+        if not parts:
+            del self._queued[call]
+            self._parts.pop(call, None)
+            return None
+        following, _ = parts.popitem(last=False)
+        self._num_parts -= 1
+        self._queued[call] = following
+        return following
+
+    def __len__(self) -> int:
+        return self._num_parts
+
+    def check(self, queued: Collection[Request]) -> None:
+        """Check that of each call one part that has not begun waits in the queue, and those here do not."""
+        for call, request in self._queued.items():
+            assert request in queued, "the part whose turn it is does not wait in the queue"
+            assert request.inputs.part_of == call
+        assert self._parts.keys() <= self._queued.keys(), "parts wait behind none"
+        fresh = [r for r in queued if r.inputs.part_of and not r.ran_before]
+        assert len(fresh) == len(self._queued), "two parts of a call that have not begun wait in the queue"
+        assert not {*self.requests()} & {*queued}, "a part waits twice"
+        assert self._num_parts == len(self.requests()), "the parts are miscounted"
+
+    def requests(self) -> list[Request]:
+        """Return all parts that are here."""
+        return [request for parts in self._parts.values() for request in parts]
 
 
 class Need(NamedTuple):

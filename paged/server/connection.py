@@ -72,7 +72,7 @@ class EngineConnection(asyncio.Protocol):
         self._is_closed: asyncio.Future[None] | None = None
         self._ready: asyncio.Future[frames.Ready] | None = None
         self.dead: EngineDeadError | None = None
-        self.load = self.step = self.num_steps = 0
+        self.load = self.num_steps = 0
         self.heard_at = self.moved_at = time.monotonic()
         self._stats: EngineStats | None = None  # none before the engine is made
         self.requests: dict[int, SentRequest] = {}
@@ -273,7 +273,6 @@ class EngineConnection(asyncio.Protocol):
                 self._on_step(step)
                 if not is_busy:
                     self.moved_at = self.heard_at
-                self.step = step
                 self._stats = stats
                 if self.is_watched:
                     self._owner.on_progress_alone(self)

@@ -6,13 +6,29 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Self
 
 from .front_end import FrontEnd
 from .http.listener import Server
-from .readiness import NOTIFY_STOPPING, notify
+
+NOTIFY_READY = b"READY=1"
+NOTIFY_STOPPING = b"STOPPING=1"
+
+
+def notify(state: bytes) -> None:
+    """Send a state to systemd, if that started this process and waits for it; see sd_notify(3)."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    if address.startswith("@"):  # of the abstract namespace
+        address = f"\0{address[1:]}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, suppress(OSError):
+        sender.sendto(state, address)
+
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_S = 0.02  # between two looks at the requests in progress

@@ -15,7 +15,7 @@ from ..architectures.hf_config import read_config
 from ..base.arguments import show_arguments_of
 from ..base.errors import ConfigError, RequestError, ResourceError
 from ..base.validation import check_int, shown
-from ..checkpoints.hub import resolve
+from ..checkpoints.model_directory import resolve
 from ..engine.answer_memory import AnswerAccount, AnswerBudget, comes_in_parts
 from ..engine.async_base import STREAM_INTERVAL_S, AsyncEngine, RequestStream, check_interval
 from ..engine.embedding import EmbeddingSpec

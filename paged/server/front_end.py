@@ -21,16 +21,15 @@ from ..protocol.answers.errors import TOO_MANY
 from ..protocol.calls.call import Call
 from ..protocol.endpoints import ROUTES, parse_call
 from ..protocol.limits import Limits
-from ..requests.seeds import derived_seed
+from ..requests.request import derived_seed
 from .access.keys import keys_of, priorities_of, priority_of, salt_of
 from .access.limits import KeyUsage, RateLimitError, num_new_tokens
 from .connection import ProcessEndError
 from .gallery import Gallery
 from .gate import Gate
-from .http.body_budget import MAX_BODY_BYTES_IN_PROGRESS, BodyBudget
+from .http.budgets import MAX_BODY_BYTES_IN_PROGRESS, BodyBudget, ResponseBudget
 from .http.exchange import Exchange
 from .http.failures import FailureResponse, FinishRate, HttpError, failure_of
-from .http.response_budget import ResponseBudget
 from .http.streams import KeepAlive
 from .options import ServeOptions
 from .responses import Responses

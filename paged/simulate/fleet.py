@@ -17,11 +17,9 @@ from ..options.config import EngineConfig
 from ..requests.request import Request
 from ..runner.sizes import GIB, Sizes
 from ..server.router import ROUTERS, choose_among, new_router
-from .cost import DATA_SHEETS, Coefficients, Roofline, blocks_that_fit
-from .links import RankLink
+from .cost import DATA_SHEETS, Coefficients, Portion, Roofline, blocks_that_fit
 from .model import read_model
-from .pipeline import Pipeline, StageCost, rank_sizes, with_seats
-from .portion import Portion
+from .pipeline import Pipeline, RankLink, StageCost, rank_sizes, with_seats
 from .replica import Refusal, Replica
 from .statistics import Statistics
 from .timeline import Timeline

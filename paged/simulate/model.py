@@ -8,7 +8,7 @@ from pathlib import Path
 from ..architectures.config import ModelConfig
 from ..architectures.hf_config import read_config
 from ..base.errors import CheckpointError, MissingModelError
-from ..checkpoints.hub import resolve_config
+from ..checkpoints.model_directory import resolve_config
 
 
 def read_model(model: str, revision: str | None = None) -> ModelConfig:

@@ -17,7 +17,7 @@ from ..architectures.config import ModelConfig
 from ..architectures.hf_config import read_config
 from ..base.errors import ConfigError
 from ..checkpoints.gguf.gguf_file import HEADERS_ALONE
-from ..checkpoints.hub import resolve_headers
+from ..checkpoints.model_directory import resolve_headers
 from ..device.devices import resolve_device, resolve_dtype, target_of
 from ..device.threads import set_threads
 from ..options.config import EngineConfig

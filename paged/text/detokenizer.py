@@ -10,8 +10,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from .token_bytes import TokenBytes
-from .tokenizer import Tokenizer
+from .tokenizer import TokenBytes, Tokenizer
 
 # Tokens decoded before the first new one, so that it is spaced as it would be inside the text.
 CONTEXT_TOKENS = 5

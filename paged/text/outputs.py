@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar, overload
+from typing import TYPE_CHECKING, TypeVar, overload
 
 from ..options.sampling_params import RequestOutputKind
-from ..requests.prompt_report import PromptReport, TokenLogprobs
 from ..requests.request import CompletionOutput, Logprob, Outbox, Request, RequestGroup, RequestOutput
 from .tokenizer import Tokenizer
 from .transcript import Transcript
+
+if TYPE_CHECKING:
+    from ..requests.prompt_report import PromptReport, TokenLogprobs
 
 T = TypeVar("T")
 

@@ -10,8 +10,7 @@ from typing import Any
 from ..architectures.config import ModelConfig
 from ..base.errors import RequestError, about, reject_unknown
 from ..base.validation import check_bool, field_of, shown
-from ..requests.prompts import Prompt
-from ..requests.request import LONG
+from ..requests.request import LONG, Prompt
 from .tokenizer import Tokenizer
 
 MAX_CONTINUED_TOKENS = 2**22  # of a prompt times its continuations: the engine gets it with each of them

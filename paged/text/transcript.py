@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from ..requests.answer_start import AnswerStart
+from typing import TYPE_CHECKING
+
 from ..requests.request import Request
-from ..requests.stop_strings import Match, StopStrings
 from .detokenizer import Detokenizer
 from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ..requests.answer_start import AnswerStart
+    from ..requests.stop_strings import Match, StopStrings
 
 
 class Transcript:
@@ -35,7 +39,11 @@ class Transcript:
         self._num_unread = 0  # characters in which stop strings are not searched: of a fork's parent
         self._num_early = 0  # characters of the first min_tokens tokens
         tags = params.no_stop_within if self._stops is not None else None
-        self._answer_start = None if tags is None else AnswerStart(*tags)  # until the answer begins
+        self._answer_start: AnswerStart | None = None  # until the answer begins
+        if tags is not None:
+            from ..requests.answer_start import AnswerStart
+
+            self._answer_start = AnswerStart(*tags)
 
     @property
     def visible(self) -> str:

@@ -224,7 +224,6 @@ class Workers:
     """
 
     def __init__(self, size: int, new_worker: Callable[[], Worker]) -> None:
-        self.size = size
         self._workers = [new_worker() for _ in range(size)]
         self._free: LifoQueue[Worker] = LifoQueue()
         for worker in reversed(self._workers):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import strategies
 from benchmarks.common import nano_vllm_workload, ragged_workload
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers.fleet import Fleet, Way, prove, ways_named
@@ -18,7 +17,6 @@ from paged import SamplingParams
 from paged.scheduler.schedule import Schedule, StepOutput
 from paged.simulate.model import read_model
 from tests.support.checkpoints import checkpoint, new_engine, ragged_prompts
-from tests.support.worker_here import WorkerHere
 
 ROOT = Path(__file__).parents[2]
 
@@ -136,22 +134,6 @@ def test_rows_are_medians_and_ratios_of_rounds():
     assert (ours["tokens/s"], ours["total/s"], ours["of limit"], ours["peak MiB"]) == (30, 50, 0.25, 30)
     assert (ours["TTFT s"], ours["worst"], ours["paged is faster by"]) == (0.2, 0.3, None)
     assert (theirs["paged is faster by"], theirs["range"]) == (1, "1.00-4.00")
-
-
-def test_strategies_give_the_same_tokens(monkeypatch, capsys):
-    monkeypatch.setattr(strategies, "Worker", WorkerHere)
-    args = ["--num-requests", "4", "--batch-size", "2", "--scale", "0.05", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", ["strategies", *args])
-    strategies.main()
-    printed = capsys.readouterr().out
-    rows = {row["strategy"]: row for row in json.loads(printed.splitlines()[-1])["rows"]}
-    assert [*rows] == ["sequential", "static, padded", "static, ragged", "two processes", "continuous"]
-    for row in rows.values():
-        assert row["requests/s"] > 0
-        assert f"{row['strategy']}: {row['conclusion']}" in printed
-    run = {"tokens": [[1]]}
-    with pytest.raises(AssertionError, match="two processes gives other tokens than continuous"):
-        strategies.same_tokens({"two processes": {"tokens": [[2]]}, "continuous": run})
 
 
 def test_waste_that_is_printed_is_what_the_engine_wastes(monkeypatch):

@@ -11,14 +11,13 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from benchmarks.server.cores import Cores
-from benchmarks.server.windows import releases
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_quick_form_measures_all_of_it():
     command = [sys.executable, "-m", "benchmarks.server", "--quick"]
-    command += [word for name in ("front-end", "engine", "keys") for word in ("--section", name)]
+    command += [word for name in ("front-end", "engine") for word in ("--section", name)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
@@ -26,7 +25,6 @@ def test_the_quick_form_measures_all_of_it():
     assert {"completions", "chats", "responses", "messages", "events of messages"} < {*names}
     assert found["idle"]["idle streams"] == 50
     assert found["engine"]["streams"] == 8
-    assert found["keys"]["keys in the file"] == 1000
     assert min(found["engine"]["tokens/s of generate"], found["engine"]["tokens/s over HTTP"]) > 0
 
 
@@ -43,11 +41,3 @@ def test_the_quick_form_measures_all_of_it():
 def test_processes_have_cores_of_their_own(monkeypatch, usable, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: usable)
     assert Cores.here() == expected
-
-
-@pytest.mark.parametrize(
-    ("window_s", "expected"),
-    [(0, [0, 1, 4, 5, 9]), (2, [2, 2, 6, 6, 11]), (5, [5, 5, 5, 10, 10])],
-)
-def test_a_window_opens_with_the_first_request_that_waits(window_s, expected):
-    assert releases([0, 1, 4, 5, 9], window_s) == expected

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from paged.architectures.config import LLAMA_NAMES
 from paged.architectures.schemes import quantization_of
-from paged.checkpoints import sources
+from paged.checkpoints import stored as sources
 from paged.checkpoints.coded import CodedWeight
 from paged.checkpoints.formats.recognizers import recognizers_of
 from paged.checkpoints.safetensors_file import SafetensorsFile

@@ -18,8 +18,7 @@ from paged import CheckpointError
 from paged.architectures.config import LLAMA_NAMES
 from paged.architectures.schemes import UNUSED, quantization_of
 from paged.checkpoints.formats.recognizers import recognizers_of
-from paged.checkpoints.sources import StoredTensor
-from paged.checkpoints.stored import StoredRows
+from paged.checkpoints.stored import StoredRows, StoredTensor
 from paged.model.layers.linear import Linear
 from paged.model.weights.loading import check_weights
 from tests.architectures.test_schemes import ACCEPTED, Q_PROJ

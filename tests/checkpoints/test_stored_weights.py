@@ -15,9 +15,8 @@ from torch import Tensor
 
 from paged import CheckpointError, SamplingParams
 from paged.architectures.config import LLAMA_NAMES
-from paged.checkpoints import sources
-from paged.checkpoints.sources import StoredTensor
-from paged.checkpoints.stored import Layout, StoredFormat, StoredPart, StoredRows, read_rows
+from paged.checkpoints import stored as sources
+from paged.checkpoints.stored import Layout, StoredFormat, StoredPart, StoredRows, StoredTensor, read_rows
 from paged.model.layers.linear import Linear
 from paged.model.weights.choice import Forms
 from paged.model.weights.coded_forms import CodedProduct

@@ -15,7 +15,7 @@ from transformers.modeling_utils import _get_resolved_checkpoint_files
 
 from paged import CheckpointError
 from paged.architectures.config import LLAMA_NAMES
-from paged.checkpoints import sources
+from paged.checkpoints import stored as sources
 from paged.checkpoints.safetensors_file import SafetensorsFile
 from paged.checkpoints.weight_files import find_weight_files
 from paged.model.weights.loading import open_tensors
@@ -98,7 +98,7 @@ def test_each_file_is_opened_once(tmp_path, monkeypatch):
 
 
 def test_rows_and_parts_are_those_of_the_tensor(tmp_path, monkeypatch):
-    monkeypatch.setattr("paged.checkpoints.sources.TENSOR_PART_BYTES", 100)
+    monkeypatch.setattr("paged.checkpoints.stored.TENSOR_PART_BYTES", 100)
     whole = torch.arange(70.0).view(10, 7).bfloat16()
     save_file({"a": whole, "empty": torch.zeros(0, 3)}, tmp_path / "a.safetensors")
     with SafetensorsFile(tmp_path / "a.safetensors") as file:

@@ -116,7 +116,7 @@ def test_every_option_of_the_api_is_a_flag(run):
 )
 def test_help_shows_every_default(name):
     """A default of None is shown as what it stands for."""
-    command = typer.main.get_command(cli.app).commands[name]
+    command = typer.main.get_command(cli.app).get_command(None, name)
     context = typer.Context(command)
     for option in command.params:
         if option.param_type_name == "option":

@@ -40,7 +40,7 @@ def test_ctrl_c_while_the_command_is_imported(tmp_path, start, module):
     command = ["-m", "paged"] if start == "-m paged" else [script]
     paths = os.pathsep.join(map(str, (tmp_path, ROOT)))
     ended = subprocess.run(
-        [sys.executable, *command, "--version"],
+        [sys.executable, *command, "top", "--help"],
         env={**os.environ, "PYTHONPATH": paths, "INTERRUPTED_AT": module},
         capture_output=True,
         text=True,

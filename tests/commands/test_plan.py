@@ -11,7 +11,7 @@ import huggingface_hub as hub
 import pytest
 
 from paged.architectures.config import DEMO
-from paged.checkpoints.hub import resolve_config
+from paged.checkpoints.model_directory import resolve_config
 from paged.simulate.cost import DATA_SHEETS, Coefficients
 from paged.simulate.machine import Measured
 from tests.support.checkpoints import edit_json

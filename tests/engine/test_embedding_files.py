@@ -25,7 +25,6 @@ from tests.support.embedding_cases import (
     write_embedding_files,
 )
 
-PACKAGE = "sentence_transformers"
 OPTIONS = {"device": "cpu", "dtype": "float32", "num_blocks": 64}
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from paged import CheckpointError, EngineConfig, SamplingParams
 from paged.architectures.hf_config import read_config
-from paged.kernels.cpu.attention.units import SPLIT_KEYS
+from paged.kernels.cpu.attention.paged_attention import SPLIT_KEYS
 from paged.kernels.plain import backend as torch_kernels
 from paged.model.decoder import Decoder
 from paged.model.layers.attention import Attention

@@ -34,7 +34,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from paged import CheckpointError, ConfigError, RequestError, SamplingParams, UnsupportedModelError
 from paged.architectures.hf_config import read_config
 from paged.checkpoints.gguf.gguf_file import GGML_TYPES, GgufTensor, open_gguf
-from paged.checkpoints.hub import resolve
+from paged.checkpoints.model_directory import resolve
 from paged.model.layers.rotary import scaled_frequencies
 from paged.simulate.cost import layer_bytes, table_bytes
 from tests.support.checkpoints import CONFIGS, SHAPE, Reference, new_engine, ragged_prompts, random_model

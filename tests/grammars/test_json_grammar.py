@@ -12,12 +12,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from benchmarks.schemas import closed, listed
 from paged import RequestError
 from paged.base.strict_json import parse_json
 from paged.grammars import json_formats, json_grammar
 from paged.grammars.json_grammar import JsonGrammar
 from paged.options.structural_tag import exact_json, schema_text, structural_tag_text
+from tests.support.json_schemas import closed, listed
 from tests.support.random_schemas import (
     COUNT_IN_CI,
     accepts,

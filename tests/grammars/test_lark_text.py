@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from paged.grammars.lark_text import lark_of
+from paged.grammars.grammar_text import lark_of
 
 TOKENIZER = LLTokenizer("byte", eos_token=0)
 SQL = """

@@ -20,10 +20,9 @@ from paged.architectures.config import DEMO
 from paged.architectures.generation_config import read_eos_token_ids
 from paged.architectures.hf_config import read_config
 from paged.checkpoints import stored
-from paged.checkpoints.hub import resolve
+from paged.checkpoints.model_directory import resolve
 from paged.checkpoints.safetensors_file import SafetensorsFile
-from paged.checkpoints.sources import StoredTensor
-from paged.checkpoints.stored import FloatFormat
+from paged.checkpoints.stored import FloatFormat, StoredTensor
 from tests.support.checkpoints import (
     CONFIGS,
     Reference,

@@ -388,7 +388,8 @@ def test_every_number_is_rounded_as_torch_does(monkeypatch, dtype):
     case = {"cos": torch.ones(len(rows), 16), "sin": torch.zeros(len(rows), 16)}
     names = ("torch", "numba", "triton") if dtype == torch.int8 else ("torch", "numba")
     operations, written = [load_kernels(name).rotary_store_kv for name in names], []
-    monkeypatch.delattr("paged.kernels.cpu.rows.rotary_store_kv.by_torch")  # nothing is left to torch
+    # Nothing is left to torch.
+    monkeypatch.delattr("paged.kernels.cpu.rows.rotary_store_kv.rotary_store_kv_by_torch")
     for operation in operations:
         caches, scales = torch.zeros(2, 8, 8, 1, 32).to(dtype), torch.full((2, 8, 1, 8), float("nan"))
         slots = torch.arange(len(rows))

@@ -10,7 +10,8 @@ import triton.language as tl
 from paged.kernels import gumbel, reference
 from paged.kernels.backend import load_kernels
 from paged.kernels.gpu.sampling import sample_tokens as sample_tokens_module
-from paged.kernels.gpu.sampling.filter_logits import filter_logits
+from paged.kernels.gpu.sampling.filter_row import NUM_LIMITS, finite, kept_and_scaled
+from paged.kernels.gpu.sampling.row_limits import BlockMaxima, Filters, row_limits
 from paged.kernels.gpu.sampling.sample_tokens import gumbel as gumbel_kernel
 from paged.kernels.gpu.sampling.sample_tokens import sample_tokens
 from tests.support.kernel_cases import DEVICE
@@ -38,12 +39,24 @@ def counters(n):
     return seeds, torch.randint(0, 2**40, (n,), device=DEVICE)
 
 
-def kept(logits, **params):
-    """Return which tokens filter_logits keeps, and check that it does not change their logits."""
-    filtered = logits.clone()
-    filter_logits(filtered, **params)
-    places = filtered != -INF
-    assert torch.equal(filtered[places], logits[places])
+@triton.jit
+def kept_kernel(logits_ptr, limits_ptr, out_ptr, SIZE: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.constexpr):
+    row, offs = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * SIZE + offs, mask=offs < SIZE, other=float("-inf"))
+    kept, _ = kept_and_scaled(finite(x), limits_ptr + row * NUM)
+    tl.store(out_ptr + row * SIZE + offs, kept & (x > float("-inf")), mask=offs < SIZE)
+
+
+def kept(logits, *, temperature, **filters):
+    """Return which tokens the filters keep."""
+    filters = Filters(**filters)
+    maxima, moments, _ = BlockMaxima(logits, moments=filters.top_n_sigma is not None)(logits)
+    limits = row_limits(logits, temperature, filters, maxima, moments)
+    places = torch.empty_like(logits, dtype=torch.bool)
+    num_rows, size = logits.shape
+    kept_kernel[(num_rows, triton.cdiv(size, 1024))](
+        logits, limits, places, size, NUM_LIMITS, 1024, enable_fp_fusion=False
+    )
     return places
 
 
@@ -332,7 +345,7 @@ def test_wrong_inputs_are_named():
     with pytest.raises(ValueError, match=r"the vocabulary must be greater than 0, got 0"):
         sample_tokens(logits[:, :0], seeds, seeds, **params)
     with pytest.raises(ValueError, match="top_p must be contiguous"):
-        filter_logits(logits, **params | {"top_p": torch.ones(4)[::2]})
+        sample_tokens(logits, seeds, seeds, **params | {"top_p": torch.ones(4)[::2]})
 
 
 def test_no_rows():
@@ -340,4 +353,3 @@ def test_no_rows():
     logits = torch.empty(0, 9, device=DEVICE)
     params = dict.fromkeys(FILTERS) | {"temperature": torch.empty(0, device=DEVICE)}
     assert sample_tokens(logits, none, none, **params).tolist() == []
-    filter_logits(logits, **params)

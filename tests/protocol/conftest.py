@@ -3,7 +3,7 @@
 import pytest
 
 from paged.architectures.hf_config import read_config
-from paged.checkpoints.hub import resolve
+from paged.checkpoints.model_directory import resolve
 from paged.engine.model_text import ModelText
 from paged.options.config import EngineConfig
 

@@ -10,8 +10,8 @@ from paged.chat.chat_format import ChatFormat
 from paged.protocol.endpoints import error_in_form_of, parse_call
 from paged.protocol.limits import Limits
 from paged.protocol.messages.events import whole_members
+from paged.protocol.responses.call import fitting
 from paged.protocol.responses.items import messages_of, num_system, with_instructions
-from paged.protocol.responses.truncation import fitting
 from tests.support.api_fields import BODIES, COUNT, MESSAGE_TOOLS, MESSAGES, RESPONSE_TOOLS, RESPONSES
 
 LIMITS = Limits(chat_format=ChatFormat.of(tool_call_parser="hermes", enable_auto_tool_choice=True))

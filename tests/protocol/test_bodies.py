@@ -374,7 +374,7 @@ def test_what_an_engine_refuses_names_its_field(engine):
 def test_every_error_of_a_parameter_carries_it():
     """None is guessed from the words of its message, such as "roles must alternate user/assistant"."""
     for path in (
-        "sampling_params",
+        "options/sampling_params",
         "engine/request_factory",
         "requests/contradictions",
         "requests/token_rules",
@@ -384,7 +384,7 @@ def test_every_error_of_a_parameter_carries_it():
         errors = [node for node in made if getattr(node.func, "id", "") == "RequestError"]
         lacking = [node.lineno for node in errors if not any(k.arg == "param" for k in node.keywords)]
         assert errors
-        assert len(lacking) <= (path == "sampling_params"), (path, lacking)  # one is about several
+        assert len(lacking) <= (path == "options/sampling_params"), (path, lacking)  # one is about several
 
 
 @pytest.mark.parametrize("interval", [1, 5])

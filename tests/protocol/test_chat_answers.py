@@ -19,9 +19,9 @@ from paged.chat.harmony import TOKENS
 from paged.chat.parts import ChatOutput
 from paged.chat.plan import ToolPlan
 from paged.chat.writing import written_call
-from paged.checkpoints.hub import resolve
+from paged.checkpoints.model_directory import resolve
 from paged.engine.model_text import ModelText
-from paged.grammars.structural_grammar import StructuralGrammar
+from paged.grammars.library_grammar import StructuralGrammar
 from paged.options.config import EngineConfig
 from paged.options.sampling_params import StructuredOutputsParams
 from paged.protocol.answers.chunks import Chunks

@@ -10,7 +10,6 @@ from typing import Any
 import jsonschema
 import pytest
 
-from benchmarks.schemas import closed
 from paged import ConfigError, LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
 from paged.base.errors import PagedError
 from paged.chat.chat_format import ChatFormat
@@ -23,6 +22,7 @@ from paged.protocol.endpoints import parse_call
 from paged.protocol.limits import Limits
 from tests.support.chat_checkpoints import SPECIAL_TAGS, chat_checkpoint
 from tests.support.checkpoints import new_engine
+from tests.support.json_schemas import closed
 
 PLACE = closed({"city": {"enum": ["Rome", "Ulm"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}})
 POINT = closed({"at": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}})

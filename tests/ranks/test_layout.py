@@ -10,7 +10,7 @@ import pytest
 
 from paged import ConfigError, EngineConfig
 from paged.architectures.hf_config import read_config
-from paged.checkpoints.hub import resolve
+from paged.checkpoints.model_directory import resolve
 from paged.ranks.layout import RankLayout, cut_layers, split_evenly
 
 

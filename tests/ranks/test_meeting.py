@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 
 import paged
 from paged import CheckpointError, ConfigError, EngineConfig, LLMEngine, PagedError, RankError
-from paged.checkpoints.hub import resolve
+from paged.checkpoints.model_directory import resolve
 from paged.device import threads
 from paged.ranks import heartbeat
 from paged.ranks.facts import OF_ONE_RANK, facts_of, header_hash, plain_options

@@ -109,3 +109,7 @@ def test_a_decode_that_moves_blocks_is_told_as_a_whole():
         assert message.kind == kind
         assert as_lists(message.step) == as_lists(part)
         cases.updated(scheduler, schedule)
+
+
+def test_kinds_of_messages_are_told_apart():
+    assert len(MessageKind) == len(MessageKind.__members__)  # two with one number would be one

@@ -14,7 +14,7 @@ import pytest
 from paged import LLMEngine, SamplingParams
 from paged.base.errors import ClusterError, ConfigError
 from paged.commands import common
-from paged.requests.seeds import derived_seed
+from paged.requests.request import derived_seed
 from paged.scheduler.policy import FirstComeFirstServed
 from paged.server.engine_client import EngineClient
 from paged.server.launcher import ENGINE_PROCESS

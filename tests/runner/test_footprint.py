@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from paged import CheckpointError, ConfigError, EngineConfig
 from paged.checkpoints.gguf import gguf_file
 from paged.checkpoints.headers import write_header
-from paged.checkpoints.hub import resolve_headers
+from paged.checkpoints.model_directory import resolve_headers
 from paged.model.weights import samples
 from paged.simulate.cost import DATA_SHEETS
 from paged.simulate.plan import make_plan

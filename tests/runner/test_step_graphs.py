@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from paged import SamplingParams
 from paged.kernels import reference
 from paged.kernels.cpu import backend as numba_kernels
-from paged.kernels.cpu.attention.units import SPLIT_KEYS
+from paged.kernels.cpu.attention.paged_attention import SPLIT_KEYS
 from paged.kernels.cpu.launch.graph import Graph, Recorder, column
 from paged.kernels.cpu.launch.machine_code import MachineCode
 from paged.kernels.cpu.launch.tasks import Launch, Task

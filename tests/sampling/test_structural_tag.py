@@ -10,13 +10,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from benchmarks.schemas import closed
 from paged import LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
 from paged.base.errors import PagedError
 from paged.base.strict_json import parse_json
-from paged.grammars.structural_grammar import StructuralGrammar
+from paged.grammars.library_grammar import StructuralGrammar
 from tests.support.chat_checkpoints import chat_checkpoint
 from tests.support.checkpoints import assert_all_free, new_engine
+from tests.support.json_schemas import closed
 
 SCHEMA = closed({"a": {"enum": ["x", "/", "</f>"]}, "b": {"type": "boolean"}})
 JSON = {"type": "json_schema", "json_schema": SCHEMA}
@@ -61,7 +61,6 @@ def is_valid(found: str) -> bool:
     return jsonschema.Draft202012Validator(SCHEMA).is_valid(json.loads(found))
 
 
-SEPARATED = {"type": "tags_with_separator", "tags": [tag("<", JSON, ">")], "separator": ";"}
 # Each format, a regular expression whose groups are JSON of SCHEMA, and how many outputs there are at least.
 FORMATS: list[tuple[Any, str, int]] = [
     (text('a "quoted" \\ é'), 'a "quoted" \\\\ é', 1),
@@ -255,7 +254,7 @@ def test_a_wrong_grammar_is_an_error_of_its_request(engine, language):
 
 
 def test_texts_of_special_tokens_are_tokens():
-    grammar = StructuralGrammar({"<a>": 7, "<a>b": 8}, " ").grammar(text('<a>"<a>b</a>'))
+    grammar = StructuralGrammar({"<a>": 7, "<a>b": 8}).grammar(text('<a>"<a>b</a>'))
     assert grammar.splitlines()[1] == r'start: <[7]> "\"" <[8]> "</a>"'
 
 

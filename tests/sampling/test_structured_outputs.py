@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 import paged
-from benchmarks.schemas import SCHEMAS, closed
 from paged import LLMEngine, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
 from paged.sampling import structured_outputs as module
 from paged.sampling.structured_outputs import GrammarMasks, Grammars
 from tests.support.checkpoints import SHAPE, assert_all_free, edit_json, new_engine, random_model
+from tests.support.json_schemas import SCHEMAS, closed
 
 DEMO = Path(paged.__file__).parent / "demo"
 PROMPT = "def area(width, height):\n"

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from paged.drafting.drafter import Draft
-from paged.drafting.grammar import GrammarDrafter
+from paged.drafting.drafters import GrammarDrafter
 from paged.drafting.lengths import DraftLengths
 from paged.options.sampling_params import SamplingParams
 from paged.scheduler.drafts import Drafts, verified

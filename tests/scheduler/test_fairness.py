@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from paged.requests.request import RequestStatus
-from paged.scheduler.holdings import Holdings
 from paged.scheduler.policies import Fair
+from paged.scheduler.policy import Holdings
 from tests.fairness import run_world, steps_alone
 from tests.support.scheduler_cases import added, finish, new_request, new_scheduler, run_step
 

@@ -6,7 +6,6 @@ import pytest
 
 from paged.base.errors import RankError
 from paged.ranks.messages import MessageKind
-from tests.mutants import MUTANTS, planted
 from tests.simulation import World, run_world
 
 
@@ -59,10 +58,3 @@ def test_a_step_that_is_lost_or_late_or_doubled_or_wrong_is_caught(fault):
         else:
             assert next(numbers) <= AT, f"{fault} was not caught in world {seed}"
     assert num_caught > 6
-
-
-def test_texts_of_the_mutants_are_current():
-    """`make mutants` plants them."""
-    for file, mutants in MUTANTS.items():
-        for mutant in mutants:
-            planted(file, *mutant)  # fails for a text that is not there

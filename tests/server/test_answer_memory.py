@@ -110,9 +110,9 @@ def test_all_requests_of_a_reader_pause_at_the_mark_and_go_on_below_the_other():
     requests.going = {3}
     account.join(3, requests.hold)
     assert requests.going == set()
-    account.shrink(0, PAUSE_BYTES - RESUME_BYTES)
+    account.grow(0, RESUME_BYTES - PAUSE_BYTES)
     assert requests.going == set()
-    account.shrink(0, 1)
+    account.grow(0, -1)
     assert requests.going == {0, 1, 3}
     assert account.budget.num_pauses == 4
 
@@ -123,9 +123,9 @@ def test_of_results_that_grow_side_by_side_the_first_goes_on_when_they_hold_too_
     account.grow(51, 0)
     assert requests.going == {0}
     account.leave(0)
-    account.shrink(20, 0)
+    account.grow(-20, 0)
     assert requests.going == {0, 1}
-    account.shrink(10, 0)
+    account.grow(-10, 0)
     assert requests.going == {0, 1, 2}
     assert account.refusal(100) is None
     assert type(account.refusal(101)) is RequestError
@@ -143,7 +143,7 @@ def test_when_all_is_used_up_streams_pause_at_the_first_token_and_whole_answers_
     assert isinstance(whole.refusal(70), QueueFullError)
     whole.grow(11, 0)
     assert type(whole.refusal(81)) is RequestError
-    stream.shrink(31, 31)
+    stream.grow(-31, -31)
     assert requests.going == {0, 1}
 
 

@@ -432,9 +432,8 @@ def test_heartbeats_keep_coming_while_a_step_runs(monkeypatch, tmp_path):
             assert not task.done()
             (tmp_path / "go on").touch()
             await task
-            while process.step == 0:
+            while (stats := (await client.stats_by_engine())[0]).num_steps == 0:
                 await asyncio.sleep(0.05)
-            (stats,) = await client.stats_by_engine()
             assert stats.num_steps == 1
 
     run(main())

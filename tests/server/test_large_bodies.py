@@ -17,8 +17,8 @@ import pytest
 from paged.base.errors import RequestError
 from paged.base.strict_json import parse_json
 from paged.protocol.calls.completions import CompletionCall
-from paged.server.http import body_budget, exchange, large_json
-from paged.server.http.body_budget import BodyBudget, BodyRoom
+from paged.server.http import budgets, exchange, large_json
+from paged.server.http.budgets import BodyBudget, BodyRoom
 from paged.text.tokenizer import Tokenizer
 from tests.server.test_refusals import LONG, posted
 from tests.support.served import eventually, serving, unhurried
@@ -97,7 +97,7 @@ def test_encoding_in_pieces():
 def test_bodies_of_requests_in_progress_are_bounded(engine, monkeypatch):
     """While they are read, and until their responses end; small ones are not kept out by large ones."""
     monkeypatch.setattr(exchange, "WAIT_FOR_ROOM_S", 0.0)
-    monkeypatch.setattr(body_budget, "STALL_S", 3600.0)
+    monkeypatch.setattr(budgets, "STALL_S", 3600.0)
     json_type = {"content-type": "application/json"}
     large = json.dumps({"prompt": "a", "max_tokens": 1}).encode().ljust(150_000)
     with serving(engine) as served:
@@ -132,7 +132,7 @@ def test_bodies_of_requests_in_progress_are_bounded(engine, monkeypatch):
 
 def test_a_stalled_body_loses_its_room_to_another(engine, monkeypatch):
     """It is told so; the other one waits until then."""
-    monkeypatch.setattr(body_budget, "STALL_S", 0.2)
+    monkeypatch.setattr(budgets, "STALL_S", 0.2)
     monkeypatch.setattr(exchange, "WAIT_FOR_ROOM_S", 60.0)
     monkeypatch.setattr(exchange, "LOOK_FOR_ROOM_S", 0.01)
     with serving(engine, body_timeout_s=600) as served, ExitStack() as stack:
@@ -175,7 +175,7 @@ def test_room_is_divided_among_clients():
         rooms = [room for room in rooms if not room.is_lost]
         budget.check()
         assert budget.num_bytes == sum(room.num_bytes for room in rooms)
-        assert budget.num_bytes < budget.max_bytes + body_budget.SMALL_BODIES_BYTES
+        assert budget.num_bytes < budget.max_bytes + budgets.SMALL_BODIES_BYTES
     assert min(refused.values()) > 20
     assert len(lost) > 20
     for room in rooms:

@@ -15,10 +15,9 @@ import pytest
 
 from paged import SamplingParams
 from paged.base.errors import RequestError
-from paged.server.access import windows
+from paged.server.access import limits
 from paged.server.access.key_file import parse_keys
-from paged.server.access.limits import Admission, KeyUsage, RateLimitError, num_new_tokens
-from paged.server.access.windows import WINDOW_S
+from paged.server.access.limits import WINDOW_S, Admission, KeyUsage, RateLimitError, num_new_tokens
 
 
 class Clock:
@@ -73,9 +72,9 @@ class Open:
     reserved: dict[str, tuple[list[float], int]] = field(default_factory=dict)
 
 
-@pytest.fixture(params=[0, 5, windows.MOST_EXPIRED], autouse=True)
+@pytest.fixture(params=[0, 5, limits.MOST_EXPIRED], autouse=True)
 def _few_expired(request, monkeypatch):
-    monkeypatch.setattr(windows, "MOST_EXPIRED", request.param)
+    monkeypatch.setattr(limits, "MOST_EXPIRED", request.param)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -9,11 +9,10 @@ import pytest
 from paged import EngineConfig, LLMEngine, PagedError, SamplingParams
 from paged.model.part import ModelPart, Shard
 from paged.server.router import PrefixAware
-from paged.simulate.cost import Work
+from paged.simulate.cost import Portion, Work
 from paged.simulate.fleet import Fleet, FleetConfig
-from paged.simulate.links import Exchanges, RankLink
 from paged.simulate.model import read_model
-from paged.simulate.portion import Portion
+from paged.simulate.pipeline import Exchanges, RankLink
 from paged.simulate.workload import Workload
 from tests.support.checkpoints import checkpoint, new_engine
 from tests.support.shards import computed_in_shards, shards_of

@@ -23,6 +23,7 @@ from paged.simulate.cost import (
     DATA_SHEETS,
     Coefficients,
     DataSheet,
+    Portion,
     Roofline,
     StepCost,
     Work,
@@ -31,7 +32,6 @@ from paged.simulate.cost import (
 )
 from paged.simulate.fleet import Fleet, FleetConfig
 from paged.simulate.model import read_model
-from paged.simulate.portion import Portion
 from paged.simulate.timeline import Timeline
 from paged.simulate.workload import Workload
 from tests.support.checkpoints import checkpoint

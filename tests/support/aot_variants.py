@@ -16,7 +16,7 @@ import torch
 
 from paged import EngineConfig, SamplingParams
 from paged.architectures.hf_config import read_config
-from paged.checkpoints.hub import resolve
+from paged.checkpoints.model_directory import resolve
 from paged.kernels.backend import load_kernels
 from paged.kernels.checks import TrustedContents
 from paged.kernels.gpu.target import listening

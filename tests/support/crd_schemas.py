@@ -12,6 +12,7 @@ import gzip
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ METADATA = {
 }
 
 
+@cache
 def crd_schema(kind: str) -> dict[str, Any]:
     """Return the schema of a custom resource, in which a field that it does not know is an error.
 

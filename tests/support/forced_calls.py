@@ -18,7 +18,7 @@ from paged.base.errors import RequestError
 from paged.chat.chat_format import ChatFormat
 from paged.chat.formats import ChatSyntax
 from paged.chat.plan import ToolPlan
-from paged.grammars.structural_grammar import StructuralGrammar
+from paged.grammars.library_grammar import StructuralGrammar
 from tests.support.chat_corpus import all_cases, joined
 from tests.support.random_schemas import TOKENIZER, possible
 

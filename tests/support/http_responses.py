@@ -6,7 +6,6 @@ import asyncio
 import re
 from dataclasses import dataclass
 
-MAX_LINE = 2**16
 _STATUS = re.compile(rb"HTTP/1\.1 ([1-5][0-9]{2}) [ -~]*\r\n")
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+): ?([\t -~\x80-\xff]*)\r\n")
 

@@ -1,5 +1,6 @@
 """What is compiled ahead of time: each kernel launched for every case that may need code of its own."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from paged.kernels.codes import (
 )
 from paged.kernels.gpu.attention.config import choose_config, largest_head_dim
 from paged.kernels.gpu.experts.grouped_linear import grouped_linear
-from paged.kernels.gpu.sampling.filter_logits import filter_logits
 from paged.kernels.gpu.sampling.penalties import apply_penalties
 from paged.kernels.gpu.sampling.sample_tokens import sample_tokens
 from paged.kernels.gpu.unpack_step import unpack_step
@@ -181,39 +181,57 @@ def launch_attention(
     )
 
 
-def launch_others(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> None:
-    """Launch the kernels that know no heads as a layer of Llama-3-8B does."""
+def other_launches(
+    kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield launches of the kernels that know no heads, as a layer of Llama-3-8B does, and what each is."""
     size = 4096
-    hidden = torch.empty(num_tokens, size, dtype=dtype)
-    kernels.rms_norm(hidden, torch.empty(size, dtype=dtype), 1e-6, residual=torch.empty_like(hidden))
-    for unit_offset in (False, True):
-        kernels.rms_norm(hidden, torch.empty(size, dtype=dtype), 1e-6, unit_offset=unit_offset)
-    weight, residual = torch.empty(size, dtype=dtype), torch.empty_like(hidden)
-    kernels.rms_norm_into(hidden, weight, 1e-6, hidden)  # OLMo's norms of Q and K
-    heads = torch.empty(num_tokens, 12, 256, dtype=dtype)[:, 8:]
-    kernels.rms_norm_into(heads, torch.empty(256, dtype=dtype), 1e-6, heads)  # Gemma 4's norm of V
-    for unit_offset in (False, True):
-        kernels.rms_norm_into(hidden, weight, 1e-6, residual, unit_offset=unit_offset, add=True)
-    for added in (None, torch.empty_like(hidden)):
-        kernels.layer_norm(hidden, weight, torch.empty_like(weight), 1e-6, added)
-    for tanh in (False, True):
-        kernels.gelu(torch.empty(num_tokens, 4 * size, dtype=dtype), tanh=tanh)
-    kernels.silu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
-    kernels.gelu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
-    kernels.clamped_swiglu(torch.empty(num_tokens, 2 * 2880, dtype=dtype), 7.0, 1.702)
-    ups = torch.empty(num_tokens, 30 * 256, dtype=dtype)  # of all layers
-    kernels.gelu_and_mul(torch.empty(num_tokens, 256, dtype=dtype), ups[:, 512:768])
+
+    def new(*shape: int) -> Tensor:
+        return torch.empty(num_tokens, *shape, dtype=dtype)
+
+    hidden, residual, weight = new(size), new(size), torch.empty(size, dtype=dtype)
+    yield from _norm_launches(kernels, hidden, residual, weight)
+    heads = new(12, 256)[:, 8:]
+    narrow = torch.empty(256, dtype=dtype)
+    yield "RMS, heads", lambda: kernels.rms_norm_into(heads, narrow, 1e-6, heads)  # Gemma 4's norm of V
+    yield "gelu", lambda: kernels.gelu(new(4 * size), tanh=False)
+    yield "gelu, tanh", lambda: kernels.gelu(new(4 * size), tanh=True)
+    yield "silu_and_mul", lambda: kernels.silu_and_mul(new(2 * 14336))
+    yield "gelu_and_mul", lambda: kernels.gelu_and_mul(new(2 * 14336))
+    yield "clamped_swiglu", lambda: kernels.clamped_swiglu(new(2 * 2880), 7.0, 1.702)
+    ups = new(30 * 256)[:, 512:768]  # of a layer, among those of all
+    yield "gelu_and_mul, two tensors", lambda: kernels.gelu_and_mul(new(256), ups)
     angles = torch.empty(num_tokens, 256)
-    queries = torch.empty(num_tokens, 8, 512, dtype=dtype)  # of a layer that reads K and V of another
-    kernels.rotary_store_kv(
-        queries, angles, angles, None, None, None, query_norm_weight=torch.empty(512, dtype=dtype)
-    )
-    kernels.scale_and_cap(hidden, 12.0)
-    kernels.scale_and_cap(torch.empty(num_tokens, VOCAB_SIZE), 1.0, 30.0)
-    kernels.scale_rows(torch.empty(num_tokens, 6144, dtype=dtype)[:, :size], torch.empty(num_tokens))
+    query = {"query_norm_weight": torch.empty(512, dtype=dtype)}  # of a layer that reads K and V of another
+    yield "", lambda: kernels.rotary_store_kv(new(8, 512), angles, angles, None, None, None, **query)
+    yield "", lambda: kernels.scale_and_cap(hidden, 12.0)
+    yield "", lambda: kernels.scale_and_cap(torch.empty(num_tokens, VOCAB_SIZE), 1.0, 30.0)
+    yield "", lambda: kernels.scale_rows(new(6144)[:, :size], torch.empty(num_tokens))
     planes = torch.empty(2, 4, 16, 8, 128, dtype=dtype)
-    kernels.copy_blocks(planes, torch.zeros(num_tokens, 2, dtype=torch.int64))
-    launch_unpack_step(num_tokens)
+    yield "", lambda: kernels.copy_blocks(planes, torch.zeros(num_tokens, 2, dtype=torch.int64))
+    yield "", lambda: launch_unpack_step(num_tokens)
+
+
+def _norm_launches(
+    kernels: Kernels, hidden: Tensor, residual: Tensor, weight: Tensor
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    given = hidden, weight, 1e-6
+    bias = torch.empty_like(weight)
+    yield "RMS, residual", lambda: kernels.rms_norm(*given, residual)
+    yield "RMS", lambda: kernels.rms_norm(*given)
+    yield "RMS", lambda: kernels.rms_norm_into(*given, hidden)  # OLMo's norms of Q and K
+    yield "RMS, unit_offset", lambda: kernels.rms_norm(*given, unit_offset=True)
+    yield "RMS, add", lambda: kernels.rms_norm_into(*given, residual, add=True)
+    yield "RMS, add, unit_offset", lambda: kernels.rms_norm_into(*given, residual, unit_offset=True, add=True)
+    yield "LayerNorm", lambda: kernels.layer_norm(hidden, weight, bias, 1e-6)
+    yield "LayerNorm, residual", lambda: kernels.layer_norm(hidden, weight, bias, 1e-6, residual)
+
+
+def launch_others(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> None:
+    """Launch all of `other_launches`."""
+    for _, launch in other_launches(kernels, dtype, num_tokens):
+        launch()
 
 
 def launch_unpack_step(num_rows: int) -> None:
@@ -410,5 +428,3 @@ def launch_sampling(*filters: str, num_rows: int = 3) -> None:
         for name in ("min_p", "top_n_sigma", "typical_p", "top_k", "top_p")
     }
     sample_tokens(logits, rows, rows, temperature=ones, highest=ones.clone(), **params)
-    if filters:
-        filter_logits(logits, temperature=ones, **params)

@@ -45,8 +45,6 @@ def valid_call(backend: BackendName, generator: random.Random) -> Call:
     torch.manual_seed(generator.getrandbits(32))
     kernels = load_kernels(backend)
     makers = [*_MAKERS, _attention, _attention]
-    if backend == "triton":
-        makers.append(_filter_logits)
     if backend == "numba":
         makers += [_linear, _grouped_panels, _pack, _pack_codes, _pad, _panel_rows, _widen_rows]
     return generator.choice(makers)(kernels, generator)
@@ -426,14 +424,6 @@ def _filters(n: int, generator: random.Random) -> dict[str, Any]:
     filters: dict[str, Any] = {name: torch.rand(n) for name in ("temperature", *FILTERS)}
     filters["top_k"] = torch.randint(1, 60, (n,), dtype=torch.int32)
     return {name: None if name in FILTERS and generator.random() < 0.5 else x for name, x in filters.items()}
-
-
-def _filter_logits(_: Kernels, generator: random.Random) -> Call:
-    from paged.kernels.gpu.sampling.filter_logits import filter_logits
-
-    n = generator.randint(1, 3)
-    arguments = {"logits": torch.randn(n, 300), **_filters(n, generator)}
-    return Call("filter_logits", filter_logits, arguments, ("logits",), FILTERS)
 
 
 _MAKERS: list[Callable[[Kernels, random.Random], Call]] = [

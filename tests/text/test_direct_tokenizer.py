@@ -14,8 +14,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from paged.architectures.config import DEMO
-from paged.text.direct_tokenizer import DirectTokenizer
 from paged.text.tokenizer import Tokenizer
+from paged.text.tokenizer_files import DirectTokenizer
 
 TEXTS = [
     "",

@@ -81,7 +81,7 @@ def test_what_grows_is_refused_before_anything_runs(seed, tmp_path, monkeypatch)
 
     monkeypatch.setattr(Worker, "__init__", fail)
     monkeypatch.setattr(tokenizers, "Tokenizer", fail)
-    monkeypatch.setattr("paged.text.direct_tokenizer.Tokenizer", fail)
+    monkeypatch.setattr("paged.text.tokenizer_files.Tokenizer", fail)
     monkeypatch.setattr("paged.text.tokenizer_worker.load", fail)
     chance = random.Random(seed)
     for _ in range(40):

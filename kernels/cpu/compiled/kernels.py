@@ -10,9 +10,9 @@ from typing import Any
 
 from numba import carray, cfunc
 
-from ..cache_files import writable_directory
 from ..launch import code_cache
 from ..launch.tasks import NEXT_THREAD, NEXT_UNIT, Task
+from ..target import writable_directory
 from .simd.inner_code import KernelCompiler
 from .simd.memory import address_of, claim
 from .simd.vectors import function

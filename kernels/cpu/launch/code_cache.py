@@ -14,9 +14,16 @@ from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 
-from .. import cache_files
-from ..cache_files import CPU_KERNELS, directories, is_trusted, writable_directory
-from ..target import HAS_TILES, TARGET
+from ..target import (
+    CPU_KERNELS,
+    HAS_TILES,
+    TARGET,
+    cached_file,
+    directories,
+    is_trusted,
+    writable_directory,
+    write_cached,
+)
 
 _DIGEST_BYTES = 32
 # Of a kernel, how many files from other sources are kept: copies of the project may share a directory.
@@ -91,7 +98,7 @@ def directory_of(name: str) -> Path | None:
 
 def find(name: str) -> tuple[str, bytes] | None:
     """Return the symbol of a kernel and its object code, if they are in the cache."""
-    found = cache_files.read(_file_name(name)) or b""
+    found = cached_file(_file_name(name)) or b""
     digest, data = found[:_DIGEST_BYTES], found[_DIGEST_BYTES:]
     if sha256(data).digest() != digest:
         return None
@@ -104,7 +111,7 @@ def keep(name: str, code: tuple[str, bytes]) -> None:
     data = code[0].encode() + b"\0" + code[1]
     place = writable_directory()
     try:
-        cache_files.write(place, _file_name(name), sha256(data).digest() + data)
+        write_cached(place, _file_name(name), sha256(data).digest() + data)
         files = sorted(place.glob(_file_name(name, "*")), key=_age)
         for old in files[1 + _MOST_OTHERS :]:
             old.unlink(missing_ok=True)

@@ -5,9 +5,15 @@ the result as accurate as a sum in float32. Subnormal thirds count as 0, so x be
 below that lose bits; an infinite weight times a finite x may be NaN.
 """
 
-from ..formats import BFLOAT16_PAIRS, PANEL, PANEL_WIDTH
-from ..launch.tasks import Task
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..formats import BFLOAT16_PAIRS, PANEL, PANEL_WIDTH, expanded_bytes
+from ..launch.tasks import Field, Task, num_runs
 from ..target import LINE, ROW_BLOCK
+from .panels import Panels
 
 THIRDS = 3
 TILED_DEPTH = 128  # most steps of a panel at a time: 16 KiB
@@ -33,6 +39,46 @@ TILES = Task(
     ),
     read_late=("offsets",),
 )  # fmt: skip
+
+
+def multiply_tiles(
+    fields: Mapping[str, Field], rows: Tensor, weight: Panels, *, num_experts: int, has_groups: bool
+) -> None:
+    """Launch the product of rows [num_rows, in_features] by AMX.
+
+    fields: of the kernel's record, those that `linear.LINEAR` has too.
+    num_experts: whose weights the rows are multiplied by, each of the shape of this one; 0: by this one.
+    """
+    num_threads = torch.get_num_threads()
+    num_rows, depth = rows.shape
+    num_panels = len(weight.weight)
+    usual_rows = most_rows = num_rows
+    num_used = 1
+    if num_experts:
+        # Experts have as many rows on average; those with more have several units, or larger ones.
+        num_used = max(1, min(num_rows, num_experts))
+        usual_rows = -(-num_rows // num_used)
+        most_rows = min(num_rows, max(2 * usual_rows, LEAST_UNIT_ROWS))
+    thirds, stride = thirds_of(rows.dtype == torch.float32, depth)
+    unit_rows = rows_of_unit(most_rows, num_panels * num_used, depth, thirds, num_threads)
+    some_rows = min(max(1, usual_rows), unit_rows)
+    unit_panels = panels_of_unit(usual_rows, num_panels, depth, some_rows, thirds, weight.kind, num_threads)
+    across = -(-num_panels // unit_panels)
+    num_units = across * -(-num_rows // unit_rows)
+    expanded = expanded_bytes(depth) if has_groups else 0
+    TILES.run(
+        num_threads if num_experts else num_runs(num_units, num_threads),
+        **fields,
+        unit_rows=unit_rows,
+        unit_panels=unit_panels,
+        apart=across if is_read_apart(usual_rows, num_panels, depth, thirds) else 1,
+        thirds=thirds,
+        thirds_stride=stride,
+        expanded=expanded,
+        all_units=num_units,
+        num_threads=num_threads,
+        scratch_size=scratch_bytes(unit_rows, unit_panels, thirds, stride, expanded),
+    )
 
 
 def scratch_bytes(unit_rows: int, unit_panels: int, thirds: int, thirds_stride: int, expanded: int) -> int:

@@ -13,20 +13,10 @@ import torch
 from torch import Tensor
 
 from ...checks import KERNEL_DTYPES, check_contiguous, check_device, check_dtype, check_shape, is_trusted
-from ..factors import MOST_GROUP, expanded_bytes
-from ..formats import GATED, PANEL, PANEL_WIDTH
+from ..formats import GATED, MOST_GROUP, PANEL, PANEL_WIDTH, expanded_bytes
 from ..launch.huge_pages import in_huge_pages
 from ..launch.tasks import Field, Task, num_runs
 from ..target import HAS_DOT, HAS_TILES, INPUTS, LANES
-from .amx_linear import (
-    LEAST_UNIT_ROWS,
-    TILES,
-    is_read_apart,
-    panels_of_unit,
-    rows_of_unit,
-    scratch_bytes,
-    thirds_of,
-)
 from .panels import (
     OUT_KINDS,
     Panels,
@@ -38,6 +28,9 @@ from .panels import (
     num_panels_of,
     to_parts,
 )
+
+if HAS_TILES:
+    from .amx_linear import multiply_tiles
 
 DEPTH = 320  # most steps of a panel at a time: 20 to 40 KiB, in the L1 cache while all rows use them
 
@@ -204,48 +197,11 @@ def multiply(
         "out_kind": OUT_KINDS[out.dtype],
         "gated": GATED if weight.gated else 0,
     }
-    num_threads = torch.get_num_threads()
     if in_tiles:
-        depth = weight.in_features
-        usual_rows = most_rows = num_rows
-        num_used = 1
-        if experts is not None:
-            # Experts have as many rows on average; those with more have several units, or larger ones.
-            num_used = max(1, min(num_rows, num_experts))
-            usual_rows = -(-num_rows // num_used)
-            most_rows = min(num_rows, max(2 * usual_rows, LEAST_UNIT_ROWS))
-        thirds, stride = thirds_of(rows.dtype == torch.float32, depth)
-        unit_rows = rows_of_unit(most_rows, num_panels * num_used, depth, thirds, num_threads)
-        unit_panels = panels_of_unit(
-            usual_rows,
-            num_panels,
-            depth,
-            min(max(1, usual_rows), unit_rows),
-            thirds,
-            weight.kind,
-            num_threads,
-        )
-        across = -(-num_panels // unit_panels)
-        apart = across if is_read_apart(usual_rows, num_panels, depth, thirds) else 1
-        num_units = across * -(-num_rows // unit_rows)
         has_groups = weight.has_groups if experts is None else experts.has_groups
-        expanded = expanded_bytes(depth) if has_groups else 0
-        size = scratch_bytes(unit_rows, unit_panels, thirds, stride, expanded)
-        launched = num_threads if experts else num_runs(num_units, num_threads)
-        TILES.run(
-            launched,
-            **fields,
-            unit_rows=unit_rows,
-            unit_panels=unit_panels,
-            apart=apart,
-            thirds=thirds,
-            thirds_stride=stride,
-            expanded=expanded,
-            all_units=num_units,
-            num_threads=num_threads,
-            scratch_size=size,
-        )
+        multiply_tiles(fields, rows, weight, num_experts=num_experts, has_groups=has_groups)
     else:
+        num_threads = torch.get_num_threads()
         size = (ROWS + 1 + DEPTH) * PANEL_WIDTH + _EXPANDED
         num_units = num_panels * -(-num_rows // ROWS)
         launched = num_threads if experts else num_runs(num_units, num_threads)

@@ -11,6 +11,7 @@ from ..formats import (
     BF12_GROUP,
     BF12_GROUP_BYTES,
     BF12_PAIRS,
+    BFLOAT16,
     BFLOAT16_PAIRS,
     FORMATS,
     HEAD_BYTES,
@@ -18,7 +19,6 @@ from ..formats import (
 )
 from ..launch.huge_pages import in_huge_pages
 from ..launch.tasks import Task
-from ..numbers import BFLOAT16
 from .panels import Panels, check_panels
 
 VALUES = 256  # of a byte

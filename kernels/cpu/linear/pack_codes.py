@@ -15,11 +15,22 @@ from ...checks import (
     is_trusted,
 )
 from ...half_bytes import HalfBytes
-from ..factors import E4M3_UNIT, FACTORS_AT, LEAST_GROUP, NONE, TABLE_AT, TABLE_SIZE, group_of, head_of
-from ..formats import CODES4, CODES4_PAIRS, PANEL
+from ..formats import (
+    CODES4,
+    CODES4_PAIRS,
+    E4M3_UNIT,
+    FACTORS_AT,
+    KINDS,
+    LEAST_GROUP,
+    NONE,
+    PANEL,
+    TABLE_AT,
+    TABLE_SIZE,
+    group_of,
+    head_of,
+)
 from ..launch.huge_pages import in_huge_pages
 from ..launch.tasks import Task
-from ..numbers import KINDS
 from ..target import LANES
 from .panels import CODE_KINDS, CODE_PAIR_KINDS, Panels, check_outputs, check_pairs, num_panels_of
 

@@ -16,12 +16,12 @@ from ...checks import (
     check_shape,
     check_tensor,
 )
-from ..factors import FACTORS_AT, TABLE_AT, FactorHead, is_valid_head
 from ..formats import (
     BF12,
     BF12_GROUP,
     BF12_GROUP_BYTES,
     BF12_PAIRS,
+    BFLOAT16,
     BFLOAT16_PAIRS,
     CODES4,
     CODES4_PAIRS,
@@ -29,14 +29,20 @@ from ..formats import (
     CODES8_PAIRS,
     E4M3,
     E4M3_PAIRS,
+    FACTORS_AT,
+    FLOAT16,
+    FLOAT32,
     FORMATS,
+    INT8,
     INT8_ORDER,
     INT8_PAIRS,
     PANEL,
     PART_STEPS,
+    TABLE_AT,
     TABLE_BYTES,
+    FactorHead,
+    is_valid_head,
 )
-from ..numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
 from ..target import HAS_DOT, LANES
 
 OUT_KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}

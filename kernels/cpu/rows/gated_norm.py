@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from ...checked import checked
+from ..formats import KINDS
 from ..launch.tasks import Task, are_contiguous
-from ..numbers import KINDS
-from .row_kernel import has_regular_rows, in_torch, units_of_rows
+from .row_kernels import has_regular_rows, in_torch, units_of_rows
 
 GATED_NORM = Task(
     "rows.gated_norm.gated_norm",

@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from ...checked import checked
+from ..formats import KINDS
 from ..launch.tasks import Task, are_contiguous, cache_strides
-from ..numbers import KINDS
-from .row_kernel import in_torch, units_of_rows
+from .row_kernels import in_torch, units_of_rows
 
 ROTARY_STORE_KV = Task(
     "rows.rotary_store_kv.rotary_store_kv",
@@ -24,7 +24,7 @@ ROTARY_STORE_KV = Task(
 )  # fmt: skip
 
 
-by_torch = in_torch("rotary_store_kv")
+rotary_store_kv_by_torch = in_torch("rotary_store_kv")
 
 
 @checked
@@ -58,7 +58,7 @@ def rotary_store_kv(
         regular = regular and key_cache.stride(3) == value_cache.stride(3) == 1
     num_heads = num_rows - 2 * num_kv_heads
     if not regular:
-        return by_torch(
+        return rotary_store_kv_by_torch(
             qkv,
             cos,
             sin,

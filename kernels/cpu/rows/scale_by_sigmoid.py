@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ...checked import checked
 from ..launch.tasks import Task
-from .row_kernel import has_regular_rows, in_torch, run_on_rows
+from .row_kernels import has_regular_rows, in_torch, run_on_rows
 
 SCALE_BY_SIGMOID = Task(
     "rows.scale_by_sigmoid.scale_by_sigmoid",

@@ -5,11 +5,19 @@ from torch import Tensor
 
 from ...checked import checked
 from ...checks import check_contiguous, check_device, check_dtype, check_indices, check_shape, is_trusted
-from ..factors import expanded_bytes
-from ..formats import BF12, BF12_PAIRS, BFLOAT16_PAIRS, INT8_PAIRS, PANEL
+from ..formats import (
+    BF12,
+    BF12_PAIRS,
+    BFLOAT16,
+    BFLOAT16_PAIRS,
+    FLOAT32,
+    INT8_PAIRS,
+    KINDS,
+    PANEL,
+    expanded_bytes,
+)
 from ..launch.tasks import Task
 from ..linear.panels import Panels, check_panels, check_result_dtype, from_parts
-from ..numbers import BFLOAT16, FLOAT32, KINDS
 from ..target import LANES, VECTOR_BYTES
 
 _CPU = torch.device("cpu")

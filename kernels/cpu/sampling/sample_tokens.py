@@ -12,8 +12,7 @@ from torch import Tensor
 from ...checked import checked
 from ...plain.sampling import selection as torch_selection
 from ..launch.tasks import Task, are_contiguous
-from ..rows.greedy import greedy
-from ..rows.row_kernel import has_regular_rows, in_torch
+from ..rows.row_kernels import greedy, has_regular_rows, in_torch
 from ..target import VECTOR_BYTES, padded
 
 NUM_BINS = 16 * 256  # that the search for a radius counts tokens in

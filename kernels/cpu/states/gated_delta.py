@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from ...checked import checked
+from ..formats import KINDS
 from ..launch.tasks import Task, are_contiguous
-from ..numbers import KINDS
-from ..rows.row_kernel import has_regular_rows, in_torch
+from ..rows.row_kernels import has_regular_rows, in_torch
 from ..target import LANES, padded
 
 WIDE = 4  # vectors of a unit's columns

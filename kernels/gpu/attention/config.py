@@ -94,7 +94,7 @@ def choose_config(
         BLOCK_G=heads,
         BLOCK_Q=rows // heads,
         TILE=tile,
-        ROW_PLACES=_row_places(use, dtype, family, converted, head_dim, value_dim or head_dim),
+        ROW_PLACES=_row_places(use, dtype, family, converted, rows, head_dim, value_dim or head_dim),
         num_warps=warps,
         num_stages=stages,
     )
@@ -210,7 +210,7 @@ _PADDED_TO_1024 = {
 
 
 def _row_places(
-    use: Use, dtype: torch.dtype, family: str, converted: bool, head_dim: int, value_dim: int
+    use: Use, dtype: torch.dtype, family: str, converted: bool, rows: int, head_dim: int, value_dim: int
 ) -> RowPlaces:
     is_float32 = dtype == torch.float32
     if use == "prefill":
@@ -221,4 +221,6 @@ def _row_places(
         return "recomputed" if converted and value_dim > 256 else "reloaded"
     if family == "consumer" and 64 < head_dim <= 128:
         return "reloaded"
+    if family in ("hopper", "blackwell") and rows == 16 and 256 < value_dim < head_dim and not converted:
+        return "reloaded"  # MLA: kept, they spill on sm_90, and on sm_100 take the registers of a third block
     return "recomputed" if value_dim < head_dim and value_dim <= 128 else "kept"

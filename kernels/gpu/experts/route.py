@@ -9,7 +9,7 @@ from ...checked import checked_as
 from ...checks import check_last_dim_contiguous
 from ...routing import RoutingOptions
 from ..launch import BoundLaunch, Launches, combination
-from ..rows.gelu_and_mul import sigmoid
+from ..rows.activations import sigmoid
 from ..sampling.filter_row import ordered, unordered
 from ..target import check_launchable
 

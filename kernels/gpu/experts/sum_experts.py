@@ -7,7 +7,7 @@ from torch import Tensor
 from ...checked import checked_as
 from ...checks import check_contiguous, check_last_dim_contiguous
 from ..launch import BoundLaunch, Launches, combination
-from ..rows.gelu_and_mul import sigmoid
+from ..rows.activations import sigmoid
 from ..target import check_launchable
 
 _BLOCK = 2048  # in bfloat16 16 bytes a thread of each expert, even for 256 threads: 4 warps on AMD

@@ -8,7 +8,7 @@ from ...checked import checked_as
 from ...checks import QUANTIZED_DTYPES, check_last_dim_contiguous, check_span
 from ..launch import BoundLaunch, Launches, combination
 from ..target import check_launchable, check_target, current_target
-from .rms_norm import weighted
+from .norms import weighted
 
 # Pairs (x1, x2) of a program: 16 bytes a thread for two warps. Each thread must own its pairs, see `_bind`.
 _TILE = 1024

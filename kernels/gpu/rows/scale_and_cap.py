@@ -8,7 +8,7 @@ from ...checked import checked_as
 from ...checks import check_last_dim_contiguous
 from ..launch import BoundLaunch, Launches, combination
 from ..target import check_launchable
-from .gelu_and_mul import sigmoid
+from .activations import sigmoid
 
 _BLOCK = 2048
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-# Limits of a row, f32 each: see filter_logits.row_limits.
+# Limits of a row, f32 each: see row_limits.row_limits.
 NUM_LIMITS = 7
 # Parameters of the rows, views at any offset.
 PARAMETERS = ("temperature_ptr", "min_p_ptr", "sigmas_ptr", "typical_ptr", "top_k_ptr", "top_p_ptr")

@@ -1,4 +1,4 @@
-"""The search for the thresholds of a row's filters, over the list of logits that `filter_logits` gathers."""
+"""The search for the thresholds of a row's filters, over the list of logits that `row_limits` gathers."""
 
 import triton
 import triton.language as tl

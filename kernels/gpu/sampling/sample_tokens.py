@@ -18,8 +18,8 @@ from ...checks import check_contiguous
 from ...gumbel import LN_2, LOG_POLYNOMIAL, SMALL_POLYNOMIAL, SQRT_HALF_BITS
 from ..launch import BoundLaunch, Launches, combination
 from ..target import check_launchable
-from .filter_logits import BLOCK, BlockMaxima, Filters, check_vocabulary, row_limits
 from .filter_row import NUM_LIMITS, kept_and_scaled, load_finite, max_or_nan, row_scale, scaled
+from .row_limits import BLOCK, BlockMaxima, Filters, check_vocabulary, row_limits
 
 _LN_2 = tl.constexpr(LN_2)
 _SQRT_HALF_BITS = tl.constexpr(SQRT_HALF_BITS)

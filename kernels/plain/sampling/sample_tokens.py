@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...checked import checked
-from ..rows.greedy import greedy
+from ..rows.row_kernels import greedy
 from . import selection as torch_selection
 from .selection import (
     candidates,

@@ -8,26 +8,25 @@ from typing import Any
 from ...base.errors import UnsupportedModelError
 from ..config import ModelConfig
 from ..spec import AttentionSpec
-from .build import (
+from .reading import (
     AROUND_SUBLAYERS,
+    Config,
     Family,
+    by_layer_type,
+    flag,
+    full_every,
+    layer_types_of,
     read_attention,
     read_feed_forward,
     read_model,
     read_norm,
     repeat,
-)
-from .reading import (
-    Config,
-    flag,
-    full_every,
-    layer_types_of,
+    ropes_by_type,
     size,
     softcap_of,
     window_of,
     windows_of,
 )
-from .rope import by_layer_type, ropes_by_type
 
 _GEMMA2 = {
     "max_position_embeddings": 8192,

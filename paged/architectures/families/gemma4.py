@@ -9,10 +9,24 @@ from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import check_int, check_number, shown
 from ..config import LayerInputs, ModelConfig, TensorNames
 from ..spec import KVShape, LayerSpec
-from .build import AROUND_SUBLAYERS, Family, read_attention, read_feed_forward, read_model
 from .moe import GEMMA4_PARTS, GEMMA4_STACKS, gemma4_experts
-from .reading import CEILINGS, Config, flag, full_every, head_dim_of, layer_types_of, size, softcap_of
-from .rope import by_layer_type, ropes_by_type
+from .reading import (
+    AROUND_SUBLAYERS,
+    CEILINGS,
+    Config,
+    Family,
+    by_layer_type,
+    flag,
+    full_every,
+    head_dim_of,
+    layer_types_of,
+    read_attention,
+    read_feed_forward,
+    read_model,
+    ropes_by_type,
+    size,
+    softcap_of,
+)
 
 GEMMA4_UNIFIED = {
     "max_position_embeddings": 262144,

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..spec import NormNames
-from .build import (
+from .reading import (
+    Config,
     Family,
+    flag,
     read_attention,
     read_feed_forward,
     read_model,
+    read_rope,
     repeat,
 )
-from .reading import (
-    Config,
-    flag,
-)
-from .rope import read_rope
 
 _GLM4 = {
     "max_position_embeddings": 131072,

@@ -8,9 +8,21 @@ from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import check_number, shown
 from ..config import ROTARY_BUFFERS, ModelConfig, TensorNames
 from ..spec import NO_ROPE, FeedForwardSpec
-from .build import Family, read_attention, read_feed_forward, read_model, read_norm, repeat
-from .reading import Config, activation_of, flag, size
-from .rope import MAX_ROPE_THETA, own_rope, read_rope
+from .reading import (
+    MAX_ROPE_THETA,
+    Config,
+    Family,
+    activation_of,
+    flag,
+    own_rope,
+    read_attention,
+    read_feed_forward,
+    read_model,
+    read_norm,
+    read_rope,
+    repeat,
+    size,
+)
 
 GPT2 = {
     "max_position_embeddings": 1024,

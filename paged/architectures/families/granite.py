@@ -9,25 +9,24 @@ from ...base.errors import CheckpointError
 from ...base.validation import check_number, shown
 from ..config import ModelConfig
 from ..spec import NO_ROPE
-from .build import (
+from .llama import LLAMA
+from .reading import (
+    MAX_ROPE_THETA,
+    Config,
     Family,
+    factor,
+    flag,
     granite_fields,
+    layer_types_of,
     read_attention,
     read_feed_forward,
     read_model,
+    read_rope,
     repeat,
-)
-from .llama import LLAMA
-from .reading import (
-    Config,
-    factor,
-    flag,
-    layer_types_of,
     size,
     window_of,
     windows_of,
 )
-from .rope import MAX_ROPE_THETA, read_rope
 
 _GRANITE = {
     **LLAMA,

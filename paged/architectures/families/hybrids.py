@@ -10,10 +10,21 @@ from ...base.validation import check_int, check_number, shown
 from ..config import ModelConfig, TensorNames
 from ..spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, NormNames
 from ..states import StateSpec
-from .build import Family, read_attention, read_feed_forward, read_model, read_norm
 from .moe import dense_of_qwen, read_experts, stacks_of
-from .reading import CEILINGS, Config, factor, flag, layer_types_of, size
-from .rope import read_rope
+from .reading import (
+    CEILINGS,
+    Config,
+    Family,
+    factor,
+    flag,
+    layer_types_of,
+    read_attention,
+    read_feed_forward,
+    read_model,
+    read_norm,
+    read_rope,
+    size,
+)
 
 _QWEN = {
     "max_position_embeddings": 32768,

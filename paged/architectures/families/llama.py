@@ -7,23 +7,22 @@ from dataclasses import replace
 from ...base.errors import CheckpointError
 from ...base.validation import check_number
 from ..config import ModelConfig
-from .build import (
-    Family,
-    read_attention,
-    read_feed_forward,
-    read_model,
-    repeat,
-)
 from .reading import (
     MAX_FACTOR,
     Config,
+    Family,
     flag,
     layer_types_of,
+    own_rope,
+    read_attention,
+    read_feed_forward,
+    read_model,
+    read_rope,
+    repeat,
     size,
     window_of,
     windows_of,
 )
-from .rope import own_rope, read_rope
 
 LLAMA = {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
 _MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}

@@ -10,9 +10,25 @@ from ...base.validation import check_int, check_number, shown
 from ...kernels.routing import RoutingOptions
 from ..config import ExpertStack, ModelConfig, TensorNames
 from ..spec import ExpertsSpec, FeedForwardSpec, LayerSpec
-from .build import Family, granite_fields, read_attention, read_feed_forward, read_model, repeat
-from .reading import CEILINGS, Config, factor, flag, full_every, layer_types_of, size, window_of, windows_of
-from .rope import own_rope, read_rope
+from .reading import (
+    CEILINGS,
+    Config,
+    Family,
+    factor,
+    flag,
+    full_every,
+    granite_fields,
+    layer_types_of,
+    own_rope,
+    read_attention,
+    read_feed_forward,
+    read_model,
+    read_rope,
+    repeat,
+    size,
+    window_of,
+    windows_of,
+)
 
 # Of all layers together: each expert is two modules, which are made before a tensor is looked at.
 MOST_EXPERTS = 2**16

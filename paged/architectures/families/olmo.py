@@ -6,20 +6,19 @@ from typing import Any
 
 from ..config import ModelConfig
 from ..spec import NormNames
-from .build import (
+from .reading import (
+    Config,
     Family,
+    by_layer_type,
+    flag,
+    full_every,
+    layer_types_of,
     read_attention,
     read_feed_forward,
     read_model,
     repeat,
+    ropes_by_type,
 )
-from .reading import (
-    Config,
-    flag,
-    full_every,
-    layer_types_of,
-)
-from .rope import by_layer_type, ropes_by_type
 
 _OLMO2 = {"max_position_embeddings": 2048, "attention_bias": False, "rms_norm_eps": 1e-5}
 _OLMO3 = {**_OLMO2, "sliding_window": 4096}

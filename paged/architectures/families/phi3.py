@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from ...base.errors import UnsupportedModelError
 from ..config import ModelConfig
-from .build import (
+from .reading import (
+    Config,
     Family,
+    own_rope,
     read_attention,
     read_feed_forward,
     read_model,
+    read_rope,
     repeat,
-)
-from .reading import (
-    Config,
     window_of,
 )
-from .rope import own_rope, read_rope
 
 _PHI3 = {
     "max_position_embeddings": 4096,

@@ -5,17 +5,15 @@ from __future__ import annotations
 from ...base.errors import CheckpointError
 from ...base.validation import check_int
 from ..config import ModelConfig
-from .build import (
+from .reading import (
+    Config,
     Family,
+    flag,
+    layer_types_of,
     read_attention,
     read_feed_forward,
     read_model,
     repeat,
-)
-from .reading import (
-    Config,
-    flag,
-    layer_types_of,
     size,
     window_of,
     windows_of,

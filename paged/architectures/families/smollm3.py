@@ -8,24 +8,22 @@ from ...base.errors import CheckpointError
 from ...base.validation import shown
 from ..config import ModelConfig
 from ..spec import NO_ROPE
-from .build import (
-    Family,
-    read_attention,
-    read_feed_forward,
-    read_model,
-    repeat,
-)
 from .llama import LLAMA
 from .reading import (
     Config,
+    Family,
     flag,
     full_every,
     layer_types_of,
+    read_attention,
+    read_feed_forward,
+    read_model,
+    read_rope,
+    repeat,
     size,
     window_of,
     windows_of,
 )
-from .rope import read_rope
 
 _SMOLLM3 = {
     **LLAMA,

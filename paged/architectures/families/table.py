@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from .build import Family
+    from .reading import Family
 
 # The defaults of transformers' classes, for keys that config.json leaves out.
 COMMON = {

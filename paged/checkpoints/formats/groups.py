@@ -1,4 +1,7 @@
-"""Groups of inputs that share factors, words that pack codes, and what factors must be."""
+"""Groups of inputs that share factors, words that pack codes, and what factors must be.
+
+Integers are weights that are (code - zero) * scale. ScaleLayout: scales by tensor, output, group, or block.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ...architectures.schemes import Scheme
 from ...kernels.half_bytes import HalfBytes
-from ..stored import ValueCheck
+from ..coded import CodedWeight, Factors, Weight
+from ..stored import Layout, StoredPart, ValueCheck
 
 SCALES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of scales that are floats
 
@@ -96,3 +101,107 @@ def rows_of(words: Tensor, bits: int) -> Tensor:  # i32[n, m] -> u8[n * codes in
 
 def _bytes_of(words: Tensor) -> Tensor:
     return words.contiguous().view(-1).view(torch.uint8).view(*words.shape[:-1], -1)
+
+
+SIGNED = tuple(map(float, range(-8, 8)))  # of 4-bit codes around 8
+
+
+@dataclass(frozen=True)
+class Integers:
+    """What makes a weight of codes and factors.
+
+    Half of their range is subtracted from unsigned codes and zeros, whose difference stays the same.
+    """
+
+    bits: int
+    groups: InputGroups
+    dtype: torch.dtype  # of the model
+
+    def weight(self, codes: Tensor | HalfBytes, scale: Tensor, zero: Tensor | None) -> Weight:
+        """Make a weight of unsigned codes [num_rows, num_inputs] and unsigned zeros for each group."""
+        middle = 1 << self.bits - 1
+        around = None if zero is None else zero.to(torch.int16) - middle
+        if self.bits == 4:
+            return self._made(codes, SIGNED, scale, around)
+        assert isinstance(codes, Tensor), "codes of 8 bits are whole bytes"
+        return self._made((codes ^ middle).view(torch.int8), None, scale, around)
+
+    def signed_weight(self, numbers: Tensor, scale: Tensor, zero: Tensor | None) -> Weight:
+        """Make a weight of numbers, i8[num_rows, num_inputs], and zeros as they are."""
+        return self._made(numbers, None, scale, None if zero is None else zero.to(torch.int16))
+
+    def _made(
+        self,
+        codes: Tensor | HalfBytes,
+        table: tuple[float, ...] | None,
+        scale: Tensor,
+        zero: Tensor | None,
+    ) -> Weight:
+        codes = self.groups.sort(codes)
+        scale = self.groups.expand(scale)
+        order = self.groups.order
+        if zero is None or not bool(zero.any()):
+            return CodedWeight(codes, Factors(scale), table, order)
+        zero = self.groups.expand(zero)
+        if scale.dtype != torch.float32:
+            fits = int(zero.max()) < 128
+            return CodedWeight(codes, Factors(scale, zero.to(torch.int8) if fits else zero), table, order)
+        # zero * scale would be rounded, where number * scale is as well: subtract the zeros from the numbers.
+        whole = codes.unpacked() if isinstance(codes, HalfBytes) else codes
+        numbers = whole.to(torch.int16) if table is None else whole.to(torch.int16) - 8
+        numbers = numbers.view(len(codes), zero.shape[1], -1) - zero[..., None]
+        if int(numbers.min()) < -128 or int(numbers.max()) > 127:
+            return CodedWeight(codes, Factors(scale, zero), table, order).floats().to(self.dtype)
+        return CodedWeight(numbers.to(torch.int8).flatten(1), Factors(scale), None, order)
+
+
+@dataclass(frozen=True)
+class ScaleLayout:
+    """How scales of a weight are stored."""
+
+    rows: int | None  # how many outputs a scale is for; None: all
+    inputs: int | None
+    shape: tuple[int, ...]  # of a scale for all inputs: () or (1,), as writers differ
+    dtype: torch.dtype  # in memory
+
+    @classmethod
+    def of(cls, scheme: Scheme, part: StoredPart, name: str) -> ScaleLayout:
+        """Return the layout of a part's scales."""
+        tensor = part.get(name)
+        shape = [1] if tensor is None else tensor.shape
+        own = shape if scheme.scale_rows is None else shape[1:]
+        is_one = math.prod(own) == 1 and len(own) <= 1
+        dtype = torch.float32 if tensor is None else tensor.dtype
+        if dtype == torch.float8_e8m0fnu:
+            dtype = torch.bfloat16  # which holds all its numbers
+        return cls(
+            scheme.scale_rows,
+            scheme.scale_inputs,
+            tuple(own) if is_one else (1,),
+            dtype if dtype in SCALES else torch.float32,
+        )
+
+    def num_groups(self, num_inputs: int) -> int:
+        """Return how many scales a row of this many inputs has."""
+        return 1 if self.inputs is None else -(-num_inputs // self.inputs)
+
+    def layout(self, num_inputs: int) -> Layout:
+        """Return the layout of the scales."""
+        columns = self.shape if self.inputs is None else (self.num_groups(num_inputs),)
+        return Layout(
+            columns,
+            self.dtype,
+            None if self.rows is None else 0,
+            self.rows or 1,
+            stored_dtypes=(*SCALES, torch.float8_e8m0fnu),
+            check=FINITE,
+        )
+
+    def layout_of_zeros(self, num_inputs: int) -> Layout:
+        """Return the layout of integer zeros, one for each scale."""
+        layout = self.layout(num_inputs)
+        return layout._replace(dtype=torch.int8, stored_dtypes=(torch.int8,), check=None)
+
+    def by_row(self, values: Tensor) -> Tensor:
+        """Return what was read by `layout` as [num_rows, num_groups]."""
+        return values.view(len(values), -1)

@@ -7,14 +7,11 @@ from collections.abc import Callable, Mapping
 from ...architectures.config import TensorNames
 from ...architectures.schemes import Kind, Module, Quantization, Rule, Scheme
 from ...base.errors import CheckpointError, UnsupportedModelError
-from ..sources import StoredTensor
-from ..stored import FLOATS, Recognizer, StoredFormat, StoredPart
-from .awq import awq_format
+from ..stored import FLOATS, Recognizer, StoredFormat, StoredPart, StoredTensor
 from .fp4 import mxfp4_format, nvfp4_format
 from .gguf import gguf_format
-from .gptq import gptq_format
-from .packed import packed_format
 from .whole_bytes import fp8_format, integer_format
+from .words import awq_format, gptq_format, packed_format
 
 _FORMATS: Mapping[Kind, Callable[[Scheme, StoredPart], StoredFormat]] = {
     "gptq": gptq_format,

@@ -11,9 +11,7 @@ from torch import Tensor
 from ...architectures.schemes import Scheme
 from ..coded import CodedWeight, Factors, Weight
 from ..stored import Layout, StoredFormat, StoredPart
-from .groups import NO_NAN, InputGroups
-from .integers import Integers
-from .scales import ScaleLayout
+from .groups import NO_NAN, InputGroups, Integers, ScaleLayout
 
 
 @dataclass(frozen=True)

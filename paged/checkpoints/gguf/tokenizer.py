@@ -13,7 +13,7 @@ from .metadata import Metadata
 
 _PREFIX = "tokenizer.ggml."
 # The types of tokens.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = range(1, 6)
 _SPACE = "▁"
 # Special tokens of tokenizer_config.json.
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}

@@ -22,8 +22,7 @@ from ..part import Shard
 from ..weights.loading import KVScales, Loadable, Loader
 from .linear import Linear
 from .norms import RMSNorm
-from .rotary import rotated_order
-from .token_rows import TokenRows
+from .rotary import TokenRows, rotated_order
 
 
 class Attention(Loadable):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
@@ -225,3 +226,19 @@ def rotated_order(rope: RopeConfig, head_dim: int) -> Tensor | None:  # i64[head
     halves = (rotated[::2], rotated[1::2]) if rope.interleaved else rotated.chunk(2)
     both = zip(halves, others.tensor_split(2), strict=True)
     return torch.cat([part for half in both for part in half])
+
+
+class TokenRows(NamedTuple):
+    """Values that every layer gets for each token: row i belongs to token i.
+
+    angles: of each rotary embedding of the model.
+    inputs: of all layers, see PerLayerEmbeddings; None: the model has none.
+    """
+
+    angles: Sequence[Angles]
+    inputs: Tensor | None
+
+    def take(self, indices: Tensor, kernels: Kernels) -> TokenRows:
+        """Return the rows with these indices, i64[n]."""
+        inputs = None if self.inputs is None else kernels.take_rows(self.inputs, indices)
+        return TokenRows([angles.take(indices, kernels) for angles in self.angles], inputs)

@@ -19,7 +19,7 @@ from ..part import Shard
 from ..weights.loading import Loadable, Loader
 from .linear import Linear
 from .norms import RMSNorm
-from .token_rows import TokenRows
+from .rotary import TokenRows
 
 
 def new_state_layer(config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> StateLayer:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ...architectures.config import LAYERS, ModelConfig
 from ...base.errors import CheckpointError
-from ...checkpoints.sources import Sources, StoredTensor
-from ...checkpoints.stored import FLOATS
+from ...checkpoints.stored import FLOATS, Sources, StoredTensor
 from .loading import KVScales
 
 # By what they end in, within a layer's self_attn: one for both, and those of each.

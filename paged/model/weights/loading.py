@@ -20,13 +20,14 @@ from ...base.errors import CheckpointError
 from ...base.garbage import without_collection
 from ...checkpoints.coded import Weight
 from ...checkpoints.safetensors_file import SafetensorsFile
-from ...checkpoints.sources import Sources, StoredTensor
 from ...checkpoints.stored import (
     FLOATS,
     Layout,
     Recognizer,
+    Sources,
     StoredPart,
     StoredRows,
+    StoredTensor,
     StoredWeight,
     check_values,
     float_layout,

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.gguf.gguf_file import GgmlType, GgufTensor
-from ...checkpoints.sources import StoredTensor
-from ...checkpoints.stored import Layout, StoredPart, StoredRows, StoredWeight
+from ...checkpoints.stored import Layout, StoredPart, StoredRows, StoredTensor, StoredWeight
 from .forms import Role, WeightForm
 from .loading import Loadable, Loader
 
@@ -27,11 +26,10 @@ _SIZE = 0.02  # of weights; scales are positive and about as large
 
 
 class Sample(NamedTuple):
-    """Some rows of a weight in their form. whole_rows: how many the weight has."""
+    """Some rows of a weight in their form."""
 
     form: WeightForm
     num_rows: int
-    whole_rows: int
     num_inputs: int
     make: Callable[[int], WeightForm]  # of so many rows
 
@@ -140,7 +138,7 @@ class WeightSampler:
         dtypes = tuple(tensor.dtype for tensor in real.values())
         key = stored.format, whole_rows, first.num_inputs, role, has_bias, is_precise, dtypes
         if key not in self._made:
-            self._made[key] = Sample(make(num_rows), num_rows, whole_rows, first.num_inputs, make)
+            self._made[key] = Sample(make(num_rows), num_rows, first.num_inputs, make)
         return self._made[key]
 
 

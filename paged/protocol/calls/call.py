@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ...base.errors import PagedError, RequestError
 from ...base.fields import FieldTable
 from ...options.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from ...requests.prompts import Prompt
-from ...requests.request import RequestOutput
+from ...requests.request import Prompt, RequestOutput
 from ..answers.chunks import Chunks
 from ..answers.places import Decoding
 from ..fields.sampling import SAMPLING_KINDS, check_most_logprobs, constraint_of, field_of_part

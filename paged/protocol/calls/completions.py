@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.errors import RequestError
 from ...base.fields import Field, FieldTable, refused
 from ...base.kinds import Boolean, Integer
-from ...requests.prompts import Prompt
-from ...requests.request import RequestOutput
+from ...requests.request import Prompt, RequestOutput
 from ..answers.chunks import Head
 from ..answers.completions import CompletionChunks, CompletionForm, Echo, completion_body
 from ..fields.common import ADD_SPECIAL_TOKENS, ANSWER_FIELDS, BASE_FIELDS, PROMPTS

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...chat.answer_reader import AnswerReader, TokenText
 from ...chat.plan import ToolPlan
 from ...options.sampling_params import StructuredOutputsParams
-from ...requests.prompts import Prompt
+from ...requests.request import Prompt
 from ..answers.chats import ChatForm
 from ..limits import Limits
 from .call import AnswerCall

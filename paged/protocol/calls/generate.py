@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import PagedError
 from ...base.fields import Field, FieldTable
-from ...base.kinds import AnyJSON, Boolean, Choice, ListOf, OneOf
+from ...base.json_kinds import AnyJSON, Choice, ListOf, OneOf
+from ...base.kinds import Boolean
 from ...options.sampling_params import SamplingParams
-from ...requests.prompts import Prompt
-from ...requests.request import CompletionOutput, RequestOutput
+from ...requests.request import CompletionOutput, Prompt, RequestOutput
 from ..answers.errors import error_body, failure_of, status_of
 from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS
 from ..fields.sampling import SAMPLING_FIELDS, check_most_logprobs, sampling_field

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import RequestError
 from ...base.fields import Field, FieldTable
-from ...base.kinds import Boolean, Text, TokenIds
+from ...base.json_kinds import Text, TokenIds
+from ...base.kinds import Boolean
 from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, TEMPLATE_FIELDS
 from ..fields.messages import MESSAGES
 from ..fields.tools import TOOLS

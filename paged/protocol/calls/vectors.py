@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import RequestError
 from ...base.fields import Field, FieldTable, refused
-from ...base.kinds import Boolean, Choice, Integer, ListOf, OneOf, Text, TokenIds
+from ...base.json_kinds import Choice, ListOf, OneOf, Text, TokenIds
+from ...base.kinds import Boolean, Integer
 from ...checkpoints.embedding_files import POOLINGS
 from ...engine.embedding import EmbeddingOptions, EmbeddingRequestOutput
 from ...engine.scoring import ScoreOutput
-from ...requests.prompts import Prompt
+from ...requests.request import Prompt
 from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, ENCODING_FORMAT, PROMPTS
 from ..fields.sampling import sampling_field
 from ..jobs import finite

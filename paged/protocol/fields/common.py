@@ -1,10 +1,34 @@
-"""The fields that several request bodies share."""
+"""The fields that several request bodies share, and priorities: a number, or one of its names."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...base.fields import Field, FieldTable, ObjectOf, ignored, refused
-from ...base.kinds import Boolean, Choice, JSONObject, ListOf, OneOf, PrintableText, Text, TokenIds
+from ...base.json_kinds import Choice, JSONObject, ListOf, OneOf, PrintableText, Text, TokenIds
+from ...base.kinds import Boolean, Kind, Number, Schema
 from ..limits import MAX_NAME_LENGTH, MAX_PROMPTS, MAX_REQUEST_ID_LENGTH
+
+# A lower number goes first.
+PRIORITIES = {"high": -10.0, "normal": 0.0, "low": 10.0}
+
+
+class PriorityKind(Kind):
+    """A number, or one of PRIORITIES, which is parsed to its number."""
+
+    types = (int, float, str)
+    _kinds = OneOf((Number(), Choice(tuple(PRIORITIES))))
+
+    def parse(self, name: str, value: Any) -> float:
+        found, _ = self._kinds.parts(name, value)
+        return PRIORITIES[found] if isinstance(found, str) else found
+
+    def schema(self) -> Schema:
+        return self._kinds.schema()
+
+    def __str__(self) -> str:
+        return str(self._kinds)
+
 
 STREAM_OPTIONS = FieldTable(
     "stream_options",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ...base.errors import RequestError
 from ...base.fields import Field, FieldTable, ObjectOf, refused
-from ...base.kinds import Choice, JSONObject, Kind, ListOf, OneOf, Schema, Text
+from ...base.json_kinds import Choice, JSONObject, ListOf, OneOf, Text
+from ...base.kinds import Kind, Schema
 from ...base.validation import shown
 from ..limits import MAX_MESSAGES
 

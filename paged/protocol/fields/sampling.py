@@ -11,19 +11,8 @@ from ...base.docstrings import field_texts
 from ...base.errors import PagedError, RequestError
 from ...base.fields import Field, FieldTable, ObjectOf, Tagged, ignored, refused
 from ...base.from_vllm import Neutral, neutral_of
-from ...base.kinds import (
-    Boolean,
-    Choice,
-    Integer,
-    JSONObject,
-    Kind,
-    ListOf,
-    OneOf,
-    Schema,
-    Text,
-    TokenIds,
-    kinds_of,
-)
+from ...base.json_kinds import Choice, JSONObject, ListOf, OneOf, Text, TokenIds
+from ...base.kinds import Boolean, Integer, Kind, Schema, kinds_of
 from ...base.validation import shown
 from ...options.sampling_params import (
     BIAS,
@@ -35,7 +24,7 @@ from ...options.sampling_params import (
 )
 from ...options.structural_tag import FORM_FIELDS, TAG_FORMS, StructuralTag
 from ..limits import MAX_LOGIT_BIASES, MAX_N, MAX_NAME_LENGTH, MAX_STOP_STRINGS
-from .priority import PriorityKind
+from .common import PriorityKind
 
 
 @dataclass(frozen=True, slots=True)

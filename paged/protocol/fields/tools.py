@@ -8,7 +8,8 @@ from typing import Any
 
 from ...base.errors import RequestError
 from ...base.fields import Field, FieldTable, ObjectOf, Tagged
-from ...base.kinds import Boolean, Choice, JSONObject, ListOf, OneOf, Schema, Text
+from ...base.json_kinds import Choice, JSONObject, ListOf, OneOf, Text
+from ...base.kinds import Boolean, Schema
 from ...base.validation import shown
 from ...chat.tools import MAX_FUNCTION_NAME, MAX_TOOLS
 

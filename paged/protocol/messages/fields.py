@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from ...base.fields import Field, FieldTable, ObjectOf, Tagged, ignored, refused
-from ...base.kinds import Boolean, Choice, Integer, JSONObject, ListOf, OneOf, Text
+from ...base.json_kinds import Choice, JSONObject, ListOf, OneOf, Text
+from ...base.kinds import Boolean, Integer
 from ...chat.tools import MAX_TOOLS
 from ..fields.builtin_tools import FunctionOrBuiltin
 from ..fields.common import COMMON_FIELDS, INCLUDE_REASONING, NO_THINKING_FIELD, TEMPLATE_KWARGS

@@ -1,16 +1,16 @@
-"""ResponseCall: a body of /v1/responses."""
+"""ResponseCall: a body of /v1/responses; and conversations whose oldest messages are left out to fit."""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import RequestError
 from ...options.sampling_params import SamplingParams
-from ...requests.prompts import Prompt
-from ...requests.request import RequestOutput
+from ...requests.request import Prompt, RequestOutput
 from ..answers.chunks import Head
 from ..calls.call import OwnNames
 from ..calls.conversation_call import ConversationCall
@@ -19,11 +19,43 @@ from ..fields.sampling import check_most_logprobs
 from ..limits import Limits
 from .events import RESPONSE_PREFIX, ResponseEvents
 from .fields import RESPONSE_TABLE, TEXT_LOGPROBS
-from .items import Item, Message, messages_of, turn_of, with_instructions
-from .truncation import fitting
+from .items import Item, Message, messages_of, num_system, turn_of, with_instructions
 
 if TYPE_CHECKING:
     from ...engine.model_text import ModelText
+
+
+def fitting(messages: Sequence[Message], fits: Callable[[Sequence[Message]], bool]) -> Sequence[Message]:
+    """Return the messages without as few of the oldest as makes the rest fit.
+
+    The system messages at the beginning and the last message stay, and no result stays without its call.
+
+    fits: returns whether messages fit; fewer of them fit if more do.
+    """
+    if fits(messages):
+        return messages
+    num_kept = num_system(messages)
+    kept = messages[:num_kept]
+    cuts = [cut for cut in _cuts(messages) if cut > num_kept]
+    if not cuts:
+        return messages
+    at = bisect_left(cuts, True, key=lambda cut: fits([*kept, *messages[cut:]]))
+    return [*kept, *messages[cuts[min(at, len(cuts) - 1)] :]]  # the engine says by how much it is too long
+
+
+def _cuts(messages: Sequence[Message]) -> list[int]:
+    """Return where a conversation can begin: no call before has its result after."""
+    results = {message["tool_call_id"] for message in messages if message["role"] == "tool"}
+    waiting = set[str]()
+    cuts = []
+    for i, message in enumerate(messages):
+        if not waiting:
+            cuts.append(i)
+        if message["role"] == "tool":
+            waiting.discard(message["tool_call_id"])
+        waiting |= results & {call["id"] for call in message.get("tool_calls", ())}
+    return cuts
+
 
 Keep = Callable[[dict[str, Any], Sequence[Message]], bool]
 

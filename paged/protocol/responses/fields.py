@@ -9,18 +9,8 @@ from typing import Any, ClassVar
 
 from ...base.errors import RequestError
 from ...base.fields import Field, FieldTable, ObjectOf, Tagged, ignored, refused
-from ...base.kinds import (
-    Boolean,
-    Choice,
-    Integer,
-    JSONObject,
-    Kind,
-    ListOf,
-    OneOf,
-    Schema,
-    Text,
-    named_parts,
-)
+from ...base.json_kinds import Choice, JSONObject, ListOf, OneOf, Text, named_parts
+from ...base.kinds import Boolean, Integer, Kind, Schema
 from ...base.validation import shown
 from ...chat.tools import MAX_TOOLS
 from ..fields.builtin_tools import FunctionOrBuiltin

@@ -15,8 +15,9 @@ from typing import Any
 
 from ...base.errors import ConfigError, PagedError, RequestError, ResourceError
 from ...base.fields import Field, FieldTable
-from ...base.kinds import Integer, Kind, ListOf, Number, Schema, Text
-from ...protocol.fields.priority import PriorityKind
+from ...base.json_kinds import ListOf, Text
+from ...base.kinds import Integer, Kind, Number, Schema
+from ...protocol.fields.common import PriorityKind
 from ...protocol.limits import MAX_NAME_LENGTH
 
 MAX_FILE_BYTES = 2**26

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from ...base.errors import ConfigError
-from ...protocol.fields.priority import PRIORITIES
+from ...protocol.fields.common import PRIORITIES
 from .key_file import KeyEntry, digest_of, read_keys
 from .limits import Clock, KeyUsage
 

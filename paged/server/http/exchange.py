@@ -20,10 +20,9 @@ from ...protocol.endpoints import Access
 from ...requests.request import RequestOutput
 from ..access.limits import Admission, KeyUsage
 from ..telemetry.records import RequestRecord
-from .body_budget import BodyBudget, BodyRoom
+from .budgets import BodyBudget, BodyRoom, ResponseBudget
 from .failures import Header, HttpError
 from .large_json import PARSED_AT_ONCE, parse_body
-from .response_budget import ResponseBudget
 
 T = TypeVar("T")
 JSON, EVENTS, JSON_LINES = "application/json", "text/event-stream; charset=utf-8", "application/x-ndjson"

@@ -24,7 +24,7 @@ from .readers import MergedOutcomes, OnOutput, Outcome, finished_outcomes, num_p
 from .streaming import Events, Lines, send_stream
 
 if TYPE_CHECKING:
-    from ...requests.prompts import Prompt
+    from ...requests.request import Prompt
 
 BYTES_OF_PART = 16  # of a body, which may be echoed: about as much work as a token of an answer
 

@@ -10,7 +10,7 @@ from ...engine.embedding import EmbeddingRequestOutput
 from ...engine.scoring import names_of_scores
 from ...protocol.answers.errors import failure_of
 from ...protocol.calls.vectors import EmbeddingCall, ScoreCall
-from ...requests.prompts import Prompt
+from ...requests.request import Prompt
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange, until_disconnect
 from ..http.failures import HttpError

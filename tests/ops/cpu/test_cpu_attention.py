@@ -1,5 +1,6 @@
 """The CPU kernels for attention and rows: every option, batch invariance, threads."""
 
+import itertools
 import random
 import threading
 
@@ -13,11 +14,11 @@ from paged.kernels.attention_options import MAX_GROUP
 from paged.kernels.cpu import backend as numba_kernels
 from paged.kernels.cpu.attention.paged_attention import (
     LEAST_ROWS,
+    SPLIT_KEYS,
     paged_attention,
     plan_attention,
     plan_units,
 )
-from paged.kernels.cpu.attention.units import SPLIT_KEYS
 from paged.kernels.cpu.compiled.simd.memory import load, store
 from paged.kernels.cpu.compiled.simd.vectors import exp2, exp2_of_negative
 from paged.kernels.cpu.launch import tasks
@@ -108,9 +109,10 @@ def test_splits_outside_of_the_window_weigh_nothing(num_threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 4, 8], ids="num_kv_heads={}".format)
-@pytest.mark.parametrize(("dtype", "head_dim", "cache"), SHAPES, ids=str)
-def test_decodes_have_the_same_bits_in_a_batch_and_alone(dtype, head_dim, cache, num_kv_heads):
+@pytest.mark.parametrize(("num_kv_heads", "shape"), [*zip(itertools.cycle([1, 4, 8]), SHAPES)], ids=str)
+def test_decodes_have_the_same_bits_in_a_batch_and_alone(num_kv_heads, shape):
+    """In turns, each kind of cache meets each number of heads."""
+    dtype, head_dim, cache = shape
     seq_lens = [3, 64, 65, 1000, 130, 7, 900, 1025, 64, 12]
     options = {"num_heads": 8, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
     case = case_over(cache, seq_lens, [1] * len(seq_lens), **options)
@@ -302,8 +304,13 @@ def test_rows_of_any_length_are_not_left_to_torch(size, dtype, monkeypatch):
     caches = cache[..., :-1]
     for name in ("rms_norm", "rms_norm_into", "gelu", "add", "scale_and_cap", "scale_rows"):
         monkeypatch.delattr(reference, name)
-    for name in ("silu_and_mul", "gelu_and_mul", "layer_norm", "rotary_store_kv"):
-        monkeypatch.delattr(f"paged.kernels.cpu.rows.{name}.by_torch")
+    for place in (
+        "row_kernels.silu_and_mul",
+        "row_kernels.gelu_and_mul",
+        "norms.layer_norm",
+        "rotary_store_kv.rotary_store_kv",
+    ):
+        monkeypatch.delattr(f"paged.kernels.cpu.rows.{place}_by_torch")
     numba_kernels.rms_norm_into(x, weight, 1e-6, x.clone())
     numba_kernels.gelu_and_mul(x)
     numba_kernels.layer_norm(x, weight, weight, 1e-6, x.clone())

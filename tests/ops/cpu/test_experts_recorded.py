@@ -9,8 +9,7 @@ from paged.kernels.cpu.launch.graph import Graph, Recorder, column
 from paged.kernels.cpu.linear import linear as module
 from paged.kernels.cpu.linear.amx_linear import TILES
 from paged.kernels.cpu.linear.linear import LINEAR
-from paged.kernels.cpu.rows.route import route
-from paged.kernels.cpu.rows.sort_by_expert import sort_by_expert
+from paged.kernels.cpu.rows.experts import route, sort_by_expert
 from paged.kernels.cpu.target import HAS_DOT
 from paged.kernels.expert_panels import ExpertPanels, grouped_panel_linear
 from paged.kernels.panels import pack

@@ -18,7 +18,7 @@ import paged
 from paged.kernels.cpu import compiling
 from paged.kernels.cpu.compiled import kernels
 from paged.kernels.cpu.compiled.loading import place_by_llvm
-from paged.kernels.cpu.launch import code_cache, object_code
+from paged.kernels.cpu.launch import code_cache, machine_code
 
 SCRIPT = """
     import ctypes, sys
@@ -102,7 +102,7 @@ def test_llvm_and_the_loader_place_the_same_code():
     compiling.compile_ahead()
     for name in compiling.SECONDS:
         symbol, code = code_cache.find(name)
-        for place in (object_code.place, place_by_llvm):
+        for place in (machine_code.place, place_by_llvm):
             address, owner = place(symbol, code)
             assert address
             assert owner is not None
@@ -110,8 +110,8 @@ def test_llvm_and_the_loader_place_the_same_code():
 
 @pytest.mark.parametrize("damage", [b"", b"\x7fELF", b"MZ" * 40, b"\x7fELF\x02\x01\x01" + bytes(80)], ids=len)
 def test_another_kind_of_object_file_is_left_to_llvm(damage):
-    with pytest.raises(object_code.UnknownRelocationError):
-        object_code.place("symbol", damage)
+    with pytest.raises(machine_code.UnknownRelocationError):
+        machine_code.place("symbol", damage)
 
 
 def test_code_that_others_may_have_written_is_not_run(run, tmp_path):

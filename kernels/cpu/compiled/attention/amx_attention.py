@@ -10,8 +10,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from ...attention.units import TILE, TILE_BYTES
-from ...numbers import BFLOAT16, FLOAT32
+from ...attention.paged_attention import TILE, TILE_BYTES
+from ...formats import BFLOAT16, FLOAT32
 from ...target import LANES, LINE, STEPS, TILE_ROWS, VECTOR_BYTES
 from ..products.amx import NO_SUPPLY, Block, configure, emit_tile, multiply_pairs, write_settings
 from ..simd import emit

@@ -1,7 +1,7 @@
 """Where the keys and values of a tile lie: the block table, read by numba code. Addresses are int64."""
 
-from ...attention.units import TILE
-from ...numbers import FLOAT32
+from ...attention.paged_attention import TILE
+from ...formats import FLOAT32
 from ...target import LANES, TILE_ROWS
 from ..simd.memory import get_int, get_long, load_up_to, set_long, store_some_as
 from ..simd.vectors import function

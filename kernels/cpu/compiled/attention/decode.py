@@ -4,9 +4,8 @@ A decode reads every number of K and V once, for one query token. To copy them i
 prompts do, where many rows share them, would take as long as to read them.
 """
 
-from ...attention.units import TILE, TILE_BYTES
-from ...formats import BFLOAT16_PAIRS
-from ...numbers import BFLOAT16, FLOAT32
+from ...attention.paged_attention import TILE, TILE_BYTES
+from ...formats import BFLOAT16, BFLOAT16_PAIRS, FLOAT32
 from ...target import LANES
 from ..simd.memory import get_long, set_long
 from ..simd.vectors import function, padded

@@ -11,8 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from ...formats import BFLOAT16_PAIRS
-from ...numbers import BFLOAT16, FLOAT32, INT8, ITEM_SIZES
+from ...formats import BFLOAT16, BFLOAT16_PAIRS, FLOAT32, INT8, ITEM_SIZES
 from ...target import HAS_DOT, LANES, LINE, VECTOR_BYTES
 from ..simd import emit
 from ..simd.emit import F32, I64, int64, operation

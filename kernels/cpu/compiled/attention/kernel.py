@@ -9,8 +9,8 @@ is some query tokens of one sequence with some of its heads, over all their keys
 
 import numpy as np
 
-from ...attention.units import ATTEND, MAX_DECODE, MERGE, SPLIT_KEYS, TILE
-from ...numbers import FLOAT32
+from ...attention.paged_attention import ATTEND, MAX_DECODE, MERGE, SPLIT_KEYS, TILE
+from ...formats import FLOAT32
 from ...target import LANES, VECTOR_BYTES
 from ..kernels import each_unit
 from ..products.amx import release

@@ -1,6 +1,6 @@
 """Attention over a key tile in scratch memory: of prompts, and of decodes that cannot read it in place."""
 
-from ...attention.units import AMX_BLOCK, TILE, TILE_BYTES
+from ...attention.paged_attention import AMX_BLOCK, TILE, TILE_BYTES
 from ...target import LANES, VECTOR_BYTES
 from ..products.amx import configure_rows
 from ..products.tiles import multiply_add, multiply_add_pairs

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...attention.units import TILE, TILE_BYTES
-from ...numbers import FLOAT32
+from ...attention.paged_attention import TILE, TILE_BYTES
+from ...formats import FLOAT32
 from ...target import LANES, VECTOR_BYTES
 from ..simd.gather import copy_row, fetch_rows, highest_of_rows, totals_of_rows
 from ..simd.memory import get_float, load, load_up_to, set_float, store, store_narrow, store_some_as

@@ -2,9 +2,8 @@
 
 from typing import NamedTuple
 
-from ...attention.units import AMX_BLOCK, TILE, TILE_BYTES, WORK_VECTORS
-from ...formats import BFLOAT16_PAIRS
-from ...numbers import BFLOAT16, FLOAT8, FLOAT32, INT8
+from ...attention.paged_attention import AMX_BLOCK, TILE, TILE_BYTES, WORK_VECTORS
+from ...formats import BFLOAT16, BFLOAT16_PAIRS, FLOAT8, FLOAT32, INT8
 from ...target import HAS_DOT, LANES, LINE, TILE_ROWS, VECTOR_BYTES
 from ..simd.memory import get_int, get_long
 from ..simd.vectors import function, padded

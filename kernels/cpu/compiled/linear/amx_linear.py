@@ -9,9 +9,8 @@ from typing import Any
 
 from numba import carray, types
 
-from ...formats import BFLOAT16_PAIRS, INT8_PAIRS, PANEL, PANEL_WIDTH, STEP_BYTES
+from ...formats import BFLOAT16_PAIRS, FLOAT32, INT8_PAIRS, PANEL, PANEL_WIDTH, STEP_BYTES
 from ...linear.amx_linear import FEW_TILED_ROWS, THIRDS, TILED_DEPTH, TILES, TOGETHER
-from ...numbers import FLOAT32
 from ...target import HAS_TILES, INPUTS, LANES, LINE, ROW_BLOCK, STEPS, VECTOR_BYTES
 from ..kernels import kernel, thread_scratch
 from ..launch.runs import take_run

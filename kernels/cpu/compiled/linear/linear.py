@@ -9,10 +9,20 @@ each read from end to end by one thread. It may be narrower than the accumulator
 import numpy as np
 from numba import carray
 
-from ...factors import MOST_GROUP
-from ...formats import BF12, BF12_PAIRS, INT8_PAIRS, PANEL, PANEL_WIDTH, PART_STEPS, STEP_BYTES, UNPACKED
+from ...formats import (
+    BF12,
+    BF12_PAIRS,
+    FLOAT32,
+    INT8,
+    INT8_PAIRS,
+    MOST_GROUP,
+    PANEL,
+    PANEL_WIDTH,
+    PART_STEPS,
+    STEP_BYTES,
+    UNPACKED,
+)
 from ...linear.linear import DEPTH, LINEAR, ROWS
-from ...numbers import FLOAT32, INT8
 from ...target import LANES, VECTOR_BYTES
 from ..kernels import kernel, thread_scratch
 from ..launch.runs import take_run

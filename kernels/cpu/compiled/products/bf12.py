@@ -6,8 +6,17 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from ...formats import BF12_GROUP, BF12_GROUP_BYTES, HEAD_BYTES, PANEL, PART, PART_BYTES, PARTS, TABLE_BYTES
-from ...numbers import FLOAT32
+from ...formats import (
+    BF12_GROUP,
+    BF12_GROUP_BYTES,
+    FLOAT32,
+    HEAD_BYTES,
+    PANEL,
+    PART,
+    PART_BYTES,
+    PARTS,
+    TABLE_BYTES,
+)
 from ...target import LANES, LINE, VECTOR_BYTES
 from ..simd import emit
 from ..simd.emit import I32, I64, int64

@@ -12,9 +12,16 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils
 
-from ...factors import EXPANDED_HEAD_BYTES, GROUP_BYTES, GROUP_SHIFT_AT, TABLE_SIZE
-from ...formats import PANEL
-from ...numbers import FLOAT8, FLOAT32, INT8
+from ...formats import (
+    EXPANDED_HEAD_BYTES,
+    FLOAT8,
+    FLOAT32,
+    GROUP_BYTES,
+    GROUP_SHIFT_AT,
+    INT8,
+    PANEL,
+    TABLE_SIZE,
+)
 from ...target import LANES, VECTOR_BYTES
 from ..simd import emit
 from ..simd.emit import F32, I32, I64, INTS, VECTOR, int64

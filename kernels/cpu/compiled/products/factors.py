@@ -4,19 +4,28 @@ from typing import Any
 
 import numpy as np
 
-from ...factors import (
+from ...formats import (
+    BFLOAT16,
+    CODES4,
+    CODES4_PAIRS,
+    E4M3,
+    E4M3_PAIRS,
     E4M3_UNIT,
     EXPANDED_HEAD_BYTES,
     FACTORS_AT,
+    FLOAT8,
+    FLOAT16,
+    FLOAT32,
     GROUP_BYTES,
     GROUP_SHIFT_AT,
+    INT8,
+    ITEM_SIZES,
     NONE,
+    PANEL,
     TABLE_AT,
     TABLE_SIZE,
     FactorHead,
 )
-from ...formats import CODES4, CODES4_PAIRS, E4M3, E4M3_PAIRS, PANEL
-from ...numbers import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8, ITEM_SIZES
 from ...target import LANES, LINE, VECTOR_BYTES
 from ..simd.gather import fetch_line
 from ..simd.memory import LOADERS, get_long, item_size, load, set_long, store

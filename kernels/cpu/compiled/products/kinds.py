@@ -6,6 +6,7 @@ from typing import Any
 from ...formats import (
     BF12,
     BF12_PAIRS,
+    BFLOAT16,
     BFLOAT16_PAIRS,
     CODES4,
     CODES4_PAIRS,
@@ -13,11 +14,13 @@ from ...formats import (
     CODES8_PAIRS,
     E4M3,
     E4M3_PAIRS,
+    FLOAT16,
+    FLOAT32,
     FORMATS,
+    INT8,
     INT8_PAIRS,
     STEP_BYTES,
 )
-from ...numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
 from ..simd.vectors import dispatch, missing
 from .bf12 import Bf12
 from .codes import Codes4, Codes4Pairs, Codes8, E4m3

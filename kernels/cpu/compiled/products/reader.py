@@ -12,8 +12,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
-from ...formats import PANEL
-from ...numbers import BFLOAT16, FLOAT32, INT8, ITEM_SIZES
+from ...formats import BFLOAT16, FLOAT32, INT8, ITEM_SIZES, PANEL
 from ...target import LANES, VECTOR_BYTES
 from ..simd import emit
 from ..simd.emit import I32, INTS, VECTOR, int64

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from numba import types
 from numba.core import cgutils
 
-from ...formats import FORMATS, GATED
-from ...numbers import BFLOAT16, FLOAT16, FLOAT32, ITEM_SIZES
+from ...formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS, GATED, ITEM_SIZES
 from ...target import HAS_DOT, LANES, LINE, VECTOR_BYTES
 from ..simd import emit
 from ..simd.emit import F32, fields_type, int64, operation

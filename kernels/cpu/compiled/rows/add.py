@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ...numbers import ITEM_SIZES
-from ...rows.add import ADD
+from ...formats import ITEM_SIZES
+from ...rows.row_kernels import ADD
 from ...target import LANES
 from ..kernels import each_unit
 from ..simd import vectors

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from ...numbers import ITEM_SIZES
-from ...rows.clamped_swiglu import CLAMPED_SWIGLU
+from ...formats import ITEM_SIZES
+from ...rows.row_kernels import CLAMPED_SWIGLU
 from ...target import LANES
 from ..kernels import each_unit
 from ..simd.memory import some_of

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ...numbers import ITEM_SIZES
+from ...formats import ITEM_SIZES
 from ...rows.gated_norm import GATED_NORM
 from ...target import LANES
 from ..kernels import each_unit

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from ...numbers import ITEM_SIZES
-from ...rows.gelu_and_mul import GELU, GELU_AND_MUL
+from ...formats import ITEM_SIZES
+from ...rows.row_kernels import GELU, GELU_AND_MUL
 from ...target import LANES
 from ..kernels import each_unit
 from ..simd import vectors

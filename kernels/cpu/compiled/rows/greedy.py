@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ...rows.greedy import GREEDY
+from ...rows.row_kernels import GREEDY
 from ...target import LANES, VECTOR_BYTES
 from ..kernels import each_unit
 from ..simd.memory import get_float, load, set_float, set_long, store

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from ...numbers import ITEM_SIZES
-from ...rows.layer_norm import LAYER_NORM
+from ...formats import ITEM_SIZES
+from ...rows.norms import LAYER_NORM
 from ...target import LANES
 from ..kernels import each_unit
 from ..simd.memory import some_of

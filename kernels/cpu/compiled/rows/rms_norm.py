@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from ...numbers import FLOAT32, ITEM_SIZES
-from ...rows.rms_norm import RMS_NORM
+from ...formats import FLOAT32, ITEM_SIZES
+from ...rows.norms import RMS_NORM
 from ...target import LANES
 from ..kernels import each_unit
 from ..simd.memory import some_of

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ...numbers import FLOAT32, INT8, ITEM_SIZES
+from ...formats import FLOAT32, INT8, ITEM_SIZES
 from ...rows.rotary_store_kv import ROTARY_STORE_KV
 from ...target import LANES
 from ..kernels import each_unit

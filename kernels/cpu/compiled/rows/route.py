@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ...rows.route import ROUTE, SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN
+from ...rows.experts import ROUTE, SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN
 from ...target import LANES
 from ..kernels import each_unit
 from ..simd.memory import get_float, get_int, get_long, load_up_to, set_float, set_int, set_long, store

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ...numbers import BFLOAT16, FLOAT16, FLOAT32
+from ...formats import BFLOAT16, FLOAT16, FLOAT32
 from ..simd.vectors import function
 
 

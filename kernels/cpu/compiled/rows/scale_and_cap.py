@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from ...numbers import ITEM_SIZES
-from ...rows.scale_and_cap import SCALE_AND_CAP
+from ...formats import ITEM_SIZES
+from ...rows.row_kernels import SCALE_AND_CAP
 from ...target import LANES
 from ..kernels import each_unit
 from ..simd.memory import some_of

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...numbers import ITEM_SIZES
+from ...formats import ITEM_SIZES
 from ...rows.scale_by_sigmoid import SCALE_BY_SIGMOID
 from ...target import LANES
 from ..kernels import each_unit

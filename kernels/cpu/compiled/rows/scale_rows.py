@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ...numbers import ITEM_SIZES
-from ...rows.scale_rows import SCALE_ROWS
+from ...formats import ITEM_SIZES
+from ...rows.row_kernels import SCALE_ROWS
 from ...target import LANES
 from ..kernels import each_unit
 from ..simd.memory import get_float, some_of

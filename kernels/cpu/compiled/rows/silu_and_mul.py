@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ...numbers import ITEM_SIZES
-from ...rows.silu_and_mul import SILU_AND_MUL
+from ...formats import ITEM_SIZES
+from ...rows.row_kernels import SILU_AND_MUL
 from ...target import LANES
 from ..kernels import each_unit
 from ..simd.memory import some_of

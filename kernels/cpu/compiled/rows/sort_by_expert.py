@@ -1,6 +1,6 @@
 """The order of a grouped product's rows: a counting sort by expert."""
 
-from ...rows.sort_by_expert import SORT_BY_EXPERT
+from ...rows.experts import SORT_BY_EXPERT
 from ..kernels import each_unit
 from ..simd.memory import get_int, get_long, set_int, set_long
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from ...numbers import ITEM_SIZES
-from ...rows.sum_experts import SUM_EXPERTS
+from ...formats import ITEM_SIZES
+from ...rows.experts import SUM_EXPERTS
 from ...target import LANES
 from ..kernels import each_unit
 from ..simd.memory import get_float, get_long, some_of

@@ -2,22 +2,27 @@
 
 import numpy as np
 
-from ...factors import EXPANDED_HEAD_BYTES, GROUP_BYTES, GROUP_SHIFT_AT, MOST_GROUP, TABLE_AT
 from ...formats import (
     BF12,
     BF12_PAIRS,
+    BFLOAT16,
     BFLOAT16_PAIRS,
     CODES4,
     CODES4_PAIRS,
     CODES8,
     CODES8_PAIRS,
     E4M3_PAIRS,
+    EXPANDED_HEAD_BYTES,
+    FLOAT32,
+    GROUP_BYTES,
+    GROUP_SHIFT_AT,
     INT8_PAIRS,
+    MOST_GROUP,
     PANEL,
     STEP_BYTES,
+    TABLE_AT,
     UNPACKED,
 )
-from ...numbers import BFLOAT16, FLOAT32
 from ...rows.take_rows import TAKE_PANEL_ROWS, TAKE_ROWS
 from ...target import LANES, VECTOR_BYTES
 from ..kernels import each_unit

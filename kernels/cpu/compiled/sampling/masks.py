@@ -3,7 +3,7 @@
 import numpy as np
 
 from ....arguments import WORD_BITS
-from ...sampling.masks import CHOOSE, MASK
+from ...sampling.logits import CHOOSE, MASK
 from ...target import LANES, VECTOR_BYTES
 from ..kernels import each_unit
 from ..rows.greedy import first_highest

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ...sampling.penalties import PENALTIES
+from ...sampling.logits import PENALTIES
 from ...target import VECTOR_BYTES
 from ..kernels import each_unit
 from ..simd.memory import any_set, get_byte, get_float, get_int, get_long, set_float

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from ...sampling.token_logprobs import LOGPROBS
+from ...sampling.logits import LOGPROBS
 from ...target import LANES, VECTOR_BYTES
 from ..kernels import each_unit
 from ..simd.memory import get_float, get_long, load, load_up_to, set_float, set_long

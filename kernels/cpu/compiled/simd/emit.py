@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ...numbers import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_SIZES
+from ...formats import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_SIZES
 from ...target import LANES
 
 I8 = ir.IntType(8)

@@ -6,7 +6,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from ...numbers import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8, ITEM_SIZES
+from ...formats import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8, ITEM_SIZES
 from ...target import LANES, LINE
 from . import emit
 from .emit import INTS, int64, operation

@@ -9,7 +9,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 
-from ...numbers import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
+from ...formats import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
 from ...target import HAS_DOT, LANES
 from . import emit
 from .emit import F32, I8, I32, I64, INTS, VECTOR, int64, operation

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...numbers import FLOAT32, ITEM_SIZES
+from ...formats import FLOAT32, ITEM_SIZES
 from ...states.gated_delta import GATED_DELTA, WIDE
 from ...target import LANES, VECTOR_BYTES
 from ..kernels import each_unit

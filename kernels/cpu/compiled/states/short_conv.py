@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...numbers import ITEM_SIZES
+from ...formats import ITEM_SIZES
 from ...states.short_conv import COLUMNS, RING, SHORT_CONV
 from ...target import LANES
 from ..kernels import each_unit

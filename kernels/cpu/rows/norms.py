@@ -1,0 +1,154 @@
+"""RMSNorm and LayerNorm, with the addition to the residual stream before or after them."""
+
+import math
+
+from torch import Tensor
+
+from ...checked import checked
+from ..formats import KINDS
+from ..launch.tasks import Task, are_contiguous
+from .row_kernels import has_regular_rows, in_torch, padded_width, units_of_rows
+
+RMS_NORM = Task(
+    "rows.rms_norm.rms_norm",
+    ("x", "weight", "residual", "out"),
+    (
+        "kind", "unit_offset", "adds", "num_rows", "num_heads", "size",
+        "x_stride", "x_head_stride", "out_stride", "out_head_stride", "rows_per_unit",
+    ),
+    ("eps",),
+)  # fmt: skip
+
+
+rms_norm_by_torch = in_torch("rms_norm")
+
+
+@checked
+def rms_norm(
+    x: Tensor,  # [..., size]
+    weight: Tensor,  # [size]
+    eps: float,
+    residual: Tensor | None = None,  # like x, updated in place
+    *,
+    unit_offset: bool = False,
+) -> Tensor:  # [..., size]
+    """Return weight * x / sqrt(mean(x²) + eps), after residual += x if given; see `reference.rms_norm`.
+
+    Many rows of whole pages are padded, see `padded_width`: the result is not contiguous.
+    """
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if not (has_regular_rows(rows) and are_contiguous(weight, residual)):
+        return rms_norm_by_torch(x, weight, eps, residual, unit_offset=unit_offset)
+    num_rows, size = rows.shape
+    width = padded_width(num_rows, size, x.itemsize) if x.dim() == 2 else size
+    out = x.new_empty(num_rows, width)[:, :size].view(x.shape)
+    num_units, per_unit = units_of_rows(num_rows, size)
+    RMS_NORM.run(
+        num_units,
+        x=rows,
+        weight=weight,
+        residual=residual,
+        out=out,
+        kind=KINDS[x.dtype],
+        unit_offset=unit_offset,
+        adds=False,
+        num_rows=num_rows,
+        num_heads=1,
+        size=size,
+        x_stride=rows.stride(0) * x.itemsize,
+        x_head_stride=0,
+        out_stride=width * x.itemsize,
+        out_head_stride=0,
+        rows_per_unit=per_unit,
+        eps=eps,
+    )
+    return out
+
+
+rms_norm_into_by_torch = in_torch("rms_norm_into")
+
+
+@checked
+def rms_norm_into(
+    x: Tensor,  # [num_tokens, size] or [num_tokens, num_heads, size]
+    weight: Tensor,  # [size]
+    eps: float,
+    out: Tensor,  # like x, or x itself; written in place
+    *,
+    unit_offset: bool = False,
+    add: bool = False,
+) -> None:
+    """Write the norm of x into `out`, or add it; see `reference.rms_norm_into`."""
+    if not (x.is_cpu and x.stride(-1) == out.stride(-1) == 1 and weight.is_contiguous()):
+        rms_norm_into_by_torch(x, weight, eps, out, unit_offset=unit_offset, add=add)
+        return
+    num_tokens, *heads, size = x.shape
+    num_heads = math.prod(heads)
+    num_rows = num_tokens * num_heads
+    num_units, per_unit = units_of_rows(num_rows, size)
+    RMS_NORM.run(
+        num_units,
+        x=x,
+        weight=weight,
+        residual=None,
+        out=out,
+        kind=KINDS[x.dtype],
+        unit_offset=unit_offset,
+        adds=add,
+        num_rows=num_rows,
+        num_heads=num_heads,
+        size=size,
+        x_stride=x.stride(0) * x.itemsize,
+        x_head_stride=x.stride(-2) * x.itemsize,
+        out_stride=out.stride(0) * out.itemsize,
+        out_head_stride=out.stride(-2) * out.itemsize,
+        rows_per_unit=per_unit,
+        eps=eps,
+    )
+
+
+LAYER_NORM = Task(
+    "rows.layer_norm.layer_norm",
+    ("x", "weight", "bias", "residual", "out"),
+    ("kind", "num_rows", "size", "x_stride", "out_stride", "rows_per_unit"),
+    ("eps",),
+)  # fmt: skip
+
+
+layer_norm_by_torch = in_torch("layer_norm")
+
+
+@checked
+def layer_norm(
+    x: Tensor,  # [num_rows, size]
+    weight: Tensor,  # [size]
+    bias: Tensor,  # [size]
+    eps: float,
+    residual: Tensor | None = None,  # like x, updated in place
+) -> Tensor:  # [num_rows, size]
+    """Return the norm of x, after residual += x if given; see `reference.layer_norm`.
+
+    Many rows of whole pages are padded, see `padded_width`: the result is not contiguous.
+    """
+    if not (has_regular_rows(x) and are_contiguous(weight, bias, residual)):
+        return layer_norm_by_torch(x, weight, bias, eps, residual)
+    num_rows, size = x.shape
+    width = padded_width(num_rows, size, x.itemsize)
+    out = x.new_empty(num_rows, width)[:, :size]
+    num_units, per_unit = units_of_rows(num_rows, size)
+    LAYER_NORM.run(
+        num_units,
+        x=x,
+        weight=weight,
+        bias=bias,
+        residual=residual,
+        out=out,
+        kind=KINDS[x.dtype],
+        num_rows=num_rows,
+        size=size,
+        x_stride=x.stride(0) * x.itemsize,
+        out_stride=width * x.itemsize,
+        rows_per_unit=per_unit,
+        eps=eps,
+    )
+    return out
