@@ -218,8 +218,7 @@ def _state_launches(
     kernels: Kernels, dtype: torch.dtype, num_tokens: int
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield launches of the layers with states of Qwen3.5-9B and LFM2-1.2B, over one sequence."""
-    sequence = torch.zeros(3, 1, dtype=torch.int32).unbind()
-    sequence = *sequence[:2], torch.zeros(2, dtype=torch.int32)
+    sequence = tuple(torch.zeros(size, dtype=torch.int32) for size in (1, 1, 2))
     columns, num_heads = 8192, 32
     made = torch.empty(num_tokens, columns + 4096 + 2 * num_heads, dtype=dtype)
     qkv, gate, gates = made.split([columns, 4096, 2 * num_heads], dim=1)
