@@ -11,6 +11,15 @@ upload    one upload and the batch that is made of it, the draw, and one downloa
           without the model
 launch    the model: its launchers, Triton's dispatch, and torch's allocations and views
 update    tokens are recorded
+device    the time of the step on an H200 by the roofline of `paged simulate`
+waits     how long that device waits for the host in each step if launches take no time, as with CUDA graphs:
+          all of the host's time with one step in flight; with two (--depth 2) as `paged simulate` finds
+
+With two steps in flight the next one is scheduled before the last one's tokens are known, and taking the
+download is part of `update`.
+
+Each number of requests is timed by launches, then by the replay of a CUDA graph in the place of the model
+and the draw, which takes no time here.
 
 Not in it: the driver's calls (some 2.5 µs a launch or copy), cuBLAS's dispatch in linear layers, and the
 time between steps. The vocabulary has 1,024 tokens, as the host's work does not depend on it, but the few
@@ -28,6 +37,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,12 +52,20 @@ from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
 from benchmarks.common import SHAPES, parse_args, print_json, print_table
-from paged import LLMEngine, SamplingParams
+from paged import EngineConfig, LLMEngine, SamplingParams
+from paged.device.cuda_graphs import Cost
 from paged.device.transfers import Transfers
 from paged.kernels.backend import load_kernels
+from paged.kernels.checks import TrustedContents
 from paged.model.decoder import Decoder
 from paged.model.layers.linear import Linear
+from paged.runner.decode_graphs import DecodeGraphs
 from paged.runner.sizes import Sizes
+from paged.simulate.cost import decode_work, window_shares
+from paged.simulate.fleet import Fleet, FleetConfig
+from paged.simulate.model import read_model
+from paged.simulate.pipeline import rank_sizes
+from paged.simulate.workload import Workload
 from tests.support.absent_gpu import TARGETS, AbsentGPU
 
 VOCAB_SIZE, MAX_MODEL_LEN, MAX_NEW_TOKENS = 1024, 4096, 2000
@@ -65,13 +83,19 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--target", choices=TARGETS, default="sm_90")
     parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--depth", type=int, choices=(1, 2), default=1, help="steps in flight")
     args = parse_args(parser, num_requests=[1, 2], context=20, steps=2)
     rows = []
     with absent_gpu(args.target) as launched:
         for num_requests in args.num_requests:
-            engine = engine_of(num_requests, args.context + MAX_NEW_TOKENS, args.block_size)
-            rows.append({"requests": num_requests, **time_steps(engine, num_requests, args, launched)})
-            print_table(rows[-1:])
+            engine = engine_of(num_requests, args.context + MAX_NEW_TOKENS, args.block_size, args.depth)
+            for by in ("launches", "replay"):
+                if by == "replay":
+                    capture_graphs(engine, num_requests)
+                times = time_steps(engine, num_requests, args, launched)
+                device, waits = device_waits(num_requests, times["outside launches"], args)
+                rows.append({"requests": num_requests, "by": by, **times, "device": device, "waits": waits})
+            print_table(rows[-2:])
             del engine
     print_table(rows)
     print("Not in it: the driver's calls (some 2.5 µs a launch or copy) and cuBLAS's dispatch.")
@@ -83,14 +107,15 @@ def time_steps(
 ) -> dict[str, Any]:
     """Return the microseconds of each part of a decode step, and its launches of Triton's kernels."""
     params = SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=MAX_NEW_TOKENS)
-    for i in range(num_requests):
-        engine.add_request(str(i), [i % VOCAB_SIZE] * args.context, params)
+    if not engine.has_unfinished_requests():
+        for i in range(num_requests):
+            engine.add_request(str(i), [i % VOCAB_SIZE] * args.context, params)
     while any(r.num_output_tokens < 2 for r in (*engine.scheduler.running, *engine.scheduler.waiting())):
         engine.core.step()
     clock = Clock()
     clock.watch(engine.scheduler, "schedule")
-    clock.watch(engine.runner, "execute")
-    clock.watch(engine.runner, "compute")
+    for part in ("execute", "plan", "launch", "compute"):
+        clock.watch(engine.runner, part)
     times: dict[str, list[float]] = {part: [] for part in PARTS}
     for _ in range(args.steps):
         launched.clear()
@@ -100,13 +125,64 @@ def time_steps(
         whole = time.thread_time() - started
         spent = clock.spent
         times["schedule"].append(spent["schedule"])
-        times["upload"].append(spent["execute"] - spent["compute"])
+        executed = spent["execute"] or spent["plan"] + spent["launch"]
+        times["upload"].append(executed - spent["compute"])
         times["launch"].append(spent["compute"])
-        times["update"].append(whole - spent["schedule"] - spent["execute"])
+        times["update"].append(whole - spent["schedule"] - executed)
     assert len(engine.scheduler.running) == num_requests, "a request has ended"
     microseconds = {part: sorted(seconds)[len(seconds) // 10] * 1e6 for part, seconds in times.items()}
     outside = sum(microseconds.values()) - microseconds["launch"]
     return {**microseconds, "outside launches": outside, "launches": launched.total()}
+
+
+def capture_graphs(engine: LLMEngine, num_requests: int) -> None:
+    """Give the engine graphs of decodes of so many requests, whose replays do nothing."""
+    runner = engine.runner
+    with mock.patch("paged.runner.decode_graphs.GraphPool", _NoGraphs):
+        graphs = runner.decode_graphs = DecodeGraphs(
+            *(runner.model, runner.batches, runner.sampler.of_seats, runner.device),
+            [num_requests],
+            VOCAB_SIZE,
+            is_always_short=False,
+        )
+        with TrustedContents():
+            graphs.capture(runner.kv_cache)
+
+
+class _NoGraphs:
+    """A pool of graphs that hold nothing."""
+
+    def __init__(self, _: torch.device) -> None: ...
+
+    def capture(self, compute: Callable[[], Any]) -> tuple[SimpleNamespace, Any]:
+        return SimpleNamespace(replay=lambda: None), compute()
+
+    def measure(self, capture: Callable[[], object]) -> Cost:
+        capture()
+        return Cost(0, 0.0)
+
+
+def device_waits(num_requests: int, host_us: float, args: argparse.Namespace) -> tuple[float, float]:
+    """Simulate steps on an H200 with this time of the host. Return the microseconds of the device's part of a
+    decode step, and for how many of each it waits for the host.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        shape = {**SHAPES["qwen3-0.6b"], "architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"}
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
+        options = {"max_num_seqs": num_requests, "max_model_len": MAX_MODEL_LEN, "swap_space": 0.0}
+        config = EngineConfig(folder, async_scheduling=args.depth > 1, **options)
+        hardware = FleetConfig(gpu="H200", step_overhead=host_us / 1e3)
+        fleet = Fleet(hardware, config)
+        sizes = rank_sizes(config, read_model(folder), "sm_90")[-1]
+    alone = replace(hardware, step_overhead=0.0).roofline(sizes)
+    device = alone.seconds(decode_work(num_requests, args.context, window_shares(sizes.model))) * 1e6
+    if args.depth == 1:
+        return device, host_us
+    workload = Workload(
+        requests=num_requests, rate=1e9, input_len=f"fixed:{args.context}", output_len=f"fixed:{args.steps}"
+    )
+    statistics = fleet.run(workload.open()[1])
+    return device, fleet.replicas[0].waited_s / statistics.summary()["steps"] * 1e6
 
 
 class Clock:
@@ -248,8 +324,16 @@ def _load_stubbed(sizes: Sizes, *_: Any) -> Decoder:
     return model
 
 
-def engine_of(num_requests: int, max_tokens: int, block_size: int) -> LLMEngine:
-    """Make an engine of Qwen3-0.6B's shape with room for so many requests of so many tokens."""
+def engine_of(num_requests: int, max_tokens: int, block_size: int, depth: int = 1) -> LLMEngine:
+    """Make an engine of Qwen3-0.6B's shape with room for so many requests of so many tokens.
+
+    depth: how many steps are in flight.
+    """
+    with mock.patch("paged.engine.engine._steps_in_flight", return_value=depth):
+        return _engine_of(num_requests, max_tokens, block_size)
+
+
+def _engine_of(num_requests: int, max_tokens: int, block_size: int) -> LLMEngine:
     shape = {**SHAPES["qwen3-0.6b"], "vocab_size": VOCAB_SIZE, "architectures": ["Qwen3ForCausalLM"]}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))

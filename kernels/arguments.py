@@ -195,6 +195,8 @@ class Rules(KernelCall):
         for name in ("correction_bias", "expert_scales"):
             if self.has(name):
                 self.tensor(name, (num_experts,), torch.float32, contiguous=True)
+        if self.has("count"):
+            self.tensor("count", (1,), torch.int32)
 
     def sort_by_expert(self) -> None:
         experts = self.tensor("experts", (None, None), torch.int32)

@@ -34,13 +34,14 @@ class AttentionOptions(NamedTuple):
     max_decode_q: int = 1
     sliding_window: int | None = None
     softcap: float | None = None
+    max_seq_len: int | None = None
     # Tensors come last, from FIRST_TENSOR on: each layer has its own, see `layout_of`.
     sinks: Tensor | None = None  # f32[num_heads]
     key_scales: Tensor | None = None  # f32[num_blocks, num_kv_heads, block_size], of an fp8 or int8 cache
     value_scales: Tensor | None = None  # like key_scales
 
 
-FIRST_TENSOR: Final = 6  # among the fields of AttentionOptions
+FIRST_TENSOR: Final = 7  # among the fields of AttentionOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,8 @@ def _check_options(options: AttentionOptions) -> None:
         check_between("sliding_window", options.sliding_window, 1, _MAX_INT32)
     if options.softcap is not None:
         check_positive("softcap", options.softcap)
+    if options.max_seq_len is not None:
+        check_between("max_seq_len", options.max_seq_len, 1, _MAX_INT32)
 
 
 def check_contents(
@@ -182,6 +185,8 @@ def check_contents(
             )
         if query_len == 0:
             continue
+        if options.max_seq_len is not None and seq_len > options.max_seq_len:
+            raise ValueError(f"max_seq_len is {options.max_seq_len}, and sequence {i} has {seq_len} tokens")
         if query_len < options.min_seqlen_q:
             raise ValueError(
                 f"min_seqlen_q is {options.min_seqlen_q}, and sequence {i} has {query_len} new tokens"

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from .attention_options import AttentionOptions, AttentionPlan
 from .checked import unchecked
-from .steps import StepRecorder, UnpackStep
+from .steps import StepRecorder
 
 if TYPE_CHECKING:
     from .routing import ExpertRows, RoutingOptions
+    from .seats import TakeParameters, UnpackStep
 
 BackendName = Literal["triton", "numba", "torch"]
 BACKENDS: tuple[BackendName, ...] = ("triton", "numba", "torch")
@@ -43,6 +44,12 @@ class Kernels(Protocol):
         """Makes a step's batch of one upload, on the device; None if the host makes it."""
 
     @property
+    def take_parameters(self) -> TakeParameters | None:
+        """Takes the sampling parameters of rows out of those of seats, on the device; None: not needed, as
+        the host sends those of rows.
+        """
+
+    @property
     def step_recorder(self) -> Callable[[int, Sequence[int]], StepRecorder] | None:
         """Makes a recorder of steps: of num_heads, and of num_kv_heads in each layer group. None: none are
         recorded.
@@ -57,6 +64,12 @@ class Kernels(Protocol):
 
     def listening(self, compiled: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `compiled` for every kernel that is compiled at its launch inside the block."""
+
+    def most_decode_q(self, head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
+        """Return up to how many new tokens a sequence may be a decode, see `gpu.attention.paged_attention`.
+
+        group: query heads that share a KV head.
+        """
 
     def head_dims(self) -> range:
         """Return the head dimensions that attention takes. Raises ValueError if it has no kernel for the
@@ -132,6 +145,7 @@ class Kernels(Protocol):
         options: RoutingOptions,
         correction_bias: Tensor | None = None,
         expert_scales: Tensor | None = None,
+        count: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def sort_by_expert(self, experts: Tensor, num_experts: int) -> ExpertRows: ...

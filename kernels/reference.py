@@ -245,11 +245,13 @@ def route(
     options: RoutingOptions,
     correction_bias: Tensor | None = None,  # f32[num_experts], added to scores for choosing only
     expert_scales: Tensor | None = None,  # f32[num_experts], multiply the weights of each expert
+    count: Tensor | None = None,  # i32[1], the tokens that have experts, which come first; None: all
 ) -> tuple[Tensor, Tensor]:  # i32 and f32 [num_tokens, num_chosen]
     """Choose the experts of each token, in ascending order, and their weights.
 
     Those of the highest scores are chosen, the lower index among equal ones. NaN counts as the highest, so
-    that the weight of a chosen expert is NaN where a logit is.
+    that the weight of a chosen expert is NaN where a logit is. Tokens without experts get the number
+    num_experts, with undefined weights.
     """
     num_tokens, num_experts = logits.shape
     scores = logits.sigmoid() if options.score == "sigmoid" else logits.softmax(-1)
@@ -275,6 +277,8 @@ def route(
     weights = weights * options.scale
     if expert_scales is not None:
         weights = weights * expert_scales[experts]
+    if count is not None:
+        experts[int(count) :] = num_experts
     return experts.int(), weights
 
 

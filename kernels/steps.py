@@ -1,18 +1,10 @@
-"""Optional services of a backend for whole steps: record and replay a step, or unpack it on the device."""
+"""Optional services of a backend for whole steps: record a step, and replay it."""
 
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
-
-# The columns of a row, which says what one request does in the step; see `gpu.unpack_step`.
-SEAT, START, FIRST_TOKEN, LAST_TOKEN, FIRST_ENTRY, ENTRIES, NUM_ENTRIES = range(7)
-NUM_COLUMNS = 7
-FROM_SEAT = -1  # as FIRST_TOKEN: the only new token is the seat's last one, which as LAST_TOKEN stays
-
-UnpackStep = Callable[..., tuple[Tensor, Tensor]]  # with the parameters of `gpu.unpack_step.unpack_step`
-
 
 MOST_CALL_TENSORS = 3
 NoteCall = Callable[[Callable[..., None], tuple[Tensor, ...]], None]

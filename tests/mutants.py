@@ -27,7 +27,8 @@ from tests.support.trials import Result, Trial
 
 _OF_BLOCKS = [f"tests/blocks/test_block_{name}.py" for name in ("pool", "manager")]
 _OF_SCHEDULER = [
-    f"tests/scheduler/test_{name}.py" for name in ("scheduler", "drafts", "preemption", "held", "policies")
+    f"tests/scheduler/test_{name}.py"
+    for name in ("scheduler", "drafts", "preemption", "held", "policies", "ahead")
 ]
 _OF_SAMPLING = [f"tests/sampling/test_{name}.py" for name in ("draft_rows", "dry", "logprobs", "sampler")]
 CORE = ("worlds 0 16", "\n".join([*_OF_BLOCKS, *_OF_SCHEDULER]), "worlds 16 100")

@@ -15,7 +15,8 @@ In some worlds layers keep states, which a seat has: a hash of the tokens that i
 whenever a step begins with it.
 
 Some worlds have several ranks: the others have the driver's messages alone, compute them later, and then hold
-what the first one holds.
+what the first one holds. In some of one rank, steps in flight have the same requests: the device draws tokens
+from what it reads when a step is launched, long before the scheduler knows them.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from paged.blocks.pool import BlockPool
 from paged.blocks.prefix_chain import sha256_block
 from paged.drafting.drafter import Draft
 from paged.drafting.lengths import DraftLengths
+from paged.options.sampling_params import SamplingParams
 from paged.ranks.messages import MessageReader, MessageWriter
 from paged.requests.request import LONG, NO_MASK, SLOW_READER, Request, RequestInputs, RequestStatus
 from paged.runner.plan import IN_SEAT, ComputedPart, Planner, StepPlan
@@ -53,13 +55,17 @@ from paged.scheduler.scheduler import Scheduler
 from paged.scheduler.waiting import Need, Room
 
 STEPS = 2_000_000
+NO_PARAMS = SamplingParams()
+UNGUESSED_PARAMS = SamplingParams(num_speculative_tokens=0)
+WAITING_PARAMS = SamplingParams(dry_multiplier=1.0)
 STOP = 0
 HOLDS = 2**40  # makes another seed of the same world, so that the other choices stay what they were
 RUNS = 2**41
 DRAFTS = 2**42
 RANKS = 2**43
 PARTS = 2**44
-STATES = 2**45
+AHEAD = 2**45
+STATES = 2**46
 UNWRITTEN = b"\xff"
 
 
@@ -69,11 +75,13 @@ def weak_hash(parent: bytes, tokens: bytes) -> bytes:
 
 
 class Read(NamedTuple):
-    """What a step reads: a request up to a token, drafts behind those that it has."""
+    """What a step reads: a request up to a token, behind those that are known drafts, or pending tokens."""
 
     request: Request
     end: int
     drafts: list[int]
+    num_known: int
+    pending: list[int]
 
 
 @dataclass
@@ -258,7 +266,9 @@ class World:
         num_host_blocks, caches = rng.choice((0, 0, 3, 20)), rng.random() < 0.85
         self.collides = rng.random() < 0.3
         stateful = random.Random(seed ^ STATES)
-        has_states = stateful.random() < 0.2
+        # Not where steps of the same requests are in flight, which such models have not.
+        ahead = seed % 8 != 3 and random.Random(seed ^ AHEAD).random() < 0.4
+        has_states = stateful.random() < 0.3 and not ahead
         num_host_states = stateful.randint(0, 3) if has_states else None
         self.manager = WatchedManager(
             num_blocks,
@@ -291,7 +301,16 @@ class World:
             clock=lambda: self.now,
         )
         self.depth = rng.choice((1, 1, 1, 2, 3))  # steps in flight at once
-        self.scheduler.num_in_flight = self.depth
+        self.aheading = random.Random(seed ^ AHEAD)
+        self.runs_ahead = seed % 8 != 3 and self.aheading.random() < 0.4
+        self.failure_share = self.aheading.choice((0.0, 0.0, 0.02)) if self.runs_ahead else 0.0
+        self.waiting_share = self.aheading.choice((0.0, 0.3, 1.0))  # of requests that wait for their results
+        if self.runs_ahead:
+            self.depth = self.aheading.choice((2, 2, 3))
+            self.scheduler.run_ahead()
+        else:
+            self.scheduler.num_in_flight = self.depth
+        self.drawn: dict[str, list[int]] = {}  # tokens that steps in flight have drawn
         self.arrivals, self.disturbance = rng.choice((0.1, 0.5, 1.5)), rng.choice((0.0, 0.05, 0.2))
         self.memory = [bytearray(UNWRITTEN * 4 * self.block_size) for _ in range(num_blocks)]
         self.host = [
@@ -303,11 +322,20 @@ class World:
         self.sends_bytes = seed % 4 == 0  # not always, since it takes a tenth of the time
         ranked = random.Random(seed ^ RANKS)
         num_followers = ranked.choice((1, 2)) if seed % 8 == 3 else 0
-        self.planner = Planner(self.block_size, len(windows), with_last_tokens=num_followers > 0)
+        self.planner = Planner(
+            self.block_size,
+            len(windows),
+            with_last_tokens=num_followers > 0,
+            with_pending=self.runs_ahead,
+        )
         # What the device keeps of each seat: its last token and its block tables.
         self.last_tokens = [0] * self.max_num_seqs
         self.tables = [[array("i") for _ in windows] for _ in range(self.max_num_seqs)]
-        self.in_flight: deque[tuple[Schedule, list[Read], list[int], list[list[array[int]]]]] = deque()
+        # By step: what it reads, the seats whose tokens it draws, those tokens where they are drawn at its
+        # launch, and the block tables that it reads by.
+        self.in_flight: deque[
+            tuple[Schedule, list[Read], list[int], list[int | None], list[list[array[int]]]]
+        ] = deque()
         self.writer = MessageWriter(self.block_size, self.depth)
         self.followers = [Follower(self) for _ in range(num_followers)]
         self.haste = ranked.random()  # how likely a follower computes its next step at once
@@ -364,6 +392,8 @@ class World:
                 self.disturb()
             if self.holding.random() < self.hold_share:
                 self.hold_or_release()
+            if self.aheading.random() < self.failure_share:
+                self.fail()
             self.step()
         # Requests that stay held keep no other from its end, and end themselves once they are released.
         requests = [r for r, _ in self.live.values()]
@@ -439,8 +469,18 @@ class World:
             namespace=namespace,
             long_from=self.long_from,
             deadline=self.now + rng.randint(1, 30) if rng.random() < 0.05 else math.inf,
+            params=self.new_params(),
         )
         return Request(inputs)
+
+    def new_params(self) -> SamplingParams:
+        """Return parameters, by which a request may wait for its results where steps in flight share it."""
+        if not self.runs_ahead:
+            return NO_PARAMS
+        if self.aheading.random() < self.waiting_share:
+            return WAITING_PARAMS
+        # None is guessed for these: else all would wait wherever there is a drafter.
+        return UNGUESSED_PARAMS if self.aheading.random() < 0.7 else NO_PARAMS
 
     def disturb(self) -> None:
         """Abort or fork a request, pin or unpin a prefix, or reset the prefix cache."""
@@ -462,6 +502,17 @@ class World:
                 self.manager.reset_prefix_cache()
                 self.pins.clear()
         self.scheduler.check()
+
+    def fail(self) -> None:
+        """Let a step fail: what the steps in flight have written is unknown, and no token of theirs comes."""
+        self.scheduler.cancel()
+        self.in_flight.clear()
+        self.drawn.clear()
+        for block in (*self.memory, *self.host):
+            block[:] = UNWRITTEN * len(block)
+        self.pins.clear()  # with the prefix cache
+        self.scheduler.check()
+        assert not any(r.num_pending for r, _ in self.live.values()), "tokens are pending without a step"
 
     def hold_or_release(self) -> None:
         """Hold a request or release one; it waits, runs, is in flight, or is a sample yet to run."""
@@ -642,12 +693,30 @@ class World:
         drafts_of = dict(rows_with_drafts)
         drawn = [self.seated[seat] for seat in plan.sampled_seats]
         reads = [
-            Read(request, end, drafts_of.get(request, []))
+            self.read_of(request, end, drafts_of.get(request, []))
             for request, end in zip(drawn, plan.positions(), strict=True)
         ]
-        reads += [Read(schedule.requests[row], ends[seat], []) for seat, row in others.items()]
+        reads += [self.read_of(schedule.requests[row], ends[seat]) for seat, row in others.items()]
         tables = [[table[:] for table in self.tables[seat]] for seat in (*plan.sampled_seats, *others)]
-        self.in_flight.append((schedule, reads, plan.sampled_seats, tables))
+        tokens = self.draw(reads, plan.sampled_seats, tables) if self.runs_ahead else []
+        self.in_flight.append((schedule, reads, plan.sampled_seats, tokens, tables))
+
+    def read_of(self, request: Request, end: int, drafts: list[int] | None = None) -> Read:
+        """Return what a step reads of a request, of whose tokens some may be pending."""
+        num_known = request.num_tokens
+        pending = self.drawn.get(request.request_id, [])[: max(0, end - num_known)] if not drafts else []
+        return Read(request, end, drafts or [], num_known, pending)
+
+    def draw(self, reads: list[Read], seats: list[int], tables: list[list[array[int]]]) -> list[int | None]:
+        """Draw the tokens of a step as a device does at its end, from what its blocks hold then."""
+        tokens = list[int | None]()
+        for read, seat, own_tables in zip(reads, seats, tables, strict=False):
+            block, at = divmod(read.end - 1, self.block_size)
+            value = int.from_bytes(self.memory[own_tables[0][block]][4 * at : 4 * at + 4], "little")
+            tokens.append(self.sample(read.request, value))
+            self.last_tokens[seat] = tokens[-1] or 0
+            self.drawn.setdefault(read.request.request_id, []).append(tokens[-1] or 0)
+        return tokens
 
     def advance(self, request: Request, seat: int, start: int, tokens: list[int]) -> None:
         """Assert that a seat's state has seen the tokens before `start`, and show it these."""
@@ -695,14 +764,20 @@ class World:
 
     def finish_step(self) -> None:
         """Read what the oldest step in flight reads, and give its tokens to the scheduler."""
-        schedule, reads, drawn_seats, tables = self.in_flight.popleft()
+        schedule, reads, drawn_seats, drawn, tables = self.in_flight.popleft()
         if self.ranked.random() < self.wait_share:
             self.wait_for_followers()
         truths = []
-        for (request, end, drafts), own_tables in zip(reads, tables, strict=True):
+        for (request, end, drafts, num_known, pending), own_tables in zip(reads, tables, strict=True):
             known = self.live.get(request.request_id)
             truth = known[1] if known else Truth.begin(request)
             values = truth.at(request, end)
+            if pending:  # all but those of an output that has ended are known by now
+                own = request.token_ids[num_known:end]
+                assert own == pending[: len(own)], "a request has other tokens than its steps have drawn"
+                values = values[: num_known + 1]
+                for token in pending:
+                    values.append(slot_value(values[-1], token))
             if drafts:
                 values = values[: request.num_tokens + 1]
                 for token in drafts[: end - request.num_tokens]:
@@ -712,11 +787,19 @@ class World:
             truths.append(values[end])
         tokens: list[int | None] = [self.sample(r.request, v) for r, v in zip(reads, truths, strict=True)]
         tokens = tokens[: len(drawn_seats)]
-        for seat, token in zip(drawn_seats, tokens, strict=True):
-            self.last_tokens[seat] = token or 0
+        if self.runs_ahead:
+            assert tokens == drawn, "a step has drawn from what is not its own"
+            for read in reads[: len(tokens)]:
+                self.drawn[read.request.request_id].pop(0)
+        else:
+            for seat, token in zip(drawn_seats, tokens, strict=True):
+                self.last_tokens[seat] = token or 0
         runs = {}
         for row, (read, value) in enumerate(zip(reads[: len(tokens)], truths, strict=False)):
-            if tokens[row] is not None and not read.drafts and self.running.random() < self.run_share:
+            can_run = not read.drafts and (
+                not self.runs_ahead or read.request.inputs.params is WAITING_PARAMS
+            )
+            if tokens[row] is not None and can_run and self.running.random() < self.run_share:
                 runs[row] = self.run_of(read.request, value)
                 tokens[row] = None
         output = StepOutput(tokens, runs=runs)

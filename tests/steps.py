@@ -25,14 +25,15 @@ from tests.support.step_cases import CASES, Case, Step, random_case, run_case
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "kernels" / "gpu" / "STEPS.md"
 NUM_RANDOM = 8
-KINDS = ("launch", "operation", "upload", "download", "wait")
+KINDS = ("launch", "operation", "replay", "within", "upload", "download", "wait")
 
 README = """# What a step asks of the GPU
 
 Made by `python -m tests.steps --write` on fake devices with torch {version}; a test fails when it is stale.
 Each row is the last step of its kind in a run of two requests, with one setting changed from the base case:
 the demo's model in bfloat16 on sm_90, sampling with a temperature. Launches are Triton's kernels, operations
-are torch's that compute or move something. A blocking copy is a transfer and a wait; every other wait reads a
+are torch's that compute or move something, replays are of CUDA graphs, and "within" are the launches and
+operations that these hold. A blocking copy is a transfer and a wait; every other wait reads a
 number that the host needs. Log-probabilities beyond 16 MiB, which no case has, come back by copies of their
 own, which block. "between" is the time between two steps, "profile" the step that measures memory.
 
@@ -51,7 +52,9 @@ def _report(case: Case) -> dict[str, Any]:
         rows = {f"{case.name} | {kind}": _last(steps, kind) for kind in case.counted}
     except Exception:  # whatever goes wrong in a case is the case's result
         return {"error": traceback.format_exc(limit=-6), "rows": {}, "launched": {}, "places": []}
-    launched = Counter(e.name for e in _last(steps, case.counted[-1]) if e.kind in ("launch", "operation"))
+    launched = Counter(
+        e.name for e in _last(steps, case.counted[-1]) if e.kind in ("launch", "operation", "within")
+    )
     return {
         "error": None,
         "rows": {name: [_count(events, kind) for kind in KINDS] for name, events in rows.items()},
@@ -110,10 +113,10 @@ def table(reported: dict[str, Any]) -> str:
     """Return the text of TABLE."""
     parts = [
         README.format(version=torch.__version__.partition("+")[0]),
-        "| case | step | launches | operations | uploads | downloads | waits |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| case | step | launches | operations | replays | within | uploads | downloads | waits |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
         *rows(reported),
-        "\n## A decode step of Qwen3\n",
+        "\n## A decode step of Qwen3, what its graph holds included\n",
         "| launch or operation | in each layer | besides |",
         "|---|---:|---:|",
         *_layers(reported),

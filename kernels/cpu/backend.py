@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..checks import check_cache_dtype as check_cache_dtype
-from ..steps import UnpackStep
 from .attention.paged_attention import SPLIT_KEYS
 from .launch.code_cache import missing_kernels
 
@@ -19,7 +20,7 @@ has_linear = True
 has_coded_linear = False
 has_grouped_linear = False
 compiles_at_launch = False  # `compile_ahead` compiles all
-unpack_step: UnpackStep | None = None
+unpack_step = take_parameters = None
 split_keys = SPLIT_KEYS
 
 # The module of each operation, and what it is called there if that differs.
@@ -73,6 +74,11 @@ def compile_ahead(progress: Any = None) -> None:
         from .compiling import compile_ahead
 
         compile_ahead(progress)
+
+
+def most_decode_q(head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:  # noqa: ARG001
+    """Return 1: no sequence of more tokens is split."""
+    return 1
 
 
 def head_dims() -> range:

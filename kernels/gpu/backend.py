@@ -4,7 +4,7 @@ import torch
 
 from ..attention_options import MIN_HEAD_DIM
 from ..plain.backend import add, greedy, mask_logits, take_rows, token_logprobs
-from .attention.config import SPLIT, largest_head_dim
+from .attention.config import INTERPRETED_SPLIT, MAX_DECODE_Q, SPLIT, choose_config, largest_head_dim
 from .attention.paged_attention import paged_attention, plan_attention
 from .attention.split_kv import most_partial_bytes
 from .copy_blocks import copy_blocks
@@ -21,6 +21,7 @@ from .rows.scale_by_sigmoid import scale_by_sigmoid
 from .rows.scale_rows import scale_rows
 from .sampling.penalties import apply_penalties
 from .sampling.sample_tokens import sample_tokens
+from .sampling.seat_parameters import take_parameters
 from .states.gated_delta import gated_delta
 from .states.short_conv import short_conv
 from .target import check_target, current_target, in_interpreter, listening
@@ -33,7 +34,14 @@ has_grouped_linear = True
 compiles_at_launch = not in_interpreter()
 step_recorder = None
 greedy_of_allowed = None
-split_keys = SPLIT
+split_keys = INTERPRETED_SPLIT if in_interpreter() else SPLIT
+
+
+def most_decode_q(head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
+    """Return up to how many new tokens a sequence may be a decode."""
+    target = current_target()
+    config = choose_config(head_dim, group, dtype, "decode", target, head_dim, cache_dtype, MAX_DECODE_Q)
+    return config.BLOCK_Q
 
 
 def head_dims() -> range:

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
+
 from .. import reference
 from ..checked import checked
 from ..checks import check_cache_dtype
-from ..steps import UnpackStep
 from .attention.paged_attention import paged_attention, plan_attention
 from .rows.rotary_store_kv import rotary_store_kv
 from .rows.row_kernels import gelu_and_mul, greedy, layer_norm, silu_and_mul
@@ -40,10 +41,15 @@ has_linear = False
 has_coded_linear = False
 has_grouped_linear = False
 compiles_at_launch = False
-unpack_step: UnpackStep | None = None
+unpack_step = take_parameters = None
 step_recorder = None
 greedy_of_allowed = None
 split_keys = sys.maxsize  # contexts are not split
+
+
+def most_decode_q(head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:  # noqa: ARG001
+    """Return 1: no sequence of more tokens is split."""
+    return 1
 
 
 def head_dims() -> range:

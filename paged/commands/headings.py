@@ -28,7 +28,8 @@ _FIELDS: dict[str, dict[str, str]] = {
     "EngineConfig": {
         MODEL: """model tokenizer revision tokenizer_revision generation_config dtype quantization device
             attention_backend num_threads pipeline_parallel_size tensor_parallel_size pipeline_layers
-            rank_timeout_s deterministic enforce_eager speculative_config
+            rank_timeout_s deterministic enforce_eager async_scheduling cudagraph_capture_sizes
+            max_cudagraph_capture_size speculative_config
             skip_tokenizer_init""",
         SAMPLING: "seed",
         MEMORY: """kv_cache_dtype block_size max_model_len num_blocks gpu_memory_utilization

@@ -23,6 +23,7 @@ FORMS = {
     "logit_bias": " As ID=BIAS.",
     "tenant_weights": " As a=1,b=2.",
     "pipeline_layers": " As --pipeline-layers 12 --pipeline-layers 10.",
+    "cudagraph_capture_sizes": " As --cudagraph-capture-sizes 1 --cudagraph-capture-sizes 8.",
 }
 # The flags that turn options off which are on by default, where they are not --no- and the name.
 NEGATED = {"enable_auto_tool_choice": "no-auto-tool-choice"}
@@ -35,7 +36,8 @@ _NONE_MEANS = re.compile(r"[;.] None \w+ (.*?)(?=\. |\.$|; )")
 def option(owner: type[Any], name: str, *flags: str, default: str | None = None) -> Any:
     """Return the option of a config's field. Its help is read from the docstring of `owner`.
 
-    flags: default to --name, and to --name/--no-name where the field's default is True.
+    flags: default to --name, and to --name/--no-name where the field's default is True, or is None and may be
+        True.
     default: the text that help shows in place of the field's default.
     """
     text = _described(owner).texts.get(name, "") + FORMS.get(name, "")
@@ -53,10 +55,8 @@ def option(owner: type[Any], name: str, *flags: str, default: str | None = None)
         text += f" [{limits}]"
     flag = name.replace("_", "-")
     short = [SHORT[name]] if name in SHORT else []
-    flags = flags or (
-        f"--{flag}/--{NEGATED.get(name, f'no-{flag}')}" if value is True else f"--{flag}",
-        *short,
-    )
+    is_on = value is True or (value is None and bool in _members(_described(owner).hints[name]))
+    flags = flags or (f"--{flag}/--{NEGATED.get(name, f'no-{flag}')}" if is_on else f"--{flag}", *short)
     return typer.Option(
         *flags, help=text, show_default=default is None, rich_help_panel=heading_of(owner, name)
     )

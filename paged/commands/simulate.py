@@ -38,6 +38,8 @@ NOT_SIMULATED = {
     "rank_timeout_s",
     "deterministic",
     "enforce_eager",
+    "cudagraph_capture_sizes",
+    "max_cudagraph_capture_size",
     "speculative_config",
     "seed",
     "skip_tokenizer_init",
@@ -63,7 +65,10 @@ PLOT_HELP = "Write a PNG: requests, tokens a second and blocks used over time. [
 JSON_HELP = "Print JSON, times in seconds. [default: off]"
 
 
-@with_options(*((owner, [name for name in names if name not in _OWN]) for owner, names in _NAMES.items()))
+@with_options(
+    *((owner, [name for name in names if name not in _OWN]) for owner, names in _NAMES.items()),
+    defaults={"async_scheduling": "off"},
+)
 def simulate(
     model: common.ModelArgument = None,
     model_option: Annotated[

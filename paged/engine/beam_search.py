@@ -195,6 +195,7 @@ class BeamSearch:
         )
         spec = RequestSpec(prompt, params, tenant=tenant)
         root = self.factory.new_group(request_id, spec, self.scheduler.clock()).samples[0]
+        root.is_beam = True
         self.groups.append(BeamGroup(self.params, root, self.eos_token_ids))
         self._unstarted.append(self.groups[-1])
 
@@ -259,6 +260,7 @@ class BeamSearch:
         """Fork a request with another newest token. The fork runs and shares blocks, or waits."""
         now = self.scheduler.clock()
         child = self.factory.new_fork(parent.request_id, parent, None, now).samples[0]
+        child.is_beam = True
         child.token_ids[-1] = token_id
         try:
             if parent.status is RequestStatus.RUNNING:

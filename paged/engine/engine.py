@@ -19,6 +19,7 @@ from ..base.errors import ConfigError, EngineDeadError, RequestError, UsageError
 from ..base.missing_names import ExplainsMissing
 from ..base.validation import check_bool
 from ..checkpoints.model_directory import resolve
+from ..device.devices import resolve_device
 from ..options.config import EngineConfig, check_policy, options_of
 from ..options.sampling_params import DEFAULT_MAX_TOKENS, BeamSearchParams, SamplingParams
 from ..requests.request import Prompt, RequestOutput
@@ -74,10 +75,32 @@ def _new_executor(
 ) -> ModelRunner:
     """Load a model, in this process alone or divided among ranks. Raises what `ModelRunner` does."""
     if config.num_ranks == 1:
-        return ModelRunner(config, model_config, directory, draft)
+        num_in_flight = _steps_in_flight(config, model_config)
+        return ModelRunner(config, model_config, directory, draft, num_in_flight=num_in_flight)
     from ..ranks.start import new_executor
 
     return new_executor(config, model_config, directory, draft)
+
+
+def _steps_in_flight(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Return how many steps of the same requests are in flight at once: one, if its model keeps states.
+
+    Raises ConfigError where there is to be a second one, and the device or its kernels wait for each.
+    """
+    device = resolve_device(config.device)
+    may_overlap = device.type == "cuda" and config.attention_backend != "torch"
+    if model_config.states:
+        if config.async_scheduling:
+            name = model_config.architecture
+            raise ConfigError(f"async_scheduling=True is not supported for {name}, whose layers keep states")
+        return 1
+    if config.async_scheduling and not may_overlap:
+        on = device if device.type != "cuda" else f"{device} with attention_backend 'torch'"
+        raise ConfigError(
+            f"async_scheduling=True is for a GPU with Triton's kernels: on {on} the host waits for each "
+            "step; leave it out"
+        )
+    return 2 if may_overlap and config.async_scheduling is not False else 1
 
 
 def _find_draft_model(
@@ -139,7 +162,10 @@ class LLMEngine(metaclass=ExplainsMissing):
         if runner.draft_model is not None:
             runner.draft_model.manager = self.block_manager
         self.scheduler = sizes.new_scheduler(
-            self.block_manager, draft_model=runner.draft_model, num_in_flight=runner.num_in_flight
+            self.block_manager,
+            draft_model=runner.draft_model,
+            num_in_flight=runner.num_in_flight,
+            runs_ahead=runner.sizes.part is None and runner.num_in_flight > 1,
         )
         if text.has_embedding_files:
             _ = text.embedding_head  # wrong weights are refused now
@@ -228,7 +254,9 @@ class LLMEngine(metaclass=ExplainsMissing):
         from ..scheduler.stats import EngineStats
 
         runner = self.runner
-        return EngineStats.of(self.scheduler, runner.weight_bytes, self._parameters, runner.exchange_s)
+        return EngineStats.of(
+            self.scheduler, runner.weight_bytes, self._parameters, runner.exchange_s, runner.graph_costs
+        )
 
     @property
     def _parameters(self) -> tuple[int, int]:

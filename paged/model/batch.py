@@ -19,6 +19,8 @@ class Queries:
     cu_seqlens_q: Tensor  # i32[num_seqs + 1], exclusive prefix sum of the number of these tokens
     max_seqlen_q: int
     min_seqlen_q: int
+    max_decode_q: int = 1  # of how many new tokens a sequence is a decode, whose keys attention may split
+    max_seq_len: int | None = None  # no sequence is longer; None: as long as block tables allow
     # By a layer's `plan_key`, the stride of its queries and the width of its block table; made by the first
     # such layer
     plans: dict[tuple[int | None, int, int, int], AttentionPlan] = field(default_factory=dict)
@@ -43,6 +45,7 @@ class Batch:
     # i32[num_seqs]: the slot of each sequence's state; None: the model keeps none
     seats: Tensor | None = None
     is_decode: bool = False  # output_rows are all new tokens, in order, and all are sampled from
+    real_count: Tensor | None = None  # i32[1], the tokens of the step, behind which others pad it; None: all
 
     @property
     def num_tokens(self) -> int:

@@ -93,9 +93,9 @@ class DecoderLayer(Loadable):
         """
         hidden = self.mixer.attend(query, queries, kv_cache)
         hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
-        out = self.mlp(hidden)
+        out = self._feed_forward(hidden, rows)
         if self.beside is not None:
-            out = self.beside(out, residual)
+            out = self.beside(out, residual, rows.real_count)
         left = self._normed(out, residual, self.after_mlp)
         if self.input is not None:
             assert left is None, "a sublayer follows one whose output is not normalised"
@@ -104,6 +104,13 @@ class DecoderLayer(Loadable):
             assert left is None, "the residual is multiplied after the addition of an output"
             self.kernels.scale_and_cap(residual, self.factor)
         return left
+
+    def _feed_forward(self, hidden: Tensor, rows: TokenRows) -> Tensor:
+        if rows.real_count is None or not isinstance(self.mlp, ManyExperts):
+            out: Tensor = self.mlp(hidden)
+        else:
+            out = self.mlp(hidden, count=rows.real_count)
+        return out
 
     def _normed(self, hidden: Tensor, residual: Tensor, norm: RMSNorm | None) -> Tensor | None:
         """Add the norm of a sublayer's output to the residual; return the output if there is no norm."""
@@ -161,8 +168,7 @@ class ParallelLayer(DecoderLayer):
         assert rows.inputs is None, "only layers whose outputs are normalised have inputs"
         normed = add_and_norm(None, residual, self.before_mlp)
         self.kernels.add(self.mixer.attend(query, queries, kv_cache), residual)
-        out: Tensor = self.mlp(normed)
-        return out
+        return self._feed_forward(normed, rows)
 
 
 def add_and_norm(hidden: Tensor | None, residual: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
@@ -267,7 +273,7 @@ class Decoder(nn.Module):
                 self.kernels.scale_and_cap(residual, self.embedding_factor)
             inputs = self.inputs(batch.token_ids, residual) if self.inputs is not None else None
             stream = Stream(residual, None, inputs)
-        rows = TokenRows([rotary(batch) for rotary in self.rotary], stream.inputs)
+        rows = TokenRows([rotary(batch) for rotary in self.rotary], stream.inputs, batch.real_count)
         if self.positions is not None:  # added to the embeddings by the first norm
             stream = stream._replace(hidden=self.positions(batch.positions))
         return stream, rows
@@ -290,7 +296,7 @@ class Decoder(nn.Module):
             return residual[:0]
         last, *readers = islice(self.layers, self.last_kv, None)
         angles = [rotary(batch) for rotary in self.rotary] if readers else []
-        rows = TokenRows(angles, rest[0] if rest else None)
+        rows = TokenRows(angles, rest[0] if rest else None, batch.real_count)
         if not batch.is_decode:
             # Not torch's indexing, whose threads go on looking for work for milliseconds.
             taken = batch.output_rows

@@ -109,7 +109,15 @@ class EngineConfig:
     speculative_config: how to guess tokens, which steps verify beside the next one, without a change of any
         output: {"method": "ngram", "num_speculative_tokens": 4}, {"method": "suffix"} or, for a draft model,
         {"model": "owner/name"}, a dict or its JSON; see `SpeculativeConfig`. None guesses none.
-    enforce_eager: record no steps. By default a CPU with numba records small steps and replays them.
+    enforce_eager: record no steps. By default a CPU with numba records small steps and replays them, and a
+        GPU has CUDA graphs of decodes.
+    cudagraph_capture_sizes: the numbers of requests to which decodes are padded on a GPU, each of which has
+        CUDA graphs; None takes 1, 2, 4 and the multiples of 8 up to max_cudagraph_capture_size.
+    max_cudagraph_capture_size: the most requests of a CUDA graph; steps of more run without one. None takes
+        max_num_seqs, or the largest of cudagraph_capture_sizes.
+    async_scheduling: whether the host schedules the next step of the same requests while the device computes
+        one. None takes True on a GPU with Triton's kernels where one process has the model; elsewhere True is
+        an error.
     seed: from which the seeds of requests without one are derived.
     skip_tokenizer_init: load no tokenizer: prompts must be token ids, and outputs have no text.
 
@@ -153,6 +161,9 @@ class EngineConfig:
     deterministic: bool = False
     speculative_config: str | Any = None
     enforce_eager: bool = False
+    cudagraph_capture_sizes: Sequence[int] | None = None
+    max_cudagraph_capture_size: int | None = None
+    async_scheduling: bool | None = None
     seed: int = 0
     skip_tokenizer_init: bool = False
 
@@ -171,6 +182,8 @@ class EngineConfig:
             check_bool(ConfigError, name, getattr(self, name))
         if self.enable_prefix_caching is not None:
             check_bool(ConfigError, "enable_prefix_caching", self.enable_prefix_caching)
+        if self.async_scheduling is not None:
+            check_bool(ConfigError, "async_scheduling", self.async_scheduling)
         _check_choice("dtype", self.dtype, DTYPES)
         if self.quantization is not None:
             _check_choice("quantization", self.quantization, QUANTIZATIONS)
@@ -183,6 +196,10 @@ class EngineConfig:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         self._check_sizes()
+        if self.cudagraph_capture_sizes is not None or self.max_cudagraph_capture_size is not None:
+            from .graph_sizes import check_sizes
+
+            check_sizes(self.cudagraph_capture_sizes, self.max_cudagraph_capture_size)
         self._check_ranks()
 
     @property
@@ -255,6 +272,11 @@ class EngineConfig:
             raise DivisionError(
                 f"device {self.device!r} is one device, and each of the {self.num_ranks} processes of the "
                 "model needs its own: give 'cuda'"
+            )
+        if self.num_ranks > 1 and self.async_scheduling:
+            raise DivisionError(
+                f"async_scheduling=True is for a model in one process, and this one has {self.num_ranks}, "
+                "whose steps in flight are of different requests; leave it out"
             )
 
 

@@ -18,7 +18,9 @@ from .jobs import check_writable
 # go on with others of these; every other option must be the same.
 WITHOUT_EFFECT = frozenset(
     {
-        *("num_threads", "enforce_eager", "enable_prefix_caching", "block_size", "num_blocks", "swap_space"),
+        *("cudagraph_capture_sizes", "max_cudagraph_capture_size"),
+        *("num_threads", "enforce_eager", "async_scheduling", "enable_prefix_caching", "block_size"),
+        *("num_blocks", "swap_space"),
         *("gpu_memory_utilization", "cpu_memory_utilization", "watermark", "preemption_mode"),
         *("max_preemptions", "max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold"),
         *("max_num_partial_prefills", "max_waiting", "max_queued_tokens", "scheduling_policy"),

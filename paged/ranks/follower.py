@@ -112,10 +112,11 @@ class FollowerRunner(PartRunner):
             contents[name] = self._transport.receive(tensor.shape, tensor.dtype, DRIVER)[:, 0]
         self.write_block(block, 0, contents)  # of any group
 
-    def _run_in_other_cache(self, _: Schedule, kv_cache: KVCache) -> None:
-        """Run the step by which the driver, too, measures memory."""
+    def _run_in_other_cache(self, _: Schedule, kv_cache: KVCache) -> int:
+        """Run the step by which the driver, too, measures memory. Return 0: there are no graphs."""
         self.kv_cache = kv_cache
         self._do(self._next_message())
         del self.kv_cache
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        return 0

@@ -202,12 +202,17 @@ class Request:
     siblings: the other samples, until the prompt is computed.
     on_token_from: the number of tokens from which on `on_token` must be called for each new one.
     num_cached_tokens: how many prompt tokens the prefix cache held when the request first ran.
-    ready: whether the next step may include it: it is running, and no step in flight computes it.
+    ready: whether the next step may include it: it is running, and no step in flight computes it, unless that
+        is a step which ends with one of its pending tokens.
+    num_pending: how many tokens steps in flight will give it, where steps begin before these are known; see
+        `StepsAhead`. ahead_until: the number of known and pending tokens from which on its next step waits
+        for all results; 0: it always does.
     seat: its place in what the device keeps about running requests; NO_SEAT while it does not run.
     arrival: its number in the order of arrival.
     rank: its place among the running requests.
     protected: whether it reached max_preemptions and is not preempted any more.
     held: the reasons for which it computes nothing until it is released; see `Scheduler.hold`.
+    is_beam: whether another token may replace its newest one, by `Scheduler.replace_last_token`.
     """
 
     inputs: RequestInputs
@@ -224,11 +229,14 @@ class Request:
     num_cached_tokens: int | None = None
     status: RequestStatus = RequestStatus.WAITING
     ready: bool = False
+    num_pending: int = 0
+    ahead_until: int = 0
     seat: int = NO_SEAT
     arrival: int = -1
     rank: tuple[float, int] = (0.0, -1)
     protected: bool = False
     held: int = 0
+    is_beam: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error_kind: ErrorKind | None = None
@@ -255,6 +263,11 @@ class Request:
     def num_output_tokens(self) -> int:
         """Number of tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is running and no step in flight has it, so that it may be preempted."""
+        return self.ready and not self.num_pending
 
     @property
     def namespace(self) -> bytes:

@@ -60,6 +60,10 @@ class Executor(Protocol):
     def exchange_s(self) -> float:
         """The seconds that steps have waited for other processes of the model."""
 
+    @property
+    def graph_costs(self) -> tuple[int, int, float]:
+        """The number of CUDA graphs, and the bytes and seconds that those of the start took."""
+
     def describe(self) -> str:
         """Return dtype, device, threads and attention backend as one phrase."""
 

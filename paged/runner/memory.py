@@ -20,7 +20,7 @@ from .sizes import Sizes
 
 # The parameters that take the most memory to sample with.
 LARGEST_PARAMS = SamplingParams(top_p=0.9, min_p=0.1, typical_p=0.9, presence_penalty=1.0, logprobs=5)
-RunStep = Callable[[Schedule, KVCache], None]
+RunStep = Callable[[Schedule, KVCache], int]
 
 
 class Memory(NamedTuple):
@@ -42,15 +42,22 @@ class Memory(NamedTuple):
 def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, run_step: RunStep) -> int:
     """Return how many KV blocks fit in free memory, at most as many as requests can ever fill.
 
-    run_step: runs one step; on a GPU, where the memory that a step takes is measured.
+    run_step: runs one step; on a GPU, where the memory that a step takes is measured. Returns the bytes that
+        will be taken beside that.
 
     Raises ResourceError if no token fits.
     """
+    hint = ""
     if device.type == "cpu":
         free = kv_bytes_on_cpu(sizes.config)
     else:
-        peak = measure_peak_bytes(sizes, device, run_step)
-        free = kv_bytes_on_gpu(sizes.config, device, peak) - max_partial_bytes(sizes, kernels)
+        peak, graphs = measure_peak_bytes(sizes, device, run_step)
+        free = kv_bytes_on_gpu(sizes.config, device, peak + graphs) - max_partial_bytes(sizes, kernels)
+        if graphs:
+            hint = (
+                f", or leave out CUDA graphs, for which {graphs / 2**20:,.0f} MiB are kept: lower "
+                "max_cudagraph_capture_size, or set enforce_eager=True"
+            )
     num_blocks = sizes.blocks_in(free - sizes.all_state_bytes)
     if not num_blocks:
         least = sizes.block_bytes * len(sizes.layout.groups)
@@ -61,7 +68,7 @@ def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, ru
         raise ResourceError(
             f"no memory for a KV cache: {free / 2**20:,.0f} MiB are left, a block in each layer group "
             f"takes {least / 2**20:,.2f} MiB; raise {'cpu' if device.type == 'cpu' else 'gpu'}"
-            "_memory_utilization, or lower max_num_batched_tokens or max_num_seqs"
+            f"_memory_utilization, or lower max_num_batched_tokens or max_num_seqs{hint}"
         )
     return num_blocks
 
@@ -81,8 +88,9 @@ def kv_bytes_on_gpu(config: EngineConfig, device: torch.device, peak_bytes: int)
     return int(total * config.gpu_memory_utilization) - others - peak_bytes
 
 
-def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) -> int:
-    """Run a step of the largest size. Return the bytes that torch held at its peak, without the KV cache.
+def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) -> tuple[int, int]:
+    """Run a step of the largest size. Return the bytes that torch held at its peak, without the KV cache, and
+    those that will be taken beside them.
 
     Raises ResourceError if there is no memory for it.
     """
@@ -105,7 +113,7 @@ def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) ->
     torch.cuda.reset_peak_memory_stats(device)
     kv_cache = new_kv_cache(sizes, device, num_blocks)
     try:
-        run_step(schedule, kv_cache)
+        kept = run_step(schedule, kv_cache)
         torch.cuda.synchronize(device)
     except torch.OutOfMemoryError as error:
         raise ResourceError(
@@ -116,7 +124,7 @@ def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) ->
     peak = torch.cuda.max_memory_allocated(device) - kv_cache.num_bytes - states
     del kv_cache
     torch.cuda.empty_cache()
-    return peak
+    return peak, kept
 
 
 def new_kv_cache(sizes: Sizes, device: torch.device, num_blocks: int, num_host_blocks: int = 0) -> KVCache:

@@ -30,6 +30,7 @@ from .plan import Planner, StepPlan
 if TYPE_CHECKING:
     from ..sampling.reporter import Reporter, StepReports
     from ..sampling.structured_outputs import GrammarMasks
+    from .decode_graphs import DecodeGraphs
     from .draft_model import DraftCheckpoint, DraftModel
     from .executor import PendingStep
 
@@ -52,6 +53,7 @@ class ModelRunner(PartRunner):
     ) -> None:
         super().__init__(config, model_config, directory, draft, part, num_in_flight, peers)
         self._sample_here()
+        self.decode_graphs = self._new_decode_graphs()
         self.allocate(directory, self.run_in_other_cache)
         if self.draft_model is not None:
             self.draft_model.prepare(self.kv_cache.num_blocks)
@@ -67,6 +69,7 @@ class ModelRunner(PartRunner):
             with_prompt_lens=model_config.rope.type == "dynamic",
             with_lens=model_config.long_context is not None,
             with_last_tokens=self.sizes.part is not None,
+            with_pending=self.sizes.part is None and self.num_in_flight > 1,
         )
         self.sampling_seats = SamplingSeats()
         self.sampler = self.new_sampler()
@@ -94,7 +97,8 @@ class ModelRunner(PartRunner):
         if self.kv_dtype != self.dtype:
             parts.append(f"KV in {self.config.kv_cache_dtype}")
         narrower = f" with {' and '.join(parts)}" if parts else ""
-        return f"{dtype}{narrower} on {self.device}{threads}; attention by {self.model.kernels.name}"
+        graphs = "" if self.decode_graphs is None else self.decode_graphs.describe()
+        return f"{dtype}{narrower} on {self.device}{threads}; attention by {self.model.kernels.name}{graphs}"
 
     @property
     def weight_bytes(self) -> dict[str, int]:
@@ -105,6 +109,12 @@ class ModelRunner(PartRunner):
             if model.stored_weights is not None:
                 total += model.stored_weights.num_bytes
         return {title or "floats": n for title, n in total.items()}
+
+    @property
+    def graph_costs(self) -> tuple[int, int, float]:
+        """The number of CUDA graphs, and the bytes and seconds that those of the start took."""
+        graphs = self.decode_graphs
+        return (0, 0, 0.0) if graphs is None else (graphs.num_graphs, *graphs.cost)
 
     def execute(self, schedule: Schedule) -> StepOutput:
         """Run one step. Return a token for each of schedule.sampled_requests."""
@@ -159,17 +169,22 @@ class ModelRunner(PartRunner):
             return Pending(self)
         # Everything is put into the upload before it is sent.
         step = self.batches.put(computed, upload)
-        draw = self.sampler.prepare(rows, computed.positions, upload)
+        draw = self.sampler.prepare(rows, computed.positions, upload, computed.sampled_seats)
         reports = None
         if computed.asked:
             reports = self.reporter.prepare(computed.asked, plan.sampled.reports, upload)
         upload.send()
         self._move_blocks(*moves)
         self._move_states(state_moves)
-        batch = self.batches.batch(step)
+        if self.sampler.of_seats is not None:
+            self.sampler.of_seats.write()
         masks = draw.start_masks()
+        if self.decode_graphs is not None and self.decode_graphs.run(step, draw, masks, download):
+            download.send()
+            return Pending(self, download, draw, masks)
+        batch = self.batches.batch(step)
         logits, best, hidden = self.compute(batch)
-        tokens = draw.run(logits, download, masks, best)
+        tokens = draw.run(logits, download, masks, best, self.batches.places(step))
         if tokens is not None and not self.planner.with_last_tokens:
             self.batches.record(step, tokens)
         if reports is not None and hidden is not None:
@@ -215,15 +230,29 @@ class ModelRunner(PartRunner):
         """The seconds that steps have waited for other processes: 0."""
         return 0.0
 
-    def run_in_other_cache(self, schedule: Schedule, kv_cache: KVCache) -> None:
-        """Run one step of both models in this KV cache, and keep none of the memory that it took."""
+    def _new_decode_graphs(self) -> DecodeGraphs | None:
+        if self.device.type != "cuda" or self.model_config.states:  # rows that pad a step have no state
+            return None
+        from .decode_graphs import new_decode_graphs
+
+        return new_decode_graphs(self.sizes, self.model, self.batches, self.sampler.of_seats, self.device)
+
+    def run_in_other_cache(self, schedule: Schedule, kv_cache: KVCache) -> int:
+        """Run one step of both models in this KV cache, and capture the graphs of the start.
+
+        Keeps none of the memory that this took. Returns the bytes that graphs will take.
+        """
         self.kv_cache = kv_cache
         self.execute(schedule)
         if self.draft_model is not None:
             self.draft_model.rehearse(schedule, kv_cache.draft)
             self.draft_model.kv_cache = None
+        num_bytes = 0
+        if self.decode_graphs is not None:
+            num_bytes = self.decode_graphs.profile(kv_cache)
         del self.kv_cache
-        self.sampler = self.new_sampler()
+        self.sampler.forget()
+        return num_bytes
 
     def _new_draft_model(self) -> DraftModel | None:
         speculation = self.config.speculation
@@ -241,9 +270,16 @@ class ModelRunner(PartRunner):
 
     def new_sampler(self) -> Sampler:
         """Return a sampler that knows of no request."""
-        return Sampler(
-            self.model.kernels, self.model_config.vocab_size, self.device, self.sizes.config.num_seats
-        )
+        config = self.model_config
+        of_seats = None
+        # Each step of several processes has a sampler of its own, which does not know what others have sent.
+        if self.model.kernels.take_parameters is not None and self.sizes.part is None:
+            from ..sampling.seat_parameters import SeatParameters
+
+            take = self.model.kernels.take_parameters
+            of_seats = SeatParameters(take, self.sizes.config.num_seats, self.device)
+        num_seqs = self.sizes.config.num_seats
+        return Sampler(self.model.kernels, config.vocab_size, self.device, num_seqs, of_seats)
 
 
 class Pending:

@@ -17,7 +17,7 @@ from ..blocks.pool import BlockId
 from ..checkpoints.weight_files import find_weight_files
 from ..device.devices import resolve_device, resolve_dtype, sum_in_float32, target_of
 from ..device.threads import set_threads
-from ..device.transfers import Sent, Transfers, Upload
+from ..device.transfers import NUM_BUFFERS, Sent, Transfers, Upload
 from ..model.part import ModelPart
 from ..options.config import EngineConfig
 from .load import load_model, new_kernels
@@ -96,7 +96,7 @@ class PartRunner:
             self.sizes = with_seats(sizes, room, None if peers is None else peers.least_seats)
         self.graphs: StepGraphs | None = None
         self.num_in_flight = num_in_flight
-        self.transfers = Transfers(self.device)
+        self.transfers = Transfers(self.device, num_buffers=max(NUM_BUFFERS, num_in_flight))
         self.batches = new_batches(self.sizes, model_config, self.model, self.device, num_in_flight)
         self._peers = peers
         if peers is not None:

@@ -44,7 +44,10 @@ def new_batches(
         return HostBatches(sizes.block_size, device, num_kept=num_in_flight, **options)
     from .batches.seats import SeatedBatches
 
-    return SeatedBatches(unpack_step, sizes.block_size, device, max_model_len=sizes.max_model_len, **options)
+    options |= {"max_model_len": sizes.max_model_len, "split_keys": model.kernels.split_keys}
+    if sizes.config.speculation is not None:
+        options["max_run"] = 1 + sizes.config.speculation.num_speculative_tokens
+    return SeatedBatches(unpack_step, sizes.block_size, device, **options)
 
 
 def new_graphs(sizes: Sizes, model: Model) -> StepGraphs | None:

@@ -213,6 +213,7 @@ class Planner:
 
     with_prompt_lens, with_lens: whether rope needs the length of each row's prompt, or of its whole request.
     with_last_tokens: whether a plan has the last tokens of decodes, for processes that do not draw them.
+    with_pending: whether steps are planned before the tokens of those in flight are known.
     """
 
     def __init__(
@@ -223,13 +224,16 @@ class Planner:
         with_prompt_lens: bool = False,
         with_lens: bool = False,
         with_last_tokens: bool = False,
+        with_pending: bool = False,
     ) -> None:
         self.block_size = block_size
         self.num_groups = num_groups
         self.with_prompt_lens = with_prompt_lens
         self.with_lens = with_lens
         self.with_last_tokens = with_last_tokens
-        self._editing = set[int]()  # the seats whose requests edit their logits
+        self.with_pending = with_pending
+        # The seats whose requests edit their logits, and how many of its tokens the sampler was told of each.
+        self._editing = dict[int, int]()
 
     def plan(self, schedule: Schedule) -> StepPlan:
         """Make the plan of a schedule, whose blocks are allocated. What it holds is not changed later."""
@@ -263,8 +267,10 @@ class Planner:
             self._add_newcomers_and_prompts(schedule, computed)
         sampled = SampledPart()
         if schedule.newcomers or schedule.vacated:
-            self._editing.difference_update(schedule.vacated)
-            self._editing.update(r.seat for r in schedule.newcomers if r.inputs.params.edits_logits)
+            for seat in schedule.vacated:
+                self._editing.pop(seat, None)
+            edited = (r for r in schedule.newcomers if r.inputs.params.edits_logits)
+            self._editing.update((r.seat, r.num_tokens) for r in edited)
         if self._editing:
             sampled.new_tokens = self._new_tokens(schedule)
         if asked:
@@ -308,16 +314,18 @@ class Planner:
     def _new_tokens(self, schedule: Schedule) -> list[NewTokens]:
         """Return the tokens that the step computes of sampled requests that edit their logits.
 
-        The sampler knows those before, and all of a newcomer.
+        The sampler knows those before, and all of a newcomer. Pending tokens are told once they are known.
         """
         rows = zip(schedule.sampled_requests, schedule.sampled, schedule.sampled_seats, strict=True)
         starts = schedule.num_computed_tokens
         drafts = dict(enumerate(schedule.drafts, schedule.num_decode_tokens))
-        return [
-            NewTokens(seat, starts[row], request.token_ids[starts[row] :], drafts.get(row, []))
-            for request, row, seat in rows
-            if seat in self._editing
-        ]
+        new = list[NewTokens]()
+        for request, row, seat in rows:
+            if seat in self._editing:
+                start = min(starts[row], self._editing[seat]) if self.with_pending else starts[row]
+                new.append(NewTokens(seat, start, request.token_ids[start:], drafts.get(row, [])))
+                self._editing[seat] = request.num_tokens
+        return new
 
 
 def _draw_after_drafts(schedule: Schedule, part: ComputedPart) -> None:

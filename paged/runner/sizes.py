@@ -325,11 +325,14 @@ class Sizes:
         clock: Callable[[], float] = time.perf_counter,
         draft_model: Drafter | None = None,
         num_in_flight: int = 1,
+        *,
+        runs_ahead: bool = False,
     ) -> Scheduler:
         """Make a scheduler that allocates from this block manager.
 
         draft_model: the drafter of a speculative_config with a model.
         num_in_flight: how many steps are to be in flight at once.
+        runs_ahead: whether these have the same requests; else the requests are divided among them.
         """
         config = self.config
         scheduler = Scheduler(
@@ -346,7 +349,10 @@ class Sizes:
             clock=clock,
         )
         scheduler.max_queued_tokens = config.max_queued_tokens
-        scheduler.num_in_flight = num_in_flight
+        if runs_ahead:
+            scheduler.run_ahead()
+        else:
+            scheduler.num_in_flight = num_in_flight
         speculation = config.speculation
         if speculation is not None:
             from ..drafting.drafters import new_drafter

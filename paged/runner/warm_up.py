@@ -71,15 +71,24 @@ def _run_steps(runner: ModelRunner) -> int:
     num_blocks = runner.kv_cache.num_blocks
     if not kernels.compiles_at_launch:
         _run(runner, _end_of_a_prompt(runner, REHEARSED_TOKENS, REHEARSED_TOKENS, EVERY_WAY_TO_SAMPLE[0]))
+        _capture_graphs(runner)
         return 0
     long = 2 * kernels.split_keys  # so that attention splits its keys
     with tqdm(desc="Compiling kernels", unit="kernel", delay=1.0) as bar, kernels.listening(bar.update):
         _run(runner, _end_of_a_prompt(runner, long, runner.sizes.max_step_tokens, EVERY_WAY_TO_SAMPLE[0]))
         for params in EVERY_WAY_TO_SAMPLE:
             _run(runner, _end_of_a_prompt(runner, long, 1, params))
+        if runner.config.speculation is not None:
+            runner.execute(_with_a_draft(_end_of_a_prompt(runner, long, 2, EVERY_WAY_TO_SAMPLE[0])))
         if num_blocks > 1:
             runner.execute(Schedule(copies=[(0, num_blocks - 1)]))
+        _capture_graphs(runner)
         return int(bar.n)
+
+
+def _capture_graphs(runner: ModelRunner) -> None:
+    if runner.decode_graphs is not None:
+        runner.decode_graphs.capture_for_good(runner.kv_cache)
 
 
 def _run(runner: ModelRunner, schedule: Schedule) -> None:
@@ -87,6 +96,15 @@ def _run(runner: ModelRunner, schedule: Schedule) -> None:
     runner.execute(schedule)
     if runner.draft_model is not None:
         runner.draft_model.rehearse(schedule, runner.kv_cache.draft)
+
+
+def _with_a_draft(schedule: Schedule) -> Schedule:
+    """Take the last of a prompt's two new tokens for a draft."""
+    if schedule.num_new_tokens == [2]:
+        schedule.num_new_tokens = [1]
+        schedule.num_decode_tokens = 1
+        schedule.add_drafts({0: [0]})
+    return schedule
 
 
 def _end_of_a_prompt(

@@ -15,15 +15,8 @@ from ..kernels.backend import Kernels
 from .seats import Sampled
 
 _FLOATS = ("temperature", "min_p", "top_n_sigma", "typical_p", "top_p")
-_ROW = np.dtype(
-    [
-        ("seed", np.int64),
-        *((name, np.float32) for name in _FLOATS),
-        ("top_k", np.int32),
-        ("has_edits", np.bool_),
-        ("wants_logprobs", np.bool_),
-    ]
-)
+WORDS = np.dtype([("seed", np.int64), *((name, np.float32) for name in _FLOATS), ("top_k", np.int32)])
+_ROW = np.dtype([*WORDS.descr, ("has_edits", np.bool_), ("wants_logprobs", np.bool_)])
 _FLOAT32 = torch.finfo(torch.float32)
 # What keeps every token, for the filters of `sample_tokens`. top_k's is the size of the vocabulary.
 _KEEPS_ALL = {"min_p": 0.0, "top_n_sigma": 0.0, "typical_p": 1.0, "top_p": 1.0}
@@ -35,6 +28,12 @@ def columns_of(requests: Sequence[Sampled], vocab_size: int) -> NDArray[Any]:
     return np.frombuffer(b"".join(rows), _ROW)
 
 
+def used_filters(columns: NDArray[Any], vocab_size: int) -> list[str]:
+    """Return the filters that the rows use."""
+    unused = _KEEPS_ALL | {"top_k": vocab_size}
+    return [name for name, value in unused.items() if (columns[name] != value).any()]
+
+
 class SentParameters:
     """The parameters of `sample_tokens` on the device. A filter that no row uses is left out."""
 
@@ -42,10 +41,10 @@ class SentParameters:
         self._seeds = upload.put(columns["seed"], torch.int64)
         self._temperature = upload.put(columns["temperature"], torch.float32)
         self._filters: dict[str, Sent | None] = {}
-        for name, unused in (_KEEPS_ALL | {"top_k": vocab_size}).items():
+        self.filters = used = used_filters(columns, vocab_size)
+        for name in (*_KEEPS_ALL, "top_k"):
             dtype = torch.int32 if name == "top_k" else torch.float32
-            is_used = (columns[name] != unused).any()
-            self._filters[name] = upload.put(columns[name], dtype) if is_used else None
+            self._filters[name] = upload.put(columns[name], dtype) if name in used else None
 
     def sample(self, kernels: Kernels, logits: Tensor, positions: Tensor, highest: Tensor | None) -> Tensor:
         """Draw a token of each row; see `Kernels.sample_tokens`."""

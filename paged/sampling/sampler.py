@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..requests.prompt_report import TokenLogprobs
     from .dry import DryHistory
     from .logits_edits import LogitsEdits, StepEdits
+    from .seat_parameters import SeatedParameters, SeatParameters
     from .structured_outputs import GrammarMasks
     from .token_history import TokenHistory
 
@@ -38,15 +39,22 @@ class Sampler:
     The parameters on the device are kept while the same requests are sampled.
 
     max_num_seqs: the most requests of a batch; on a GPU, memory for their penalties is allocated at once.
+    of_seats: the parameters that a device keeps by seat; it finds the positions of what is drawn, too.
     """
 
     def __init__(
-        self, kernels: Kernels, vocab_size: int, device: torch.device, max_num_seqs: int = 1
+        self,
+        kernels: Kernels,
+        vocab_size: int,
+        device: torch.device,
+        max_num_seqs: int = 1,
+        of_seats: SeatParameters | None = None,
     ) -> None:
         self.kernels = kernels
         self.vocab_size = vocab_size
         self.device = device
         self._max_num_seqs = max_num_seqs
+        self.of_seats = of_seats
         if device.type == "cuda":
             assert self.history, "its memory is allocated at once"
         self._last: _Batch | None = None
@@ -67,19 +75,25 @@ class Sampler:
         return DryHistory(self.device)
 
     def prepare(
-        self, requests: Sequence[Sampled], positions: Callable[[], Sequence[int]], upload: Upload
+        self,
+        requests: Sequence[Sampled],
+        positions: Callable[[], Sequence[int]],
+        upload: Upload,
+        seats: Sequence[int] = (),
     ) -> Draw:
         """Send what sampling a token for each request needs. positions: returns the tokens' positions."""
         batch = self._last
         if batch is None or batch.requests != requests:
             # Before the new batch changes the histories: the old one is invalid even if that fails half-way.
             self._last = None
-            batch = self._last = _Batch(requests, self, upload)
+            batch = self._last = _Batch(requests, self, upload, seats)
         return Draw(batch, positions, upload)
 
     def forget(self) -> None:
         """Keep nothing of the last batch: its upload may have failed."""
         self._last = None
+        if self.of_seats is not None:
+            self.of_seats.forget()
 
     def sample(
         self,
@@ -104,7 +118,6 @@ class Draw:
     """One step's choice of a token for each request of a batch."""
 
     __slots__ = (
-        "_batch",
         "_edited",
         "_edits",
         "_errors",
@@ -113,28 +126,36 @@ class Draw:
         "_of_model",
         "_positions",
         "_tokens",
+        "batch",
         "requests",
     )
 
     def __init__(self, batch: _Batch, positions: Callable[[], Sequence[int]], upload: Upload) -> None:
-        self._batch = batch
+        self.batch = batch
         self._kernels = batch.kernels
         self.requests = batch.requests
         self._edits: StepEdits | None = None
         self._positions: Sent | None = None
-        if batch.edits is not None or batch.parameters is not None:
+        is_drawn = batch.parameters is not None and batch.of_seats is None
+        if batch.edits is not None or is_drawn:
             known = positions()
             self._edits = None if batch.edits is None else batch.edits.prepare(known, upload)
-            self._positions = upload.put(known, torch.int64)
+            if is_drawn:
+                self._positions = upload.put(known, torch.int64)
         self._errors: dict[int, RowError] = {}
         self._tokens: Received | None = None
         self._of_model: Received | None = None  # each row's highest logit
         self._edited: Received | None = None  # after all edits; None: as the model's
         self._logprobs: list[list[Received]] = []
 
+    def take(self, tokens: Tensor, highest: Tensor, download: Download) -> None:
+        """Take tokens that were drawn with the parameters of the batch, and each row's highest logit."""
+        self._tokens = download.get(tokens)
+        self._of_model = download.get(highest)
+
     def start_masks(self) -> GrammarMasks | None:
         """Start the masks of the requests that have a grammar; None if there are none."""
-        rows = self._batch.with_grammar
+        rows = self.batch.with_grammar
         if not rows:
             return None
         from .structured_outputs import GrammarMasks
@@ -147,15 +168,17 @@ class Draw:
         download: Download,
         grammar_masks: GrammarMasks | None = None,
         best: tuple[Tensor, Tensor] | None = None,
+        places: Any = None,
     ) -> Tensor | None:
         """Choose one token for each row of f32[num_requests, vocab_size], which is changed in place.
 
         best: `kernels.greedy` of the logits, if already computed.
+        places: `SampledPlaces` of the rows, where the device keeps parameters by seat.
 
         Returns the tokens, i64[num_requests]; None if there is no request. A row gets an error instead if the
         model's logits are not finite, or if the request's own parameters leave no token.
         """
-        batch = self._batch
+        batch = self.batch
         kernels = self._kernels
         if not self.requests:
             return None
@@ -176,8 +199,9 @@ class Draw:
                 tokens, edited = chosen
             else:
                 known = None if chosen is None else chosen[1]
+                places = places if self._positions is None else self._positions.tensor
                 tokens, edited = self._choose(
-                    logits, grammar_masks, best, highest=known, may_ban_all=may_ban_all
+                    logits, grammar_masks, best, places, highest=known, may_ban_all=may_ban_all
                 )
             if may_ban_all and edited is not None:
                 self._edited = download.get(edited)
@@ -194,6 +218,7 @@ class Draw:
         logits: Tensor,
         grammar_masks: GrammarMasks | None,
         best: tuple[Tensor, Tensor] | None,
+        places: Any,
         *,
         highest: Tensor | None,
         may_ban_all: bool,
@@ -202,7 +227,7 @@ class Draw:
 
         highest: the latter, if known.
         """
-        batch = self._batch
+        batch = self.batch
         if grammar_masks is not None:
             grammar_masks.apply(self._kernels, logits)
         if batch.edits is not None and self._edits is not None:
@@ -211,11 +236,11 @@ class Draw:
             is_edited = batch.edits is not None or grammar_masks is not None
             tokens, highest = self._kernels.greedy(logits) if is_edited or best is None else best
         else:
-            assert self._positions is not None, "random numbers depend on the position"
+            assert places is not None, "random numbers depend on the position"
             found: Tensor | None = None
             if highest is None and (best is None or may_ban_all):
                 highest = found = torch.empty(len(logits), device=logits.device)
-            tokens = batch.parameters.sample(self._kernels, logits, self._positions.tensor, found)
+            tokens = batch.parameters.sample(self._kernels, logits, places, found)
         if batch.edits is not None and self._edits is not None:
             batch.edits.record(tokens, self._edits)
         return tokens, highest
@@ -227,11 +252,11 @@ class Draw:
         drawn = self._tokens.numbers.tolist()
         of_model = self._of_model.numbers.tolist()
         if self._edited is None and not self._errors and math.isfinite(sum(of_model)):
-            return StepOutput(drawn, self._batch.reports(self._logprobs) if self._logprobs else {})
+            return StepOutput(drawn, self.batch.reports(self._logprobs) if self._logprobs else {})
         edited = of_model if self._edited is None else self._edited.numbers.tolist()
         errors = self._errors | _not_finite(of_model, edited, self._errors)
         tokens = [None if row in errors else token for row, token in enumerate(drawn)]
-        reports = self._batch.reports(self._logprobs)
+        reports = self.batch.reports(self._logprobs)
         return StepOutput(tokens, {row: reports[row] for row in reports if row not in errors}, errors)
 
 
@@ -243,8 +268,11 @@ class _Batch:
     with_grammar: the rows of requests that have a grammar.
     """
 
-    def __init__(self, requests: Sequence[Sampled], sampler: Sampler, upload: Upload) -> None:
+    def __init__(
+        self, requests: Sequence[Sampled], sampler: Sampler, upload: Upload, seats: Sequence[int]
+    ) -> None:
         self.requests = requests
+        self.of_seats = sampler.of_seats
         self.kernels = sampler.kernels
         columns = columns_of(requests, sampler.vocab_size)
         self.edits: LogitsEdits | None = None
@@ -260,9 +288,16 @@ class _Batch:
             if "dry" in vars(sampler):
                 sampler.dry.keep([])
         self.may_ban_all = self.edits is not None and self.edits.may_ban_all
-        self.parameters: SentParameters | None = None
+        self.parameters: SentParameters | SeatedParameters | None = None
+        of_seats = sampler.of_seats
+        if of_seats is not None:
+            of_seats.put(seats, requests, columns, upload)
         if columns["temperature"].any():
-            self.parameters = SentParameters(columns, sampler.vocab_size, upload)
+            self.parameters = (
+                SentParameters(columns, sampler.vocab_size, upload)
+                if of_seats is None
+                else of_seats.of_rows(columns, sampler.vocab_size)
+            )
         self.with_grammar = [row for row, r in enumerate(requests) if r.sampling.grammar is not None]
         self.asked = np.flatnonzero(columns["wants_logprobs"]).tolist()
         if self.asked:

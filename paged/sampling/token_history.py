@@ -102,6 +102,10 @@ class TokenHistory:
         new = [request for request, at in of_requests.items() if self._known.get(request) != at]
         if not new:
             return Recount(requests, known, None, None, None, drafts)
+        for request in new:
+            assert len(request.token_ids) == of_requests[request], (
+                "a token is not known that would be counted"
+            )
         seen = [np.array(r.token_ids, np.int64) + slots[r] * vocab_size for r in new]
         generated = [places[r.num_prompt_tokens :] for r, places in zip(new, seen, strict=True)]
         slots_of_new, all_seen, all_generated = (

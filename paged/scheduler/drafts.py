@@ -114,6 +114,11 @@ class Drafts:
         return found
 
     @property
+    def is_idle(self) -> bool:
+        """Whether the next steps will most likely get no drafts."""
+        return self._drafter is None or (self.lengths is not None and self.lengths.is_idle)
+
+    @property
     def seconds_won(self) -> float:
         """The time that drafts have saved so far; 0 if their number is fixed: then none is estimated."""
         return 0.0 if self.lengths is None else self.lengths.ledger.won
@@ -174,6 +179,8 @@ def most_drafts(request: Request, most: int) -> int:
     """Return how many drafts a decode may get at most: none where a sampled token would not count."""
     inputs = request.inputs
     num_tokens = request.num_tokens
+    if request.num_pending:
+        return 0  # what it is guessed from is not known
     if inputs.params.num_speculative_tokens is not None:
         most = min(most, inputs.params.num_speculative_tokens)
     most = min(most, inputs.max_total_tokens - num_tokens - 1)

@@ -44,6 +44,8 @@ class Preemption:
         self._counters = counters
         self._max_preemptions = max_preemptions
         self.swap_pays = swap_pays
+        # Lets the steps in flight end before any request is preempted, and returns whether there are any.
+        self.drain: Callable[[], bool] | None = None
         self._grown_long: list[Request] = []
         self._held_since: dict[Request, float] = {}  # when each held request was held
 
@@ -55,6 +57,8 @@ class Preemption:
         while not self._running.grow(request, end, schedule.copies):
             if self._manager.pool.num_deferred:
                 return False  # blocks come back when a step in flight ends
+            if self.drain is not None and self.drain():
+                return False
             victim = self.choose_victim(request)
             if victim is None:
                 return False
@@ -70,7 +74,8 @@ class Preemption:
         head = self._queue.peek()
         if head is None or not running or running[-1].inputs.priority <= head.inputs.priority:
             return
-        for victim in self._victims_for(head, self._queue.need(head), room):
+        victims = self._victims_for(head, self._queue.need(head), room)
+        for victim in victims if self._are_settled(victims) else ():
             self.preempt(victim, schedule)
 
     def make_room_for_shares(self, room: Room, schedule: Schedule) -> None:
@@ -93,8 +98,18 @@ class Preemption:
             if found is None:
                 return  # others behind this one could only take its place
             victims, room = found
+            if not self._are_settled(victims):
+                return
             for victim in victims:
                 self.preempt(victim, schedule, counts=False)
+
+    def _are_settled(self, victims: list[Request]) -> bool:
+        """Return whether no step in flight has any of these requests. If one does, let all steps end."""
+        if all(victim.is_settled for victim in victims):
+            return True
+        assert self.drain is not None, "a request in flight was ready"
+        self.drain()
+        return False
 
     def _victims_above_share(
         self, fair: Fair, need: Need, room: Room, left: Holdings
@@ -162,7 +177,7 @@ class Preemption:
         if not self._held_since or self._queue.peek() is None:
             return
         for request, held_at in self._held_since.items():
-            if request.status is RequestStatus.RUNNING and request.ready and held_at <= since:
+            if request.status is RequestStatus.RUNNING and request.is_settled and held_at <= since:
                 self.preempt(request, schedule)
 
     def hold_grown_long(self, request: Request) -> None:
@@ -200,7 +215,7 @@ class Preemption:
     def choose_victim(self, request: Request) -> Request | None:
         """Return the running request to preempt for another one; None if there is none."""
         for candidate in reversed(self._running.requests if self._held_since else ()):
-            if candidate.held and candidate.ready:
+            if candidate.held and candidate.is_settled:
                 return candidate
         if self._fair is not None and not request.protected:
             above = self._youngest_above_share(self._fair, request)
@@ -210,7 +225,7 @@ class Preemption:
         for candidate in reversed(self._running.requests):
             if candidate is request and not request.protected:
                 return None
-            if candidate.ready and not candidate.protected:
+            if candidate.is_settled and not candidate.protected:
                 return candidate
         return None
 
@@ -230,7 +245,7 @@ class Preemption:
         for candidate in reversed(self._running.requests[1:]):
             if candidate.inputs.tenant not in above:
                 continue
-            if candidate is request or (candidate.ready and not candidate.protected):
+            if candidate is request or (candidate.is_settled and not candidate.protected):
                 return candidate
         return None
 

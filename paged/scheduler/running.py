@@ -121,11 +121,13 @@ class RunningSet:
 
     def resend(self, request: Request) -> None:
         """Send a changed request to the device as if it were new, if it runs."""
+        assert not request.num_pending, "a step in flight would overwrite what is sent"
         if request.seat != NO_SEAT and request not in self.newcomers:
             self.newcomers.append(request)
 
     def correct(self, request: Request) -> None:
         """Send a running request's last token and last block to the device with the next step."""
+        assert not request.num_pending, "a step in flight would overwrite what is sent"
         if request.seat != NO_SEAT:
             self.corrected.append(request)
 
@@ -202,18 +204,23 @@ class RunningSet:
             available = manager.pool.num_available - self.num_reserved_blocks()
             if manager.missing_blocks(request.blocks, end) > available:
                 return False
-        return manager.grow(request.blocks, request.num_computed_tokens, end, copies)
+        # A request with pending tokens computes the last of them alone.
+        start = end - 1 if request.num_pending else request.num_computed_tokens
+        return manager.grow(request.blocks, start, end, copies)
 
     def claim(self, request: Request) -> Room:
         """Return what a running request takes of the next step, and the blocks that are reserved for it."""
         takes_part = request.ready and not request.held
         missing = request.num_tokens - request.num_computed_tokens if takes_part else 0
+        end = request.num_tokens + request.num_pending
+        if request.num_pending:  # all but the last one are computed, or in flight
+            missing = int(takes_part and end < request.ahead_until)
         num_new = min(missing, self.max_chunk)
         num_blocks = 0
         if num_new < missing or request.protected:
             num_blocks = self.missing_blocks(request)
-        elif num_new and request.num_tokens > request.blocks.capacity:
-            num_blocks = self._manager.missing_blocks(request.blocks, request.num_tokens)
+        elif num_new and end > request.blocks.capacity:
+            num_blocks = self._manager.missing_blocks(request.blocks, end)
         return Room(num_new, 1 + len(request.siblings), num_new < missing, num_blocks)
 
     def check(self) -> None:

@@ -118,6 +118,17 @@ class Schedule:
         """Whether any request computes tokens of its prompt, or computes tokens again."""
         return self.num_decode_tokens + len(self.drafts) < len(self.requests)
 
+    def sample_decodes(self, starts: list[int]) -> None:
+        """Compute one token of each request so far, at these places, and draw the next one of each."""
+        requests = self.requests
+        num = self.num_tokens = self.num_decode_tokens = len(requests)
+        self.num_new_tokens = [1] * num
+        self.sampled = list(range(num))
+        self.num_computed_tokens = starts
+        self.sampled_requests = requests.copy()
+        self.seats = [request.seat for request in requests]
+        self.sampled_seats = self.seats.copy()
+
     def add(self, request: Request, num_new: int) -> None:
         """Compute the next tokens of a request."""
         self.requests.append(request)
@@ -217,14 +228,16 @@ class StepOutput:
                 report.take_logprobs(end, found)
 
     def record_logprobs(self, schedule: Schedule) -> int:
-        """Add log-probabilities to their requests, before the tokens are appended. Return how many."""
+        """Add log-probabilities to their requests, before the tokens are appended. Return how many.
+
+        Those of a request that ended in flight are dropped, as its token will be.
+        """
         num_candidates = 0
-        for row, logprobs in self.logprobs.items():
-            schedule.sampled_requests[row].add_logprobs(logprobs)
-            num_candidates += len(logprobs.token_ids)
-        for row, several in self.run_logprobs.items():
-            schedule.sampled_requests[row].add_logprobs(*several)
-            num_candidates += sum(len(logprobs.token_ids) for logprobs in several)
+        for row, logprobs in ({row: [one] for row, one in self.logprobs.items()} | self.run_logprobs).items():
+            request = schedule.sampled_requests[row]
+            if request.finish_reason is None:
+                request.add_logprobs(*logprobs)
+                num_candidates += sum(len(each.token_ids) for each in logprobs)
         return num_candidates
 
 

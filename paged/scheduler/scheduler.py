@@ -26,6 +26,7 @@ from .schedule import NOT_FINITE, RowError, Schedule, SchedulerCounters
 from .waiting import Deadlines, Room, WaitingQueue
 
 if TYPE_CHECKING:
+    from .ahead import StepsAhead
     from .drafts import Drafts
     from .policies import Fair
 
@@ -44,7 +45,8 @@ class Scheduler:
     reserved for it. So every request ends after at most (max_preemptions + 2) max_total_tokens steps of its
     own, and every step computes something.
 
-    Steps may overlap: `schedule` skips requests in flight, `update` takes steps in order.
+    Steps may overlap: `schedule` skips requests in flight, but for those that `ahead` lets go on; `update`
+    takes steps in order.
 
     policy: the order in which requests wait; see `policies`.
     max_num_seqs: the most requests that run at once.
@@ -84,7 +86,7 @@ class Scheduler:
         self.max_waiting = max_waiting
         self.clock = clock
         self.held_for_s = held_for_s
-        # How many steps are to be in flight at once: the decodes are divided among them.
+        # How many steps are to be in flight at once, of different requests: decodes are divided among them.
         self.num_in_flight = 1
         self.counters = SchedulerCounters()
         self._queue = WaitingQueue(self.policy, block_manager, self.max_chunk, watermark, self._arrive)
@@ -104,6 +106,8 @@ class Scheduler:
                 self._fair.OUTPUT_COST * num_blocks * block_manager.block_size,
             )
         self.drafts: Drafts | None = None
+        # Chooses the decodes where steps in flight may have the same requests; see `run_ahead`.
+        self.ahead: StepsAhead | None = None
         # The most tokens of waiting requests, unless there is one alone. None sets no limit.
         self.max_queued_tokens: int | None = None
         # Ends the output of a request whose newest token, of a run, completes a stop string.
@@ -139,9 +143,34 @@ class Scheduler:
         """Return whether any unfinished request is not held."""
         return self._queue.peek() is not None or not all(request.held for request in self.running)
 
+    def run_ahead(self) -> None:
+        """Schedule decodes also while steps in flight compute the same requests."""
+        from .ahead import StepsAhead
+
+        self.ahead = StepsAhead(self._running, self.preemption, self.block_manager)
+        self.preemption.drain = self.ahead.drain
+
     def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""
         schedule = Schedule(scheduled_time=self.clock())
+        if self.ahead is not None and self.ahead.is_draining():
+            return schedule
+        self._make_room_for_others(schedule)
+        self._choose_requests(schedule)
+        if not schedule.is_empty:
+            self._running.begin_step()
+            if self._running.states is not None:
+                self._running.states.take(schedule)
+            if schedule.requests:
+                self._running.take_changes(schedule)
+            if self.ahead is not None:
+                self.ahead.begin_step(schedule)
+        elif not self.block_manager.pool.num_steps_in_flight and self._must_run():
+            raise AssertionError("an idle step with work to do")
+        return schedule
+
+    def _make_room_for_others(self, schedule: Schedule) -> None:
+        """Preempt the requests that give way to others, whatever room there is."""
         self.preemption.requeue_grown_long()
         self.preemption.preempt_held(schedule.scheduled_time - self.held_for_s, schedule)
         if self.policy.preempts:
@@ -151,23 +180,19 @@ class Scheduler:
             self._queue.reconsider()  # who is below a share may have changed
             self._split_head(self._fair)
             self.preemption.make_room_for_shares(self._whole_step(), schedule)
+
+    def _choose_requests(self, schedule: Schedule) -> None:
+        """Choose who computes how many tokens, and allocate their blocks."""
         num_preempted = schedule.num_preempted
         unfinished = self._schedule_prompts(self._schedule_decodes(schedule), schedule)
         # A request that was just preempted for want of blocks waits for the next step.
-        if schedule.num_preempted == num_preempted and len(self._queue):
+        is_short = schedule.num_preempted != num_preempted
+        is_short = is_short or (self.ahead is not None and self.ahead.is_draining())
+        if not is_short and len(self._queue):
             self._admit_waiting(unfinished, schedule)
         if self.drafts is not None and schedule.num_decode_tokens and not schedule.num_preempted:
             budget = self._budget_left(schedule)
             self.drafts.extend(schedule, self.block_manager, budget, self.max_chunk, self._num_spare_blocks)
-        if not schedule.is_empty:
-            self._running.begin_step()
-            if self._running.states is not None:
-                self._running.states.take(schedule)
-            if schedule.requests:
-                self._running.take_changes(schedule)
-        elif not self.block_manager.pool.num_steps_in_flight and self._must_run():
-            raise AssertionError("an idle step with work to do")
-        return schedule
 
     def _split_head(self, fair: Fair) -> None:
         """Let the samples of the head run one by one where they exceed their tenant's share together.
@@ -196,6 +221,9 @@ class Scheduler:
 
     def _schedule_decodes(self, schedule: Schedule) -> list[Request]:
         """Schedule one token for each request that needs exactly one. Return the requests that need more."""
+        if self.ahead is not None:
+            is_drafting = self.drafts is not None and not self.drafts.is_idle
+            return self.ahead.schedule_decodes(schedule, self.max_num_batched_tokens, is_drafting=is_drafting)
         requests = schedule.requests
         prefills: list[Request] = []
         budget = self.max_num_batched_tokens
@@ -221,13 +249,7 @@ class Scheduler:
                     self.block_manager.register(blocks, request.token_ids, end - 1)
             request.ready = False
             requests.append(request)
-        num = schedule.num_tokens = schedule.num_decode_tokens = len(requests)
-        schedule.num_new_tokens = [1] * num
-        schedule.sampled = list(range(num))
-        schedule.num_computed_tokens = [request.num_computed_tokens for request in requests]
-        schedule.sampled_requests = requests.copy()
-        schedule.seats = [request.seat for request in requests]
-        schedule.sampled_seats = schedule.seats.copy()
+        schedule.sample_decodes([request.num_computed_tokens for request in requests])
         return prefills
 
     def _share_of_decodes(self) -> int:
@@ -357,13 +379,15 @@ class Scheduler:
         errors: the errors by rows of sampled; by default that the logits were not finite.
         runs: the tokens by rows of sampled that got none or several.
 
-        Returns the sampled requests that got a token or an error and were not aborted meanwhile, then those
-        that ended with their prompt's report.
+        Returns the sampled requests that got a token or an error and had not ended in flight, then those that
+        ended with their prompt's report.
         """
         self._running.end_step()
         now = self.clock()
+        if self.ahead is not None:
+            self.ahead.end_step(schedule, now)
         num_finished = 0
-        num_aborted = 0
+        dropped = list[int]()  # rows of requests that ended in flight
         advanced = schedule.sampled_requests
         num_decodes = schedule.num_decode_tokens
         first_prompt = num_decodes + len(schedule.drafts)
@@ -379,8 +403,8 @@ class Scheduler:
         for row, (request, token) in enumerate(zip(advanced, sampled, strict=True)):
             if row < num_decodes:
                 request.num_computed_tokens += 1
-            if request.finish_reason is not None:  # aborted in flight
-                num_aborted += 1
+            if request.finish_reason is not None:
+                dropped.append(row)
                 continue
             request.ready = True
             if token is None:
@@ -401,8 +425,10 @@ class Scheduler:
         self.counters.count(schedule, now)
         if num_finished or reported:
             self.release_finished()
-        if num_aborted:
-            advanced = [r for r in advanced if r.finish_reason != "abort"]
+        if dropped:
+            self.counters.num_generated_tokens -= len(dropped)
+            gone = {*dropped}
+            advanced = [request for row, request in enumerate(advanced) if row not in gone]
         if runs:
             empty = {id(schedule.sampled_requests[row]) for row, run in runs.items() if not run}
             advanced = [r for r in advanced if id(r) not in empty]
@@ -470,6 +496,8 @@ class Scheduler:
         """
         while self.block_manager.pool.num_steps_in_flight:
             self._running.end_step()
+        if self.ahead is not None:
+            self.ahead.cancel()
         self.preemption.requeue_grown_long()
         # Each goes to the front of its queue, so the first is pushed last.
         for request in reversed(self._running.remove_all()):
@@ -514,13 +542,18 @@ class Scheduler:
     def fork(self, request: Request, child: Request) -> None:
         """Start a child of a live request, with the same tokens so far, the newest perhaps excepted.
 
-        It shares the request's blocks, or waits if there is no seat.
+        It shares the request's blocks, or waits if there is no seat, or a step in flight computes more of the
+        request than its newest token.
         """
         if request.status is RequestStatus.FINISHED:
             raise UsageError(f"request {request.request_id!r} is finished and cannot be forked")
         # Its own copy of the last block must not be one of the reserved blocks.
         spare = self.block_manager.pool.num_available > self._running.num_reserved_blocks()
         can_share = request.ready and child.namespace == request.namespace
+        if request.num_pending:
+            # Blocks that leave the window of a later token are gone.
+            num_unsure = request.num_tokens - request.num_computed_tokens
+            can_share = can_share and request.num_pending == num_unsure == 1
         if not (can_share and self._running.num_seats > 0 and spare):
             self.add(child)
             return

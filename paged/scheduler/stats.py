@@ -39,6 +39,7 @@ class EngineStats:
     num_restarts: how often the process of the engine was replaced.
     num_resumed: requests that went on after the process that had them had ended.
     exchange_seconds: that steps waited for other processes of the model.
+    num_graphs, graph_bytes, graph_seconds: CUDA graphs, and what those of the start took.
     weight_bytes: that the weights take in their files, by what their format is called.
     num_parameters: the weights of the model; num_active_parameters: those that a token is multiplied by.
     """
@@ -85,6 +86,9 @@ class EngineStats:
     num_restarts: int = 0
     num_resumed: int = 0
     exchange_seconds: float = 0.0
+    num_graphs: int = 0
+    graph_bytes: int = 0
+    graph_seconds: float = 0.0
 
     def after(self, earlier: EngineStats) -> EngineStats:
         """Return the stats of an engine in the place of an earlier one, whose totals go on."""
@@ -139,11 +143,13 @@ class EngineStats:
         weight_bytes: Mapping[str, int] | None = None,
         parameters: tuple[int, int] = (0, 0),
         exchange_seconds: float = 0.0,
+        graphs: tuple[int, int, float] = (0, 0, 0.0),
     ) -> EngineStats:
         """Collect the figures of a scheduler and its blocks.
 
         parameters: of the model, all and the active ones.
         exchange_seconds: that steps waited for other processes of the model.
+        graphs: the number of CUDA graphs, and the bytes and seconds that those of the start took.
         """
         manager = scheduler.block_manager
         counters = scheduler.counters
@@ -186,6 +192,9 @@ class EngineStats:
             step_tokens=counters.step_tokens.snapshot(),
             weight_bytes=weight_bytes or {},
             exchange_seconds=exchange_seconds,
+            num_graphs=graphs[0],
+            graph_bytes=graphs[1],
+            graph_seconds=graphs[2],
             num_parameters=parameters[0],
             num_active_parameters=parameters[1],
             block_size=manager.block_size,

@@ -134,7 +134,7 @@ def num_tokens_ahead(request: Request) -> int:
     """Count the tokens that need blocks before a request runs or continues its prompt."""
     # The last token is only sampled, never computed.
     last = request.inputs.max_total_tokens - 1
-    return last if request.protected else min(request.num_tokens + 1, last)
+    return last if request.protected else min(request.num_tokens + request.num_pending + 1, last)
 
 
 class WaitingQueue:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -203,6 +203,15 @@ class Fleet:
         self._num_host_blocks = min(each.num_host_blocks for each in ranks)
         self._config = fleet
         self._engine = engine
+        self._host_s: float | None = None
+        if engine.async_scheduling:
+            if fleet.coefficients is not None:
+                raise ConfigError(
+                    "coefficients do not tell the host's part of a step, which async_scheduling hides; "
+                    "leave one of both out"
+                )
+            self._host_s = fleet.step_overhead / 1e3
+            fleet = replace(fleet, step_overhead=0.0)  # no part of the device's time
         self._stages = fleet.stages(ranks)
         self._acceptance = (
             read_acceptance(fleet.speculative_acceptance) if fleet.speculative_acceptance else []
@@ -237,7 +246,7 @@ class Fleet:
 
     def _new_replica(self) -> Replica:
         link = RankLink.of(self._config.link, self._config.gpu)
-        pipeline = Pipeline(self._stages, link, self._engine.num_ranks)
+        pipeline = Pipeline(self._stages, link, self._engine.num_ranks, self._host_s)
         return Replica(self._sizes, self.num_blocks, self._num_host_blocks, pipeline, self._acceptance)
 
     def run(

@@ -189,10 +189,20 @@ class Pipeline:
     """The stages of a replica, each of which computes one step after the other.
 
     A step goes through all of them. While the last stage computes one, those before compute later ones.
+
+    host_s: what the host takes for a step, where it begins one while the device computes the one before, so
+        that a step takes the longer of both. None: steps begin one after another, and stages know their time.
+    waited_s: how long the device has waited for the host between two steps, while both had work.
     """
 
-    def __init__(self, stages: Sequence[StageCost], link: RankLink, num_ranks: int) -> None:
+    def __init__(
+        self, stages: Sequence[StageCost], link: RankLink, num_ranks: int, host_s: float | None = None
+    ) -> None:
+        assert host_s is None or len(stages) == 1, "steps of several stages are of different requests"
         self._stages = stages
+        self._host_s = host_s
+        self._host_free_at = 0.0
+        self.waited_s = 0.0
         self._link = link
         self._message_s = link.latency_s if num_ranks > 1 else 0.0  # from the driver to all others
         self._free_at = [0.0] * len(stages)  # when a stage has computed what it got
@@ -201,11 +211,20 @@ class Pipeline:
     @property
     def num_in_flight(self) -> int:
         """How many steps are in flight at once."""
-        return len(self._stages)
+        return len(self._stages) if self._host_s is None else 2
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the steps in flight are of the same requests."""
+        return self._host_s is not None
 
     def end_of(self, schedule: Schedule, now: float) -> float:
         """Return when a step ends that begins now."""
         at = now + self._message_s
+        if self._host_s is not None:
+            at = self._host_free_at = max(at, self._host_free_at) + self._host_s
+            if 0.0 < self._free_at[0] >= now:  # a step was in flight until now, at least
+                self.waited_s += max(0.0, at - self._free_at[0])
         for number, stage in enumerate(self._stages):
             at = max(at, self._free_at[number]) + stage.cost.seconds(schedule)
             self._free_at[number] = at

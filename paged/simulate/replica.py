@@ -45,7 +45,7 @@ class Step(NamedTuple):
 
 
 class Replica:
-    """The real scheduler and block manager, one step at a time, or as many at once as there are stages.
+    """The real scheduler and block manager, with as many steps at once as the pipeline has in flight.
 
     acceptance: the share of draft tokens that are accepted, by their place; without any there are no drafts.
     load: for routers, the sum of `load_of` of its unfinished requests.
@@ -68,7 +68,10 @@ class Replica:
         self._max_model_len = sizes.max_model_len
         self.manager = sizes.new_block_manager(num_blocks, num_host_blocks)
         self.scheduler = sizes.new_scheduler(
-            self.manager, clock=lambda: self.now, num_in_flight=pipeline.num_in_flight
+            self.manager,
+            clock=lambda: self.now,
+            num_in_flight=pipeline.num_in_flight,
+            runs_ahead=pipeline.runs_ahead,
         )
         self._acceptance = acceptance
         self._rng = random.Random(0)
@@ -112,6 +115,11 @@ class Replica:
         self.scheduler.add(request)
         self._silent[request.request_id] = request.num_tokens
         self.load += load_of(request.num_tokens, has_output=False)
+
+    @property
+    def waited_s(self) -> float:
+        """How long its device has waited for the host; see `Pipeline`."""
+        return self._pipeline.waited_s
 
     def unfinished(self) -> list[Request]:
         """Return the running requests by rank, then the waiting ones."""

@@ -66,6 +66,7 @@ def test_requests_outlive_their_gpu(gpu):
         engine.add_request(name, prompt, greedy(6, **delta))
     engine.step()
     engine.add_request("short", [1, 2], greedy(1))
+    engine.step()  # launches the step of its only token; another one was in flight
     update = engine.core.scheduler.update
 
     def finish_and_fail(*args: Any) -> Any:
@@ -90,7 +91,7 @@ def test_requests_outlive_their_gpu(gpu):
     gpu.fault = lambda: None
     for output in left:
         tokens = [*output.outputs[0].token_ids]
-        assert tokens == expected[output.request_id][:2]
+        assert tokens == expected[output.request_id][:3]
         on_cpu.add_request(output.request_id, output.prompt_token_ids + tokens, greedy(6 - len(tokens)))
     rest = run_to_end(on_cpu)
     assert {o.request_id: [*o.outputs[0].token_ids, *rest[o.request_id]] for o in left} == expected

@@ -21,6 +21,7 @@ from paged import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams, S
 from paged.base.interrupts import HeldInterrupts
 from paged.requests.request import Outbox
 from tests.support.checkpoints import assert_all_free, new_engine
+from tests.support.engine_uses import with_steps_ahead
 
 SOURCES = str(Path(sys.modules["paged"].__file__).parent)
 # The outputs leave the engine in this line: an interrupt after it is the caller's.
@@ -129,6 +130,18 @@ def test_an_interrupt_at_any_line_of_a_step_loses_nothing(engine):
     assert expected["finished"] == sorted(REQUESTS)
     assert len(lines) > 400
     for line in random.Random(3).sample(lines, 40):
+        assert outcome(engine, line) == expected, line
+
+
+def test_an_interrupt_at_any_line_loses_nothing_while_another_step_is_in_flight():
+    alone, engine = (
+        new_engine("demo", skip_tokenizer_init=False, num_blocks=64, enforce_eager=True) for _ in range(2)
+    )
+    start(alone)
+    expected = finish(alone, [])
+    lines = lines_of_steps(with_steps_ahead(engine, 2))
+    assert any(file.endswith("ahead.py") for file, _ in lines)
+    for line in random.Random(4).sample(lines, 25):
         assert outcome(engine, line) == expected, line
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,18 +11,21 @@ import torch
 
 from paged import LLMEngine, SamplingParams, StructuredOutputsParams
 from paged.drafting.drafter import Draft
+from paged.engine import engine as engine_module
 from paged.grammars import grammar_jobs
+from paged.kernels import steps
 from paged.kernels.gpu.target import in_interpreter
+from paged.model.batch import Batch
 from paged.requests.request import Request
-from paged.runner.model_runner import Pending
+from paged.runner.batches.seats import SeatedBatches
 from paged.runner.swap_rate import measure_swap_rate
 from paged.sampling import structured_outputs
 from paged.scheduler.drafts import Drafts
-from paged.scheduler.schedule import Schedule
-from tests.support.batches import read_back, steps_from_bytes
-from tests.support.engine_uses import CASES, WAYS_TO_SAMPLE, Case, Tokens, draws_of_a_gpu, generated, sampled
+from tests.support.batches import steps_from_bytes
+from tests.support.engine_uses import CASES, Case, draws_of_a_gpu, generated, sampled
 from tests.support.fake_cuda import lacks
 from tests.support.late_cuda import LateCuda, late_cuda
+from tests.support.step_cases import CHANGES
 
 SEEDS = range(8)
 pytestmark = pytest.mark.skipif(
@@ -54,40 +57,74 @@ def test_swapping_is_measured_where_it_may_not_pay(mode, is_measured):
     assert bool(engine.scheduler.preemption.swap_pays.__self__.host_bytes_per_s) == is_measured
 
 
-def overlapped(
-    engine: LLMEngine, prompts: list[list[int]], params: list[SamplingParams]
-) -> tuple[Tokens, int]:
-    """Keep two steps in flight. Return the tokens, and how often there were two."""
-    scheduler = engine.scheduler
-    for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-        engine.add_request(str(i), prompt, own)
-    requests = [*scheduler.waiting()]
-    in_flight: deque[tuple[Schedule, Pending]] = deque()
-    num_overlaps = 0
-    while scheduler.has_unfinished():
-        schedule = scheduler.schedule()
-        if not schedule.is_empty:
-            num_overlaps += len(in_flight)
-            plan = read_back(engine.runner.plan(schedule))
-            in_flight.append((schedule, engine.runner.launch(plan)))
-        if schedule.is_empty or len(in_flight) == 2:
-            oldest, pending = in_flight.popleft()
-            scheduler.update(oldest, pending.result().tokens)
-    return [request.token_ids[request.num_prompt_tokens :] for request in requests], num_overlaps
+# Steps in flight
+
+OVERLAPS = Case("llama", {"max_num_batched_tokens": 16, "block_size": 8, "max_num_seqs": 3}, sampled)
+NEED_TOKENIZER = {"structured_outputs", "bad_words of one token", "bad_words of several tokens", "stop"}
 
 
-def test_two_steps_in_flight_give_the_tokens_of_one():
-    """What a step does after its launch reads nothing that the next schedule changes."""
-    params = [SamplingParams(max_tokens=5, ignore_eos=True, **WAYS_TO_SAMPLE[i]) for i in (0, 1, 2, 5)]
-    prompts = [[*range(20 + i, 32 + i)] for i in range(4)]
-    case = Case("llama", {"max_num_batched_tokens": 24}, sampled)
+def random_requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
+    """Return prompts, and parameters that change several fields of SamplingParams at once."""
+    rng = random.Random(seed)
+    names = sorted(CHANGES.keys() - NEED_TOKENIZER - {"best_of", "dry_sequence_breakers"})
+    rng.shuffle(names)
+    requests = []
+    for i in range(4):
+        changed = {name: value for change in names[i::4][:2] for name, value in CHANGES[change].items()}
+        most = rng.randint(changed.get("min_tokens", 2), 5)
+        given = {"max_tokens": most, "seed": i, "ignore_eos": True, "dry_sequence_breakers": (), **changed}
+        prompt = [rng.randint(5, 90) for _ in range(rng.randint(1, 12))]
+        requests.append((prompt, SamplingParams(**given)))
+    return requests
+
+
+class SpendingTokens(SeatedBatches):
+    """Takes from a seat the token that it computes: what is read twice, or before it is drawn, is -1."""
+
+    def batch(self, step: Any) -> Batch:
+        made = super().batch(step)
+        self.last_tokens.index_fill_(0, step.rows.tensor[: step.num_logits, steps.SEAT].long(), -1)
+        return made
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_steps_in_flight_of_the_same_requests_give_the_tokens_of_a_cpu(seed, monkeypatch):
+    """With one, two and three of them, whatever is sampled, while some requests end early."""
+    monkeypatch.setattr(grammar_jobs, "SLOW_S", 60.0)  # else a busy machine has late masks
+    monkeypatch.setattr(structured_outputs, "ASKED_S", 60.0)
+    monkeypatch.setattr("paged.runner.batches.seats.SeatedBatches", SpendingTokens)
+    depth = 1 + seed % 3
+    prompts, params = zip(*random_requests(seed), strict=True)
     with draws_of_a_gpu():
-        expected = generated(case.engine(), prompts, params)
-    with late_cuda(seed=11):
-        engine = case.engine(device="cuda", attention_backend="triton")
-        tokens, num_overlaps = overlapped(engine, prompts, params)
-    assert tokens == expected
-    assert num_overlaps > 4
+        expected = OVERLAPS.engine().generate(prompts, params, use_tqdm=False)
+    monkeypatch.setattr(engine_module, "_steps_in_flight", lambda _: depth)
+    num_blocks = 6 if seed % 4 == 3 else 64
+    with late_cuda(seed) as gpu:
+        engine = OVERLAPS.engine(device="cuda", attention_backend="triton", num_blocks=num_blocks)
+        most = watch_depth(engine)
+        with steps_from_bytes():
+            outputs = engine.generate(prompts, params, use_tqdm=False)
+        engine.scheduler.check()
+    assert most() == depth or num_blocks < 64  # where blocks are short none is scheduled ahead
+    assert gpu.num_late > 20, "the host has waited for nothing"
+    for output, wanted, own in zip(outputs, expected, params, strict=True):
+        assert [s.token_ids for s in output.outputs] == [s.token_ids for s in wanted.outputs], own
+        assert [s.finish_reason for s in output.outputs] == [s.finish_reason for s in wanted.outputs]
+        for sample, other in zip(output.outputs, wanted.outputs, strict=True):
+            assert len(sample.logprobs or ()) == len(other.logprobs or ())
+
+
+def watch_depth(engine: LLMEngine) -> Callable[[], int]:
+    """Return a function that tells how many steps have been in flight at once with the same request."""
+    most, begin_step = 0, engine.scheduler._running.begin_step
+
+    def watched() -> None:
+        nonlocal most
+        begin_step()
+        most = max(most, *(1 + request.num_pending for request in engine.scheduler.running))
+
+    engine.scheduler._running.begin_step = watched
+    return lambda: most
 
 
 class Replay:

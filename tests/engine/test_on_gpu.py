@@ -21,6 +21,7 @@ from paged.device.devices import target_of
 from paged.kernels.gpu.target import check_target, in_interpreter
 from paged.model.decoder import Decoder
 from paged.runner.model_runner import ModelRunner
+from paged.runner.plan import StepPlan
 from paged.scheduler.schedule import Schedule
 from tests.steps import KINDS, TABLE, counts_in
 from tests.support.checkpoints import (
@@ -259,9 +260,12 @@ def counted_waits() -> Iterator[Callable[[], int]]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def waits_of_decodes(num_steps: int, **params: Any) -> list[int]:
-    """Return how often the host waits in each decode step of two requests."""
-    found, execute = [], ModelRunner.execute
+def waits_of_decodes(num_steps: int, *, runs_ahead: bool = False, **params: Any) -> list[int]:
+    """Return how often the host waits in each decode step of two requests.
+
+    runs_ahead: with a second step in flight; then return how often it waits in each launch of a decode.
+    """
+    found, execute, launch = [], ModelRunner.execute, ModelRunner.launch
     engine = LLMEngine(
         str(checkpoint("qwen3")),
         device="cuda",
@@ -271,6 +275,7 @@ def waits_of_decodes(num_steps: int, **params: Any) -> list[int]:
         preemption_mode="recompute",
         num_blocks=64,
         max_model_len=256,
+        async_scheduling=runs_ahead,
     )
     with counted_waits() as count:
 
@@ -281,8 +286,16 @@ def waits_of_decodes(num_steps: int, **params: Any) -> list[int]:
                 found.append(count() - before)
             return output
 
+        def counting_launch(self: ModelRunner, plan: StepPlan) -> Any:
+            before = count()
+            pending = launch(self, plan)
+            if plan.computed.is_decode:
+                found.append(count() - before)
+            return pending
+
         sampling = SamplingParams(**{"max_tokens": num_steps + 1, "ignore_eos": True, **params})
-        with mock.patch.object(ModelRunner, "execute", counting):
+        name, counted = ("launch", counting_launch) if runs_ahead else ("execute", counting)
+        with mock.patch.object(ModelRunner, name, counted):
             generated(engine, [[5, 6, 7], [8, 9]], sampling)
     return found
 
@@ -301,3 +314,11 @@ def test_the_host_waits_as_often_as_the_table_says(place, row):
     num_steps = 200 if place == "cuda" else 2
     with late_cuda(seed=1) if place == "late" else nullcontext():
         assert waits_of_decodes(num_steps, **ROWS[row]) == [expected] * num_steps
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("place", [CUDA, LATE])
+def test_a_launch_waits_for_nothing_while_a_step_is_in_flight(place, row):
+    num_steps = 200 if place == "cuda" else 4
+    with late_cuda(seed=2) if place == "late" else nullcontext():
+        assert waits_of_decodes(num_steps, runs_ahead=True, **ROWS[row]) == [0] * num_steps

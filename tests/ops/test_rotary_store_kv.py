@@ -3,6 +3,7 @@ import torch
 
 from paged.kernels import reference
 from paged.kernels.backend import load_kernels
+from paged.kernels.checks import TrustedContents
 from paged.kernels.gpu.target import in_interpreter
 from tests.support.error_bounds import assert_rotated, in_float64
 from tests.support.kernel_cases import DEVICE, IMPLEMENTATIONS
@@ -88,6 +89,28 @@ def test_rounds_where_the_unfused_operations_round(name, dtype, shape, norm):
         run(load_kernels(name).rotary_store_kv, case), run(reference.rotary_store_kv, case), strict=True
     ):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.int8], ids=str)
+def test_a_row_that_pads_a_step_is_not_stored(cache_dtype):
+    """Slot -1 would be one in front of the cache; other rows keep their bits."""
+    case = make_case(SHAPES[0], torch.float32, norm="norm")
+    caches = torch.full((2, 5, *case["key_cache"].shape[1:]), 7, dtype=cache_dtype, device=DEVICE)
+    scales = torch.full((2, 5, 2, 8), 7.0, device=DEVICE)
+    found = []
+    for slots in ([3, 17, 9], [3, -1, 9]):
+        own, own_scales = caches.clone(), scales.clone()
+        case |= {"key_cache": own[0, 1:], "value_cache": own[1, 1:]}
+        if cache_dtype == torch.int8:
+            case |= {"key_scales": own_scales[0, 1:], "value_scales": own_scales[1, 1:]}
+        case |= {"slot_mapping": torch.tensor(slots, device=DEVICE)}
+        with TrustedContents():
+            load_kernels("triton").rotary_store_kv(**{**case, "qkv": case["qkv"].clone()})
+        found.append((own, own_scales))
+    (whole, whole_scales), (padded, padded_scales) = found
+    whole[:, 3, 1], whole_scales[:, 3, :, 1] = 7, 7  # slot 17, in a block behind the one in front
+    assert torch.equal(padded, whole)
+    assert torch.equal(padded_scales, whole_scales)
 
 
 @pytest.mark.parametrize("name", ["triton", "numba"] if DEVICE == "cpu" else ["triton"])

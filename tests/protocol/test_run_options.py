@@ -45,6 +45,7 @@ ENGINE = {
     "rank_timeout_s": 9.0,
     "deterministic": True,
     "enforce_eager": True,
+    "async_scheduling": False,
     "speculative_config": {"method": "ngram"},
     "seed": 3,
     "skip_tokenizer_init": True,

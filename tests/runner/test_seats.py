@@ -13,9 +13,10 @@ from paged.architectures.spec import LongContext
 from paged.base.errors import ConfigError
 from paged.blocks.manager import BlockManager
 from paged.device.transfers import Transfers
-from paged.kernels import steps
+from paged.kernels import seats as steps
 from paged.kernels.gpu.target import in_interpreter
 from paged.kernels.gpu.unpack_step import unpack_step
+from paged.kernels.seats import StepTensors
 from paged.requests.prompt_report import PromptReport
 from paged.runner.batches.host import HostBatches
 from paged.runner.batches.seats import NO_NEW_ENTRIES, SeatedBatches
@@ -182,9 +183,10 @@ def test_kernel_refuses_what_does_not_fit():
     rows = torch.tensor([row, row], dtype=torch.int32, device=DEVICE)
     ints, longs = rows[0, :0], torch.zeros(4, dtype=torch.int64, device=DEVICE)
     tables = torch.zeros(1, 4, 3, dtype=torch.int32, device=DEVICE)
-    sizes = {"num_tokens": 2, "max_seq_len": 1, "longest": 1, "block_size": 8}
+    out = new_tensors(1, 2, 2, 3)
+    sizes = {"num_tokens": 2, "longest": 1, "block_size": 8}
     ends, none = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE), ints.view(1, 0)
-    good = [rows, ends, ints, none, longs, tables, None, None]
+    good = [rows, ends, ints, none, longs, tables, None, None, out]
     unpack_step(*good, **sizes)
     wrong = {
         0: [rows[:, :5], rows.long(), rows.T],
@@ -195,6 +197,15 @@ def test_kernel_refuses_what_does_not_fit():
         5: [tables[0], tables.transpose(1, 2)],
         6: [longs],
         7: [ints],
+        8: [
+            out._replace(by_token=out.by_token[:4]),
+            out._replace(by_token=out.by_token[:, :1]),
+            out._replace(tables=out.tables[:, :, :2]),
+            out._replace(
+                seq_lens=out.seq_lens[:1], cu_seqlens_q=out.cu_seqlens_q[:2], tables=out.tables[:, :1]
+            ),
+            new_tensors(1, 2, 3, 3),  # tokens beyond the step's, and no row that has them
+        ],
     }
     for place, values in wrong.items():
         for value in values:
@@ -202,12 +213,32 @@ def test_kernel_refuses_what_does_not_fit():
                 unpack_step(*good[:place], value, *good[place + 1 :], **sizes)
 
 
-def test_rows_are_those_of_numpy():
-    """The kernel alone, on random rows with seats in any order, against a loop."""
+def new_tensors(
+    num_groups: int, num_rows: int, num_tokens: int, width: int, num_more: int = 0
+) -> StepTensors:
+    """Return tensors for a step that hold nothing yet."""
+
+    def filled(dtype: torch.dtype, *size: int) -> torch.Tensor:
+        return torch.full(size, 10**6, dtype=dtype, device=DEVICE)
+
+    return StepTensors(
+        filled(torch.int64, steps.NUM_TOKEN_COLUMNS + num_groups, num_tokens),
+        filled(torch.int32, num_groups, num_rows + num_more, width),
+        filled(torch.int32, num_rows),
+        filled(torch.int32, num_rows + 1),
+    )
+
+
+@pytest.mark.parametrize("num_padded", [0, 1, 3])
+def test_rows_are_those_of_numpy(num_padded):
+    """The kernel alone, on random rows with seats in any order, against a loop.
+
+    num_padded: rows that the step lacks, with two tokens each.
+    """
     rng = np.random.default_rng(0)
     for _ in range(5):
         num_rows, num_extra, block = int(rng.integers(1, 5)), int(rng.integers(0, 2)), 4
-        seats = rng.permutation(8)[: num_rows + num_extra]
+        seats = rng.permutation(7)[: num_rows + num_extra]  # of 8, the last of which is the scratch seat
         kept = rng.integers(0, 99, (2, 8, 300)).astype(np.int32)
         last = rng.integers(0, 99, 8)
         expected_last = last.copy()
@@ -240,18 +271,20 @@ def test_rows_are_those_of_numpy():
         ints = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (rows, ends, tokens, entries)]
         tables, last_tokens = torch.tensor(kept, device=DEVICE), torch.tensor(last, device=DEVICE)
         sources = torch.arange(num_rows, dtype=torch.int32, device=DEVICE).flip(0)
-        longest = max(start + len(own) for _, start, own, _ in expected[:num_rows])
-        by_token, found = unpack_step(
+        num_out = num_rows + num_padded
+        out = new_tensors(2, num_out, ends[-1] + 2 * num_padded, 300, num_rows)
+        unpack_step(
             *ints,
             last_tokens,
             tables,
             sources,
             None,
+            out,
             num_tokens=ends[-1],
-            max_seq_len=longest,
             longest=700,
             block_size=block,
         )
+        by_token, found, seq_lens, cu_seqlens_q = out
         at = 0
         for row, (seat, start, own, table) in enumerate(expected):
             assert tables[:, seat].tolist() == table.tolist()
@@ -260,10 +293,19 @@ def test_rows_are_those_of_numpy():
             positions = np.arange(start, start + len(own))
             part = by_token[:, at : at + len(own)].tolist()
             slots = (table[:, positions // block].astype(np.int64) * block + positions % block).tolist()
-            assert part == [own, positions.tolist(), *slots]
+            drawn_at = positions + 1
+            assert part == [own, positions.tolist(), [seat] * len(own), drawn_at.tolist(), *slots]
             at += len(own)
             num = -(-(start + len(own)) // block)
-            for place in (row, 2 * num_rows - 1 - row):
+            for place in (row, num_out + num_rows - 1 - row):
                 assert found[:, place, :num].tolist() == table[:, :num].tolist()
                 assert not found[:, place, num:].any()
         assert last_tokens.tolist() == expected_last.tolist()
+        assert cu_seqlens_q.tolist() == [*ends, *[ends[-1]] * num_padded]
+        assert (
+            seq_lens.tolist()
+            == [start + len(own) for _, start, own, _ in expected[:num_rows]] + [0] * num_padded
+        )
+        scratch = len(last) - 1
+        assert by_token[:, at:].T.tolist() == [[0, 0, scratch, 0, -1, -1]] * (2 * num_padded)
+        assert not found[:, num_rows:num_out].any()

@@ -627,3 +627,35 @@ def test_accepted_drafts_save_steps_and_their_rows_take_time():
 def test_shares_of_acceptance_do_not_rise(shares):
     with pytest.raises(PagedError, match="speculative_acceptance must be shares from 1 to 0"):
         FleetConfig(speculative_acceptance=shares)
+
+
+def test_of_two_steps_in_flight_each_takes_the_longer_of_host_and_device():
+    workload = Workload(requests=4, rate=1e-3, input_len="fixed:50", output_len="fixed:61", seed=1)
+
+    def tpot(step_overhead, **options):
+        summary = run(workload, {"step_overhead": step_overhead}, **options).summary()
+        assert summary["steps"] == 4 * 61
+        return summary["tpot_s"]["mean"]
+
+    device = tpot(0.0)
+    assert tpot(1.0) == pytest.approx(0.001 + device)
+    assert tpot(1.0, async_scheduling=True) == pytest.approx(0.001)  # the device waits for the host
+    assert tpot(1e-4, async_scheduling=True) == pytest.approx(device)
+    # Requests come and go in between, blocks run short, and tokens are guessed.
+    busy = Workload(requests=60, rate=1e6, input_len="uniform:1-90", output_len="uniform:1-60", seed=2)
+    for fleet in ({}, {"speculative_acceptance": "0.8,0.5"}):
+        one, two = (
+            run(busy, {"step_overhead": 0.005, **fleet}, num_blocks=40, async_scheduling=is_on).summary()
+            for is_on in (False, True)
+        )
+        assert one["output_tokens"] == two["output_tokens"]
+        # Those that wait for how many guesses are right gain nothing.
+        assert fleet or two["output_tokens_per_s"] > 1.3 * one["output_tokens_per_s"]
+
+
+def test_coefficients_do_not_tell_what_two_steps_in_flight_hide(tmp_path):
+    file = tmp_path / "fit.json"
+    file.write_text('{"step_s": 0.001}')
+    config = EngineConfig(model="demo", num_blocks=50, swap_space=0.0, async_scheduling=True)
+    with pytest.raises(PagedError, match="coefficients do not tell the host's part of a step"):
+        Fleet(FleetConfig(coefficients=str(file)), config)

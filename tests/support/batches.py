@@ -14,7 +14,8 @@ from paged.device.transfers import Transfers
 from paged.model.batch import Batch, Queries
 from paged.requests.request import Request
 from paged.runner.batches.batches import Batches
-from paged.runner.model_runner import ModelRunner
+from paged.runner.executor import PendingStep
+from paged.runner.model_runner import ModelRunner, Pending
 from paged.runner.plan import ComputedPart, Planner, StepPlan
 from paged.scheduler.schedule import Schedule, StepOutput
 from tests.support import scheduler_cases as cases
@@ -84,7 +85,8 @@ def _assert_equal_queries(got: Queries, expected: Queries) -> None:
             assert (dropped | (tables[row, :num] == wanted[row, :num])).all()
             # Blocks of drafts follow, where a token before them is a query.
             rest = tables[row, num:].tolist()
-            assert not any(rest) or rest == wanted[row, num:].tolist()
+            known = wanted[row, num:].tolist()
+            assert not any(rest) or rest == known + [0] * (len(rest) - len(known))
 
 
 # Whole steps
@@ -94,14 +96,28 @@ def _assert_equal_queries(got: Queries, expected: Queries) -> None:
 def steps_from_bytes() -> Iterator[list[StepPlan]]:
     """Inside, every step runs from the bytes of its plan, with its requests hidden. Yields the plans."""
     plans: list[StepPlan] = []
+    hidden: set[Request] = set()
+    make_plan, launch, result = ModelRunner.plan, ModelRunner.launch, Pending.result
 
-    def execute(runner: ModelRunner, schedule: Schedule) -> StepOutput:
-        plan = read_back(runner.plan(schedule))
-        plans.append(plan)
-        with _hidden({*schedule.requests, *schedule.sampled_requests, *schedule.newcomers}):
-            return runner.launch(plan).result()
+    def read_plan(runner: ModelRunner, schedule: Schedule) -> StepPlan:
+        plans.append(read_back(make_plan(runner, schedule)))
+        hidden.clear()
+        hidden.update((*schedule.requests, *schedule.sampled_requests, *schedule.newcomers))
+        return plans[-1]
 
-    with mock.patch.object(ModelRunner, "execute", execute):
+    def launch_alone(runner: ModelRunner, plan: StepPlan) -> PendingStep:
+        with _hidden(hidden):
+            return launch(runner, plan)
+
+    def result_alone(pending: Pending) -> StepOutput:
+        with _hidden(hidden):
+            return result(pending)
+
+    with (
+        mock.patch.object(ModelRunner, "plan", read_plan),
+        mock.patch.object(ModelRunner, "launch", launch_alone),
+        mock.patch.object(Pending, "result", result_alone),
+    ):
         yield plans
 
 

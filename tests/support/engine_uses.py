@@ -41,6 +41,15 @@ def draws_of_a_gpu() -> Any:
     return mock.patch.object(torch_backend, "sample_tokens", reference.sample_tokens)
 
 
+def with_steps_ahead(engine: LLMEngine, depth: int) -> LLMEngine:
+    """Have an engine on a CPU that records no steps keep so many of the same requests in flight."""
+    assert engine.runner.graphs is None, "a recorded step overwrites the results of the one before"
+    engine.runner.num_in_flight = depth
+    engine.runner.planner.with_pending = True
+    engine.scheduler.run_ahead()
+    return engine
+
+
 def greedy(max_tokens: int = 4, **params: Any) -> SamplingParams:
     """Return parameters of a greedy request that generates so many tokens."""
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **params)
@@ -170,6 +179,8 @@ class Case(NamedTuple):
         defaults = {"dtype": "float32", "device": "cpu", "attention_backend": "torch"}
         sizes = {"num_blocks": 64, "max_model_len": 40, "preemption_mode": "recompute"}
         model, no_tokenizer = self.model, self.model != "demo"
+        if options.get("device") == "cuda":  # graphs take as long to capture as so many steps do
+            sizes["cudagraph_capture_sizes"] = [4]
         return LLMEngine(
             str(checkpoint(model)) if no_tokenizer else model,
             **{**defaults, **sizes, "skip_tokenizer_init": no_tokenizer, **self.options, **options},

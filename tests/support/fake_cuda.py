@@ -43,8 +43,8 @@ _READ_AS = {"_local_scalar_dense": "item"}  # item(), bool(), int() and the like
 class Event(NamedTuple):
     """What the engine asked of the device.
 
-    kind: "launch" of a Triton kernel, "operation" of torch, "upload", "download", or "wait" of the host for
-        the device; a blocking copy is two events.
+    kind: "launch" of a Triton kernel, "operation" of torch, "replay" of a graph and what is "within" it,
+        "upload", "download", or "wait" of the host for the device; a blocking copy is two events.
     name: the kernel, the operation, how or for what something is transferred, or why the host waits.
     place: the file and function of the project that asked for a transfer or a wait; "" for the others.
     in_transfer: of a wait that is a part of the transfer before it.
@@ -82,6 +82,7 @@ class FakeCuda:
         self.current = 0
         self.token = 1
         self.events: list[Event] = []
+        self.captured: _Graph | None = None  # that records what is launched
         self._pinned: dict[int, Tensor] = {}  # kept, so that no address is used again
 
     def take(self) -> list[Event]:
@@ -91,11 +92,18 @@ class FakeCuda:
 
     def note(self, kind: str, name: str) -> None:
         """Record an event."""
+        if self.captured is not None:
+            if kind not in ("launch", "operation"):
+                raise RuntimeError(f"a {kind} ({name}) while a graph is captured, in {_place()}")
+            self.captured.events.append(Event("within", name, ""))
+            return
         self.events.append(Event(kind, name, "" if kind in ("launch", "operation") else _place()))
 
     def note_transfer(self, kind: str, name: str, *, blocking: bool) -> None:
         """Record an upload or a download, and the host's wait for it."""
         place = _place()
+        if self.captured is not None:
+            raise RuntimeError(f"a {kind} ({name}) while a graph is captured, in {place}")
         self.events.append(Event(kind, name, place))
         if blocking:
             self.events.append(Event("wait", f"{name} {kind}", place, in_transfer=True))
@@ -313,6 +321,22 @@ class _Queue:
         return event or _Queue(self._cuda, "event")
 
 
+class _Graph:
+    """A CUDA graph: what was launched while it was captured."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda, self.events = cuda, list[Event]()
+
+    def capture_begin(self, **_: Any) -> None:
+        self._cuda.captured = self
+
+    def capture_end(self) -> None:
+        self._cuda.captured = None
+
+    def replay(self) -> None:
+        self._cuda.events += [Event("replay", "graph", ""), *self.events]
+
+
 def _torch_cuda(cuda: FakeCuda, target: str) -> dict[str, Any]:
     """Return the functions of torch.cuda as of a machine with these devices."""
     major, minor = divmod(int(target[3:]), 10) if target.startswith("sm_") else (9, 4)
@@ -343,6 +367,8 @@ def _torch_cuda(cuda: FakeCuda, target: str) -> dict[str, Any]:
         "synchronize": lambda *_: cuda.note("wait", "synchronize"),
         "Stream": lambda *_, **__: _Queue(cuda, "stream"),
         "Event": lambda *_, **__: _Queue(cuda, "event"),
+        "CUDAGraph": lambda: _Graph(cuda),
+        "graph_pool_handle": lambda: (0, 1),
         "current_stream": lambda *_: _Queue(cuda, "stream"),
         "default_stream": lambda *_: _Queue(cuda, "stream"),
         "stream": lambda _: nullcontext(),

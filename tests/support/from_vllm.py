@@ -45,7 +45,7 @@ OTHER_MEANING = {
     "quantization": "'int8' or 'int4' quantizes a plain checkpoint while it loads; others need no option",
     "attention_backend": "'auto', 'triton', 'numba' or 'torch'",
     "kv_cache_dtype": "without 'fp8_e5m2' and others; see `EngineConfig`",
-    "enforce_eager": "records no steps on a CPU; there are no CUDA graphs",
+    "enforce_eager": "captures no CUDA graphs, and records no steps on a CPU",
 }
 
 

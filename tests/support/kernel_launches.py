@@ -21,9 +21,10 @@ from paged.kernels.gpu.attention.config import choose_config, largest_head_dim
 from paged.kernels.gpu.experts.grouped_linear import grouped_linear
 from paged.kernels.gpu.sampling.penalties import apply_penalties
 from paged.kernels.gpu.sampling.sample_tokens import sample_tokens
+from paged.kernels.gpu.sampling.seat_parameters import take_parameters
 from paged.kernels.gpu.unpack_step import unpack_step
 from paged.kernels.routing import RoutingOptions
-from paged.kernels.steps import NUM_COLUMNS
+from paged.kernels.seats import NUM_COLUMNS, NUM_PARAMETER_WORDS, NUM_TOKEN_COLUMNS, StepTensors
 from tests.support.absent_gpu import TARGETS
 from tests.support.coded_weights import coded_weight
 
@@ -212,6 +213,8 @@ def other_launches(
     planes = torch.empty(2, 4, 16, 8, 128, dtype=dtype)
     yield "", lambda: kernels.copy_blocks(planes, torch.zeros(num_tokens, 2, dtype=torch.int64))
     yield "", lambda: launch_unpack_step(num_tokens)
+    table = torch.zeros(257, NUM_PARAMETER_WORDS, dtype=torch.int32)
+    yield "", lambda: take_parameters(table, torch.zeros(num_tokens, dtype=torch.int64))
 
 
 def _state_launches(
@@ -263,6 +266,12 @@ def launch_others(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> 
 def launch_unpack_step(num_rows: int) -> None:
     """Launch it as a step of decodes and one prompt does, with 256 seats of 128k tokens."""
     ints = torch.zeros(num_rows + 1, dtype=torch.int32)
+    out = StepTensors(
+        torch.zeros(NUM_TOKEN_COLUMNS + 1, num_rows + 99, dtype=torch.int64),
+        torch.zeros(1, 2 * num_rows + 1, 8192, dtype=torch.int32),
+        ints[:num_rows],
+        ints,
+    )
     unpack_step(
         torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.int32),
         ints,
@@ -272,8 +281,8 @@ def launch_unpack_step(num_rows: int) -> None:
         torch.zeros(1, 256, 8192, dtype=torch.int32),
         ints,
         None,
+        out,
         num_tokens=num_rows + 99,
-        max_seq_len=1000 * num_rows,
         longest=100,
         block_size=16,
     )
@@ -386,6 +395,8 @@ def launch_routing(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) ->
     """Launch what surrounds the products of Qwen3 30B-A3B's experts and, with groups and a bias, of 256."""
     softmax = RoutingOptions(num_chosen=8, renormalise=True)
     experts, weights = kernels.route(torch.empty(num_tokens, 128), softmax)
+    count = torch.ones(1, dtype=torch.int32)  # of a padded step
+    kernels.route(torch.empty(num_tokens, 128), softmax, count=count)
     rows = kernels.sort_by_expert(experts, 128)
     x = torch.empty(len(rows.sources), 2048, dtype=dtype)
     kernels.sum_experts(x, rows.places, weights)

@@ -8,10 +8,13 @@ run when the host waits, or earlier by chance: whatever the host reads, or chang
 from __future__ import annotations
 
 import random
+import sys
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,11 +28,23 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.support.fake_cuda import NO_KERNEL, FakeMode, load_guard, tensors_in
 
+ROOT = Path(__file__).parents[2]
 GPU = torch.device("cuda", 0)
 GIB = 2**30
 NOT_YET = 77  # what memory holds before the device has come so far
 # Operations whose result the host has to wait for.
 _READS = {"_local_scalar_dense", "nonzero", "bincount"}
+
+
+_ALIVE: Counter[int] = Counter()  # how many tensors of the program there are of each storage
+_UPLOADS: set[int] = set()  # storages that uploads of steps were copied to
+
+
+def _drop(storage: int) -> None:
+    """Take note of a tensor that the program has dropped."""
+    _ALIVE[storage] -= 1
+    if not _ALIVE[storage]:
+        _UPLOADS.discard(storage)
 
 
 class DeviceTensor(Tensor):
@@ -42,6 +57,9 @@ class DeviceTensor(Tensor):
         layout = {"strides": memory.stride(), "storage_offset": memory.storage_offset()}
         made = Tensor._make_wrapper_subclass(cls, memory.shape, dtype=memory.dtype, device=GPU, **layout)
         made.memory = memory
+        storage = memory.untyped_storage().data_ptr()
+        _ALIVE[storage] += 1
+        weakref.finalize(made, _drop, storage)
         return made
 
     @classmethod
@@ -123,6 +141,66 @@ class Event:
         return 0.0
 
 
+class Graph:
+    """A CUDA graph: work that is noted instead of queued while it is captured.
+
+    A replay runs it in memory that holds nothing of an earlier one: NaN, or bytes of 0x7f. What is captured
+    may use the memory that is allocated meanwhile, and what lasts. An upload does not, nor does anything that
+    the program has dropped at a replay.
+    """
+
+    def __init__(self, gpu: LateCuda) -> None:
+        self._gpu, self._work, self._pool = gpu, list[Callable[[], Any]](), dict[int, Tensor]()
+        self._used: dict[int, str] = {}  # storages from outside of the pool, and where they are used
+
+    def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        assert self._gpu.current_stream is not self._gpu.streams[0], "the default stream cannot be captured"
+        self._pool, self._gpu.captured = self._gpu.pools.setdefault(pool, {}), self
+
+    def capture_end(self) -> None:
+        self._gpu.captured = None
+
+    def allocate(self, memory: Tensor) -> None:
+        self._pool[memory.untyped_storage().data_ptr()] = memory
+
+    def note(self, work: Callable[[], Any], used: Iterable[Tensor]) -> None:
+        for memory in used:
+            storage = memory.untyped_storage().data_ptr()
+            if storage in self._pool or not memory.numel():
+                continue
+            if storage in _UPLOADS:
+                raise RuntimeError(f"a captured operation reads an upload, in {_place()}")
+            self._used.setdefault(storage, _place())
+        self._work.append(work)
+
+    def replay(self) -> None:
+        for storage, place in self._used.items():
+            if _ALIVE[storage] <= 0:
+                raise RuntimeError(f"a graph uses memory that has been freed, in {place}")
+        self._gpu.num_replays += 1
+        self._gpu.enqueue(self._run)
+
+    def _run(self) -> None:
+        for memory in self._pool.values():
+            if memory.dtype.is_floating_point:
+                memory.fill_(float("nan"))
+            else:
+                memory.view(torch.uint8).fill_(0x7F)
+        for work in self._work:
+            work()
+
+
+def _place() -> str:
+    """Return the innermost line of the project that is running."""
+    frame = sys._getframe(1)
+    while frame := frame.f_back:
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(ROOT / "paged") or file.is_relative_to(ROOT / "kernels"):
+            return f"{file.relative_to(ROOT)}:{frame.f_lineno}"
+    return "outside the project"
+
+
 class LateCuda:
     """The device: its streams, and the host's pinned memory. seed: of the order in which work is done."""
 
@@ -137,21 +215,38 @@ class LateCuda:
         self.fault: Callable[[], None] = lambda: None
         self.warns = False  # of waits, as torch.cuda.set_sync_debug_mode("warn") does
         self._pinned: dict[int, Tensor] = {}
+        self.captured: Graph | None = None
+        self.pools: dict[Any, dict[int, Tensor]] = {}  # the memory of graphs
+        self.num_replays = 0
 
-    def enqueue(self, work: Callable[[], Any]) -> None:
-        """Queue work on the current stream."""
+    def enqueue(self, work: Callable[[], Any], used: Iterable[Tensor] = ()) -> None:
+        """Queue work on the current stream, or note it for a graph. used: the memory that it works on."""
         self.fault()
+        if self.captured is not None:
+            self.captured.note(work, used)
+            return
         self.current_stream.queue.append(work)
         self.run_by_chance()
 
+    def allocated(self, memory: Any) -> Any:
+        """Take note of tensors of memory that was allocated, and return it."""
+        if self.captured is not None:
+            for tensor in tensors_in([memory]):
+                self.captured.allocate(tensor)
+        return memory
+
     def run_by_chance(self) -> None:
         """Run some of what is queued."""
+        if self.captured is not None:
+            return
         while self._rng.random() < self.eagerness and self._run_one():
             pass
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Run what is queued, in an order that is left to chance, until the host need not wait any more."""
         self.fault()
+        if self.captured is not None:
+            raise RuntimeError(f"the host waits while a graph is captured, in {_place()}")
         self.num_late += sum(len(stream.queue) for stream in self.streams)
         while not is_done():
             assert self._run_one(), "the streams wait for each other"
@@ -214,27 +309,32 @@ class _Queueing(TorchDispatchMode):
         given = tree_map_only(Tensor, _memory_or_copy, (args, kwargs))
         if name in _READS:
             gpu.current_stream.synchronize()
-        if name in _READS or func.is_view or name in NO_KERNEL:
+        if name in NO_KERNEL:
+            return _on_gpu(gpu.allocated(func(*given[0], **given[1])))
+        if name in _READS or func.is_view:
             return _on_gpu(func(*given[0], **given[1]))
+        used = [*tensors_in([*given[0], *given[1].values()])]
         if func._schema.is_mutable:
-            gpu.enqueue(lambda: func(*given[0], **given[1]))
+            gpu.enqueue(lambda: func(*given[0], **given[1]), used)
             return kwargs.get("out", args[0])
         shapes, options = tree_map_only(Tensor, _shape_of, given)
         if "device" in options:
             options["device"] = torch.device("meta")
-        outs = tree_map_only(Tensor, _memory_like, func(*shapes, **options))
+        outs = gpu.allocated(tree_map_only(Tensor, _memory_like, func(*shapes, **options)))
 
         def work() -> None:
             made = func(*given[0], **given[1])
             for out, result in zip(tensors_in([outs]), tensors_in([made]), strict=True):
                 out.copy_(result)
 
-        gpu.enqueue(work)
+        gpu.enqueue(work, used)
         return _on_gpu(outs)
 
     def _transfer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Queue a copy between host and device; wait for it where CUDA does."""
         gpu, into = self._gpu, name == "copy_"
+        if gpu.captured is not None:
+            raise RuntimeError(f"a transfer while a graph is captured, in {_place()}")
         source = args[1] if into else args[0]
         blocking = not (kwargs.get("non_blocking") or (into and len(args) > 2 and args[2]))
         if into:
@@ -250,6 +350,8 @@ class _Queueing(TorchDispatchMode):
             gpu.current_stream.synchronize()
         if into:
             return args[0]
+        if is_upload and not blocking:
+            _UPLOADS.add(out.untyped_storage().data_ptr())
         return DeviceTensor(out) if is_upload else out if blocking else gpu.pin(out)
 
 
@@ -283,7 +385,15 @@ def _queued_launch(gpu: LateCuda, run: Callable[..., Any]) -> Callable[..., Any]
 
     def launch(self: InterpretedFunction, *args: Any, **kwargs: Any) -> None:
         arguments = [on_cpu(value) for value in args], {k: on_cpu(value) for k, value in kwargs.items()}
-        gpu.enqueue(lambda: run(self, *arguments[0], **arguments[1]))
+        given = [getattr(value, "base", value) for value in [*arguments[0], *arguments[1].values()]]
+        used = [value for value in given if isinstance(value, Tensor)]
+
+        def work() -> None:
+            with warnings.catch_warnings():  # rows that pad a step hold anything
+                warnings.simplefilter("ignore", RuntimeWarning)
+                run(self, *arguments[0], **arguments[1])
+
+        gpu.enqueue(work, used)
 
     return launch
 
@@ -304,6 +414,8 @@ def late_cuda(seed: int) -> Iterator[LateCuda]:
         "synchronize": lambda *_: gpu.run_until(lambda: not any(s.queue for s in gpu.streams)),
         "Stream": lambda *_, **__: Stream(gpu),
         "Event": lambda *_, **__: Event(gpu),
+        "CUDAGraph": lambda: Graph(gpu),
+        "graph_pool_handle": object,
         "current_stream": lambda *_: gpu.current_stream,
         "mem_get_info": lambda *_: (gpu.free_bytes, GIB),
         "memory_reserved": lambda *_: GIB // 8,

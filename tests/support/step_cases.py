@@ -46,6 +46,8 @@ OPTIONS: dict[str, Any] = {
     "num_blocks": 64,
     "max_model_len": 256,
     "preemption_mode": "recompute",
+    "cudagraph_capture_sizes": [4],
+    "async_scheduling": False,  # so that each step is counted alone
 }
 PARAMS: dict[str, Any] = {"temperature": 0.7, "max_tokens": 5, "ignore_eos": True}
 

@@ -35,10 +35,11 @@ def route(
     options: RoutingOptions,
     correction_bias: Tensor | None = None,  # f32[num_experts]
     expert_scales: Tensor | None = None,  # f32[num_experts]
+    count: Tensor | None = None,  # i32[1]
 ) -> tuple[Tensor, Tensor]:  # i32 and f32 [num_tokens, num_chosen]
     """Choose the experts of each token and their weights; see `reference.route`."""
-    if not has_regular_rows(logits):
-        return route_by_torch(logits, options, correction_bias, expert_scales)
+    if not has_regular_rows(logits) or count is not None:
+        return route_by_torch(logits, options, correction_bias, expert_scales, count)
     num_tokens, num_experts = logits.shape
     experts = logits.new_empty(num_tokens, options.num_chosen, dtype=torch.int32)
     weights = logits.new_empty(num_tokens, options.num_chosen)

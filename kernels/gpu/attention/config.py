@@ -34,6 +34,7 @@ class AttentionConfig:
 
 # Key tokens of one split of a decode, a multiple of every TILE.
 SPLIT, INTERPRETED_SPLIT = 512, 64
+MAX_DECODE_Q = 64  # query tokens of a decode, of one head, in the tiles that have most rows
 MAX_FEW_ROWS = 16  # heads of a group times query tokens, for the tiles of a decode of few rows
 
 

@@ -98,6 +98,8 @@ def paged_attention(
         has query's dtype, or float16 or bfloat16 where that is float32.
     max_seqlen_q, min_seqlen_q: no sequence has more new tokens, and none that has any has fewer. If none can
         be a decode, no decodes are planned.
+    max_seq_len: no sequence that has a new token has more tokens; None: as many as the block tables hold.
+        Launches and memory for partial results follow from it, but no bit of the result.
     max_decode_q: sequences of up to so many new tokens are decodes, whose context is split. More than 1 is
         for speculative decoding: without a window, and up to MAX_SPLITS splits, a token's bits are those it
         has alone. Memory for partial results grows with it. At most 16 rows in float32, of tokens times heads
@@ -183,9 +185,10 @@ def _bind_checked(inputs: Inputs, options: AttentionOptions) -> _Bound:
         if options.max_seqlen_q > options.max_decode_q:
             prefill = bind_prefill(*layers, options, configs)
         if options.min_seqlen_q <= options.max_decode_q:
+            max_keys = block_tables.shape[1] * block_size
             splits = Splits(
                 len(seq_lens),
-                max_keys=block_tables.shape[1] * block_size,
+                max_keys=max_keys if options.max_seq_len is None else min(max_keys, options.max_seq_len),
                 decode_q=options.max_decode_q,
                 window=options.sliding_window or 0,
                 tile=config.TILE,

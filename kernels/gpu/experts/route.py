@@ -67,11 +67,12 @@ def _softmax(logits, mask):
     return shares / tl.sum(shares, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["count_ptr"])
 def _route_kernel(
     logits_ptr,  # f32[num_tokens, NUM_GROUPS * GROUP]
     bias_ptr,  # f32[NUM_GROUPS * GROUP], or None
     scales_ptr,  # f32[NUM_GROUPS * GROUP], or None
+    count_ptr,  # i32[1], or None: all tokens have experts
     experts_ptr,  # i32[num_tokens, NUM_CHOSEN]
     weights_ptr,  # f32[num_tokens, NUM_CHOSEN]
     epsilon,
@@ -109,6 +110,8 @@ def _route_kernel(
     weights *= scale
     if scales_ptr is not None:
         weights *= tl.load(scales_ptr + expert, mask=chosen, other=0.0)
+    if count_ptr is not None:
+        expert = tl.where(token < tl.load(count_ptr), expert, NUM_GROUPS * GROUP)
     offs = token * NUM_CHOSEN + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
     tl.store(experts_ptr + offs, expert, mask=chosen)
     tl.store(weights_ptr + offs, weights, mask=chosen)
@@ -119,18 +122,20 @@ def route(
     options: RoutingOptions,
     correction_bias: Tensor | None = None,  # f32[num_experts], added to scores for choosing only
     expert_scales: Tensor | None = None,  # f32[num_experts], multiply the weights of each expert
+    count: Tensor | None = None,  # i32[1], the tokens that have experts, which come first; None: all
 ) -> tuple[Tensor, Tensor]:  # i32 and f32 [num_tokens, num_chosen]
     """Choose the experts of each token, in ascending order, and their weights.
 
     Those of the highest scores are chosen, the lower index among equal ones. NaN counts as the highest, so
-    that the weight of a chosen expert is NaN where a logit is. Raises ValueError for a shape, dtype, stride
-    or option that does not fit.
+    that the weight of a chosen expert is NaN where a logit is. Tokens without experts, which pad a step, get
+    the number num_experts: `sort_by_expert` puts their rows behind all others, and products leave them out.
+    Raises ValueError for a shape, dtype, stride or option that does not fit.
     """
-    key = combination((logits, correction_bias, expert_scales), options)
-    launch = _launches.find(key, logits, options, correction_bias, expert_scales)
+    key = combination((logits, correction_bias, expert_scales, count), options)
+    launch = _launches.find(key, logits, options, correction_bias, expert_scales, count)
     weights = logits.new_empty(len(logits), options.num_chosen)
     experts = torch.empty_like(weights, dtype=torch.int32)
-    launch(logits, correction_bias, expert_scales, experts, weights)
+    launch(logits, correction_bias, expert_scales, count, experts, weights)
     return experts, weights
 
 
@@ -140,6 +145,7 @@ def _bind(
     options: RoutingOptions,
     correction_bias: Tensor | None,
     expert_scales: Tensor | None,  # noqa: ARG001  (its check is that of the operation)
+    count: Tensor | None,  # noqa: ARG001
 ) -> BoundLaunch:
     """Check the arguments. Return the launch."""
     check_last_dim_contiguous("logits", logits)

@@ -6,12 +6,14 @@ from torch import Tensor
 
 from ...checked import checked_as
 from ...checks import QUANTIZED_DTYPES, check_last_dim_contiguous, check_span
+from ...seats import NO_SLOT
 from ..launch import BoundLaunch, Launches, combination
 from ..target import check_launchable, check_target, current_target
 from .norms import weighted
 
 # Pairs (x1, x2) of a program: 16 bytes a thread for two warps. Each thread must own its pairs, see `_bind`.
 _TILE = 1024
+_NO_SLOT = tl.constexpr(NO_SLOT)
 
 
 @triton.jit
@@ -146,6 +148,9 @@ def _rotary_store_kv_kernel(
     tl.store(qkv_ptr + offs, x1, mask=mask)
     tl.store(qkv_ptr + offs + HALF, x2, mask=mask)
     if key_cache_ptr is not None:
+        is_stored = slot + head * 0 != _NO_SLOT  # masks are vectors
+        is_key = is_key & is_stored
+        is_value = is_value & is_stored
         kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
         offs_cache = slot // BLOCK_SIZE * stride_cache_block + slot % BLOCK_SIZE * stride_cache_slot
         offs_cache += kv_head[:, None] * stride_cache_head + offs_d
@@ -192,7 +197,8 @@ def rotary_store_kv(
     The query is rotated in place and returned as a view of qkv, which is still in the L2 cache; the key heads
     of qkv are undefined afterwards. Without caches qkv has query heads only, and key_norm_weight is None.
 
-    Two tokens must not share a slot. A quantised cache holds every head divided by a scale of its own: its
+    Two tokens must not share a slot. A token in slot NO_SLOT, -1, is not stored: it pads a step, for a caller
+    that proves its arguments. A quantised cache holds every head divided by a scale of its own: its
     largest absolute value over the largest of the dtype (int8: rounded to nearest, halves up); or by a fixed
     scale, clamped to the range of the dtype. A plain cache has qkv's dtype, or float16 or bfloat16 where that
     is float32.

@@ -160,6 +160,14 @@ class Attention(Loadable):
 
         call_within_step(exchange, qkv)
 
+    def _max_decode_q(self, query: Tensor, key_cache: Tensor, queries: Queries) -> int:
+        """Return the most new tokens of a decode: as many as are asked for, or as tiles hold."""
+        most = queries.max_decode_q
+        if most > 1:
+            group = query.shape[1] // key_cache.shape[2]
+            most = min(most, self.kernels.most_decode_q(self.head_dim, group, query.dtype, key_cache.dtype))
+        return most
+
     def attend(self, query: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:
         """Attend to the cache: [num_queries, num_heads, head_dim] -> [num_queries, hidden_size]."""
         gates = None
@@ -171,6 +179,8 @@ class Attention(Loadable):
             scale=self.spec.scale,
             max_seqlen_q=queries.max_seqlen_q,
             min_seqlen_q=queries.min_seqlen_q,
+            max_decode_q=self._max_decode_q(query, key_cache, queries),
+            max_seq_len=queries.max_seq_len,
             sliding_window=self.spec.window,
             softcap=self.spec.softcap,
             sinks=self.sinks,

@@ -80,10 +80,11 @@ class Experts(ManyExperts):
             stored = StoredRows({f"{name}.{spec.shared_gate}": 1})
             self.shared_gate = Linear(config.hidden_size, stored, bias=False, role="router")
 
-    def forward(self, hidden: Tensor, routed_by: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, routed_by: Tensor | None = None, count: Tensor | None = None) -> Tensor:
         """Return what experts make of hidden states [num_tokens, hidden_size].
 
         routed_by: what the router chooses by; None: by the same.
+        count: `Batch.real_count`: other tokens have no experts, whose weights they would read.
         """
         spec = self.spec
         kernels = self.kernels
@@ -95,7 +96,7 @@ class Experts(ManyExperts):
             kernels.scale_and_cap(logits, spec.router_scale)
         router = self.router
         chosen, weights = kernels.route(
-            logits, spec.routing, router.e_score_correction_bias, router.per_expert_scale
+            logits, spec.routing, router.e_score_correction_bias, router.per_expert_scale, count
         )
         rows = kernels.sort_by_expert(chosen, spec.num_experts)
         inner = self.gate_up_form(hidden, rows.offsets, rows.sources)
@@ -159,8 +160,8 @@ class ExpertsBeside(nn.Module):
         self.after = norm_of("post_feedforward_layernorm_2")
         self.after_mlp = norm_of("post_feedforward_layernorm_1")
 
-    def forward(self, out: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, out: Tensor, residual: Tensor, count: Tensor | None = None) -> Tensor:
         """Turn the MLP's output, in place, into the sum of both."""
         self.after_mlp.into(out, out)
-        self.after.into(self.experts(self.before(residual), residual), out, add=True)
+        self.after.into(self.experts(self.before(residual), residual, count), out, add=True)
         return out

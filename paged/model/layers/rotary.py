@@ -233,10 +233,12 @@ class TokenRows(NamedTuple):
 
     angles: of each rotary embedding of the model.
     inputs: of all layers, see PerLayerEmbeddings; None: the model has none.
+    real_count: as of a `Batch`.
     """
 
     angles: Sequence[Angles]
     inputs: Tensor | None
+    real_count: Tensor | None = None
 
     def take(self, indices: Tensor, kernels: Kernels) -> TokenRows:
         """Return the rows with these indices, i64[n]."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torch import Tensor
 
 from ...device.transfers import Upload
 from ...model.batch import Batch
 from ..plan import ComputedPart
+
+if TYPE_CHECKING:
+    from ...sampling.seat_parameters import SampledPlaces
 
 Step = TypeVar("Step")
 
@@ -25,6 +28,9 @@ class Batches(Protocol[Step]):
 
     def batch(self, step: Step) -> Batch:
         """Make the batch of a step whose upload is sent."""
+
+    def places(self, step: Step) -> SampledPlaces | None:
+        """Return the seats and positions of what a step samples, on the device; None: the host sends them."""
 
     def record(self, step: Step, tokens: Tensor) -> None:
         """Keep the tokens that a step has drawn, i64[num_logits], where the next step takes them from."""

@@ -112,6 +112,9 @@ class HostBatches:
             self._kept.append(step.decodes)
         return batch
 
+    def places(self, step: _Step | _Decodes) -> None:
+        """Return None: the sampler sends what it needs."""
+
     def record(self, step: _Step | _Decodes, tokens: Tensor) -> None:
         """Keep the tokens that a step has drawn, i64[num_logits]. On a GPU, this waits for them."""
         drawn = tokens.cpu().numpy()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,22 +16,31 @@ from torch import Tensor
 from ...architectures.spec import LongContext
 from ...base.errors import ResourceError
 from ...device.transfers import Sent, Upload, arrived
-from ...kernels.steps import (
+from ...kernels.seats import (
+    DRAWN_AT,
     ENTRIES,
     FIRST_ENTRY,
     FIRST_TOKEN,
     FROM_SEAT,
     LAST_TOKEN,
+    NO_SLOT,
     NUM_COLUMNS,
     NUM_ENTRIES,
+    NUM_TOKEN_COLUMNS,
+    POSITION,
     SEAT,
+    SEAT_OF_TOKEN,
     START,
+    TOKEN,
+    StepTensors,
     UnpackStep,
 )
 from ...model.batch import Batch, Queries
+from ...sampling.seat_parameters import SampledPlaces
 from ..plan import ComputedPart
 
 NO_NEW_ENTRIES = 2**30  # as FIRST_ENTRY: beyond every entry, so that all are taken from the seat
+MOST_PARTS = 1024  # of the static tensors that are kept
 
 
 class _Outputs(NamedTuple):
@@ -44,26 +55,46 @@ class _Outputs(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The uploaded arrays of a step, and the properties of its batch that the host computes."""
+    """The uploaded arrays of a step, and the properties of its batch that the host computes.
+
+    num_rows: of the step; `out` may have more.
+    out: where the step is unpacked; None: into new tensors.
+    is_padded: whether `out` has one of the `padded_sizes`, so that there may be a graph of it.
+    sampled: the seats of the sampled rows, and the positions of the tokens that are drawn; None: those of all
+        tokens, which the device finds.
+    """
 
     rows: Sent
     cu_seqlens_q: Sent
     tokens: Sent
     entries: Sent
     rope_lens: Sent | None
-    seq_lens: Sent
-    sizes: dict[str, int]  # arguments of `unpack_step`
+    num_rows: int
+    num_tokens: int
+    longest: int  # an argument of `unpack_step`
     max_seqlen_q: int
     min_seqlen_q: int
+    max_decode_q: int
+    max_seq_len: int | None
+    out: StepTensors | None
+    is_padded: bool
     outputs: _Outputs | None
     num_logits: int
-    sampled_seats: Sent
+    sampled: tuple[Sent, Sent] | None
     seats: Sent | None  # where states are
     last_tokens: tuple[Sent, Sent] | None  # seats, and the tokens that another process has drawn for them
 
 
 class SeatedBatches:
     """Batches made on a GPU, which keeps the last token and the block tables of each seat's request.
+
+    A step all of whose tokens are sampled from is unpacked into tensors that stay where they are, so that a
+    CUDA graph can read them. Block tables are as wide as the longest request needs: launches do not depend on
+    the lengths of a step, beyond the choice of `max_seq_len`.
+
+    split_keys: contexts up to so many tokens are one split for attention.
+    max_run: the most tokens of a request in a step of decodes: more than one with drafts.
+    padded_sizes: numbers of rows, in ascending order, to which decodes are padded; those beyond are not.
 
     `HostBatches` is the reference.
 
@@ -79,6 +110,8 @@ class SeatedBatches:
         num_groups: int,
         max_num_seqs: int,
         max_model_len: int,
+        split_keys: int = 0,
+        max_run: int = 1,
         with_rope_lens: bool = False,
         long_context: LongContext | None = None,
         with_seats: bool = False,
@@ -89,26 +122,40 @@ class SeatedBatches:
         self.with_seats = with_seats
         self._num_groups = num_groups
         self.long_context = long_context
-        shape = num_groups, max_num_seqs, -(-max_model_len // block_size)
+        self._split_keys = split_keys
+        self._max_run = max_run
+        self._device = device
+        self.padded_sizes: Sequence[int] = ()
+        self._width = -(-max_model_len // block_size)
+        self._num_columns = NUM_TOKEN_COLUMNS + num_groups + (with_rope_lens or long_context is not None)
+        # One seat more, for the rows that pad a step. Nothing reads what they leave there.
+        num_seats = max_num_seqs + 1
+        shape = num_groups, num_seats, self._width
+        # Columns begin at multiples of 128 bytes.
+        self._capacity = -(-max_num_seqs // 16) * 16
         try:
-            self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+            self.last_tokens = torch.zeros(num_seats, dtype=torch.int64, device=device)
             self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
+            self._static = self._new_tensors(self._capacity, self._capacity)
         except torch.OutOfMemoryError as error:
             raise ResourceError(
                 f"no memory for the block tables of max_num_seqs {max_num_seqs} requests, each of "
-                f"max_model_len {max_model_len} tokens: {4 * math.prod(shape) / 2**20:,.0f} MiB cannot be "
+                f"max_model_len {max_model_len} tokens: {8 * math.prod(shape) / 2**20:,.0f} MiB cannot be "
                 f"allocated on {device}; lower either"
             ) from error
-        self._all_rows = torch.arange(max_num_seqs, device=device)
+        self._parts: dict[tuple[int, int], StepTensors] = {}  # of the static tensors, by rows and tokens
+        self._all_rows = torch.arange(self._capacity, device=device)
         self._last: tuple[list[int], NDArray[np.int32]] | None = None  # seats and rows of the last decodes
 
     def put(self, plan: ComputedPart, upload: Upload) -> _Step:
         """Add what the device needs for the batch of a step to the upload."""
         num_new = np.array(plan.counts, np.int32)
+        num_rows = len(num_new)
         rows, max_entries = self._rows(plan)
-        seq_lens = rows[: len(num_new), START] + num_new
-        ends = np.zeros(len(num_new) + 1, np.int32)
+        seq_lens = rows[:num_rows, START] + num_new
+        ends = np.zeros(num_rows + 1, np.int32)
         np.cumsum(num_new, out=ends[1:])
+        num_tokens = int(ends[-1])
         rope_lens = None
         max_seqlen_q = int(num_new.max())
         if self.with_rope_lens or self.long_context is not None:
@@ -117,78 +164,178 @@ class SeatedBatches:
         if plan.last_tokens:
             decodes = upload.put(plan.seats[: plan.num_decodes], torch.int64)
             last_tokens = decodes, upload.put(plan.last_tokens, torch.int64)
-        sizes = {
-            "num_tokens": int(ends[-1]),
-            "max_seq_len": int(seq_lens.max()),
-            "longest": max(max_seqlen_q, max_entries),
-        }
+        outputs = sampled = out = None
+        if not plan.is_decode or plan.asked:
+            outputs = _put_outputs(plan, seq_lens, ends, upload)
+        num_logits = len(plan.sampled)
+        padded = 0
+        max_decode_q = 1
+        if num_logits and outputs is None and num_tokens <= self._capacity:
+            if plan.is_decode and self.padded_sizes and num_rows <= self.padded_sizes[-1]:
+                padded = self.padded_sizes[bisect_left(self.padded_sizes, num_rows)]
+            out = self.static(padded or num_rows, padded or num_tokens)
+            # Runs of drafts are decodes, whose keys are split, where partial results are no more than of as
+            # many decodes as there may be.
+            if max_seqlen_q > 1 and num_rows * self._max_run <= self._capacity:
+                max_decode_q = self._max_run
+        # A draft model draws after the last token of each row alone.
+        if num_logits and (out is None or len(plan.sampled_seats) != num_logits):
+            positions = upload.put(plan.positions(), torch.int64)
+            sampled = upload.put(plan.sampled_seats, torch.int64), positions
         return _Step(
             rows=upload.put(rows, torch.int32),
             cu_seqlens_q=upload.put(ends, torch.int32),
             tokens=upload.put(_padded(plan.tokens), torch.int32),
             entries=upload.put([_padded(group) for group in plan.entries], torch.int32),
             rope_lens=rope_lens,
-            seq_lens=upload.put(seq_lens, torch.int32),
-            sizes=sizes,
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            longest=max(max_seqlen_q, max_entries),
             max_seqlen_q=max_seqlen_q,
             min_seqlen_q=int(num_new.min()),
-            outputs=_put_outputs(plan, seq_lens, ends, upload),
-            num_logits=len(plan.sampled),
-            sampled_seats=upload.put(plan.sampled_seats, torch.int64),
+            max_decode_q=max_decode_q,
+            max_seq_len=self._split_keys if int(seq_lens.max()) <= self._split_keys else None,
+            out=out,
+            is_padded=padded > 0,
+            outputs=outputs,
+            num_logits=num_logits,
+            sampled=sampled,
             seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
             last_tokens=last_tokens,
         )
 
     def batch(self, step: _Step) -> Batch:
         """Make the batch of a step whose upload is sent."""
+        out = self.unpack(step)
+        num_rows = step.num_rows
+        num_tokens = step.num_tokens
         outputs = step.outputs
-        if step.last_tokens is not None:
-            seats, tokens = step.last_tokens
-            self.last_tokens.index_copy_(0, seats.tensor, tokens.tensor)
-        cu_seqlens_q = step.cu_seqlens_q.tensor
-        by_token, tables = self._unpack_step(
-            step.rows.tensor,
-            cu_seqlens_q,
-            step.tokens.tensor,
-            step.entries.tensor,
-            self.last_tokens,
-            self.tables,
-            None if outputs is None else outputs.sources.tensor,
-            arrived(step.rope_lens),
-            block_size=self.block_size,
-            **step.sizes,
-        )
-        num_rows = len(cu_seqlens_q) - 1
-        columns = by_token.unbind()
-        tables_of_step, tables_of_outputs = tables.split_with_sizes([num_rows, tables.shape[1] - num_rows], 1)
         extremes = step.max_seqlen_q, step.min_seqlen_q
-        queries = Queries(tables_of_step.unbind(), step.seq_lens.tensor, cu_seqlens_q, *extremes)
+        columns = [column[:num_tokens] for column in out.by_token.unbind()]
+        lens = out.seq_lens[:num_rows], out.cu_seqlens_q[: num_rows + 1]
+        tables = tuple(table[:num_rows] for table in out.tables.unbind())
+        queries = Queries(tables, *lens, *extremes, step.max_decode_q, step.max_seq_len)
         output_rows = self._all_rows[: step.num_logits]
         output_queries = queries if step.num_logits else None
         if outputs is not None:
             output_rows = outputs.rows.tensor
             lens = outputs.seq_lens.tensor, outputs.cu_seqlens_q.tensor
             extremes = outputs.max_seqlen_q, outputs.min_seqlen_q
-            output_queries = Queries(tables_of_outputs.unbind(), *lens, *extremes)
-        positions = columns[1]
-        if self.long_context is not None:
-            positions = positions + self.long_context.offset * (columns[-1] >= self.long_context.num_tokens)
-        return Batch(
-            token_ids=columns[0],
-            positions=positions,
-            rope_lens=columns[-1] if self.with_rope_lens else None,
-            slot_mapping=columns[2 : 2 + self._num_groups],
-            queries=queries,
-            output_rows=output_rows,
-            output_queries=output_queries,
-            num_logits=step.num_logits,
-            seats=arrived(step.seats),
-            is_decode=outputs is None and step.num_logits > 0,
+            tables = tuple(table[num_rows:] for table in out.tables.unbind())
+            output_queries = Queries(tables, *lens, *extremes, max_seq_len=step.max_seq_len)
+        batch = self._batch(columns, queries, output_rows, output_queries, step.num_logits)
+        batch.seats = arrived(step.seats)
+        return batch
+
+    def unpack(self, step: _Step) -> StepTensors:
+        """Have the device make the numbers of a step whose upload is sent."""
+        if step.last_tokens is not None:
+            seats, tokens = step.last_tokens
+            self.last_tokens.index_copy_(0, seats.tensor, tokens.tensor)
+        outputs = step.outputs
+        out = step.out
+        if out is None:
+            num_more = 0 if outputs is None else len(outputs.sources.numbers)
+            out = self._new_tensors(step.num_rows, step.num_tokens, num_more)
+        self._unpack_step(
+            step.rows.tensor,
+            step.cu_seqlens_q.tensor,
+            step.tokens.tensor,
+            step.entries.tensor,
+            self.last_tokens,
+            self.tables,
+            None if outputs is None else outputs.sources.tensor,
+            arrived(step.rope_lens),
+            out,
+            num_tokens=step.num_tokens,
+            longest=step.longest,
+            block_size=self.block_size,
         )
+        return out
+
+    def places(self, step: _Step) -> SampledPlaces | None:
+        """Return where the sampled rows of a step are whose batch is made; None: it samples nothing."""
+        if step.sampled is not None:
+            seats, positions = step.sampled
+            return SampledPlaces(seats.tensor, positions.tensor)
+        return None if step.out is None else places_in(step.out, step.num_logits)
 
     def record(self, step: _Step, tokens: Tensor) -> None:
         """Keep the tokens that a step has drawn, i64[num_logits], as the last ones of their seats."""
-        self.last_tokens.index_copy_(0, step.sampled_seats.tensor, tokens)
+        places = self.places(step)
+        if places is not None:
+            self.last_tokens.index_copy_(0, places.seats, tokens)
+
+    def static(self, num_rows: int, num_tokens: int) -> StepTensors:
+        """Return the first rows and tokens of the tensors that stay where they are."""
+        sizes = num_rows, num_tokens
+        found = self._parts.get(sizes)
+        if found is None:
+            if len(self._parts) >= MOST_PARTS:
+                self._parts.clear()
+            all_tokens, tables, seq_lens, cu_seqlens_q = self._static
+            found = self._parts[sizes] = StepTensors(
+                all_tokens[:, :num_tokens],
+                tables[:, :num_rows],
+                seq_lens[:num_rows],
+                cu_seqlens_q[: num_rows + 1],
+            )
+        return found
+
+    def _new_tensors(self, num_rows: int, num_tokens: int, num_more: int = 0) -> StepTensors:
+        device = self._device
+        return StepTensors(
+            torch.empty(self._num_columns, num_tokens, dtype=torch.int64, device=device),
+            torch.empty(self._num_groups, num_rows + num_more, self._width, dtype=torch.int32, device=device),
+            torch.empty(num_rows, dtype=torch.int32, device=device),
+            torch.empty(num_rows + 1, dtype=torch.int32, device=device),
+        )
+
+    def clear(self, num_rows: int) -> None:
+        """Make the step of so many decodes one that computes nothing: all of its rows pad it."""
+        by_token, tables, seq_lens, cu_seqlens_q = self.static(num_rows, num_rows)
+        for tensor in (by_token, tables, seq_lens, cu_seqlens_q):
+            tensor.zero_()
+        by_token[SEAT_OF_TOKEN].fill_(len(self.last_tokens) - 1)
+        by_token[NUM_TOKEN_COLUMNS : NUM_TOKEN_COLUMNS + self._num_groups].fill_(NO_SLOT)
+        if self._num_columns > NUM_TOKEN_COLUMNS + self._num_groups:
+            by_token[-1].fill_(1)
+
+    def padded_batch(self, num_rows: int, *, is_short: bool) -> Batch:
+        """Return the batch of decodes that are padded to so many rows, whichever of them the step has.
+
+        is_short: whether no context is split.
+        """
+        out = self.static(num_rows, num_rows)
+        max_seq_len = self._split_keys if is_short else None
+        queries = Queries(out.tables.unbind(), out.seq_lens, out.cu_seqlens_q, 1, 1, max_seq_len=max_seq_len)
+        rows = self._all_rows[:num_rows]
+        batch = self._batch(out.by_token.unbind(), queries, rows, queries, num_rows)
+        batch.real_count = out.cu_seqlens_q[num_rows:]
+        return batch
+
+    def _batch(
+        self,
+        columns: Sequence[Tensor],
+        queries: Queries,
+        output_rows: Tensor,
+        output_queries: Queries | None,
+        num_logits: int,
+    ) -> Batch:
+        positions = columns[POSITION]
+        if self.long_context is not None:
+            positions = positions + self.long_context.offset * (columns[-1] >= self.long_context.num_tokens)
+        return Batch(
+            token_ids=columns[TOKEN],
+            positions=positions,
+            rope_lens=columns[-1] if self.with_rope_lens else None,
+            slot_mapping=tuple(columns[NUM_TOKEN_COLUMNS : NUM_TOKEN_COLUMNS + self._num_groups]),
+            queries=queries,
+            output_rows=output_rows,
+            output_queries=output_queries,
+            num_logits=num_logits,
+            is_decode=output_queries is queries,
+        )
 
     def _rows(self, plan: ComputedPart) -> tuple[NDArray[np.int32], int]:
         """Return the rows for `unpack_step`, and the length of the longest block table with new entries."""
@@ -222,6 +369,12 @@ class SeatedBatches:
             return None
         rows[:, START] += 1
         return rows
+
+
+def places_in(out: StepTensors, num_tokens: int) -> SampledPlaces:
+    """Return where the first tokens of a step are, all of which are sampled from."""
+    by_token = out.by_token
+    return SampledPlaces(by_token[SEAT_OF_TOKEN, :num_tokens], by_token[DRAWN_AT, :num_tokens])
 
 
 def _padded(numbers: array[int]) -> array[int]:

@@ -27,7 +27,7 @@ def test_batches_do_not_multiply_binaries(found, target, model):
         "_rotary_store_kv_kernel": 2,  # and of queries alone
         "_norm_kernel": 8,  # RMS: with residual, without, Gemma 3's, of heads, added, likewise; LayerNorm: 2
         "_activation_kernel": 6,  # silu, clamped, gelu of one tensor and of two; not gated: exact and by tanh
-        "_route_kernel": 2,  # without groups and with
+        "_route_kernel": 3,  # without groups and with, and for a step that is padded
         "_sort_by_expert_kernel": 1,
         "_sum_experts_kernel": 2,  # with what is shared and without
         "grouped_linear_kernel": 2,  # few rows for each expert and some
@@ -42,6 +42,7 @@ def test_batches_do_not_multiply_binaries(found, target, model):
         "add_splits_kernel": 1,
         "_coded_rows_kernel": 1,
         "_unpack_kernel": 1,
+        "_take_parameters_kernel": 1,
         "_penalties_kernel": 1,
         "_maxima_kernel": 2,  # with the deviation of a row and without
         "_coarse_kernel": 1,
@@ -54,12 +55,12 @@ def test_batches_do_not_multiply_binaries(found, target, model):
 
 @pytest.mark.parametrize("target", DATA_CENTER_TARGETS)
 def test_warm_up_compiles_all_that_batches_need(found, target):
-    assert found[target]["warm_up"] == {"num_compiled": 20, "ready": 20, "later": []}
+    assert found[target]["warm_up"] == {"num_compiled": 21, "ready": 21, "later": []}
 
 
 @pytest.mark.parametrize("target", DATA_CENTER_TARGETS)
 def test_a_listener_is_called_for_every_kernel_that_is_compiled(found, target):
-    assert found[target]["compiled"] == [20, 20]
+    assert found[target]["compiled"] == [21, 21]
 
 
 @pytest.mark.parametrize("target", DATA_CENTER_TARGETS)

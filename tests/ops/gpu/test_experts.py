@@ -9,6 +9,7 @@ from torch import Tensor
 from paged.checkpoints.coded import CodedWeight
 from paged.kernels import reference
 from paged.kernels.backend import load_kernels
+from paged.kernels.checks import TrustedContents
 from paged.kernels.codes import (
     PackedCodes,
     PackedExperts,
@@ -169,6 +170,35 @@ def test_products_of_codes_match_float64(kind, shape, dtype):
     bias = torch.randn(len(counts), shape[0], device=DEVICE).to(dtype) if shape[0] % 2 == 0 else None
     got = grouped_coded_linear(x, packed, rows.offsets, rows.sources, bias)
     assert_products(got, x, rows, weight, bias)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
+@pytest.mark.parametrize("options", [RoutingOptions(num_chosen=2), ROUTING[4][1]], ids=["plain", "groups"])
+def test_rows_that_pad_a_step_have_no_experts(options):
+    """Whatever they hold: no product computes them, and sums read what is in bounds."""
+    num_experts, count = 24, torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    logits = torch.randn(8, num_experts, device=DEVICE)
+    logits[3:] = torch.nan
+    experts, weights = triton.route(logits, options, count=count)
+    assert torch.equal(experts[:3], triton.route(logits[:3], options)[0])
+    assert (experts[3:] == num_experts).all()
+    assert torch.equal(experts, reference.route(logits, options, count=count)[0])
+    with TrustedContents():
+        rows = triton.sort_by_expert(experts, num_experts)
+        alone = triton.sort_by_expert(experts[:3], num_experts)
+    assert torch.equal(rows.offsets, alone.offsets)
+    num_real = 3 * options.num_chosen
+    assert torch.equal(rows.sources[:num_real], alone.sources)
+    assert rows.places.flatten().sort().values.tolist() == [*range(8 * options.num_chosen)]
+    weight = torch.randn(num_experts, 32, 32, device=DEVICE)
+    x = torch.randn(8, 32, device=DEVICE)
+    with TrustedContents():
+        products = triton.grouped_linear(x, weight, rows.offsets, rows.sources)
+    of_alone = triton.grouped_linear(x[:3], weight, alone.offsets, alone.sources)
+    assert torch.equal(
+        triton.sum_experts(products, rows.places, weights)[:3],
+        triton.sum_experts(of_alone, alone.places, weights[:3].contiguous()),
+    )
 
 
 @pytest.mark.parametrize("kind", ["numbers", "int8"])

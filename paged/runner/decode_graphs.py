@@ -1,0 +1,337 @@
+"""DecodeGraphs: CUDA graphs of decode steps, from the embedding to the drawn tokens."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base.errors import ResourceError
+from ..device.cuda_graphs import Cost, GraphPool
+from ..device.devices import is_shortage
+from ..device.transfers import Download
+from ..kernels.checks import TrustedContents, in_debug_mode
+from ..model.cache.kv_cache import KVCache
+from ..model.model import Model
+from ..options.config import EngineConfig
+from ..sampling.sampler import Draw
+from ..sampling.seat_parameters import FILTERS, SeatParameters, draw
+from .batches.batches import Batches
+from .batches.seats import SeatedBatches, places_in
+from .sizes import Sizes
+
+if TYPE_CHECKING:
+    from ..sampling.structured_outputs import GrammarMasks
+
+logger = logging.getLogger(__name__)
+
+# Sizes beside 1, 2 and 4 are multiples of this: a step is padded by fewer rows.
+SIZE_STEP = 8
+# How a step draws its tokens; "logits": by more than the parameters that a device keeps by seat.
+Way = Literal["greedy", "drawn", "filtered", "logits"]
+CAPTURED_AT_START: tuple[Way, ...] = ("greedy", "drawn")
+# For graphs that are captured when a step first needs them, beside the logits for what they end with.
+RESERVE = 128 * 2**20
+MOST_LATE = 64  # graphs that are captured later: the least recently used goes
+
+
+class _Key(NamedTuple):
+    """What the launches of a decode step follow from.
+
+    is_short: whether no context is split, so that nothing is merged.
+    """
+
+    num_rows: int
+    is_short: bool
+    way: Way
+
+
+class DecodeGraph(NamedTuple):
+    """A captured step. Its tensors have a row for each row of the graph, and are those of the last replay.
+
+    logits: None where tokens are drawn and recorded within the graph.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    tokens: Tensor  # i64[num_rows]; those of the highest logits, if there are logits
+    highest: Tensor  # f32[num_rows], the model's highest logits
+    logits: Tensor | None  # f32[num_rows, vocab_size]
+
+
+class DecodeGraphs:
+    """CUDA graphs of decode steps, padded to a few sizes, which read what `SeatedBatches.unpack` has written.
+
+    At the start those are captured that most steps need, the largest first. Others are captured by the first
+    step that needs them, while memory of their own is left. A step whose graph cannot be captured runs
+    without one.
+
+    sizes: numbers of rows, in ascending order.
+    cost: what the graphs of the start have taken.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        batches: SeatedBatches,
+        of_seats: SeatParameters,
+        device: torch.device,
+        sizes: Sequence[int],
+        vocab_size: int,
+        *,
+        is_always_short: bool,
+    ) -> None:
+        self.sizes = sizes
+        self.cost = Cost(0, 0.0)
+        self._model = model
+        self._batches = batches
+        self._of_seats = of_seats
+        self._device = device
+        self._logits_shape = sizes[-1], vocab_size
+        self._lengths = (True,) if is_always_short else (False, True)
+        self._has_said_why = False
+        self.forget()
+
+    @property
+    def reserve(self) -> int:
+        """The bytes for graphs that are captured later."""
+        num_rows, vocab_size = self._logits_shape
+        return RESERVE + 4 * num_rows * vocab_size
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs there are."""
+        return sum(graph is not None for graph in (*self._graphs.values(), *self._late.values()))
+
+    def forget(self) -> None:
+        """Drop all graphs, before the KV cache that they read."""
+        self._graphs: dict[_Key, DecodeGraph | None] = {}
+        self._late: dict[_Key, DecodeGraph | None] = {}  # the most recently used at the end
+        self._late_bytes: dict[_Key, int] = {}
+        self._logits: Tensor | None = None
+        self._kv_cache: KVCache | None = None
+        self._pool = GraphPool(self._device)
+        self._batches.padded_sizes = ()
+
+    def capture(self, kv_cache: KVCache, captured: Callable[[], object] | None = None) -> Cost:
+        """Capture the graphs of the start over this cache. captured: is called after each.
+
+        Raises torch.OutOfMemoryError if there is no memory for them.
+        """
+        self.forget()
+        self._kv_cache = kv_cache
+        keys = [_Key(*key) for key in product(reversed(self.sizes), self._lengths, CAPTURED_AT_START)]
+
+        def capture() -> None:
+            for key in keys:
+                self._graphs[key] = self._captured(key, is_late=False)
+                if captured is not None:
+                    captured()
+
+        self.cost = self._pool.measure(capture)
+        self._batches.padded_sizes = self.sizes
+        return self.cost
+
+    def capture_for_good(self, kv_cache: KVCache) -> None:
+        """Capture the graphs of the start over the engine's cache.
+
+        Raises ResourceError if there is no memory for them.
+        """
+        expected = self.cost.num_bytes
+        with torch.cuda.device(self._device), TrustedContents():
+            try:
+                cost = self.capture(kv_cache)
+            except torch.OutOfMemoryError as error:
+                raise ResourceError(
+                    f"no memory for CUDA graphs of {self.sizes[-1]} decodes beside the KV cache on "
+                    f"{self._device}: lower max_cudagraph_capture_size or num_blocks, or set "
+                    f"enforce_eager=True; {error}"
+                ) from error
+        mib = 2**20
+        logger.info(
+            "%d CUDA graphs in %.1f s and %.0f MiB (%+.0f MiB against their profile)",
+            *(self.num_graphs, cost.seconds, cost.num_bytes / mib, (cost.num_bytes - expected) / mib),
+        )
+
+    def profile(self, kv_cache: KVCache) -> int:
+        """Capture the graphs of the start over another cache, and drop them.
+
+        Returns the bytes that graphs will take, those that are captured later included.
+        """
+        with torch.cuda.device(self._device), TrustedContents():
+            cost = self.capture(kv_cache)
+        self.forget()
+        return cost.num_bytes + self.reserve
+
+    def describe(self) -> str:
+        """Return the number of graphs and what they took, for the description of an engine."""
+        if not self.num_graphs:
+            return ""
+        size = f"{self.cost.num_bytes / 2**20:,.0f} MiB, captured in {self.cost.seconds:.1f} s"
+        return f"; {self.num_graphs} CUDA graphs in {size}"
+
+    def run(self, step: Any, draw: Draw, masks: GrammarMasks | None, download: Download) -> bool:
+        """Compute a step that `SeatedBatches.put` has returned, if there is a graph of it.
+
+        Samples from the graph's logits what it has not drawn. Returns False for a step without a graph.
+        """
+        if not step.is_padded:
+            return False
+        graph = self.find(len(step.out.seq_lens), step.max_seq_len, way_of(draw))
+        if graph is None:
+            return False
+        batches = self._batches
+        batches.unpack(step)
+        graph.graph.replay()
+        num_rows = step.num_rows
+        best = graph.tokens[:num_rows], graph.highest[:num_rows]
+        if graph.logits is None:
+            draw.take(*best, download)
+            return True
+        drawn = draw.run(graph.logits[:num_rows], download, masks, best, batches.places(step))
+        if drawn is not None:
+            batches.record(step, drawn)
+        return True
+
+    def find(self, num_rows: int, max_seq_len: int | None, way: Way) -> DecodeGraph | None:
+        """Return the graph of a padded step; None: it runs without one.
+
+        It may be captured now. Call it before the step is unpacked.
+
+        num_rows: those of the padded step. max_seq_len: None if a context may be split.
+        """
+        key = _Key(num_rows, max_seq_len is not None, way)
+        if key in self._graphs:
+            return self._graphs[key]
+        graph = self._late.pop(key) if key in self._late else self._capture_late(key)
+        self._late[key] = graph  # now the most recently used
+        return graph
+
+    def _capture_late(self, key: _Key) -> DecodeGraph | None:
+        while len(self._late) >= MOST_LATE or sum(self._late_bytes.values()) > RESERVE:
+            oldest = next(iter(self._late))
+            del self._late[oldest]
+            self._late_bytes.pop(oldest, None)
+        made: list[DecodeGraph | None] = []
+        cost = self._pool.measure(lambda: made.append(self._captured(key, is_late=True)))
+        self._late_bytes[key] = cost.num_bytes
+        return made[0]
+
+    def _captured(self, key: _Key, *, is_late: bool) -> DecodeGraph | None:
+        """Capture a step without a row, padded to all of them; None, and say so once, if that fails."""
+        self._batches.clear(key.num_rows)
+        try:
+            if key.way == "logits" and self._logits is None:
+                self._logits = torch.empty(self._logits_shape, dtype=torch.float32, device=self._device)
+            graph, (tokens, highest) = self._pool.capture(lambda: self._compute(key))
+        except Exception as error:
+            if is_shortage(error) and not is_late:
+                raise
+            self._explain(key, error)
+            return None
+        logits = self._logits[: key.num_rows] if key.way == "logits" and self._logits is not None else None
+        return DecodeGraph(graph, tokens, highest, logits)
+
+    def _compute(self, key: _Key) -> tuple[Tensor, Tensor]:
+        """Compute a step, in the tensors that it is unpacked into. Return tokens and the highest logits."""
+        assert self._kv_cache is not None, "graphs are captured over a cache"
+        model = self._model
+        kernels = model.kernels
+        batches = self._batches
+        batch = batches.padded_batch(key.num_rows, is_short=key.is_short)
+        logits = model.logits(model.forward(batch, self._kv_cache))
+        if key.way == "logits":
+            assert self._logits is not None, "there is memory for logits"
+            self._logits[: key.num_rows].copy_(logits)
+            return kernels.greedy(logits)
+        places = places_in(batches.static(key.num_rows, key.num_rows), key.num_rows)
+        if key.way == "greedy":
+            tokens, highest = kernels.greedy(logits)
+        else:
+            taken = self._of_seats.take(places.seats)
+            highest = torch.empty(key.num_rows, dtype=torch.float32, device=self._device)
+            filters = FILTERS if key.way == "filtered" else ()
+            tokens = draw(kernels, logits, taken, filters, places, highest)
+        batches.last_tokens.index_copy_(0, places.seats, tokens)
+        return tokens, highest
+
+    def _explain(self, key: _Key, error: Exception) -> None:
+        """Say once why a step runs without a graph."""
+        if self._has_said_why:
+            return
+        self._has_said_why = True
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        logger.warning(
+            "decodes of %d rows (%s) run without a CUDA graph, because %s could not be captured: %s",
+            key.num_rows,
+            key.way,
+            _place_of(error.__traceback__),
+            reason,
+        )
+
+
+def way_of(draw: Draw) -> Way:
+    """Return how tokens are drawn."""
+    batch = draw.batch
+    if batch.edits is not None or batch.with_grammar or batch.asked:
+        return "logits"
+    if batch.parameters is None:
+        return "greedy"
+    return "filtered" if batch.parameters.filters else "drawn"
+
+
+def _place_of(traceback: TracebackType | None) -> str:
+    """Return the innermost line of this package that an error came through."""
+    package = Path(sys.modules[__package__.partition(".")[0]].__file__ or "").parent
+    found = "a step"
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if Path(code.co_filename).is_relative_to(package):
+            name = Path(code.co_filename).relative_to(package)
+            found = f"{name}:{traceback.tb_lineno} ({code.co_qualname})"
+        traceback = traceback.tb_next
+    return found
+
+
+def capture_sizes(config: EngineConfig) -> list[int]:
+    """Return the numbers of rows to capture, in ascending order: those asked for that a step can have."""
+    most = config.num_seats
+    if config.cudagraph_capture_sizes is not None:
+        return sorted({size for size in config.cudagraph_capture_sizes if size <= most})
+    most = min(most, config.max_cudagraph_capture_size or most)
+    return sorted({size for size in (1, 2, 4, *range(SIZE_STEP, most, SIZE_STEP), most) if size <= most})
+
+
+def new_decode_graphs(
+    sizes: Sizes,
+    model: Model,
+    batches: Batches[Any],
+    of_seats: SeatParameters | None,
+    device: torch.device,
+) -> DecodeGraphs | None:
+    """Return the graphs of decodes on a GPU; None if there are none, and say so where one expects them."""
+    config = sizes.config
+    # Debug mode reads what tensors hold.
+    if config.enforce_eager or in_debug_mode():
+        return None
+    captured = capture_sizes(config)
+    obstacle = None
+    if sizes.part is not None:
+        obstacle = "processes of a model exchange tensors by calls of the host"
+    elif not isinstance(batches, SeatedBatches) or of_seats is None:
+        obstacle = f"attention_backend {model.kernels.name!r} makes batches on the host"
+    elif not captured:
+        return None
+    if obstacle is not None or not isinstance(batches, SeatedBatches) or of_seats is None:
+        logger.warning("there are no CUDA graphs, because %s: decodes of few requests take longer", obstacle)
+        return None
+    is_always_short = sizes.max_model_len <= model.kernels.split_keys
+    return DecodeGraphs(
+        model, batches, of_seats, device, captured, sizes.model.vocab_size, is_always_short=is_always_short
+    )

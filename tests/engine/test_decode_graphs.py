@@ -1,0 +1,260 @@
+"""Decodes by CUDA graphs, on a device that works late and replays in memory that holds nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from paged import LLMEngine, SamplingParams
+from paged.base.errors import ConfigError, ResourceError
+from paged.kernels.gpu.target import in_interpreter
+from paged.options.config import EngineConfig
+from paged.runner import decode_graphs
+from paged.runner.decode_graphs import capture_sizes
+from paged.runner.memory import num_blocks_that_fit
+from tests.support.engine_uses import Case, Tokens, draws_of_a_gpu, generated, sampled
+from tests.support.fake_cuda import lacks
+from tests.support.late_cuda import LateCuda, late_cuda
+
+needs_stand_in = pytest.mark.skipif(
+    lacks() is not None or not in_interpreter(),
+    reason=lacks() or "a GPU is here: kernels are not interpreted",
+)
+Ways = list[dict[str, Any]]
+# Every way to draw a token that a graph holds or ends before.
+WAYS: dict[str, Ways] = {
+    "greedy": [{"temperature": 0.0}] * 3,
+    "drawn": [{"seed": 1}, {"seed": 2, "temperature": 1.7}, {"temperature": 0.0}],
+    "filtered": [
+        {"seed": 1, "top_p": 0.8, "top_k": 9},
+        {"seed": 2, "min_p": 0.1, "typical_p": 0.7},
+        {"seed": 3, "top_n_sigma": 1.0},
+    ],
+    "logits": [
+        {"seed": 2, "top_p": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"seed": 3, "logit_bias": {7: 3.0}, "min_tokens": 3, "stop_token_ids": [9], "logprobs": 2},
+        {"temperature": 0.0, "dry_multiplier": 4.0, "dry_sequence_breakers": ()},
+    ],
+}
+
+
+def params_of(ways: Ways, max_tokens: int) -> list[SamplingParams]:
+    """Return parameters of requests that end one after another, so that batches of every size occur."""
+    lengths = (max_tokens - 2 * (i % 3) for i in range(len(ways)))
+    return [
+        SamplingParams(max_tokens=n, ignore_eos=True, **way) for n, way in zip(lengths, ways, strict=True)
+    ]
+
+
+def compared(
+    case: Case, ways: Ways, max_tokens: int = 9, prompts: list[list[int]] | None = None, seed: int = 1
+) -> tuple[LateCuda, LLMEngine]:
+    """Assert that a late device gives the tokens of a plain CPU. Return it and its engine."""
+    prompts = prompts or [[*range(20 + i, 30 + 4 * i)] for i in range(len(ways))]
+    params = params_of(ways, max_tokens)
+    with draws_of_a_gpu():
+        expected = generated(case.engine(), prompts, params)
+    tokens, gpu, engine = on_late_device(case, prompts, params, seed)
+    assert tokens == expected
+    return gpu, engine
+
+
+def on_late_device(
+    case: Case, prompts: list[list[int]], params: list[SamplingParams], seed: int = 1
+) -> tuple[Tokens, LateCuda, LLMEngine]:
+    with late_cuda(seed) as gpu:
+        engine = case.engine(device="cuda", attention_backend="triton")
+        return generated(engine, prompts, params), gpu, engine
+
+
+@needs_stand_in
+def test_replays_give_the_tokens_of_a_plain_cpu(monkeypatch):
+    """Batches of 3, 2 and 1 requests are padded to 3, and contexts become longer than a split of 64 keys.
+
+    Of graphs that are captured late, the least recently used go.
+    """
+    monkeypatch.setattr(decode_graphs, "MOST_LATE", 2)
+    prompts = [[*range(20 + i, 80 + i)] for i in range(3)]
+    case = Case("llama", {"cudagraph_capture_sizes": [3], "max_model_len": 80}, sampled)
+    with draws_of_a_gpu():
+        plain = case.engine()
+        expected = {way: generated(plain, prompts, params_of(ways, 7)) for way, ways in WAYS.items()}
+    with late_cuda(seed=1) as gpu:
+        engine = case.engine(device="cuda", attention_backend="triton")
+        graphs = engine.runner.decode_graphs
+        for way, ways in WAYS.items():
+            before = gpu.num_replays
+            assert generated(engine, prompts, params_of(ways, 7)) == expected[way]
+            assert gpu.num_replays - before == 6, "a decode ran without its graph"
+            keys = [key for key in (*graphs._graphs, *graphs._late) if key.way == way]
+            assert {key.is_short for key in keys} == {True, False}
+        assert [key.way for key in graphs._late] == ["logits"] * 2
+
+
+@needs_stand_in
+@pytest.mark.parametrize("model", ["gpt_oss", "llama-dynamic"])
+def test_what_models_do_in_a_step_is_captured(model):
+    """Experts leave padded rows out, windows and sinks; angles of rope by lengths that change."""
+    gpu, _ = compared(Case(model, {"num_blocks": 90}, sampled), [{"seed": 1}, {"temperature": 0.0}], 4)
+    assert gpu.num_replays == 3
+
+
+@needs_stand_in
+def test_requests_that_come_and_go_get_their_own_parameters():
+    """A seat changes hands while its neighbour goes on."""
+    ways = [{"seed": i, "temperature": 0.4 + i / 3} for i in range(3)]
+    case = Case("llama", {"max_num_seqs": 2, "cudagraph_capture_sizes": [2]}, sampled)
+    gpu, _ = compared(case, ways, 6, [[20 + i, 21, 22] for i in range(3)], seed=4)
+    assert gpu.num_replays > 3
+
+
+@needs_stand_in
+def test_runs_of_drafts_are_decodes_of_several_tokens():
+    """Beside graphs of the steps without drafts; prompts that repeat themselves are guessed."""
+    speculation = {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}
+    case = Case("llama", {"speculative_config": speculation, "max_model_len": 96}, sampled)
+    prompts = [[20, 21, 22] * 25, [7, 8] * 3]
+    gpu, engine = compared(case, [{"temperature": 0.0}] * 2, 8, prompts)
+    assert engine.stats().num_drafts > 0
+    assert gpu.num_replays > 0
+
+
+# What the stand-in shows
+
+
+def a_graph(work: Callable[[], Any]) -> Any:
+    """Capture work, and return the graph."""
+    from paged.device.cuda_graphs import GraphPool
+
+    return GraphPool(torch.device("cuda", 0)).capture(work)
+
+
+@needs_stand_in
+def test_stand_in_computes_at_replays_alone():
+    with late_cuda(0):
+        numbers = torch.ones(3, device="cuda")
+        graph, made = a_graph(lambda: numbers.add_(1) + 1)
+        assert numbers.tolist() == [2.0] * 3  # by the run before the capture
+        for _ in range(2):
+            graph.replay()
+        assert numbers.tolist() == [4.0] * 3
+        assert made.tolist() == [5.0] * 3
+
+
+@needs_stand_in
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (lambda numbers, _: numbers.tolist(), "waits|transfer"),
+        (lambda numbers, _: numbers.nonzero(), "waits"),
+        (lambda numbers, _: numbers + torch.ones(3).pin_memory().to("cuda", non_blocking=True), "transfer"),
+        (lambda numbers, uploaded: numbers + uploaded, "upload"),
+    ],
+    ids=["download", "a size", "upload", "an upload of the step"],
+)
+def test_stand_in_refuses_what_no_graph_can_hold(work, message):
+    with late_cuda(0):
+        numbers = torch.ones(3, device="cuda")
+        uploaded = torch.ones(3).pin_memory().to("cuda", non_blocking=True)
+        with pytest.raises(RuntimeError, match=message):
+            a_graph(lambda: work(numbers, uploaded))
+
+
+@needs_stand_in
+def test_stand_in_shows_memory_that_was_dropped_or_of_another_replay():
+    with late_cuda(0):
+        kept = [torch.ones(3, device="cuda")]
+        graph, _ = a_graph(lambda: kept[0] * 2)
+        kept.clear()
+        with pytest.raises(RuntimeError, match="freed"):
+            graph.replay()
+        made = []
+
+        def once() -> Any:
+            if len(made) < 2:  # the run before the capture, and the capture
+                made.append(torch.ones(3, device="cuda"))
+            return made[-1] * 1
+
+        graph, out = a_graph(once)
+        other, _ = a_graph(lambda: made[-1] + 0)
+        graph.replay()
+        assert out.tolist() == [1.0] * 3
+        other.replay()
+        assert out.isnan().all() or out.tolist() == [1.0] * 3
+
+
+# Sizes, failures and bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_num_seqs": 20}, [1, 2, 4, 8, 16, 20]),
+        ({"max_num_seqs": 256, "max_cudagraph_capture_size": 16}, [1, 2, 4, 8, 16]),
+        ({"max_num_seqs": 3}, [1, 2, 3]),
+        ({"max_num_seqs": 6, "cudagraph_capture_sizes": [8, 2, 2, 5]}, [2, 5]),
+        ({"max_num_seqs": 1}, [1]),
+    ],
+    ids=str,
+)
+def test_sizes(options, expected):
+    assert capture_sizes(EngineConfig("demo", **options)) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cudagraph_capture_sizes": "1,2"}, "list of ints.*'1,2'"),
+        ({"cudagraph_capture_sizes": []}, "enforce_eager=True"),
+        ({"cudagraph_capture_sizes": [1, 0]}, "cudagraph_capture_sizes.*0"),
+        ({"cudagraph_capture_sizes": [1, 2.0]}, "cudagraph_capture_sizes.*2.0"),
+        ({"cudagraph_capture_sizes": [True]}, "cudagraph_capture_sizes.*True"),
+        ({"max_cudagraph_capture_size": 0}, "max_cudagraph_capture_size.*0"),
+        ({"max_cudagraph_capture_size": "8"}, "max_cudagraph_capture_size.*'8'"),
+        ({"cudagraph_capture_sizes": [1, 8], "max_cudagraph_capture_size": 4}, "must be the largest.* 8"),
+        ({"enforce_eager": 1}, "enforce_eager.*1"),
+    ],
+    ids=str,
+)
+def test_wrong_sizes_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig("demo", **options)
+
+
+@needs_stand_in
+def test_a_capture_that_fails_is_said_once_and_ends_no_request(monkeypatch, caplog):
+    def fail(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(decode_graphs, "draw", fail)
+    with caplog.at_level(logging.WARNING, decode_graphs.logger.name):
+        gpu, engine = compared(Case("llama", {}, sampled), WAYS["drawn"][:2], 3, [[5, 6], [7, 8]])
+    assert gpu.num_replays == 0
+    assert engine.runner.decode_graphs.num_graphs == 1  # the greedy one
+    (message,) = (record.getMessage() for record in caplog.records if "CUDA graph" in record.getMessage())
+    assert "decodes of 4 rows (drawn)" in message
+    assert "runner/decode_graphs.py" in message
+    assert "operation not permitted" in message
+
+
+@needs_stand_in
+def test_there_are_no_graphs_where_they_are_turned_off_or_too_small():
+    for options in ({"enforce_eager": True}, {"cudagraph_capture_sizes": [1]}):
+        gpu, engine = compared(Case("llama", options, sampled), WAYS["greedy"][:2], 4, [[5, 6], [7, 8]])
+        assert gpu.num_replays == (0 if "enforce_eager" in options else 2)
+        assert engine.stats().num_graphs == (0 if "enforce_eager" in options else 2)
+        assert ("CUDA graphs" in engine.runner.describe()) == ("enforce_eager" not in options)
+
+
+@needs_stand_in
+def test_graphs_that_leave_no_memory_are_refused():
+    case = Case("llama", {}, sampled)
+    with late_cuda(0) as gpu:
+        engine = case.engine(device="cuda", attention_backend="triton")
+        runner, taken = engine.runner, 10 * gpu.free_bytes
+        with pytest.raises(ResourceError, match=r"10,240 MiB are kept: lower max_cudagraph_"):
+            num_blocks_that_fit(runner.sizes, runner.device, runner.model.kernels, lambda *_: taken)
