@@ -148,7 +148,7 @@ def check_products(directory: Path) -> None:
     """Compare the products of the first layer's weights with torch's."""
     found, expected = (load(directory, in_panels=in_panels).layers[0] for in_panels in (True, False))
     for own, other in (
-        (found.attention.qkv, expected.attention.qkv),
+        (found.mixer.qkv, expected.mixer.qkv),
         (found.mlp.down, expected.mlp.down),
     ):
         x = torch.randn(3, own.in_features).bfloat16()

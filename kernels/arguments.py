@@ -34,6 +34,7 @@ from .checks import (
 from .routing import RoutingOptions
 
 WORD_BITS = 32  # tokens of a word of a mask
+MAX_CONV_WIDTH = 8
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -312,6 +313,63 @@ class Rules(KernelCall):
                 if not self.has(name):
                     raise ValueError(f"{fixed} belong to a quantised cache; this one is {key_cache.dtype}")
                 self.tensor(fixed, (num_kv_heads,), torch.float32, contiguous=True)
+
+    def scale_by_sigmoid(self) -> None:
+        self.like("gate", self.rows("x", written=True))
+
+    def gated_norm(self) -> None:
+        x = self.tensor("x", (None, None, None), KERNEL_DTYPES)
+        self._norm(x)
+        self.tensor("gate", (len(x), x.shape[1] * x.shape[2]), x.dtype)
+
+    def short_conv(self) -> None:
+        x = self.rows("x")
+        check_flag("gated", self["gated"])
+        if self["gated"]:
+            check_multiple("x.shape[1]", x.shape[1], "the three parts", 3)
+        size = x.shape[1] // (3 if self["gated"] else 1)
+        check_positive("the number of columns", size)
+        weight = self.tensor("weight", (None, size), torch.float32, contiguous=True)
+        check_between("the width of the convolution", len(weight), 2, MAX_CONV_WIDTH)
+        if self.has("bias"):
+            self.tensor("bias", (size,), torch.float32, contiguous=True)
+        states = self.tensor("states", (None, len(weight) - 1, size), x.dtype, written=True)
+        self._sequences(len(x), len(states))
+
+    def gated_delta(self) -> None:
+        qkv = self.rows("qkv")
+        states = self.tensor("states", (None,) * 4, torch.float32, written=True)
+        num_slots, num_heads, key_dim, value_dim = states.shape
+        for name, value in {"num_heads": num_heads, "key_dim": key_dim, "value_dim": value_dim}.items():
+            check_positive(name, value)
+        of_keys = qkv.shape[1] - num_heads * value_dim
+        num_key_heads = of_keys // (2 * key_dim)
+        if of_keys <= 0 or of_keys % (2 * key_dim) or num_heads % num_key_heads:
+            raise ValueError(
+                f"qkv must have {num_heads} heads of {value_dim} values, and queries and keys of {key_dim} "
+                f"in heads that divide these, got {qkv.shape[1]} columns"
+            )
+        self.tensor("gates", (len(qkv), 2 * num_heads), qkv.dtype)
+        for name in ("rates", "time_bias"):
+            self.tensor(name, (num_heads,), torch.float32, contiguous=True)
+        self._sequences(len(qkv), num_slots)
+
+    def _sequences(self, num_tokens: int, num_slots: int) -> None:
+        """Check which tokens each sequence has, and the slot of its state."""
+        slots = self.tensor("slots", (None,), torch.int32, contiguous=True)
+        seq_lens = self.tensor("seq_lens", slots.shape, torch.int32, contiguous=True)
+        starts = self.tensor("cu_seqlens_q", (len(slots) + 1,), torch.int32, contiguous=True)
+        if not self.reads_contents:
+            return
+        check_indices("slots", slots, "those of states", num_slots)
+        check_once("slots", slots)
+        bounds = starts.tolist()
+        if bounds[0] != 0 or bounds[-1] != num_tokens or bounds != sorted(bounds):
+            raise ValueError(f"cu_seqlens_q must ascend from 0 to the {num_tokens} tokens, got {bounds[:64]}")
+        if bool((seq_lens < starts.diff()).any()):
+            raise ValueError(
+                f"seq_lens must be at least the number of new tokens, got {seq_lens.tolist()[:64]}"
+            )
 
     def copy_blocks(self) -> None:
         is_between_two = self.has("target")

@@ -181,6 +181,36 @@ class Kernels(Protocol):
         shared_gate: Tensor | None = None,
     ) -> Tensor: ...
 
+    def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> None: ...
+
+    def gated_norm(self, x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor: ...
+
+    def short_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        states: Tensor,
+        slots: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        *,
+        gated: bool,
+    ) -> Tensor:
+        """Convolve along time. The launch depends on the number of tokens alone, as that of `gated_delta`."""
+
+    def gated_delta(
+        self,
+        qkv: Tensor,
+        gates: Tensor,
+        rates: Tensor,
+        time_bias: Tensor,
+        states: Tensor,
+        slots: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+    ) -> Tensor: ...
+
     def copy_blocks(self, cache: Tensor, pairs: Tensor, target: Tensor | None = None) -> None: ...
 
     def plan_attention(

@@ -336,6 +336,114 @@ def sum_experts(
     return total.to(x.dtype)
 
 
+def scale_by_sigmoid(x: Tensor, gate: Tensor) -> None:  # [num_rows, size], both
+    """Multiply x by the sigmoid of the gate, in place."""
+    x.copy_(upcast(x) * upcast(gate).sigmoid())
+
+
+def gated_norm(
+    x: Tensor,  # [num_tokens, num_heads, size]
+    weight: Tensor,  # [size]
+    gate: Tensor,  # [num_tokens, num_heads * size]
+    eps: float,
+) -> Tensor:  # [num_tokens, num_heads * size]
+    """Return weight * x / sqrt(mean(x²) + eps) * silu(gate), with the mean over each head."""
+    x32 = upcast(x)
+    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * upcast(weight)
+    return (normed.flatten(1) * torch.nn.functional.silu(upcast(gate))).to(x.dtype)
+
+
+def short_conv(
+    x: Tensor,  # [num_tokens, size]; gated: [num_tokens, 3 * size], B, C and x side by side
+    weight: Tensor,  # f32[width, size]: the last row multiplies the newest input
+    bias: Tensor | None,  # f32[size]
+    states: Tensor,  # [num_slots, width - 1, size], like x: the last inputs of sequences, written in place
+    slots: Tensor,  # i32[num_seqs], each another
+    seq_lens: Tensor,  # i32[num_seqs], computed and new tokens
+    cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
+    *,
+    gated: bool,
+) -> Tensor:  # [num_tokens, size]
+    """Convolve the tokens of each sequence along time, every column by itself.
+
+    The inputs are x, and the result goes through silu; gated: they are B x, rounded to x's dtype, and the
+    result is multiplied by C, as in LFM2. Before its first token a sequence has inputs of 0, whatever its
+    slot holds.
+    """
+    width, size = weight.shape
+    gate, out_gate, inputs = x.split(size, dim=1) if gated else (None, None, x)
+    if gate is not None:
+        inputs = (upcast(gate) * upcast(inputs)).to(x.dtype)
+    out = x.new_empty(len(x), size)
+    bounds = cu_seqlens_q.tolist()
+    for i, (slot, seq_len) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
+        start, end = bounds[i], bounds[i + 1]
+        if start == end:
+            continue
+        before = states[slot] if seq_len > end - start else torch.zeros_like(states[slot])
+        seen = torch.cat([before, inputs[start:end]])
+        total = torch.einsum("tcw,wc->tc", upcast(seen).unfold(0, width, 1), weight.to(upcast(x).dtype))
+        total = total if bias is None else total + bias
+        if out_gate is not None:
+            total = total * upcast(out_gate[start:end])
+        else:
+            total = torch.nn.functional.silu(total)
+        out[start:end] = total.to(x.dtype)
+        states[slot] = seen[end - start :]
+    return out
+
+
+def gated_delta(
+    qkv: Tensor,  # [num_tokens, 2 * num_key_heads * key_dim + num_heads * value_dim]
+    gates: Tensor,  # [num_tokens, 2 * num_heads]: of what is written and of the decay, see below
+    rates: Tensor,  # f32[num_heads], below 0
+    time_bias: Tensor,  # f32[num_heads]
+    states: Tensor,  # f32[num_slots, num_heads, key_dim, value_dim], written in place
+    slots: Tensor,  # i32[num_seqs], each another
+    seq_lens: Tensor,  # i32[num_seqs], computed and new tokens
+    cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
+) -> Tensor:  # [num_tokens, num_heads, value_dim]
+    """Apply the gated delta rule (Yang et al. 2024) to the tokens of each sequence, one after the other.
+
+    Q and K are normalised to length 1, and Q is divided by sqrt(key_dim). For every token with gates b and a
+    the state S of a head becomes d S + k (sigmoid(b) (v - d Sᵀ k))ᵀ, where d = exp(rate softplus(a + bias)),
+    and the output is Sᵀ q. Consecutive heads share a head of Q and K. A sequence begins with a state of 0,
+    whatever its slot holds.
+    """
+    num_heads, key_dim, value_dim = states.shape[1:]
+    num_key_heads = (qkv.shape[1] - num_heads * value_dim) // (2 * key_dim)
+    key_size = num_key_heads * key_dim
+    shares = num_heads // num_key_heads
+    dtype = qkv.dtype
+    qkv, gates = upcast(qkv), upcast(gates)
+    query, key, value = qkv.split([key_size, key_size, num_heads * value_dim], dim=1)
+    query, key = (
+        (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(shares, dim=1)
+        for each in (query.unflatten(1, (num_key_heads, key_dim)), key.unflatten(1, (num_key_heads, key_dim)))
+    )
+    query = query / key_dim**0.5
+    value = value.unflatten(1, (num_heads, value_dim))
+    written, decay = gates.split(num_heads, dim=1)
+    written = written.sigmoid()
+    decay = (rates * torch.nn.functional.softplus(decay + time_bias)).exp()
+    out = torch.empty_like(value)
+    bounds = cu_seqlens_q.tolist()
+    for i, (slot, seq_len) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
+        start, end = bounds[i], bounds[i + 1]
+        if start == end:
+            continue
+        state = states[slot].to(qkv.dtype)
+        if seq_len == end - start:
+            state = torch.zeros_like(state)
+        for t in range(start, end):
+            state = state * decay[t, :, None, None]
+            change = (value[t] - torch.einsum("hkv,hk->hv", state, key[t])) * written[t, :, None]
+            state = state + key[t, :, :, None] * change[:, None]
+            out[t] = torch.einsum("hkv,hk->hv", state, query[t])
+        states[slot] = state
+    return out.to(dtype)
+
+
 def copy_blocks(
     cache: Tensor,  # [num_planes, num_blocks, block_size, num_kv_heads, head_dim], written in place
     pairs: Tensor,  # i64[num_pairs, 2], (from, to)

@@ -131,6 +131,22 @@ def _row_cases(dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor]]]:
     kernels.add(make(5, 145), numbers)
     yield "add", [numbers]
     yield "silu_and_mul", [kernels.silu_and_mul(make(5, 2 * 144))]
+    kernels.scale_by_sigmoid(numbers, 3 * make(5, 145, seed=20))
+    yield "scale_by_sigmoid", [numbers]
+    yield (
+        "gated_norm",
+        [kernels.gated_norm(make(5, 3, 37), make(37, seed=2), 3 * make(5, 111, seed=21), 1e-5)],
+    )
+    sequences = [torch.tensor(x, dtype=torch.int32) for x in ([2, 0], [4, 9], [0, 4, 7])]
+    for gated in (False, True):
+        states = make(3, 3, 70, seed=22)
+        x = make(7, 210 if gated else 70)
+        out = kernels.short_conv(x, _numbers(4, 70), _numbers(70), states, *sequences, gated=gated)
+        yield f"short_conv{' gated' if gated else ''}", [out, states]
+    matrices = _numbers(3, 4, 16, 80, seed=23)
+    gates = make(7, 8, seed=24), -_numbers(4, seed=25).abs(), _numbers(4, seed=26)
+    out = kernels.gated_delta(make(7, 2 * 2 * 16 + 4 * 80), *gates, matrices, *sequences)
+    yield "gated_delta", [out, matrices]
     for norm in (None, make(32, seed=3)):
         caches = [torch.zeros(4, 4, 2, 32, dtype=dtype) for _ in "kv"]
         query = kernels.rotary_store_kv(

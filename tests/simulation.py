@@ -11,6 +11,9 @@ is a hash of all slots that it sees. So a block that is lost, shared wrongly, re
 changes what is read, and everything that is read is compared with the content of an endless memory. After
 each step every invariant is checked.
 
+In some worlds layers keep states, which a seat has: a hash of the tokens that it has seen. It is compared
+whenever a step begins with it.
+
 Some worlds have several ranks: the others have the driver's messages alone, compute them later, and then hold
 what the first one holds. In some of one rank, steps in flight have the same requests: the device draws tokens
 from what it reads when a step is launched, long before the scheduler knows them.
@@ -30,7 +33,7 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, NamedTuple
@@ -62,6 +65,7 @@ DRAFTS = 2**42
 RANKS = 2**43
 PARTS = 2**44
 AHEAD = 2**45
+STATES = 2**46
 UNWRITTEN = b"\xff"
 
 
@@ -104,6 +108,13 @@ class Truth:
 def slot_value(before: int, token: int) -> int:
     """Return what the made-up model writes for a token after the slot that holds `before`."""
     return zlib.crc32(token.to_bytes(4, "little"), before)
+
+
+def state_after(state: int, tokens: Sequence[int]) -> int:
+    """Return what a state becomes by tokens: the value of the last one's slot."""
+    for token in tokens:
+        state = slot_value(state, token)
+    return state
 
 
 class WatchedManager(BlockManager):
@@ -166,6 +177,7 @@ class Follower:
         self.host = [bytearray(block) for block in world.host]
         self.last_tokens = [0] * world.max_num_seqs
         self.tables = [[array("i") for _ in world.windows] for _ in range(world.max_num_seqs)]
+        self.states = world.states.copy()
         # Messages, and by row what the values of the slots of a request begin with.
         self.inbox: deque[tuple[bytes, dict[int, int]]] = deque()
         self.num_done = 0
@@ -178,6 +190,8 @@ class Follower:
         assert plan is not None, "a message without a step"
         self.num_done += 1
         move_blocks(plan, self.memory, self.host)
+        for source, target in plan.state_moves:
+            self.states[target] = self.states[source]
         told = tell_seats(plan, self.last_tokens, self.tables)
         for row, (seat, start, count) in enumerate(zip(plan.seats, plan.starts, plan.counts, strict=True)):
             if row < plan.num_decodes:
@@ -186,6 +200,8 @@ class Follower:
             assert len(tokens) == count, "a follower has not got the tokens of the step"
             for table in self.tables[seat]:
                 self._write(table, start, tokens, seeds.get(row, 0))
+            if self.states:
+                self.states[seat] = state_after(self.states[seat] if start else seeds[row], tokens)
 
     def _write(self, table: array[int], start: int, tokens: list[int], value: int) -> None:
         """Write the slots of tokens after the one before. value: what comes before the first one of all."""
@@ -249,17 +265,25 @@ class World:
         self.max_chunk = min(budget, cap or budget)
         num_host_blocks, caches = rng.choice((0, 0, 3, 20)), rng.random() < 0.85
         self.collides = rng.random() < 0.3
+        stateful = random.Random(seed ^ STATES)
+        # Not where steps of the same requests are in flight, which such models have not.
+        ahead = seed % 8 != 3 and random.Random(seed ^ AHEAD).random() < 0.4
+        has_states = stateful.random() < 0.3 and not ahead
+        num_host_states = stateful.randint(0, 3) if has_states else None
         self.manager = WatchedManager(
             num_blocks,
             self.block_size,
             windows=windows,
             max_step_tokens=self.max_chunk,
             num_host_blocks=num_host_blocks,
-            enable_prefix_caching=caches,
+            num_host_states=num_host_states,
+            enable_prefix_caching=caches and not has_states,
             hash_block=weak_hash if self.collides else sha256_block,
         )
         self.max_preemptions = rng.choice((1, 2, 8))
         self.max_num_seqs = rng.randint(1, 6)
+        # By slot: seats, then those of host memory.
+        self.states = [-1] * (self.max_num_seqs + (num_host_states or 0)) if has_states else []
         self.policy_name = rng.choice(POLICIES)
         self.has_order = self.policy_name in ("fcfs", "priority")  # where no request overtakes another
         self.scheduler = WatchedScheduler(
@@ -333,7 +357,7 @@ class World:
         self.run_share = self.running.choice((0.0, 0.0, 0.1, 0.4))  # of rows that get no token, or several
         self.drafting = random.Random(seed ^ DRAFTS)
         self.right_share = self.drafting.choice((0.0, 0.5, 0.9, 1.0))  # of guessed tokens
-        if self.drafting.random() < 0.5:
+        if self.drafting.random() < 0.5 and not has_states:
             most = self.drafting.choice((1, 2, 4, 9))
             max_rows = self.drafting.choice((3, budget))
             lengths = None
@@ -589,6 +613,7 @@ class World:
             assert follower.num_done == self.writer.number, "a message has not come"
             assert follower.memory == self.memory, "a follower's block holds something else"
             assert follower.host == self.host, "a follower's block on the host holds something else"
+            assert follower.states == self.states, "a follower's state is another one"
 
     def have_blocks_of_their_own(self, schedule: Schedule) -> bool:
         """Return whether any drafts of a step got blocks that their requests would not need without them."""
@@ -647,6 +672,8 @@ class World:
         ends = {}
         self.written: set[tuple[int, int]] = set()
         self.now_held = self.holders()
+        for source, to in plan.state_moves:
+            self.states[to] = self.states[source]
         told = tell_seats(plan, self.last_tokens, self.tables)
         rows = zip(schedule.requests, plan.seats, plan.starts, plan.counts, strict=True)
         for row, (request, seat, start, n) in enumerate(rows):
@@ -656,6 +683,8 @@ class World:
             ends[seat] = start + n
             for table in self.tables[seat]:
                 self.write(request, table, start, tokens)
+            if self.states:
+                self.advance(request, seat, start, tokens)
         # Requests without a sampled token read their slots too, up to the last token of this step.
         sampled = {*plan.sampled_seats}
         others = {seat: row for row, seat in enumerate(plan.seats) if seat not in sampled}
@@ -688,6 +717,14 @@ class World:
             self.last_tokens[seat] = tokens[-1] or 0
             self.drawn.setdefault(read.request.request_id, []).append(tokens[-1] or 0)
         return tokens
+
+    def advance(self, request: Request, seat: int, start: int, tokens: list[int]) -> None:
+        """Assert that a seat's state has seen the tokens before `start`, and show it these."""
+        begun = zlib.crc32(request.namespace)
+        expected = self.live[request.request_id][1].at(request, start)[start] if start else begun
+        state = self.states[seat] if start else begun
+        assert state == expected, "a state has seen other tokens"
+        self.states[seat] = state_after(state, tokens)
 
     def check_seats(self, schedule: Schedule) -> None:
         """Assert that the device knows whose seats a step has, and no step in flight has those it takes."""

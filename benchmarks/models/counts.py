@@ -26,7 +26,7 @@ def counts(name: str, directory: str, workload: Workload, dtype: str) -> Row:
         "shape": name,
         "weights of matrices": sum(math.prod(shape) for shape in shapes if len(shape) > 1),
         "weights of norms": sum(math.prod(shape) for shape in shapes if len(shape) == 1),
-        "KV numbers per token": sum(sum(shape.part_sizes) for shape in model.kv_shapes),
+        "KV numbers per token": sum(sum(shape.part_sizes) for shape in model.kv_shapes.values()),
         "bytes of the workload": int(moved),
         "FLOPs of the workload": flops,
     }

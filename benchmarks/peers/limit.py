@@ -51,9 +51,9 @@ def workload_cost(
         unread += _pairs(common_prefix, own - 1)
         kv_read += own + _pairs(own, decodes)  # its own part: once with the prompt, once for each decode
     head = model.vocab_size * model.hidden_size
-    last = model.layers[-1].attention
+    last = next(reversed(model.attentions.values()))
     last_kv = sum(last.kv.part_sizes)
-    kv_bytes_per_token = sum(sum(shape.part_sizes) for shape in model.kv_shapes)
+    kv_bytes_per_token = sum(sum(shape.part_sizes) for shape in model.kv_shapes.values())
     kv_bytes_per_token *= 4 if dtype == "float32" else 2
     read = model.num_read_layer_params(num_tokens / num_steps)
     moved = num_steps * (read + head) * WEIGHT_BYTES[dtype]

@@ -127,7 +127,8 @@ def kernels_for(needs: Needs) -> tuple[set[str], dict[str, frozenset[int]]]:
 
 
 def _kernels_of(operation: str) -> tuple[str, ...]:
-    return _KERNELS.get(operation) or (f"rows.{operation}.{operation}", f"rows.take_rows.{operation}")
+    places = f"rows.{operation}", "rows.take_rows", f"states.{operation}"
+    return _KERNELS.get(operation) or tuple(f"{place}.{operation}" for place in places)
 
 
 def _packers(needs: Needs) -> Iterator[str]:

@@ -13,13 +13,17 @@ from .experts.route import route
 from .experts.sort_by_expert import sort_by_expert
 from .experts.sum_experts import sum_experts
 from .rows.activations import clamped_swiglu, gelu, gelu_and_mul, silu_and_mul
+from .rows.gated_norm import gated_norm
 from .rows.norms import layer_norm, rms_norm, rms_norm_into
 from .rows.rotary_store_kv import rotary_store_kv
 from .rows.scale_and_cap import scale_and_cap
+from .rows.scale_by_sigmoid import scale_by_sigmoid
 from .rows.scale_rows import scale_rows
 from .sampling.penalties import apply_penalties
 from .sampling.sample_tokens import sample_tokens
 from .sampling.take_parameters import take_parameters
+from .states.gated_delta import gated_delta
+from .states.short_conv import short_conv
 from .target import check_target, current_target, in_interpreter, listening
 from .unpack_step import unpack_step
 

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from .spec import KVShape, LayerSpec, LongContext, NormSpec, RopeConfig
+from .spec import AttentionSpec, KVShape, LayerSpec, LongContext, NormSpec, RopeConfig
+
+if TYPE_CHECKING:
+    from .states import StateSpec
 
 DEMO = Path(__file__).parents[1] / "demo"  # the checkpoint that model="demo" stands for
 
@@ -33,11 +36,14 @@ class ExpertStack(NamedTuple):
 
     parts: the names, within experts.N, that the rows of each expert are divided into in equal shares.
     flat: whether the last two dimensions are stored as one.
+    num_inputs: the inputs of each row, if rows may be stored as columns of an expert; 0: they never are. If
+        a tensor fits both, they are columns.
     """
 
     name: str  # within a layer, as `TensorNames.in_decoder` gives it
     parts: tuple[str, ...]
     flat: bool = False
+    num_inputs: int = 0
 
     @property
     def rank(self) -> int:
@@ -220,23 +226,32 @@ class ModelConfig:
     @property
     def num_heads(self) -> int:
         """The most query heads of a layer."""
-        return max(layer.attention.num_heads for layer in self.layers)
+        return max(attention.num_heads for attention in self.attentions.values())
+
+    @cached_property
+    def attentions(self) -> dict[int, AttentionSpec]:
+        """The attention of the layers that have it, by layer."""
+        return {i: layer.attention for i, layer in enumerate(self.layers) if layer.attention is not None}
+
+    @cached_property
+    def states(self) -> dict[int, StateSpec]:
+        """The states of the layers that keep one, by layer."""
+        return {i: layer.state for i, layer in enumerate(self.layers) if layer.state is not None}
 
     @cached_property
     def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
         """The rotary embeddings of all layers and the dimensions of their heads, each pair once."""
-        return tuple(dict.fromkeys((each.attention.rope, each.attention.kv.key_dim) for each in self.layers))
+        return tuple(dict.fromkeys((each.rope, each.kv.key_dim) for each in self.attentions.values()))
 
     @cached_property
-    def kv_shapes(self) -> tuple[KVShape, ...]:
-        """The shapes of K and V that each layer reads."""
-        return tuple(layer.attention.kv for layer in self.layers)
+    def kv_shapes(self) -> dict[int, KVShape]:
+        """The shapes of K and V that layers read, by layer."""
+        return {i: attention.kv for i, attention in self.attentions.items()}
 
     @cached_property
-    def kv_sources(self) -> tuple[int, ...]:
-        """The layer whose K and V each layer reads: mostly its own."""
-        sources = (layer.attention.source for layer in self.layers)
-        return tuple(i if source is None else source for i, source in enumerate(sources))
+    def kv_sources(self) -> dict[int, int]:
+        """The layer whose K and V layers read, by layer: mostly the same."""
+        return {i: i if each.source is None else each.source for i, each in self.attentions.items()}
 
     @cached_property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
@@ -247,9 +262,9 @@ class ModelConfig:
         space in their blocks unused.
         """
         sets: dict[tuple[int | None, KVShape], list[int]] = {}
-        for index, layer in enumerate(self.layers):
-            if layer.attention.has_kv:
-                sets.setdefault((layer.attention.window, layer.attention.kv), []).append(index)
+        for index, attention in self.attentions.items():
+            if attention.has_kv:
+                sets.setdefault((attention.window, attention.kv), []).append(index)
         sizes = {shape: sum(shape.part_sizes) for _, shape in sets}
         room = max(*sizes.values(), min(len(layers) * sizes[key[1]] for key, layers in sets.items()))
         groups = []
@@ -298,9 +313,9 @@ class ModelConfig:
 
     @property
     def _outside_feed_forward(self) -> int:
-        attention = sum(layer.attention.num_params(self.hidden_size) for layer in self.layers)
+        mixing = sum(layer.num_mixing_params(self.hidden_size) for layer in self.layers)
         inputs = 0 if self.layer_inputs is None else 3 * self.layer_inputs.size * self.num_layers
-        return attention + self.hidden_size * inputs
+        return mixing + self.hidden_size * inputs
 
     @property
     def num_attention_dims(self) -> int:
@@ -308,5 +323,5 @@ class ModelConfig:
 
         For each key that a token attends to, attention does this many multiply-adds.
         """
-        attentions = [layer.attention for layer in self.layers]
+        attentions = self.attentions.values()
         return sum(each.num_heads * (each.kv.key_dim + each.kv.value_dim) for each in attentions)

@@ -202,13 +202,15 @@ def _read(known: Family, hf: Config) -> ModelConfig:
 
 def _text_alone(hf: Config, architecture: str) -> ModelConfig:
     """Reduce config.json of a multimodal model to its text part."""
-    from .families.multimodal import MULTIMODAL, placeholders_of, text_of
+    from .families.multimodal import MULTIMODAL, placeholders_of, text_of, with_experts_in_columns
 
     known = MULTIMODAL[architecture]
     try:
         text = from_hf(text_of(known, hf))
     except (UnsupportedModelError, CheckpointError) as error:
         raise type(error)(f"text_config: {error}") from None
+    if known.experts_in_columns:
+        text = with_experts_in_columns(text)
     names = known.names.around(text.tensor_names)
     placeholders = placeholders_of(known, hf)
     return replace(text, architecture=architecture, tensor_names=names, placeholders=placeholders)

@@ -17,7 +17,8 @@ from ..base.errors import CheckpointError, UnsupportedModelError
 from ..base.validation import check_bool, check_int
 from ..base.validation import shown as shown_whole
 from .config import LAYERS, ModelConfig
-from .spec import ExpertsSpec, FeedForwardSpec
+from .spec import AttentionSpec, ExpertsSpec, FeedForwardSpec
+from .states import StateSpec
 
 Config = Mapping[str, Any]
 Kind = Literal["gptq", "awq", "packed integers", "integers", "fp8", "mxfp4", "nvfp4"]
@@ -113,20 +114,39 @@ class Quantization:
 def _linears(config: ModelConfig) -> Iterator[tuple[str, int]]:
     """Yield the names of the linear modules of all layers, and how many weights each has."""
     for i, layer in enumerate(config.layers):
-        attention = layer.attention
-        sizes = {"q": attention.num_heads * attention.kv.key_dim}
-        if attention.has_kv:
-            sizes["k"] = attention.kv.num_kv_heads * attention.kv.key_dim
-            if not attention.keys_as_values:
-                sizes["v"] = attention.kv.num_kv_heads * attention.kv.value_dim
-        if attention.stored != "separate":
-            sizes = {"qkv": sum(sizes.values())}
-        sizes["o"] = attention.num_heads * attention.kv.value_dim
-        modules = {f"self_attn.{part}_proj": size for part, size in sizes.items()}
+        modules = _of_attention(layer.attention) if layer.attention else {}
+        if layer.state is not None:
+            modules |= _of_state(layer.state)
         for part in layer.feed_forwards:
             modules |= _of_feed_forward(part)
         for name, size in modules.items():
             yield f"{LAYERS}{i}.{name}", size * config.hidden_size
+
+
+def _of_attention(attention: AttentionSpec) -> dict[str, int]:
+    """Return the outputs of each linear module, as if all had the hidden size as inputs."""
+    sizes = {"q": attention.num_heads * attention.kv.key_dim * (1 + attention.gate)}
+    if attention.has_kv:
+        sizes["k"] = attention.kv.num_kv_heads * attention.kv.key_dim
+        if not attention.keys_as_values:
+            sizes["v"] = attention.kv.num_kv_heads * attention.kv.value_dim
+    if attention.stored != "separate":
+        sizes = {"qkv": sum(sizes.values())}
+    sizes["o"] = attention.num_heads * attention.kv.value_dim
+    return {f"self_attn.{part}_proj": size for part, size in sizes.items()}
+
+
+def _of_state(state: StateSpec) -> dict[str, int]:
+    """Return the outputs of each linear module, as if all had the hidden size as inputs."""
+    values = state.num_heads * state.value_dim
+    if state.kind == "conv":
+        return {"conv.in_proj": 3 * state.columns, "conv.out_proj": state.columns}
+    sizes = {"in_proj_qkv": state.columns, "in_proj_z": values}
+    sizes |= {"in_proj_b": state.num_heads, "in_proj_a": state.num_heads}
+    if state.stored == "by_key_head":
+        sizes = {"in_proj_qkvz": state.columns + values, "in_proj_ba": 2 * state.num_heads}
+    sizes["out_proj"] = values
+    return {f"linear_attn.{part}": size for part, size in sizes.items()}
 
 
 def _of_feed_forward(spec: FeedForwardSpec | ExpertsSpec) -> dict[str, int]:

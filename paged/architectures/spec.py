@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from ..kernels.routing import RoutingOptions
+    from .states import StateSpec
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """A rotary embedding: its base, what it rotates, and how it is scaled beyond the trained context."""
 
-    type: str  # a key of `families.rope.ROPE_TYPES`, or "none": nothing is rotated
+    type: str  # a key of `families.reading.ROPE_TYPES`, or "none": nothing is rotated
     theta: float
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -104,6 +105,7 @@ class AttentionSpec:
     qk_norm: Literal["head", "projection"] | None = None  # what the norms of Q and K go over
     value_norm: bool = False  # each head of V is normalised, without a weight
     keys_as_values: bool = False  # V is made of what W_k makes; the checkpoint has no W_v
+    gate: bool = False  # q_proj has a gate behind each head's query: its sigmoid multiplies the output
     # How the checkpoint stores Q, K and V: a tensor each, all in self_attn.qkv_proj, or there head by head
     stored: Literal["separate", "fused", "by_head"] = "separate"
 
@@ -114,7 +116,7 @@ class AttentionSpec:
 
     def num_params(self, hidden_size: int) -> int:
         """Return the number of weights, without norms and biases."""
-        query_and_output = self.num_heads * (self.kv.key_dim + self.kv.value_dim)
+        query_and_output = self.num_heads * (self.kv.key_dim * (1 + self.gate) + self.kv.value_dim)
         return hidden_size * (query_and_output + sum(self.kv.part_sizes) * self.has_kv)
 
 
@@ -215,19 +217,30 @@ class NormNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer.
+    """One decoder layer. It has attention, or a state.
 
     parallel: whether attention and the feed-forward part read the same residual and are both added to it.
     scaled: whether the checkpoint has a scalar that multiplies the layer's output.
     """
 
-    attention: AttentionSpec
+    attention: AttentionSpec | None = None
+    state: StateSpec | None = None
     feed_forward: FeedForwardSpec | ExpertsSpec
     norms: NormNames = NormNames()
     parallel: bool = False
     scaled: bool = False
     # Beside the MLP, as in Gemma 4: they read the residual, and each of the two is normalised.
     experts: ExpertsSpec | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps something of every token: K and V of its own, or a state."""
+        return self.state is not None or (self.attention is not None and self.attention.has_kv)
+
+    def num_mixing_params(self, hidden_size: int) -> int:
+        """Return the number of weights of what tokens see each other by: attention, or a state."""
+        parts = (self.attention, self.state)
+        return sum(part.num_params(hidden_size) for part in parts if part is not None)
 
     @property
     def feed_forwards(self) -> tuple[FeedForwardSpec | ExpertsSpec, ...]:

@@ -32,6 +32,7 @@ class BlockManager:
         share a block table; a block holds block_size tokens in the layers of one group.
     max_step_tokens: the most tokens that one sequence computes in a step. It bounds the blocks of a window.
     num_host_blocks: blocks of host memory for sequences that are swapped out.
+    num_host_states: slots of host memory for their states; None: sequences have no states.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class BlockManager:
         windows: Sequence[int | None] = (None,),
         max_step_tokens: int = 1,
         num_host_blocks: int = 0,
+        num_host_states: int | None = None,
         enable_prefix_caching: bool = True,
         hash_block: HashBlock = sha256_block,
     ) -> None:
@@ -50,6 +52,10 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks, block_size, len(self.windows))
         self.host_pool = BlockPool(num_host_blocks, block_size=0)  # stores no token ids
+        self.has_states = num_host_states is not None
+        # The lowest is taken first. Moves of states are made in order, so that one is free at once.
+        self._free_host_states = [*range((num_host_states or 0) - 1, -1, -1)]
+        self._num_host_states = num_host_states or 0
         self._hash_block = hash_block
         # The tokens of one step and the window before them, wherever block boundaries lie.
         spans = [w and w - 1 + max_step_tokens for w in self.windows]
@@ -284,6 +290,8 @@ class BlockManager:
         for _, blocks in seq.host or ():
             self.host_pool.free(blocks)
         seq.host = None
+        if seq.host_state is not None:
+            self.take_host_state(seq)
 
     # Swapping
 
@@ -292,6 +300,8 @@ class BlockManager:
 
         The step must copy the (block, host block) added to `pairs` before anything else.
         """
+        if self.has_states and not self._free_host_states:
+            return False
         for group in range(len(self.windows)):
             self._drop_invisible(seq, group, num_computed)
         num_blocks = self.blocks_for(num_computed)
@@ -308,7 +318,17 @@ class BlockManager:
         self._free_tables(seq)
         seq.num_drafted = num_drafted
         seq.host = saved
+        if self.has_states:
+            seq.host_state = self._free_host_states.pop()
         return True
+
+    def take_host_state(self, seq: SequenceBlocks) -> int:
+        """Return where the state of a sequence that was swapped out is in host memory, and free that."""
+        slot = seq.host_state
+        assert slot is not None, "the state of the sequence is not in host memory"
+        seq.host_state = None
+        self._free_host_states.append(slot)
+        return slot
 
     def swap_in(self, seq: SequenceBlocks, num_computed: int, pairs: list[Copy]) -> bool:
         """Move a sequence back to the device, or change nothing and return False if blocks run out.
@@ -457,6 +477,7 @@ class BlockManager:
         pool = self.pool
         pool.check()
         self.host_pool.check()
+        assert len(set(self._free_host_states)) == len(self._free_host_states) <= self._num_host_states
         held = [block for groups in self._pins.values() for block in itertools.chain(*groups)]
         assert dict(self._pinned) == dict(Counter(held)), "the pinned blocks are miscounted"
         for seq in self._sequences:

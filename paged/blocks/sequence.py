@@ -23,6 +23,7 @@ class SequenceBlocks:
         "capacity",
         "chain",
         "host",
+        "host_state",
         "last",
         "num_drafted",
         "num_dropped",
@@ -35,6 +36,7 @@ class SequenceBlocks:
         self.chain = chain
         # While it is swapped out, for each group: the number of dropped blocks, the host blocks of the rest.
         self.host: list[tuple[int, array[int]]] | None = None
+        self.host_state: int | None = None  # the slot in host memory with its state, if it has one
         self.clear(num_groups)
 
     def clear(self, num_groups: int) -> None:

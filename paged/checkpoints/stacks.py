@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from ..architectures.config import ExpertStack
 from ..base.errors import CheckpointError
@@ -28,6 +30,9 @@ def experts_of(name: str, tensor: StoredTensor, stack: ExpertStack) -> Iterator[
         raise CheckpointError(
             f"{place}but must have {stack.rank} dimensions, the first of 1 to {MAX_EXPERTS} experts"
         )
+    if stack.num_inputs and tensor.shape[1] == stack.num_inputs:
+        yield from _in_columns(name, tensor, stack)
+        return
     num_experts, num_rows, *columns = tensor.shape
     if num_rows % len(stack.parts):
         raise CheckpointError(f"{place}but its rows must divide into {' and '.join(stack.parts)}")
@@ -42,3 +47,41 @@ def experts_of(name: str, tensor: StoredTensor, stack: ExpertStack) -> Iterator[
             own = replace(tensor, name=f"{tensor.name}[{expert}]", shape=shape, start=start)
             yield f"{layer}mlp.experts.{expert}.{part}", own
             start += size
+
+
+def _in_columns(name: str, tensor: FileTensor, stack: ExpertStack) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the tensors of a stack whose experts are stored as [in_features, out_features]."""
+    num_experts, num_inputs, num_columns = tensor.shape
+    if num_columns % len(stack.parts):
+        raise CheckpointError(
+            f"{tensor.path}: {tensor.name} has shape {tensor.shape}, but its columns must divide into "
+            f"{' and '.join(stack.parts)}"
+        )
+    size = num_columns // len(stack.parts)
+    num_bytes = num_inputs * num_columns * tensor.dtype.itemsize
+    layer = name.removesuffix(stack.name)
+    for expert in range(num_experts):
+        start = tensor.start + expert * num_bytes
+        own = f"{tensor.name}[{expert}]"
+        whole = replace(tensor, name=own, shape=[num_inputs, num_columns], start=start)
+        for number, part in enumerate(stack.parts):
+            columns = ColumnsTensor(tensor.path, own, tensor.dtype, [size, num_inputs], whole, number * size)
+            yield f"{layer}mlp.experts.{expert}.{part}", columns
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnsTensor(StoredTensor):
+    """Columns of a matrix in a file, each as a row. first: the first of them."""
+
+    whole: FileTensor
+    first: int
+
+    @property
+    def has_data(self) -> bool:
+        return self.whole.has_data
+
+    def read(self, rows: slice = slice(None), out: Tensor | None = None) -> Tensor:
+        columns = range(self.shape[0])[rows]
+        # Not `read_columns`, which reads row by row: there are thousands of experts.
+        read = self.whole.read()[:, self.first + columns.start : self.first + columns.stop].t()
+        return read.contiguous() if out is None else out.copy_(read)

@@ -65,8 +65,8 @@ class BatchRun:
         self._model = model
         self.ignored = Counter[str]()
         config = engine.config
-        num_waiting = min(config.max_num_seqs, config.max_waiting or config.max_num_seqs)
-        self._most_at_once = num_engines * (config.max_num_seqs + num_waiting)
+        num_waiting = min(config.num_seats, config.max_waiting or config.num_seats)
+        self._most_at_once = num_engines * (config.num_seats + num_waiting)
 
     async def answer(self, lines: Iterator[Line]) -> None:
         """Answer all lines and write each result as soon as it exists.

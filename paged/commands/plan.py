@@ -103,13 +103,13 @@ def _memory(made: EnginePlan) -> Iterator[list[str]]:
         **{f"weights: {part}": size for part, size in footprint.model.by_part.items()},
         "weights of the draft model": 0 if footprint.draft is None else footprint.draft.num_bytes,
         f"activations of {sizes.max_num_batched_tokens:,} tokens": footprint.activation_bytes,
-        f"states of {sizes.config.max_num_seqs:,} sequences": footprint.state_bytes,
+        f"states of {sizes.config.num_seats:,} sequences": footprint.state_bytes,
         "rope tables": footprint.rope_bytes,
         f"KV cache: {footprint.num_blocks:,} blocks of {sizes.block_size}, {per_token}": footprint.kv_bytes,
         "all together": footprint.num_bytes,
     }
     for name, size in parts.items():
-        if size:  # a CPU keeps no states
+        if size:  # a CPU keeps no states but those of layers
             yield [name, f"{size / 2**20:,.1f}"]
 
 

@@ -75,20 +75,25 @@ def _new_executor(
 ) -> ModelRunner:
     """Load a model, in this process alone or divided among ranks. Raises what `ModelRunner` does."""
     if config.num_ranks == 1:
-        num_in_flight = _steps_in_flight(config)
+        num_in_flight = _steps_in_flight(config, model_config)
         return ModelRunner(config, model_config, directory, draft, num_in_flight=num_in_flight)
     from ..ranks.start import new_executor
 
     return new_executor(config, model_config, directory, draft)
 
 
-def _steps_in_flight(config: EngineConfig) -> int:
-    """Return how many steps of the same requests are in flight at once.
+def _steps_in_flight(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Return how many steps of the same requests are in flight at once: one, if its model keeps states.
 
     Raises ConfigError where there is to be a second one, and the device or its kernels wait for each.
     """
     device = resolve_device(config.device)
     may_overlap = device.type == "cuda" and config.attention_backend != "torch"
+    if model_config.states:
+        if config.async_scheduling:
+            name = model_config.architecture
+            raise ConfigError(f"async_scheduling=True is not supported for {name}, whose layers keep states")
+        return 1
     if config.async_scheduling and not may_overlap:
         on = device if device.type != "cuda" else f"{device} with attention_backend 'torch'"
         raise ConfigError(
@@ -168,7 +173,7 @@ class LLMEngine(metaclass=ExplainsMissing):
             text,
             self.block_manager,
             text.new_parser(self.max_model_len),
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=sizes.config.num_seats,
             scheduling_policy=config.scheduling_policy,
             seed=config.seed,
         )
@@ -176,6 +181,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.core = EngineCore(runner, self.scheduler, factory, self.tokenizer)
         runner.keep_weights()
         logger.info(self.describe())
+        if self.model_config.states and config.enable_prefix_caching is None:
+            logger.info("no prefix cache: the layers of %s keep states", self.model_config.architecture)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
@@ -765,5 +772,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         return prefixes.fingerprint(Path(sizes.config.model), sizes.model, *dtypes)
 
     def _require_prefix_cache(self) -> None:
-        if not self.config.enable_prefix_caching:
+        if self.model_config.states:
+            raise UsageError(f"there is no prefix cache: {self.model_config.architecture} keeps states")
+        if not self.block_manager.enable_prefix_caching:
             raise UsageError("there is no prefix cache: the engine was made with enable_prefix_caching=False")

@@ -42,6 +42,8 @@ class Batch:
     output_queries: Queries | None
     num_logits: int  # output rows to sample from
     age: int = 0  # how many times the batch was advanced by one token in place
+    # i32[num_seqs]: the slot of each sequence's state; None: the model keeps none
+    seats: Tensor | None = None
     is_decode: bool = False  # output_rows are all new tokens, in order, and all are sampled from
     real_count: Tensor | None = None  # i32[1], the tokens of the step, behind which others pad it; None: all
 

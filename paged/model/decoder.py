@@ -31,6 +31,7 @@ from .weights.loading import Loadable, Loader, StoredWeights
 if TYPE_CHECKING:
     from .layers.experts import Experts, ExpertsBeside
     from .layers.layer_inputs import PerLayerEmbeddings, PerLayerGate
+    from .layers.states import StateLayer
     from .weights.kept import KeepsWeights
 
 MAX_SCALAR = 1e6  # of a layer
@@ -57,7 +58,7 @@ class DecoderLayer(Loadable):
                 kind = config.residual_norm if place.startswith("before") else config.norm
                 norm = new_norm(kind, config.hidden_size, kernels, f"{LAYERS}{layer}.{name}")
             self.register_module(place, norm)
-        self.attention = Attention(config, layer, kernels, part.shard)
+        self.mixer = _new_mixer(config, layer, kernels, part.shard)
         self.mlp = _new_feed_forward(config, layer, kernels, part.shard)
         self.beside: ExpertsBeside | None = None
         if spec.experts is not None:
@@ -83,7 +84,7 @@ class DecoderLayer(Loadable):
     ) -> Tensor:  # [num_tokens, num_heads, head_dim]
         """Write K and V of the new tokens into the cache. Return their queries."""
         hidden = add_and_norm(hidden, residual, self.before_attention)
-        return self.attention.project(hidden, rows, batch, kv_cache)
+        return self.mixer.project(hidden, rows, batch, kv_cache)
 
     def attend(
         self, query: Tensor, residual: Tensor, rows: TokenRows, queries: Queries, kv_cache: KVCache
@@ -92,7 +93,7 @@ class DecoderLayer(Loadable):
 
         Return what is left to add to the residual.
         """
-        hidden = self.attention.attend(query, queries, kv_cache)
+        hidden = self.mixer.attend(query, queries, kv_cache)
         hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
         out = self._feed_forward(hidden, rows)
         if self.beside is not None:
@@ -129,8 +130,18 @@ class DecoderLayer(Loadable):
                 module.finish_loading()
         if self.layer_scalar is not None:
             factor = self.layer_scalar.item()
-            name = f"layer_scalar of layer {self.attention.layer}"
+            name = f"layer_scalar of layer {self.mixer.layer}"
             self.factor = check_number(CheckpointError, name, factor, 0, MAX_SCALAR, above=True)
+
+
+def _new_mixer(config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> Attention | StateLayer:
+    """Make the part of a layer in which tokens see each other."""
+    state = config.layers[layer].state
+    if state is None:
+        return Attention(config, layer, kernels, shard)
+    from .layers.states import new_state_layer
+
+    return new_state_layer(config, layer, kernels, shard)
 
 
 def _new_feed_forward(
@@ -160,7 +171,7 @@ class ParallelLayer(DecoderLayer):
         """Run the layer as `DecoderLayer.attend` does."""
         assert rows.inputs is None, "only layers whose outputs are normalised have inputs"
         normed = add_and_norm(None, residual, self.before_mlp)
-        self.kernels.add(self.attention.attend(query, queries, kv_cache), residual)
+        self.kernels.add(self.mixer.attend(query, queries, kv_cache), residual)
         return self._feed_forward(normed, rows)
 
 
@@ -216,7 +227,8 @@ class Decoder(nn.Module):
         )
         self.layers = cast(Sequence[DecoderLayer], layers)
         # Later layers read earlier layers' K and V, so they run for output rows only.
-        last_kv = max(i for i, spec in enumerate(config.layers) if spec.attention.has_kv)
+        # A state must see every token.
+        last_kv = max(i for i, spec in enumerate(config.layers) if spec.keeps)
         self.last_kv = last_kv - part.layers.start  # within `layers`, if it is the last part
         if part.is_last:
             assert self.last_kv >= 0, "a part has layers whose K and V another one has"

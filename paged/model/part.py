@@ -12,6 +12,8 @@ from ..base.errors import DivisionError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..architectures.states import StateSpec
+
 
 class TensorGroup(Protocol):
     """The processes that hold shards of the same layers. All make the same calls in the same order."""
@@ -76,6 +78,15 @@ class Shard:
         """Return the attention spec with this shard's heads only."""
         return replace(spec, num_heads=len(self.share(spec.num_heads)), kv=self.kv_shape(spec.kv))
 
+    def state(self, spec: StateSpec) -> StateSpec:
+        """Return the state of this shard: of its value heads and their key heads, or of its columns."""
+        if spec.kind == "conv":
+            return replace(spec, columns=len(self.share(spec.columns)))
+        num_heads = len(self.share(spec.num_heads))
+        num_key_heads = len(self.kv_heads(spec.num_key_heads))
+        columns = 2 * num_key_heads * spec.key_dim + num_heads * spec.value_dim
+        return replace(spec, num_heads=num_heads, num_key_heads=num_key_heads, columns=columns)
+
 
 UNDIVIDED = Shard()
 
@@ -137,13 +148,19 @@ def _obstacle(config: ModelConfig, count: int) -> str | None:
 
     They need not divide the vocabulary: see `Shard.tokens`.
     """
-    for layer in config.layers:
-        num_heads = layer.attention.num_heads
-        num_kv_heads = layer.attention.kv.num_kv_heads
+    for attention in config.attentions.values():
+        num_heads = attention.num_heads
+        num_kv_heads = attention.kv.num_kv_heads
         if num_heads % count:
             return f"the {num_heads} query heads"
         if max(count, num_kv_heads) % min(count, num_kv_heads):
             return f"the {num_kv_heads} KV heads"
+    for state in config.states.values():
+        if state.num_heads % count:
+            return f"the {state.num_heads} value heads of states"
+        if state.num_heads and max(count, state.num_key_heads) % min(count, state.num_key_heads):
+            return f"the {state.num_key_heads} key heads of states"
+    for layer in config.layers:
         if layer.feed_forward.size % count:
             return f"inner size {layer.feed_forward.size}"
     if config.hidden_size % count:

@@ -23,12 +23,7 @@ PREEMPTION_MODES = ("auto", "recompute", "swap")
 MIN_BLOCK_SIZE = 8
 MAX_BLOCK_SIZE = 256
 MAX_RANKS = 1024
-# Options whose default is None in vLLM.
-_NONE_MEANS = {
-    "max_num_seqs": 256,
-    "enable_prefix_caching": True,
-    "attention_backend": "auto",
-}
+DEFAULT_NUM_SEQS = 256
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _POLICY_METHODS = ("preempts", "rank", "push", "peek", "pop", "remove", "generated", "__len__", "__iter__")
 _OPTIONAL_TEXTS = {
@@ -39,6 +34,7 @@ _OPTIONAL_TEXTS = {
 }
 _OPTIONAL_COUNTS = (
     "max_model_len",
+    "max_num_seqs",
     "max_num_batched_tokens",
     "num_blocks",
     "long_prefill_token_threshold",
@@ -74,14 +70,16 @@ class EngineConfig:
     block_size: tokens per block, a power of two from 8 to 256; None takes 64 where the GPU then loads whole
         tiles of K and V by descriptors (sm_90, sm_100: heads of 128 or 256 in half precision), else 16.
     max_model_len: most tokens of prompt and output together; None takes the model's limit.
-    max_num_seqs: how many requests may run at once.
+    max_num_seqs: how many requests may run at once; None is 256, or fewer where the states of a model that
+        keeps some would take more than a quarter of the memory.
     max_num_batched_tokens: token budget of a step; None takes 8192 on a GPU and 512 on a CPU, where a
         step of that size keeps the cores busy and a longer one only delays its decodes.
     num_blocks: blocks in the KV cache; None takes as many as the device's memory and its
         utilization option allow.
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV together.
     cpu_memory_utilization: share of the RAM that is free once the weights are loaded, for KV.
-    enable_prefix_caching: reuse the KV of full blocks for prompts with the same beginning.
+    enable_prefix_caching: reuse the KV of full blocks for prompts with the same beginning; None does so but
+        for models that keep states.
     scheduling_policy: which request runs next: "fcfs", the earliest; "priority", the lowest number, which may
         preempt higher ones; "longest-prefix-match", the one with most of its prompt cached; "fair", one of
         the tenant with the least service; or a `scheduler.policies.Policy`, for this engine alone.
@@ -143,12 +141,12 @@ class EngineConfig:
     device: str = "auto"
     block_size: int | None = None
     max_model_len: int | None = None
-    max_num_seqs: int = 256
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     num_blocks: int | None = None
     gpu_memory_utilization: float = 0.92
     cpu_memory_utilization: float = 0.4
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool | None = None
     scheduling_policy: str | Any = "fcfs"
     tenant_weights: Mapping[str, float] | None = None
     long_prefill_token_threshold: int | None = None
@@ -194,10 +192,11 @@ class EngineConfig:
             "verify_weights_cache",
             "deterministic",
             "enforce_eager",
-            "enable_prefix_caching",
             "skip_tokenizer_init",
         ):
             check_bool(ConfigError, name, getattr(self, name))
+        if self.enable_prefix_caching is not None:
+            check_bool(ConfigError, "enable_prefix_caching", self.enable_prefix_caching)
         if self.async_scheduling is not None:
             check_bool(ConfigError, "async_scheduling", self.async_scheduling)
         _check_choice("dtype", self.dtype, DTYPES)
@@ -228,11 +227,15 @@ class EngineConfig:
         """How many processes hold a part of the model."""
         return self.pipeline_parallel_size * self.tensor_parallel_size
 
+    @property
+    def num_seats(self) -> int:
+        """How many requests may run at once, if the model does not keep states that take too much."""
+        return DEFAULT_NUM_SEQS if self.max_num_seqs is None else self.max_num_seqs
+
     def _take_defaults(self) -> None:
         """Replace vLLM's spellings of a default, and other names of dtypes, by the usual ones."""
-        for name, default in _NONE_MEANS.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, default)
+        if self.attention_backend is None:  # vLLM's default
+            object.__setattr__(self, "attention_backend", "auto")
         if self.long_prefill_token_threshold == 0:  # vLLM's default: no limit
             object.__setattr__(self, "long_prefill_token_threshold", None)
         dtype = self.dtype
@@ -246,7 +249,6 @@ class EngineConfig:
             size = check_int(ConfigError, "block_size", self.block_size, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
             if size & (size - 1):
                 raise ConfigError(f"block_size must be a power of two, got {size}")
-        check_int(ConfigError, "max_num_seqs", self.max_num_seqs, 1)
         check_int(ConfigError, "seed", self.seed, 0, 2**63 - 1)
         check_int(ConfigError, "max_preemptions", self.max_preemptions, 1)
         for name in _OPTIONAL_COUNTS:

@@ -50,7 +50,7 @@ class FollowerRunner(PartRunner):
         self._stage = Stage(layout, rank, self.model_config, self.dtype, transport)
         self._reporter = Reporter(self.model.logits, self.model_config.vocab_size, self.model.kernels)
         if self.device.type == "cuda":
-            self._reporter.max_rows = min(self._reporter.max_rows, config.max_num_seqs)
+            self._reporter.max_rows = min(self._reporter.max_rows, self.sizes.config.num_seats)
         self.allocate(directory, self._run_in_other_cache)
 
     def run(self, on_message: Callable[[int | None], None] = lambda _: None) -> None:
@@ -86,13 +86,16 @@ class FollowerRunner(PartRunner):
         """Compute this part of a step, and send on what comes out."""
         upload = self.transfers.new_upload()
         moves = self.send_moves(plan, upload)
+        state_moves = self.send_state_moves(plan, upload)
         if not plan.seats:
             upload.send()
             self._move_blocks(*moves)
+            self._move_states(state_moves)
             return
         step = self.batches.put(plan, upload)
         upload.send()
         self._move_blocks(*moves)
+        self._move_states(state_moves)
         batch = self.batches.batch(step)
         self._stage.expect(number, batch.num_tokens)
         stream = self._stage.receive(number, self.device)

@@ -115,7 +115,7 @@ def _layer_costs(model: ModelConfig) -> list[int]:
     hidden = model.hidden_size
     inputs = 0 if model.layer_inputs is None else 3 * model.layer_inputs.size * hidden
     costs = [
-        layer.attention.num_params(hidden)
+        layer.num_mixing_params(hidden)
         + sum(part.num_params(hidden) for part in layer.feed_forwards)
         + inputs
         for layer in model.layers
@@ -130,7 +130,7 @@ def _layer_costs(model: ModelConfig) -> list[int]:
 
 def _joined(model: ModelConfig) -> list[tuple[int, int]]:
     """Return each layer that reads K and V of an earlier one, with that."""
-    return [(source, layer) for layer, source in enumerate(model.kv_sources) if source != layer]
+    return [(source, layer) for layer, source in model.kv_sources.items() if source != layer]
 
 
 def _allowed_cuts(num_layers: int, joined: Iterable[tuple[int, int]]) -> list[int]:

@@ -79,6 +79,11 @@ class Membership:
         self.meeting.gather("loaded", None)
         self._transport.connect(_STORES.PrefixStore("group", self._store))
 
+    def least_seats(self, num_seats: int) -> int:
+        """Return for how many sequences the smallest rank has room."""
+        found: list[int] = self.meeting.gather("seats", num_seats)
+        return min(found)
+
     def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
         """Return the smallest numbers of blocks, on the device and on the host, that any rank can hold."""
         found = self.meeting.gather("blocks", [num_blocks, num_host_blocks])

@@ -87,7 +87,7 @@ def generate(
     if check_ids:
         _check_ids(dataset, id_column)
     of_engine = share.times(config.num_ranks)  # whose processes are all on the node of its actor
-    at_once = max(2, 2 * config.max_num_seqs // ROWS_OF_BATCH)
+    at_once = max(2, 2 * config.num_seats // ROWS_OF_BATCH)
     engine_options = options if share.num_gpus else {**options, "num_threads": share.num_cpus}
     return dataset.repartition(target_num_rows_per_block=ROWS_OF_BLOCK).map_batches(
         _Generator,

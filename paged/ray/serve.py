@@ -85,7 +85,7 @@ def app(
             f"{', '.join(refused)} of server are for Serve itself: see serve.start and deployment"
         )
     ServeOptions(**server_options)
-    of_serve = {"max_ongoing_requests": config.max_num_seqs + MAX_WAITING, **(deployment or {})}
+    of_serve = {"max_ongoing_requests": config.num_seats + MAX_WAITING, **(deployment or {})}
     of_serve.setdefault("ray_actor_options", _resources(options, config.num_ranks))
     try:
         deployed = serve.deployment(**of_serve)(_Replica)

@@ -301,7 +301,7 @@ def _place_of(traceback: TracebackType | None) -> str:
 
 def capture_sizes(config: EngineConfig) -> list[int]:
     """Return the numbers of rows to capture, in ascending order: those asked for that a step can have."""
-    most = config.max_num_seqs
+    most = config.num_seats
     if config.cudagraph_capture_sizes is not None:
         return sorted({size for size in config.cudagraph_capture_sizes if size <= most})
     most = min(most, config.max_cudagraph_capture_size or most)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
+from ..architectures.layer_sizes import mixer_numbers
 from ..architectures.spec import ExpertsSpec, FeedForwardSpec
 from ..base.errors import ConfigError
 from ..device.devices import is_here
@@ -30,7 +31,7 @@ _PARTS = {
     "positions": "embedding",
     "inputs": "embedding",
     "head": "output head",
-    "attention": "attention",
+    "mixer": "attention",  # or a state
     "mlp": "feed-forward",
 }
 _OTHERS = "norms and the rest"
@@ -122,7 +123,12 @@ class Footprint:
         draft = None
         if sizes.draft is not None:
             draft = model_sizes(sizes.draft, device, Path(sizes.draft.config.model), kernels)
-        return cls(sizes, memory, device, directory, kernels, model, draft)
+        found = cls(sizes, memory, device, directory, kernels, model, draft)
+        if not sizes.state_bytes:
+            return found
+        from .states import seats_in
+
+        return replace(found, sizes=seats_in(sizes, found.room))
 
     def with_options(self, **options: Any) -> Self:
         """Return the footprint with other options of the engine. Raises ConfigError for those it refuses."""
@@ -157,26 +163,36 @@ class Footprint:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of the state that a GPU keeps of requests: block tables, and counts of
-        tokens for penalties.
+        """The bytes of the states that layers keep of requests, and of what a GPU keeps besides.
+
+        That is block tables, and counts of tokens for penalties.
         """
+        return self.sizes.all_state_bytes + self._request_bytes
+
+    @property
+    def _request_bytes(self) -> int:
         if not self.on_gpu:
             return 0
         sizes = self.sizes
         entries = -(-sizes.max_model_len // sizes.block_size) * len(sizes.layout.groups)
         if sizes.draft is not None:
             entries += -(-sizes.draft.max_model_len // sizes.block_size)
-        return sizes.config.max_num_seqs * (4 * entries + _HISTORY_BYTES * sizes.model.vocab_size)
+        return sizes.config.num_seats * (4 * entries + _HISTORY_BYTES * sizes.model.vocab_size)
 
     @property
     def kv_room(self) -> int:
-        """The bytes left for KV and RoPE tables; negative if the weights alone do not fit."""
+        """The bytes that are left for KV and rope tables; less than 0 if the rest alone does not fit."""
+        return self.room - self.sizes.all_state_bytes
+
+    @property
+    def room(self) -> int:
+        """The bytes that are left for KV, rope tables and the states of layers."""
         config = self.sizes.config
         left = self.memory.free - self.weight_bytes
         if not self.on_gpu:
             return int(left * config.cpu_memory_utilization)
         kept = self.memory.total - int(self.memory.total * config.gpu_memory_utilization)
-        return left - kept - self.activation_bytes - self.state_bytes
+        return left - kept - self.activation_bytes - self._request_bytes
 
     @property
     def rope_bytes(self) -> int:
@@ -216,7 +232,7 @@ class Footprint:
         if self.longest < length:
             return 0
         manager = self.sizes.new_block_manager(self.num_blocks)
-        return min(self.num_blocks // manager.most_blocks(length), self.sizes.config.max_num_seqs)
+        return min(self.num_blocks // manager.most_blocks(length), self.sizes.config.num_seats)
 
     def __str__(self) -> str:
         parts = {
@@ -240,13 +256,12 @@ def _activation_bytes(sizes: Sizes, kernels: Kernels) -> int:
     element = ELEMENT_BYTES[sizes.dtype]
     widest = 0
     for layer in model.layers:
-        attention = layer.attention
-        qkv = attention.num_heads * attention.kv.key_dim + sum(attention.kv.part_sizes)
+        mixed, attended = mixer_numbers(layer)
         inner = sum(_inner_numbers(part, model.hidden_size) for part in layer.feed_forwards)
-        own = 4 * model.hidden_size + (2 * qkv + inner) // sizes.shard.count
+        own = 4 * model.hidden_size + (mixed + inner) // sizes.shard.count
         gathered = 0
         if not sizes.shard.is_whole:  # a model without experts
-            gathered = attention.num_heads * attention.kv.value_dim + layer.feed_forward.size
+            gathered = attended + layer.feed_forward.size
         widest = max(widest, own + gathered)
     angles = 4 * sum(head_dim for _, head_dim in model.ropes)
     layers = sum(lengths) * (widest * element + angles)
@@ -277,14 +292,14 @@ def ways_to_fit(footprint: Footprint) -> list[str]:
         if longest > footprint.longest:
             shorter = f" with max_model_len={longest}" if longest < footprint.sizes.max_model_len else ""
             found.append(f"{name}={value!r}{shorter}")
+    counts = {}
+    if footprint.on_gpu or footprint.sizes.state_bytes:
+        counts["max_num_seqs"] = config.num_seats
     if footprint.on_gpu:
-        counts = {
-            "max_num_seqs": config.max_num_seqs,
-            "max_num_batched_tokens": footprint.sizes.max_num_batched_tokens,
-        }
-        for name, most in counts.items():
-            if largest := _largest_that_fits(footprint, name, most):
-                found.append(f"{name}={largest}")
+        counts["max_num_batched_tokens"] = footprint.sizes.max_num_batched_tokens
+    for name, most in counts.items():
+        if largest := _largest_that_fits(footprint, name, most):
+            found.append(f"{name}={largest}")
     if config.num_blocks is not None and (most := footprint.with_options(num_blocks=None).num_blocks):
         found.append(f"num_blocks={most}")
     if largest := _largest_that_fits(footprint, "max_model_len", footprint.sizes.max_model_len):

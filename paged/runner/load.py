@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ..architectures.config import ModelConfig, TensorNames
 from ..architectures.gguf_paths import is_gguf
 from ..architectures.hf_config import read_hf, read_quantization
-from ..architectures.spec import ExpertsSpec, FeedForwardSpec, LayerSpec
+from ..architectures.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec
 from ..base.errors import ConfigError, ResourceError
 from ..checkpoints.stored import Recognizer, Sources
 from ..device.devices import check_attention, is_here, is_shortage, resolve_backend, weights_in_panels
@@ -111,7 +111,7 @@ def needs_of(sizes: Sizes, config: ModelConfig, loader: Loader) -> Needs:
         operations=frozenset(operations_of(config)),
         dtype=getattr(torch, sizes.dtype),
         cache_dtype=getattr(torch, sizes.kv_dtype),
-        head_dims=frozenset((shape.key_dim, shape.value_dim) for shape in config.kv_shapes),
+        head_dims=frozenset((shape.key_dim, shape.value_dim) for shape in config.kv_shapes.values()),
         quantization=sizes.config.quantization,
         has_codes=bool(loader.recognizers),
     )
@@ -135,12 +135,25 @@ def _of_layer(layer: LayerSpec) -> Iterator[str]:
         yield "add"
     if layer.scaled:
         yield "scale_and_cap"
-    if layer.attention.qk_norm is not None or layer.attention.value_norm or layer.norms.after_attention:
+    if layer.norms.after_attention:
         yield "rms_norm"
-    if layer.attention.rope.query_scaling_beta:
-        yield "scale_rows"
+    if layer.state is not None:
+        yield from (
+            ("short_conv", "gated_delta", "gated_norm") if layer.state.kind == "delta" else ("short_conv",)
+        )
+    if layer.attention is not None:
+        yield from _of_attention(layer.attention)
     for part in layer.feed_forwards:
         yield from _of_experts(part) if isinstance(part, ExpertsSpec) else _of_mlp(part)
+
+
+def _of_attention(spec: AttentionSpec) -> Iterator[str]:
+    if spec.qk_norm is not None or spec.value_norm:
+        yield "rms_norm"
+    if spec.gate:
+        yield "scale_by_sigmoid"
+    if spec.rope.query_scaling_beta:
+        yield "scale_rows"
 
 
 def _of_mlp(spec: FeedForwardSpec) -> Iterator[str]:
@@ -220,7 +233,7 @@ def _progress() -> Any:
 
 def check_kernels(sizes: Sizes, device: torch.device, kernels: Kernels) -> None:
     """Raise ConfigError unless the kernels have attention for a model of these sizes on this device."""
-    head_dims = {dim for shape in sizes.model.kv_shapes for dim in (shape.key_dim, shape.value_dim)}
+    head_dims = {dim for shape in sizes.model.kv_shapes.values() for dim in (shape.key_dim, shape.value_dim)}
     check_attention(kernels, head_dims, getattr(torch, sizes.kv_dtype), sizes.config, device)
 
 

@@ -64,9 +64,13 @@ def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, ru
                 f", or leave out CUDA graphs, for which {graphs / 2**20:,.0f} MiB are kept: lower "
                 "max_cudagraph_capture_size, or set enforce_eager=True"
             )
-    num_blocks = sizes.blocks_in(free)
+    num_blocks = sizes.blocks_in(free - sizes.all_state_bytes)
     if not num_blocks:
         least = sizes.block_bytes * len(sizes.layout.groups)
+        if sizes.state_bytes:
+            from .states import no_room
+
+            raise no_room(sizes, free, least)
         raise ResourceError(
             f"no memory for a KV cache: {free / 2**20:,.0f} MiB are left, a block in each layer group "
             f"takes {least / 2**20:,.2f} MiB; raise {'cpu' if device.type == 'cpu' else 'gpu'}"
@@ -122,7 +126,8 @@ def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) ->
             f"no memory for a step of {sum(lengths):,} tokens beside the weights on {device}: lower "
             f"max_num_batched_tokens or max_num_seqs, or end other processes there; {error}"
         ) from error
-    peak = torch.cuda.max_memory_allocated(device) - kv_cache.num_bytes
+    states = 0 if kv_cache.states is None else kv_cache.states.num_bytes
+    peak = torch.cuda.max_memory_allocated(device) - kv_cache.num_bytes - states
     del kv_cache
     torch.cuda.empty_cache()
     return peak, kept
@@ -137,7 +142,12 @@ def new_kv_cache(sizes: Sizes, device: torch.device, num_blocks: int, num_host_b
         if sizes.draft is not None:
             own = sizes.draft
             draft = KVCache(own.model, *common, layout=own.layout)
-        return KVCache(sizes.model, *common, layout=sizes.layout, draft=draft)
+        states = None
+        if sizes.state_bytes:
+            from .states import new_states
+
+            states = new_states(sizes, device)
+        return KVCache(sizes.model, *common, layout=sizes.layout, draft=draft, states=states)
     except RuntimeError as error:  # torch has no narrower one for a CPU
         size = sizes.block_bytes / 2**30
         host = f" with {num_host_blocks * size:,.1f} GiB on the host" if num_host_blocks else ""
@@ -150,13 +160,13 @@ def new_kv_cache(sizes: Sizes, device: torch.device, num_blocks: int, num_host_b
 def largest_step(sizes: Sizes) -> list[int]:
     """Divide the token budget among as many sequences as allowed, so that the logits are largest too."""
     budget = sizes.max_num_batched_tokens
-    num_seqs = min(sizes.config.max_num_seqs, budget)
+    num_seqs = min(sizes.config.num_seats, budget)
     share, rest = divmod(min(budget, num_seqs * sizes.max_model_len), num_seqs)
     return [share + (i < rest) for i in range(num_seqs)]
 
 
 def max_partial_bytes(sizes: Sizes, kernels: Kernels) -> int:
     """Return the most bytes that partial results of split decodes take; the measured step has few."""
-    max_rows = 2 * sizes.config.max_num_seqs  # the last layers may attend twice for a sequence
-    widest = max(shape.value_dim for shape in sizes.model.kv_shapes)
+    max_rows = 2 * sizes.config.num_seats  # the last layers may attend twice for a sequence
+    widest = max(shape.value_dim for shape in sizes.model.kv_shapes.values())
     return kernels.partial_bytes(max_rows, sizes.max_model_len, sizes.num_heads, widest)

@@ -83,7 +83,7 @@ class ModelRunner(PartRunner):
         reporter = Reporter(self.model.logits, self.model_config.vocab_size, self.model.kernels)
         if self.device.type == "cuda":
             # No more logits at once than in the step by which memory was measured.
-            reporter.max_rows = min(reporter.max_rows, self.config.max_num_seqs)
+            reporter.max_rows = min(reporter.max_rows, self.sizes.config.num_seats)
         return reporter
 
     def describe(self) -> str:
@@ -167,9 +167,11 @@ class ModelRunner(PartRunner):
         upload = self.transfers.new_upload()
         download = self.transfers.new_download()
         moves = self.send_moves(computed, upload)
+        state_moves = self.send_state_moves(computed, upload)
         if not computed.seats:
             upload.send()
             self._move_blocks(*moves)
+            self._move_states(state_moves)
             return Pending(self)
         # Everything is put into the upload before it is sent.
         step = self.batches.put(computed, upload)
@@ -179,6 +181,7 @@ class ModelRunner(PartRunner):
             reports = self.reporter.prepare(computed.asked, plan.sampled.reports, upload)
         upload.send()
         self._move_blocks(*moves)
+        self._move_states(state_moves)
         if self.sampler.of_seats is not None:
             self.sampler.of_seats.write()
         masks = draw.start_masks()
@@ -234,7 +237,7 @@ class ModelRunner(PartRunner):
         return 0.0
 
     def _new_decode_graphs(self) -> DecodeGraphs | None:
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or self.model_config.states:  # rows that pad a step have no state
             return None
         from .decode_graphs import new_decode_graphs
 
@@ -280,8 +283,8 @@ class ModelRunner(PartRunner):
             from ..sampling.seat_parameters import SeatParameters
 
             take = self.model.kernels.take_parameters
-            of_seats = SeatParameters(take, self.config.max_num_seqs, self.device)
-        num_seqs = self.config.max_num_seqs
+            of_seats = SeatParameters(take, self.sizes.config.num_seats, self.device)
+        num_seqs = self.sizes.config.num_seats
         return Sampler(self.model.kernels, config.vocab_size, self.device, num_seqs, of_seats)
 
 

@@ -27,6 +27,7 @@ from .plan import ComputedPart
 from .sizes import Sizes
 
 if TYPE_CHECKING:
+    from ..model.cache.states import Run
     from ..model.weights.kept import KeepsWeights
     from .draft_model import DraftCheckpoint
     from .step_graphs import StepGraphs  # needs numba
@@ -45,6 +46,9 @@ class Peers(Protocol):
         """Tell the others how many blocks, on the device and on the host, this process could have. Return the
         smallest numbers of all.
         """
+
+    def least_seats(self, num_seats: int) -> int:
+        """Return for how many sequences all have room, of how many this one has room for."""
 
 
 class PartRunner:
@@ -88,6 +92,14 @@ class PartRunner:
         self.kv_dtype: torch.dtype = getattr(torch, self.sizes.kv_dtype)
         _require_room(self.sizes, self.device, directory)
         self.model = load_model(self.sizes, model_config, self.device, directory)
+        if model_config.states:
+            from .states import with_seats
+
+            memory = Memory.of(self.device)
+            room = int(memory.free * config.cpu_memory_utilization)
+            if on_gpu:
+                room = memory.free - memory.total + int(memory.total * config.gpu_memory_utilization)
+            self.sizes = with_seats(sizes, room, None if peers is None else peers.least_seats)
         self.graphs: StepGraphs | None = None
         self.num_in_flight = num_in_flight
         self.transfers = Transfers(self.device, num_buffers=max(NUM_BUFFERS, num_in_flight))
@@ -161,6 +173,19 @@ class PartRunner:
             cache.swap_in(back.tensor, kernels)
         if copies is not None:
             cache.copy_blocks(copies.tensor, kernels)
+
+    def send_state_moves(self, plan: ComputedPart, upload: Upload) -> tuple[Sent, list[Run]] | None:
+        """Add the moves of states in a step to the upload, for `_move_states`; None if there are none."""
+        states = self.kv_cache.states
+        if not plan.state_moves or states is None:  # a stage may have no layer with a state
+            return None
+        moves, runs = states.divide(plan.state_moves)
+        return upload.put(moves, torch.int64), runs
+
+    def _move_states(self, moves: tuple[Sent, list[Run]] | None) -> None:
+        """Move states from slot to slot, one after another, by pairs that were sent."""
+        if moves is not None and self.kv_cache.states is not None:
+            self.kv_cache.states.move(moves[0].tensor, moves[1], self.model.kernels)
 
     def read_blocks(self, blocks: Sequence[BlockId], groups: Sequence[int]) -> dict[str, Tensor]:  # noqa: ARG002
         """Return a copy of blocks on the host, by the names of the cache's tensors."""

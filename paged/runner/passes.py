@@ -34,9 +34,10 @@ def new_batches(
     """
     options: dict[str, Any] = {
         "num_groups": len(sizes.layout.groups),
-        "max_num_seqs": sizes.config.max_num_seqs,
+        "max_num_seqs": sizes.config.num_seats,
         "with_rope_lens": config.rope.type == "dynamic",
         "long_context": config.long_context,
+        "with_seats": bool(config.states),
     }
     unpack_step = model.kernels.unpack_step
     if unpack_step is None:

@@ -43,7 +43,7 @@ class ComputedPart:
     consists of its seat, its start, and 1. If the computing process does not draw the tokens itself, the last
     token is sent, too.
 
-    swap_out, swap_in, copies: see `Schedule`.
+    swap_out, swap_in, copies, state_moves: see `Schedule`.
     starts, counts: how many tokens of each row are computed before the step, and in it.
     rope_lens: the length of each row's prompt, or of the whole request; see `Planner`.
     tokens, entries: the tokens and the block table entries of `changes`, one change after another; entries
@@ -57,6 +57,7 @@ class ComputedPart:
     swap_out: Sequence[Copy] = ()
     swap_in: Sequence[Copy] = ()
     copies: Sequence[Copy] = ()
+    state_moves: Sequence[Copy] = ()
     num_decodes: int = 0
     num_drafting: int = 0
     seats: list[int] = field(default_factory=list)
@@ -101,7 +102,7 @@ class ComputedPart:
 
     def to_bytes(self) -> bytes:
         """Write the part, for `from_bytes`."""
-        pairs = (self.swap_out, self.swap_in, self.copies)
+        pairs = (self.swap_out, self.swap_in, self.copies, self.state_moves)
         rows = (self.seats, self.starts, self.counts, self.rope_lens, self.sampled, self.sampled_seats)
         tuples = (*pairs, self.asked, self.changes)
         flat = (chain.from_iterable(each) for each in tuples)
@@ -121,7 +122,7 @@ class ComputedPart:
         """Read a part that `to_bytes` has written."""
         lists = _read(data)
         num_decodes, num_drafting = next(lists)
-        swap_out, swap_in, copies = ([*_tuples(next(lists), 2)] for _ in range(3))
+        swap_out, swap_in, copies, state_moves = ([*_tuples(next(lists), 2)] for _ in range(4))
         asked = [AskedRows(*numbers) for numbers in _tuples(next(lists), len(AskedRows._fields))]
         changes = [SeatChange(*numbers) for numbers in _tuples(next(lists), len(SeatChange._fields))]
         seats, starts, counts, rope_lens, sampled, sampled_seats = (next(lists) for _ in range(6))
@@ -130,6 +131,7 @@ class ComputedPart:
             swap_out=swap_out,
             swap_in=swap_in,
             copies=copies,
+            state_moves=state_moves,
             num_decodes=num_decodes,
             num_drafting=num_drafting,
             seats=seats,
@@ -245,6 +247,7 @@ class Planner:
             swap_out=schedule.swap_out,
             swap_in=schedule.swap_in,
             copies=schedule.copies,
+            state_moves=schedule.state_moves,
             num_decodes=schedule.num_decode_tokens,
             seats=schedule.seats,
             starts=schedule.num_computed_tokens,

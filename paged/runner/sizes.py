@@ -86,6 +86,10 @@ class Sizes:
 
     def __post_init__(self) -> None:
         config = self.config
+        if self.model.states:
+            from .state_options import check_options
+
+            check_options(config, self.model.architecture, is_draft=self.is_draft)
         longest = self.model.max_context
         if self.max_model_len > longest:
             raise ConfigError(f"max_model_len {self.max_model_len} is more than the {longest} of the model")
@@ -108,9 +112,10 @@ class Sizes:
             space = f"swap_space {self.swap_space:g} GiB"
             if config.swap_space is None:
                 space += f" (the default on {self.device})"
+            state = f" beside a state of {self.state_bytes:,} bytes" if self.state_bytes else ""
             raise ConfigError(
                 f"preemption_mode {config.preemption_mode!r} cannot swap: {space} holds no block of "
-                f"{self.block_bytes:,} bytes; raise it, or leave both out"
+                f"{self.block_bytes:,} bytes{state}; raise it, or leave both out"
             )
 
     @property
@@ -123,7 +128,7 @@ class Sizes:
         """Tokens per block."""
         if self.config.block_size is not None:
             return self.config.block_size
-        dims = {shape.key_dim for shape in self.model.kv_shapes}
+        dims = {shape.key_dim for shape in self.model.kv_shapes.values()}
         has_tiles = self.target in TMA_TARGETS and not dims.isdisjoint(TMA_HEAD_DIMS)
         return TMA_BLOCK_SIZE if has_tiles and self.dtype != "float32" else BLOCK_SIZE
 
@@ -141,7 +146,7 @@ class Sizes:
     @property
     def max_sampled_rows(self) -> int:
         """The most rows that a step with drafts samples. On a GPU, memory was measured for this many."""
-        return self.config.max_num_seqs if self.device == "cuda" else self.max_num_batched_tokens
+        return self.config.num_seats if self.device == "cuda" else self.max_num_batched_tokens
 
     @property
     def kv_dtype(self) -> str:
@@ -175,6 +180,24 @@ class Sizes:
         return own + (0 if self.draft is None else self.draft.block_bytes)
 
     @property
+    def state_bytes(self) -> int:
+        """The bytes of what layers keep of one sequence in place of K and V."""
+        states = self.model.states.items()
+        own = [self.shard.state(spec) for i, spec in states if self.part is None or i in self.part.layers]
+        return sum(spec.num_bytes(ELEMENT_BYTES[self.dtype]) for spec in own)
+
+    @property
+    def all_state_bytes(self) -> int:
+        """The bytes of the states of as many sequences as may run at once."""
+        return self.config.num_seats * self.state_bytes
+
+    @property
+    def enable_prefix_caching(self) -> bool:
+        """Whether blocks are reused for prompts with the same beginning."""
+        given = self.config.enable_prefix_caching
+        return not self.model.states if given is None else given
+
+    @property
     def kv_bytes_per_token(self) -> float:
         """The bytes of one token's K and V in all layers."""
         return self.block_bytes * len(self.layout.groups) / self.block_size
@@ -183,7 +206,7 @@ class Sizes:
     def max_useful_blocks(self) -> int:
         """The blocks of max_num_seqs requests of full length."""
         blocks = -(-self.max_model_len // self.block_size)
-        return self.config.max_num_seqs * blocks * len(self.layout.groups)
+        return self.config.num_seats * blocks * len(self.layout.groups)
 
     def blocks_in(self, room: int) -> int:
         """Return how many blocks fit in so many bytes, with the rope tables; at most `max_useful_blocks`.
@@ -191,6 +214,8 @@ class Sizes:
         0 if no token fits, as a token takes a block in each layer group.
         """
         size = self.block_bytes
+        if not size:  # a stage whose layers all keep states
+            return self.max_useful_blocks
         # The tables are no larger than for this many blocks, although fewer remain.
         room -= self.all_rope_bytes(max(1, room // size))
         num_blocks = max(0, room // size)
@@ -208,7 +233,7 @@ class Sizes:
         """
         if self.model.rope.type == "dynamic":
             return 0
-        blocks_of_one = self.max_useful_blocks // self.config.max_num_seqs
+        blocks_of_one = self.max_useful_blocks // self.config.num_seats
         manager = self.new_block_manager(min(num_blocks, blocks_of_one))
         reached = manager.longest_fit(self.max_model_len)
         return reached if self.rope_table_bytes(reached) <= MAX_ROPE_TABLE_BYTES else 0
@@ -234,7 +259,15 @@ class Sizes:
     @property
     def num_host_blocks(self) -> int:
         """The number of blocks in host memory."""
-        return int(self.swap_space * GIB) // self.block_bytes
+        space = int(self.swap_space * GIB) - self.num_host_states * self.state_bytes
+        return max(0, space) // max(1, self.block_bytes)
+
+    @property
+    def num_host_states(self) -> int:
+        """The number of sequences whose states fit in host memory, in half of what swapping has."""
+        if not self.state_bytes:
+            return 0
+        return min(self.config.num_seats, int(self.swap_space * GIB) // 2 // self.state_bytes)
 
     def swap_pays(self, num_tokens: int) -> bool:
         """Return whether it takes less time to swap a sequence's KV out and in than to recompute it.
@@ -246,7 +279,7 @@ class Sizes:
             return self.config.preemption_mode == "swap"
         model = self.model
         rates = HOST_RATES[self.device]
-        kv_bytes = num_tokens * self.kv_bytes_per_token
+        kv_bytes = num_tokens * self.kv_bytes_per_token + self.state_bytes
         attention = num_tokens**2 * model.num_attention_dims
         recompute_s = (2 * model.num_active_layer_params * num_tokens + attention) / rates.flops_per_s
         return 2 * kv_bytes / (self.host_bytes_per_s or rates.bytes_per_s) < recompute_s
@@ -268,7 +301,8 @@ class Sizes:
             windows=[group.window for group in self.layout.groups],
             max_step_tokens=self.max_step_tokens,
             num_host_blocks=num_host_blocks,
-            enable_prefix_caching=self.config.enable_prefix_caching,
+            enable_prefix_caching=self.enable_prefix_caching,
+            num_host_states=self.num_host_states if self.model.states else None,
         )
 
     def _new_policy(self, manager: BlockManager) -> Policy:
@@ -304,7 +338,7 @@ class Sizes:
         scheduler = Scheduler(
             manager,
             policy=self._new_policy(manager),
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.num_seats,
             max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             max_num_partial_prefills=config.max_num_partial_prefills,

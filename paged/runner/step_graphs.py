@@ -122,4 +122,5 @@ def _inputs(batch: Batch) -> list[Tensor]:
     queries = batch.queries
     by_token = (batch.token_ids, batch.positions)
     lengths = (queries.seq_lens, queries.cu_seqlens_q)
-    return [*by_token, *lengths, *batch.slot_mapping, *queries.block_tables]
+    seats = () if batch.seats is None else (batch.seats,)
+    return [*by_token, *lengths, *batch.slot_mapping, *queries.block_tables, *seats]

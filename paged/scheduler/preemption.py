@@ -149,6 +149,8 @@ class Preemption:
         computed = victim.num_computed_tokens
         pays = computed > 0 and self.swap_pays is not None and self.swap_pays(computed)
         if pays and manager.swap_out(victim.blocks, computed, schedule.swap_out):
+            if self._running.states is not None:
+                self._running.states.swap_out(victim)
             self._counters.num_swapped += 1
         else:
             self.free(victim)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..blocks.manager import BlockManager, Copy
 from ..requests.request import NO_SEAT, Request, RequestStatus
 from .policy import Holdings
 from .schedule import Schedule
 from .waiting import Room, num_tokens_ahead
+
+if TYPE_CHECKING:
+    from .state_moves import StateMoves
 
 
 class Seats:
@@ -70,6 +74,11 @@ class RunningSet:
         self.newcomers: list[Request] = []
         self.corrected: list[Request] = []
         self.vacated: list[int] = []
+        self.states: StateMoves | None = None
+        if block_manager.has_states:
+            from .state_moves import StateMoves
+
+            self.states = StateMoves(block_manager, max_num_seqs)
         self._manager = block_manager
         self.max_chunk = max_chunk
         self._num_protected = 0
@@ -155,6 +164,8 @@ class RunningSet:
         self.requests = []
         for request in removed:
             self._leave(request)
+        if self.states is not None:
+            self.states.clear()
         return removed
 
     def remove_finished(self) -> list[Request]:

@@ -94,6 +94,9 @@ class Schedule:
     swap_out: list[Copy] = field(default_factory=list)  # block to host block
     swap_in: list[Copy] = field(default_factory=list)  # host block to block
     copies: list[Copy] = field(default_factory=list)
+    # From a slot of states to another, one after another and before the step computes anything: seats, and
+    # behind them slots of host memory.
+    state_moves: list[Copy] = field(default_factory=list)
     num_tokens: int = 0
     num_decode_tokens: int = 0
     drafts: list[list[int]] = field(default_factory=list)

@@ -159,6 +159,8 @@ class Scheduler:
         self._choose_requests(schedule)
         if not schedule.is_empty:
             self._running.begin_step()
+            if self._running.states is not None:
+                self._running.states.take(schedule)
             if schedule.requests:
                 self._running.take_changes(schedule)
             if self.ahead is not None:
@@ -336,6 +338,8 @@ class Scheduler:
             request.metrics.first_scheduled_time = now
             self.counters.count_first_run(request)
         self._running.join(request)
+        if self._running.states is not None:
+            self._running.states.swap_in(request)
 
     def _compute(self, request: Request, num_new: int, schedule: Schedule) -> None:
         """Put tokens of a request, whose blocks are allocated, into the step."""
@@ -349,7 +353,7 @@ class Scheduler:
         schedule.sample(request, row)
         for sibling in self._running.take_siblings(request):
             self._enter(sibling)
-            self._share(request, sibling, end)
+            self._share(request, sibling, end, after_step=True)
             schedule.sample(sibling, row)
 
     def _num_spare_blocks(self) -> int:
@@ -456,7 +460,10 @@ class Scheduler:
             if not request.ready:  # finished, or grown long
                 break
         del request.sampling.logprobs[request.num_output_tokens :]
-        if drafts is None:
+        if drafts is None and self.block_manager.has_states and not run and request.ready:
+            # Its state has seen the last token, which is computed once more: only from the start.
+            self.preemption.hold_grown_long(request)
+        elif drafts is None:
             request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
             self.block_manager.rewind(request.blocks, request.num_computed_tokens)
             self._running.resend(request)  # its seat knows another last token
@@ -571,12 +578,16 @@ class Scheduler:
         self._num_arrivals += 1
         request.rank = self.policy.rank(request)
 
-    def _share(self, request: Request, child: Request, num_computed: int) -> None:
-        """Run a child with the blocks of a request."""
+    def _share(
+        self, request: Request, child: Request, num_computed: int, *, after_step: bool = False
+    ) -> None:
+        """Run a child with the blocks of a request, and its state: before this step, or as it leaves it."""
         child.blocks = self.block_manager.fork(request.blocks, num_computed)
         child.num_computed_tokens = child.num_cached_tokens = num_computed
         child.metrics.start_beside(request.metrics)
         self._running.join(child)
+        if self._running.states is not None:
+            self._running.states.copy(request, child, after_step=after_step)
 
     def hold(self, request: Request, reason: int = NO_MASK) -> None:
         """Let a request compute nothing until it is released: its reader is slow, or its mask is not made.

@@ -77,6 +77,7 @@ class EngineStats:
     step_tokens: HistogramCounts
     # Sizes of the engine.
     block_size: int
+    enable_prefix_caching: bool
     max_num_seqs: int
     max_num_batched_tokens: int
     weight_bytes: Mapping[str, int]
@@ -197,6 +198,7 @@ class EngineStats:
             num_parameters=parameters[0],
             num_active_parameters=parameters[1],
             block_size=manager.block_size,
+            enable_prefix_caching=manager.enable_prefix_caching,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
         )

@@ -70,7 +70,10 @@ def _shard_of(layer: LayerSpec, shard: Shard) -> LayerSpec:
     if shard.is_whole or not isinstance(mlp, FeedForwardSpec):
         return layer
     own = replace(mlp, size=len(shard.share(mlp.size)))
-    return replace(layer, attention=shard.attention(layer.attention), feed_forward=own)
+    attention = layer.attention and shard.attention(layer.attention)
+    return replace(
+        layer, attention=attention, state=layer.state and shard.state(layer.state), feed_forward=own
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +133,10 @@ WindowShares = Sequence[tuple[int | None, float]]
 
 
 def window_shares(model: ModelConfig) -> WindowShares:
-    """Return the sliding windows of a model, each with its share of the layers."""
-    windows = Counter(layer.attention.window for layer in model.layers)
-    return [(window, n / model.num_layers) for window, n in windows.items()]
+    """Return the sliding windows of a model, each with its share of the layers that have attention."""
+    windows = Counter(attention.window for attention in model.attentions.values())
+    num_layers = max(1, len(model.attentions))  # a stage may have none
+    return [(window, n / num_layers) for window, n in windows.items()]
 
 
 def work_of(schedule: Schedule, windows: WindowShares) -> Work:
@@ -238,6 +242,7 @@ class Roofline:
         self._num_read = None if is_dense else model.num_read_layer_params
         self._bytes_per_weight = weight_bytes / portion.num_step_params
         self._kv_bytes = kv_bytes
+        self._state_bytes = sum(spec.num_bytes(element_bytes(model)) for spec in model.states.values())
         self.flops_per_s = sheet.tflops * 1e12 * flops_efficiency
         self.bytes_per_s = sheet.memory_gb_per_s * 1e9 * bandwidth_efficiency
         self._overhead = overhead
@@ -254,6 +259,7 @@ class Roofline:
             unread = self._num_layer_params - self._num_read(work.num_tokens)
             moved -= unread * self._bytes_per_weight
         moved += self._kv_bytes * (work.context + work.num_tokens)
+        moved += 2 * self._state_bytes * work.num_seqs  # read and written
         return self._overhead + max(flops / self.flops_per_s, moved / self.bytes_per_s)
 
 
@@ -339,17 +345,26 @@ def table_bytes(model: ModelConfig, num_params: int) -> float:
     return num_params * (model.table_bits or 8 * element_bytes(model)) / 8
 
 
-def blocks_that_fit(portion: Portion, sheet: DataSheet, utilization: float, block_bytes: int) -> int:
+def weight_bytes(portion: Portion) -> float:
+    """Return the bytes of all weights that a rank holds."""
+    return layer_bytes(portion.model) + table_bytes(portion.model, portion.num_table_params)
+
+
+def blocks_that_fit(
+    portion: Portion, sheet: DataSheet, utilization: float, block_bytes: int, all_state_bytes: int = 0
+) -> int:
     """Return how many blocks fit beside a rank's weights. Raises ResourceError if none does.
 
-    utilization: the share of the GPU's memory that may be used.
+    utilization: the share of the GPU's memory that may be used. all_state_bytes: those of all sequences.
     """
     usable_gib = sheet.memory_gib * utilization
-    weights = layer_bytes(portion.model) + table_bytes(portion.model, portion.num_table_params)
-    num_blocks = math.floor((sheet.memory_gib * GIB * utilization - weights) / block_bytes)
+    weights = weight_bytes(portion)
+    left = sheet.memory_gib * GIB * utilization - weights - all_state_bytes
+    num_blocks = math.floor(left / max(1, block_bytes))  # none where all layers keep states
     if num_blocks < 1:
+        states = f" and {all_state_bytes / GIB:.1f} GiB of states" if all_state_bytes else ""
         raise ResourceError(
-            f"no block fits beside {weights / GIB:.1f} GiB of weights in {usable_gib:.1f} GiB; "
+            f"no block fits beside {weights / GIB:.1f} GiB of weights{states} in {usable_gib:.1f} GiB; "
             "take a larger GPU or several (tensor_parallel_size, pipeline_parallel_size), or give num_blocks"
         )
     return num_blocks

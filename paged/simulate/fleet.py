@@ -19,7 +19,7 @@ from ..runner.sizes import GIB, Sizes
 from ..server.router import ROUTERS, choose_among, new_router
 from .cost import DATA_SHEETS, Coefficients, Portion, Roofline, blocks_that_fit
 from .model import read_model
-from .pipeline import Pipeline, RankLink, StageCost, rank_sizes
+from .pipeline import Pipeline, RankLink, StageCost, rank_sizes, with_seats
 from .replica import Refusal, Replica
 from .statistics import Statistics
 from .timeline import Timeline
@@ -182,7 +182,7 @@ class Fleet:
             )
         model = read_model(engine.model, engine.revision)
         sheet = DATA_SHEETS[fleet.gpu]
-        ranks = rank_sizes(engine, model, sheet.target)
+        ranks = with_seats(rank_sizes(engine, model, sheet.target), sheet)
         self._sizes = ranks[-1]  # the driver's
         if self._sizes.kv_dtype == "float8_e4m3fn" and not sheet.has_e4m3:
             asked = f"kv_cache_dtype {engine.kv_cache_dtype!r}"
@@ -191,7 +191,11 @@ class Fleet:
             self._sizes.max_useful_blocks,
             *(
                 blocks_that_fit(
-                    Portion.of(model, each.part), sheet, engine.gpu_memory_utilization, each.block_bytes
+                    Portion.of(model, each.part),
+                    sheet,
+                    engine.gpu_memory_utilization,
+                    each.block_bytes,
+                    each.all_state_bytes,
                 )
                 for each in ranks
             ),

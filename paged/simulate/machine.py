@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -42,23 +43,26 @@ class Measured(NamedTuple):
 def measure(footprint: Footprint) -> Measured:
     """Measure products of 1 row and of 512 rows with a model's weights, and attention over its cache."""
     model = footprint.model
-    dtype: torch.dtype = getattr(torch, footprint.sizes.dtype)
+    sizes = footprint.sizes
+    dtype: torch.dtype = getattr(torch, sizes.dtype)
     with TrustedContents():  # as in an engine's steps
         layers = _products(model.layers, dtype, footprint.device)
         head = _products(model.head, dtype, footprint.device)
         context_s, pair_s = _attention(footprint, dtype)
-    num_layers = footprint.sizes.model.num_layers
+    num_layers = sizes.model.num_layers
     numbers = sum(each.num_rows * each.sample.num_inputs for each in (*model.layers, *model.head))
     num_bytes = sum(each.num_bytes for each in (*model.layers, *model.head))
+    bytes_per_s = num_bytes / (layers.one + head.one)
     return Measured(
         Coefficients(
             step_s=layers.of_no_row + head.of_no_row + _STEP_S + _LAYER_S * num_layers,
             token_s=layers.of_a_row,
-            seq_s=head.of_a_row,
+            # A step reads and writes the states of a sequence.
+            seq_s=head.of_a_row + 2 * sizes.state_bytes / bytes_per_s,
             context_s=context_s,
             pair_s=pair_s,
         ),
-        bytes_per_s=num_bytes / (layers.one + head.one),
+        bytes_per_s=bytes_per_s,
         flops_per_s=2 * _ROWS * numbers / (layers.many + head.many),
     )
 
@@ -129,7 +133,7 @@ def _attention(footprint: Footprint, dtype: torch.dtype) -> tuple[float, float]:
         plans: dict[object, AttentionPlan] = {}
 
         def in_layer(index: int) -> Tensor:
-            spec = model.layers[index].attention
+            spec = model.attentions[index]
             key, value, key_scales, value_scales = cache.layer(index)
             query = torch.zeros(
                 num_seqs * num_queries,
@@ -147,12 +151,12 @@ def _attention(footprint: Footprint, dtype: torch.dtype) -> tuple[float, float]:
                 plans[key_of] = footprint.kernels.plan_attention(*inputs)
             return footprint.kernels.paged_attention(*inputs, plans[key_of])
 
-        return lambda: [in_layer(index) for index in range(num_layers)]
+        return lambda: [in_layer(index) for index in islice(model.attentions, num_layers)]
 
     def seconds(*work: int) -> float:
         return _best(attend(*work), footprint.device)
 
-    count = model.num_layers
+    count = len(model.attentions)
     num_read = num_seqs * (length - sizes.block_size)
     context_s = seconds(num_seqs, 1, length, count) - seconds(num_seqs, 1, sizes.block_size, count)
     few = min(_LAYERS, count)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from ..architectures.config import ModelConfig
+from ..architectures.layer_sizes import mixer_numbers
 from ..architectures.spec import AttentionSpec, FeedForwardSpec
 from ..base.errors import ConfigError
 from ..base.validation import shown
@@ -15,9 +16,18 @@ from ..model.part import ModelPart, Shard
 from ..model.stream import StreamShape
 from ..options.config import EngineConfig
 from ..ranks.layout import RankLayout
-from ..runner.sizes import SWAP_SPACE, Sizes
+from ..runner.sizes import GIB, SWAP_SPACE, Sizes
 from ..scheduler.schedule import Schedule
-from .cost import DATA_SHEETS, DataSheet, Portion, StepCost, Work, WorkCost, element_bytes
+from .cost import (
+    DATA_SHEETS,
+    DataSheet,
+    Portion,
+    StepCost,
+    Work,
+    WorkCost,
+    element_bytes,
+    weight_bytes,
+)
 
 # Assumed: microseconds from the call that sends to the return of the one that receives, beside the bytes.
 _LATENCY_US = {"nvlink": 5.0, "pcie": 10.0, "100gbe": 30.0, "10gbe": 60.0}
@@ -83,9 +93,9 @@ class Exchanges:
         for index in part.layers:
             layer = model.layers[index]
             assert isinstance(layer.feed_forward, FeedForwardSpec), "experts are not divided"
-            attended = layer.attention.num_heads * layer.attention.kv.value_dim
+            _, attended = mixer_numbers(layer)
             self._add(*(lacking * each for each in (attended, hidden, layer.feed_forward.size, hidden)))
-            if layer.attention.qk_norm == "projection":
+            if layer.attention is not None and layer.attention.qk_norm == "projection":
                 self._add(lacking * _normed_columns(layer.attention, part))
             if model.layer_inputs is not None:
                 self._add(lacking * model.layer_inputs.size, lacking * hidden)
@@ -129,6 +139,19 @@ def rank_sizes(config: EngineConfig, model: ModelConfig, target: str) -> list[Si
     shard = Shard(0, layout.num_shards)
     parts = [ModelPart(layers, model.num_layers, shard) for layers in layout.layers]
     return [Sizes(config, model, "cuda", model.dtype, target, part=part) for part in parts]
+
+
+def with_seats(ranks: list[Sizes], sheet: DataSheet) -> list[Sizes]:
+    """Return the sizes with as many seats as the states of sequences have room for on every rank."""
+    if not ranks[0].model.states or ranks[0].config.max_num_seqs is not None:
+        return ranks
+    usable = sheet.memory_gib * GIB * ranks[0].config.gpu_memory_utilization
+    rooms = [int(usable - weight_bytes(Portion.of(each.model, each.part))) for each in ranks]
+    from ..runner.states import seats_in
+
+    found = (seats_in(each, room).config.num_seats for each, room in zip(ranks, rooms, strict=True))
+    config = replace(ranks[0].config, max_num_seqs=min(found))
+    return [replace(each, config=config) for each in ranks]
 
 
 @dataclass(frozen=True, slots=True)

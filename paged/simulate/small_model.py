@@ -28,7 +28,7 @@ def measure_steps(config: EngineConfig, sizes: Sizes, length: int) -> Coefficien
     """Measure decodes of 1 and 8 sequences, short ones and of this length, and prompts of two lengths."""
     from ..engine.engine import LLMEngine
 
-    num_seqs = min(_NUM_SEQS, config.max_num_seqs)
+    num_seqs = min(_NUM_SEQS, config.num_seats)
     length = max(2, length - _NUM_STEPS)
     short = max(1, length // _SHORT)
     num_groups = len(sizes.model.layer_groups)

@@ -30,7 +30,15 @@ SIZES = {
     "num_attention_heads": 32,
 }
 # So large that a quarter of a head is rotated.
-OWN_SIZES = {"GPTNeoXForCausalLM": {"hidden_size": 512}, "Glm4MoeForCausalLM": {"hidden_size": 512}}
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "GPTNeoXForCausalLM": {"hidden_size": 512},
+    "Glm4MoeForCausalLM": {"hidden_size": 512},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 18},  # which has no default
+}
+HYBRIDS = (
+    *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"),
+    *("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
+)
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # Keys of config.json besides the sizes.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -113,6 +121,8 @@ def test_what_a_config_leaves_out_is_as_in_transformers(architecture, variant):
         pytest.skip("transformers lets rope_scaling replace rope_parameters")
     if architecture in (*BY_LAYER_TYPE, *GEMMA4) and variant in ONE_SCALED_ROPE:
         pytest.skip("transformers ignores or misreads a scaled rope that is not by layer type")
+    if architecture in HYBRIDS and "layer_types" in VARIANTS[variant]:
+        pytest.skip("their layers have no windows")
     if architecture == "GPT2LMHeadModel" and any("rope" in key for key in VARIANTS[variant]):
         pytest.skip("GPT-2 has no rope, and transformers objects")
     hf = known | SIZES | OWN_SIZES.get(architecture, {}) | VARIANTS[variant]
@@ -262,6 +272,33 @@ def test_wrong_values_are_named(kind):
 
 
 WRONG_IN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "value-heads": (
+        "Qwen3_5ForCausalLM",
+        {"linear_num_value_heads": 24},
+        "linear_num_value_heads 24 do not divide among linear_num_key_heads 16",
+    ),
+    "wide-convolution": (
+        "Qwen3NextForCausalLM",
+        {"linear_conv_kernel_dim": 9},
+        "linear_conv_kernel_dim must be from 2 to 8, got 9",
+    ),
+    "narrow-convolution": ("Lfm2ForCausalLM", {"conv_L_cache": 1}, "conv_L_cache must be from 2 to 8, got 1"),
+    "few-layer-types": (
+        "Qwen3_5ForCausalLM",
+        {"layer_types": ["linear_attention"]},
+        "layer_types must have one type for each of the 36 layers",
+    ),
+    "absent-layer-types": ("Lfm2MoeForCausalLM", {}, "layer_types is missing"),
+    "layers-with-attention": (
+        "Lfm2ForCausalLM",
+        {"full_attn_idxs": [36]},
+        r"full_attn_idxs must be numbers of the 36 layers, got \[36\]",
+    ),
+    "adjusted-size": (
+        "Lfm2ForCausalLM",
+        {"block_ffn_dim_multiplier": 1e6},
+        "intermediate_size, as adjusted, must be from 1 to 1048576",
+    ),
     "gemma3-rope-of-a-type": (
         "Gemma3ForCausalLM",
         {"rope_parameters": {"full_attention": "x"}},
@@ -404,6 +441,16 @@ def test_wrong_values_of_a_family_are_named(kind):
         from_hf(known | SIZES | values)
 
 
+@pytest.mark.parametrize("architecture", ["Qwen3_5ForCausalLM", "Lfm2ForCausalLM"])
+def test_layers_of_unknown_kinds_and_models_without_attention_are_refused(architecture):
+    known = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type}
+    kind = "conv" if architecture.startswith("Lfm2") else "linear_attention"
+    with pytest.raises(UnsupportedModelError, match=r"layer_types\[1\] is 'mamba'; supported are full_att"):
+        from_hf(known | SIZES | {"layer_types": [kind, "mamba"] * 18})
+    with pytest.raises(UnsupportedModelError, match=f"{architecture} without a layer of attention is not"):
+        from_hf(known | SIZES | {"layer_types": [kind] * 36})
+
+
 def test_gemma3_s_context_includes_the_scaling():
     hf = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", **SIZES}
     scaling = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
@@ -490,8 +537,8 @@ def test_what_layers_of_gemma4_read(is_written_by_layer):
     hf |= {"num_kv_shared_layers": 4}
     config = from_hf(json.loads(json.dumps(completed(hf))) if is_written_by_layer else hf)
     sliding, full = KVShape(4, 48, 48), KVShape(2, 64, 64)
-    assert config.kv_shapes == ((sliding,) * 5 + (full,)) * 2
-    assert config.kv_sources == (*range(8), 7, 7, 7, 5)
+    assert (*config.kv_shapes.values(),) == ((sliding,) * 5 + (full,)) * 2
+    assert (*config.kv_sources.values(),) == (*range(8), 7, 7, 7, 5)
     assert [i for i, layer in enumerate(config.layers) if layer.attention.keys_as_values] == [5]
     assert config.tensor_names.skipped_prefixes[-4:] == tuple(
         f"model.layers.11.self_attn.{name}." for name in ("k_proj", "v_proj", "k_norm", "v_norm")
@@ -509,6 +556,14 @@ def test_what_layers_of_gemma4_read(is_written_by_layer):
         "mistral3",
         "qwen2",
         "qwen3",
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_text",
+        "qwen3_5_moe",
+        "qwen3_vl",
+        "qwen2_5_vl",
+        "lfm2",
+        "lfm2_moe",
         "phi3",
         "granite",
         "granite_swa",

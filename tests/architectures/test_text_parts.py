@@ -35,6 +35,7 @@ MINISTRAL3_3B = {
     "intermediate_size": 9216,
     "tie_word_embeddings": True,
 }
+QWEN = {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16}
 # The contents of config.json beside architecture and vision_config, as on the hub.
 TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-4b": ("Gemma3ForConditionalGeneration", {"text_config": GEMMA3_4B, "torch_dtype": "bfloat16"}),
@@ -52,6 +53,41 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
             "image_token_index": 10,
         },
     ),
+    "qwen2.5-vl": ("Qwen2_5_VLForConditionalGeneration", {"text_config": QWEN, "tie_word_embeddings": True}),
+    "qwen2-vl-tied-within": (
+        "Qwen2VLForConditionalGeneration",
+        {"text_config": {**QWEN, "tie_word_embeddings": True}},
+    ),
+    "qwen2.5-vl-flat": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {**QWEN, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "vision_config": {}},
+    ),
+    "qwen3-vl": (
+        "Qwen3VLForConditionalGeneration",
+        {"text_config": {"model_type": "qwen3_vl_text", "num_key_value_heads": 8, **QWEN}},
+    ),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        {"text_config": {"num_experts": 128, "moe_intermediate_size": 768, **QWEN, "head_dim": 128}},
+    ),
+    "qwen3.5": (
+        "Qwen3_5ForConditionalGeneration",
+        {
+            "text_config": {
+                "model_type": "qwen3_5_text",
+                "num_hidden_layers": 24,
+                "full_attention_interval": 4,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e7,
+                    "partial_rotary_factor": 0.25,
+                    "mrope_interleaved": True,
+                    "mrope_section": [11, 11, 10],
+                },
+            }
+        },
+    ),
+    "qwen3.5-moe": ("Qwen3_5MoeForConditionalGeneration", {"text_config": {}}),
     "ministral3": ("Mistral3ForConditionalGeneration", {"text_config": MINISTRAL3_3B, "dtype": "bfloat16"}),
     "untied": ("Gemma3ForConditionalGeneration", {"text_config": GEMMA3_4B, "tie_word_embeddings": False}),
     "other-tokens": (
@@ -70,7 +106,8 @@ def test_text_parts_have_the_defaults_of_transformers(kind):
     assert replace(config, placeholders=()) == replace(from_hf(completed(hf)), placeholders=())
     assert config.architecture == architecture
     found, theirs = {token for token, _ in config.placeholders}, AutoConfig.for_model(**copy.deepcopy(hf))
-    names = ("image_token_id", "boi_token_id", "eoi_token_id")
+    names = ("image_token_id", "boi_token_id", "eoi_token_id", "video_token_id")
+    names = (*names, "vision_start_token_id", "vision_end_token_id")
     assert found == {getattr(theirs, name, None) for name in names} - {None}
 
 

@@ -198,7 +198,7 @@ def test_nothing_is_padded(budget):
     assert len(linears) == 1 + 2 * 4
     # In the last layer all other tokens stop after q, k and v.
     last = model.layers[-1]
-    of_sampled = {model.head, last.attention.output, last.mlp.gate_up, last.mlp.down}
+    of_sampled = {model.head, last.mixer.output, last.mlp.gate_up, last.mlp.down}
     assert rows == {module: num_sampled if module in of_sampled else num_computed for module in linears}
 
 

@@ -12,6 +12,7 @@ from paged import ConfigError, RequestError, SamplingParams
 from paged.architectures.config import DEMO
 from tests.support.checkpoints import (
     CONFIGS,
+    HYBRIDS,
     MIXTURES,
     Reference,
     assert_all_free,
@@ -25,7 +26,7 @@ FAMILIES = [
     name for name in CONFIGS if not name.startswith(("llama", "mistral", "qwen")) and name != "ministral"
 ]
 ALIKE = {*MIXTURES} - {"gpt_oss", "glm4_moe", "gemma4-experts"}  # these have all that others have
-FAMILIES = [name for name in FAMILIES if name not in ALIKE]
+FAMILIES = [name for name in FAMILIES if name not in {*ALIKE, *HYBRIDS}]  # test_hybrids.py has these
 FAMILIES += ["llama-dynamic"]  # whose angles each step computes
 LENGTHS = [1, 30, 61, 8, 44, 63]
 
@@ -99,7 +100,7 @@ def test_samples_have_the_bits_of_prompts(name, kind):
             assert found == computed
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_5", "lfm2"])
 def test_bfloat16_is_as_close_as_that_of_transformers(name):
     """Log-probabilities of prompts, against those in float32."""
     prompts = ragged_prompts([80] * 4)

@@ -36,11 +36,62 @@ def test_text_part_matches_transformers(name, tmp_path, monkeypatch):
     model.save_pretrained(tmp_path, save_original_format=False)
     edit_json(tmp_path / "config.json", tie_word_embeddings=None)
     new = "model.language_model.norm.weight"
-    old = new if name.startswith("gemma4") else "language_model.model.norm.weight"
+    old = "language_model.model.norm.weight"
+    if name.startswith(("gemma4", "qwen3")):
+        old = new
+    elif name.startswith("qwen2"):
+        old = "model.norm.weight"
     for directory, norm in ((checkpoint(name), old), (tmp_path, new)):
         assert norm in load_file(directory / "model.safetensors")
         prompts = ragged_prompts([1, 70, 33], vocab_size=200)
         assert_matches(new_engine(directory), reference(name), prompts, 6, monkeypatch)
+
+
+def test_a_flat_config_is_that_of_its_text_part(tmp_path):
+    """As older checkpoints of Qwen2.5-VL have it, with a rope type of their own and a tied head."""
+    whole = json.loads((checkpoint("qwen2_5_vl") / "config.json").read_text())
+    shutil.copytree(checkpoint("qwen2_5_vl"), tmp_path, dirs_exist_ok=True)
+    text = whole.pop("text_config")
+    rope = text.pop("rope_parameters")
+    older = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = {**text, **whole, "rope_theta": rope["rope_theta"], "rope_scaling": older}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    prompts = ragged_prompts([1, 70, 33], vocab_size=200)
+    found = [
+        [
+            output.outputs[0].token_ids
+            for output in new_engine(each).generate(prompts, greedy(6), use_tqdm=False)
+        ]
+        for each in (tmp_path, checkpoint("qwen2_5_vl"))
+    ]
+    assert found[0] == found[1]
+    (tmp_path / "config.json").write_text(json.dumps({**flat, "tie_word_embeddings": True}))
+    assert not new_engine(tmp_path).runner.model.config.tie_word_embeddings  # it has a head of its own
+
+
+def test_experts_may_be_stored_by_columns(tmp_path):
+    """As the released Qwen3-VL-MoE are. A stack that fits neither way is refused."""
+    directory = checkpoint("qwen3_vl_moe")
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    turned = {
+        name: tensor.transpose(1, 2).contiguous() if "experts." in name else tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(turned, tmp_path / "model.safetensors")
+    prompts = ragged_prompts([1, 33], vocab_size=200)
+    found = [
+        [
+            output.outputs[0].token_ids
+            for output in new_engine(each).generate(prompts, greedy(6), use_tqdm=False)
+        ]
+        for each in (tmp_path, directory)
+    ]
+    assert found[0] == found[1]
+    name = next(name for name in turned if name.endswith("experts.gate_up_proj"))
+    save_file({**turned, name: turned[name][:, :, 1:].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has shape \[8, 48, 39\], but its columns must divide into"):
+        new_engine(tmp_path)
 
 
 def changed(directory: Path, **tensors: Tensor | None) -> Path:

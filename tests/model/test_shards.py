@@ -63,6 +63,9 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("gemma2", 2, {}),
     ("gemma4, wide", 4, {**INT4, "kv_cache_dtype": "int8"}),
     ("gemma4-keys-as-values", 2, {"kv_cache_dtype": "fp8", **SWAP}),
+    ("qwen3_5", 2, {}),
+    ("qwen3_5", 4, BF16),  # two shards have the same key head
+    ("lfm2", 2, {**SWAP, **INT8}),
     ("gpt2", 2, {}),
     ("gpt2-unscaled", 4, {**BF16, **INT8}),
     ("gpt_neox", 4, {}),
@@ -87,7 +90,8 @@ def test_each_step_has_the_bits_of_one_process(name, count, options):
         results = engine.generate(prompts, [params] * 4 + [forked, params], use_tqdm=False)
         assert_all_free(engine)
     assert any(result.metrics.num_preemptions for result in results) or not is_swapped
-    _assert_blocks_are_equal(engine, sharded)
+    if not engine.model_config.states:  # which have no prefix cache
+        _assert_blocks_are_equal(engine, sharded)
 
 
 def _assert_blocks_are_equal(engine, sharded: ShardedModel) -> None:

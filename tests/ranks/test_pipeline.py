@@ -41,6 +41,8 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "granite-swa": (3, {}),
     "llama-dynamic": (2, {}),  # whose steps are not recorded
     "phi3-longrope": (2, {}),
+    "qwen3_5": (2, {}),  # states, in a stage without attention, too
+    "lfm2": (3, {}),
     "qwen3_moe": (2, {}),  # experts, of which each stage has its own
     "demo": (2, {"dtype": "bfloat16"}),
     "demo in int8": (3, {"dtype": "bfloat16", "quantization": "int8"}),
@@ -92,6 +94,8 @@ SHARDED: dict[str, tuple[int, dict[str, Any]]] = {
     "llama, 4 layers": (2, {}),
     "gemma4": (2, {"kv_cache_dtype": "int8"}),
     "olmo2": (1, {}),
+    "qwen3_5": (2, {}),
+    "lfm2": (1, {}),
     "demo": (2, {"dtype": "bfloat16"}),
 }
 
@@ -116,6 +120,9 @@ FAMILIES_OF_EXPERTS = (
     "mixtral",
     "olmoe",
     "qwen2_moe",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "lfm2_moe",
 )
 
 
@@ -127,7 +134,7 @@ def test_stages_have_experts_of_each_family(model):
     with ranked_engines(2):
         ranked = new_engine(model)
         assert generated(ranked, PROMPTS, [greedy(5)] * len(PROMPTS)) == expected
-        own = {layer.attention.layer for layer in ranked.runner.model.layers}
+        own = {layer.mixer.layer for layer in ranked.runner.model.layers}
         assert 0 < len(own) < plain.runner.model_config.num_layers
     with pytest.raises(ConfigError, match=f"{plain.runner.model_config.architecture} has experts"):
         check_shards(plain.runner.model_config, 2)
@@ -335,5 +342,5 @@ def test_stages_of_given_sizes():
     layout = RankLayout(2, 1, (range(3), range(3, 4)))
     with mock.patch.object(RankLayout, "of", return_value=layout), ranked_engines(2):
         engine = new_engine("llama, 4 layers")
-        assert [layer.attention.layer for layer in engine.runner.model.layers] == [3]
+        assert [layer.mixer.layer for layer in engine.runner.model.layers] == [3]
         assert sampled(engine) == expected

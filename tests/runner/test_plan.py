@@ -93,7 +93,7 @@ def test_a_row_that_gets_no_token_is_sampled_again(name):
 
 
 def test_an_empty_plan_is_read_back():
-    plan = StepPlan(ComputedPart(swap_out=[], swap_in=[], copies=[], asked=[]), SampledPart())
+    plan = StepPlan(ComputedPart(swap_out=[], swap_in=[], copies=[], state_moves=[], asked=[]), SampledPart())
     assert StepPlan.from_bytes(*plan.to_bytes()) == plan
 
 

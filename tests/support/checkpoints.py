@@ -31,6 +31,8 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     GraniteSWAConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -46,8 +48,11 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SiglipVisionConfig,
     SmolLM3Config,
 )
@@ -97,13 +102,23 @@ OLD_SHAPE: dict[str, Any] = {
     if key not in ("intermediate_size", "num_key_value_heads", "head_dim", "rms_norm_eps")
 }
 
+# The gated delta rule: two value heads for a key head, and sizes that no vector divides.
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "attention_bias": True,
+}
+
 
 def _rope(kind: str, **values: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
 
 
 def _layer_types(initials: str) -> list[str]:
-    return [{"s": "sliding_attention", "f": "full_attention"}[initial] for initial in initials]
+    kinds = {"s": "sliding_attention", "f": "full_attention", "l": "linear_attention", "c": "conv"}
+    return [kinds[initial] for initial in initials]
 
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -331,6 +346,44 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         swiglu_alpha=1.3,
         **_rope("yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=8.0, truncate=False),
     ),
+    # With a state in the last layer, which released models have not: it must see every token.
+    "qwen3_5": lambda: Qwen3_5TextConfig(
+        **{**SHAPE, "num_hidden_layers": 4}, **_DELTA, layer_types=_layer_types("lfll")
+    ),
+    # Norms of outputs that are nearly 0 would amplify their errors.
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(
+        **{**_MOE, "num_hidden_layers": 3, "rms_norm_eps": 1e-3},
+        **_SMALL,
+        **_DELTA,
+        num_experts=6,
+        shared_expert_intermediate_size=24,
+        layer_types=_layer_types("llf"),
+    ),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **{**_MOE, "num_hidden_layers": 4, "head_dim": 32, "rms_norm_eps": 1e-3},
+        **_SMALL,
+        **_DELTA,
+        num_experts=6,
+        shared_expert_intermediate_size=24,
+        norm_topk_prob=False,
+        mlp_only_layers=[1],
+        partial_rotary_factor=0.25,
+    ),
+    "lfm2": lambda: Lfm2Config(
+        **{**SHAPE, "num_hidden_layers": 3, "tie_word_embeddings": True},
+        norm_eps=1e-4,
+        block_multiple_of=8,
+        conv_bias=True,
+        layer_types=_layer_types("cfc"),
+    ),
+    "lfm2_moe": lambda: Lfm2MoeConfig(
+        **{**_MOE, "num_hidden_layers": 4},
+        **_SMALL,
+        num_experts=6,
+        num_dense_layers=2,
+        routed_scaling_factor=1.5,
+        layer_types=_layer_types("cfcf"),
+    ),
     "gpt2": lambda: GPT2Config(**{**OLD_SHAPE, "tie_word_embeddings": True}, n_inner=72),
     "gpt2-unscaled": lambda: GPT2Config(**OLD_SHAPE, activation_function="gelu", scale_attn_weights=False),
     "gpt_neox": lambda: GPTNeoXConfig(**OLD_SHAPE, intermediate_size=72, rotary_pct=0.6),
@@ -367,8 +420,10 @@ def _mistral3(text: str) -> PreTrainedConfig:
 # Those of CONFIGS that are mixtures of experts. transformers computes them slowly.
 MIXTURES = (
     *("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "minimax_m2", "granitemoe", "gpt_oss"),
-    "gemma4-experts",
+    *("gemma4-experts", "qwen3_5_moe", "qwen3_next", "lfm2_moe"),
 )
+# Those whose layers keep states, beside some with attention.
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe")
 
 
 def _gemma4(text: str, whole: type[PreTrainedConfig], **parts: PreTrainedConfig) -> PreTrainedConfig:
@@ -384,6 +439,34 @@ def _gemma4(text: str, whole: type[PreTrainedConfig], **parts: PreTrainedConfig)
     config = CONFIGS[text]()
     config.pad_token_id = 0  # which it computes images' tokens with
     return whole(text_config=config, **{name: IMAGE - i for i, name in enumerate(tokens)}, **parts)
+
+
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 1,
+}
+
+
+def _qwen_vl(
+    whole: type[PreTrainedConfig], text: str, section: list[int] | None = None, **values: Any
+) -> Any:
+    """Return the config of a Qwen with a vision part. section: of mrope, where it is no default."""
+    config = CONFIGS[text]().to_dict()
+    more: dict[str, Any] = {"rope_theta": 1e4}
+    if section is not None:
+        more = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section}}
+    config = {key: value for key, value in config.items() if key not in ("model_type", "rope_parameters")}
+    tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    kinds = whole(vision_config=_QWEN_VISION).text_config.model_type
+    return whole(
+        text_config={**config, **more, "model_type": kinds, **values},
+        vision_config=_QWEN_VISION,
+        **{name: IMAGE - i for i, name in enumerate(tokens)},
+    )
 
 
 # Models with a vision part, of which only the text part is loaded.
@@ -412,6 +495,13 @@ MULTIMODAL_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma4-unified-vision": lambda: _gemma4("gemma4-unified", Gemma4UnifiedConfig),
     "mistral-vision": lambda: _mistral3("mistral"),
     "ministral3-vision": lambda: _mistral3("ministral3"),
+    "qwen2_5_vl": lambda: _qwen_vl(
+        transformers.Qwen2_5_VLConfig, "qwen2", [4, 2, 2], head_dim=None, hidden_size=64
+    ),
+    "qwen3_vl": lambda: _qwen_vl(transformers.Qwen3VLConfig, "qwen3", [4, 2, 2]),
+    "qwen3_vl_moe": lambda: _qwen_vl(transformers.Qwen3VLMoeConfig, "qwen3_moe", [4, 2, 2]),
+    "qwen3_5-vision": lambda: _qwen_vl(transformers.Qwen3_5Config, "qwen3_5"),
+    "qwen3_5_moe-vision": lambda: _qwen_vl(transformers.Qwen3_5MoeConfig, "qwen3_5_moe"),
 }
 
 
@@ -436,7 +526,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5, generator=generator)
-            elif name.endswith("e_score_correction_bias"):
+            elif name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.1, generator=generator)
     return model
 
@@ -572,7 +662,8 @@ def poison(engine: LLMEngine) -> None:
         of_draft = draft_model.kv_cache.tensors.values()
         propose = draft_model.propose
         draft_model.propose = poison_and_propose  # type: ignore[method-assign]
-    for tensor in (*tensors, *of_draft):
+    states = () if runner.kv_cache.states is None else runner.kv_cache.states.tensors.values()
+    for tensor in (*tensors, *of_draft, *states):
         tensor.fill_(POISON.get(tensor.dtype, math.nan))
     load_prefix = engine.load_prefix
     engine.load_prefix = load_and_keep  # type: ignore[method-assign]

@@ -209,11 +209,37 @@ def other_launches(
     yield "", lambda: kernels.scale_and_cap(hidden, 12.0)
     yield "", lambda: kernels.scale_and_cap(torch.empty(num_tokens, VOCAB_SIZE), 1.0, 30.0)
     yield "", lambda: kernels.scale_rows(new(6144)[:, :size], torch.empty(num_tokens))
+    yield from _state_launches(kernels, dtype, num_tokens)
     planes = torch.empty(2, 4, 16, 8, 128, dtype=dtype)
     yield "", lambda: kernels.copy_blocks(planes, torch.zeros(num_tokens, 2, dtype=torch.int64))
     yield "", lambda: launch_unpack_step(num_tokens)
     table = torch.zeros(257, NUM_PARAMETER_WORDS, dtype=torch.int32)
     yield "", lambda: take_parameters(table, torch.zeros(num_tokens, dtype=torch.int64))
+
+
+def _state_launches(
+    kernels: Kernels, dtype: torch.dtype, num_tokens: int
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield launches of the layers with states of Qwen3.5-9B and LFM2-1.2B, over one sequence."""
+    sequence = tuple(torch.zeros(size, dtype=torch.int32) for size in (1, 1, 2))
+    columns, num_heads = 8192, 32
+    made = torch.empty(num_tokens, columns + 4096 + 2 * num_heads, dtype=dtype)
+    qkv, gate, gates = made.split([columns, 4096, 2 * num_heads], dim=1)
+    inputs = torch.empty(4, 3, columns, dtype=dtype)
+    taps, rates = torch.empty(4, columns), torch.empty(num_heads)
+    yield "", lambda: kernels.short_conv(qkv, taps, None, inputs, *sequence, gated=False)
+    gated, narrow = torch.empty(num_tokens, 3 * 2048, dtype=dtype), torch.empty(4, 2, 2048, dtype=dtype)
+    yield (
+        "gated",
+        lambda: kernels.short_conv(gated, torch.empty(3, 2048), None, narrow, *sequence, gated=True),
+    )
+    states = torch.empty(4, num_heads, 128, 128)
+    mixed = torch.empty(num_tokens, columns, dtype=dtype)
+    yield "", lambda: kernels.gated_delta(mixed, gates, rates, rates, states, *sequence)
+    heads = torch.empty(num_tokens, num_heads, 128, dtype=dtype)
+    yield "", lambda: kernels.gated_norm(heads, torch.empty(128, dtype=dtype), gate, 1e-6)
+    attended = torch.empty(num_tokens, 4096, dtype=dtype)
+    yield "", lambda: kernels.scale_by_sigmoid(attended, gate)
 
 
 def _norm_launches(

@@ -85,9 +85,9 @@ class World:
         assert is_in_time, f"rank {receiver} waits for rank {sender} in vain"
         return arrived.popleft()
 
-    def least(self, numbers: list[int]) -> list[int]:
+    def least(self, numbers: list[int], of: str = "blocks") -> list[int]:
         """Return the least of each number of all ranks."""
-        found = self.counts["least"]
+        found = self.counts[of]
         found.append(numbers)
         self.lock.notify_all()
         self.lock.wait_for(lambda: len(found) == self.num_ranks or self.error is not None, WAIT_S)
@@ -134,6 +134,10 @@ class ThreadTransport:
         """Return the least that a rank has."""
         blocks, host_blocks = self.world.least([num_blocks, num_host_blocks])
         return blocks, host_blocks
+
+    def least_seats(self, num_seats: int) -> int:
+        """Return the least that a rank has."""
+        return self.world.least([num_seats], "seats")[0]
 
 
 @contextmanager

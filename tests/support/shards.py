@@ -143,6 +143,7 @@ def computed_in_shards(engine: LLMEngine, shards: Sequence[Shard]) -> Iterator[S
     runner = engine.runner
     compute_whole = runner.compute
     move_blocks = runner._move_blocks
+    move_states = runner._move_states
 
     def compute_both(batch: Batch) -> Any:
         logits, best, hidden = compute_whole(batch)
@@ -163,7 +164,16 @@ def computed_in_shards(engine: LLMEngine, shards: Sequence[Shard]) -> Iterator[S
             move_blocks(*pairs)
         runner.kv_cache = whole
 
-    with mock.patch.multiple(runner, compute=compute_both, _move_blocks=move_both):
+    def move_both_states(moves: Any) -> None:
+        move_states(moves)
+        whole = runner.kv_cache
+        for cache in sharded.caches:
+            runner.kv_cache = cache
+            move_states(moves)
+        runner.kv_cache = whole
+
+    moves = {"_move_blocks": move_both, "_move_states": move_both_states}
+    with mock.patch.multiple(runner, compute=compute_both, **moves):
         yield sharded
 
 

@@ -9,7 +9,7 @@ from paged.architectures.config import ModelConfig
 
 def windows(config: ModelConfig) -> tuple[int | None, ...]:
     """Return each layer's sliding window."""
-    return tuple(layer.attention.window for layer in config.layers)
+    return tuple(attention.window for attention in config.attentions.values())
 
 
 def value_at(config: ModelConfig, path: str) -> Any:

@@ -232,6 +232,84 @@ def _scale_rows(kernels: Kernels, generator: random.Random) -> Call:
     return Call("scale_rows", kernels.scale_rows, arguments, ("x",), expected=reference.scale_rows)
 
 
+def _scale_by_sigmoid(kernels: Kernels, generator: random.Random) -> Call:
+    x = torch.randn(generator.randint(1, 4), generator.choice([1, 16, 37])).to(_dtype(generator))
+    arguments = {"x": x, "gate": torch.randn(x.shape).to(x.dtype)}
+    call = kernels.scale_by_sigmoid
+    return Call("scale_by_sigmoid", call, arguments, ("x",), expected=reference.scale_by_sigmoid)
+
+
+def _gated_norm(kernels: Kernels, generator: random.Random) -> Call:
+    dtype, num_tokens, num_heads = _dtype(generator), generator.randint(1, 4), generator.randint(1, 3)
+    size = generator.choice([16, 37])
+    arguments = {
+        "x": torch.randn(num_tokens, num_heads, size).to(dtype),
+        "weight": torch.randn(size).to(dtype),
+        "gate": torch.randn(num_tokens, num_heads * size).to(dtype),
+        "eps": 1e-5,
+    }
+    return Call("gated_norm", kernels.gated_norm, arguments, expected=reference.gated_norm)
+
+
+def _sequences(generator: random.Random) -> tuple[dict[str, Any], int]:
+    """Make the slots and lengths of ragged sequences. Return also how many tokens they have."""
+    lengths = [generator.randint(0, 3) for _ in range(generator.randint(1, 3))]
+    contexts = [generator.choice([0, 4]) for _ in lengths]
+    total = sum(lengths)
+    slots = torch.randperm(4)[: len(lengths)].int()
+    seq_lens = [a + b for a, b in zip(lengths, contexts, strict=True)]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    return {"slots": slots, "seq_lens": torch.tensor(seq_lens).int(), "cu_seqlens_q": starts}, total
+
+
+def _short_conv(kernels: Kernels, generator: random.Random) -> Call:
+    dtype, size, width = _dtype(generator), generator.choice([5, 16, 37]), generator.randint(2, 8)
+    sequences, num_tokens = _sequences(generator)
+    gated = generator.random() < 0.5
+    arguments = {
+        "x": torch.randn(num_tokens, size * (3 if gated else 1)).to(dtype),
+        "weight": torch.randn(width, size),
+        "bias": torch.randn(size),
+        "states": torch.randn(4, width - 1, size).to(dtype),
+        **sequences,
+        "gated": gated,
+    }
+    return Call(
+        "short_conv",
+        kernels.short_conv,
+        arguments,
+        ("states",),
+        ("bias",),
+        indices={"slots": 4},
+        distinct=("slots",),
+        expected=reference.short_conv,
+    )
+
+
+def _gated_delta(kernels: Kernels, generator: random.Random) -> Call:
+    dtype, num_key_heads = _dtype(generator), generator.randint(1, 2)
+    num_heads, key_dim, value_dim = num_key_heads * generator.randint(1, 2), 8, generator.choice([5, 16])
+    sequences, num_tokens = _sequences(generator)
+    columns = 2 * num_key_heads * key_dim + num_heads * value_dim
+    arguments = {
+        "qkv": torch.randn(num_tokens, columns).to(dtype),
+        "gates": torch.randn(num_tokens, 2 * num_heads).to(dtype),
+        "rates": -torch.rand(num_heads),
+        "time_bias": torch.randn(num_heads),
+        "states": torch.randn(4, num_heads, key_dim, value_dim),
+        **sequences,
+    }
+    return Call(
+        "gated_delta",
+        kernels.gated_delta,
+        arguments,
+        ("states",),
+        indices={"slots": 4},
+        distinct=("slots",),
+        expected=reference.gated_delta,
+    )
+
+
 def _rotary_store_kv(kernels: Kernels, generator: random.Random) -> Call:
     dtype, num_tokens, num_kv_heads = _dtype(generator), generator.randint(1, 4), generator.randint(1, 2)
     num_heads, dim, size = num_kv_heads * generator.randint(1, 2), generator.choice([16, 32]), 8
@@ -430,7 +508,7 @@ _MAKERS: list[Callable[[Kernels, random.Random], Call]] = [
     _take_rows, _rms_norm, _rms_norm_into, _layer_norm, _silu_and_mul, _gelu_and_mul, _gelu, _add,
     _scale_and_cap, _scale_rows, _rotary_store_kv, _copy_blocks, _attention, _greedy, _mask_logits,
     _token_logprobs, _apply_penalties, _sample_tokens, _clamped_swiglu, _route, _sort_by_expert,
-    _grouped_linear, _sum_experts,
+    _grouped_linear, _sum_experts, _scale_by_sigmoid, _gated_norm, _short_conv, _gated_delta,
 ]  # fmt: skip
 
 

@@ -46,6 +46,7 @@ SECONDS = {
     "linear.pack_codes.pack_codes": 0.7,
     "rows.add.add": 0.5,
     "rows.clamped_swiglu.clamped_swiglu": 0.5,
+    "rows.gated_norm.gated_norm": 0.7,
     "rows.gelu_and_mul.gelu": 0.7,
     "rows.gelu_and_mul.gelu_and_mul": 0.5,
     "rows.greedy.greedy": 0.3,
@@ -54,6 +55,7 @@ SECONDS = {
     "rows.rotary_store_kv.rotary_store_kv": 3.0,
     "rows.route.route": 0.7,
     "rows.scale_and_cap.scale_and_cap": 0.7,
+    "rows.scale_by_sigmoid.scale_by_sigmoid": 0.7,
     "rows.scale_rows.scale_rows": 0.5,
     "rows.silu_and_mul.silu_and_mul": 0.5,
     "rows.sort_by_expert.sort_by_expert": 0.2,
@@ -65,6 +67,8 @@ SECONDS = {
     "sampling.penalties.penalties": 0.2,
     "sampling.sample_tokens.sample": 3.5,
     "sampling.token_logprobs.logprobs": 0.5,
+    "states.gated_delta.gated_delta": 2.0,
+    "states.short_conv.short_conv": 0.5,
 }
 # Of a kernel with variants: the seconds of what they share, and in how many kinds the others are divided.
 _VARIANTS = {

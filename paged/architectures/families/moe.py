@@ -262,7 +262,7 @@ def _with_dense(hf: Config, layers: tuple[LayerSpec, ...], dense: list[bool]) ->
     )
 
 
-def _dense_of_qwen(hf: Config) -> list[bool]:
+def dense_of_qwen(hf: Config) -> list[bool]:
     """Return which layers have no experts."""
     step = size(hf, "decoder_sparse_step")
     only = [] if hf["mlp_only_layers"] is None else hf["mlp_only_layers"]
@@ -279,7 +279,7 @@ def qwen3_moe(hf: Config) -> ModelConfig:
     attention = read_attention(hf, qkv_bias=bias, output_bias=bias, qk_norm="head", window=window)
     routing = {"renormalise": flag(hf, "norm_topk_prob")}
     experts = read_experts(hf, "num_experts", "moe_intermediate_size", routing)
-    layers = _with_dense(hf, repeat(hf, attention, experts), _dense_of_qwen(hf))
+    layers = _with_dense(hf, repeat(hf, attention, experts), dense_of_qwen(hf))
     return read_model(hf, layers, tensor_names=STACK_NAMES)
 
 
@@ -305,7 +305,7 @@ def qwen2_moe(hf: Config) -> ModelConfig:
         shared_gate="shared_expert_gate",
     )
     layers = repeat(hf, attention, experts, windows=windows_of(layer_types_of(hf, kinds), window))
-    return read_model(hf, _with_dense(hf, layers, _dense_of_qwen(hf)), tensor_names=STACK_NAMES)
+    return read_model(hf, _with_dense(hf, layers, dense_of_qwen(hf)), tensor_names=STACK_NAMES)
 
 
 def olmoe(hf: Config) -> ModelConfig:

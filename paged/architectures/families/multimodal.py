@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import check_int, shown
-from ..config import TensorNames
+from ..config import ModelConfig, TensorNames
+from ..spec import ExpertsSpec
 from .reading import CEILINGS, Config
 from .table import ARCHITECTURES
 
@@ -36,6 +38,9 @@ class Multimodal(NamedTuple):
     names: TensorNames
     placeholders: Mapping[str, int | None]
     models: str  # which this is, for people
+    tied: bool = True  # whether the head is tied where config.json does not say
+    may_be_flat: bool = False  # older checkpoints have the keys of the text model without text_config
+    experts_in_columns: bool = False  # projections of experts may be stored as [in_features, out_features]
 
 
 def _sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int) -> Config:
@@ -83,7 +88,7 @@ _GEMMA4_TOKENS = {
     "eoa_token_index": 258883,
     "video_token_id": 258884,
 }
-MULTIMODAL = {
+MULTIMODAL: dict[str, Multimodal] = {
     "Gemma3ForConditionalGeneration": Multimodal(
         "gemma3",
         {"gemma3_text": TextPart("Gemma3ForCausalLM", _sizes(262208, 2304, 9216, 26, 8))},
@@ -116,6 +121,100 @@ MULTIMODAL = {
         "Mistral Small 3.1 and 3.2, Ministral 3 (text)",
     ),
 }
+_QWEN = TensorNames(
+    prefixes=(("model.language_model.", "model."), ("model.", "model."), ("lm_head.", "lm_head.")),
+    skipped_prefixes=("visual.", "model.visual.", "mtp."),
+)
+_QWEN2_VL_TOKENS = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
+_QWEN3_5_TOKENS = {
+    "image_token_id": 248056,
+    "video_token_id": 248057,
+    "vision_start_token_id": 248053,
+    "vision_end_token_id": 248054,
+}
+_QWEN2_VL_SIZES = {
+    **_sizes(152064, 8192, 29568, 80, 64),
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_window_layers": 80,
+    "rope_theta": 1e6,
+}
+_QWEN3_VL_SIZES = {
+    **_sizes(151936, 4096, 22016, 32, 32),
+    "max_position_embeddings": 128000,
+    "rope_theta": 5e5,
+    "use_sliding_window": False,
+}
+_QWEN3_VL_MOE_SIZES = {
+    **_sizes(151936, 2048, 5632, 24, 16),
+    "max_position_embeddings": 128000,
+    "num_key_value_heads": 16,
+    "head_dim": None,
+    "rope_theta": 5e5,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 4,
+    "num_experts": 60,
+    "norm_topk_prob": True,
+    "use_sliding_window": False,
+}
+MULTIMODAL |= {
+    "Qwen2VLForConditionalGeneration": Multimodal(
+        "qwen2_vl",
+        {"qwen2_vl_text": TextPart("Qwen2ForCausalLM", _QWEN2_VL_SIZES)},
+        _QWEN,
+        _QWEN2_VL_TOKENS,
+        "Qwen2-VL (text)",
+        tied=False,
+        may_be_flat=True,
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Multimodal(
+        "qwen2_5_vl",
+        {"qwen2_5_vl_text": TextPart("Qwen2ForCausalLM", _QWEN2_VL_SIZES)},
+        _QWEN,
+        _QWEN2_VL_TOKENS,
+        "Qwen2.5-VL (text)",
+        tied=False,
+        may_be_flat=True,
+    ),
+    "Qwen3VLForConditionalGeneration": Multimodal(
+        "qwen3_vl",
+        {"qwen3_vl_text": TextPart("Qwen3ForCausalLM", _QWEN3_VL_SIZES)},
+        _QWEN,
+        _QWEN2_VL_TOKENS,
+        "Qwen3-VL (text)",
+        tied=False,
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Multimodal(
+        "qwen3_vl_moe",
+        {"qwen3_vl_moe_text": TextPart("Qwen3MoeForCausalLM", _QWEN3_VL_MOE_SIZES)},
+        _QWEN,
+        _QWEN2_VL_TOKENS,
+        "Qwen3-VL 30B-A3B, 235B-A22B (text)",
+        tied=False,
+        experts_in_columns=True,
+    ),
+    "Qwen3_5ForConditionalGeneration": Multimodal(
+        "qwen3_5",
+        {"qwen3_5_text": TextPart("Qwen3_5ForCausalLM", _sizes(248320, 4096, 12288, 32, 16))},
+        _QWEN,
+        _QWEN3_5_TOKENS,
+        "Qwen 3.5, 3.6 (text)",
+        tied=False,
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Multimodal(
+        "qwen3_5_moe",
+        {"qwen3_5_moe_text": TextPart("Qwen3_5MoeForCausalLM", _sizes(248320, 2048, 512, 40, 16))},
+        _QWEN,
+        _QWEN3_5_TOKENS,
+        "Qwen 3.5 and 3.6 35B-A3B, 122B-A10B, 397B-A17B (text)",
+        tied=False,
+    ),
+}
 NATIVE: Mapping[str, Any] = {**ARCHITECTURES, **MULTIMODAL}  # each has model_type and models
 
 
@@ -126,6 +225,8 @@ def text_of(known: Multimodal, hf: Config) -> Config:
     ignored.
     """
     given = hf.get("text_config")
+    if given is None and known.may_be_flat:
+        given = {**hf, "model_type": next(iter(known.text))}
     if not isinstance(given, dict):
         raise CheckpointError(f"must be an object, got {shown(given)}")
     kind = given.get("model_type", next(iter(known.text)))
@@ -135,13 +236,29 @@ def text_of(known: Multimodal, hf: Config) -> Config:
         )
     part = known.text[kind]
     dtypes = [config.get(key) for config in (hf, given) for key in ("dtype", "torch_dtype")]
+    # transformers reads it of the whole model; older checkpoints of Qwen2-VL have it in text_config.
+    tied = hf.get("tie_word_embeddings", known.tied)
+    if known.may_be_flat:
+        tied = tied or given.get("tie_word_embeddings", False)
     whole = {
         "architectures": [part.architecture],
-        "model_type": kind,
-        "tie_word_embeddings": hf.get("tie_word_embeddings", True),
+        "model_type": ARCHITECTURES[part.architecture].model_type,
+        "tie_word_embeddings": tied,
         "dtype": next(filter(None, dtypes), None),
     }
     return {**part.sizes, **given, **whole}
+
+
+def with_experts_in_columns(text: ModelConfig) -> ModelConfig:
+    """Return the config of a text model whose stacks of experts may be stored as [in, out]."""
+    (inner,) = {
+        layer.feed_forward.size for layer in text.layers if isinstance(layer.feed_forward, ExpertsSpec)
+    }
+    stacks = tuple(
+        stack._replace(num_inputs=text.hidden_size if len(stack.parts) == 2 else inner)
+        for stack in text.tensor_names.stacks
+    )
+    return replace(text, tensor_names=replace(text.tensor_names, stacks=stacks))
 
 
 def placeholders_of(known: Multimodal, hf: Config) -> tuple[tuple[int, str], ...]:

@@ -55,6 +55,14 @@ CEILINGS = {
     "moe_intermediate_size": 2**20,
     "shared_expert_intermediate_size": 2**20,
     "decoder_sparse_step": 1024,
+    "linear_conv_kernel_dim": 8,
+    "linear_key_head_dim": 256,
+    "linear_value_head_dim": 1024,
+    "linear_num_key_heads": 1024,
+    "linear_num_value_heads": 1024,
+    "full_attention_interval": 1024,
+    "conv_L_cache": 8,
+    "block_multiple_of": 2**16,
     "n_group": 4096,
     "topk_group": 4096,
     "num_nextn_predict_layers": 16,
@@ -113,8 +121,12 @@ def window_of(hf: Config) -> int | None:
     return None if hf["sliding_window"] is None else size(hf, "sliding_window")
 
 
-def layer_types_of(hf: Config, default: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return layer_types: full_attention or sliding_attention for each layer.
+def layer_types_of(
+    hf: Config,
+    default: tuple[str, ...] = (),
+    kinds: tuple[str, ...] = ("full_attention", "sliding_attention"),
+) -> tuple[str, ...]:
+    """Return layer_types: one of the kinds for each layer.
 
     default: the types where config.json has null.
     """
@@ -130,9 +142,9 @@ def layer_types_of(hf: Config, default: tuple[str, ...] = ()) -> tuple[str, ...]
             f"got {len(layer_types)}: {shown(layer_types)}"
         )
     for layer, kind in enumerate(layer_types):
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in kinds:
             raise UnsupportedModelError(
-                f"layer_types[{layer}] is {shown(kind)}; supported are full_attention and sliding_attention"
+                f"layer_types[{layer}] is {shown(kind)}; supported are {' and '.join(kinds)}"
             )
     return tuple(layer_types)
 
@@ -193,6 +205,8 @@ def read_rope(
     outer = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if hf.get(key) is not None}
     rope = {"rope_theta": 10000.0, **outer, **{k: v for k, v in own.items() if v is not None}}
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "mrope":  # of Qwen-VL: in text its three positions of a token are one
+        kind = "default"
     if kind not in list(ROPE_TYPES):  # a list, as any JSON value may come, hashable or not
         raise UnsupportedModelError(
             f"rope_type {shown(kind)} is not supported; supported are {', '.join(ROPE_TYPES)}"
@@ -437,10 +451,15 @@ def read_model(hf: Config, layers: tuple[LayerSpec, ...], **fields: Any) -> Mode
         "hidden_size": size(hf, "hidden_size"),
         "norm": read_norm(hf),
         "max_position_embeddings": size(hf, "max_position_embeddings"),
-        "rope": layers[0].attention.rope,
+        "rope": next((each.attention.rope for each in layers if each.attention is not None), None),
         "tie_word_embeddings": flag(hf, "tie_word_embeddings"),
         "dtype": _dtype(hf),
     }
+    if read["rope"] is None:
+        raise UnsupportedModelError(
+            f"{read['architecture']} without a layer of attention is not supported: of {len(layers)} layers "
+            "all keep states"
+        )
     config = ModelConfig(layers=layers, **read | fields)
     if config.residual_norm.eps > 1:
         raise CheckpointError(

@@ -335,6 +335,17 @@ def _qwen3(source: ConfigSource) -> dict[str, Any]:
     return _qwen2(source) | {"attention_bias": "blk.0.attn_q.bias" in source.tensors}
 
 
+def _of_vision(read: Callable[[ConfigSource], dict[str, Any]]) -> Callable[[ConfigSource], dict[str, Any]]:
+    """Return what reads the text part of a Qwen-VL, whose three positions of a token are one in text."""
+
+    def with_vision(source: ConfigSource) -> dict[str, Any]:
+        source.metadata.numbers("rope.dimension_sections", "bBhHiIlLqQ", None)
+        source.metadata.integer("n_deepstack_layers", 0)
+        return read(source)
+
+    return with_vision
+
+
 def _experts(source: ConfigSource, *, renormalised: bool, scores: int = _SOFTMAX) -> dict[str, Any]:
     """Read what mixtures of experts share.
 
@@ -653,6 +664,9 @@ _FAMILIES: Mapping[str, tuple[str, str, Read]] = {
     "llama": ("llama", "LlamaForCausalLM", _llama),
     "qwen2": ("qwen2", "Qwen2ForCausalLM", _qwen2),
     "qwen3": ("qwen3", "Qwen3ForCausalLM", _qwen3),
+    "qwen2vl": ("qwen2", "Qwen2ForCausalLM", _of_vision(_qwen2)),
+    "qwen3vl": ("qwen3", "Qwen3ForCausalLM", _of_vision(_qwen3)),
+    "qwen3vlmoe": ("qwen3_moe", "Qwen3MoeForCausalLM", _of_vision(_qwen3moe)),
     "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2moe),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3moe),
     "olmoe": ("olmoe", "OlmoeForCausalLM", _olmoe),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from ...architectures.spec import KVShape
 from ...kernels.backend import Kernels
 from ...kernels.checks import QUANTIZED_DTYPES
 from .layout import CacheLayout, Place
+
+if TYPE_CHECKING:
+    from .states import StateCache
 
 DRAFT = "draft_"  # begins the names of a draft model's tensors
 
@@ -37,6 +40,7 @@ class KVCache:
         num_blocks, numbers of a block]. Moving a block means moving it in all tensors.
     host: the same tensors for blocks in host memory.
     draft: the cache of a draft model in the same blocks. Moving a block moves this part too.
+    states: what layers keep of each sequence in place of K and V; None if the model has no such layers.
     """
 
     def __init__(
@@ -50,11 +54,13 @@ class KVCache:
         *,
         layout: CacheLayout | None = None,
         draft: KVCache | None = None,
+        states: StateCache | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_host_blocks = num_host_blocks
         self.draft = draft
+        self.states = states
         layout = CacheLayout.of(config, block_size) if layout is None else layout
         self.num_groups = len(layout.groups)
         sizes = {"kv": (*layout.planes, dtype)}
@@ -74,8 +80,8 @@ class KVCache:
         for layers in layout.layers:
             for index, layer in enumerate(layers):
                 caches[layer] = self._view(layout.shapes[layer], layout.places[layer], index)
-        self.group_of = [groups[source] for source in config.kv_sources]
-        sources = enumerate(config.kv_sources)
+        sources = config.kv_sources.items()
+        self.group_of = {layer: groups[source] for layer, source in sources}
         self._layers = {layer: caches[source] for layer, source in sources if source in caches}
 
     def _view(self, shape: KVShape, places: list[Place], index: int) -> LayerCache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -29,7 +30,7 @@ class CacheLayout:
     """
 
     groups: tuple[LayerGroup, ...]  # by block table, of the whole model
-    shapes: tuple[KVShape, ...]  # of each layer
+    shapes: Mapping[int, KVShape]  # by layer, of those that have K and V
     block_size: int
     part: ModelPart | None = None  # whose layers have places; None: all
 
@@ -41,7 +42,7 @@ class CacheLayout:
         """
         shapes = config.kv_shapes
         if part is not None:
-            shapes = tuple(map(part.shard.kv_shape, shapes))
+            shapes = {layer: part.shard.kv_shape(shape) for layer, shape in shapes.items()}
         return cls(config.layer_groups, shapes, block_size, part)
 
     @classmethod
@@ -51,7 +52,7 @@ class CacheLayout:
         All its layers share one block table, the one of the target model's sequences. Each layer reads only
         the tokens in its window.
         """
-        layers = tuple(i for i, layer in enumerate(config.layers) if layer.attention.has_kv)
+        layers = tuple(i for i, attention in config.attentions.items() if attention.has_kv)
         return cls((LayerGroup(None, layers),), config.kv_shapes, block_size)
 
     @cached_property

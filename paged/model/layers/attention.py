@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Attention(Loadable):
     """Grouped-query attention over the paged cache, for the heads of this process's shard."""
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
-        whole = config.layers[layer].attention
+        whole = config.attentions[layer]
         spec = whole if shard.is_whole else shard.attention(whole)
         name = f"{LAYERS}{layer}.self_attn"
         sinks_stored = StoredRows({name: whole.num_heads})
@@ -43,11 +44,12 @@ class Attention(Loadable):
         self.kernels = kernels
         self.head_dim = shape.key_dim
         # Layers that agree in these share the plan of a step.
-        self.plan_key = spec.window, config.kv_shapes.index(whole.kv)
+        self.plan_key = spec.window, [*config.kv_shapes.values()].index(whole.kv)
         self.rope = config.ropes.index((spec.rope, self.head_dim))  # whose angles it takes
         q_size = spec.num_heads * self.head_dim
         kv_size = shape.num_kv_heads * self.head_dim
         self.split_sizes = [q_size, kv_size, kv_size] if spec.has_kv else [q_size]
+        self.num_gates = spec.num_heads if spec.gate else 0  # heads before those of the query
         # Not None where dimensions of a head are rotated in other pairs than by the kernels.
         order = rotated_order(spec.rope, self.head_dim)
         stored = _stored_qkv(config, layer, order)
@@ -95,11 +97,13 @@ class Attention(Loadable):
     def project(
         self, hidden: Tensor, rows: TokenRows, batch: Batch, kv_cache: KVCache
     ) -> Tensor:  # [num_tokens, hidden_size] -> [num_tokens, num_heads, head_dim]
-        """Write K and V of the new tokens into the cache, if the layer has its own. Return the
-        tokens' queries.
+        """Write K and V of the new tokens into the cache, if the layer has its own. Return their queries.
+
+        Where queries have gates, these are as many heads before them.
         """
         angles = rows.angles[self.rope]
-        qkv: Tensor = self.qkv(hidden)
+        made: Tensor = self.qkv(hidden)
+        qkv = made[:, self.num_gates * self.head_dim :] if self.num_gates else made
         options: dict[str, Any] = {}
         if self.query_norm is not None:
             if self.norm_by_head:
@@ -128,6 +132,9 @@ class Attention(Loadable):
         query = self.kernels.rotary_store_kv(qkv, angles.cos, angles.sin, *caches, **options)
         if angles.query_factors is not None:
             self.kernels.scale_rows(query.view(len(query), -1), angles.query_factors.view(-1))
+        if self.num_gates:  # the query is where it was made
+            gates_and_query = made[:, : 2 * self.num_gates * self.head_dim]
+            return gates_and_query.view(-1, 2 * self.num_gates, self.head_dim)
         return query
 
     def _norm_projections(self, qkv: Tensor) -> None:
@@ -163,6 +170,9 @@ class Attention(Loadable):
 
     def attend(self, query: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:
         """Attend to the cache: [num_queries, num_heads, head_dim] -> [num_queries, hidden_size]."""
+        gates = None
+        if self.num_gates:
+            gates, query = torch.split(query, self.num_gates, dim=1)
         key_cache, value_cache, key_scales, value_scales = kv_cache.layer(self.layer)
         table = queries.block_tables[kv_cache.group_of[self.layer]]
         options = AttentionOptions(
@@ -181,8 +191,10 @@ class Attention(Loadable):
         plan = queries.plans.get(key := (*self.plan_key, query.stride(0), table.shape[1]))
         if plan is None:
             plan = queries.plans[key] = self.kernels.plan_attention(*inputs)
-        attended = self.kernels.paged_attention(*inputs, plan)
-        return gather(self.output(gather(attended.flatten(1), self.shard)), self.shard)
+        attended = self.kernels.paged_attention(*inputs, plan).flatten(1)
+        if gates is not None:
+            self.kernels.scale_by_sigmoid(attended, gates.flatten(1))
+        return gather(self.output(gather(attended, self.shard)), self.shard)
 
 
 def _stored_qkv(config: ModelConfig, layer: int, order: Tensor | None) -> StoredRows:
@@ -190,12 +202,14 @@ def _stored_qkv(config: ModelConfig, layer: int, order: Tensor | None) -> Stored
 
     order: that of the dimensions in each head of Q and K. Q Kᵀ is the same in any.
     """
-    spec = config.layers[layer].attention
+    spec = config.attentions[layer]
     name = f"{LAYERS}{layer}.self_attn"
     head_dim = spec.kv.key_dim
     q_size = spec.num_heads * head_dim
     kv_size = spec.kv.num_kv_heads * head_dim
     sizes = {"q": q_size, "k": kv_size, "v": kv_size} if spec.has_kv else {"q": q_size}
+    if spec.gate:
+        sizes["q"] *= 2
     total = sum(sizes.values())
     as_stored = torch.arange(total, device="cpu")
     index = as_stored.clone()
@@ -204,8 +218,13 @@ def _stored_qkv(config: ModelConfig, layer: int, order: Tensor | None) -> Stored
         index[-kv_size:] -= kv_size
     if spec.stored == "by_head":
         index = index.view(spec.num_heads, 3, head_dim).transpose(0, 1).flatten()
+    first = 0
+    if spec.gate:  # stored behind the query of each head, and made before all queries
+        first = q_size
+        halves = index[: 2 * q_size].view(spec.num_heads, 2, head_dim).transpose(0, 1).flip(0)
+        index[: 2 * q_size] = halves.flatten()
     if order is not None:
-        rotated = slice(q_size + kv_size)
+        rotated = slice(first, first + q_size + kv_size)
         index[rotated] = _in_order(index[rotated], order)
     parts = {f"{name}.{part}_proj": size for part, size in sizes.items()}
     if spec.stored != "separate":
@@ -214,12 +233,14 @@ def _stored_qkv(config: ModelConfig, layer: int, order: Tensor | None) -> Stored
 
 
 def _own_rows(whole: AttentionSpec, shard: Shard) -> Iterator[range]:
-    """Yield the rows of Q, K and V that are those of a shard's heads."""
+    """Yield the rows of gates, Q, K and V that are those of a shard's heads."""
     head_dim = whole.kv.key_dim
     heads = shard.kv_heads(whole.kv.num_kv_heads)
     q_heads = shard.share(whole.num_heads)
-    starts = [0, whole.num_heads, whole.num_heads + whole.kv.num_kv_heads]
-    for first, own in zip(starts, (q_heads, heads, heads) if whole.has_kv else (q_heads,), strict=False):
+    counts = [whole.num_heads] * whole.gate + [whole.num_heads, whole.kv.num_kv_heads]
+    starts = [0, *accumulate(counts)]
+    owned = [q_heads] * whole.gate + ([q_heads, heads, heads] if whole.has_kv else [q_heads])
+    for first, own in zip(starts, owned, strict=False):
         yield range((first + own.start) * head_dim, (first + own.stop) * head_dim)
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...architectures.spec import LongContext
-from ...device.transfers import Sent, Upload
+from ...device.transfers import Sent, Upload, arrived
 from ...model.batch import Batch, Queries
 from ..plan import ComputedPart
 
@@ -35,6 +35,7 @@ class _Step:
     is_decode: bool
     sampled_seats: NDArray[np.intp]
     decoding: list[int] | None  # the seats, if the batch may be advanced in place
+    seats: Sent | None = None  # where states are
     decodes: _Decodes | None = None  # what is kept to do so
 
 
@@ -58,10 +59,12 @@ class HostBatches:
         with_rope_lens: bool = False,
         long_context: LongContext | None = None,
         num_kept: int = 1,
+        with_seats: bool = False,
     ) -> None:
         self.block_size = block_size
         self.device = device
         self.num_kept = num_kept
+        self.with_seats = with_seats
         self.with_rope_lens = with_rope_lens
         self.long_context = long_context
         self.last_tokens = np.zeros(max_num_seqs, np.int64)
@@ -102,6 +105,7 @@ class HostBatches:
             queries=queries,
             output_queries=output_queries,
             num_logits=step.num_logits,
+            seats=arrived(step.seats),
             is_decode=step.is_decode,
         )
         if step.decoding is not None:
@@ -191,6 +195,7 @@ class HostBatches:
             num_logits=num_logits,
             is_decode=is_decode,
             sampled_seats=np.array(plan.sampled_seats, np.intp),
+            seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
             decoding=plan.seats if is_decode and plan.is_decode and self.device.type == "cpu" else None,
         )
 

@@ -81,6 +81,7 @@ class _Step(NamedTuple):
     outputs: _Outputs | None
     num_logits: int
     sampled: tuple[Sent, Sent] | None
+    seats: Sent | None  # where states are
     last_tokens: tuple[Sent, Sent] | None  # seats, and the tokens that another process has drawn for them
 
 
@@ -113,10 +114,12 @@ class SeatedBatches:
         max_run: int = 1,
         with_rope_lens: bool = False,
         long_context: LongContext | None = None,
+        with_seats: bool = False,
     ) -> None:
         self._unpack_step = unpack_step
         self.block_size = block_size
         self.with_rope_lens = with_rope_lens
+        self.with_seats = with_seats
         self._num_groups = num_groups
         self.long_context = long_context
         self._split_keys = split_keys
@@ -197,6 +200,7 @@ class SeatedBatches:
             outputs=outputs,
             num_logits=num_logits,
             sampled=sampled,
+            seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
             last_tokens=last_tokens,
         )
 
@@ -219,7 +223,9 @@ class SeatedBatches:
             extremes = outputs.max_seqlen_q, outputs.min_seqlen_q
             tables = tuple(table[num_rows:] for table in out.tables.unbind())
             output_queries = Queries(tables, *lens, *extremes, max_seq_len=step.max_seq_len)
-        return self._batch(columns, queries, output_rows, output_queries, step.num_logits)
+        batch = self._batch(columns, queries, output_rows, output_queries, step.num_logits)
+        batch.seats = arrived(step.seats)
+        return batch
 
     def unpack(self, step: _Step) -> StepTensors:
         """Have the device make the numbers of a step whose upload is sent."""

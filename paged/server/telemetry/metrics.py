@@ -239,10 +239,19 @@ class ServerMetrics(Observer):
         if name != "cache_config_info":
             return self._counts[name].items()
         config = self._config
-        described = (config.kv_cache_dtype, str(config.enable_prefix_caching))
-        share = str(config.gpu_memory_utilization)
+        dtype, share = config.kv_cache_dtype, str(config.gpu_memory_utilization)
         return [
-            ((str(s.block_size), *described, str(engine), share, str(s.num_blocks)), 1)
+            (
+                (
+                    str(s.block_size),
+                    dtype,
+                    str(s.enable_prefix_caching),
+                    str(engine),
+                    share,
+                    str(s.num_blocks),
+                ),
+                1,
+            )
             for engine, s in stats.items()
         ]
 

@@ -44,6 +44,7 @@ def test_nothing_spills_and_everything_fits(compiled, target):
 def test_every_kernel_is_compiled(compiled, target):
     kernels = {row["kernel"] for row in compiled[target]}
     rows = {"norm", "activation", "rotary_store_kv", "scale_and_cap", "scale_rows"}
+    rows |= {"short_conv", "gated_delta", "gated_norm", "scale_by_sigmoid"}
     known = {"prefill", "decode", "plan", "merge", "copy_blocks", "sum_experts"} | rows
     assert kernels == known | SAMPLING | UNPACK | CODED | EXPERTS
 
@@ -170,6 +171,10 @@ LEAST_BLOCKS = {
     "scale_and_cap": (8, 8),  # 4 KB of embeddings, or 8 of logits
     "scale_rows": (8, 8),  # 4 KB
     "copy_blocks": (8, 8),  # 4 KB
+    "short_conv": (8, 8),  # of 256 columns, one token after another
+    "gated_delta": (4, 4),  # 16 KB of a state in registers, one token after another
+    "gated_norm": (8, 8),  # 4 KB
+    "scale_by_sigmoid": (8, 8),  # 4 KB
     "unpack": (8, 8),  # of one sequence each, which waits for its row and then for its entries
     "coded_linear": (1, 1),  # and see test_few_rows_keep_weights_in_flight
     "add_splits": (8, 8),  # 4 KB for each split, out of the L2

@@ -34,6 +34,10 @@ def test_batches_do_not_multiply_binaries(found, target, model):
         "_scale_and_cap_kernel": 2,  # of embeddings and of logits
         "_scale_rows_kernel": 1,
         "_copy_blocks_kernel": 1,
+        "_short_conv_kernel": 2,  # gated and not
+        "_gated_delta_kernel": 1,
+        "_gated_norm_kernel": 1,
+        "_scale_by_sigmoid_kernel": 1,
         "coded_linear_kernel": 2,  # few rows and some
         "add_splits_kernel": 1,
         "_coded_rows_kernel": 1,

@@ -29,6 +29,22 @@ def by_kind(make: Callable[[int], Any], kernel: str = "") -> Any:
     return operate
 
 
+def by_kind_with(make: Callable[[int], Any]) -> Any:
+    """Turn make(kind), which makes f(args, unit, scratch) for one kind, into one for any args.kind."""
+    of_floats, of_halves, of_bfloats = map(make, (FLOAT32, FLOAT16, BFLOAT16))
+
+    @function
+    def operate(args, unit, scratch):
+        if args.kind == FLOAT32:
+            of_floats(args, unit, scratch)
+        elif args.kind == FLOAT16:
+            of_halves(args, unit, scratch)
+        else:
+            of_bfloats(args, unit, scratch)
+
+    return operate
+
+
 @function
 def rows_of_unit(args, unit):
     """Return the range of rows in a unit."""

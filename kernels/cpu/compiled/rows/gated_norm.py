@@ -1,0 +1,46 @@
+"""RMSNorm of each head, times silu of a gate."""
+
+from typing import Any
+
+import numpy as np
+
+from ...formats import ITEM_SIZES
+from ...rows.gated_norm import GATED_NORM
+from ...target import LANES
+from ..kernels import each_unit
+from ..simd.memory import some_of
+from ..simd.vectors import fma, function, multiply, silu, splat, total
+from .row_kernel import by_kind, rows_of_unit
+
+
+@by_kind
+def _gated_norm_row(kind: int) -> Any:
+    size_of = ITEM_SIZES[kind]
+    (load, store) = some_of(kind)
+
+    @function
+    def gated_norm_row(args, row):
+        size = args.size
+        x = args.x + row * size * size_of
+        out = args.out + row * size * size_of
+        head = row % args.num_heads
+        gate = args.gate + row // args.num_heads * args.gate_stride + head * size * size_of
+        squares = splat(np.float32(0.0))
+        for i in range(0, size, LANES):
+            number = load(x + i * size_of, size - i)
+            squares = fma(number, number, squares)
+        mean = total(squares) / np.float32(size) + np.float32(args.eps)
+        scale = splat(np.float32(1.0) / np.sqrt(mean))
+        for i in range(0, size, LANES):
+            at = i * size_of
+            left = size - i
+            normed = multiply(multiply(load(x + at, left), scale), load(args.weight + at, left))
+            store(out + at, multiply(normed, silu(load(gate + at, left))), left)
+
+    return gated_norm_row
+
+
+@each_unit(GATED_NORM)
+def _gated_norm_unit(args, unit):
+    for row in rows_of_unit(args, unit):
+        _gated_norm_row(args, row)

@@ -1,0 +1,99 @@
+"""Convolutions along time. A unit is some columns of all sequences.
+
+The last inputs of a sequence are in a ring of rows of float32: where input t lies does not depend on how the
+tokens are divided among steps.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ...formats import ITEM_SIZES
+from ...states.short_conv import COLUMNS, RING, SHORT_CONV
+from ...target import LANES
+from ..kernels import each_unit
+from ..rows.row_kernel import by_kind_with
+from ..simd.memory import get_int, load, load_up_to, some_of, store
+from ..simd.vectors import fma, function, multiply, silu, splat
+
+_ROW_BYTES = 4 * COLUMNS
+
+
+@by_kind_with
+def _convolve(kind: int) -> Any:
+    size_of = ITEM_SIZES[kind]
+    (load_some, store_some) = some_of(kind)
+
+    @function
+    def read_state(args, ring, state, first, count, is_new):
+        """Put the inputs before token 0 of this step into the ring; the first of them is that of row 1."""
+        for j in range(args.width - 1):
+            row = ring + ((j + 1) & (RING - 1)) * _ROW_BYTES
+            at = state + (j * args.size + first) * size_of
+            for c in range(0, count, LANES):
+                if is_new:
+                    store(row + 4 * c, splat(np.float32(0.0)))
+                else:
+                    store(row + 4 * c, load_some(at + c * size_of, count - c))
+
+    @function
+    def write_state(args, ring, state, first, count, newest):
+        """Keep the last inputs. newest: the row of the ring with the last one."""
+        for j in range(args.width - 1):
+            row = ring + ((newest - (args.width - 2) + j) & (RING - 1)) * _ROW_BYTES
+            at = state + (j * args.size + first) * size_of
+            for c in range(0, count, LANES):
+                store_some(at + c * size_of, load(row + 4 * c), count - c)
+
+    @function
+    def convolve_token(args, ring, token, place, first, count):
+        """Compute the output of a token, whose input belongs into row `place` of the ring."""
+        x = args.x + token * args.x_stride + first * size_of
+        part = args.size * size_of
+        out = args.out + (token * args.size + first) * size_of
+        newest = ring + (place & (RING - 1)) * _ROW_BYTES
+        for c in range(0, count, LANES):
+            at = c * size_of
+            left = count - c
+            number = load_some(x + at, left)
+            if args.gated:
+                # Rounded as the state is, which may hold it: through the output's place.
+                store_some(out + at, multiply(number, load_some(x + 2 * part + at, left)), left)
+                number = load_some(out + at, left)
+            store(newest + 4 * c, number)
+            total = splat(np.float32(0.0))
+            if args.bias:
+                total = load_up_to(args.bias + 4 * (first + c), left, np.float32(0.0))
+            for j in range(args.width):
+                row = ring + ((place - (args.width - 1) + j) & (RING - 1)) * _ROW_BYTES
+                own = load_up_to(args.weight + 4 * (j * args.size + first + c), left, np.float32(0.0))
+                total = fma(load(row + 4 * c), own, total)
+            total = multiply(total, load_some(x + part + at, left)) if args.gated else silu(total)
+            store_some(out + at, total, left)
+
+    @function
+    def convolve(args, unit, ring):
+        first = unit * COLUMNS
+        count = min(COLUMNS, args.size - first)
+        sequence = 0
+        start = np.int64(0)
+        while start < args.num_tokens:
+            end = np.int64(get_int(args.cu_seqlens_q + 4 * (sequence + 1)))
+            if end > start:
+                slot = np.int64(get_int(args.slots + 4 * sequence))
+                state = args.states + slot * args.state_stride
+                is_new = np.int64(get_int(args.seq_lens + 4 * sequence)) == end - start
+                read_state(args, ring, state, first, count, is_new)
+                # The inputs before are in rows 1 to width - 1.
+                for token in range(start, end):
+                    convolve_token(args, ring, token, args.width + token - start, first, count)
+                write_state(args, ring, state, first, count, args.width + end - start - 1)
+            start = end
+            sequence += 1
+
+    return convolve
+
+
+@each_unit(SHORT_CONV)
+def _short_conv_unit(args, unit, scratch):
+    _convolve(args, unit, scratch)

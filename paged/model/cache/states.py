@@ -1,0 +1,136 @@
+"""StateCache: the states of layers that keep one of fixed size for each sequence, by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...architectures.config import ModelConfig
+from ...architectures.states import StateSpec
+from ...kernels.backend import Kernels
+from ..part import ModelPart
+
+Move = tuple[int, int]  # from, to: slots
+
+
+class LayerStates(NamedTuple):
+    """The states of one layer."""
+
+    last_inputs: Tensor  # [num_slots, width - 1, columns], of the convolution, in the dtype of activations
+    matrices: Tensor | None  # f32[num_slots, num_heads, key_dim, value_dim]; None: the layer has none
+
+
+class Run(NamedTuple):
+    """Moves that may be made at once: no slot is both read and written, or written twice.
+
+    first, end: which of the moves.
+    """
+
+    first: int
+    end: int
+    from_host: bool
+    to_host: bool
+
+
+class StateCache:
+    """The states of sequences, by slot and layer. Memory is not initialised: a sequence begins with zeros.
+
+    The first slots are seats; those behind them are in host memory.
+
+    tensors: "last_inputs" and, where layers have them, "matrices": [num_layers, num_slots, numbers].
+    host: the same tensors for slots in host memory.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        part: ModelPart,
+        num_slots: int,
+        num_host_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_slots = num_slots
+        specs = states_of(config, part)
+        assert len(set(specs.values())) == 1, "all layers of a model keep states of one shape"
+        spec = next(iter(specs.values()))
+        shapes = {"last_inputs": (spec.last_inputs, dtype), "matrices": (spec.matrices, torch.float32)}
+        pinned = device.type == "cuda" and num_host_slots > 0
+        self.tensors = dict[str, Tensor]()
+        self.host = dict[str, Tensor]()
+        for name, (shape, kind) in shapes.items():
+            if size := torch.Size(shape).numel():
+                own = len(specs), num_slots, size
+                self.tensors[name] = torch.empty(own, dtype=kind, device=device)
+                held = len(specs), num_host_slots, size
+                self.host[name] = torch.empty(held, dtype=kind, pin_memory=pinned)
+        self._layers = {}
+        for number, layer in enumerate(specs):
+            views = {
+                name: self.tensors[name][number].view(num_slots, *shape)
+                for name, (shape, _) in shapes.items()
+                if name in self.tensors
+            }
+            self._layers[layer] = LayerStates(views["last_inputs"], views.get("matrices"))
+
+    def layer(self, index: int) -> LayerStates:
+        """Return one layer's states."""
+        return self._layers[index]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all slots on the device."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def divide(self, moves: Sequence[Move]) -> tuple[list[Move], list[Run]]:
+        """Return the moves with slots in host memory counted from 0, and the runs of those made at once."""
+        most = self.num_slots
+        counted = [(source % most, target % most) for source, target in moves]
+        return counted, runs_of(moves, most)
+
+    def move(
+        self,
+        pairs: Tensor,  # i64[num_moves, 2], (from, to) as `divide` returns them, on the device
+        runs: Sequence[Run],
+        kernels: Kernels,
+    ) -> None:
+        """Make moves, in their order."""
+        for first, end, from_host, to_host in runs:
+            for name, tensor in self.tensors.items():
+                source = self.host[name] if from_host else tensor
+                target = None
+                if from_host != to_host:
+                    target = _planes(self.host[name] if to_host else tensor)
+                kernels.copy_blocks(_planes(source), pairs[first:end], target)
+
+
+def states_of(config: ModelConfig, part: ModelPart | None) -> dict[int, StateSpec]:
+    """Return the states that a part of a model keeps, by layer; None: the whole model."""
+    if part is None:
+        return config.states
+    return {layer: part.shard.state(spec) for layer, spec in config.states.items() if layer in part.layers}
+
+
+def runs_of(moves: Sequence[Move], num_slots: int) -> list[Run]:
+    """Divide moves into runs, in their order. num_slots: those on the device."""
+    runs: list[Run] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for number, (source, target) in enumerate(moves):
+        sides = source >= num_slots, target >= num_slots
+        fits = target not in read | written and source not in written
+        if not (runs and fits and runs[-1][2:] == sides):
+            runs.append(Run(number, number, *sides))
+            read, written = set(), set()
+        runs[-1] = runs[-1]._replace(end=number + 1)
+        read.add(source)
+        written.add(target)
+    return runs
+
+
+def _planes(tensor: Tensor) -> Tensor:
+    """View [num_layers, num_slots, size] as `copy_blocks` takes it, with five dimensions."""
+    return tensor[..., None, None]

@@ -1,0 +1,208 @@
+"""Layers that keep a state in place of K and V: the gated delta rule, and short convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ...architectures.config import LAYERS, ModelConfig
+from ...architectures.states import StateSpec
+from ...checkpoints.stored import StoredRows, ValueCheck, float_layout
+from ...kernels.backend import Kernels
+from ..batch import Batch, Queries
+from ..cache.kv_cache import KVCache
+from ..cache.states import LayerStates
+from ..exchanges import gather
+from ..part import Shard
+from ..weights.loading import Loadable, Loader
+from .linear import Linear
+from .norms import RMSNorm
+from .rotary import TokenRows
+
+
+def new_state_layer(config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> StateLayer:
+    """Make the part of a layer that has a state, in which tokens see each other."""
+    kind = config.states[layer].kind
+    return (GatedDelta if kind == "delta" else ShortConv)(config, layer, kernels, shard)
+
+
+class StateLayer(nn.Module):
+    """What a decoder layer has in place of attention, with its two steps.
+
+    `project` computes all up to the last product and brings the states of the sequences forward; `attend` is
+    that product, which only some tokens may need.
+    """
+
+    output: Linear
+
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
+        super().__init__()
+        self.layer = layer
+        self.kernels = kernels
+        self.shard = shard
+        self.spec = shard.state(config.states[layer])
+
+    def project(
+        self,
+        hidden: Tensor,
+        rows: TokenRows,  # noqa: ARG002
+        batch: Batch,
+        kv_cache: KVCache,
+    ) -> Tensor:  # [num_tokens, hidden_size] -> [num_tokens, num_heads, value_dim]
+        """Bring the states forward by the new tokens. Return what they give."""
+        assert kv_cache.states is not None, "a model with states has a cache of them"
+        assert batch.seats is not None, "the batch of such a model says where they are"
+        return self.advance(hidden, kv_cache.states.layer(self.layer), batch.seats, batch.queries)
+
+    def advance(self, hidden: Tensor, states: LayerStates, seats: Tensor, queries: Queries) -> Tensor:
+        """Do what `project` does with the states of this layer."""
+        raise NotImplementedError
+
+    def attend(self, query: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:  # noqa: ARG002
+        """Apply the last product: [n, num_heads, value_dim] -> [n, hidden_size]."""
+        return gather(self.output(gather(query.flatten(1), self.shard)), self.shard)
+
+    def _new_output(self, config: ModelConfig, name: str, num_inputs: int, *, bias: bool) -> Linear:
+        stored = StoredRows({name: config.hidden_size})
+        if not self.shard.is_whole:
+            stored = stored.take(self.shard.share(config.hidden_size))
+        return Linear(num_inputs, stored, bias=bias)
+
+
+class GatedDelta(StateLayer):
+    """The gated delta rule (Yang et al. 2024) behind a short convolution, as in Qwen3-Next and Qwen3.5."""
+
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
+        super().__init__(config, layer, kernels, shard)
+        whole = config.states[layer]
+        name = f"{LAYERS}{layer}.linear_attn"
+        stored = _stored_inputs(whole, name)
+        conv = StoredRows({f"{name}.conv1d": whole.columns})
+        gates = StoredRows({name: whole.num_heads})
+        if not shard.is_whole:
+            own = [*_own_columns(whole, shard)]
+            heads = shard.share(whole.num_heads)
+            values = _of_heads(heads, whole.value_dim, whole.columns)
+            first = whole.columns + whole.num_heads * whole.value_dim
+            others = [_of_heads(heads, 1, first + i * whole.num_heads) for i in range(2)]
+            stored = stored.take(*own, values, *others)
+            conv = conv.take(*own)
+            gates = gates.take(heads)
+        # int4 keeps the gates in int8: there are few.
+        num_gates = 2 * self.spec.num_heads
+        self.inputs = Linear(config.hidden_size, stored, bias=False, num_precise=num_gates)
+        self.conv = ConvWeight(conv, whole.width, bias=False)
+        self.decay = Decay(gates)
+        self.norm = RMSNorm(whole.value_dim, config.norm.eps, kernels, f"{name}.norm")
+        num_values = whole.num_heads * whole.value_dim
+        self.output = self._new_output(config, f"{name}.out_proj", num_values, bias=False)
+
+    def advance(self, hidden: Tensor, states: LayerStates, seats: Tensor, queries: Queries) -> Tensor:
+        spec = self.spec
+        kernels = self.kernels
+        sequences = seats, queries.seq_lens, queries.cu_seqlens_q
+        made: Tensor = self.inputs(hidden)
+        sizes = [spec.columns, spec.num_heads * spec.value_dim, 2 * spec.num_heads]
+        qkv, gate, gates = torch.split(made, sizes, dim=1)
+        qkv = kernels.short_conv(
+            qkv, self.conv.weight, self.conv.bias, states.last_inputs, *sequences, gated=False
+        )
+        assert states.matrices is not None, "the delta rule keeps matrices"
+        decay = self.decay
+        out = kernels.gated_delta(qkv, gates, decay.rates, decay.dt_bias, states.matrices, *sequences)
+        normed = kernels.gated_norm(out, self.norm.weight, gate, self.norm.eps)
+        return normed.view(out.shape)
+
+
+class ShortConv(StateLayer):
+    """The gated short convolution of LFM2: out(C * conv(B * x))."""
+
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
+        super().__init__(config, layer, kernels, shard)
+        whole = config.states[layer]
+        name = f"{LAYERS}{layer}.conv"
+        stored = StoredRows({f"{name}.in_proj": 3 * whole.columns})
+        conv = StoredRows({f"{name}.conv": whole.columns})
+        if not shard.is_whole:
+            own = shard.share(whole.columns)
+            stored = stored.take(
+                *(range(i * whole.columns + own.start, i * whole.columns + own.stop) for i in range(3))
+            )
+            conv = conv.take(own)
+        self.inputs = Linear(config.hidden_size, stored, bias=whole.bias)
+        self.conv = ConvWeight(conv, whole.width, bias=whole.bias)
+        self.output = self._new_output(config, f"{name}.out_proj", whole.columns, bias=whole.bias)
+
+    def advance(self, hidden: Tensor, states: LayerStates, seats: Tensor, queries: Queries) -> Tensor:
+        sequences = seats, queries.seq_lens, queries.cu_seqlens_q
+        out = self.kernels.short_conv(
+            self.inputs(hidden), self.conv.weight, self.conv.bias, states.last_inputs, *sequences, gated=True
+        )
+        return out[:, None]
+
+
+class ConvWeight(Loadable):
+    """The weights of a convolution of each column by itself, f32[width, columns]."""
+
+    def __init__(self, stored: StoredRows, width: int, *, bias: bool) -> None:
+        super().__init__(stored)
+        numbers = torch.empty(stored.num_rows, 1, width, dtype=torch.float32)
+        self.weight = nn.Parameter(numbers, requires_grad=False)
+        own = torch.empty(stored.num_rows, dtype=torch.float32)
+        self.bias = nn.Parameter(own, requires_grad=False) if bias else None
+
+    def load(self, loader: Loader) -> None:
+        super().load(loader)
+        by_row = self.weight.squeeze(1).t().contiguous()
+        self.weight = nn.Parameter(by_row, requires_grad=False)
+
+
+class Decay(Loadable):
+    """How fast the states of heads decay: by e^(rate softplus(a + dt_bias)), where rate is -e^A_log."""
+
+    rates: Tensor
+
+    def __init__(self, stored: StoredRows) -> None:
+        super().__init__(stored)
+        numbers = torch.empty(stored.num_rows, dtype=torch.float32)
+        self.A_log = nn.Parameter(numbers, requires_grad=False)
+        self.dt_bias = nn.Parameter(numbers.clone(), requires_grad=False)
+
+    def load(self, loader: Loader) -> None:
+        check = ValueCheck(lambda x: ~x.float().exp().isfinite(), "have a finite power of e, as a decay's")
+        layout = float_layout(self.A_log)._replace(check=check)
+        self.rates = -loader.read(self.stored, "A_log", layout).exp()
+        self.dt_bias = loader.parameter(self.stored, "dt_bias", self.dt_bias)
+        del self.A_log
+
+
+def _stored_inputs(spec: StateSpec, name: str) -> StoredRows:
+    """Return the stored rows of Q, K and V, of the output's gate, and of the gates b and a, in this order."""
+    num_values = spec.num_heads * spec.value_dim
+    if spec.stored == "by_part":
+        sizes = {"qkv": spec.columns, "z": num_values, "b": spec.num_heads, "a": spec.num_heads}
+        return StoredRows({f"{name}.in_proj_{part}": size for part, size in sizes.items()})
+    parts = {f"{name}.in_proj_qkvz": spec.columns + num_values, f"{name}.in_proj_ba": 2 * spec.num_heads}
+    shares = spec.num_heads // spec.num_key_heads  # value heads of a key head
+    own = shares * spec.value_dim
+    rows = torch.arange(spec.columns + num_values, device="cpu").view(spec.num_key_heads, -1)
+    gates = torch.arange(2 * spec.num_heads, device="cpu").view(spec.num_key_heads, -1) + rows.numel()
+    columns = torch.split(rows, [spec.key_dim, spec.key_dim, own, own], dim=1)
+    index = torch.cat([part.flatten() for part in (*columns, *torch.split(gates, shares, dim=1))])
+    return StoredRows(parts, index)
+
+
+def _own_columns(whole: StateSpec, shard: Shard) -> Iterable[range]:
+    """Yield the columns of Q, K and V that are those of a shard's heads."""
+    key_heads = shard.kv_heads(whole.num_key_heads)
+    num_keys = whole.num_key_heads * whole.key_dim
+    yield _of_heads(key_heads, whole.key_dim, 0)
+    yield _of_heads(key_heads, whole.key_dim, num_keys)
+    yield _of_heads(shard.share(whole.num_heads), whole.value_dim, 2 * num_keys)
+
+
+def _of_heads(heads: range, size: int, first: int) -> range:
+    """Return the rows of heads of a size, from those of the first one on."""
+    return range(first + heads.start * size, first + heads.stop * size)
