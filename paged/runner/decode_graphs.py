@@ -327,7 +327,7 @@ def new_decode_graphs(
     elif not isinstance(batches, SeatedBatches) or of_seats is None:
         obstacle = f"attention_backend {model.kernels.name!r} makes batches on the host"
     elif not captured:
-        obstacle = f"none of cudagraph_capture_sizes is within max_num_seqs {config.max_num_seqs}"
+        obstacle = f"none of cudagraph_capture_sizes is within max_num_seqs {config.num_seats}"
     if obstacle is not None or not isinstance(batches, SeatedBatches) or of_seats is None:
         logger.warning("there are no CUDA graphs, because %s: decodes of few requests take longer", obstacle)
         return None
