@@ -79,7 +79,10 @@ def compile_ahead(progress: Any = None) -> None:
 
 
 def compile_for(needs: Needs, progress: Any = None) -> Callable[[], None]:
-    """Begin to compile what an engine reaches, see `variants`. The result waits until it is there."""
+    """Begin to compile the kernels that an engine needs (see `variants`).
+
+    Return a function that waits until they are compiled.
+    """
     names, kinds = kernels_for(needs)
     for name, own in kinds.items():
         announced[name] = announced.get(name, frozenset()) | own
@@ -93,7 +96,7 @@ def compile_for(needs: Needs, progress: Any = None) -> Callable[[], None]:
 
 
 def most_decode_q(head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:  # noqa: ARG001
-    """Return 1: no sequence of more tokens is split."""
+    """Return 1: the context is split only for sequences of one new token."""
     return 1
 
 

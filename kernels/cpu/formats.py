@@ -117,7 +117,7 @@ GROUP_BYTES = 4 * VECTOR_BYTES
 E4M3_UNIT = 2.0**-8
 LEAST_GROUP = 16  # inputs
 MOST_GROUP = 128  # a larger one is read as several that have the same factors
-NONE = -1  # in place of the kind of what a weight does not have
+NONE = -1  # the kind of a factor that a weight does not have
 
 
 class FactorHead(NamedTuple):
@@ -152,7 +152,10 @@ def head_of(
     offset_unit: int = NONE,
     low_unit: int = NONE,
 ) -> FactorHead:
-    """Make the header of factors of these kinds. `group_of` must accept the group size."""
+    """Make the header for a weight's quantisation factors; each kind is a number format, or NONE.
+
+    `group_of(stored_group)` must be at least LEAST_GROUP.
+    """
     group_bytes = PANEL * sum(ITEM_SIZES[kind] for kind in (scale, zero, offset) if kind != NONE)
     unit_bytes = PANEL * sum(ITEM_SIZES[kind] for kind in (scale_unit, offset_unit, low_unit) if kind != NONE)
     units_at = in_features // stored_group * group_bytes

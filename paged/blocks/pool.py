@@ -38,8 +38,8 @@ class BlockPool:
     - deferred: freed while a step in flight may still read it; free or cached when that step ends.
 
     A full block is indexed when it is scheduled: within a step all K and V of a layer are stored before any
-    is read. An indexed block has a serial number, and records that of its predecessor: the chain of serials
-    makes a hit exact even if digests collide.
+    is read. An indexed block has a serial number, and records its predecessor's: the chain of serials makes
+    a hit exact even if digests collide.
 
     Every operation is O(1) per block. A cached block of 16 tokens takes less than 200 bytes.
     """
@@ -236,7 +236,9 @@ class BlockPool:
         namespace: bytes = b"",
         group: int = 0,
     ) -> BlockId:
-        """Do what `cache` does, given the digest and the tokens (as i32)."""
+        """Do what `cache` does, with the block's digest, tokens (the bytes of int32) and namespace given
+        instead of a chain.
+        """
         digest = self._in_group(digest, group)
         size = 4 * self.block_size
         known = self._index.get(digest)
@@ -278,7 +280,7 @@ class BlockPool:
         return sorted(known, key=lambda entry: self._serials[entry[0]])
 
     def tokens(self, block: BlockId) -> bytes:
-        """Return the tokens of an indexed block, as i32."""
+        """Return the tokens of an indexed block, as the bytes of int32."""
         size = 4 * self.block_size
         return bytes(self._tokens[block * size : (block + 1) * size])
 

@@ -76,7 +76,7 @@ class TextMachine(ABC):
         """Read all of the text."""
 
     def hold(self) -> None:
-        """Keep the text from here on."""
+        """Keep the text from here on, so that `go_back` can return to this place."""
         self.held = self.at
 
     def go_back(self) -> None:
@@ -244,7 +244,10 @@ class CallMachine(TextMachine):
         return scanner.done
 
     def value(self, most: int | None = None) -> Generator[None, None, str]:
-        """Read a JSON value of `most` characters. Return its text; "" if there is none."""
+        """Read a JSON value of at most `most` characters (None: any length).
+
+        Return its text; "" if there is none, or it is longer.
+        """
         scanner = JsonScanner()
         pieces = list[str]()
         length = 0

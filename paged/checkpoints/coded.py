@@ -90,7 +90,9 @@ class CodedWeight:
         return torch.tensor(self.table, dtype=torch.float32, device=self.stored.device)[self.codes.int()]
 
     def floats(self) -> Tensor:
-        """Return the weight in float32, with its columns in the order of the inputs of x."""
+        """Return the weight decoded to float32, its columns in the order of the input features (any
+        reordering by `order` is undone).
+        """
         numbers = self.numbers().view(len(self.stored), -1, self.group)
         scale, zero, offset = self.factors.scales(), self.factors.zero, self.factors.offsets()
         if zero is not None:
@@ -116,7 +118,7 @@ def _with_unit(x: Tensor, unit: Tensor | None) -> Tensor:
 
 
 def _by_group(unit: Tensor, groups: Tensor) -> Tensor:
-    """Return units in float32, each as often as it has groups."""
+    """Return units in float32, each repeated once per group that it covers."""
     return unit.float().repeat_interleave(groups.shape[1] // unit.shape[1], dim=1)
 
 
@@ -124,11 +126,11 @@ def _by_group(unit: Tensor, groups: Tensor) -> Tensor:
 class WholeWeight:
     """The whole weight, of which this process may hold only a shard.
 
-    Some choices depend on all numbers of the weight. Each process reads the rest and decides alone, so that a
-    replaced process can load while the others compute.
+    Some choices depend on all numbers of the weight. Each process reads the other shards and decides alone,
+    so that a process that replaces another can load while the rest compute.
 
     num_shards: how many shards the weight is divided into.
-    read: reads the whole weight; None if this process holds all of it, or if the rest is known to be alike.
+    read: reads the whole weight; None if this process holds all of it, or other shards are known to be alike.
     """
 
     num_shards: int = 1

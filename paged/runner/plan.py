@@ -39,9 +39,9 @@ class ComputedPart:
     Its rows are sequences. Plain decodes come first. Behind them come decodes with drafts, each of which
     draws a token after each of its tokens.
 
-    A seat's last token and block tables are not sent again: a decode whose block tables have not grown
-    consists of its seat, its start, and 1. If the computing process does not draw the tokens itself, the last
-    token is sent, too.
+    The processes keep each seat's last token and block tables, so these are not sent again: for a decode
+    whose block tables have not grown, only its seat, its start and its count (1) are sent. If a process does
+    not draw the tokens itself, the last token is sent, too.
 
     swap_out, swap_in, copies, state_moves: see `Schedule`.
     starts, counts: how many tokens of each row are computed before the step, and in it.
@@ -50,7 +50,7 @@ class ComputedPart:
         are given for each layer group.
     sampled, sampled_seats: for each drawn token, the row whose last token it follows, and the seat that gets
         it. Rows with drafts occur once for each of their tokens.
-    asked: the rows that reports on prompts ask for.
+    asked: the prompt positions for which a report is wanted in this step; see `AskedRows`.
     last_tokens: the last tokens of decodes without drafts; empty if the seats have them.
     """
 
@@ -79,11 +79,13 @@ class ComputedPart:
 
     @property
     def absent_seats(self) -> list[int]:
-        """The seats that change although they are not in the step."""
+        """The changed seats that are not in the step."""
         return [change.seat for change in self.changes if change.row >= len(self.seats)]
 
     def repeats(self, seats: Sequence[int]) -> bool:
-        """Return whether these seats decode once more, and at most their block tables grow."""
+        """Return whether the step is another decode of exactly these seats, in which nothing has changed but,
+        at most, block tables that have grown.
+        """
         if not self.is_decode or self.seats != seats:
             return False
         return not self.changes or all(change.last_token == IN_SEAT for change in self.changes)
@@ -149,10 +151,9 @@ class ComputedPart:
 
 
 class NewTokens(NamedTuple):
-    """The tokens of a seat from a position on. The sampler needs them, as its edits of the logits depend on
-    them.
+    """The tokens of a seat from position `start` on, for a sampler that edits logits by earlier tokens.
 
-    drafts: the drafts that the step computes behind them.
+    drafts: the drafts that the step computes behind these tokens.
     """
 
     seat: int
@@ -166,7 +167,7 @@ class SampledPart:
     """The part of a plan for the process with the sampler: how rows are sampled and reported.
 
     new_tokens: the new tokens of the sampled seats whose requests edit their logits.
-    reports: for each of the computed part's `asked` rows.
+    reports: how each entry of the computed part's `asked` is reported.
     """
 
     new_tokens: list[NewTokens] = field(default_factory=list)
@@ -241,7 +242,7 @@ class Planner:
         self._editing = dict[int, int]()
 
     def plan(self, schedule: Schedule) -> StepPlan:
-        """Make the plan of a schedule, whose blocks are allocated. What it holds is not changed later."""
+        """Make the plan of a schedule whose blocks are allocated. A plan's lists are not changed later."""
         asked = schedule.asked_rows()
         computed = ComputedPart(
             swap_out=schedule.swap_out,
@@ -283,7 +284,7 @@ class Planner:
         return StepPlan(computed, sampled)
 
     def _add_grown_tables(self, schedule: Schedule, part: ComputedPart) -> None:
-        """Add the new entries of the block tables that have grown. Others are sent with their tokens."""
+        """Add the new entries of grown block tables, except of requests whose tokens are sent as well."""
         sent = {*schedule.newcomers, *schedule.corrected}
         for row in schedule.grown:
             request = schedule.requests[row]
@@ -293,7 +294,7 @@ class Planner:
     def _add_newcomers_and_prompts(self, schedule: Schedule, part: ComputedPart) -> None:
         """Add the tokens and entries of newcomers and of rows that compute a prompt, in the order of rows.
 
-        Those that are not in the step come last.
+        Newcomers and corrected requests that are not in the step come last.
         """
         requests = schedule.requests
         newcomers = {*schedule.newcomers}
@@ -317,9 +318,9 @@ class Planner:
             _add_change(part, row, request, 0, 0, request.token_ids[-1])
 
     def _new_tokens(self, schedule: Schedule) -> list[NewTokens]:
-        """Return the tokens that the step computes of sampled requests that edit their logits.
+        """Return the tokens that this step computes, for each sampled request that edits its logits.
 
-        The sampler knows those before, and all of a newcomer. Pending tokens are told once they are known.
+        The sampler has the tokens before, and all tokens of a newcomer. Pending tokens follow once known.
         """
         rows = zip(schedule.sampled_requests, schedule.sampled, schedule.sampled_seats, strict=True)
         starts = schedule.num_computed_tokens

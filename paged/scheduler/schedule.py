@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 class AskedRows(NamedTuple):
-    """The prompt positions [start, end) of requests[row] that a step computes and its report asks for.
+    """The positions [start, end) of the prompt of requests[row] that this step computes and that the
+    request's report needs.
 
     offset: the place of the first position among the step's new tokens.
-    is_scored: whether their logits are computed; otherwise their hidden states are summed.
+    is_scored: whether the positions' logits are computed; otherwise their hidden states are summed.
     """
 
     row: int
@@ -29,14 +30,14 @@ class AskedRows(NamedTuple):
 
 
 class RowError(NamedTuple):
-    """Why a row has no token, and the kind of that error."""
+    """Why a row has no token: a message, and the kind of the error."""
 
     message: str
     kind: ErrorKind
 
 
 class ReportParams(NamedTuple):
-    """How the rows that a report asks for are reported.
+    """How the positions of one `AskedRows` are reported.
 
     num_top: see `PromptReport`.
     next_tokens: the prompt's token after each position; none if hidden states are summed.
@@ -47,9 +48,9 @@ class ReportParams(NamedTuple):
 
 
 class ReportedRows(NamedTuple):
-    """What a step has found for the report of requests[row], up to position `end`.
+    """A step's results for the report of requests[row], up to position `end`.
 
-    found: the log-probabilities of each position, or the sum of their hidden states, a tensor.
+    found: the log-probabilities of each position, or a tensor: the sum of the positions' hidden states.
     """
 
     row: int
@@ -64,18 +65,19 @@ NOT_FINITE = RowError("the model's logits are not finite", "engine")
 class Schedule:
     """What one step does: copy blocks, then compute num_new_tokens[i] of requests[i].
 
-    Copies go in this order: out to host memory, in from there, then from block to block. Each list may be
-    done at once: no block is read and written within one.
+    Copies go in this order: out to host memory, in from host memory, then from block to block. The copies of
+    one list may be done at once: none reads a block that another writes.
 
-    The first num_decode_tokens requests compute their last token and sample the next one. So do those behind
-    them, and each also computes a run of `drafts`, guesses of its next tokens: it samples after each token.
+    The first num_decode_tokens requests compute their last token and sample the next one. So do the next
+    len(drafts) requests, and each also computes a run of `drafts`, guesses of its next tokens: it samples
+    after each token.
 
     num_computed_tokens, seats: the computed tokens and the seat of each request when the step begins.
     scheduled_time: when the step was scheduled, on the scheduler's clock.
     newcomers: the requests that have taken their seats or were changed since the last step; some may not be
         in this one.
-    corrected: the requests whose last token differs from the one that the device keeps for their seats,
-        because the last step sampled drafts.
+    corrected: the requests whose last token differs from the device's last token of their seats, because
+        the last step sampled drafts.
     vacated: the seats that requests have left since the last step; newcomers may have taken them.
     """
 
@@ -120,7 +122,7 @@ class Schedule:
         return self.num_decode_tokens + len(self.drafts) < len(self.requests)
 
     def sample_decodes(self, starts: list[int]) -> None:
-        """Compute one token of each request so far, at these places, and draw the next one of each."""
+        """Compute one token of each request so far, from position starts[i], and draw its next token."""
         requests = self.requests
         num = self.num_tokens = self.num_decode_tokens = len(requests)
         self.num_new_tokens = [1] * num
@@ -145,7 +147,7 @@ class Schedule:
         self.sampled_seats.append(request.seat)
 
     def add_drafts(self, drafts: Mapping[int, list[int]]) -> None:
-        """Let decodes, by their rows, compute drafts too: they move behind the other decodes."""
+        """Let the decodes of these rows compute drafts too. Move these decodes behind the other ones."""
         num = self.num_decode_tokens
         plain = [row for row in range(num) if row not in drafts]
         order = [*plain, *drafts]
@@ -162,7 +164,7 @@ class Schedule:
         self.grown = [place[row] for row in self.grown if row in place]
 
     def asked_rows(self) -> list[AskedRows]:
-        """Return the rows that prompt reports ask for. The reports of decodes are complete."""
+        """Return the prompt positions that reports need from this step. Reports of decodes are complete."""
         asked = []
         offset = self.num_decode_tokens
         for i in range(self.num_decode_tokens, len(self.requests)):
@@ -231,7 +233,7 @@ class StepOutput:
     def record_logprobs(self, schedule: Schedule) -> int:
         """Add log-probabilities to their requests, before the tokens are appended. Return how many.
 
-        Those of a request that ended in flight are dropped, as its token will be.
+        The log-probabilities of a request that ended in flight are dropped, as its token will be.
         """
         num_candidates = 0
         for row, logprobs in ({row: [one] for row, one in self.logprobs.items()} | self.run_logprobs).items():

@@ -33,15 +33,15 @@ class EngineStats:
 
     num_prompt_tokens: the prompt tokens of the requests that ran so far, including num_cached_tokens.
     num_queried_tokens: the same, or 0 if there is no prefix cache.
-    num_prefill_tokens, num_decode_tokens: computed so far, including those computed again after a preemption.
+    num_prefill_tokens, num_decode_tokens: computed so far; tokens recomputed after a preemption count again.
     num_generated_tokens: drawn so far.
     step_seconds, step_tokens: histograms over all steps, with the bounds SECONDS_OF_STEP and TOKENS_OF_STEP.
     num_restarts: how often the process of the engine was replaced.
-    num_resumed: requests that went on after the process that had them had ended.
-    exchange_seconds: that steps waited for other processes of the model.
-    num_graphs, graph_bytes, graph_seconds: CUDA graphs, and what those of the start took.
-    weight_bytes: that the weights take in their files, by what their format is called.
-    num_parameters: the weights of the model; num_active_parameters: those that a token is multiplied by.
+    num_resumed: requests that another process continued after their first one had ended.
+    exchange_seconds: how long steps waited for the model's other processes.
+    num_graphs, graph_bytes, graph_seconds: CUDA graphs, and the memory and time that capture at start took.
+    weight_bytes: the bytes of the weights in their files, by the name of the format.
+    num_parameters: the weights of the model; num_active_parameters: the weights that multiply a token.
     """
 
     num_running: int
@@ -91,23 +91,23 @@ class EngineStats:
     graph_seconds: float = 0.0
 
     def after(self, earlier: EngineStats) -> EngineStats:
-        """Return the stats of an engine in the place of an earlier one, whose totals go on."""
+        """Return these stats, plus the totals of the earlier engine that this engine has replaced."""
         whole = EngineStats.total([earlier, self])
         totals: dict[str, Any] = {name: getattr(whole, name) for name in TOTAL_FIELDS}
         return replace(self, **totals)
 
     @property
     def exchange_share(self) -> float:
-        """The share of the time of steps that they waited for other processes of the model."""
+        """The fraction of step time spent waiting for the model's other processes."""
         return self.exchange_seconds / max(self.step_seconds.total, self.exchange_seconds, 1e-9)
 
     @property
     def mean_acceptance_length(self) -> float:
-        """The mean number of tokens of a run: the accepted ones and the one behind them."""
+        """The mean number of tokens that a run of drafts yields: its accepted drafts and one more token."""
         return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
 
     def at_rest(self) -> EngineStats:
-        """Return the totals so far with no request and no block in use: of an engine that has ended."""
+        """Return the stats once the engine has ended: its totals so far, with no request or block in use."""
         gauges = ("num_running", "num_waiting", "num_queued_tokens", "num_used_blocks", "num_cached_blocks")
         zeros: dict[str, Any] = dict.fromkeys(
             (*gauges, "num_pinned_blocks", "num_used_host_blocks", "utilization", "waste"), 0
@@ -147,9 +147,9 @@ class EngineStats:
     ) -> EngineStats:
         """Collect the figures of a scheduler and its blocks.
 
-        parameters: of the model, all and the active ones.
-        exchange_seconds: that steps waited for other processes of the model.
-        graphs: the number of CUDA graphs, and the bytes and seconds that those of the start took.
+        parameters: the numbers of all and of the active parameters of the model.
+        exchange_seconds: how long steps waited for the model's other processes.
+        graphs: the number of CUDA graphs, and the bytes and seconds that capture at start took.
         """
         manager = scheduler.block_manager
         counters = scheduler.counters

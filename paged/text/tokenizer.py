@@ -163,7 +163,7 @@ class Tokenizer:
         self._token_texts: dict[int, str] = {}
 
     def _loaded(self) -> Any:
-        """Return the tokenizer, in this process if its time and memory are known to be bounded."""
+        """Return the tokenizer. It runs in this process if its time and memory are known to be bounded."""
         from .tokenizer_bounds import parts_of, why_unbounded
 
         source = source_of(self.directory)
@@ -188,7 +188,10 @@ class Tokenizer:
 
     @cached_property
     def hf(self) -> Any:
-        """The tokenizer of transformers. Raises CheckpointError if it works in another process."""
+        """The tokenizer of transformers.
+
+        Raises CheckpointError if the tokenizer runs in a separate process.
+        """
         from .tokenizer_worker import load
 
         if self._why_remote is not None:
@@ -209,14 +212,14 @@ class Tokenizer:
 
     @cached_property
     def _vocabulary(self) -> dict[str, int]:
-        """The ids of all tokens by their names; empty where the tokenizer's process keeps them."""
+        """The ids of all tokens by their names; empty if the tokenizer runs in a separate process."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is not None:
             return dict(backend.get_vocab(with_added_tokens=True))
         return {} if self._why_remote is not None else dict(self._tokenizer.get_vocab())
 
     def difference_from(self, other: Tokenizer) -> str:
-        """Describe how the tokens of another tokenizer differ from those of this one; "" if they do not."""
+        """Describe how another tokenizer's tokens differ from this tokenizer's; "" if they do not."""
         if len(self) != len(other):
             return f"it has {len(other):,} tokens, not {len(self):,}"
         ours = self._vocabulary
@@ -283,7 +286,7 @@ class Tokenizer:
 
     @cached_property
     def added_texts(self) -> frozenset[str]:
-        """The texts of the added tokens, special or not; only of the special ones if others are unknown."""
+        """The texts of the added tokens, or only of the special tokens if the others are unknown."""
         backend = None if self._why_remote else getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             return frozenset(self.special_ids)

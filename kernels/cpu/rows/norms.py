@@ -34,7 +34,8 @@ def rms_norm(
 ) -> Tensor:  # [..., size]
     """Return weight * x / sqrt(mean(x²) + eps), after residual += x if given; see `reference.rms_norm`.
 
-    Many rows of whole pages are padded, see `padded_width`: the result is not contiguous.
+    If x has two dimensions and many rows, and a row's size is a multiple of a memory page, the output's rows
+    are padded (see `padded_width`), so it is not contiguous.
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if not (has_regular_rows(rows) and are_contiguous(weight, residual)):
@@ -78,7 +79,7 @@ def rms_norm_into(
     unit_offset: bool = False,
     add: bool = False,
 ) -> None:
-    """Write the norm of x into `out`, or add it; see `reference.rms_norm_into`."""
+    """Write the RMS norm of x into `out`, or add it to `out`; see `reference.rms_norm_into`."""
     if not (x.is_cpu and x.stride(-1) == out.stride(-1) == 1 and weight.is_contiguous()):
         rms_norm_into_by_torch(x, weight, eps, out, unit_offset=unit_offset, add=add)
         return
@@ -126,9 +127,10 @@ def layer_norm(
     eps: float,
     residual: Tensor | None = None,  # like x, updated in place
 ) -> Tensor:  # [num_rows, size]
-    """Return the norm of x, after residual += x if given; see `reference.layer_norm`.
+    """Return the layer norm of x, after residual += x if given; see `reference.layer_norm`.
 
-    Many rows of whole pages are padded, see `padded_width`: the result is not contiguous.
+    If there are many rows, and a row's size is a multiple of a memory page, the output's rows are padded (see
+    `padded_width`), so it is not contiguous.
     """
     if not (has_regular_rows(x) and are_contiguous(weight, bias, residual)):
         return layer_norm_by_torch(x, weight, bias, eps, residual)

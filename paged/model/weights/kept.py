@@ -37,10 +37,10 @@ class KeepsWeights(Protocol):
     """Keeps the weights of a model as they are packed, for the next start."""
 
     def load(self, model: LoadsWeights, loader: Loader) -> bool:
-        """Load the weights that are kept, else those of the checkpoint. Return False if neither was done."""
+        """Load the kept weights, or else the checkpoint's. Return False if neither was done."""
 
     def start_keeping(self) -> None:
-        """Keep what was packed, beside what the process does. Call it once the model is ready."""
+        """Begin to keep the packed weights, in the background. Call it once the model is ready."""
 
     def wait(self) -> Path | None:
         """Wait until the weights are kept. Return their file; None if they cannot be kept."""
@@ -72,9 +72,11 @@ class RecordingLoader(Loader):
 
 @dataclass(frozen=True, slots=True)
 class KeptLoader(Loader):
-    """A loader that takes what another one has made. Raises KeptError where a module asks for another.
+    """A loader that returns the weights that another loader has made.
 
-    described: what was made, in order, with the names.
+    Raises KeptError if a module asks for another weight than the next one.
+
+    described: the names and descriptions of these weights, in order; see `describe`.
     """
 
     described: Iterator[list[Any]] = field(default_factory=lambda: iter(()))
@@ -101,9 +103,10 @@ def _name_of(rows: StoredRows, name: str) -> str:
 
 
 def describe(loader: RecordingLoader) -> tuple[dict[str, Any], list[Tensor]] | None:
-    """Return what a loader has made as plain values and tensors; None if a form cannot be kept.
+    """Describe what a loader has made by plain values and tensors, to keep it between starts.
 
-    Call it once the model is loaded: experts are taken together then.
+    Return None if a weight's form cannot be kept. Call it only once the whole model is loaded, because the
+    weights of experts are moved into one piece of memory at the end.
     """
     tensors: list[Tensor] = []
 
@@ -121,7 +124,7 @@ def describe(loader: RecordingLoader) -> tuple[dict[str, Any], list[Tensor]] | N
 
 
 def kept_loader(loader: Loader, described: Mapping[str, Any], tensors: Tensors) -> KeptLoader:
-    """Return a loader that takes what was described."""
+    """Return a loader that returns the weights that `describe` has described."""
     loader.num_bytes.update(described["file_bytes"])
     return KeptLoader(**_fields_of(loader), described=iter(described["made"]), tensors=tensors)
 
@@ -159,7 +162,7 @@ def _value(x: Any, put: Callable[[Tensor], int]) -> Any:
 
 
 def _restored(described: Mapping[str, Any], tensors: Tensors) -> WeightForm:
-    """Make a form again."""
+    """Make a form again from its description."""
     if described["class"] == "JoinedForm":
         forms = [_restored(each, tensors) for each in described["forms"]]
         return JoinedForm(list(zip(forms, described["num_rows"], strict=True)))
@@ -198,7 +201,7 @@ def _classes() -> dict[str, type[Any]]:
 
 @cache
 def packer() -> str:
-    """Return a hash of the code that packs weights, which another version may do otherwise."""
+    """Return a hash of the code that packs weights: another version may pack them differently."""
     folder = Path(__file__).parents[2]
     digest = sha256(torch.__version__.encode())
     for room in _ROOMS:

@@ -1,4 +1,4 @@
-"""EmbeddingCall and ScoreCall: bodies that ask for what the model makes of a text, not for more text."""
+"""EmbeddingCall and ScoreCall: bodies that ask for embeddings or scores of texts, not for generated text."""
 
 from __future__ import annotations
 
@@ -108,7 +108,10 @@ class EmbeddingCall(Call):
         self.listed = listed_prompts(self.values["input"])
 
     def prompts(self, text: ModelText) -> Sequence[Prompt]:
-        """Return the prompts to embed. Raises RequestError if the model cannot make such vectors."""
+        """Return the prompts to embed.
+
+        Raises RequestError if the model cannot make embeddings with the options that the body asks for.
+        """
         EmbeddingOptions(**self.options).check(text.embedding)
         return [prompt_of(prompt, self.values) for prompt in self.listed]
 

@@ -88,7 +88,7 @@ class Keys:
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """The weights of the tenants that have one."""
+        """The weight of each tenant that has a weight."""
         entries = [usage.entry for usage in self._by_place.values()]
         return {entry.tenant: entry.weight for entry in entries if entry.weight is not None}
 
@@ -119,14 +119,14 @@ def salt_of(entry: KeyEntry, salt: str | None) -> str:
 
 
 def priorities_of(entry: KeyEntry) -> tuple[float, float]:
-    """Return the most and the least urgent priority of a key's requests."""
+    """Return the most and the least urgent priority that a key's requests may have."""
     return (PRIORITIES["normal"], math.inf) if entry.priorities is None else entry.priorities
 
 
 def priority_of(entry: KeyEntry, given: float | None) -> float | None:
     """Return the priority of a request: its own, or the allowed one that is nearest to normal.
 
-    Raises ValueError if its own is not allowed.
+    Raises ValueError if the request's own priority is not allowed.
     """
     if given is None and entry.priorities is None:
         return None

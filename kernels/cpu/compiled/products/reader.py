@@ -134,16 +134,16 @@ class Bfloat16Pairs(Reader):
         super().__init__(FLOAT32)
 
     def made_of(self, builder: Any, stored: list[Any]) -> list[Any]:  # noqa: ARG002
-        """Return the two vectors of a step, which are the stored ones."""
+        """Return a step's two stored vectors as they are: they need no conversion."""
         return stored
 
 
 class Int8Pairs(Reader):
     """Pairs of int8 from -127 to 127, which become bfloat16.
 
-    A byte is a sign and a magnitude, so one instruction looks up what 64 magnitudes are in 128 bytes: the
-    lower bytes of their bfloat16, and another the upper ones. Bytes lie as `INT8_ORDER` says, so that the
-    halves of interleaved bytes are the two vectors.
+    A byte is a sign and a magnitude. One instruction looks up 64 magnitudes in a table of 128 bytes and gets
+    the lower bytes of their bfloat16; another gets the upper bytes. The stored bytes are in `INT8_ORDER`, so
+    that the halves of interleaved bytes are the two vectors.
     """
 
     in_pairs = True
@@ -165,15 +165,15 @@ _MAGNITUDES = np.arange(128, dtype=np.float32).view(np.uint8).reshape(-1, 4)[:, 
 
 
 def _look_up_magnitudes(builder: Any, table: list[int], codes: Any) -> Any:
-    """Look up the lower 7 bits of each byte."""
+    """Look up the lower 7 bits of each byte in a table of 128 bytes."""
     halves = (ir.Constant(codes.type, table[at : at + 64]) for at in (0, 64))
     first, second = halves
     return emit.call(builder, "llvm.x86.avx512.vpermi2var.qi.512", codes.type, first, codes, second)
 
 
 def interleave(builder: Any, lower: Any, upper: Any) -> list[Any]:
-    """Interleave lower and upper bytes. Return two vectors: of the first and of the last 8 of
-    each 16 bytes.
+    """Interleave lower and upper bytes. Return two vectors: one of the first 8 of each 16 bytes, and
+    one of the last 8.
     """
     width = lower.type.count
     vectors = []
