@@ -168,7 +168,7 @@ def facts() -> dict[str, list[str]]:
         ],
         "docs/README.md": [f"compile to on {num_targets} targets"],
         "docs/exactness.md": [
-            f"without spills for {num_targets} targets",
+            f"ahead of time for {num_targets} targets",
             f"{millions} million steps, as CI does",
             f"{fuzz.CALLS:,} wrong calls of the kernels (`--calls` for more); CI makes {fuzz.CALLS_IN_CI:,}",
         ],
