@@ -96,7 +96,7 @@ def test_steps_in_flight_of_the_same_requests_give_the_tokens_of_a_cpu(seed, mon
     prompts, params = zip(*random_requests(seed), strict=True)
     with draws_of_a_gpu():
         expected = OVERLAPS.engine().generate(prompts, params, use_tqdm=False)
-    monkeypatch.setattr(engine_module, "_steps_in_flight", lambda _: depth)
+    monkeypatch.setattr(engine_module, "_steps_in_flight", lambda *_: depth)
     num_blocks = 6 if seed % 4 == 3 else 64
     with late_cuda(seed) as gpu:
         sizes = [3] if seed % 4 == 1 else [4]  # graphs of all decodes, or of none

@@ -26,6 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import JITFunction
 
+from paged import EngineConfig
+from paged.runner import decode_graphs
 from tests.support.absent_gpu import AbsentGPU, always, compiling
 
 ROOT = Path(__file__).parents[2]
@@ -380,12 +382,24 @@ def _data_ptr(tensor: FakeTensor) -> int:
     return (tensor.untyped_storage()._cdata // 16 << 20) + tensor.storage_offset() * tensor.element_size()
 
 
+def few_sizes() -> Any:
+    """Return a context in which engines capture graphs of few sizes: 33 take a minute without a GPU."""
+    sizes_of = decode_graphs.capture_sizes
+
+    def few(config: EngineConfig) -> list[int]:
+        found = sizes_of(config)
+        return found if config.cudagraph_capture_sizes is not None else found[:1]
+
+    return mock.patch.object(decode_graphs, "capture_sizes", few)
+
+
 @contextmanager
 def fake_cuda(target: str = "sm_90") -> Iterator[FakeCuda]:
     """Inside the block, torch and Triton see two GPUs of this target."""
     load_guard()
     cuda = FakeCuda()
     with ExitStack() as stack:
+        stack.enter_context(few_sizes())
         for name, function in _torch_cuda(cuda, target).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))
         is_rocm = target.startswith("gfx")

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.support.fake_cuda import NO_KERNEL, FakeMode, load_guard, tensors_in
+from tests.support.fake_cuda import NO_KERNEL, FakeMode, few_sizes, load_guard, tensors_in
 
 ROOT = Path(__file__).parents[2]
 GPU = torch.device("cuda", 0)
@@ -426,6 +426,7 @@ def late_cuda(seed: int) -> Iterator[LateCuda]:
         "stream": gpu.stream,
     }
     with ExitStack() as stack:
+        stack.enter_context(few_sizes())
         for name, function in names.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda t: gpu.pin(t.clone())))
