@@ -28,6 +28,7 @@ NO_BENCHMARKS = {
     "gpu": "tests/benchmarks/test_gpu.py runs it with --tiny",
     "gpu.comparators": "started by gpu",
     "gpu.worker": "started by gpu",
+    "models.one_kept_start": "started by models",
     "models.one_start": "started by models",
     "peers.worker": "started by peers",
     "server.aggressors": "started by server",

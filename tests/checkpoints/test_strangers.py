@@ -221,6 +221,8 @@ SHARED = (
 def test_no_value_is_too_strange_for_a_message(architecture):
     """Whatever each key has: a value that repr refuses makes a message too."""
     sound = {"architectures": [architecture], "model_type": NATIVE[architecture].model_type, **SIZES}
+    if architecture == "Lfm2MoeForCausalLM":  # it has no default
+        sound["layer_types"] = ["conv", "full_attention"] * 3
     known = NATIVE[architecture] if architecture in MULTIMODAL else family_of(architecture)
     places = [sound]
     if architecture in MULTIMODAL:

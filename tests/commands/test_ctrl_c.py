@@ -27,7 +27,7 @@ class Finder:
 sys.meta_path.insert(0, Finder)
 """
 SCRIPT = "import sys\nfrom paged.__main__ import main\nsys.exit(main())\n"  # as pip writes it
-MODULES = ["paged.base.from_vllm", "typer", "paged.commands.cli", "paged.commands.top"]
+MODULES = ["paged.base.missing_names", "typer", "paged.commands.cli", "paged.commands.top"]
 
 
 @pytest.mark.parametrize("module", MODULES)
