@@ -248,7 +248,7 @@ def test_unknown_quantization_is_an_error_that_lists_the_known():
 
 
 def test_layer_whose_inputs_do_not_divide_is_named():
-    message = r"groups of 32, and layers\.0\.attention\.qkv has 48; use quantization='int8'"
+    message = r"groups of 32, and layers\.0\.mixer\.qkv has 48; use quantization='int8'"
     with pytest.raises(ConfigError, match=message):
         new_engine(checkpoint("llama"), quantization="int4")
 

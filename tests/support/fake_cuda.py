@@ -26,8 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import JITFunction
 
-from paged import EngineConfig
-from paged.runner import decode_graphs
 from tests.support.absent_gpu import AbsentGPU, always, compiling
 
 ROOT = Path(__file__).parents[2]
@@ -384,9 +382,11 @@ def _data_ptr(tensor: FakeTensor) -> int:
 
 def few_sizes() -> Any:
     """Return a context in which engines capture graphs of few sizes: 33 take a minute without a GPU."""
+    from paged.runner import decode_graphs  # here: tests.mutants plants bugs before anything is imported
+
     sizes_of = decode_graphs.capture_sizes
 
-    def few(config: EngineConfig) -> list[int]:
+    def few(config: Any) -> list[int]:
         found = sizes_of(config)
         return found if config.cudagraph_capture_sizes is not None else found[:1]
 
