@@ -492,8 +492,8 @@ def test_damaged_checkpoint_is_refused_and_named(damage, copy):
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
 UNSUPPORTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "architecture": (
-        {"architectures": ["Qwen3NextForCausalLM"]},
-        ("Qwen3NextForCausalLM", "paged models"),
+        {"architectures": ["NemotronHForCausalLM"]},
+        ("NemotronHForCausalLM", "paged models"),
     ),
     "no-architecture": (
         {"architectures": None},

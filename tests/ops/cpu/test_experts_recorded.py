@@ -7,7 +7,7 @@ from paged.kernels.checks import TrustedContents
 from paged.kernels.coded_panels import pack_codes
 from paged.kernels.cpu.launch.graph import Graph, Recorder, column
 from paged.kernels.cpu.linear import linear as module
-from paged.kernels.cpu.linear.amx_linear import TILES
+from paged.kernels.cpu.linear.amx_linear import TILES, multiply_tiles
 from paged.kernels.cpu.linear.linear import LINEAR
 from paged.kernels.cpu.rows.experts import route, sort_by_expert
 from paged.kernels.cpu.target import HAS_DOT
@@ -55,7 +55,8 @@ def test_tiles_have_memory_for_factors_wherever_an_expert_in_codes_is(monkeypatc
     """After one in floats, too: without it the factors would be written behind the scratch memory."""
     sizes = []
     monkeypatch.setattr(module, "_fills_tiles", lambda _: True)  # as on a CPU with AMX
-    monkeypatch.setattr(module.TILES, "run", lambda *_, scratch_size, **_fields: sizes.append(scratch_size))
+    monkeypatch.setattr(module, "multiply_tiles", multiply_tiles, raising=False)
+    monkeypatch.setattr(TILES, "run", lambda *_, scratch_size, **_fields: sizes.append(scratch_size))
     floats = pack(torch.randn(32, 64).bfloat16(), pairs=True)
     codes = pack_codes(torch.randint(-127, 128, (32, 64), dtype=torch.int8), torch.rand(32, 2), pairs=True)
     assert codes.has_groups
