@@ -18,7 +18,7 @@ from .jobs import check_writable
 # go on with others of these; every other option must be the same.
 WITHOUT_EFFECT = frozenset(
     {
-        *("cudagraph_capture_sizes", "max_cudagraph_capture_size"),
+        *("cudagraph_capture_sizes", "max_cudagraph_capture_size", "weights_cache", "verify_weights_cache"),
         *("num_threads", "enforce_eager", "async_scheduling", "enable_prefix_caching", "block_size"),
         *("num_blocks", "swap_space"),
         *("gpu_memory_utilization", "cpu_memory_utilization", "watermark", "preemption_mode"),

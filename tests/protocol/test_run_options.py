@@ -10,6 +10,10 @@ from paged.protocol.run_options import WITHOUT_EFFECT, RunOptions
 
 # Another value of each option.
 ENGINE = {
+    "cudagraph_capture_sizes": [1, 2],
+    "max_cudagraph_capture_size": 2,
+    "weights_cache": False,
+    "verify_weights_cache": True,
     "model": "other",
     "tokenizer": "other",
     "revision": "v1",
