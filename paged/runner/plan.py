@@ -57,7 +57,7 @@ class ComputedPart:
     swap_out: Sequence[Copy] = ()
     swap_in: Sequence[Copy] = ()
     copies: Sequence[Copy] = ()
-    state_moves: Sequence[Copy] = ()
+    state_moves: Sequence[Copy] = field(default_factory=list)
     num_decodes: int = 0
     num_drafting: int = 0
     seats: list[int] = field(default_factory=list)
