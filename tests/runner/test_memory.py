@@ -44,7 +44,7 @@ def test_measuring_runs_a_step_of_the_largest_size(monkeypatch, max_num_seqs):
     monkeypatch.setattr(
         runner.model, "forward", lambda batch, *_: batches.append(batch) or hidden_states(batch)
     )
-    peak = measure_peak_bytes(runner.sizes, runner.device, runner.run_in_other_cache)
+    peak, _graph_bytes = measure_peak_bytes(runner.sizes, runner.device, runner.run_in_other_cache)
 
     (batch,) = batches
     num_seqs = min(max_num_seqs, 50)
