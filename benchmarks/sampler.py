@@ -115,13 +115,15 @@ class TimedSampler:
         self._prepare = type(engine.runner.sampler).prepare.__get__(engine.runner.sampler)
         engine.runner.sampler.prepare = self.prepare  # type: ignore[assignment,method-assign]
 
-    def prepare(self, sampled: Sequence[Sampled], positions: Any, upload: Upload) -> TimedSampler:
+    def prepare(
+        self, sampled: Sequence[Sampled], positions: Any, upload: Upload, seats: Sequence[int] = ()
+    ) -> TimedSampler:
         """Time what comes before the model runs. The sampler then stands in for the step's `Draw`."""
         if self.keep:
             self.requests = self._scheduler.running.copy()
             self.token_ids = [request.token_ids.copy() for request in self.requests]
         started = self.clock()
-        self._draw: Draw = self._prepare(sampled, positions, upload)
+        self._draw: Draw = self._prepare(sampled, positions, upload, seats)
         self.times.append(self.clock() - started)
         return self
 
