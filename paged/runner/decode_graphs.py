@@ -1,4 +1,4 @@
-"""DecodeGraphs: CUDA graphs of decode steps, from the embedding to the drawn tokens."""
+"""DecodeGraphs: CUDA graphs of decodes and runs of drafts, from the embedding to the drawn tokens."""
 
 from __future__ import annotations
 
@@ -43,37 +43,50 @@ MOST_LATE = 64  # graphs that are captured later: the least recently used goes
 
 
 class _Key(NamedTuple):
-    """What the launches of a decode step follow from.
+    """What the launches of a step follow from.
 
+    num_tokens: as many as num_rows, or as many as rows that all have the longest run of drafts.
     is_short: whether no context is split, so that nothing is merged.
     """
 
     num_rows: int
+    num_tokens: int
     is_short: bool
     way: Way
 
 
 class DecodeGraph(NamedTuple):
-    """A captured step. Its tensors have a row for each row of the graph, and are those of the last replay.
+    """A captured step. Its tensors have a row for each token of the graph, and are those of the last replay.
 
     logits: None where tokens are drawn and recorded within the graph.
     """
 
     graph: torch.cuda.CUDAGraph
-    tokens: Tensor  # i64[num_rows]; those of the highest logits, if there are logits
-    highest: Tensor  # f32[num_rows], the model's highest logits
-    logits: Tensor | None  # f32[num_rows, vocab_size]
+    tokens: Tensor  # i64[num_tokens]; those of the highest logits, if there are logits
+    highest: Tensor  # f32[num_tokens], the model's highest logits
+    logits: Tensor | None  # f32[num_tokens, vocab_size]
+
+
+class Replayed(NamedTuple):
+    """What a replay has computed for the tokens of a step, until the next replay; see `DecodeGraph`."""
+
+    tokens: Tensor
+    highest: Tensor
+    logits: Tensor | None
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps, padded to a few sizes, which read what `SeatedBatches.unpack` has written.
+    """CUDA graphs of steps that sample after each of their tokens: decodes, and runs of drafts.
+
+    Steps are padded to a few sizes. Graphs read what `SeatedBatches.unpack` has written.
 
     At the start those are captured that most steps need, the largest first. Others are captured by the first
-    step that needs them, while memory of their own is left. A step whose graph cannot be captured runs
-    without one.
+    step that needs them, while memory of their own is left: graphs of runs are among these. A step whose
+    graph cannot be captured runs without one.
 
     sizes: numbers of rows, in ascending order.
     cost: what the graphs of the start have taken.
+    logits: computes logits from final hidden states; by default the model's.
     """
 
     def __init__(
@@ -86,6 +99,7 @@ class DecodeGraphs:
         vocab_size: int,
         *,
         is_always_short: bool,
+        logits: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.sizes = sizes
         self.cost = Cost(0, 0.0)
@@ -93,7 +107,10 @@ class DecodeGraphs:
         self._batches = batches
         self._of_seats = of_seats
         self._device = device
-        self._logits_shape = sizes[-1], vocab_size
+        self._logits_of = logits or model.logits
+        rows_of_runs = [n for n in sizes if n * batches.max_run <= batches.capacity]
+        most_tokens = max(sizes[-1], *(n * batches.max_run for n in (0, *rows_of_runs)))
+        self._logits_shape = most_tokens, vocab_size
         self._lengths = (True,) if is_always_short else (False, True)
         self._has_said_why = False
         self.forget()
@@ -101,8 +118,8 @@ class DecodeGraphs:
     @property
     def reserve(self) -> int:
         """The bytes for graphs that are captured later."""
-        num_rows, vocab_size = self._logits_shape
-        return RESERVE + 4 * num_rows * vocab_size
+        num_tokens, vocab_size = self._logits_shape
+        return RESERVE + 4 * num_tokens * vocab_size
 
     @property
     def num_graphs(self) -> int:
@@ -126,7 +143,8 @@ class DecodeGraphs:
         """
         self.forget()
         self._kv_cache = kv_cache
-        keys = [_Key(*key) for key in product(reversed(self.sizes), self._lengths, CAPTURED_AT_START)]
+        kinds = product(reversed(self.sizes), self._lengths, CAPTURED_AT_START)
+        keys = [_Key(num_rows, num_rows, is_short, way) for num_rows, is_short, way in kinds]
 
         def capture() -> None:
             for key in keys:
@@ -169,44 +187,46 @@ class DecodeGraphs:
         self.forget()
         return cost.num_bytes + self.reserve
 
-    def describe(self) -> str:
-        """Return the number of graphs and what they took, for the description of an engine."""
-        if not self.num_graphs:
-            return ""
-        size = f"{self.cost.num_bytes / 2**20:,.0f} MiB, captured in {self.cost.seconds:.1f} s"
-        return f"; {self.num_graphs} CUDA graphs in {size}"
-
     def run(self, step: Any, draw: Draw, masks: GrammarMasks | None, download: Download) -> bool:
         """Compute a step that `SeatedBatches.put` has returned, if there is a graph of it.
 
         Samples from the graph's logits what it has not drawn. Returns False for a step without a graph.
         """
-        if not step.is_padded:
+        replayed = self.replay(step, draw)
+        if replayed is None:
             return False
-        graph = self.find(len(step.out.seq_lens), step.max_seq_len, way_of(draw))
-        if graph is None:
-            return False
-        batches = self._batches
-        batches.unpack(step)
-        graph.graph.replay()
-        num_rows = step.num_rows
-        best = graph.tokens[:num_rows], graph.highest[:num_rows]
-        if graph.logits is None:
+        best = replayed.tokens, replayed.highest
+        if replayed.logits is None:
             draw.take(*best, download)
             return True
-        drawn = draw.run(graph.logits[:num_rows], download, masks, best, batches.places(step))
+        batches = self._batches
+        drawn = draw.run(replayed.logits, download, masks, best, batches.places(step))
         if drawn is not None:
             batches.record(step, drawn)
         return True
 
-    def find(self, num_rows: int, max_seq_len: int | None, way: Way) -> DecodeGraph | None:
+    def replay(self, step: Any, draw: Draw) -> Replayed | None:
+        """Compute a step that `SeatedBatches.put` has returned; None if there is no graph of it."""
+        if not step.is_padded:
+            return None
+        out = step.out
+        graph = self.find(len(out.seq_lens), out.by_token.shape[1], step.max_seq_len, way_of(draw))
+        if graph is None:
+            return None
+        self._batches.unpack(step)
+        graph.graph.replay()
+        num_tokens = step.num_tokens
+        logits = None if graph.logits is None else graph.logits[:num_tokens]
+        return Replayed(graph.tokens[:num_tokens], graph.highest[:num_tokens], logits)
+
+    def find(self, num_rows: int, num_tokens: int, max_seq_len: int | None, way: Way) -> DecodeGraph | None:
         """Return the graph of a padded step; None: it runs without one.
 
         It may be captured now. Call it before the step is unpacked.
 
-        num_rows: those of the padded step. max_seq_len: None if a context may be split.
+        num_rows, num_tokens: those of the padded step. max_seq_len: None if a context may be split.
         """
-        key = _Key(num_rows, max_seq_len is not None, way)
+        key = _Key(num_rows, num_tokens, max_seq_len is not None, way)
         if key in self._graphs:
             return self._graphs[key]
         graph = self._late.pop(key) if key in self._late else self._capture_late(key)
@@ -225,7 +245,7 @@ class DecodeGraphs:
 
     def _captured(self, key: _Key, *, is_late: bool) -> DecodeGraph | None:
         """Capture a step without a row, padded to all of them; None, and say so once, if that fails."""
-        self._batches.clear(key.num_rows)
+        self._batches.clear(key.num_rows, key.num_tokens)
         try:
             if key.way == "logits" and self._logits is None:
                 self._logits = torch.empty(self._logits_shape, dtype=torch.float32, device=self._device)
@@ -235,7 +255,7 @@ class DecodeGraphs:
                 raise
             self._explain(key, error)
             return None
-        logits = self._logits[: key.num_rows] if key.way == "logits" and self._logits is not None else None
+        logits = self._logits[: key.num_tokens] if key.way == "logits" and self._logits is not None else None
         return DecodeGraph(graph, tokens, highest, logits)
 
     def _compute(self, key: _Key) -> tuple[Tensor, Tensor]:
@@ -244,18 +264,19 @@ class DecodeGraphs:
         model = self._model
         kernels = model.kernels
         batches = self._batches
-        batch = batches.padded_batch(key.num_rows, is_short=key.is_short)
-        logits = model.logits(model.forward(batch, self._kv_cache))
+        num_tokens = key.num_tokens
+        batch = batches.padded_batch(key.num_rows, num_tokens, is_short=key.is_short)
+        logits = self._logits_of(model.forward(batch, self._kv_cache))
         if key.way == "logits":
             assert self._logits is not None, "there is memory for logits"
-            self._logits[: key.num_rows].copy_(logits)
+            self._logits[:num_tokens].copy_(logits)
             return kernels.greedy(logits)
-        places = places_in(batches.static(key.num_rows, key.num_rows), key.num_rows)
+        places = places_in(batches.static(key.num_rows, num_tokens), num_tokens)
         if key.way == "greedy":
             tokens, highest = kernels.greedy(logits)
         else:
             taken = self._of_seats.take(places.seats)
-            highest = torch.empty(key.num_rows, dtype=torch.float32, device=self._device)
+            highest = torch.empty(num_tokens, dtype=torch.float32, device=self._device)
             filters = FILTERS if key.way == "filtered" else ()
             tokens = draw(kernels, logits, taken, filters, places, highest)
         batches.last_tokens.index_copy_(0, places.seats, tokens)
@@ -267,9 +288,11 @@ class DecodeGraphs:
             return
         self._has_said_why = True
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        drafts = "" if key.num_tokens == key.num_rows else f" with drafts, {key.num_tokens} tokens,"
         logger.warning(
-            "decodes of %d rows (%s) run without a CUDA graph, because %s could not be captured: %s",
+            "decodes of %d rows%s (%s) run without a CUDA graph, because %s could not be captured: %s",
             key.num_rows,
+            drafts,
             key.way,
             _place_of(error.__traceback__),
             reason,
@@ -314,8 +337,13 @@ def new_decode_graphs(
     batches: Batches[Any],
     of_seats: SeatParameters | None,
     device: torch.device,
+    vocab_size: int,
+    logits: Callable[[Tensor], Tensor] | None = None,
 ) -> DecodeGraphs | None:
-    """Return the graphs of decodes on a GPU; None if there are none, and say so where one expects them."""
+    """Return the graphs of decodes on a GPU; None if there are none, and say so where one expects them.
+
+    vocab_size: that of the logits. logits: see `DecodeGraphs`.
+    """
     config = sizes.config
     # Debug mode reads what tensors hold.
     if config.enforce_eager or in_debug_mode():
@@ -333,5 +361,12 @@ def new_decode_graphs(
         return None
     is_always_short = sizes.max_model_len <= model.kernels.split_keys
     return DecodeGraphs(
-        model, batches, of_seats, device, captured, sizes.model.vocab_size, is_always_short=is_always_short
+        model,
+        batches,
+        of_seats,
+        device,
+        captured,
+        vocab_size,
+        is_always_short=is_always_short,
+        logits=logits,
     )
