@@ -20,11 +20,11 @@ from ..device.transfers import Download
 from ..kernels.checks import TrustedContents, in_debug_mode
 from ..model.cache.kv_cache import KVCache
 from ..model.model import Model
-from ..options.config import EngineConfig
 from ..sampling.sampler import Draw
 from ..sampling.seat_parameters import FILTERS, SeatParameters, draw
 from .batches.batches import Batches
 from .batches.seats import SeatedBatches, places_in
+from .graph_memory import RESERVE, capture_sizes, most_graph_tokens
 from .sizes import Sizes
 
 if TYPE_CHECKING:
@@ -32,13 +32,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Sizes beside 1, 2 and 4 are multiples of this: a step is padded by fewer rows.
-SIZE_STEP = 8
 # How a step draws its tokens; "logits": by more than the parameters that a device keeps by seat.
 Way = Literal["greedy", "drawn", "filtered", "logits"]
 CAPTURED_AT_START: tuple[Way, ...] = ("greedy", "drawn")
-# For graphs that are captured when a step first needs them, beside the logits for what they end with.
-RESERVE = 128 * 2**20
 MOST_LATE = 64  # graphs that are captured later: the least recently used goes
 
 
@@ -108,9 +104,7 @@ class DecodeGraphs:
         self._of_seats = of_seats
         self._device = device
         self._logits_of = logits or model.logits
-        rows_of_runs = [n for n in sizes if n * batches.max_run <= batches.capacity]
-        most_tokens = max(sizes[-1], *(n * batches.max_run for n in (0, *rows_of_runs)))
-        self._logits_shape = most_tokens, vocab_size
+        self._logits_shape = most_graph_tokens(sizes, batches.max_run, batches.capacity), vocab_size
         self._lengths = (True,) if is_always_short else (False, True)
         self._has_said_why = False
         self.forget()
@@ -320,15 +314,6 @@ def _place_of(traceback: TracebackType | None) -> str:
             found = f"{name}:{traceback.tb_lineno} ({code.co_qualname})"
         traceback = traceback.tb_next
     return found
-
-
-def capture_sizes(config: EngineConfig) -> list[int]:
-    """Return the numbers of rows to capture, in ascending order: those asked for that a step can have."""
-    most = config.num_seats
-    if config.cudagraph_capture_sizes is not None:
-        return sorted({size for size in config.cudagraph_capture_sizes if size <= most})
-    most = min(most, config.max_cudagraph_capture_size or most)
-    return sorted({size for size in (1, 2, 4, *range(SIZE_STEP, most, SIZE_STEP), most) if size <= most})
 
 
 def new_decode_graphs(

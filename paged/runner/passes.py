@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The most tokens of a request that a draft model computes before its first guess, once the prompt is known:
-# the last guess, if all guesses were right, and the token behind it.
-RUN_OF_DRAFT = 2
-
 
 def new_batches(
     sizes: Sizes, config: ModelConfig, model: Model, device: torch.device, num_in_flight: int = 1
@@ -49,10 +45,7 @@ def new_batches(
     from .batches.seats import SeatedBatches
 
     options |= {"max_model_len": sizes.max_model_len, "split_keys": model.kernels.split_keys}
-    if sizes.config.speculation is not None:
-        options["max_run"] = 1 + sizes.config.speculation.num_speculative_tokens
-    elif sizes.is_draft:
-        options["max_run"] = RUN_OF_DRAFT
+    options["max_run"] = sizes.max_run
     return SeatedBatches(unpack_step, sizes.block_size, device, **options)
 
 
