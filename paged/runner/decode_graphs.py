@@ -52,9 +52,9 @@ class _Key(NamedTuple):
 
 
 class DecodeGraph(NamedTuple):
-    """A captured step. Its tensors have a row for each token of the graph, and are those of the last replay.
+    """A captured step. Its tensors have a row for each token and hold the results of the last replay.
 
-    logits: None where tokens are drawn and recorded within the graph.
+    logits: None if the graph itself draws and records the tokens.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -76,13 +76,13 @@ class DecodeGraphs:
 
     Steps are padded to a few sizes. Graphs read what `SeatedBatches.unpack` has written.
 
-    At the start those are captured that most steps need, the largest first. Others are captured by the first
-    step that needs them, while memory of their own is left: graphs of runs are among these. A step whose
-    graph cannot be captured runs without one.
+    The engine's start captures the graphs that most steps need, the largest first. Another graph, such as one
+    of runs, is captured by the first step that needs it, as long as the memory reserved for this suffices. A
+    step whose graph cannot be captured runs without one.
 
     sizes: numbers of rows, in ascending order.
-    cost: what the graphs of the start have taken.
-    logits: computes logits from final hidden states; by default the model's.
+    cost: the time and memory that the graphs captured at the start took.
+    logits: computes logits from final hidden states; None: the model does.
     """
 
     def __init__(
@@ -111,17 +111,17 @@ class DecodeGraphs:
 
     @property
     def reserve(self) -> int:
-        """The bytes for graphs that are captured later."""
+        """The bytes reserved for graphs that are captured after the start."""
         num_tokens, vocab_size = self._logits_shape
         return RESERVE + 4 * num_tokens * vocab_size
 
     @property
     def num_graphs(self) -> int:
-        """How many graphs there are."""
+        """The number of captured graphs."""
         return sum(graph is not None for graph in (*self._graphs.values(), *self._late.values()))
 
     def forget(self) -> None:
-        """Drop all graphs, before the KV cache that they read."""
+        """Drop all graphs. Call this before freeing the KV cache that they read."""
         self._graphs: dict[_Key, DecodeGraph | None] = {}
         self._late: dict[_Key, DecodeGraph | None] = {}  # the most recently used at the end
         self._late_bytes: dict[_Key, int] = {}
@@ -131,9 +131,11 @@ class DecodeGraphs:
         self._batches.padded_sizes = ()
 
     def capture(self, kv_cache: KVCache, captured: Callable[[], object] | None = None) -> Cost:
-        """Capture the graphs of the start over this cache. captured: is called after each.
+        """Capture the graphs that the start captures, over this cache.
 
-        Raises torch.OutOfMemoryError if there is no memory for them.
+        captured: called after each graph.
+
+        Raises torch.OutOfMemoryError if memory does not suffice.
         """
         self.forget()
         self._kv_cache = kv_cache
@@ -151,9 +153,9 @@ class DecodeGraphs:
         return self.cost
 
     def capture_for_good(self, kv_cache: KVCache) -> None:
-        """Capture the graphs of the start over the engine's cache.
+        """Capture the graphs that the start captures, over the engine's own cache.
 
-        Raises ResourceError if there is no memory for them.
+        Raises ResourceError if memory does not suffice.
         """
         expected = self.cost.num_bytes
         with torch.cuda.device(self._device), TrustedContents():
@@ -172,9 +174,9 @@ class DecodeGraphs:
         )
 
     def profile(self, kv_cache: KVCache) -> int:
-        """Capture the graphs of the start over another cache, and drop them.
+        """Capture the graphs that the start captures, over a temporary cache, and drop them.
 
-        Returns the bytes that graphs will take, those that are captured later included.
+        Returns the bytes that graphs will take, including graphs that are captured later.
         """
         with torch.cuda.device(self._device), TrustedContents():
             cost = self.capture(kv_cache)
@@ -182,9 +184,10 @@ class DecodeGraphs:
         return cost.num_bytes + self.reserve
 
     def run(self, step: Any, draw: Draw, masks: GrammarMasks | None, download: Download) -> bool:
-        """Compute a step that `SeatedBatches.put` has returned, if there is a graph of it.
+        """Compute a step that `SeatedBatches.put` returned, if there is a graph for it.
 
-        Samples from the graph's logits what it has not drawn. Returns False for a step without a graph.
+        If the graph does not draw tokens itself, draw them from the graph's logits. Return False for a step
+        without a graph.
         """
         replayed = self.replay(step, draw)
         if replayed is None:
@@ -200,7 +203,7 @@ class DecodeGraphs:
         return True
 
     def replay(self, step: Any, draw: Draw) -> Replayed | None:
-        """Compute a step that `SeatedBatches.put` has returned; None if there is no graph of it."""
+        """Compute a step that `SeatedBatches.put` returned; None if there is no graph for it."""
         if not step.is_padded:
             return None
         out = step.out
@@ -214,11 +217,11 @@ class DecodeGraphs:
         return Replayed(graph.tokens[:num_tokens], graph.highest[:num_tokens], logits)
 
     def find(self, num_rows: int, num_tokens: int, max_seq_len: int | None, way: Way) -> DecodeGraph | None:
-        """Return the graph of a padded step; None: it runs without one.
+        """Return the graph for a padded step; None if the step must run without one.
 
-        It may be captured now. Call it before the step is unpacked.
+        The graph may be captured by this call. Call this before the step is unpacked.
 
-        num_rows, num_tokens: those of the padded step. max_seq_len: None if a context may be split.
+        num_rows, num_tokens: of the padded step. max_seq_len: None if attention may split a context.
         """
         key = _Key(num_rows, num_tokens, max_seq_len is not None, way)
         if key in self._graphs:
@@ -294,7 +297,7 @@ class DecodeGraphs:
 
 
 def way_of(draw: Draw) -> Way:
-    """Return how tokens are drawn."""
+    """Return how a draw chooses tokens, as the key of a graph."""
     batch = draw.batch
     if batch.edits is not None or batch.with_grammar or batch.asked:
         return "logits"
@@ -325,9 +328,9 @@ def new_decode_graphs(
     vocab_size: int,
     logits: Callable[[Tensor], Tensor] | None = None,
 ) -> DecodeGraphs | None:
-    """Return the graphs of decodes on a GPU; None if there are none, and say so where one expects them.
+    """Return the decode graphs of a GPU; None if there are none. Log why, if graphs were to be expected.
 
-    vocab_size: that of the logits. logits: see `DecodeGraphs`.
+    vocab_size: of the logits. logits: see `DecodeGraphs`.
     """
     config = sizes.config
     # Debug mode reads what tensors hold.
