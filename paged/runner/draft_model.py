@@ -166,7 +166,7 @@ class DraftModel:
         return SeatParameters(take, self.sizes.config.num_seats, device)
 
     def _new_decode_graphs(self, device: torch.device) -> DecodeGraphs | None:
-        if device.type != "cuda" or self.config.states:  # rows that pad a step have no state
+        if device.type != "cuda":
             return None
         from .decode_graphs import new_decode_graphs
 

@@ -42,7 +42,6 @@ def planned_sizes(sizes: Sizes, kernels: Kernels) -> list[int]:
         sizes.device == "cuda"
         and not sizes.config.enforce_eager
         and sizes.part is None
-        and not sizes.model.states
         and kernels.unpack_step is not None
     )
     return capture_sizes(sizes.config) if has_graphs else []

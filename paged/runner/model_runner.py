@@ -249,7 +249,7 @@ class ModelRunner(PartRunner):
         return 0.0
 
     def _new_decode_graphs(self) -> DecodeGraphs | None:
-        if self.device.type != "cuda" or self.model_config.states:  # rows that pad a step have no state
+        if self.device.type != "cuda":
             return None
         from .decode_graphs import new_decode_graphs
 

@@ -299,7 +299,7 @@ class SeatedBatches:
         The tokens are as many as if all rows had the longest run.
         """
         sizes = self.padded_sizes
-        if not sizes or num_rows > sizes[-1] or max_seqlen_q > self.max_run:
+        if not sizes or num_rows > sizes[-1] or max_seqlen_q > (1 if self.with_seats else self.max_run):
             return None
         padded_rows = sizes[bisect_left(sizes, num_rows)]
         if max_seqlen_q > 1 and padded_rows * self.max_run > self.capacity:
@@ -334,6 +334,8 @@ class SeatedBatches:
         rows = self._all_rows[:num_tokens]
         batch = self._batch(out.by_token.unbind(), queries, rows, queries, num_tokens)
         batch.real_count = out.cu_seqlens_q[num_rows:]
+        if self.with_seats:  # of decodes; rows without tokens read and write no state
+            batch.seats = out.by_token[SEAT_OF_TOKEN].int()
         return batch
 
     def _batch(
