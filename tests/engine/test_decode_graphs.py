@@ -16,6 +16,7 @@ from paged.options.config import EngineConfig
 from paged.runner import decode_graphs
 from paged.runner.graph_memory import capture_sizes
 from paged.runner.memory import num_blocks_that_fit
+from tests import graphs
 from tests.support.checkpoints import checkpoint
 from tests.support.engine_uses import Case, Tokens, draws_of_a_gpu, generated, sampled
 from tests.support.fake_cuda import lacks
@@ -142,6 +143,13 @@ def test_passes_of_a_draft_model_are_graphs_of_their_own():
     }
     assert engine.stats().num_accepted_tokens == engine.stats().num_draft_tokens > 6
     assert engine.stats().num_graphs == engine.runner.decode_graphs.num_graphs + of_draft.num_graphs
+
+
+@needs_stand_in
+@pytest.mark.parametrize("seed", [14, 24], ids=["windows, int8, KV fp8, drafts", "GPTQ, KV int8, drafts"])
+def test_drawn_engines_have_the_tokens_of_steps_without_graphs(seed):
+    """Two of many: `python -m tests.graphs` runs them."""
+    assert graphs.check(graphs.drawn_case(seed)) > 3
 
 
 # What the stand-in shows
