@@ -11,21 +11,31 @@ from typing import Literal
 class StateSpec:
     """A layer that keeps a state of fixed size for each sequence, in place of K and V of every token.
 
-    kind: "delta": a convolution, then the gated delta rule (Qwen3-Next); "conv": a gated convolution (LFM2).
+    kind: "delta": a convolution, then the gated delta rule (Qwen3-Next); "mamba2": a convolution, then the
+        state space of Mamba-2 (Dao & Gu 2024); "conv": a gated convolution (LFM2).
     width: how many tokens the convolution sees. columns: how many numbers of each.
-    num_heads, value_dim: of values and states, of "delta"; num_key_heads, key_dim: of queries and keys.
+    num_heads, value_dim: of values and states, of "delta" and of "mamba2", where values are x.
+    num_key_heads, key_dim: of queries and keys; of "mamba2", of groups of heads, and of their C and B.
+    bias: of the projection of inputs, as conv_bias and output_bias of the others.
     stored: how the checkpoint stores the inputs of "delta": by what they are, or by key head.
+    norm: what is normalised of each group of "mamba2": outputs times silu of their gate, or outputs before
+        the gate; None: nothing is.
+    limits: the least and the longest time step of "mamba2".
     """
 
-    kind: Literal["delta", "conv"]
+    kind: Literal["delta", "mamba2", "conv"]
     width: int
     columns: int
     num_heads: int = 0
     num_key_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
-    bias: bool = False  # of the projections and of the convolution
+    bias: bool = False
+    conv_bias: bool = False
+    output_bias: bool = False
     stored: Literal["by_part", "by_key_head"] = "by_part"
+    norm: Literal["gate_first", "norm_first"] | None = "norm_first"
+    limits: tuple[float, float] = (0.0, math.inf)
 
     @property
     def last_inputs(self) -> tuple[int, int]:
@@ -34,7 +44,7 @@ class StateSpec:
 
     @property
     def matrices(self) -> tuple[int, int, int]:
-        """The shape of what the delta rule keeps, in float32."""
+        """The shape of what the delta rule or Mamba-2 keeps, in float32."""
         return self.num_heads, self.key_dim, self.value_dim
 
     def num_bytes(self, element_bytes: int) -> int:
@@ -45,6 +55,14 @@ class StateSpec:
         """Return the number of weights, without norms and biases."""
         if self.kind == "conv":
             return 4 * hidden_size * self.columns + self.width * self.columns
-        values = self.num_heads * self.value_dim
-        inputs = self.columns + values + 2 * self.num_heads
-        return hidden_size * (inputs + values) + self.width * self.columns
+        return hidden_size * (self.num_inputs + self.num_values) + self.width * self.columns
+
+    @property
+    def num_values(self) -> int:
+        """The numbers that a token has in all heads."""
+        return self.num_heads * self.value_dim
+
+    @property
+    def num_inputs(self) -> int:
+        """The outputs of the projection of inputs of "delta" and "mamba2", with the gates of each head."""
+        return self.columns + self.num_values + self.num_heads * (2 if self.kind == "delta" else 1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..architectures.config import LAYERS, ModelConfig
-from ..architectures.spec import FeedForwardSpec
+from ..architectures.spec import FeedForwardSpec, LayerSpec
 from ..base.errors import CheckpointError
 from ..base.validation import check_number
 from ..checkpoints.stored import StoredRows
@@ -21,7 +21,7 @@ from .cache.kv_cache import KVCache
 from .exchanges import collect_logits
 from .layers.attention import Attention
 from .layers.linear import Embedding, Linear
-from .layers.mlp import MLP, ManyExperts, PlainMLP
+from .layers.mlp import MLP, ManyExperts, PlainMLP, new_mlp
 from .layers.norms import LayerNorm, RMSNorm, new_norm
 from .layers.rotary import RotaryEmbedding, TokenRows
 from .part import ModelPart, Shard
@@ -58,7 +58,14 @@ class DecoderLayer(Loadable):
                 kind = config.residual_norm if place.startswith("before") else config.norm
                 norm = new_norm(kind, config.hidden_size, kernels, f"{LAYERS}{layer}.{name}")
             self.register_module(place, norm)
+        self.index = layer
         self.mixer = _new_mixer(config, layer, kernels, part.shard)
+        # Heads with a state, which read what attention reads, and are added with it.
+        self.state_heads: StateLayer | None = None
+        if spec.attention is not None and spec.state is not None:
+            from .layers.states import new_state_layer
+
+            self.state_heads = new_state_layer(config, layer, kernels, part.shard)
         self.mlp = _new_feed_forward(config, layer, kernels, part.shard)
         self.beside: ExpertsBeside | None = None
         if spec.experts is not None:
@@ -83,7 +90,11 @@ class DecoderLayer(Loadable):
         kv_cache: KVCache,
     ) -> Tensor:  # [num_tokens, num_heads, head_dim]
         """Write K and V of the new tokens into the cache. Return their queries."""
+        assert self.mixer is not None, "a layer without one is a OnePartLayer"
         hidden = add_and_norm(hidden, residual, self.before_attention)
+        if self.state_heads is not None:
+            made = self.state_heads.project(hidden, rows, batch, kv_cache)
+            self.kernels.add(self.state_heads.attend(made, batch.queries, kv_cache), residual)
         return self.mixer.project(hidden, rows, batch, kv_cache)
 
     def attend(
@@ -93,6 +104,7 @@ class DecoderLayer(Loadable):
 
         Return what is left to add to the residual.
         """
+        assert self.mixer is not None, "a layer without one is a OnePartLayer"
         hidden = self.mixer.attend(query, queries, kv_cache)
         hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
         out = self._feed_forward(hidden, rows)
@@ -108,6 +120,7 @@ class DecoderLayer(Loadable):
         return left
 
     def _feed_forward(self, hidden: Tensor, rows: TokenRows) -> Tensor:
+        assert self.mlp is not None, "a layer without a feed-forward part is a OnePartLayer"
         if rows.real_count is None or not isinstance(self.mlp, ManyExperts):
             out: Tensor = self.mlp(hidden)
         else:
@@ -130,15 +143,18 @@ class DecoderLayer(Loadable):
                 module.finish_loading()
         if self.layer_scalar is not None:
             factor = self.layer_scalar.item()
-            name = f"layer_scalar of layer {self.mixer.layer}"
+            name = f"layer_scalar of layer {self.index}"
             self.factor = check_number(CheckpointError, name, factor, 0, MAX_SCALAR, above=True)
 
 
-def _new_mixer(config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> Attention | StateLayer:
-    """Make the part of a layer in which tokens see each other."""
-    state = config.layers[layer].state
-    if state is None:
+def _new_mixer(
+    config: ModelConfig, layer: int, kernels: Kernels, shard: Shard
+) -> Attention | StateLayer | None:
+    """Make the part of a layer in which tokens see each other; where it has both kinds, attention."""
+    if config.layers[layer].attention is not None:
         return Attention(config, layer, kernels, shard)
+    if config.layers[layer].state is None:
+        return None
     from .layers.states import new_state_layer
 
     return new_state_layer(config, layer, kernels, shard)
@@ -146,15 +162,49 @@ def _new_mixer(config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) 
 
 def _new_feed_forward(
     config: ModelConfig, layer: int, kernels: Kernels, shard: Shard
-) -> MLP | PlainMLP | Experts:
-    """Make the feed-forward part of a layer."""
+) -> MLP | PlainMLP | Experts | None:
+    """Make the feed-forward part of a layer, if it has one."""
     spec = config.layers[layer].feed_forward
+    if spec is None:
+        return None
     if isinstance(spec, FeedForwardSpec):
-        return (MLP if spec.gated else PlainMLP)(config, layer, kernels, spec, shard)
+        return new_mlp(config, layer, kernels, spec, shard)
     assert shard.is_whole, "experts are not divided: see check_shards"
     from .layers.experts import Experts
 
     return Experts(config, layer, kernels, spec)
+
+
+class OnePartLayer(DecoderLayer):
+    """x + attention(norm(x)), or x + mlp(norm(x)): a layer of Nemotron-H."""
+
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, part: ModelPart) -> None:
+        super().__init__(config, layer, kernels, part)
+        others = self.after_attention, self.after_mlp, self.layer_scalar, self.beside, self.input
+        assert all(other is None for other in others), "a layer of one part normalises its input, and no more"
+
+    def project(
+        self, hidden: Tensor | None, residual: Tensor, rows: TokenRows, batch: Batch, kv_cache: KVCache
+    ) -> Tensor:
+        """Do as `DecoderLayer.project`; without attention and state, return what the MLP reads."""
+        if self.mixer is None:
+            return add_and_norm(hidden, residual, self.before_mlp)
+        return super().project(hidden, residual, rows, batch, kv_cache)
+
+    def attend(
+        self, query: Tensor, residual: Tensor, rows: TokenRows, queries: Queries, kv_cache: KVCache
+    ) -> Tensor:
+        """Run the layer as `DecoderLayer.attend` does."""
+        if self.mixer is None:
+            return self._feed_forward(query, rows)
+        return self.mixer.attend(query, queries, kv_cache)
+
+
+def _kind_of(spec: LayerSpec) -> type[DecoderLayer]:
+    """Return the class of a layer."""
+    if spec.has_one_part:
+        return OnePartLayer
+    return ParallelLayer if spec.parallel else DecoderLayer
 
 
 class ParallelLayer(DecoderLayer):
@@ -171,6 +221,7 @@ class ParallelLayer(DecoderLayer):
         """Run the layer as `DecoderLayer.attend` does."""
         assert rows.inputs is None, "only layers whose outputs are normalised have inputs"
         normed = add_and_norm(None, residual, self.before_mlp)
+        assert self.mixer is not None, "a layer without one is a OnePartLayer"
         self.kernels.add(self.mixer.attend(query, queries, kv_cache), residual)
         return self._feed_forward(normed, rows)
 
@@ -222,8 +273,7 @@ class Decoder(nn.Module):
         tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in config.ropes)
         self.rotary = cast(Sequence[RotaryEmbedding], tables)
         layers = nn.ModuleList(
-            (ParallelLayer if config.layers[i].parallel else DecoderLayer)(config, i, kernels, part)
-            for i in part.layers
+            _kind_of(config.layers[i])(config, i, kernels, part) for i in part.layers
         )
         self.layers = cast(Sequence[DecoderLayer], layers)
         # Later layers read earlier layers' K and V, so they run for output rows only.
