@@ -18,7 +18,7 @@ from ..base.validation import shown
 from .config import ModelConfig
 from .families.reading import Config, Family, activation_of
 from .families.table import ARCHITECTURES, COMMON, Architecture, family_of
-from .gguf_paths import BITS_KEYS, GGUF_KEY, gguf_files
+from .gguf_paths import BITS_KEYS, FURTHER_KEY, GGUF_KEY, gguf_files
 
 if TYPE_CHECKING:
     from .families.multimodal import Multimodal
@@ -145,7 +145,7 @@ def read_config(directory: Path) -> ModelConfig:
         raise CheckpointError(f"{file}: {GGUF_KEY} is {shown(hf[GGUF_KEY])}; give the GGUF file itself")
     layer_bits, table_bits = (_bits(hf, key, file) for key in BITS_KEYS)
     config = replace(config, layer_bits=layer_bits, table_bits=table_bits)
-    return with_gguf_names(config, hf[GGUF_KEY])
+    return with_gguf_names(config, hf[GGUF_KEY], hf.get(FURTHER_KEY, 0))
 
 
 def _bits(hf: Config, key: str, file: Path) -> float | None:

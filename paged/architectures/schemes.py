@@ -145,6 +145,9 @@ def _of_state(state: StateSpec) -> dict[str, int]:
         return {"mamba.in_proj": state.num_inputs, "mamba.out_proj": values}
     sizes = {"in_proj_qkv": state.columns, "in_proj_z": values}
     sizes |= {"in_proj_b": state.num_heads, "in_proj_a": state.num_heads}
+    if state.stored != "by_part":
+        del sizes["in_proj_b"], sizes["in_proj_a"]
+        sizes["in_proj_ba"] = 2 * state.num_heads
     if state.stored == "by_key_head":
         sizes = {"in_proj_qkvz": state.columns + values, "in_proj_ba": 2 * state.num_heads}
     sizes["out_proj"] = values

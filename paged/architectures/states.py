@@ -17,7 +17,9 @@ class StateSpec:
     num_heads, value_dim: of values and states, of "delta" and of "mamba2", where values are x.
     num_key_heads, key_dim: of queries and keys; of "mamba2", of groups of heads, and of their C and B.
     bias: of the projection of inputs, as conv_bias and output_bias of the others.
-    stored: how the checkpoint stores the inputs of "delta": by what they are, or by key head.
+    stored: how the checkpoint stores the inputs of "delta": by what they are, by key head, or only those of
+        gates by key head.
+    has_rates: whether the checkpoint has the rates of decays, -e^A_log, as GGUF files have, and not A_log.
     norm: what is normalised of each group of "mamba2": outputs times silu of their gate, or outputs before
         the gate; None: nothing is.
     limits: the least and the longest time step of "mamba2".
@@ -33,7 +35,8 @@ class StateSpec:
     bias: bool = False
     conv_bias: bool = False
     output_bias: bool = False
-    stored: Literal["by_part", "by_key_head"] = "by_part"
+    stored: Literal["by_part", "by_key_head", "gates_by_key_head"] = "by_part"
+    has_rates: bool = False
     norm: Literal["gate_first", "norm_first"] | None = "norm_first"
     limits: tuple[float, float] = (0.0, math.inf)
 

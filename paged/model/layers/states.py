@@ -96,7 +96,7 @@ class GatedDelta(StateLayer):
         num_gates = 2 * self.spec.num_heads
         self.inputs = Linear(config.hidden_size, stored, bias=False, num_precise=num_gates)
         self.conv = ConvWeight(conv, whole.width, bias=False)
-        self.decay = Decay(gates)
+        self.decay = Decay(gates, whole)
         self.norm = RMSNorm(whole.value_dim, config.norm.eps, kernels, f"{name}.norm")
         num_values = whole.num_heads * whole.value_dim
         self.output = self._new_output(config, f"{name}.out_proj", num_values, bias=False)
@@ -145,7 +145,7 @@ class Mamba2(StateLayer):
         num_heads = self.spec.num_heads
         self.inputs = Linear(config.hidden_size, stored, bias=whole.bias, num_precise=num_heads)
         self.conv = ConvWeight(conv, whole.width, bias=whole.conv_bias)
-        self.decay = Decay(heads, has_skip=True)
+        self.decay = Decay(heads, whole)
         self.norm = None if whole.norm is None else Weights(norm)
         self.eps = config.norm.eps
         # [groups, size of one] of what is normalised
@@ -234,30 +234,42 @@ class Decay(Loadable):
 
     rates: Tensor
 
-    def __init__(self, stored: StoredRows, *, has_skip: bool = False) -> None:
+    def __init__(self, stored: StoredRows, spec: StateSpec) -> None:
         super().__init__(stored)
         numbers = torch.empty(stored.num_rows, dtype=torch.float32)
-        self.A_log = nn.Parameter(numbers, requires_grad=False)
-        self.dt_bias = nn.Parameter(numbers.clone(), requires_grad=False)
-        self.D = nn.Parameter(numbers.clone(), requires_grad=False) if has_skip else None
+        names = ["A" if spec.has_rates else "A_log", "dt_bias"] + ["D"] * (spec.kind == "mamba2")
+        for name in names:
+            self.register_parameter(name, nn.Parameter(numbers.clone(), requires_grad=False))
+        self.has_rates = spec.has_rates
 
     def load(self, loader: Loader) -> None:
-        check = ValueCheck(lambda x: ~x.float().exp().isfinite(), "have a finite power of e, as a decay's")
-        layout = float_layout(self.A_log)
-        self.rates = -loader.read(self.stored, "A_log", layout._replace(check=check)).exp()
+        layout = float_layout(self.dt_bias)
+        if self.has_rates:
+            check = ValueCheck(lambda x: ~(x <= 0) | x.isinf(), "be finite and not above 0, as a decay's rate")
+            self.rates = loader.read(self.stored, "A", layout._replace(check=check))
+            del self.A
+        else:
+            check = ValueCheck(lambda x: ~x.float().exp().isfinite(), "have a finite power of e, as a decay's")
+            self.rates = -loader.read(self.stored, "A_log", layout._replace(check=check)).exp()
+            del self.A_log
         finite = layout._replace(check=ValueCheck(lambda x: ~x.isfinite(), "be finite"))
-        for name in ("dt_bias", "D") if self.D is not None else ("dt_bias",):
+        for name, _ in list(self.named_parameters()):
             value = loader.read(self.stored, name, finite)
             setattr(self, name, nn.Parameter(value, requires_grad=False))
-        del self.A_log
 
 
 def _stored_inputs(spec: StateSpec, name: str) -> StoredRows:
     """Return the stored rows of Q, K and V, of the output's gate, and of the gates b and a, in this order."""
-    num_values = spec.num_heads * spec.value_dim
-    if spec.stored == "by_part":
+    num_values = spec.num_values
+    if spec.stored != "by_key_head":
         sizes = {"qkv": spec.columns, "z": num_values, "b": spec.num_heads, "a": spec.num_heads}
-        return StoredRows({f"{name}.in_proj_{part}": size for part, size in sizes.items()})
+        if spec.stored == "by_part":
+            return StoredRows({f"{name}.in_proj_{part}": size for part, size in sizes.items()})
+        first = spec.columns + num_values
+        gates = torch.arange(first, spec.num_inputs, device="cpu").view(spec.num_key_heads, 2, -1)
+        index = torch.cat([torch.arange(first, device="cpu"), gates.transpose(0, 1).flatten()])
+        sizes = {"qkv": spec.columns, "z": num_values, "ba": 2 * spec.num_heads}
+        return StoredRows({f"{name}.in_proj_{part}": size for part, size in sizes.items()}, index)
     parts = {f"{name}.in_proj_qkvz": spec.columns + num_values, f"{name}.in_proj_ba": 2 * spec.num_heads}
     shares = spec.num_heads // spec.num_key_heads  # value heads of a key head
     own = shares * spec.value_dim
