@@ -185,7 +185,7 @@ MAMBA = ("nemotron_h", "nemotron_h_moe-latent", "granitemoehybrid", "granitemoeh
 def test_tensors_of_states_are_those_of_safetensors(name, tmp_path):
     """Under the same names, in the same order of rows and columns; of decays the rates."""
     model = random_model((CONFIGS | OWN)[name]())
-    path = resolve(str(write_model(tmp_path / "model.gguf", model)), None, None)
+    path = resolve(str(write_model(tmp_path / "model.gguf", model)))
     model.save_pretrained(tmp_path / "hf")
     found: list[dict[str, Any]] = []
     for directory in (path, tmp_path / "hf"):
