@@ -201,7 +201,9 @@ CONVERTED: Mapping[str, Converted] = {
     "gemma2": Converted(_names(_ATTENTION, _AROUND, _MLP), norms_plus_one=True),
     "gemma3": Converted(_names(_ATTENTION, _AROUND, _MLP), norms_plus_one=True),
     "gemma4": Converted(_GEMMA4),
-    "qwen35": Converted(_names(_DELTA, _ATTENTION, _BEFORE_BOTH, _MLP), norms_plus_one=True, tiled_values=True),
+    "qwen35": Converted(
+        _names(_DELTA, _ATTENTION, _BEFORE_BOTH, _MLP), norms_plus_one=True, tiled_values=True
+    ),
     "qwen35moe": Converted(_QWEN35_MOE, norms_plus_one=True, tiled_values=True),
     "qwen3next": Converted(_QWEN35_MOE, norms_plus_one=True, gates_by_key_head=True),
     "lfm2": Converted(_names(_SHORT_CONV, _ATTENTION, _LFM2_NORMS, _MLP)),

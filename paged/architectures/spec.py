@@ -155,7 +155,9 @@ class ExpertsSpec:
     routing: RoutingOptions
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu", "relu_squared"] = "silu"
     gated: bool = True
-    latent_size: int | None = None  # of what experts take and give, between two projections; None: hidden_size
+    latent_size: int | None = (
+        None  # of what experts take and give, between two projections; None: hidden_size
+    )
     latent_bias: bool = False  # of these projections
     bias: bool = False  # of both projections of every expert
     limit: float = 7.0  # of clamped_swiglu, see `reference.clamped_swiglu`

@@ -192,7 +192,12 @@ class OnePartLayer(DecoderLayer):
         return super().project(hidden, residual, rows, batch, kv_cache)
 
     def attend(
-        self, query: Tensor, residual: Tensor, rows: TokenRows, queries: Queries, kv_cache: KVCache
+        self,
+        query: Tensor,
+        residual: Tensor,  # noqa: ARG002
+        rows: TokenRows,
+        queries: Queries,
+        kv_cache: KVCache,
     ) -> Tensor:
         """Run the layer as `DecoderLayer.attend` does."""
         if self.mixer is None:
@@ -272,9 +277,7 @@ class Decoder(nn.Module):
             self.inputs = PerLayerEmbeddings(config, kernels, part.shard)
         tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in config.ropes)
         self.rotary = cast(Sequence[RotaryEmbedding], tables)
-        layers = nn.ModuleList(
-            _kind_of(config.layers[i])(config, i, kernels, part) for i in part.layers
-        )
+        layers = nn.ModuleList(_kind_of(config.layers[i])(config, i, kernels, part) for i in part.layers)
         self.layers = cast(Sequence[DecoderLayer], layers)
         # Later layers read earlier layers' K and V, so they run for output rows only.
         # A state must see every token.

@@ -261,7 +261,9 @@ def _activation_bytes(sizes: Sizes, kernels: Kernels) -> int:
         own = 4 * model.hidden_size + (mixed + inner) // sizes.shard.count
         gathered = 0
         if not sizes.shard.is_whole:  # a model without experts
-            gathered = 2 * attended if layer.state is not None else attended  # norms of it take its gate along
+            gathered = (
+                2 * attended if layer.state is not None else attended
+            )  # norms of it take its gate along
             gathered += sum(part.size for part in layer.feed_forwards)
         widest = max(widest, own + gathered)
     angles = 4 * sum(head_dim for _, head_dim in model.ropes)

@@ -100,7 +100,9 @@ def test_samples_have_the_bits_of_prompts(name, kind):
             assert found == computed
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_5", "lfm2", "nemotron_h", "granitemoehybrid-dense", "falcon_h1"])
+@pytest.mark.parametrize(
+    "name", [*FAMILIES, "qwen3_5", "lfm2", "nemotron_h", "granitemoehybrid-dense", "falcon_h1"]
+)
 def test_bfloat16_is_as_close_as_that_of_transformers(name):
     """Log-probabilities of prompts, against those in float32."""
     prompts = ragged_prompts([80] * 4)

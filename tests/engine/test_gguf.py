@@ -178,7 +178,13 @@ def test_family(name, tmp_path):
 
 
 STATES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe")
-MAMBA = ("nemotron_h", "nemotron_h_moe-latent", "granitemoehybrid", "granitemoehybrid-dense", "falcon_h1-gate")
+MAMBA = (
+    "nemotron_h",
+    "nemotron_h_moe-latent",
+    "granitemoehybrid",
+    "granitemoehybrid-dense",
+    "falcon_h1-gate",
+)
 
 
 @pytest.mark.parametrize("name", [*STATES, *MAMBA])
@@ -234,7 +240,9 @@ def test_further_layers_of_hybrids_are_skipped(tmp_path):
 
 
 def with_a_further_layer(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Path:
-    more = {f"blk.4.{part}": tensors["output_norm.weight"] for part in ("attn_norm.weight", "nextn.enorm.weight")}
+    more = {
+        f"blk.4.{part}": tensors["output_norm.weight"] for part in ("attn_norm.weight", "nextn.enorm.weight")
+    }
     return write_gguf(path, metadata, {**tensors, **more})
 
 

@@ -15,9 +15,9 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import (
+    FalconH1Config,
     Gemma2Config,
     Gemma3Config,
-    FalconH1Config,
     Gemma3TextConfig,
     Gemma4Config,
     Gemma4TextConfig,
@@ -130,7 +130,9 @@ _GRANITE_MAMBA = {
 
 
 def _nemotron_h(pattern: str, **options: Any) -> NemotronHConfig:
-    shape = {name: value for name, value in SHAPE.items() if name not in ("num_hidden_layers", "rms_norm_eps")}
+    shape = {
+        name: value for name, value in SHAPE.items() if name not in ("num_hidden_layers", "rms_norm_eps")
+    }
     sizes = {
         "layer_norm_epsilon": 1e-4,
         "ssm_state_size": 12,

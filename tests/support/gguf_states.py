@@ -52,7 +52,11 @@ def metadata_of(config: Any, name: str) -> dict[str, Any]:
     if name in _DELTA:
         heads = values["linear_num_value_heads"]
         inner = heads * values["linear_value_head_dim"]
-        sizes = values["linear_conv_kernel_dim"], values["linear_key_head_dim"], values["linear_num_key_heads"]
+        sizes = (
+            values["linear_conv_kernel_dim"],
+            values["linear_key_head_dim"],
+            values["linear_num_key_heads"],
+        )
         found = _ssm(*sizes, heads, inner) | {"full_attention_interval": 4}
         if name != "qwen3next":
             found["rope.dimension_sections"] = [11, 11, 10, 0]

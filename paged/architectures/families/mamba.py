@@ -41,7 +41,6 @@ _NEMOTRON_H = {
     "mlp_hidden_act": "relu2",
     "mamba_hidden_act": "silu",
     "layer_norm_epsilon": 1e-5,
-    "sliding_window": None,
     "layers_block_type": None,
     "hybrid_override_pattern": None,
     "ssm_state_size": 128,
@@ -73,25 +72,28 @@ _OLDER_NEMOTRON_H = {
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 _OLDER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 _NEMOTRON_H_NAMES = TensorNames(
-    prefixes=tuple(
-        (f"{start}{theirs}", ours)
-        for start in ("backbone.", "model.", "")
-        for theirs, ours in (
-            ("embeddings.", "model.embed_tokens."),
-            ("norm_f.", "model.norm."),
-            ("layers.", "model.layers."),
-        )
-    )
-    + (("lm_head.", "lm_head."),),
+    prefixes=(
+        *(
+            (f"{start}{theirs}", ours)
+            for start in ("backbone.", "model.", "")
+            for theirs, ours in (
+                ("embeddings.", "model.embed_tokens."),
+                ("norm_f.", "model.norm."),
+                ("layers.", "model.layers."),
+            )
+        ),
+        ("lm_head.", "lm_head."),
+    ),
     parts=(
         *((f"mixer.{part}", f"mamba.{part}") for part in ("in_proj.", "conv1d.", "A_log", "D", "dt_bias")),
         *((f"mixer.{part}", f"mamba.{part}") for part in ("norm.", "out_proj.")),
         *((f"mixer.{part}_proj.", f"self_attn.{part}_proj.") for part in "qkvo"),
-        *((f"mixer.{part}_scale", f"self_attn.{part}_scale") for part in "kv"),
         ("mixer.", "mlp."),
     ),
     skipped_prefixes=("mtp.",),
-    stacks=tuple(ExpertStack(f"mlp.experts.{part}", (f"{part}.weight",)) for part in ("up_proj", "down_proj")),
+    stacks=tuple(
+        ExpertStack(f"mlp.experts.{part}", (f"{part}.weight",)) for part in ("up_proj", "down_proj")
+    ),
 )
 
 _GRANITE_HYBRID = {
@@ -199,8 +201,6 @@ def _nemotron_h(hf: Config) -> ModelConfig:
     kinds = _kinds(hf)
     head_dim = hf["head_dim"] or hf.get("attention_head_dim") or 128
     hf = {**hf, "num_hidden_layers": len(kinds), "head_dim": head_dim}
-    if hf["sliding_window"] is not None:
-        raise UnsupportedModelError(f"sliding_window {shown(hf['sliding_window'])} is not supported; null is")
     activation_of(hf, "mamba_hidden_act", ("silu",))
     activation_of(hf, "hidden_act", ("relu_squared",))
     parts: dict[str, dict[str, Any]] = {}
@@ -229,12 +229,14 @@ def _kinds(hf: Config) -> tuple[str, ...]:
         raise CheckpointError(
             f"{key} has {len(given)} layers, but num_hidden_layers is {hf['num_hidden_layers']}"
         )
-    known = _LETTERS if isinstance(given, str) else {**dict(zip(*[_LETTERS.values()] * 2, strict=True)), **_OLDER_KINDS}
+    known = (
+        _LETTERS
+        if isinstance(given, str)
+        else {**dict(zip(*[_LETTERS.values()] * 2, strict=True)), **_OLDER_KINDS}
+    )
     for layer, kind in enumerate(given):
         if kind not in [*known]:  # a list, as any JSON value may come, hashable or not
-            raise UnsupportedModelError(
-                f"{key}[{layer}] is {shown(kind)}; supported are {', '.join(known)}"
-            )
+            raise UnsupportedModelError(f"{key}[{layer}] is {shown(kind)}; supported are {', '.join(known)}")
     return tuple(known[kind] for kind in given)
 
 
@@ -271,7 +273,9 @@ def _mlp_of_nemotron(hf: Config) -> dict[str, Any]:
 
 def _experts_of_nemotron(hf: Config) -> dict[str, Any]:
     if hf["n_shared_experts"] != 1:
-        raise UnsupportedModelError(f"n_shared_experts {shown(hf['n_shared_experts'])} is not supported; 1 is")
+        raise UnsupportedModelError(
+            f"n_shared_experts {shown(hf['n_shared_experts'])} is not supported; 1 is"
+        )
     routing = {
         "score": "sigmoid",
         "num_groups": size(hf, "n_group"),
@@ -364,7 +368,9 @@ def _granite_hybrid(hf: Config) -> ModelConfig:
         rope = read_rope(hf)
     elif hf["position_embedding_type"] not in (None, "nope"):
         given = shown(hf["position_embedding_type"])
-        raise UnsupportedModelError(f"position_embedding_type {given} is not supported; 'rope' and 'nope' are")
+        raise UnsupportedModelError(
+            f"position_embedding_type {given} is not supported; 'rope' and 'nope' are"
+        )
     scale = factor(hf, "attention_multiplier")
     attention = read_attention(hf, rope=rope, qkv_bias=bias, output_bias=bias, scale=scale)
     kinds = _types_of_granite(hf)

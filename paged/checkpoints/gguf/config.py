@@ -224,7 +224,7 @@ def _layers_by_tensor(source: ConfigSource, num_layers: int, kinds: Mapping[str,
         kind = next((kind for name, kind in kinds.items() if f"blk.{layer}.{name}" in source.tensors), None)
         if kind is None:
             raise CheckpointError(
-                f"{source.metadata.path}: layer {layer} has none of {', '.join(kinds)}, by which layers are told"
+                f"{source.metadata.path}: layer {layer} has none of {', '.join(kinds)}, which tell what it is"
             )
         found.append(kind)
     return found

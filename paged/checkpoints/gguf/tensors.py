@@ -95,7 +95,9 @@ def _value_orders(metadata: Metadata) -> Mapping[str, Tensor]:
     if num_heads == num_key_heads:
         return {}
     heads = torch.arange(num_heads, device="cpu").view(-1, num_key_heads).T.flatten()
-    values = (heads[:, None] * (inner // num_heads) + torch.arange(inner // num_heads, device="cpu")).flatten()
+    values = (
+        heads[:, None] * (inner // num_heads) + torch.arange(inner // num_heads, device="cpu")
+    ).flatten()
     keys = 2 * num_key_heads * metadata.integer("ssm.state_size")
     mixed = torch.cat([torch.arange(keys, device="cpu"), keys + values])
     of_heads = ("ssm_alpha.weight", "ssm_beta.weight", "ssm_a", "ssm_dt.bias")

@@ -84,7 +84,10 @@ class GatedDelta(StateLayer):
         conv = StoredRows({f"{name}.conv1d": whole.columns})
         gates = StoredRows({name: whole.num_heads})
         if not shard.is_whole:
-            own = [*_own_keys(whole, shard, 0), _own_values(whole, shard, 2 * whole.num_key_heads * whole.key_dim)]
+            own = [
+                *_own_keys(whole, shard, 0),
+                _own_values(whole, shard, 2 * whole.num_key_heads * whole.key_dim),
+            ]
             heads = shard.share(whole.num_heads)
             values = _of_heads(heads, whole.value_dim, whole.columns)
             first = whole.columns + whole.num_heads * whole.value_dim
@@ -245,11 +248,15 @@ class Decay(Loadable):
     def load(self, loader: Loader) -> None:
         layout = float_layout(self.dt_bias)
         if self.has_rates:
-            check = ValueCheck(lambda x: ~(x <= 0) | x.isinf(), "be finite and not above 0, as a decay's rate")
+            check = ValueCheck(
+                lambda x: ~(x <= 0) | x.isinf(), "be finite and not above 0, as a decay's rate"
+            )
             self.rates = loader.read(self.stored, "A", layout._replace(check=check))
             del self.A
         else:
-            check = ValueCheck(lambda x: ~x.float().exp().isfinite(), "have a finite power of e, as a decay's")
+            check = ValueCheck(
+                lambda x: ~x.float().exp().isfinite(), "have a finite power of e, as a decay's"
+            )
             self.rates = -loader.read(self.stored, "A_log", layout._replace(check=check)).exp()
             del self.A_log
         finite = layout._replace(check=ValueCheck(lambda x: ~x.isfinite(), "be finite"))
