@@ -67,12 +67,13 @@ def _with_experts(
     *,
     norms: tuple[tuple[str, str], ...] = _BEFORE,
     router: tuple[tuple[str, str], ...] = _ROUTER,
+    states: tuple[tuple[str, str], ...] = (),
     shared: str = "shared_expert",
 ) -> TensorNames:
     """Return the names of a family with experts.
 
-    gate, up, down: what projections of experts are called in the checkpoint. shared: the expert of all
-    tokens.
+    gate, up, down: what projections of experts are called in the checkpoint. states: of layers that keep one.
+    shared: the expert of all tokens.
     """
     parts = (
         ("ffn_gate_exps.", f"mlp.experts.{gate}."),
@@ -90,7 +91,7 @@ def _with_experts(
         for kind in ("weight", "bias")
     )
     both = ExpertStack("mlp.experts.gate_up_proj.weight", (f"{gate}.weight", f"{up}.weight"))
-    names = _names(_ATTENTION, norms, _MLP, router, parts)
+    names = _names(states, _ATTENTION, norms, _MLP, router, parts)
     return replace(names, stacks=(*single, both), only_stacks=True)
 
 
@@ -146,9 +147,10 @@ _SHORT_CONV = (
     ("shortconv.out_proj.", "conv.out_proj."),
 )
 _LFM2_NORMS = (("attn_norm.", "operator_norm."), ("ffn_norm.", "ffn_norm."))
-_QWEN35_MOE = _with_experts(norms=(*_DELTA, *_BEFORE_BOTH))
+_QWEN35_MOE = _with_experts(norms=_BEFORE_BOTH, states=_DELTA)
 _NEMOTRON_H = _with_experts(
-    norms=(("attn_norm.", "norm."), *_MAMBA),
+    norms=(("attn_norm.", "norm."),),
+    states=_MAMBA,
     router=(
         ("exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
         ("ffn_gate_inp.", "mlp.gate."),
@@ -207,12 +209,10 @@ CONVERTED: Mapping[str, Converted] = {
     "qwen35moe": Converted(_QWEN35_MOE, norms_plus_one=True, tiled_values=True),
     "qwen3next": Converted(_QWEN35_MOE, norms_plus_one=True, gates_by_key_head=True),
     "lfm2": Converted(_names(_SHORT_CONV, _ATTENTION, _LFM2_NORMS, _MLP)),
-    "lfm2moe": Converted(_with_experts("w1", "w3", "w2", norms=(*_SHORT_CONV, *_LFM2_NORMS))),
+    "lfm2moe": Converted(_with_experts("w1", "w3", "w2", norms=_LFM2_NORMS, states=_SHORT_CONV)),
     "nemotron_h": Converted(_NEMOTRON_H, interleaved=True),
     "nemotron_h_moe": Converted(_NEMOTRON_H, interleaved=True),
-    "granitehybrid": Converted(
-        _with_experts(norms=(*_MAMBA, *_BEFORE), shared="shared_experts"), interleaved=True
-    ),
+    "granitehybrid": Converted(_with_experts(states=_MAMBA, shared="shared_experts"), interleaved=True),
     "falcon-h1": Converted(
         # llama.cpp writes one of the norms without .weight.
         _names(_MAMBA, _ATTENTION, (_BEFORE[0], ("ffn_norm", "pre_ff_layernorm.weight")), _MLP)
