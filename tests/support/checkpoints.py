@@ -445,7 +445,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     # One part a layer, as its letters say; a time step of at least the usual one, so that some are.
     "nemotron_h": lambda: _nemotron_h("M-*M", use_bias=True, mlp_bias=True),
     "nemotron_h_moe": lambda: _nemotron_h("ME*EM-E", n_group=2, topk_group=1),
-    "nemotron_h_moe-latent": lambda: _nemotron_h("M*E", moe_latent_size=24, mamba_num_heads=6),
+    "nemotron_h_moe-latent": lambda: _nemotron_h("M*E", moe_latent_size=24, mamba_num_heads=6, mlp_bias=True),
     "granitemoehybrid": lambda: GraniteMoeHybridConfig(
         **{**_MOE, **_GRANITE_MAMBA, "intermediate_size": 24, "num_hidden_layers": 3},
         num_local_experts=6,
