@@ -164,10 +164,10 @@ _NEMOTRON_H = _with_experts(
 class Converted(NamedTuple):
     """How llama.cpp's converter changes the tensors of a family.
 
-    interleaved: the rows of the two halves of each head of Q and K alternate.
+    interleaved: the rows of each head of Q and K alternate between its first and its second half.
     qkv_by_part: Q of all heads comes first, then K, then V. In transformers' checkpoint, Q, K and V of each
         head follow each other.
-    norms_plus_one: weights of norms are stored plus 1, but those of a gated norm.
+    norms_plus_one: 1 is added to the weights of norms, but those of a gated norm.
     tiled_values: the value heads of the delta rule are stored by their number within a key head. In
         transformers' checkpoint those of each key head follow each other.
     gates_by_key_head: of the delta rule's inputs, only those of gates are stored by key head.
@@ -223,9 +223,9 @@ CONVERTED: Mapping[str, Converted] = {
 
 
 def with_gguf_names(config: ModelConfig, architecture: str, num_further_layers: int = 0) -> ModelConfig:
-    """Return the config with the tensor names of a GGUF file. None of its tensors is transposed.
+    """Return the config with the tensor names of a GGUF file. GGUF files store no tensor transposed.
 
-    num_further_layers: how many layers behind the last one are skipped.
+    num_further_layers: the number of layers behind the last one, which are skipped.
     """
     converted = CONVERTED[architecture]
     names = converted.names

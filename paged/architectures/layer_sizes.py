@@ -6,9 +6,10 @@ from .spec import LayerSpec
 
 
 def mixer_numbers(layer: LayerSpec) -> tuple[int, int]:
-    """Return how many numbers a token has in attention or beside a state, and how many come out.
+    """Return the numbers per token inside a layer's attention or state, and the numbers per token of its
+    output.
 
-    A layer may have both, of which the larger counts, or neither.
+    Of a layer with both the larger numbers count; a layer may have neither.
     """
     numbers = out = 0
     state = layer.state

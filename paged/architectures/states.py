@@ -13,15 +13,18 @@ class StateSpec:
 
     kind: "delta": a convolution, then the gated delta rule (Qwen3-Next); "mamba2": a convolution, then the
         state space of Mamba-2 (Dao & Gu 2024); "conv": a gated convolution (LFM2).
-    width: how many tokens the convolution sees. columns: how many numbers of each.
-    num_heads, value_dim: of values and states, of "delta" and of "mamba2", where values are x.
-    num_key_heads, key_dim: of queries and keys; of "mamba2", of groups of heads, and of their C and B.
-    bias: of the projection of inputs, as conv_bias and output_bias of the others.
-    stored: how the checkpoint stores the inputs of "delta": by what they are, by key head, or only those of
-        gates by key head.
+    width: number of tokens that the convolution sees. columns: numbers per token in its input.
+    num_heads, value_dim: heads and head dimension of the values and states of "delta", and of x and the
+        states of "mamba2".
+    num_key_heads, key_dim: heads and head dimension of the queries and keys of "delta"; groups of heads, and
+        the size of their B and C, of "mamba2".
+    bias, conv_bias, output_bias: whether the input projection, the convolution and the output projection have
+        a bias.
+    stored: how the checkpoint orders the input projections of "delta": by projection, by key head, or only
+        those of the gates by key head.
     has_rates: whether the checkpoint has the rates of decays, -e^A_log, as GGUF files have, and not A_log.
-    norm: what is normalised of each group of "mamba2": outputs times silu of their gate, or outputs before
-        the gate; None: nothing is.
+    norm: what is normalised in each group of "mamba2": the outputs times silu of their gate, or the outputs
+        before the gate is applied; None: nothing is.
     limits: the least and the longest time step of "mamba2".
     """
 
@@ -42,16 +45,19 @@ class StateSpec:
 
     @property
     def last_inputs(self) -> tuple[int, int]:
-        """The shape of what the convolution keeps, in the dtype of activations."""
+        """Shape of the last inputs that the convolution keeps, in the dtype of activations."""
         return self.width - 1, self.columns
 
     @property
     def matrices(self) -> tuple[int, int, int]:
-        """The shape of what the delta rule or Mamba-2 keeps, in float32."""
+        """Shape of the matrices that the delta rule or Mamba-2 keeps, in float32."""
         return self.num_heads, self.key_dim, self.value_dim
 
     def num_bytes(self, element_bytes: int) -> int:
-        """Return the bytes of a sequence's state. element_bytes: of an activation."""
+        """Return the bytes of a sequence's state.
+
+        element_bytes: bytes of one number of an activation.
+        """
         return math.prod(self.last_inputs) * element_bytes + math.prod(self.matrices) * 4
 
     def num_params(self, hidden_size: int) -> int:
