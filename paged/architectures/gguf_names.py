@@ -244,8 +244,9 @@ def _as_converted(layer: LayerSpec, converted: Converted) -> LayerSpec:
     """Return a layer as a GGUF file stores it."""
     state, part = layer.state, layer.feed_forward
     if state is not None and state.kind != "conv":
-        stored = "gates_by_key_head" if converted.gates_by_key_head else "by_part"
-        state = replace(state, has_rates=True, stored=stored)
+        state = replace(state, has_rates=True, stored="by_part")
+        if converted.gates_by_key_head:
+            state = replace(state, stored="gates_by_key_head")
     if isinstance(part, ExpertsSpec):
         shared = part.shared and replace(part.shared, fused=False)
         part = replace(part, interleaved=False, shared=shared)

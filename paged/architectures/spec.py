@@ -222,7 +222,7 @@ class NormNames:
 class LayerSpec:
     """One decoder layer. It has attention, or a state, or both: then they read the same and are both added.
 
-    A layer may lack a feed-forward part, or have nothing else, as in Nemotron-H: see `has_one_part`.
+    A layer may have no feed-forward part, or nothing else, as in Nemotron-H. Then it has one norm, before it.
 
     parallel: whether attention and the feed-forward part read the same residual and are both added to it.
     scaled: whether the checkpoint has a scalar that multiplies the layer's output.
@@ -241,11 +241,6 @@ class LayerSpec:
     def keeps(self) -> bool:
         """Whether the layer stores anything about earlier tokens: K and V of its own, or a state."""
         return self.state is not None or (self.attention is not None and self.attention.has_kv)
-
-    @property
-    def has_one_part(self) -> bool:
-        """Whether it has a feed-forward part alone, or none."""
-        return self.feed_forward is None or (self.attention is None and self.state is None)
 
     def num_mixing_params(self, hidden_size: int) -> int:
         """Return the number of weights of the part that mixes tokens: attention, or a state."""

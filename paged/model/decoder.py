@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..architectures.config import LAYERS, ModelConfig
-from ..architectures.spec import FeedForwardSpec, LayerSpec
+from ..architectures.spec import FeedForwardSpec
 from ..base.errors import CheckpointError
 from ..base.validation import check_number
 from ..checkpoints.stored import StoredRows
@@ -90,7 +90,8 @@ class DecoderLayer(Loadable):
         kv_cache: KVCache,
     ) -> Tensor:  # [num_tokens, num_heads, head_dim]
         """Write K and V of the new tokens into the cache. Return the tokens' queries."""
-        assert self.mixer is not None, "a layer without one is a OnePartLayer"
+        if self.mixer is None:  # what the feed-forward part reads takes the place of queries
+            return add_and_norm(hidden, residual, self.before_mlp)
         hidden = add_and_norm(hidden, residual, self.before_attention)
         if self.state_heads is not None:
             made = self.state_heads.project(hidden, rows, batch, kv_cache)
@@ -104,8 +105,11 @@ class DecoderLayer(Loadable):
 
         Return the tensor that is still to be added to the residual; None if there is none.
         """
-        assert self.mixer is not None, "a layer without one is a OnePartLayer"
+        if self.mixer is None:
+            return self._feed_forward(query, rows)
         hidden = self.mixer.attend(query, queries, kv_cache)
+        if self.mlp is None:
+            return hidden
         hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
         out = self._feed_forward(hidden, rows)
         if self.beside is not None:
@@ -120,7 +124,7 @@ class DecoderLayer(Loadable):
         return left
 
     def _feed_forward(self, hidden: Tensor, rows: TokenRows) -> Tensor:
-        assert self.mlp is not None, "a layer without a feed-forward part is a OnePartLayer"
+        assert self.mlp is not None, "the layer has a feed-forward part"
         if rows.real_count is None or not isinstance(self.mlp, ManyExperts):
             out: Tensor = self.mlp(hidden)
         else:
@@ -173,43 +177,6 @@ def _new_feed_forward(
     return Experts(config, layer, kernels, spec)
 
 
-class OnePartLayer(DecoderLayer):
-    """x + attention(norm(x)), or x + mlp(norm(x)): a layer of Nemotron-H."""
-
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, part: ModelPart) -> None:
-        super().__init__(config, layer, kernels, part)
-        others = self.after_attention, self.after_mlp, self.layer_scalar, self.beside, self.input
-        assert all(other is None for other in others), "a layer of one part normalises its input, and no more"
-
-    def project(
-        self, hidden: Tensor | None, residual: Tensor, rows: TokenRows, batch: Batch, kv_cache: KVCache
-    ) -> Tensor:
-        """Do as `DecoderLayer.project`; without attention and state, return what the MLP reads."""
-        if self.mixer is None:
-            return add_and_norm(hidden, residual, self.before_mlp)
-        return super().project(hidden, residual, rows, batch, kv_cache)
-
-    def attend(
-        self,
-        query: Tensor,
-        residual: Tensor,  # noqa: ARG002
-        rows: TokenRows,
-        queries: Queries,
-        kv_cache: KVCache,
-    ) -> Tensor:
-        """Run the layer as `DecoderLayer.attend` does."""
-        if self.mixer is None:
-            return self._feed_forward(query, rows)
-        return self.mixer.attend(query, queries, kv_cache)
-
-
-def _kind_of(spec: LayerSpec) -> type[DecoderLayer]:
-    """Return the class of a layer."""
-    if spec.has_one_part:
-        return OnePartLayer
-    return ParallelLayer if spec.parallel else DecoderLayer
-
-
 class ParallelLayer(DecoderLayer):
     """x + attention(norm(x)) + mlp(norm(x)), with a norm of its own for each sublayer."""
 
@@ -224,7 +191,7 @@ class ParallelLayer(DecoderLayer):
         """Do what `DecoderLayer.attend` does, with both sublayers reading the same residual."""
         assert rows.inputs is None, "only layers whose outputs are normalised have inputs"
         normed = add_and_norm(None, residual, self.before_mlp)
-        assert self.mixer is not None, "a layer without one is a OnePartLayer"
+        assert self.mixer is not None, "a parallel layer has attention"
         self.kernels.add(self.mixer.attend(query, queries, kv_cache), residual)
         return self._feed_forward(normed, rows)
 
@@ -275,7 +242,10 @@ class Decoder(nn.Module):
             self.inputs = PerLayerEmbeddings(config, kernels, part.shard)
         tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in config.ropes)
         self.rotary = cast(Sequence[RotaryEmbedding], tables)
-        layers = nn.ModuleList(_kind_of(config.layers[i])(config, i, kernels, part) for i in part.layers)
+        layers = nn.ModuleList(
+            (ParallelLayer if config.layers[i].parallel else DecoderLayer)(config, i, kernels, part)
+            for i in part.layers
+        )
         self.layers = cast(Sequence[DecoderLayer], layers)
         # Later layers read earlier layers' K and V, so they run for output rows only.
         # A state must see every token.

@@ -75,9 +75,7 @@ def _in_order(weight: CodedWeight, columns: tuple[int, ...]) -> CodedWeight:
     if len(order) % weight.group or not stays(weight.group):
         return replace(weight, order=order)
 
-    def moved(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
+    def moved(x: Tensor) -> Tensor:
         size = len(order) // x.shape[1]
         while not stays(size):  # a unit of several groups, which are torn apart
             size //= 2
@@ -88,7 +86,9 @@ def _in_order(weight: CodedWeight, columns: tuple[int, ...]) -> CodedWeight:
     stored: Tensor | HalfBytes = codes
     if isinstance(weight.stored, HalfBytes):
         stored = HalfBytes(codes[:, ::2] | codes[:, 1::2] << 4, len(order))
-    return replace(weight, stored=stored, factors=Factors(*map(moved, weight.factors)))
+    scale, *others = weight.factors
+    factors = Factors(moved(scale), *(None if x is None else moved(x) for x in others))
+    return replace(weight, stored=stored, factors=factors)
 
 
 def format_in(kind: GgmlType) -> GgufFormat:

@@ -236,6 +236,8 @@ class Decay(Loadable):
     """
 
     rates: Tensor
+    dt_bias: Tensor
+    D: Tensor
 
     def __init__(self, stored: StoredRows, spec: StateSpec) -> None:
         super().__init__(stored)
