@@ -44,6 +44,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3_5": (2, {}),  # states, in a stage without attention, too
     "lfm2": (3, {}),
     "nemotron_h": (3, {}),  # layers of one part, the last with a state
+    "nemotron_h_moe": (5, {}),  # experts alone in a stage, and behind the last layer with a state
     "falcon_h1": (2, {}),  # heads with K and V and with states in each layer
     "qwen3_moe": (2, {}),  # experts, of which each stage has its own
     "demo": (2, {"dtype": "bfloat16"}),
