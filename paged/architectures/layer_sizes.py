@@ -6,9 +6,7 @@ from .spec import LayerSpec
 
 
 def mixer_numbers(layer: LayerSpec) -> tuple[int, int]:
-    """Return the numbers per token inside a layer's attention or state, and the numbers per token of its
-    output.
-    """
+    """Return the numbers per token inside a layer's attention or state, and those of its output."""
     state = layer.state
     if state is not None:
         out = state.columns if state.kind == "conv" else state.num_heads * state.value_dim

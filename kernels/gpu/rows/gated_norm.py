@@ -47,8 +47,8 @@ def gated_norm(
 ) -> Tensor:  # [num_tokens, num_heads * size]
     """Return weight * x / sqrt(mean(x²) + eps) * silu(gate), with the mean over each head.
 
-    Computed in float32 and rounded once. Raises ValueError for a shape, dtype, stride or value that does not
-    fit.
+    The result is computed in float32 and rounded once. Raises ValueError for a shape, dtype, stride or value
+    that does not fit.
     """
     launch, size = _launches.find(combination((x, weight, gate), eps), x, weight, gate, eps)
     out = x.new_empty(size)
