@@ -38,11 +38,10 @@ from .generation import (
     generate_stream,
     progress_bar,
     prompts_of,
-    run_reports,
 )
 from .model_text import ModelText
 from .request_factory import RequestFactory
-from .request_spec import ReportTerms, RequestSpec, ids_of
+from .request_spec import RequestSpec, ids_of
 
 if TYPE_CHECKING:
     from ..checkpoints.embedding_files import Pooling
@@ -396,6 +395,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
         from .embedding import Embedder, EmbeddingOptions
+        from .reports import ReportTerms
+        from .run_reports import run_reports
 
         check_call("embed", vllm, lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         listed = as_list(prompts)
@@ -466,6 +467,8 @@ class LLMEngine(metaclass=ExplainsMissing):
 
         Raises RequestError, before anything runs, if an argument is wrong or empty.
         """
+        from .reports import ReportTerms
+        from .run_reports import run_reports
         from .scoring import ScoreSpec
 
         check_call(
