@@ -18,8 +18,9 @@ from ..device.devices import is_here
 from ..kernels.backend import Kernels
 from ..model.weights.loading import StoredWeights
 from ..options.config import QUANTIZATIONS
+from .fit import largest_step, max_partial_bytes
 from .load import open_model
-from .memory import Memory, largest_step, max_partial_bytes
+from .memory import Memory
 from .sizes import ELEMENT_BYTES, GIB, Sizes, draft_sizes
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from paged.kernels.gpu.target import in_interpreter
 from paged.options.config import EngineConfig
 from paged.runner import decode_graphs
 from paged.runner.decode_graphs import capture_sizes
-from paged.runner.memory import num_blocks_that_fit
+from paged.runner.fit import num_blocks_that_fit
 from tests.support.engine_uses import Case, Tokens, draws_of_a_gpu, generated, sampled
 from tests.support.fake_cuda import lacks
 from tests.support.late_cuda import LateCuda, late_cuda
