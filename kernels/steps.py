@@ -84,7 +84,7 @@ class StepRecorder(Protocol):
 class Needs(NamedTuple):
     """What a backend that compiles ahead must have ready.
 
-    operations: names in `backend.Kernels`, of the model's layers and of all that a request may ask for.
+    operations: names in `operations.Kernels`, of the model's layers and of all that a request may ask for.
     head_dims: of K and V, of all layers.
     quantization: what weights in floats are quantised to while they load, if to anything.
     has_codes: weights may be stored in codes, as in a quantised checkpoint.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..kernels.backend import Kernels
 from ..kernels.steps import call_within_step
 from .part import Shard, TensorGroup
+
+if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
 
 
 def group_of(shard: Shard) -> TensorGroup:

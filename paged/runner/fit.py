@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..base.errors import ResourceError
 from ..device.host_memory import free_on_cpu
-from ..kernels.backend import Kernels
 from ..model.cache.kv_cache import KVCache
 from ..options.config import EngineConfig
 from ..options.sampling_params import SamplingParams
@@ -17,6 +17,9 @@ from ..scheduler.schedule import Schedule
 from ..scheduler.scheduler import Scheduler
 from .memory import new_kv_cache
 from .sizes import Sizes
+
+if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
 
 # The parameters that take the most memory to sample with.
 LARGEST_PARAMS = SamplingParams(top_p=0.9, min_p=0.1, typical_p=0.9, presence_penalty=1.0, logprobs=5)

@@ -15,7 +15,6 @@ from ..architectures.layer_sizes import mixer_numbers
 from ..architectures.spec import ExpertsSpec, FeedForwardSpec
 from ..base.errors import ConfigError
 from ..device.devices import is_here
-from ..kernels.backend import Kernels
 from ..model.weights.loading import StoredWeights
 from ..options.config import QUANTIZATIONS
 from .fit import largest_step, max_partial_bytes
@@ -24,6 +23,7 @@ from .memory import Memory
 from .sizes import ELEMENT_BYTES, GIB, Sizes, draft_sizes
 
 if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
     from ..model.weights.samples import SampledWeight
 
 # The parts of a model by the beginning of a module's name, or of its place in a layer.

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..device.transfers import Sent, Upload
-from ..kernels.backend import Kernels
 from ..options.sampling_params import SamplingParams, num_arguments
 from ..scheduler.schedule import RowError
 from .dry import DryHistory
 from .seats import DraftRow, Sampled
 from .token_history import Recount, TokenHistory
+
+if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
 
 IndexedRequests = list[tuple[int, Sampled, SamplingParams]]  # row of the logits, request, its parameters
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from ...base.errors import ConfigError
 from ...checkpoints.stored import StoredRows
-from ...kernels.backend import Kernels
 from ..exchanges import look_up
 from ..part import UNDIVIDED, Shard
 from ..weights.forms import Role, TableForm, WeightForm
 from ..weights.loading import Loadable, Loader
+
+if TYPE_CHECKING:
+    from ...kernels.operations import Kernels
 
 
 class Linear(Loadable):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from ...architectures.config import ModelConfig
 from ...architectures.spec import RopeConfig
-from ...kernels.backend import Kernels
 from ..batch import Batch
+
+if TYPE_CHECKING:
+    from ...kernels.operations import Kernels
 
 
 class Angles(NamedTuple):

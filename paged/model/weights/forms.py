@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.backend import Kernels
+if TYPE_CHECKING:
+    from ...kernels.operations import Kernels
+
 
 # What a weight is for: a layer; gate and up in one; a router, whose products are float32; the output head;
 # the embedding of tokens; a table that is only looked up. A head tied to the embedding shares its form.
