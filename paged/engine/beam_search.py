@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..base.errors import QueueFullError, RequestError
-from ..options.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
+from ..options.other_calls import BeamSearchParams
+from ..options.sampling_params import MAX_LOGPROBS, SamplingParams
 from ..requests.request import FinishReason, Prompt, Request, RequestStatus
 from ..scheduler.scheduler import Scheduler
 from ..text.tokenizer import Tokenizer

@@ -241,10 +241,14 @@ class RequestFactory:
         return self._rules_of(params.bad_words, breakers)
 
     def _new_rules(self, bad_words: Sequence[str], breakers: Sequence[str]) -> TokenRules:
+        if not bad_words and not breakers:
+            return TokenRules()
+        from ..requests.tokenized_rules import tokenized
+
         tokenizer = self.tokenizer
         if tokenizer is None:
-            return TokenRules.of(bad_words, breakers, None, list)
-        rules = TokenRules.of(bad_words, breakers, tokenizer.encode_bare, lambda: tokenizer.token_texts)
+            return tokenized(bad_words, breakers, None, list)
+        rules = tokenized(bad_words, breakers, tokenizer.encode_bare, lambda: tokenizer.token_texts)
         for token_ids in rules.bad_words:
             with about("bad_words"):
                 self.prompts.check_vocabulary("a token of bad_words", token_ids)

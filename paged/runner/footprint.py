@@ -17,10 +17,11 @@ from ..base.errors import ConfigError
 from ..device.devices import is_here
 from ..model.weights.loading import StoredWeights
 from ..options.config import QUANTIZATIONS
+from .draft_sizes import draft_sizes
 from .fit import largest_step, max_partial_bytes
 from .load import open_model
 from .memory import Memory
-from .sizes import ELEMENT_BYTES, GIB, Sizes, draft_sizes
+from .sizes import ELEMENT_BYTES, GIB, Sizes
 
 if TYPE_CHECKING:
     from ..kernels.operations import Kernels
