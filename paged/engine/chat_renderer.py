@@ -22,9 +22,9 @@ class ChatRenderer:
         self.templates = ChatTemplates(tokenizer.chat_templates, tokenizer.special_tokens)
 
     def render(self, messages: Sequence[Message], **template: Any) -> dict[str, Any]:
-        """Return the prompt of a conversation, from the arguments of `ChatTemplates.render`.
+        """Render a conversation to a prompt, with the arguments of `ChatTemplates.render`.
 
-        The text of a special token in what users and tools say is plain text of the prompt.
+        If users or tools write the text of a special token, it stays plain text in the prompt.
         """
         if not is_conversation(messages):
             return {"prompt": self.templates.render(messages, **template), "add_special_tokens": False}
@@ -53,6 +53,6 @@ class ChatRenderer:
 
 
 def is_conversation(messages: Any) -> bool:
-    """Return whether these look like messages. The templates report what is wrong with a conversation."""
+    """Return whether `messages` looks like one conversation. The templates report what is wrong with it."""
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
     return is_list and all(isinstance(message, Mapping) for message in messages)

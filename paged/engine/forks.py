@@ -26,10 +26,10 @@ def new_fork(
     params: SamplingParams | None,
     now: float,
 ) -> RequestGroup:
-    """Make a request that continues from where `parent` is.
+    """Make a request that continues after the newest token of `parent`.
 
-    params: by default the parent's, with a new seed for the fork. Stop strings that differ from the
-        parent's apply to new text only.
+    params: by default the parent's, with a new seed for the fork. New stop strings apply to new text
+        only.
 
     Raises RequestError naming what is wrong.
     """

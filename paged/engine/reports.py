@@ -18,11 +18,11 @@ Found = TypeVar("Found", covariant=True)
 
 
 class ReportSpec(Protocol[Found]):
-    """A request for a report on a prompt, which generates nothing."""
+    """A request that generates no tokens and only reports on its prompt."""
 
     @property
     def prompt(self) -> ParsedPrompt:
-        """The prompt to compute."""
+        """The prompt to compute and report on."""
 
     def report(self, text: ModelText) -> PromptReport:
         """Return a new report for the request to fill.
@@ -35,7 +35,10 @@ class ReportSpec(Protocol[Found]):
 
 
 class ReportTerms(NamedTuple):
-    """How a request for a report is scheduled. part_of: see `RequestInputs`."""
+    """How a request for a report is scheduled.
+
+    part_of: see `RequestInputs`.
+    """
 
     priority: float = 0.0
     tenant: str = ""
@@ -43,7 +46,7 @@ class ReportTerms(NamedTuple):
     part_of: str = ""
 
     def params(self) -> SamplingParams:
-        """Return sampling parameters with these terms, which generate nothing. Raises RequestError."""
+        """Return sampling parameters with these terms that generate no tokens. Raises RequestError."""
         check_tenant(self.tenant)
         # Room for one token, which is never computed.
         return SamplingParams(
@@ -58,7 +61,7 @@ class ReportTerms(NamedTuple):
 def new_report(
     factory: RequestFactory, request_id: str, spec: ReportSpec[object], terms: ReportTerms, now: float
 ) -> RequestGroup:
-    """Make a request that generates nothing and only reports on its prompt.
+    """Make a request that generates no tokens and only reports on its prompt.
 
     Raises RequestError naming what is wrong.
     """

@@ -43,7 +43,7 @@ MAX_PROMPT_LOGPROBS = 2**22  # of one request; each takes about 200 bytes in its
 
 
 class RequestFactory:
-    """Makes the requests of one model and its KV cache."""
+    """Makes requests for one model and its KV cache."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class RequestFactory:
         return Grammars(self.tokenizer, self.model_config.vocab_size, self.eos_token_ids)
 
     def new_group(self, request_id: str, spec: RequestSpec, now: float) -> RequestGroup:
-        """Make a request of params.num_samples samples; all but the first are siblings of the first.
+        """Make a request with params.num_samples samples. The other samples are siblings of the first.
 
         Raises RequestError naming what is wrong.
         """

@@ -22,7 +22,7 @@ def run_reports(
     *,
     use_tqdm: Progress,
 ) -> list[T]:
-    """Compute prompts only for their reports. Return the reports' outputs in order.
+    """Compute prompts without generating tokens. Return the output of each prompt's report, in order.
 
     name: the name of the argument that holds the prompts, for error messages.
     """

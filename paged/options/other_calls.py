@@ -17,8 +17,9 @@ from ..base.validation import shown
 class PoolingParams:
     """Options of an embedding, with vLLM's names; `LLMEngine.embed` has more.
 
-    dimensions: keep so many of the first numbers, and normalize these (matryoshka embeddings).
-    use_activation: scale each embedding to a Euclidean norm of 1; None does what the checkpoint says.
+    dimensions: keep this many numbers from the start of the embedding and normalize them again (matryoshka
+        embeddings).
+    use_activation: scale each embedding to a Euclidean norm of 1; None follows the checkpoint.
 
     Raises RequestError naming the value and what is allowed.
     """
@@ -33,10 +34,11 @@ class PoolingParams:
 @partial(strict, vllm="BeamSearchParams", assignable=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """Parameters of a beam search: vLLM's names, and where vLLM differs from it, transformers' semantics.
+    """Parameters of a beam search. The names are vLLM's; where vLLM and transformers differ, the meaning is
+    that of transformers.
 
     beam_width: how many continuations are followed and returned.
-    max_tokens: most tokens to generate.
+    max_tokens: maximum number of tokens to generate.
     ignore_eos: treat EOS as any other token.
     temperature: must be 0: continuations are ranked by the model's own log-probabilities.
     length_penalty: a score is the log-probability divided by (generated tokens, EOS included) to this power.

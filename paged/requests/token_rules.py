@@ -11,7 +11,7 @@ Breakers = Mapping[tuple[int, ...], Set[int]]
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """The bad_words and dry_sequence_breakers of a request in tokens.
+    """The bad_words and dry_sequence_breakers of a request, as token ids.
 
     bad_words: token sequences that the output never contains.
     breakers: token sequences that end a repetition.

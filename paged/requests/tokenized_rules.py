@@ -21,9 +21,9 @@ def tokenized(
     encode: Encode | None,
     token_texts: Callable[[], list[str]],
 ) -> TokenRules:
-    """Return bad words and breakers in tokens.
+    """Tokenize the bad words and the sequence breakers.
 
-    encode: None if there is no tokenizer.
+    encode: tokenizes a text; None if there is no tokenizer.
     token_texts: returns the text of every token of the vocabulary.
 
     Raises RequestError naming a string that cannot be tokenized.

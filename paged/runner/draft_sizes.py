@@ -10,13 +10,14 @@ from .sizes import Sizes
 
 
 def draft_sizes(sizes: Sizes, model: ModelConfig, directory: Path) -> Sizes:
-    """Return the sizes of a model that drafts for the one of `sizes`, with the same blocks and dtypes.
+    """Return the sizes of a draft model for the model of `sizes`, with the same blocks and dtypes.
 
-    directory: where its checkpoint is.
+    directory: the directory of the draft model's checkpoint.
 
-    It drafts for requests up to its own context, and only while all of their K and V are kept: if every layer
-    of the target model has a window, up to the widest window. If its longrope changes factors at another
-    length than the target's, it drafts up to that length.
+    The draft model guesses for requests up to its own context length, and only while the cache holds all of
+    their K and V. If every layer of the target model has a sliding window, that is up to the widest window.
+    If the draft model's longrope changes factors at another length than the target's, it guesses up to that
+    length.
     """
     speculation = sizes.config.speculation
     assert speculation is not None, "a draft model comes from a speculative_config"

@@ -15,7 +15,7 @@ from .sizes import Sizes
 class Memory(NamedTuple):
     """The memory of a device in bytes.
 
-    free: what neither other processes nor the system use.
+    free: the bytes that neither other processes nor the system use.
     """
 
     total: int
@@ -25,7 +25,7 @@ class Memory(NamedTuple):
     def of(cls, device: torch.device, held: int = 0) -> Memory:
         """Return the memory of a device of this machine.
 
-        held: how many bytes this engine already uses.
+        held: the bytes that this engine already uses on a CPU.
         """
         if device.type == "cpu":
             free = int(free_on_cpu()) + held

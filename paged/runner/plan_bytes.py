@@ -12,7 +12,7 @@ from .plan import ComputedPart, SeatChange
 
 
 def to_bytes(part: ComputedPart) -> bytes:
-    """Write a part, for `from_bytes`."""
+    """Encode this part for `from_bytes`."""
     pairs = (part.swap_out, part.swap_in, part.copies, part.state_moves)
     rows = (part.seats, part.starts, part.counts, part.rope_lens, part.sampled, part.sampled_seats)
     tuples = (*pairs, part.asked, part.changes)
@@ -30,7 +30,7 @@ def to_bytes(part: ComputedPart) -> bytes:
 
 
 def from_bytes(data: bytes) -> ComputedPart:
-    """Read a part that `to_bytes` has written."""
+    """Decode a part that `to_bytes` encoded."""
     lists = _read(data)
     num_decodes, num_drafting = next(lists)
     swap_out, swap_in, copies, state_moves = ([*_tuples(next(lists), 2)] for _ in range(4))

@@ -45,7 +45,7 @@ _GRANITE_SWA = {
 
 
 def granite_fields(hf: Config) -> dict[str, Any]:
-    """Return the fields of ModelConfig that all Granites share."""
+    """Return the fields of ModelConfig that all Granite models share."""
     return {
         "embedding_multiplier": factor(hf, "embedding_multiplier"),
         "residual_multiplier": factor(hf, "residual_multiplier"),

@@ -15,9 +15,9 @@ def layer_types_of(
     default: tuple[str, ...] = (),
     kinds: tuple[str, ...] = ("full_attention", "sliding_attention"),
 ) -> tuple[str, ...]:
-    """Return layer_types: one of the kinds for each layer.
+    """Return layer_types: a layer type from `kinds` for each layer.
 
-    default: the types where config.json has null.
+    default: the types to use if config.json has null.
     """
     if hf["layer_types"] is None and default:
         return default
@@ -39,7 +39,7 @@ def layer_types_of(
 
 
 def full_every(interval: int | str, hf: Config) -> tuple[str, ...]:
-    """Return layer types with full attention in every interval-th layer, and windows in the others.
+    """Return layer types with full attention in every interval-th layer, and sliding windows in the others.
 
     interval: a number, or the key of config.json that holds it.
     """
@@ -50,16 +50,16 @@ def full_every(interval: int | str, hf: Config) -> tuple[str, ...]:
 
 
 def windows_of(layer_types: tuple[str, ...], window: int | None) -> tuple[int | None, ...]:
-    """Return the window of each layer; None where attention is full."""
+    """Return the sliding window of each layer; None for layers with full attention."""
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
 def ropes_by_type(hf: Config, rope_theta: float, local_theta: float) -> dict[str, RopeConfig]:
-    """Read the rotary embeddings of layers with full attention and of those with a window.
+    """Read the rotary embedding of layers with full attention and of layers with a sliding window.
 
-    transformers 5 writes both into rope_parameters. Older checkpoints describe the rope of full attention
-    only; sliding layers then use an unscaled one. rope_theta, local_theta: the defaults where config.json has
-    none.
+    transformers 5 writes both into rope_parameters. Older checkpoints describe only the embedding of full
+    attention; layers with a window then use an unscaled one. rope_theta and local_theta are the default bases
+    of full attention and of layers with a window.
     """
     given = hf.get("rope_parameters") or {}
     own = {"full_attention": hf.get("rope_scaling") or {}, "sliding_attention": {}}
@@ -90,7 +90,7 @@ def ropes_by_type(hf: Config, rope_theta: float, local_theta: float) -> dict[str
 
 
 def by_layer_type(hf: Config, layer_types: tuple[str, ...], ropes: dict[str, RopeConfig]) -> dict[str, Any]:
-    """Return the arguments of `repeat`: `rope`, of full attention, and each layer's `ropes` and `windows`."""
+    """Return arguments for `repeat`: `rope` of full attention, `ropes` and `windows` of all layers."""
     return {
         "rope": ropes["full_attention"],
         "ropes": tuple(ropes[kind] for kind in layer_types),

@@ -81,28 +81,28 @@ MAX_SOFTCAP = 1e3  # kernels compute to a few roundings of the cap: here about 1
 
 
 def size(hf: Config, name: str) -> int:
-    """Return a whole number from 1 to its ceiling."""
+    """Return the value of a key: an integer from 1 to the key's maximum."""
     return check_int(CheckpointError, name, hf[name], 1, CEILINGS[name])
 
 
 def flag(hf: Config, name: str) -> bool:
-    """Return True or False."""
+    """Return the value of a key: True or False."""
     return check_bool(CheckpointError, name, hf[name])
 
 
 def factor(hf: Config, name: str, most: float = MAX_FACTOR) -> float:
-    """Return a positive number that float32 can multiply and divide by."""
+    """Return the value of a key: a positive number by which float32 can be multiplied and divided."""
     value = check_number(CheckpointError, name, hf[name], 0, most, above=True)
     return check_number(CheckpointError, name, value, MIN_FACTOR)
 
 
 def softcap_of(hf: Config, name: str) -> float | None:
-    """Return the softcap of scores or logits, which null turns off."""
+    """Return the softcap of scores or logits; None if the value is null."""
     return None if hf[name] is None else factor(hf, name, MAX_SOFTCAP)
 
 
 def activation_of(hf: Config, name: str, supported: tuple[str, ...]) -> str:
-    """Return which of the supported activations config.json names."""
+    """Return the activation that config.json names, which must be one of the supported ones."""
     names = {theirs: ours for ours in supported for theirs in ACTIVATIONS[ours]}
     if hf[name] not in [*names]:  # a list, as any JSON value may come, hashable or not
         raise UnsupportedModelError(f"{name} {shown(hf[name])} is not supported; only {', '.join(names)}")
@@ -110,14 +110,14 @@ def activation_of(hf: Config, name: str, supported: tuple[str, ...]) -> str:
 
 
 def head_dim_of(hf: Config) -> int:
-    """Return the head dimension, by default hidden_size / num_attention_heads."""
+    """Return the head dimension; the default is hidden_size / num_attention_heads."""
     if hf["head_dim"] is None:
         return size(hf, "hidden_size") // size(hf, "num_attention_heads")
     return size(hf, "head_dim")
 
 
 def window_of(hf: Config) -> int | None:
-    """Return the sliding window, which null turns off."""
+    """Return the sliding window in tokens; None if the value is null."""
     return None if hf["sliding_window"] is None else size(hf, "sliding_window")
 
 
@@ -139,7 +139,7 @@ NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_s
 
 
 def own_rope(hf: Config) -> dict[str, Any]:
-    """Return rope_parameters, or rope_scaling as older checkpoints call it."""
+    """Return rope_parameters; older checkpoints call it rope_scaling."""
     name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     own = hf.get(name) or {}
     if not isinstance(own, dict):
@@ -152,7 +152,7 @@ def read_rope(
 ) -> RopeConfig:
     """Read a rotary embedding.
 
-    own: its parameters, by default `own_rope`.
+    own: the parameters of the embedding, by default from `own_rope`.
     partial: whether the family may rotate only a part of each head.
     """
     own = own_rope(hf) if own is None else own
@@ -284,7 +284,7 @@ class Family(NamedTuple):
 
     defaults: default values for keys of config.json, in addition to COMMON.
     read: turns config.json, with its defaults, into a ModelConfig.
-    keys: the family's names for Llama's keys of config.json; None: the family has no such key.
+    keys: the family's own names for Llama's keys of config.json; None if the family lacks the key.
     """
 
     defaults: Config
@@ -293,9 +293,9 @@ class Family(NamedTuple):
 
 
 def read_attention(hf: Config, **fields: Any) -> AttentionSpec:
-    """Read the attention of layers that are alike.
+    """Read the attention of a model in which all layers have the same attention.
 
-    fields: fields of AttentionSpec that replace what is read.
+    fields: fields of AttentionSpec that override config.json.
     """
     num_heads = size(hf, "num_attention_heads")
     num_kv_heads = num_heads if hf["num_key_value_heads"] is None else size(hf, "num_key_value_heads")
@@ -320,9 +320,9 @@ def read_attention(hf: Config, **fields: Any) -> AttentionSpec:
 
 
 def read_feed_forward(hf: Config, **fields: Any) -> FeedForwardSpec:
-    """Read the feed-forward part of layers that are alike.
+    """Read the feed-forward part of a model in which all layers have the same one.
 
-    fields: fields of FeedForwardSpec that replace what is read.
+    fields: fields of FeedForwardSpec that override config.json.
     """
     inner = fields.pop("size", None) or size(hf, "intermediate_size")
     return FeedForwardSpec(size=inner, **fields)
@@ -351,10 +351,10 @@ def repeat(
 
 
 def read_model(hf: Config, layers: tuple[LayerSpec, ...], **fields: Any) -> ModelConfig:
-    """Read the parts around the layers.
+    """Read everything but the layers: embedding, final norm and head.
 
-    fields: fields of ModelConfig that replace what is read. The field rope, by default that of the first
-        layer, determines the longest context.
+    fields: fields of ModelConfig that override config.json. The field `rope`, by default the first layer's,
+        determines the longest context.
     """
     names = hf["architectures"]
     read = {
@@ -382,7 +382,7 @@ def read_model(hf: Config, layers: tuple[LayerSpec, ...], **fields: Any) -> Mode
 
 
 def read_norm(hf: Config, **fields: Any) -> NormSpec:
-    """Read eps.
+    """Read the norm, whose eps comes from config.json.
 
     fields: further fields of NormSpec.
     """

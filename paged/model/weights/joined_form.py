@@ -11,7 +11,7 @@ from .forms import WeightForm
 
 
 class JoinedForm(WeightForm):
-    """Rows of a weight in several forms, whose products are placed side by side."""
+    """A weight whose rows have several forms. The products are placed side by side."""
 
     gated = False
 
@@ -22,7 +22,7 @@ class JoinedForm(WeightForm):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether all forms are."""
+        """Whether all of the forms are recordable."""
         return all(form.is_recordable for form in self.forms)
 
     def lay_out(self, bias: Tensor) -> None:

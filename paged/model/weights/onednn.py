@@ -9,9 +9,7 @@ from .forms import WeightForm
 
 
 class PackedWeight(WeightForm):
-    """A weight in oneDNN's layout, which is 2 to 3 times faster up to a few dozen rows. Requires
-    `can_pack`.
-    """
+    """A weight in oneDNN's layout, 2 to 3 times faster for up to a few dozen rows. Requires `can_pack`."""
 
     gated = is_recordable = False
     # The number of rows that oneDNN chooses the layout for; 1 to 512 measure the same within noise.
@@ -28,7 +26,7 @@ class PackedWeight(WeightForm):
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether this torch packs linear layers on this CPU.
 
-    The operations are private to torch, so they are tried out rather than assumed.
+    The operations are private to torch, so this function tries them out.
     """
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if device.type != "cpu" or dtype == torch.float16 or not has_onednn:
