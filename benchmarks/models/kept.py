@@ -42,10 +42,8 @@ def kept_rows(shape: str, directory: str, rounds: int, threads: int, *options: s
                 "pages": runs[-1]["pages"],
             }
         )
-    rows.append(
-        {"shape": shape, "start": "first", **{k: first[k] for k in rows[0] if k in first}, "decode": 1.0}
-    )
-    return rows
+    known = {**first, "shape": rows[0]["shape"], "start": "first", "decode": 1.0}
+    return [*rows, {key: known[key] for key in rows[0]}]
 
 
 def kept_start(directory: str, threads: int, cache: str, *options: str) -> dict[str, Any]:

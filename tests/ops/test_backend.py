@@ -131,7 +131,7 @@ def test_torch_backend_needs_no_triton():
         import sys
         sys.modules["triton"] = None  # as if it were not installed
         from paged.kernels.backend import load_kernels
-from paged.kernels.operations import Kernels
+        from paged.kernels.operations import Kernels
         load_kernels("torch")
         try:
             load_kernels("triton")
