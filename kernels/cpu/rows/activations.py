@@ -1,4 +1,4 @@
-"""Activations other than silu_and_mul: GELU, and the clamped SwiGLU of gpt-oss."""
+"""Activations other than silu_and_mul: GELU, ReLU², and the clamped SwiGLU of gpt-oss."""
 
 from torch import Tensor
 
@@ -53,6 +53,23 @@ def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
         run_on_rows(GELU, x=x, tanh=tanh)
     else:
         gelu_by_torch(x, tanh=tanh)
+
+
+RELU_SQUARED = Task(
+    "rows.relu_squared.relu_squared", ("x",), ("kind", "num_rows", "size", "x_stride", "rows_per_unit")
+)
+
+
+relu_squared_by_torch = in_torch("relu_squared")
+
+
+@checked
+def relu_squared(x: Tensor) -> None:  # [num_rows, size]
+    """Replace x by max(x, 0)², in place; see `reference.relu_squared`."""
+    if has_regular_rows(x):
+        run_on_rows(RELU_SQUARED, x=x)
+    else:
+        relu_squared_by_torch(x)
 
 
 CLAMPED_SWIGLU = Task(
