@@ -40,7 +40,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def check_call(name: str, arguments: Mapping[str, Any]) -> None:
-    """Check the arguments of an operation. Raise ValueError if one is wrong."""
+    """Check the arguments of an operation. Raises ValueError if one is wrong."""
     call = Rules(arguments)
     getattr(call, name)()
     if call.written and call.reads_contents:
@@ -48,7 +48,7 @@ def check_call(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 class KernelCall:
-    """The arguments of a call, and which tensors among them were checked as written and as read."""
+    """The arguments of a call, and the tensors that were checked as being written or read."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._arguments = arguments
@@ -78,7 +78,7 @@ class KernelCall:
         written: bool = False,
         contiguous: bool = False,
     ) -> Tensor:
-        """Check and return a tensor."""
+        """Check an argument that is a tensor, and return it."""
         tensor: Tensor = self[name]
         if shape is None:
             check_tensor(name, tensor)
@@ -98,15 +98,15 @@ class KernelCall:
         return tensor
 
     def rows(self, name: str, *, written: bool = False) -> Tensor:
-        """Check and return a tensor [num_rows, size] of numbers."""
+        """Check an argument that is a tensor [num_rows, size] of numbers, and return it."""
         return self.tensor(name, (None, None), KERNEL_DTYPES, written=written)
 
     def like(self, name: str, other: Tensor, *, written: bool = False) -> Tensor:
-        """Check and return a tensor of the shape and dtype of another."""
+        """Check an argument that has the shape and dtype of another tensor, and return it."""
         return self.tensor(name, other.shape, other.dtype, written=written)
 
     def indices(self, name: str, size: int | None, what: str, limit: int, *, once: bool = False) -> Tensor:
-        """Check and return i64[size], a tensor of numbers below a limit.
+        """Check an argument i64[size] of indices from 0 to limit - 1, and return it.
 
         once: whether all numbers must be different.
         """
@@ -130,9 +130,7 @@ _FILTERS = {
 
 
 class Rules(KernelCall):
-    """The checks of each operation's arguments, one method for each operation. `reference` has
-    their shapes.
-    """
+    """The checks of operations' arguments, one method per operation. `reference` documents the shapes."""
 
     def take_rows(self) -> None:
         table = self.rows("table")
@@ -226,7 +224,7 @@ class Rules(KernelCall):
             self.tensor("bias", (num_experts, out_features), x.dtype)
 
     def grouped_rows(self, x: Tensor, num_experts: int) -> None:
-        """Check which rows of x each expert has."""
+        """Check the arguments that say which rows of x belong to which expert."""
         offsets = self.tensor("offsets", (num_experts + 1,), torch.int32, contiguous=True)
         num_rows = len(x)
         if self.has("sources"):

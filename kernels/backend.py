@@ -20,15 +20,16 @@ BACKENDS: tuple[BackendName, ...] = ("triton", "numba", "torch")
 def load_kernels(
     name: BackendName, progress: Any = None, *, checked: bool = True, ahead: bool = True
 ) -> Kernels:
-    """Return the kernels of one backend.
+    """Return the kernels of the backend with this name.
 
-    progress: see `cpu.compiling.Progress`; shows what is compiled now, which is logged otherwise.
-    checked: False: leave out the checks that are skipped in `checks.TrustedContents`, and the cost of asking
-        for it. For a caller that proves its arguments, as the engine does.
-    ahead: compile all that numba compiles now. False: when asked for by `Kernels.compile_for`, or launched.
+    progress: shows what is being compiled, see `cpu.compiling.Progress`; None logs it instead.
+    checked: False leaves out the checks that `checks.TrustedContents` skips, for a caller that guarantees its
+        arguments, as the engine does.
+    ahead: whether to compile all numba kernels now. If False, they are compiled by `Kernels.compile_for` or
+        when launched.
 
-    Raises ValueError for an unknown name, and ImportError if Triton or numba is missing, or if numba has no
-    directory to keep compiled kernels in.
+    Raises ValueError for an unknown name, and ImportError if Triton or numba is missing, or if there is no
+    directory for compiled kernels.
     """
     kernels = _load(name, progress, ahead)
     if checked:

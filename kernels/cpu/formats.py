@@ -71,7 +71,7 @@ class Format(NamedTuple):
 
     @property
     def is_supported(self) -> bool:
-        """Whether this CPU has the instructions for the format."""
+        """Whether this CPU has the instructions that the format needs."""
         return all(_INSTRUCTIONS[name] for name in self.needs)
 
 
@@ -126,5 +126,5 @@ NONE = -1  # the kind of a factor that a weight does not have
 
 
 def expanded_bytes(num_inputs: int) -> int:
-    """Return the memory that readers need for the factors of num_inputs inputs of a panel."""
+    """Return the bytes that readers need for the factors of num_inputs inputs of a panel."""
     return EXPANDED_HEAD_BYTES + -(-num_inputs // LEAST_GROUP) * GROUP_BYTES

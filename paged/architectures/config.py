@@ -25,9 +25,7 @@ ROTARY_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.si
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers with the same window and the same KVShape. They share block tables, since they see the same
-    tokens.
-    """
+    """Layers with the same window and KVShape. They share block tables, since they see the same tokens."""
 
     window: int | None
     layers: tuple[int, ...]
@@ -82,9 +80,7 @@ class TensorNames:
         return not (name.startswith(self.skipped_prefixes) or name.endswith(self.ignored_suffixes))
 
     def around(self, text: TensorNames) -> TensorNames:
-        """Return names for a checkpoint around the model `text`: these names, which also skip what `text`
-        skips.
-        """
+        """Return names for a checkpoint around the model `text`, which also skip what `text` skips."""
         skipped = tuple(
             theirs + name[len(ours) :]
             for theirs, ours in self.prefixes

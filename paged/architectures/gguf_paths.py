@@ -40,9 +40,7 @@ def gguf_files(directory: Path) -> list[str]:
 
 
 def models_of(names: Iterable[str]) -> list[str]:
-    """Return the names of GGUF files that are models. A model in several parts appears once, by its first
-    part.
-    """
+    """Return the names of GGUF files that are models. A model in parts appears once, by its first part."""
     firsts = {PART_NAME.sub(r"\1-00001-of-\3\4", name) for name in names}
     return sorted(name for name in firsts if "mmproj" not in name.lower())
 

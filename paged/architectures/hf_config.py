@@ -117,9 +117,7 @@ def read_hf(directory: Path) -> dict[str, Any]:
 
 
 def read_quantization(hf: Config) -> Quantization | None:
-    """Return the quantisation that config.json describes; None if weights are not quantised. See
-    `quantization_of`.
-    """
+    """Return the quantisation in config.json; None if weights are not quantised. See `quantization_of`."""
     text = hf.get("text_config")
     configs = [hf, text] if isinstance(text, dict) else [hf]
     if not any(config.get(key) for config in configs for key in QUANTIZATION_KEYS):

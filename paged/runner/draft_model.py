@@ -180,7 +180,7 @@ class DraftModel:
         self.graphs = new_graphs(self.sizes, self.model)
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
-        """Return a guess for each request. It is empty if the request is too long, or its KV is incomplete."""
+        """Return a guess for each request. It is empty if the request is too long or its KV is incomplete."""
         if self.manager is None:
             raise UsageError("the draft model has no blocks yet")
         if len(self._known) > len(requests):

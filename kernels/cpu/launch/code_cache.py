@@ -99,7 +99,7 @@ def file_name(name: str, source: str = _SOURCE) -> str:
 
 
 def directory_of(name: str) -> Path | None:
-    """Return the directory that has a file for this kernel, or None. `find` tells whether it is intact."""
+    """Return the cache directory with a file for this kernel; None if there is none. `find` checks it."""
     for place in directories():
         with suppress(OSError):
             if is_trusted(place, (place / file_name(name)).stat()):
@@ -108,7 +108,7 @@ def directory_of(name: str) -> Path | None:
 
 
 def find(name: str) -> tuple[str, bytes] | None:
-    """Return the symbol of a kernel and its object code, if they are in the cache."""
+    """Return the symbol of a kernel and its object code; None if they are not in the cache."""
     found = cached_file(file_name(name)) or b""
     digest, data = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
     if sha256(data).digest() != digest:
@@ -118,18 +118,18 @@ def find(name: str) -> tuple[str, bytes] | None:
 
 
 def variant(kernel: str, kinds: Iterable[int] | None) -> str:
-    """Return the name of a kernel that is compiled for these kinds; None: for all."""
+    """Return the name of a kernel's variant that is compiled only for these kinds; None for all kinds."""
     return kernel if kinds is None else f"{kernel}+{'-'.join(map(str, sorted(kinds)))}"
 
 
 def parts(name: str) -> tuple[str, frozenset[int] | None]:
-    """Return a kernel's own name, and the kinds that the name has; None: all."""
+    """Split a name into the kernel's own name and the kinds of its variant; None stands for all kinds."""
     kernel, _, kinds = name.partition("+")
     return kernel, frozenset(map(int, kinds.split("-"))) if kinds else None
 
 
 def holder_of(name: str) -> str | None:
-    """Return what the cache has in place of a variant, or of a kernel: itself, or one for more kinds."""
+    """Return the name of a cached kernel or variant that can stand in for `name`; None if there is none."""
     kernel, kinds = parts(name)
     if directory_of(kernel) is not None:
         return kernel
@@ -146,13 +146,13 @@ def holder_of(name: str) -> str | None:
 
 
 def missing_kernels(names: Iterable[str] | None = None) -> list[str]:
-    """Return which of these, by default of all kernels, the cache lacks; those that take longest first."""
+    """Return the kernels among `names` (by default all) that the cache lacks, slowest to compile first."""
     missing = [name for name in (SECONDS if names is None else names) if holder_of(name) is None]
     return sorted(missing, key=seconds_of, reverse=True)
 
 
 def seconds_of(name: str) -> float:
-    """Return the seconds that a kernel or a variant takes."""
+    """Return the seconds that compiling a kernel or a variant takes."""
     kernel, kinds = parts(name)
     whole = SECONDS.get(kernel, 0.5)
     if kinds is None:

@@ -15,7 +15,7 @@ _MOST_OTHERS = 3
 
 
 def keep(name: str, code: tuple[str, bytes]) -> None:
-    """Write a kernel to the cache, and delete old ones from other sources. Raises ImportError."""
+    """Write a kernel to the cache, and delete old files from other sources. Raises ImportError."""
     data = code[0].encode() + b"\0" + code[1]
     place = writable_directory()
     try:
@@ -37,10 +37,9 @@ def _age(file: Path) -> float:
 
 @contextmanager
 def claimed(name: str) -> Iterator[bool]:
-    """Try to claim a kernel for compilation. Yield whether this process got the claim rather than another
-    one.
+    """Try to claim a kernel for compilation. Yield whether this process got the claim.
 
-    The system releases the claim when the process ends, however that happens.
+    The system releases the claim when the process ends in any way.
     """
     file = writable_directory() / f"{name}-{TARGET.setting}.lock"
     with file.open("ab") as lock:

@@ -23,7 +23,7 @@ gelu_by_torch = in_torch("gelu")
 
 @checked
 def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_tokens, size]
-    """Return gelu(gate) * up, of x or of x and `up`; see `reference.gelu_and_mul`."""
+    """Return gelu(gate) * up. x holds both side by side, or `up` is given; see `reference.gelu_and_mul`."""
     if up is None:
         x, up = x.chunk(2, dim=1)
     if not has_regular_rows(x, up):
@@ -85,7 +85,7 @@ clamped_swiglu_by_torch = in_torch("clamped_swiglu")
 
 @checked
 def clamped_swiglu(x: Tensor, limit: float, alpha: float) -> Tensor:  # [n, 2 * size] -> [n, size]
-    """Return gate sigmoid(alpha gate) (up + 1); see `reference.clamped_swiglu`."""
+    """Return gate sigmoid(alpha gate) (up + 1), clamped; see `reference.clamped_swiglu`."""
     if not has_regular_rows(x):
         return clamped_swiglu_by_torch(x, limit, alpha)
     return run_on_halves(CLAMPED_SWIGLU, x, limit=float(limit), alpha=float(alpha))

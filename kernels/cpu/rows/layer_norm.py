@@ -26,10 +26,10 @@ def layer_norm(
     eps: float,
     residual: Tensor | None = None,  # like x, updated in place
 ) -> Tensor:  # [num_rows, size]
-    """Return the layer norm of x, after residual += x if given; see `reference.layer_norm`.
+    """Return the layer norm of x, or of residual += x if a residual is given; see `reference.layer_norm`.
 
-    If there are many rows, and a row's size is a multiple of a memory page, the output's rows are padded (see
-    `padded_rows`), so it is not contiguous.
+    If there are many rows, and their size is a multiple of a memory page, the output's rows are padded (see
+    `padded_rows`), so the output is not contiguous.
     """
     if not (has_regular_rows(x) and are_contiguous(weight, bias, residual)):
         return layer_norm_by_torch(x, weight, bias, eps, residual)

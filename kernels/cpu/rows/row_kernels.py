@@ -21,7 +21,7 @@ FEW_ROWS = 64
 
 
 def in_torch(operation: str, module: str = "plain.backend") -> Callable[..., Any]:
-    """Return an operation of plain torch, for inputs of an unusual layout. A call imports its module."""
+    """Return the operation of plain torch, for unusual layouts. The first call imports its module."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return getattr(import_module(f"...{module}", __package__), operation)(*args, **kwargs)
@@ -30,20 +30,20 @@ def in_torch(operation: str, module: str = "plain.backend") -> Callable[..., Any
 
 
 def units_of_rows(num_rows: int, size: int) -> tuple[int, int]:
-    """Divide rows of `size` numbers into units of work. Return the number of units, and of rows in each."""
+    """Divide rows of `size` numbers into work units. Return the number of units, and the rows in each."""
     rows = max(1, UNIT_NUMBERS // max(1, size))
     return -(-num_rows // rows), rows
 
 
 def has_regular_rows(*tensors: Tensor) -> bool:
-    """Return whether the kernels can read these tensors [num_rows, size]. If not, torch is used."""
+    """Return whether the kernels can read these tensors [num_rows, size]. If not, torch must be used."""
     return all(x.is_cpu and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES for x in tensors)
 
 
 def run_on_rows(task: Task, *, x: Tensor, **fields: Tensor | float) -> None:
     """Launch a kernel over the rows of x [num_rows, size], and of `out` if it is given.
 
-    fields: what else the kernel's record has, beside kind, num_rows, size, rows_per_unit and the strides.
+    fields: the other fields of the kernel's record, besides kind, num_rows, size, rows_per_unit and strides.
     """
     num_rows, size = x.shape
     num_units, per_unit = units_of_rows(num_rows, size)
@@ -54,7 +54,7 @@ def run_on_rows(task: Task, *, x: Tensor, **fields: Tensor | float) -> None:
 
 
 def run_on_halves(task: Task, x: Tensor, **options: float) -> Tensor:  # [n, 2 * size] -> [n, size]
-    """Launch a kernel over rows of gates and ups side by side. Return its output."""
+    """Launch a kernel over rows that hold gates and ups side by side. Return its output."""
     num_rows = x.shape[0]
     size = x.shape[1] // 2
     out = x.new_empty(num_rows, size)
@@ -128,7 +128,7 @@ greedy_by_torch = in_torch("greedy")
 
 @checked
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's maximum, f32[n], after its first index, i64[n]; see `reference.greedy`."""
+    """Return each row's first argmax, i64[n], and maximum, f32[n]; see `reference.greedy`."""
     if not has_regular_rows(logits):
         return greedy_by_torch(logits)
     num_rows, size = logits.shape

@@ -16,7 +16,7 @@ _BLOCK = 2048  # in bfloat16 16 bytes a thread even for 256 threads: 4 warps on 
 
 @triton.jit
 def sigmoid(x):
-    """Return 1 / (1 + e^-x), by an exponential that never overflows."""
+    """Return 1 / (1 + e^-x), computed without overflow."""
     decayed = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, decayed) / (1.0 + decayed)
 
@@ -65,8 +65,8 @@ def _activation_kernel(
 def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
     """Return silu(gate) * up, where x is gate and up side by side (Shazeer 2020, "GLU variants").
 
-    Computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype or stride that
-    does not fit.
+    The result is computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype or
+    stride that does not fit.
     """
     launch, size = _silu_and_muls.find(combination((x,)), x)
     out = x.new_empty(size)
@@ -77,10 +77,10 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
 def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_tokens, size]
     """Return gelu(gate) * up, with GELU's tanh approximation.
 
-    x: gate and up side by side, [num_tokens, 2 * size], or the gate alone where `up` is given.
+    x: gate and up side by side, [num_tokens, 2 * size], or only the gate if `up` is given.
 
-    Computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype or stride that
-    does not fit.
+    The result is computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype or
+    stride that does not fit.
     """
     launch, size = _gelu_and_muls.find(combination((x, up)), x, up)
     out = x.new_empty(size)
@@ -95,8 +95,8 @@ def clamped_swiglu(
 ) -> Tensor:  # [num_tokens, size]
     """Return gate sigmoid(alpha gate) (up + 1), with gate at most `limit` and up within ± limit (gpt-oss).
 
-    Computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype, stride or number
-    that does not fit.
+    The result is computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype,
+    stride or number that does not fit.
     """
     launch, size = _clamped_swiglus.find(combination((x,), limit, alpha), x, limit, alpha)
     out = x.new_empty(size)
@@ -107,8 +107,8 @@ def clamped_swiglu(
 def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
     """Apply GELU to x in place: x Φ(x), or its tanh approximation.
 
-    Computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype, stride or flag
-    that does not fit.
+    The result is computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype,
+    stride or flag that does not fit.
     """
     launch, _ = _gelus.find(combination((x,), tanh), x, tanh)
     launch(x, None, None)

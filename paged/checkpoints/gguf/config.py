@@ -46,9 +46,7 @@ _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 @dataclass(frozen=True, slots=True)
 class ConfigSource:
-    """The GGUF metadata and tensors that a config is made from. A source records which rope factors were
-    read.
-    """
+    """The GGUF metadata and tensors for a config. A source records which rope factors were read."""
 
     metadata: Metadata
     tensors: Mapping[str, GgufTensor]
