@@ -21,7 +21,7 @@ from ..device.transfers import NUM_BUFFERS, Sent, Transfers, Upload
 from ..model.part import ModelPart
 from ..options.config import EngineConfig
 from .load import load_model, new_kernels
-from .memory import Memory, RunStep, new_kv_cache, num_blocks_that_fit
+from .memory import Memory, new_kv_cache
 from .passes import new_batches, new_graphs
 from .plan import ComputedPart
 from .sizes import Sizes
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..model.cache.states import Run
     from ..model.weights.kept import KeepsWeights
     from .draft_model import DraftCheckpoint
+    from .fit import RunStep
     from .step_graphs import StepGraphs  # needs numba
 
 
@@ -131,9 +132,11 @@ class PartRunner:
         """
         kernels = self.model.kernels
         with self._explaining_shortage(directory):
-            num_blocks = self.config.num_blocks or num_blocks_that_fit(
-                self.sizes, self.device, kernels, run_step
-            )
+            num_blocks = self.config.num_blocks
+            if num_blocks is None:
+                from .fit import num_blocks_that_fit
+
+                num_blocks = num_blocks_that_fit(self.sizes, self.device, kernels, run_step)
             num_host_blocks = self.sizes.num_host_blocks
             if self._peers is not None:
                 num_blocks, num_host_blocks = self._peers.least(num_blocks, num_host_blocks)
