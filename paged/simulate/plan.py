@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from ..architectures.config import ModelConfig
+from ..architectures.gguf_paths import HEADERS_ALONE
 from ..architectures.hf_config import read_config
 from ..base.errors import ConfigError
-from ..checkpoints.gguf.gguf_file import HEADERS_ALONE
 from ..checkpoints.model_directory import resolve_headers
 from ..device.devices import resolve_device, resolve_dtype, target_of
 from ..device.threads import set_threads
@@ -242,6 +242,11 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         return made
     steps = measure_steps(config, footprint.sizes, made.usual_length)
     return replace(made, measured=measured._replace(coefficients=steps))
+
+
+def footprint_of(config: EngineConfig) -> Footprint:
+    """Return what an engine with these options takes, without measuring this machine; see `make_plan`."""
+    return _footprint(config, PlannedDevice.of(config.device), resolve_headers(config.model, config.revision))
 
 
 def _is_small(footprint: Footprint, directory: Path) -> bool:
