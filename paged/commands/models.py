@@ -115,10 +115,11 @@ def described(entry: ModelEntry) -> Iterator[tuple[str, str]]:
     from ..chat.chat_format import ChatFormat
     from ..checkpoints.model_directory import resolve_headers
     from ..engine.model_text import ModelText
-    from ..simulate.plan import PackedStart, footprint_of
+    from ..runner.planned import footprint_here
+    from ..simulate.plan import PackedStart
 
     config = EngineConfig(entry.checkpoint, **entry.engine)
-    footprint = footprint_of(config)
+    footprint = footprint_here(config)
     directory = resolve_headers(config.model, config.revision)
     model = read_config(directory)
     yield "name", entry.name

@@ -17,7 +17,6 @@ from .headings import MODEL
 if TYPE_CHECKING:
     from ..checkpoints.library.pull import Progress, RemoteFile, RemoteModel
 
-LEAST_CONTEXT = 4096  # tokens that a request of a quantisation must have room for, to be chosen
 _HELP = "A model of the hub: owner/name, or for one GGUF file of several owner/name:QUANT such as :Q4_K_M."
 _REVISION_HELP = "Branch, tag or commit on the hub. [default: the hub's default branch]"
 
@@ -71,7 +70,7 @@ def largest_that_fits(repository: str, quantisations: Mapping[str, Sequence[Remo
     Raises CheckpointError with the reason of the last one if none does.
     """
     from ..device.host_memory import free_on_cpu
-    from ..simulate.plan import footprint_of
+    from ..runner.planned import LEAST_CONTEXT, footprint_here
 
     why = ""
     for name, files in quantisations.items():  # the largest first
@@ -80,7 +79,7 @@ def largest_that_fits(repository: str, quantisations: Mapping[str, Sequence[Remo
             why = f"{name} has {size / GIB:,.2f} GiB, and {free_on_cpu() / GIB:,.2f} GiB are free"
             continue
         try:
-            footprint = footprint_of(EngineConfig(f"{repository}:{name}"))
+            footprint = footprint_here(EngineConfig(f"{repository}:{name}"))
         except (UnsupportedModelError, ConfigError, CheckpointError) as error:
             why = f"{name}: {error}"
             continue

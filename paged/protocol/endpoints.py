@@ -24,8 +24,8 @@ from .messages.events import message_error
 from .responses.call import ResponseCall
 
 JSON = "application/json"
-_LINES = "application/x-ndjson"
-_EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
+EVENTS = "text/event-stream"
 _PLAIN = "text/plain"
 _LISTED: list[Endpoint] = []
 # Who may use a route. all: everyone, as a monitor or a load balancer may have no key. keys: who has a key of
@@ -86,7 +86,7 @@ class Endpoint:
 
 
 POST_CHAT = Endpoint(
-    "POST", "/v1/chat/completions", "Answer a conversation", "ChatCompletion", call=ChatCall, streamed=_EVENTS
+    "POST", "/v1/chat/completions", "Answer a conversation", "ChatCompletion", call=ChatCall, streamed=EVENTS
 )
 POST_COMPLETIONS = Endpoint(
     "POST",
@@ -94,7 +94,7 @@ POST_COMPLETIONS = Endpoint(
     "Complete one or several prompts",
     "Completion",
     call=CompletionCall,
-    streamed=_EVENTS,
+    streamed=EVENTS,
 )
 POST_RESPONSE = Endpoint(
     "POST",
@@ -102,7 +102,7 @@ POST_RESPONSE = Endpoint(
     "Answer the items of a conversation",
     "Response",
     call=ResponseCall,
-    streamed=_EVENTS,
+    streamed=EVENTS,
 )
 GET_RESPONSE = Endpoint(
     "GET", "/v1/responses/{response}", "Return a response that is stored or in progress", "Response"
@@ -116,7 +116,7 @@ POST_MESSAGE = Endpoint(
     "Message",
     call=MessageCall,
     error="MessageError",
-    streamed=_EVENTS,
+    streamed=EVENTS,
 )
 POST_COUNT_TOKENS = Endpoint(
     "POST",
@@ -143,7 +143,7 @@ POST_GENERATE, POST_GENERATE_BATCH = (
         "Complete prompts, each with its own result",
         "Results",
         call=GenerateCall,
-        streamed=_LINES,
+        streamed=LINES,
     )
     for path in ("/generate", "/generate/batch")
 )
@@ -169,7 +169,7 @@ GET_WATCH = Endpoint(
     "/watch",
     "Tell what the engines compute and whose their blocks are, up to four times a second",
     None,
-    media=_EVENTS,
+    media=EVENTS,
     access="watch",
 )
 # The page, by the path of each of its files.
@@ -194,6 +194,13 @@ POST_END = Endpoint(
     "End the requests in progress that have this id",
     "Any",
     access="admin",
+)
+POST_LOAD, POST_UNLOAD = (
+    Endpoint("POST", f"{ADMIN_PREFIX}models/{{model}}/{verb}", summary, "Any", access="admin")
+    for verb, summary in (
+        ("load", "Load a model of a server that has several, and answer when it is loaded"),
+        ("unload", "Unload a model of a server that has several, once no request uses it"),
+    )
 )
 POST_REPLICAS = Endpoint(
     method="POST",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -24,8 +25,11 @@ from ..protocol.endpoints import (
     is_of_messages,
 )
 from .front_end import FrontEnd
+from .gate import Gate
+from .http.budgets import BodyBudget, ResponseBudget
 from .http.exchange import ClientGone, Exchange, request_id_of
-from .http.failures import HttpError
+from .http.failures import FailureResponse, HttpError
+from .options import ServeOptions
 from .routes.table import HANDLERS, Handler
 from .telemetry.records import CLIENT_GONE
 from .telemetry.request_log import announce
@@ -47,10 +51,29 @@ MOST_COMPARED = 100  # characters of a path that is compared with all routes
 EXCHANGE = "paged.exchange"  # the exchange of a request, in its scope
 
 
+class Front(Protocol):
+    """What an application needs of what is behind it; see `FrontEnd`."""
+
+    options: ServeOptions
+    body_budget: BodyBudget
+    response_budget: ResponseBudget
+    gate: Gate
+
+    def end(self, exchange: Exchange, status: int, error: BaseException | None) -> None:
+        """End the record of a request."""
+
+    async def failure_of(self, error: Exception, request_id: str) -> FailureResponse:
+        """Return the response for an error."""
+
+
 def new_app(front: FrontEnd) -> ASGIApp:
     """Return the application that serves an engine."""
-    app = App(front)
-    origins = front.options.allowed_origins
+    return with_origins(App(front), front.options)
+
+
+def with_origins(app: ASGIApp, options: ServeOptions) -> ASGIApp:
+    """Return an application that also answers the pages of other websites, as far as the options allow."""
+    origins = options.allowed_origins
     if not origins:
         return app
     return _Cors(
@@ -70,11 +93,16 @@ def new_metrics_app(front: FrontEnd) -> ASGIApp:
 class App:
     """Routes requests to their handlers. Any error that a handler raises becomes a response.
 
-    is_open: whether no route needs a key.
+    is_open: whether no route needs a key. handlers: what answers each route.
     """
 
     def __init__(
-        self, front: FrontEnd, endpoints: Sequence[Endpoint] = ROUTES, *, is_open: bool = False
+        self,
+        front: Front,
+        endpoints: Sequence[Endpoint] = ROUTES,
+        *,
+        is_open: bool = False,
+        handlers: Mapping[Endpoint, Callable[[Any], Handler]] = HANDLERS,
     ) -> None:
         self._front = front
         self._is_open = is_open
@@ -85,7 +113,7 @@ class App:
         routes = [
             Route(
                 re.sub(r"{(model|request)}", r"{\1:path}", path),  # these names may contain slashes
-                _Path({each.method: HANDLERS[each](front) for each in of_path}, of_path[0].access),
+                _Path({each.method: handlers[each](front) for each in of_path}, of_path[0].access),
                 methods=[each.method for each in of_path],
             )
             for path, of_path in by_path.items()

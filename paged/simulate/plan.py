@@ -244,11 +244,6 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     return replace(made, measured=measured._replace(coefficients=steps))
 
 
-def footprint_of(config: EngineConfig) -> Footprint:
-    """Return what an engine with these options takes, without measuring this machine; see `make_plan`."""
-    return _footprint(config, PlannedDevice.of(config.device), resolve_headers(config.model, config.revision))
-
-
 def _is_small(footprint: Footprint, directory: Path) -> bool:
     """Return whether a model is so small that its steps are measured, and its weights are here."""
     is_here = not (directory / HEADERS_ALONE).exists()

@@ -45,6 +45,7 @@ class Exchange:
     body_timeout_s: seconds in which the body has to arrive.
     budget: the memory for the bodies of all requests.
     responses: the memory for all whole responses.
+    scope, receive, send: of the ASGI application.
     address: the client's address; "" at a Unix domain socket.
     num_body_bytes: how many bytes of the body were read.
     route: the path below --root-path.
@@ -53,6 +54,7 @@ class Exchange:
     status: the status of the response, once it has begun.
     is_accepted: whether the server answers the request even while it shuts down.
     is_complete: whether the last part of the response was handed to the server.
+    is_passed_on: whether another application answers it, which counts it.
     record: the record of the request, once its body was accepted.
     access: the access that its key was checked for; None if the route needs no key.
     key: the request's key, where keys belong to tenants.
@@ -71,7 +73,6 @@ class Exchange:
         "_query_string",
         "_responses",
         "_room",
-        "_send",
         "access",
         "address",
         "admission",
@@ -79,6 +80,7 @@ class Exchange:
         "extra_headers",
         "is_accepted",
         "is_complete",
+        "is_passed_on",
         "key",
         "max_body_bytes",
         "method",
@@ -88,6 +90,8 @@ class Exchange:
         "record",
         "request_id",
         "route",
+        "scope",
+        "send",
         "status",
     )
 
@@ -102,8 +106,9 @@ class Exchange:
         budget: BodyBudget,
         responses: ResponseBudget,
     ) -> None:
+        self.scope = scope
         self.receive = receive
-        self._send = send
+        self.send = send
         self._is_too_slow: Callable[[], bool] = scope[IS_TOO_SLOW]
         self._cut: Callable[[], None] = scope[CUT]
         self._responses = responses
@@ -122,6 +127,7 @@ class Exchange:
         self.status: int | None = None
         self.is_accepted = False
         self.is_complete = False
+        self.is_passed_on = False
         self.record: RequestRecord | None = None
         self.access: Access | None = None
         self.key: KeyUsage | None = None
@@ -156,6 +162,11 @@ class Exchange:
         """Record an output of an engine."""
         if self.record is not None:
             self.record.on_output(output, time.monotonic(), replica)
+
+    async def read_body(self) -> bytes:
+        """Read the body as it is. Its memory counts until `end`. Raises what `read_json` does."""
+        self._check_type()
+        return b"".join(await self._read())
 
     async def read_json(self, parse: Callable[[Any], T]) -> T:
         """Read the body, which must be JSON, and return the result of `parse` for its value.
@@ -270,7 +281,7 @@ class Exchange:
             *headers,
             *(self.key.headers() if self.key is not None else ()),
         ]
-        await self._send({"type": "http.response.start", "status": status, "headers": sent})
+        await self.send({"type": "http.response.start", "status": status, "headers": sent})
 
     async def write(self, body: bytes, *, more: bool) -> None:
         """Send the next part of the response, once the client has read enough of the parts before."""
@@ -281,7 +292,7 @@ class Exchange:
         await self._send_body(body[rest:] if body else body, more=more)
 
     async def _send_body(self, body: bytes, *, more: bool) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        await self.send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def respond(
         self, status: int, body: bytes, content_type: str = JSON, headers: Iterable[Header] = ()

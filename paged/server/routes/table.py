@@ -12,6 +12,7 @@ from ..http.exchange import Exchange
 from .admin import (
     DrainRoute,
     EndRoute,
+    OneModelRoute,
     PauseRoute,
     ReloadKeysRoute,
     ReplicasRoute,
@@ -67,6 +68,8 @@ HANDLERS: dict[Endpoint, Callable[[FrontEnd], Handler]] = {
     **{endpoint: partial(PageRoute, endpoint, file) for endpoint, file in endpoints.PAGE_FILES.items()},
     endpoints.GET_REQUESTS: RequestsRoute,
     endpoints.POST_END: EndRoute,
+    endpoints.POST_LOAD: OneModelRoute,
+    endpoints.POST_UNLOAD: OneModelRoute,
     endpoints.POST_REPLICAS: ReplicasRoute,
     endpoints.POST_PAUSE: PauseRoute,
     endpoints.POST_RESUME: ResumeRoute,
